@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from april.core.tape import Segment, SegmentKind
     from april.core.types import DropReason, FinishReason, Prompt, SampleId
     from april.core.versions import PolicyVersion
-    from april.corrections.advantages import group_advantages, loss_weights
+    from april.corrections.advantages import group_advantages
     from april.corrections.importance import masked_weights, truncated_weights
+    from april.corrections.loss_weights import loss_weights
     from april.corrections.off_policy import DriftGuard, off_policy_report
     from april.corrections.policy_loss import policy_loss
     from april.driver.llm import LLM, BlockingLLM, Completion
@@ -65,7 +66,8 @@ _HOMES = {
     "april.core.tape": ("Segment", "SegmentKind"),
     "april.core.types": ("DropReason", "FinishReason", "Prompt", "SampleId"),
     "april.core.versions": ("PolicyVersion",),
-    "april.corrections.advantages": ("group_advantages", "loss_weights"),
+    "april.corrections.advantages": ("group_advantages",),
+    "april.corrections.loss_weights": ("loss_weights",),
     "april.corrections.importance": ("masked_weights", "truncated_weights"),
     "april.corrections.off_policy": ("DriftGuard", "off_policy_report"),
     "april.corrections.policy_loss": ("policy_loss",),

@@ -53,7 +53,7 @@ from april.weights.source import weight_source
 log = logging.getLogger("april")
 
 
-class NotGiven(Enum):
+class Unset(Enum):
     """Default of an argument for which None has a meaning of its own."""
 
     REWARD = "no reward"
@@ -151,7 +151,7 @@ class RolloutScheduler(BatchIterator):
         config: Config,
         *,
         prompts: Iterable[Any],
-        reward: Callable[..., Any] | NotGiven | None = NotGiven.REWARD,
+        reward: Callable[..., Any] | Unset | None = Unset.REWARD,
         group_reward: Callable[..., Any] | None = None,
         filter: Callable[..., Any] | None = None,
         rollout: RolloutFunction | BlockingRolloutFunction = single_turn,
@@ -175,7 +175,7 @@ class RolloutScheduler(BatchIterator):
                 f"config must be an april.Config, got {type(config).__name__}; Config.from_mapping and "
                 "Config.from_yaml make one"
             )
-        if isinstance(reward, NotGiven):
+        if isinstance(reward, Unset):
             reward = None
             if group_reward is None:
                 log.warning(
@@ -239,7 +239,7 @@ class RolloutScheduler(BatchIterator):
                 lambda: RolloutDriver(
                     settings, rollouts, self._engines, source, functions,
                     DriverOptions(
-                        check=check, draws_beside=self._thread.threads_wake_it, config=config.to_mapping(),
+                        check=check, draw_in_thread=self._thread.threads_wake_it, config=config.to_mapping(),
                         record=record if record is None or isinstance(record, RunRecord) else RunRecord(record),
                         delivered=self._observers.delivered, blocked=self._thread.blocked,
                         fits=lambda **changes: fits(config, {e.name: e.capabilities for e in present}, **changes),
@@ -247,7 +247,7 @@ class RolloutScheduler(BatchIterator):
                 )
             )  # fmt: skip
         except BaseException as error:
-            self._thread.begin_to_stop(lambda: close_abandoned(made))
+            self._thread.request_stop(lambda: close_abandoned(made))
             self._thread.stop()
             if isinstance(error, AprilError):
                 shorten(error)
@@ -256,13 +256,13 @@ class RolloutScheduler(BatchIterator):
         if discover is not None:
             names = {url: engine.name for url, engine in found.items()}
             follow = partial(self._roster.follow, discover, discover_every_s, names)
-            self._thread.call(lambda: self._driver.local.spawn(follow()))
+            self._thread.call(lambda: self._driver.executor.spawn(follow()))
         self._observers.driver = self._driver
         recorder = self._driver.recorder
         ends = [*(() if recorder is None else (recorder.end,)), *self._observers.ends]
-        self._close_abandoned = partial(close_abandoned, self._engines, self._driver.local.worker_threads, ends)
+        self._close_abandoned = partial(close_abandoned, self._engines, self._driver.executor.worker_threads, ends)
         dropped = partial(self._close_abandoned, dropped=True)
-        self._dropped = weakref.finalize(self, self._thread.begin_to_stop, dropped)
+        self._dropped = weakref.finalize(self, self._thread.request_stop, dropped)
         self._dropped.atexit = False
 
     # ---------------------------------------------------------------- one step
@@ -588,7 +588,7 @@ class RolloutScheduler(BatchIterator):
         limit_s = 2 * self.config.outage_deadline_s if limited else None
         asked = (what, path, transfer is not None, weights is not None, named, handed_out)
         call = self._update
-        if call is None or not call.is_for(asked):
+        if call is None or not call.repeats(asked):
             self._adapted = None
             if weights is not None:
                 self._adapted, weights = self._adapters.prepare(what, weights, self._engines)
@@ -694,16 +694,16 @@ class RolloutScheduler(BatchIterator):
 
     def __repr__(self) -> str:
         try:
-            return f"<RolloutScheduler {self._thread.call(self._standing)}>"
+            return f"<RolloutScheduler {self._thread.call(self._current_wait)}>"
         except SchedulerClosed:
             return "<RolloutScheduler closed>"
         except RolloutError:
             return "<RolloutScheduler of another process>"
 
-    def _standing(self) -> str:
+    def _current_wait(self) -> str:
         """Return the scheduler's state as text for people; must be called on the loop."""
         core = self._driver.core
-        tokens, waits = core.tokens, self._driver.long_waits.standing
+        tokens, waits = core.tokens, self._driver.long_waits.current_wait
         return (
             f"version={core.clock.current}, {'between steps' if core.step is None else 'in a step'}: "
             f"{len(core.buffer)} groups held, {core.monitor.ready} of them finished; "
@@ -717,7 +717,7 @@ class RolloutScheduler(BatchIterator):
 
         Functions have CLOSE_PATIENCE_S seconds to end; those that do not, also in threads, are left behind.
         """
-        if not self._thread.here:
+        if not self._thread.in_own_process:
             return
         self._dropped.detach()
         try:
@@ -728,10 +728,10 @@ class RolloutScheduler(BatchIterator):
             return
         ended = None
         try:
-            ended = self._thread.waits_for(closing)
+            ended = self._thread.wait_while_responsive(closing)
         finally:
             if not ended:
-                self._thread.begin_to_stop(self._give_up)
+                self._thread.request_stop(self._give_up)
             self._thread.stop(answers=ended is not False)
             self._gateway.close()
             self._observers.close()

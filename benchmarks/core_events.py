@@ -19,11 +19,11 @@ import numpy as np
 
 from april.core import commands as do
 from april.core import events as ev
-from april.core.event_pump import Observed, RequestLog
+from april.core.event_pump import ObservedCore, RequestLog
+from april.core.rollout_core import RolloutCore
 from april.core.run_times import RunTimes
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
-from april.core.state import RolloutCore
 from april.core.types import Attempt, EngineFinish, Prompt, Refill
 
 TOKENS = np.zeros(64, np.int32)
@@ -49,7 +49,7 @@ class Pump:
         self.core = RolloutCore(settings, [EngineLimits(f"e{i}", 8192) for i in range(engines)])
         self._times = RunTimes(self.core) if times else None
         observers = [RequestLog(self.core, lambda: self._events_s)]
-        self._handle = Observed(self.core, observers).handle if times else self.core.handle
+        self._handle = ObservedCore(self.core, observers).handle if times else self.core.handle
         self.attempts: list[Attempt] = []
         self.delivered = False
         self.updates = 0
@@ -79,7 +79,7 @@ class Pump:
                         self.delivered = True
                         self._events.append(ev.BatchCommitted(batch.id))
             if self._times is not None:
-                self._times.look(self._events_s)
+                self._times.update(self._events_s)
 
     @property
     def _events_s(self) -> float:

@@ -26,12 +26,12 @@ import numpy as np
 
 from april.config.settings import Config
 from april.core.event_pump import EndedRequest, RequestSums
-from april.core.partial_buffer import Idle
+from april.core.partial_buffer import IdleCause
 from april.core.sampling import SamplingParams
 from april.core.types import Prompt
-from april.driver import limit as step_limit
-from april.driver.limit import distance_of, idle_of
+from april.driver import step_limit as step_limit
 from april.driver.llm import LLM
+from april.driver.step_limit import distance_of, idle_of
 from april.engines.kinds.factory import open_servers
 from april.engines.protocol import Engine, Request
 from april.engines.simulated.fitted_cost import Requests, fit, predicted_s
@@ -92,7 +92,7 @@ class StepFigures(msgspec.Struct, frozen=True):
     in_flight_s: float
     off_policy_share: float
     idle: dict[str, float]
-    """Place-seconds by cause, see april.driver.limit, without the turns of other arms."""
+    """Place-seconds by cause, see april.driver.step_limit, without the turns of other arms."""
     ended: list[EndedRequest]
     """Requests that ended in it."""
 
@@ -151,7 +151,7 @@ class Arm:
                 int(batch.metrics["reprefill_tokens"]),
                 self._engine.busy_s,
                 batch.off_policy_share,
-                idle_of({**batch.metrics, f"idle_{Idle.TRAINER}": 0.0}, self.places),
+                idle_of({**batch.metrics, f"idle_{IdleCause.TRAINER}": 0.0}, self.places),
                 ended,
             )
         )

@@ -296,7 +296,7 @@ class ChainLife(ChainMachine):
             can += [(4, lambda: self.asks(key)), (2, lambda: self.function_returns(key))]
             can += [(0.5, lambda: self.stops_hearing(key)), (0.1, lambda: self.function_fails(key))]
             can += [(0.15, lambda: self.host_dies({key[0], rng.choice(alive)[0]}))]
-        can += [(3, self.trainer_goes_on)] * (not self.core.wanted)
+        can += [(3, self.trainer_goes_on)] * (not self.core.batch_wanted)
         can += [(0.3 if self.in_flight else 3, self.time_passes)] * bool(self.timers)
         assert can, f"stuck: {self.core!r}"
         weights, actions = zip(*can, strict=True)
@@ -370,7 +370,7 @@ class ChainLife(ChainMachine):
                         row.made.append((row.asked, len(row.ids), 0))
                         row.open = None
                     return
-        if attempt.lost_for == "unheard":
+        if attempt.drop_reason == "unheard":
             self.books.dropped["unheard"] += len(tokens)
 
     def asks(self, key: Key) -> None:

@@ -153,7 +153,7 @@ class ChainMachine(CoreMachine):
         (found,) = [
             a
             for a in self.in_flight.values()
-            if tuple(a.sample.id) == of and a.call.number == number and a.lost_for is None
+            if tuple(a.sample.id) == of and a.call.number == number and a.drop_reason is None
         ]
         return found
 

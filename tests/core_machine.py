@@ -13,9 +13,9 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core.batch import Batch
 from april.core.event_pump import EventPump
+from april.core.rollout_core import RolloutCore
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
-from april.core.state import RolloutCore
 from april.core.types import Attempt, EngineFinish, OnWeightUpdate, Prompt, Timer, TimerKind
 from april.core.versions import PolicyVersion
 
@@ -256,7 +256,7 @@ class CoreMachine:
             self.post(ev.BatchCommitted(batch_id))
         self.updates_asked += 1
         before = len(self.commands)
-        self.post(ev.UpdateRequested(update=self.updates_asked, version=version, held=self.core.held))
+        self.post(ev.UpdateRequested(update=self.updates_asked, version=version, held=self.core.pause_held))
         if self.core.settings.on_weight_update is OnWeightUpdate.RESUBMIT:
             self.finish_aborts()
         return self.engines_answer(before, unreachable)
@@ -283,9 +283,9 @@ class CoreMachine:
             self.post(ev.EnginesAsked())
         elif state.probe_timer:
             self.post(ev.TimerFired(Timer(TimerKind.PROBE, state.probe_timer, name)))
-        if state.probe:
+        if state.open_probe:
             values = {"answered": True, "ok": True, "current": True} | found
-            self.post(ev.EngineProbed(engine=name, probe=state.probe, **values))
+            self.post(ev.EngineProbed(engine=name, probe=state.open_probe, **values))
         return self.engines_answer(before)
 
     def fire(self, command: do.StartTimer) -> list[do.Command]:

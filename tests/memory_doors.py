@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from april.core.sampling import SamplingParams
-from april.driver.llm import LLM, Completion, GenerateFunction, Sheltered
+from april.driver.llm import LLM, Completion, EndpointSample, GenerateFunction
 
 _NUMBERS = itertools.count()
 _OPEN: dict[str, MemoryDoor] = {}
@@ -51,18 +51,18 @@ class MemoryDoors:
     def load(self) -> None:
         """Nothing is needed."""
 
-    def open(self, behind: Sheltered, place: Any = None) -> MemoryDoor:
+    def open(self, sample: EndpointSample, place: Any = None) -> MemoryDoor:
         """A door for one more sample."""
         assert not self.closed
         self.opened += 1
-        door = MemoryDoor(behind.generate, behind.sampling, f"memory:{next(_NUMBERS)}")
+        door = MemoryDoor(sample.generate, sample.sampling, f"memory:{next(_NUMBERS)}")
         _OPEN[door.url] = door
         return door
 
-    def shut(self, door: MemoryDoor) -> list[int]:
+    def close_endpoint(self, endpoint: MemoryDoor) -> list[int]:
         """Numbers of calls that a client has heard."""
-        del _OPEN[door.url]
-        return door.heard
+        del _OPEN[endpoint.url]
+        return endpoint.heard
 
     def close(self) -> None:
         """The end."""

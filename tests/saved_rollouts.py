@@ -13,7 +13,7 @@ import torch
 from virtual_rollouts import EOS, VOCAB, RecordingEngine, Rollouts
 
 from april.core.batch import Batch
-from april.core.sealed import seal
+from april.core.state_checksum import seal
 from april.core.tape import versions_of
 from april.core.types import SampleId
 from april.driver.rollout_driver import KIND

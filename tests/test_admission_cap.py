@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import april
-from april.core.engine_table import FULL, AdmissionCap
+from april.core.engine_table import FULL_MEMORY, AdmissionCap
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine
 from april.testing import rollouts, run_virtual
@@ -83,7 +83,7 @@ def test_whatever_an_engine_says_it_is_never_starved(reports: list[tuple[int, in
         before, preempted = cap.value, preempted + more
         lowered = cap.report(in_flight, running, waiting, usage, preempted)
         assert 1 <= (cap.value or 1) <= 256
-        if lowered and usage < FULL:
+        if lowered and usage < FULL_MEMORY:
             assert more > 0
         if not lowered and before is not None:
             assert (cap.value or 256) >= before

@@ -18,7 +18,8 @@ import torch
 import april
 from april.core.batch import Batch, DeliveredSample
 from april.core.types import FinishReason, Prompt, SampleId
-from april.corrections.advantages import METHODS, BatchShare, first_others
+from april.corrections.advantages import METHODS, first_others
+from april.corrections.loss_weights import BatchShare
 
 STANDARDISED = ("grpo", "dapo", "gspo")
 

@@ -19,7 +19,7 @@ from april.core.batch import Batch, DeliveredSample, deliver_sample
 from april.core.tape import AttemptTape, Segment, SegmentKind
 from april.core.types import FinishReason, Group, Prompt, SampleId
 from april.core.versions import PolicyVersion, VersionClock
-from april.corrections.advantages import BatchShare
+from april.corrections.loss_weights import BatchShare
 
 Rows = list[tuple[int, list[tuple[int, int]]]]
 """Per sample: prompt length, and its segments (tokens, version n); n of 0 has incarnation 0, others 1."""

@@ -338,7 +338,7 @@ def test_close_beside_a_running_function(
     """A thread in generate is cancelled, and close returns after its finally block. One that hangs is named and left
     behind after close's patience; what it calls later is refused."""
     if hangs:
-        monkeypatch.setattr("april.driver.local_host.CLOSE_PATIENCE_S", 0.01)
+        monkeypatch.setattr("april.driver.command_executor.CLOSE_PATIENCE_S", 0.01)
     inside, go_on, ended = threading.Event(), threading.Event(), threading.Event()
     errors: list[BaseException] = []
     steps: list[str] = []
@@ -381,7 +381,7 @@ def test_a_process_with_hung_functions_can_exit(close: bool) -> None:
 import april, logging, sys, threading
 sys.path.insert(0, "tests")
 from gate_engine import GateEngine
-import april.driver.local_host as host
+import april.driver.command_executor as host
 import april.concurrency.daemon_threads as end
 host.CLOSE_PATIENCE_S = end.EXIT_PATIENCE_S = end.TELL_S = end.INTERRUPT_S = 0.01
 logging.getLogger("april").setLevel(logging.CRITICAL)

@@ -15,7 +15,8 @@ from april.core import events as ev
 from april.core import snapshot
 from april.core.batch import Batch
 from april.core.types import CallState, FinishReason, OnStale, SampleId, SampleState
-from april.corrections.advantages import Method, loss_weights
+from april.corrections.advantages import Method
+from april.corrections.loss_weights import loss_weights
 from april.errors import CheckpointError, InvariantError
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from april.core import events as ev
 from april.core import snapshot
+from april.core.rollout_core import RolloutCore
 from april.core.settings import CoreSettings
-from april.core.state import RolloutCore
 from april.core.types import OnFailedSample, OnStale, Refill, SampleId, Work
 from april.errors import CheckpointError, InvariantError
 

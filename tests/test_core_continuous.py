@@ -145,7 +145,7 @@ def test_an_evaluation_hears_of_a_lost_engine_when_its_requests_have_ended() -> 
     m.evaluate(2, functions_at_once=1)
     m.finish(0)
     (own,) = [a.id for a in m.in_flight.values() if a.sample.evaluation is not None]
-    m.core.engines.states["e0"].lose(EngineWeights.UNKNOWN)
+    m.core.engines.states["e0"].lose_weights(EngineWeights.UNKNOWN)
     for attempt_id in sorted(set(m.in_flight) - {own}):
         m.end(attempt_id, 0)
     assert not any(isinstance(c, do.EvaluationFailed) for c in m.commands)

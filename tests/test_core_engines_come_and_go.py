@@ -177,7 +177,7 @@ def test_an_engine_that_joins_during_an_update_gets_the_new_weights_after_it() -
 def test_an_engine_that_comes_anew_has_nothing_cached() -> None:
     """Its life is another one, even under the same version and name."""
     m = machine(engines=(A, B))
-    engines, life = m.core.engines, m.core.engines.states["a"].life
+    engines, life = m.core.engines, m.core.engines.states["a"].cache_key
     assert engines.cached_on("a", life) == "a"
     m.end(m.only.id)
     m.post(ev.EnginesLeft(["a"]))
@@ -528,14 +528,14 @@ def test_places_are_counted_as_long_as_they_were_there() -> None:
     m = CoreMachine(settings(n=1, samples=1, max_in_flight=9), 20, engines=(replace(A, max_in_flight=2),))
     times = RunTimes(m.core)
     m.ask()
-    times.look(0.0)
+    times.update(0.0)
     m.post(ev.EnginesJoined([replace(B, max_in_flight=3)]))
-    times.look(10.0)
+    times.update(10.0)
     assert m.only.engine == "a"
     m.tokens(m.only.id, 5)
     m.fail(m.only, "busy", kind=AttemptFailure.BUSY)
     m.post(ev.EnginesLeft(["a"]))
-    times.look(20.0)
+    times.update(20.0)
     assert times.places == 3
     shares = times.delivered(40.0)
     assert shares["engines_busy"] == pytest.approx(40 / (2 * 10 + 5 * 10 + 3 * 20))

@@ -225,7 +225,7 @@ def test_one_without_an_engine_that_could_come_back_fails_at_once() -> None:
     """No update comes before its end: with other weights everywhere it waits for nothing, with a probe it waits."""
     m = Machine()
     for state in m.core.engines.states.values():
-        state.lose(EngineWeights.UNKNOWN)
+        state.lose_weights(EngineWeights.UNKNOWN)
     m.evaluates()
     assert m.results[0] == do.EvaluationFailed(
         0, "all engines are quarantined or have other weights: a, b", AttemptFailure.BROKE_OFF
@@ -299,7 +299,7 @@ def test_what_cannot_be_is_refused() -> None:
 BROKEN: dict[str, Any] = {
     "counted in flight": lambda e: setattr(e, "in_flight", 9),
     "its ledger says": lambda e: e.tokens.observe(3),
-    "functions and": lambda e: setattr(e, "functions", 0),
+    "functions and": lambda e: setattr(e, "running_functions", 0),
     "groups, not": lambda e: setattr(e, "unfinished", 0),
     "weights changed or training went on": lambda e: setattr(e, "version", PolicyVersion(0, 9)),
     "are evaluated": lambda e: e.fail("without giving anything up"),

@@ -38,7 +38,7 @@ class Giving(CoreMachine):
         attempt, before = self.in_flight[attempt_id], self.length
         self.tokens(attempt_id, count)
         if attempt.tape.count:
-            attempt.tape.give_rows(self.rows(attempt), attempt.request.rows_wanted(0))
+            attempt.tape.set_extras(self.rows(attempt), attempt.request.rows_wanted(0))
         commands = super().end(attempt_id, 0)
         assert self.length is before
         return commands
@@ -90,7 +90,7 @@ def test_tokens_without_their_rows_are_dropped_by_name_and_generated_again() -> 
     m.end(m.only.id, 7)
     attempt = m.only
     m.tokens(attempt.id, 6)
-    attempt.tape.cut_unsaid()
+    attempt.tape.drop_unnamed()
     assert attempt.tape.parsed == 6
     assert not attempt.tape.count
     CoreMachine.end(m, attempt.id, 0)

@@ -217,7 +217,7 @@ def test_a_pause_that_is_overtaken() -> None:
         m.core.handle(ev.AttemptEnded.of(m.in_flight.pop(attempt.id), EngineFinish.STOP))
         m.core.handle(ev.SampleReturned(attempt.sample.id))
     (first,) = timers(m.core.handle(ev.SampleFailed(SampleId(0, 0), "no answer")), TimerKind.RETRY)
-    m.core.lives.begin_again(group.samples[1], DropReason.STALE)
+    m.core.lifecycle.restart(group.samples[1], DropReason.STALE)
     commands = m.core.handle(ev.TimerFired(first.timer))
     assert not any(isinstance(c, do.ScoreGroup) for c in commands)  # the other one is to return first
 

@@ -76,7 +76,7 @@ def test_verdict_on_a_group_with_a_sample_that_began_again_is_void(keep: bool) -
     m = Judged(over=2)
     m.finish(0)
     question = m.question
-    m.core.lives.begin_again(m.sample(0, 1), DropReason.STALE)
+    m.core.lifecycle.restart(m.sample(0, 1), DropReason.STALE)
     m.post(OLD_TIMER)
     assert m.judge(question, keep=keep) == []
     assert 0 in m.core.buffer.groups
@@ -152,7 +152,7 @@ def two_groups(**changes: object) -> CoreMachine:
 def test_failed_rewards_of_a_group_that_is_scored_anew_are_asked_for_again(how: str) -> None:
     """A finished sibling may be the first of the group: its failure must not leave the others waiting for ever."""
     m = two_groups(on_stale=OnStale.RESTART, max_staleness=0)
-    m.core.lives.begin_again(m.sample(0, 1), DropReason.STALE)
+    m.core.lifecycle.restart(m.sample(0, 1), DropReason.STALE)
     m.post(ev.BatchCommitted(0))
     m.ask()
     attempt = m.attempt(0, 1)

@@ -13,8 +13,8 @@ from update_player import UpdatePlayer, limits_of
 from april.core import commands as do
 from april.core import events as ev
 from april.core import snapshot
+from april.core.rollout_core import RolloutCore
 from april.core.settings import EngineLimits
-from april.core.state import RolloutCore
 from april.core.types import GenerationMode, OnWeightUpdate
 from april.core.versions import PolicyVersion
 from april.core.weight_updates import Phase
@@ -255,7 +255,7 @@ def test_tokens_whose_version_nobody_has_named_are_dropped_by_name() -> None:
     tape.append(tokens[:2].copy(), logprobs[:2].copy(), V1, sure=False)
     m.generated += 2
     assert tape.sure().count == 5
-    tape.cut_unsaid()
+    tape.drop_unnamed()
     m.fail(m.first)
     assert m.dropped == {"unknown_weights": 2}
     assert m.core.tokens.held == 5

@@ -169,7 +169,7 @@ def test_engines_with_old_weights_are_an_outage_too() -> None:
     """Nobody has the current version: the step does not wait for ever either."""
     m = broken(2)
     for state in m.core.engines.states.values():
-        state.lose(EngineWeights.UNKNOWN)
+        state.lose_weights(EngineWeights.UNKNOWN)
     (timer,) = timers(m.ask(), TimerKind.OUTAGE)
     m.update(unreachable="e0")
     assert m.fire(timer) == []

@@ -112,9 +112,9 @@ def test_a_request_at_a_living_engine_is_ended_and_its_tokens_are_kept() -> None
 def test_a_function_that_has_asked_for_nothing_gives_its_place_back() -> None:
     """And takes it again when it is started anew."""
     m = machine(auto_call=False, max_in_flight=1)
-    assert m.core.context.places.to_start() == 0
+    assert m.core.context.places.startable() == 0
     assert [type(c) for c in m.lose(0)] == [do.StartSample]
-    assert m.core.context.places.to_start() == 0
+    assert m.core.context.places.startable() == 0
     assert m.sample(0).chains[0].replay is None
     m.call(m.sample(0).id)
     m.finish(0)

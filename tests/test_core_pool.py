@@ -191,14 +191,14 @@ def test_what_an_engine_has_cached() -> None:
     m = asked(engines=SERVERS)
     sample, engines = m.only.sample, m.core.engines
     paused(m)
-    engines.states["a"].rest, engines.states["a"].health = 99, EngineHealth.RESTING
+    engines.states["a"].rest_timer, engines.states["a"].health = 99, EngineHealth.RESTING
     m.post(ev.Resumed())
     assert m.only.engine == "b"
     paused(m, tokens=0)
-    assert engines.cached_on(sample.chains[0].cached_on, sample.chains[0].cached_under) == "a"
+    assert engines.cached_on(sample.chains[0].cached_on, sample.chains[0].cache_key) == "a"
     m.probed("a", current=False)
     m.probed("a", current=False)
-    assert engines.cached_on(sample.chains[0].cached_on, sample.chains[0].cached_under) == ""
+    assert engines.cached_on(sample.chains[0].cached_on, sample.chains[0].cache_key) == ""
 
 
 def test_affinity_has_its_price() -> None:

@@ -13,8 +13,8 @@ from april.core import events as ev
 from april.core import snapshot
 from april.core.batch import Batch
 from april.core.completion_monitor import CompletionMonitor
+from april.core.rollout_core import RolloutCore
 from april.core.settings import quorum_of
-from april.core.state import RolloutCore
 from april.core.types import Group, OnFailedSample, Prompt, Refill, SampleState, Work
 from april.errors import CheckpointError
 
@@ -95,7 +95,7 @@ def test_a_filter_judges_the_first_k() -> None:
     m.finish((0, 0), (0, 3), (0, 1))
     for error in ("away", None):
         judge = [c for c in m.commands if isinstance(c, do.JudgeGroup)][-1]
-        assert [s.id.index for s in judge.group.first] == [0, 1, 3]
+        assert [s.id.index for s in judge.group.first_finishers] == [0, 1, 3]
         if error:
             m.finish((0, 2))
             assert m.core.monitor.ready == 0

@@ -44,7 +44,7 @@ def test_one_of_two_did_not_get_them(torn: bool) -> None:
     """It is left out by a sentence and gets no requests; the other one goes on, and the next update reaches both."""
     m = machine(n=2, engines=(ONE, TWO))
     sends(m)
-    commands = m.post(ev.HandedOver(1, None, (ev.NotGiven("b", "b hangs in a broadcast", torn),)))
+    commands = m.post(ev.HandedOver(1, None, (ev.TransferFailure("b", "b hangs in a broadcast", torn),)))
     assert warnings(commands)[0] == "engine b is left out of the weight update: b hangs in a broadcast"
     assert load_of(commands).engine == "a"
     assert ends(m, commands).failed is None
@@ -67,7 +67,7 @@ def test_nobody_got_anything() -> None:
     """The old version stays on all of them, nothing is quarantined, and generation goes on."""
     m = machine(n=2, engines=(ONE, TWO))
     sends(m)
-    fates = tuple(ev.NotGiven(name, "no back-end", False) for name in "ab")
+    fates = tuple(ev.TransferFailure(name, "no back-end", False) for name in "ab")
     end = ends(m, m.post(ev.HandedOver(1, "no engine got them", fates)))
     assert (end.failed, end.version) == (0, FIRST_VERSION)
     assert m.core.updates.half_updated is None
@@ -78,7 +78,7 @@ def test_those_that_are_torn_have_none_and_the_others_the_old() -> None:
     """Generation goes on where the old weights are whole."""
     m = machine(n=2, engines=(ONE, TWO))
     sends(m)
-    fates = (ev.NotGiven("a", "broke", True), ev.NotGiven("b", "was not joined", False))
+    fates = (ev.TransferFailure("a", "broke", True), ev.TransferFailure("b", "was not joined", False))
     assert ends(m, m.post(ev.HandedOver(1, "no engine got them", fates))).version == FIRST_VERSION
     assert m.core.updates.half_updated is None
     assert m.core.engines.states["a"].weights is EngineWeights.HALF
@@ -89,7 +89,7 @@ def test_all_are_torn() -> None:
     """Nothing is generated before an update has reached them, and who waits for a batch is told why."""
     m = machine(engines=(ONE,))
     sends(m)
-    ends(m, m.post(ev.HandedOver(1, "tensor x did not arrive", (ev.NotGiven("a", "broke", True),))))
+    ends(m, m.post(ev.HandedOver(1, "tensor x did not arrive", (ev.TransferFailure("a", "broke", True),))))
     assert "tensor x did not arrive" in str(m.core.updates.broken)
     assert not m.in_flight
     updated(m, "/2")
@@ -115,7 +115,7 @@ def test_who_comes_in_the_middle_of_a_transfer_that_tears() -> None:
     sends(m)
     m.post(ev.EnginesLeft(["b"]))
     m.post(ev.EnginesJoined([replace(C, remote=True)]))
-    fates = (ev.NotGiven("a", "broke", True), ev.NotGiven("b", "broke", True))
+    fates = (ev.TransferFailure("a", "broke", True), ev.TransferFailure("b", "broke", True))
     ends(m, m.post(ev.HandedOver(1, "broke", fates)))
     assert m.core.engines.states["c"].weights is EngineWeights.HALF
 

@@ -304,10 +304,10 @@ def test_call_without_token_ids_is_the_same_question_where_nothing_stood_between
     again = restored(save(running()), auto_call=False)
     again.core.handle(ev.StepRequested())
     sample = again.sample(0)
-    assert sample.chains[0].seen == 0
+    assert sample.chains[0].seen_tokens == 0
     (submit,) = again.core.handle(ev.CallMade(sample.id, again.sampling))
     assert isinstance(submit, do.Submit)
-    assert sample.chains[0].seen == 17
+    assert sample.chains[0].seen_tokens == 17
 
 
 def test_eos_as_the_last_saved_token_completes_the_call() -> None:

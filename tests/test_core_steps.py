@@ -39,7 +39,7 @@ def test_skipped_prompts_are_replaced_until_the_step_has_begun_with_all_it_wants
     m.core.handle(ev.PromptsDrawn([short, short], False))
 
     assert len(m.core.buffer) == 4
-    assert m.core.over_sampler.asked == 0
+    assert m.core.over_sampler.requested == 0
 
 
 def test_over_sampling_stops_at_n_and_keeps_partials_and_finished_siblings() -> None:

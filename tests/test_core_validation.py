@@ -15,7 +15,7 @@ from core_machine import CoreMachine, asked
 
 from april.core import events as ev
 from april.core.types import (
-    LEGAL,
+    LEGAL_TRANSITIONS,
     AttemptState,
     CallState,
     DropReason,
@@ -36,11 +36,11 @@ def test_the_table_has_every_state_and_names_are_never_shared() -> None:
     """Each state has its row, which leads to states of its kind; what is settled, or answered, changes no more."""
     states = [state for kind in ENUMS for state in kind]
     assert len(set(map(str, states))) == len(states)
-    assert set(LEGAL) == set(states)
-    for state, after in LEGAL.items():
+    assert set(LEGAL_TRANSITIONS) == set(states)
+    for state, after in LEGAL_TRANSITIONS.items():
         assert all(type(other) is type(state) for other in after)
     for state in (SampleState.LEASED, SampleState.DROPPED, CallState.DONE, AttemptState.ABANDONED):
-        assert not LEGAL[state]
+        assert not LEGAL_TRANSITIONS[state]
 
 
 @pytest.mark.parametrize("kind", ENUMS, ids=lambda kind: kind.__name__)
@@ -53,13 +53,13 @@ def test_only_what_the_table_has_is_done(kind: type[StrEnum]) -> None:
             things = {SampleState: m.sample(0), CallState: call, AttemptState: call.attempt}
             thing: Any = things.get(kind, m.sample(0).group)
             thing.state = before
-            if after in LEGAL[before]:
-                m.core.context.to(thing, after, "as the test wants it")
+            if after in LEGAL_TRANSITIONS[before]:
+                m.core.context.change_state(thing, after, "as the test wants it")
                 assert thing.state is after
                 assert m.core.story(SampleId(0, 0)).endswith("as the test wants it")
             else:
                 with pytest.raises(InvariantError, match=rf"cannot go from {before} to {after} \(no.*story of g0"):
-                    m.core.context.to(thing, after, "no")
+                    m.core.context.change_state(thing, after, "no")
                 assert thing.state is before
 
 
@@ -77,7 +77,7 @@ def test_nothing_else_assigns_a_state() -> None:
                     if any(isinstance(t, ast.Attribute) and t.attr == "state" for t in flat):
                         found.append((path.name, function.name))
             assert "setattr" not in {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}, path.name
-    assert found == [("context.py", "to")]
+    assert found == [("context.py", "change_state")]
 
 
 def test_every_change_of_a_sample_is_in_its_story() -> None:
@@ -109,11 +109,11 @@ def test_a_place_is_reserved_from_the_start_of_a_function_to_its_first_call() ->
     m = asked(n=2, samples=2, max_in_flight=3, auto_call=False)
     places = m.core.context.places
     assert len(places.reserved) == 3 == len(m.to_call)
-    assert (places.free, places.to_start()) == (3, 0)
+    assert (places.free, places.startable()) == (3, 0)
     m.post(ev.CallMade(m.to_call.pop(0), m.sampling))
-    assert (len(places.reserved), len(m.in_flight), places.to_start()) == (2, 1, 0)
+    assert (len(places.reserved), len(m.in_flight), places.startable()) == (2, 1, 0)
     m.post(ev.SampleFailed(m.to_call.pop(0), "boom"))  # it begins again, in the place that it had
-    assert (len(places.reserved), len(m.in_flight), places.to_start()) == (2, 1, 0)
+    assert (len(places.reserved), len(m.in_flight), places.startable()) == (2, 1, 0)
 
 
 # ---------------------------------------------------------------- books that are wrong
@@ -175,7 +175,7 @@ FALSIFIED: dict[str, tuple[Callable[[CoreMachine], Any], str]] = {
     "calls end": (lambda m: m.sample(1, 0).chains[0].calls.clear(), "finished, but its calls end at 0 of 4"),
     "opened": (put("call 1.1", start=9), r"call \[9, ...\) after token 0 of 0"),
     "surplus attempt": (surplus_attempt, "belongs to <Sample g99.s0 new"),
-    "cap": (put("context.places", total=0, most=0), "more than max_in_flight"),
+    "cap": (put("context.places", total=0, max_taken=0), "more than max_in_flight"),
     "too long": (too_long, "longer than max_response_len"),
     "engine load": (put("engines.states.a", in_flight=9), "counts 9 in flight"),
     "places": (lambda m: m.core.context.places.reserved.add(SampleId(1, 0)), "places are reserved for"),

@@ -13,7 +13,7 @@ from april.core import events as ev
 from april.core.engine_table import EngineWeights
 from april.core.types import TimerKind
 from april.core.versions import FIRST_VERSION, PolicyVersion
-from april.core.weight_updates import OF_ONE_MACHINE, Phase
+from april.core.weight_updates import MACHINE_DIGITS, Phase
 
 SEEDS = range(120)
 _seen: Counter[str] = Counter()
@@ -115,7 +115,7 @@ def test_the_state_of_an_update_is_plain_data() -> None:
         else:
             assert isinstance(value, plain), value
 
-    for owner in (player.core.updates, player.core._recovery, player.core._calls):
+    for owner in (player.core.updates, player.core._recovery, player.core._engine_calls):
         for name, value in vars(owner).items():
             if name not in ("_context", "_calls", "_updates", "_adopt"):
                 check(value)
@@ -144,7 +144,7 @@ def test_engines_that_found_different_weights_are_told_apart_by_the_trainer(trai
     """One that cannot read what it loaded is believed only if the trainer's process says which of the two is right."""
     player = UpdatePlayer(0, 3)
     content = {"e0": "one", "e1": "two", "e2": ""}
-    machine = "m" * OF_ONE_MACHINE
+    machine = "m" * MACHINE_DIGITS
     player.updates[1] = Update("/1", transfers=False)
     player.post(ev.UpdateRequested(update=1, path="/1", content=trainer_reads and trainer_reads + machine))
     for answers in (dict.fromkeys(content, ""), content):  # to the pause, to the load

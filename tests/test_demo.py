@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from april.core.partial_buffer import Idle
+from april.core.partial_buffer import IdleCause
 from april.errors import AprilError
 from benchmarks.demo import figure
 from benchmarks.demo.arm import MODES, Arm, ArmOutcome, DemoSettings, Measured, Point, Stage, logprob_error, why_empty
@@ -250,7 +250,7 @@ def test_the_picture_hides_nothing_and_says_why_slots_were_empty(monkeypatch: py
 
 def test_why_slots_were_empty() -> None:
     """What kept the most of them empty while the batch was generated; what the trainer did does not count."""
-    idle = {f"idle_{cause}": 0.0 for cause in Idle}
+    idle = {f"idle_{cause}": 0.0 for cause in IdleCause}
     assert why_empty(idle) == ""
     assert why_empty(idle | {"idle_trainer": 0.9, "idle_bound": 0.1, "idle_functions": 0.05}) == "bound"
 

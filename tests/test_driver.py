@@ -504,7 +504,7 @@ async def test_chunks_after_a_fence_change_nothing() -> None:
     assert fenced.tape.count == len(held)
     await asyncio.sleep(20)
     assert fenced.tape.count == len(held)
-    assert len(rollouts.driver.local.streams) == 0
+    assert len(rollouts.driver.executor.streams) == 0
     assert rollouts.sample(1, 0).chains[0].tape.tokens.tolist() == held
     rollouts.check_ledger()
     assert rollouts.sample(1, 0).chains[0].open_call.state is CallState.QUEUED

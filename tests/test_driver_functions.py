@@ -16,8 +16,8 @@ from virtual_rollouts import Rollouts, now, on_virtual_time, prompt_ids, table
 import april
 from april.core.sampling import SamplingParams
 from april.core.types import DropReason, OnDataEnd, OnStale, Prompt, Refill, SampleId
+from april.driver.command_executor import CLOSE_PATIENCE_S
 from april.driver.llm import LLM
-from april.driver.local_host import CLOSE_PATIENCE_S
 from april.driver.rewards import Response
 from april.driver.user_code import inside_user_code, refuse_inside_user_code
 from april.engines.simulated.response_lengths import LognormalLengths

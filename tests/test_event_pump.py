@@ -12,7 +12,7 @@ from core_machine import CoreMachine, settings
 from april.core import commands as do
 from april.core import events as ev
 from april.core.event_pump import EventPump
-from april.core.state import RolloutCore
+from april.core.rollout_core import RolloutCore
 
 PACKAGE = Path(__file__).parent.parent / "april"
 EVENTS = {t.__name__ for t in ev.Event.__subclasses__()}

@@ -43,7 +43,7 @@ def answer(*chunks: Chunk, eos: tuple[int, ...] = (EOS,), **sampling: Any) -> En
     """What an answer of these chunks is taken for."""
     checks = AnswerChecks(request(**sampling), vocab_size=50, max_context=99, eos_token_ids=eos, oldest=FIRST_VERSION)
     for piece in chunks:
-        checks.piece(piece, FIRST_VERSION)
+        checks.check_next(piece, FIRST_VERSION)
     return checks.end(chunks[-1])
 
 

@@ -35,7 +35,7 @@ from april.core.batch import Batch
 from april.core.engine_table import EngineTable
 from april.core.settings import EngineLimits
 from april.core.versions import FIRST_VERSION, PolicyVersion
-from april.driver.local_host import limits_of
+from april.driver.command_executor import limits_of
 from april.engines.http import server_probe
 from april.engines.kinds.factory import open_servers
 from april.engines.protocol import FirstWeights

@@ -16,7 +16,7 @@ import april
 from april.core.types import DropReason, Prompt, SampleId
 from april.driver.llm import LLM
 from april.driver.rewards import Response
-from april.driver.user_calls import TimeLimits, UserCalls, WorkerThreads
+from april.driver.user_calls import Timeouts, UserCalls, WorkerThreads
 from april.driver.user_code import harmless
 from april.errors import ConfigError, RolloutError
 
@@ -188,7 +188,7 @@ async def test_time_limits_run_out_in_order_and_start_again() -> None:
                 self.name = "over"
                 limits.start(self)
 
-    limits = TimeLimits(10)
+    limits = Timeouts(10)
 
     stopped, first, again, restarted = (Timed(n) for n in ("stopped", "first", "again", "restarted"))
     for timed in (stopped, first, restarted):
@@ -215,7 +215,7 @@ async def test_there_is_one_timer_however_often_something_is_late() -> None:
         def late(self) -> None:
             limits.start(self)
 
-    limits = TimeLimits(10)
+    limits = Timeouts(10)
 
     def timers() -> int:
         handles: list[asyncio.TimerHandle] = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
@@ -310,7 +310,7 @@ def test_a_function_that_hangs_in_an_evaluation_is_named(
     what: str, release: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """RolloutError instead of an evaluation without end, a coroutine that ignores its cancellation included."""
-    monkeypatch.setattr("april.driver.local_host.CLOSE_PATIENCE_S", 0.01)
+    monkeypatch.setattr("april.driver.command_executor.CLOSE_PATIENCE_S", 0.01)
     async_release = asyncio.Event()
 
     def agent(prompt: april.Prompt, llm: april.BlockingLLM) -> None:
@@ -361,7 +361,7 @@ async def test_only_so_many_plain_functions_run_at_once(monkeypatch: pytest.Monk
     """The others wait their turn, without using up their time; one that was cancelled meanwhile never starts."""
     monkeypatch.setattr("april.driver.user_calls.PLAIN_FUNCTIONS_AT_ONCE", 2)
     threads = WorkerThreads()
-    calls = UserCalls(TimeLimits(1000), threads, asyncio.get_running_loop().create_task)
+    calls = UserCalls(Timeouts(1000), threads, asyncio.get_running_loop().create_task)
     inside, most, ran = [0], [0], []
     lock = threading.Lock()
     gates = [threading.Event() for _ in range(6)]

@@ -226,7 +226,7 @@ def test_a_batch_asked_for_before_a_transfer_broke_off_is_not_waited_for(
     mended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its call was interrupted; the next one is told how the weights are now, and is not left waiting."""
-    monkeypatch.setattr(loop_thread, "LOOK_AGAIN_S", 0.001)
+    monkeypatch.setattr(loop_thread, "RECHECK_S", 0.001)
     go_on = threading.Event()
 
     def held(prompt: Any, response: Any) -> float:

@@ -42,14 +42,14 @@ def change(table: EngineTable, rng: random.Random, number: int) -> None:
         case 2:
             state.confirm(rng.choice([FIRST_VERSION, NEXT]))
         case 3:
-            state.lose()
+            state.lose_weights()
         case 4:
-            table.well(name)
+            table.mark_well(name)
             state.gate = EngineGate.OPEN
         case 5:
-            table.busy(name, 1.0, state.in_flight)
+            table.count_refusal(name, 1.0, state.in_flight)
         case 6:
-            table.failed(name, at_once=True)
+            table.count_failure(name, at_once=True)
         case 7 if number % 7 == 0:
             table.join(limits(rng, 1000 + number)).confirm(NEXT)
         case 8 if number % 7 == 0 and not state.in_flight and len(table.states) > 1:
@@ -57,7 +57,7 @@ def change(table: EngineTable, rng: random.Random, number: int) -> None:
             state.gate = EngineGate.OPEN  # nobody hears of it any more
         case 9 if state.in_flight:
             state.add(-1)
-            table.ended(name, state.in_flight)
+            table.count_end(name, state.in_flight)
         case _ if state.has_room:
             state.add(1)
 
@@ -65,7 +65,7 @@ def change(table: EngineTable, rng: random.Random, number: int) -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_the_engine_is_the_one_that_a_scan_finds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """After every change, for every version, whatever is avoided and preferred, however often it tidies up."""
-    monkeypatch.setattr(engine_table, "SPARE", seed % 2 * engine_table.SPARE)
+    monkeypatch.setattr(engine_table, "SPARE_ENTRIES", seed % 2 * engine_table.SPARE_ENTRIES)
     rng = random.Random(seed)
     table = EngineTable([limits(rng, i) for i in range(rng.choice([1, 2, 3, 70]))], FIRST_VERSION)
     found = set()
@@ -114,4 +114,4 @@ def test_engines_that_come_and_go_leave_nothing_behind() -> None:
     for _ in range(1000):
         table.leave("comes")
         table.join(EngineLimits("comes", 100)).confirm(FIRST_VERSION)
-        assert len(table._by_load._heap) <= 8 * len(table.states) + engine_table.SPARE
+        assert len(table._by_load._heap) <= 8 * len(table.states) + engine_table.SPARE_ENTRIES

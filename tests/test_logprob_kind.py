@@ -10,8 +10,8 @@ from real_schedulers import config, engine, scheduler
 import april
 from april.core.sampling import LogprobKind
 from april.core.settings import EngineLimits
+from april.driver.command_executor import limits_of
 from april.driver.llm import LLM
-from april.driver.local_host import limits_of
 from april.engines.simulated.engine import SimulatedEngine
 
 

@@ -12,9 +12,9 @@ from virtual_rollouts import RecordingEngine, Rollouts, now, on_virtual_time, pr
 
 import april
 from april.core import events as ev
+from april.core.rollout_core import RolloutCore
 from april.core.sampling import SamplingParams
 from april.core.settings import EngineLimits
-from april.core.state import RolloutCore
 from april.core.types import Prompt
 from april.driver.long_waits import WARN_AFTER_S, LongWaits
 from april.record.standing import Waits, waits_for
@@ -138,12 +138,12 @@ async def test_whatever_is_waited_for_is_named_once_and_no_timer_is_left(
     waits = LongWaits(core, now, 60.0, {}, told.append)
     for event in events:
         core.handle(event)
-    waits.look()
+    waits.update()
     await asyncio.sleep(3600)
     (text,) = said(caplog)
     assert text.startswith(sentence)
     assert told == [6.0]
-    assert waits.standing == f"waits for {waits_for(core)}, for 3600 s"
+    assert waits.current_wait == f"waits for {waits_for(core)}, for 3600 s"
     assert not asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
 
 
@@ -161,7 +161,7 @@ async def test_silent_requests_are_named_where_nothing_else_ends_them(caplog: py
     core.handle(ev.PromptsDrawn([Prompt(prompt_ids(0))], exhausted=True))
     (sample,) = (s for group in core.buffer.groups.values() for s in group.samples)
     core.handle(ev.CallMade(sample.id, SamplingParams(5)))
-    waits.look()
+    waits.update()
     await asyncio.sleep(61)
     assert said(caplog) == [
         "next_batch has waited 60 s for responses: 1 request in flight, and no token of theirs has come"
@@ -177,9 +177,9 @@ async def test_a_shorter_limit_counts_although_a_longer_one_runs(
     told: list[float] = []
     waits = LongWaits(core, now, 60.0, {Waits.PROMPTS: patience_s}, lambda _: told.append(now()))
     core.handle(ev.StepRequested())
-    waits.look()
+    waits.update()
     await asyncio.sleep(20)
-    with waits.on("next_batch", "engines to end"):
+    with waits.waiting_for("next_batch", "engines to end"):
         await asyncio.sleep(59)
         assert not said(caplog)
         await asyncio.sleep(2)

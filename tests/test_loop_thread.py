@@ -26,8 +26,8 @@ from april.concurrency import daemon_threads as daemon_pool
 from april.concurrency.daemon_threads import DaemonPool
 from april.driver import loop_thread
 from april.driver.loop_thread import LoopThread, LoopWatch, Reply, result_of
-from april.driver.user_calls import TimeLimits, UserCalls, WorkerThreads
-from april.driver.user_code import file_of, is_users
+from april.driver.user_calls import Timeouts, UserCalls, WorkerThreads
+from april.driver.user_code import file_of, is_user_file
 from april.errors import SchedulerClosed
 
 
@@ -43,7 +43,7 @@ async def call_user(function: Callable[[], object]) -> object:
     """Call a plain function as april calls a user's."""
     threads = WorkerThreads()
     try:
-        calls = UserCalls(TimeLimits(None), threads, asyncio.get_running_loop().create_task)
+        calls = UserCalls(Timeouts(None), threads, asyncio.get_running_loop().create_task)
         return await awaited(calls, function, where="the test")
     finally:
         threads.close()
@@ -87,7 +87,7 @@ def test_stop_cancels_what_runs_and_tells_who_waits(thread: LoopThread) -> None:
 def test_stop_tells_who_waits_for_what_nobody_gives(thread: LoopThread) -> None:
     """A reply that something on the loop would have given later: its end is the end of the wait, whatever came first;
     what begins the wait may fail, or give it at once."""
-    assert thread.wait_for(lambda reply: reply.give(5)) == 5
+    assert thread.wait_for(lambda reply: reply.set(5)) == 5
     with pytest.raises(ZeroDivisionError):
         thread.wait_for(lambda reply: 1 / 0)
     begun = threading.Event()
@@ -269,8 +269,8 @@ def test_a_reply_is_what_came_first_whole() -> None:
     while reached:
         heard: list[BaseException | None] = []
         reply = Reply[str](lambda given, into=heard: into.append(given.error()))  # type: ignore[misc]
-        with at_step(number, Reply.give.__code__, partial(reply.give, None, SchedulerClosed("late"))) as happened:
-            reply.give("a batch")
+        with at_step(number, Reply.set.__code__, partial(reply.set, None, SchedulerClosed("late"))) as happened:
+            reply.set("a batch")
         assert len(heard) == 1
         if isinstance(heard[0], SchedulerClosed):
             with pytest.raises(SchedulerClosed):
@@ -357,8 +357,8 @@ def watched(
 @pytest.fixture
 def blocking(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[..., LoopWatch]:
     """The watch of a loop that ``block`` blocks, called by an async function, until it has been seen a few times."""
-    monkeypatch.setattr(loop_thread, "PATIENCE_S", 0.0)
-    monkeypatch.setattr(loop_thread, "MOST_S", math.inf)
+    monkeypatch.setattr(loop_thread, "SAMPLE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(loop_thread, "MAX_SAMPLE_GAP_S", math.inf)
 
     def run(in_april: str = "", **clock: Any) -> LoopWatch:
         inside, enough = threading.Event(), threading.Event()
@@ -391,14 +391,14 @@ def blocking(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
             seen = itertools.count()
             function = watch._function
 
-            def counted() -> loop_thread.Seen | None:
+            def counted() -> loop_thread.BlockingFunction | None:
                 if next(seen) == 6:
                     enough.set()
                 return function()
 
             watch._function = counted  # type: ignore[method-assign]
-            watch.look()
-            watch.look()
+            watch.sample()
+            watch.sample()
 
         return watched(reward, look, **clock)
 
@@ -411,10 +411,10 @@ def test_a_function_that_blocks_is_named_once(
 ) -> None:
     """The user's own by its name, with the line that it is at; the seconds are there for the batch."""
     watch = blocking()
-    seconds, name = watch.take()
+    seconds, name = watch.take_blocked()
     assert seconds >= 5
     assert name.endswith(f"reward (line {line_of('async def reward')} of test_loop_thread.py)")
-    assert watch.take() == (0.0, "")
+    assert watch.take_blocked() == (0.0, "")
     (said,) = caplog.messages
     assert said.startswith(f"{name} blocks april's event loop, ")
     assert f"(line {line_of('assert enough.wait')} of test_loop_thread.py)" in said
@@ -426,7 +426,7 @@ def test_a_function_that_waits_for_april_is_not_named(
     which: str, blocking: Callable[..., LoopWatch], caplog: pytest.LogCaptureFixture
 ) -> None:
     """What takes long inside of april, such as a first import, is not the fault of who awaits or calls it."""
-    assert blocking(in_april=which).take() == (0.0, "")
+    assert blocking(in_april=which).take_blocked() == (0.0, "")
     assert not caplog.messages
 
 
@@ -435,8 +435,8 @@ def test_a_busy_loop_is_not_the_fault_of_whom_it_calls(
 ) -> None:
     """While april has much to do for many samples, one function or another of the user's is always seen on the loop;
     none of their calls lasts from one look to the next."""
-    monkeypatch.setattr(loop_thread, "PATIENCE_S", 0.0)
-    monkeypatch.setattr(loop_thread, "MOST_S", math.inf)
+    monkeypatch.setattr(loop_thread, "SAMPLE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(loop_thread, "MAX_SAMPLE_GAP_S", math.inf)
     calls = [(threading.Event(), threading.Event()) for _ in range(20)]
 
     def short(inside: threading.Event, enough: threading.Event) -> None:
@@ -453,7 +453,7 @@ def test_a_busy_loop_is_not_the_fault_of_whom_it_calls(
         turn = iter(calls)
         function = watch._function
 
-        def seen_once() -> loop_thread.Seen | None:
+        def seen_once() -> loop_thread.BlockingFunction | None:
             if (call := next(turn, None)) is None:
                 return None
             assert call[0].wait(30)
@@ -463,10 +463,10 @@ def test_a_busy_loop_is_not_the_fault_of_whom_it_calls(
             return seen
 
         watch._function = seen_once  # type: ignore[method-assign]
-        watch.look()
+        watch.sample()
         assert next(turn, None) is None
 
-    assert watched(many, look).take() == (0.0, "")
+    assert watched(many, look).take_blocked() == (0.0, "")
     assert not caplog.messages
 
 
@@ -474,8 +474,8 @@ def test_time_that_the_whole_process_has_lost_blames_nobody(
     blocking: Callable[..., LoopWatch], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two looks that are far apart, as while the garbage is collected, prove no more than MOST_S."""
-    monkeypatch.setattr(loop_thread, "MOST_S", 0.0)
-    assert blocking().take()[0] == 0.0
+    monkeypatch.setattr(loop_thread, "MAX_SAMPLE_GAP_S", 0.0)
+    assert blocking().take_blocked()[0] == 0.0
     assert not caplog.messages
 
 
@@ -484,7 +484,7 @@ def test_a_loop_with_a_clock_of_its_own_is_not_blocked(
 ) -> None:
     """Where no time passes, none is lost: virtual clocks and stalled machines raise no alarm, and no thread watches."""
     watch = blocking(stands_still=True)
-    assert watch.take()[0] == 0.0
+    assert watch.take_blocked()[0] == 0.0
     assert not caplog.messages
     before = threading.active_count()
     watch.start()
@@ -493,18 +493,18 @@ def test_a_loop_with_a_clock_of_its_own_is_not_blocked(
 
 def test_a_loop_that_turns_is_not_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
     """It answers; and a loop that is closed ends the look."""
-    monkeypatch.setattr(loop_thread, "PATIENCE_S", 30.0)
+    monkeypatch.setattr(loop_thread, "SAMPLE_INTERVAL_S", 30.0)
 
     async def nothing() -> None:
         """The loop goes on turning."""
 
     def look(watch: LoopWatch) -> None:
         for _ in range(20):
-            watch.look()
+            watch.sample()
 
     watch = watched(nothing, look)
-    assert watch.take() == (0.0, "")
-    watch.look()
+    assert watch.take_blocked() == (0.0, "")
+    watch.sample()
 
 
 @dataclass
@@ -530,15 +530,15 @@ def test_whose_code_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         "/root/.local/lib/python3.11/site-packages/aiohttp/client.py", "/usr/lib/python3/dist-packages/aiohttp.py",
         "/opt/shared/site-packages/openai/_client.py", f"{target}/judge/client.py", f"{target}/judge_one.py",
     ):  # fmt: skip
-        assert not is_users(file), file
+        assert not is_user_file(file), file
     for file in (__file__, f"{target}/mine/rewards.py", f"{tmp_path}/src/rewards.py", "/tmp/ipykernel_7/12.py"):  # noqa: S108
-        assert is_users(file), file
+        assert is_user_file(file), file
     frame = Generated(lambda: sys._getframe(2)).frame  # __post_init__ is between
     assert (frame.f_code.co_filename, file_of(frame)) == ("<string>", __file__)
     for main, users in (("__main__", True), ("attrs_generated", False)):
         given = {"__name__": main, "sys": sys}
         exec(compile("frame = sys._getframe()", "<stdin>", "exec"), given)  # noqa: S102
-        assert is_users(file_of(given["frame"])) is users  # type: ignore[arg-type]
+        assert is_user_file(file_of(given["frame"])) is users  # type: ignore[arg-type]
 
 
 def line_of(text: str) -> int:

@@ -15,7 +15,7 @@ from april.core.tape import SegmentKind
 from april.core.types import FinishReason, Prompt, SampleId
 from april.driver.llm import LLM, Completion
 from april.driver.rewards import Response
-from april.driver.sample_functions import MOST_EMPTY
+from april.driver.sample_functions import MAX_EMPTY_CALLS
 from april.engines.simulated.engine import synthetic_response
 from april.engines.simulated.response_lengths import LognormalLengths
 from april.errors import RolloutError
@@ -120,7 +120,7 @@ async def test_a_function_that_asks_on_and_on_behind_its_budget_is_told() -> Non
 
     async def goes_round(prompt: Prompt, llm: LLM) -> None:
         try:
-            for _ in range(3 * MOST_EMPTY):
+            for _ in range(3 * MAX_EMPTY_CALLS):
                 await llm.generate(max_tokens=3)
         except RolloutError as error:
             raised.append(error)

@@ -39,7 +39,7 @@ ALLOWED = {
     ("core/snapshot.py", "auto"): "names of settings",
     ("core/snapshot.py", "prompt"): "keys of a state",
     ("core/snapshot.py", "settled"): "keys of a state",
-    ("core/sealed.py", "april"): "keys of a state",
+    ("core/state_checksum.py", "april"): "keys of a state",
     ("driver/prompt_reader.py", "attention_mask"): "keys of a user's row",
     ("driver/prompt_reader.py", "prompt"): "keys of a user's row",
     ("engines/http/wire.py", r"\bis (?:paused|asleep|sleeping)\b"): "what a server says",

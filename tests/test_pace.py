@@ -11,9 +11,9 @@ from virtual_rollouts import RecordingEngine, Rollouts
 
 from april.core import events as ev
 from april.core.types import Prompt
-from april.driver import pace as pace_module
+from april.driver import loop_throttle
 from april.driver.llm import LLM
-from april.driver.pace import Pace
+from april.driver.loop_throttle import LoopThrottle
 from april.driver.rollout_driver import RolloutDriver
 from april.testing.virtual_clock import VirtualClockLoop, run_virtual
 
@@ -24,7 +24,7 @@ AT_ONCE = 16
 @pytest.fixture(autouse=True)
 def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the tests need no thousands."""
-    monkeypatch.setattr(pace_module, "AT_ONCE", AT_ONCE)
+    monkeypatch.setattr(loop_throttle, "TASKS_PER_ITERATION", AT_ONCE)
 
 
 class Turns:
@@ -58,13 +58,13 @@ def test_so_many_go_on_in_one_turn_in_order(monkeypatch: pytest.MonkeyPatch) -> 
     """The first ones at once; who is cancelled takes no place; the loop may wait when all have had theirs."""
     turns, order = Turns(monkeypatch), []
 
-    async def one(pace: Pace, number: int) -> None:
-        await pace.turn()
+    async def one(pace: LoopThrottle, number: int) -> None:
+        await pace.wait_turn()
         turns.note("went on")
         order.append(number)
 
     async def program() -> None:
-        pace = Pace()
+        pace = LoopThrottle()
         tasks = [asyncio.create_task(one(pace, number)) for number in range(3 * AT_ONCE)]
         await asyncio.sleep(0)
         assert order == list(range(AT_ONCE))
@@ -73,7 +73,7 @@ def test_so_many_go_on_in_one_turn_in_order(monkeypatch: pytest.MonkeyPatch) -> 
             task.cancel()
         await asyncio.sleep(1.0)  # virtual: it passes only when no turn is left
         assert all(task.cancelled() for task in gone)
-        await pace.turn()
+        await pace.wait_turn()
 
     run_virtual(program())
     assert order == [*range(AT_ONCE), *range(AT_ONCE + 5, 3 * AT_ONCE)]

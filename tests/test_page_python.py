@@ -38,7 +38,7 @@ import april.ray
 from april import testing
 from april.adapters import trl
 from april.adapters.slime.samples import finish
-from april.core.state import RolloutCore
+from april.core.rollout_core import RolloutCore
 from april.driver.loop_thread import LoopThread
 from april.engines.kinds import factory
 from april.record.replay import replay

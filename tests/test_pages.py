@@ -18,7 +18,7 @@ from pages import COMMANDS, EXECUTED, PAGES, ROOT, YAML, blocks, settings_page, 
 import april
 from april.auto import auto_run
 from april.auto.question import Answer, Question
-from april.core.state import STEP_METRICS
+from april.core.rollout_core import STEP_METRICS
 from april.core.types import DropReason
 from april.engines.protocol import Capabilities, Engine
 from april.engines.simulated.decode_cost import DecodeCost

@@ -143,13 +143,13 @@ class World:
             max_response_len=CAP, run_id=len(self.records), **scoring, **self.changes,
         )  # fmt: skip
         self.driver, self.core = self.rollouts.driver, self.rollouts.core
-        give_up = self.core.lives.give_up
+        give_up = self.core.lifecycle.drop_group
 
         def recorded(group: Group, reason: DropReason, error: str) -> None:
             self.drops.append(((group.prompt.epoch, group.prompt.position), reason))
             give_up(group, reason, error)
 
-        self.core.lives.give_up = recorded  # type: ignore[method-assign]
+        self.core.lifecycle.drop_group = recorded  # type: ignore[method-assign]
 
     def fails(self, key: Key, index: int) -> bool:
         """Whether something of this sample does, for good."""

@@ -16,7 +16,7 @@ from trainer_lives import Life
 
 from april.core import commands as do
 from april.core import events as ev
-from april.core.partial_buffer import Idle
+from april.core.partial_buffer import IdleCause
 from april.core.run_times import RunTimes, TrainerTime
 from april.core.settings import CoreSettings
 from april.core.types import GenerationMode, OnFailedSample, OnStale, Refill
@@ -101,7 +101,7 @@ class TimedLife(Life):
         self.depth += 1
         super().post(event)
         self.depth -= 1
-        self.times.look(self.now_s)
+        self.times.update(self.now_s)
         if not self.depth and self.begun:
             self.holds = self.what_holds()
             self.evidence()
@@ -153,18 +153,18 @@ class TimedLife(Life):
         bound = min(s.delivery_bound, self.books.bound)
         in_time = (bound - len(self.books.out) + 1) * s.rollout_batch_size
         known = {
-            Idle.UPDATE: bool(self.updates) or self.core.updates.half_updated is not None,
-            Idle.PAUSE: self.held,
-            Idle.EVALUATION: bool(self.evaluations) and not self.continuous,
-            Idle.TRAINER: self.core.context.failure is not None or not self.wanted,
-            Idle.BOUND: self.core.train_first or s.refill is Refill.NONE
+            IdleCause.UPDATE: bool(self.updates) or self.core.updates.half_updated is not None,
+            IdleCause.PAUSE: self.held,
+            IdleCause.EVALUATION: bool(self.evaluations) and not self.continuous,
+            IdleCause.TRAINER: self.core.context.failure is not None or not self.wanted,
+            IdleCause.BOUND: self.core.train_first or s.refill is Refill.NONE
             or self.groups_held >= in_time,
-            Idle.STOP: bool(self.to_end) and not self.continuous,
-            Idle.ENGINES: any(f == "waiting" for f in self.functions.values()) or self.core.over_sampler.waiting > 0,
-            Idle.FUNCTIONS: not [r for r in self.running.values() if r.key[0] >= 0],
-            Idle.PROMPTS: bool(self.to_draw) or self.exhausted,
-            Idle.HELD: s.max_held_tokens is not None,
-            Idle.OVER_SAMPLING: overbooked or s.refill is not Refill.SAMPLE,
+            IdleCause.STOP: bool(self.to_end) and not self.continuous,
+            IdleCause.ENGINES: self.core.over_sampler.waiting > 0 or "waiting" in self.functions.values(),
+            IdleCause.FUNCTIONS: not [r for r in self.running.values() if r.key[0] >= 0],
+            IdleCause.PROMPTS: bool(self.to_draw) or self.exhausted,
+            IdleCause.HELD: s.max_held_tokens is not None,
+            IdleCause.OVER_SAMPLING: overbooked or s.refill is not Refill.SAMPLE,
         }  # fmt: skip
         assert known[why], f"{why}: {self.core!r}"
 
@@ -173,11 +173,11 @@ class TimedLife(Life):
 @pytest.mark.parametrize("mode", list(GenerationMode))
 def test_every_second_is_counted_once_and_under_its_cause(mode: GenerationMode) -> None:
     """Fetched ahead, cut, evaluated, paused, restarted, with engines that die: to the last batch."""
-    seen: Counter[Idle] = Counter()
+    seen: Counter[IdleCause] = Counter()
     for number in range(TIMED):
         life = TimedLife(number, mode)
         life.happen(300)
         life.end_well()
         seen += life.causes_seen
-    never = {Idle.EVALUATION, Idle.STOP} if mode is GenerationMode.CONTINUOUS else set()
-    assert set(seen) >= set(Idle) - never
+    never = {IdleCause.EVALUATION, IdleCause.STOP} if mode is GenerationMode.CONTINUOUS else set()
+    assert set(seen) >= set(IdleCause) - never

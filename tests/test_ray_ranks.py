@@ -156,7 +156,7 @@ class World:
         cut(rank)
         client = rank._client
         assert client._session is not None
-        client.thread.begin_to_stop(client._session.close)
+        client.thread.request_stop(client._session.close)
         client.thread.stop()
 
     def __enter__(self) -> World:

@@ -27,7 +27,7 @@ from virtual_rollouts import EOS, RecordingEngine, Rollouts, on_virtual_time, ta
 
 import april
 from april.core import events as ev
-from april.core.state import RolloutCore
+from april.core.rollout_core import RolloutCore
 from april.core.types import Prompt, SampleId
 from april.driver.llm import LLM
 from april.engines.protocol import Chunk, Request

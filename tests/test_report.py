@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from records import SMALL, command, recorded, rewritten
 
-from april.core.partial_buffer import Idle
+from april.core.partial_buffer import IdleCause
 from april.engines.simulated.fitted_cost import fit
 from april.errors import RecordError
 from april.record.file import lines_of
@@ -117,7 +117,7 @@ def test_the_distance_from_the_limit_adds_up(run: tuple[Path, Simulation]) -> No
     assert found is not None
     whole = found.at_limit + found.reprefill + sum(found.causes.values()) + found.unexplained
     assert whole == pytest.approx(1.0)
-    assert {Idle.OVER_SAMPLING, Idle.TRAINER} <= found.causes.keys()
+    assert {IdleCause.OVER_SAMPLING, IdleCause.TRAINER} <= found.causes.keys()
     tokens = sum(s.generated_tokens for s in simulation.result.steps[1:])
     lengths = [length for s in simulation.result.steps for length in s.lengths]
     seconds = data.batches[-1].time_s - data.batches[0].time_s

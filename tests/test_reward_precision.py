@@ -13,7 +13,7 @@ from real_schedulers import config
 from virtual_rollouts import on_virtual_time
 
 import april
-from april.core import lives
+from april.core import function_results
 from april.corrections.advantages import METHODS
 from april.driver.rewards import Response
 from april.engines.protocol import Request
@@ -139,7 +139,7 @@ async def test_states_with_other_rewards_are_rounded(monkeypatch: pytest.MonkeyP
         }  # fmt: skip
 
     with monkeypatch.context() as before:
-        before.setattr(lives, "held_reward", float)
+        before.setattr(function_results, "float32_reward", float)
         async with rollouts(**options()) as scheduler:
             batch = await scheduler.next_batch()
             state = scheduler.state_dict(trained_through=batch.id)

@@ -17,7 +17,7 @@ from seeds import seeds
 from virtual_rollouts import RecordingEngine, Rollouts, now, on_virtual_time, prompt_ids, table
 
 from april.core.batch import Batch
-from april.core.partial_buffer import Idle
+from april.core.partial_buffer import IdleCause
 from april.core.run_times import (
     SECONDS,
     SHARES,
@@ -357,8 +357,8 @@ def test_what_the_trainer_does_otherwise_is_named() -> None:
     )
 
 
-@pytest.mark.parametrize("cause", Idle)
-def test_every_cause_has_words(cause: Idle) -> None:
+@pytest.mark.parametrize("cause", IdleCause)
+def test_every_cause_has_words(cause: IdleCause) -> None:
     """Also where the trainer waits for it."""
     said = sentence(step_s=14, trainer_wait_s=14, **{f"idle_{cause}": 0.5})
     assert "engines stood idle 50% of the time because " in said
@@ -400,16 +400,16 @@ def test_a_function_that_blocks_the_loop_is_the_bottleneck() -> None:
 
 
 REFUSABLE = {
-    Idle.TRAINER: ("generation",),
-    Idle.BOUND: ("max_staleness",),
-    Idle.HELD: ("max_held_tokens", "max_extras_bytes"),
-    Idle.OVER_SAMPLING: ("over_sampling_batch_size", "refill"),
+    IdleCause.TRAINER: ("generation",),
+    IdleCause.BOUND: ("max_staleness",),
+    IdleCause.HELD: ("max_held_tokens", "max_extras_bytes"),
+    IdleCause.OVER_SAMPLING: ("over_sampling_batch_size", "refill"),
 }
 """Settings that are advised, by what keeps places empty."""
 
 
-@pytest.mark.parametrize("cause", Idle)
-def test_nothing_is_advised_that_would_be_refused(cause: Idle) -> None:
+@pytest.mark.parametrize("cause", IdleCause)
+def test_nothing_is_advised_that_would_be_refused(cause: IdleCause) -> None:
     """Of each piece of advice: it is there where it would be taken, and not where it would not."""
     settings, idle = {"max_held_tokens": 1000, "extras": ("experts",)}, {f"idle_{cause}": 0.5}
     names = REFUSABLE.get(cause, ())

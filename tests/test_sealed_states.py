@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from saved_rollouts import by_torch, new, plain
 from virtual_rollouts import prompt_ids, virtual
 
-from april.core.sealed import LARGEST_ARRAY, checksum, data_out, is_plain, require_sealed, seal
+from april.core.state_checksum import LARGEST_ARRAY, checksum, data_out, is_plain, seal, verify_checksum
 from april.errors import CheckpointError
 from april.serialization.state_file import pack, unpack
 
@@ -111,7 +111,7 @@ def test_data_of_a_state_is_a_copy() -> None:
 def test_kinds_and_formats() -> None:
     """One sentence each for what is no state, another kind, another format."""
     state = seal("rollouts", {"a": 1})
-    require_sealed("rollouts", state)
+    verify_checksum("rollouts", state)
     for wrong, words in (
         (5, "not a state that april's"), ({"a": 1}, "not a state that april's"),
         (state | {"format": 1}, "has format 1; this version of april reads format 2"),
@@ -119,7 +119,7 @@ def test_kinds_and_formats() -> None:
         (state | {"b": 2}, "is damaged"), (state | {"a": object()}, "is damaged: a object is no plain value"),
     ):  # fmt: skip
         with pytest.raises(CheckpointError, match=words):
-            require_sealed("rollouts", wrong)
+            verify_checksum("rollouts", wrong)
 
 
 # ---------------------------------------------------------------- states of a scheduler
@@ -148,8 +148,8 @@ def test_torch_reads_a_state_whose_samples_have_no_tokens() -> None:
     assert any(s["tokens"] is None for s in samples)
     assert any(s["tokens"] is not None for s in samples)
     assert empty_bytes(state) == []
-    require_sealed("rollouts", by_torch(state))
-    require_sealed("rollouts", plain(state))
+    verify_checksum("rollouts", by_torch(state))
+    verify_checksum("rollouts", plain(state))
 
 
 def test_no_bit_of_a_state_can_be_changed() -> None:
@@ -169,7 +169,7 @@ def test_no_bit_of_a_state_can_be_changed() -> None:
         if changed == plain(state):
             continue
         with pytest.raises(CheckpointError):
-            require_sealed("rollouts", changed)
+            verify_checksum("rollouts", changed)
         refused += 1
     assert refused > 1000
 

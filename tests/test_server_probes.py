@@ -20,7 +20,7 @@ from socket_clock import run_with_sockets
 from april.core.engine_table import EngineTable
 from april.core.sampling import LogprobKind
 from april.core.versions import PolicyVersion
-from april.driver.local_host import limits_of
+from april.driver.command_executor import limits_of
 from april.engines.http.http_client import HttpClient, Reply
 from april.engines.http.server_probe import eos_of, model_files
 from april.engines.openai.wire import TokenShape

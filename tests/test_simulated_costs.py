@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from april.core import events as ev
-from april.core.event_pump import KEPT, EndedRequest, Observed, RequestLog
+from april.core.event_pump import KEPT_REQUESTS, EndedRequest, ObservedCore, RequestLog
 from april.core.types import SampleId
 from april.engines.simulated.clockwork import SimulatedDecoder
 from april.engines.simulated.decode_cost import (
@@ -172,7 +172,7 @@ def logged(mode: str, steps: int = 10) -> tuple[Workload, RequestLog]:
         prompt_len=workload.prompt_len,
     )  # fmt: skip
     log = RequestLog(simulation.core, lambda: simulation.now)
-    simulation._pump._core = Observed(simulation.core, [log])
+    simulation._pump._core = ObservedCore(simulation.core, [log])
     simulation.run(steps)
     return workload, log
 
@@ -237,12 +237,12 @@ def test_too_little_is_no_fit() -> None:
 def test_the_log_forgets() -> None:
     """Only the latest requests are kept, and what nobody told the end of is not kept for ever."""
     _, log = logged("refill", 6)
-    assert all(len(ended) <= KEPT for _, ended in log)
-    for number in range(3 * KEPT):
+    assert all(len(ended) <= KEPT_REQUESTS for _, ended in log)
+    for number in range(3 * KEPT_REQUESTS):
         log._sent[f"lost{number}"] = (0.0, 0)
-    Observed(log._core, [log]).handle(ev.StepRequested())
+    ObservedCore(log._core, [log]).handle(ev.StepRequested())
     assert len(log._sent) == len(log._core.context.attempts) > 0
-    assert all(log.ran(attempt, 3) is not None for attempt in log._core.context.attempts)
+    assert all(log.record_of(attempt, 3) is not None for attempt in log._core.context.attempts)
 
 
 EVERY_KIND: list[ResponseLengths] = [

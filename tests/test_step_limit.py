@@ -10,9 +10,9 @@ import pytest
 
 import april
 from april.core.event_pump import RequestLog, RequestSums
+from april.core.rollout_core import RolloutCore
 from april.core.settings import EngineLimits
-from april.core.state import RolloutCore
-from april.driver.limit import GROUPS, distance_of
+from april.driver.step_limit import GROUPS, distance_of
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine
 from april.engines.simulated.response_lengths import LognormalLengths
@@ -149,4 +149,4 @@ def test_an_engine_that_brought_nothing_was_there() -> None:
     config = april.Config(rollout_batch_size=1, n_samples_per_prompt=1, max_response_len=10)
     settings = config.core_settings(has_reward=False, group_reward=False, run_id=0)
     core = RolloutCore(settings, [EngineLimits("a", 100), EngineLimits("b", 100)])
-    assert set(RequestLog(core, lambda: 0.0).take()) == {"a", "b"}
+    assert set(RequestLog(core, lambda: 0.0).take_sums()) == {"a", "b"}

@@ -9,7 +9,7 @@ import pytest
 from virtual_rollouts import on_virtual_time
 
 import april
-from april.driver.user_code import FailedElsewhere
+from april.driver.user_code import RemoteFunctionError
 from april.errors import RolloutError
 from april.testing import FakeEngine, rollouts
 
@@ -69,7 +69,7 @@ async def test_what_has_failed_elsewhere_is_told_in_its_own_words(caplog: pytest
     async def fails(prompt: april.Prompt, llm: Any) -> None:
         nonlocal calls
         calls += 1
-        raise FailedElsewhere("NameError: x (line 7 of loop.py)", "NameError, line 7 of loop.py")
+        raise RemoteFunctionError("NameError: x (line 7 of loop.py)", "NameError, line 7 of loop.py")
 
     with pytest.raises(RolloutError, match=r"the rollout function failed: NameError: x \(line 7 of loop.py\)"):
         async with rollouts(CONFIG, engines=[FakeEngine()], prompts=Later(), rollout=fails) as run:

@@ -161,7 +161,7 @@ async def test_what_nobody_wants_runs_on_until_all_are_ended() -> None:
         await run.rollouts.next_batch()
         failing = run.driver.core.buffer.groups[3].samples
         for _ in range(run.driver.core.settings.max_attempt_failures):
-            run.driver.local.samples._runners[failing[0].id].function.task.cancel()
+            run.driver.executor.samples._runners[failing[0].id].function.task.cancel()
             await asyncio.sleep(0.01)
         assert 3 not in run.driver.core.buffer.groups
         assert len(run.live) > len(run.driver.core.attempts)

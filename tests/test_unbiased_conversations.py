@@ -24,7 +24,8 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core.batch import Batch
 from april.core.types import AttemptFailure, EngineFinish, SampleId
-from april.corrections.advantages import Method, loss_weights
+from april.corrections.advantages import Method
+from april.corrections.loss_weights import loss_weights
 
 Y, SUB, QUOTES, EDITED = 10, 90, 91, 92
 CHANCES = np.array([0.6, 0.3, 0.45])
@@ -355,7 +356,7 @@ def test_a_quorum_and_over_sampling_do_not_bend_it() -> None:
     player = Player(short_agent, groups, over=2, group_quorum=0.75, max_in_flight=32, max_staleness=4)
     player.ask()
     while not player.ended:
-        if player.core.wanted:  # who has asked less is done first, of whatever group
+        if player.core.batch_wanted:  # who has asked less is done first, of whatever group
             player.play(min(player.alive, key=lambda of: (groups[of[0]][of[1]].rows, of)), 1)
         else:
             player.next_step()

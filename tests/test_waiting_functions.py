@@ -63,7 +63,7 @@ def test_evaluations_start_before_functions_that_have_asked_for_nothing() -> Non
     evaluated = {key for key in m.alive if key[0] < 0}
     assert len(evaluated) == 2
     m.post(ev.SampleFailed(SampleId(*min(evaluated)), "boom"))
-    assert m.core.context.places.to_start(evaluation=True) == 2
+    assert m.core.context.places.startable(evaluation=True) == 2
 
 
 @on_virtual_time

@@ -273,7 +273,7 @@ async def test_engines_that_loaded_different_weights_are_not_of_one_version(
     first, second = trainer.engines
 
     async with trainer.rollouts() as run:
-        calls = run._driver.local.engine_control
+        calls = run._driver.executor.engine_control
         reads = calls._content_of
         seen = {"s0": 0, "s1": 0}
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from april.core.events import NotGiven
+from april.core.events import TransferFailure
 from april.driver.weight_update import WeightUpdate
 from april.engines.protocol import Capabilities, LogprobKind
 from april.engines.weight_routes import GLOO, Handshake, Meeting, TensorSpec
@@ -321,7 +321,7 @@ def test_an_interrupt(again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     update.sender = desk.sender
     with pytest.raises(KeyboardInterrupt):
         desk.send(weights())
-    assert update.not_given == (None if again else (NotGiven("a", desk.sender.left_out["a"].why, torn=True),))
+    assert update.not_given == (None if again else (TransferFailure("a", desk.sender.left_out["a"].why, torn=True),))
 
 
 def interrupted_at_the_end(ask: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from april.core.numbers import LEAST_LOGPROB, LOGPROB_EPS
 from april.core.sampling import SamplingParams
+from april.core.value_checks import LEAST_LOGPROB, LOGPROB_EPS
 from april.core.versions import PolicyVersion
 from april.driver.wire_checks import check_chunk, check_end
 from april.engines.protocol import Chunk, EngineFinish, Request

@@ -18,9 +18,9 @@ from april.config.settings import LEAST_QUORUM
 from april.core import commands as do
 from april.core import events as ev
 from april.core import snapshot
+from april.core.rollout_core import RolloutCore
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, quorum_of
-from april.core.state import RolloutCore
 from april.core.types import (
     AttemptFailure,
     EngineFinish,

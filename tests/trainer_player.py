@@ -16,11 +16,11 @@ from trainer_books import Books, Key, Token, check_batch, number_of
 from april.core import commands as do
 from april.core import events as ev
 from april.core.event_pump import EventPump
+from april.core.rollout_core import RolloutCore
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
-from april.core.state import RolloutCore
 from april.core.types import (
-    MOST_SAMPLES,
+    MAX_SAMPLES_FACTOR,
     Attempt,
     DropReason,
     EngineFinish,
@@ -208,7 +208,7 @@ class TrainerPlayer:
             else:
                 assert self.causes["failed", number], f"{key} is given up for no reason"
                 reason, failed = "failed", failed + 1
-                if s.on_failed_sample is OnFailedSample.REPLACE and book.samples < MOST_SAMPLES * books.samples:
+                if s.on_failed_sample is OnFailedSample.REPLACE and book.samples < MAX_SAMPLES_FACTOR * books.samples:
                     self.seen["sample replaced"] += 1
                     assert books.join(number)[1] < len(group.samples), "nothing takes its place"
                 else:
@@ -258,7 +258,7 @@ class TrainerPlayer:
         assert core.prompts.delivered == settled.pop("delivered", 0)
         assert +core.prompts.dropped == settled
         assert set(core.attempts) == {r.attempt.id for r in training}
-        assert core.wanted == self.wanted
+        assert core.batch_wanted == self.wanted
         if self.settings.on_stale is not OnStale.RESTART:  # which is noticed when the sample begins again
             assert core.tokens.held == books.tokens_held
             assert +core.tokens.dropped == +books.dropped
@@ -400,7 +400,7 @@ class TrainerPlayer:
         """Its sample that cannot go on costs the group."""
         s, book = self.settings, self.books.groups[group]
         if s.on_failed_sample is OnFailedSample.REPLACE:
-            assert book.samples == MOST_SAMPLES * self.books.samples
+            assert book.samples == MAX_SAMPLES_FACTOR * self.books.samples
         elif s.on_failed_sample is OnFailedSample.SHRINK:
             assert len(book.members) <= s.min_group_size
 
@@ -453,7 +453,7 @@ class TrainerPlayer:
         assert books.complete(group)
         assert group not in books.accepted
         first = sorted(books.groups[group].finishers[: books.k(group)])
-        assert [sample.id.index for sample in command.group.first] == first
+        assert [sample.id.index for sample in command.group.first_finishers] == first
         self.to_judge.append((command.group.id, command.judgement))
 
     def judge(self, request: tuple[int, int], how: str) -> None:
@@ -527,7 +527,7 @@ class TrainerPlayer:
         version = PolicyVersion(*request.version)
         request.attempt.tape.append(np.array(ids, np.int32), np.array(logprobs, np.float32), version)
         if request.attempt.request.extras:
-            request.attempt.tape.give_rows(rows_of(request.attempt), request.attempt.request.rows_wanted(0))
+            request.attempt.tape.set_extras(rows_of(request.attempt), request.attempt.request.rows_wanted(0))
         self.books.sent += len(came) if request.key[0] >= 0 else 0
         return request
 

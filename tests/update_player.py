@@ -202,12 +202,12 @@ class UpdatePlayer(CoreMachine):
             self.lose_weights: self.silent and self.rng.random() < 0.1,
             self.late: self.rng.random() < 0.1,
             self.write_over: self.rng.random() < 0.02,
-            self.hold: self.rng.random() < (0.4 if self.core.held else 0.05),
+            self.hold: self.rng.random() < (0.4 if self.core.pause_held else 0.05),
         }
         if events := [event for event, now in possible.items() if now]:
             self.rng.choice(events)()
         broken = self.core.updates.half_updated is not None and not self.updates
-        assert not (broken and self.core.wanted), "a batch is waited for that cannot come before an update"
+        assert not (broken and self.core.batch_wanted), "a batch is waited for that cannot come before an update"
         self.seen["told of weights that are not whole"] += broken and bool(self.errors)
 
     def ask_batch(self) -> None:
@@ -280,12 +280,12 @@ class UpdatePlayer(CoreMachine):
         broken, fates = not well and self.rng.random() < 0.2, []
         for name in self.handed_to:
             if name not in self.servers:  # it has left meanwhile
-                fates.append(ev.NotGiven(name, f"{name} is not there any more", torn=False))
+                fates.append(ev.TransferFailure(name, f"{name} is not there any more", torn=False))
                 continue
             server = self.servers[name]
             torn = not well and self.rng.random() < 0.5
             if broken or not server.alive or (not well and self.rng.random() < 0.2):
-                fates.append(ev.NotGiven(name, f"{name} did not get them", torn))
+                fates.append(ev.TransferFailure(name, f"{name} did not get them", torn))
                 if torn and server.alive:
                     server.weights, server.lost, server.unseen = "half", True, False
                 self.seen[f"sent to, torn={torn}"] += 1
@@ -399,7 +399,7 @@ class UpdatePlayer(CoreMachine):
 
     def hold(self) -> None:
         """Somebody pauses generation, or lets it go on."""
-        self.post(ev.Resumed() if self.core.held else ev.PauseRequested())
+        self.post(ev.Resumed() if self.core.pause_held else ev.PauseRequested())
 
     # ---------------------------------------------------------------- when troubles are over
 
@@ -407,7 +407,7 @@ class UpdatePlayer(CoreMachine):
         """Everybody answers, truthfully, until a condition holds."""
         assert callable(until)
         self.silent = False
-        if self.core.held:
+        if self.core.pause_held:
             self.post(ev.Resumed())
         for server in self.servers.values():
             server.alive = True

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from april.agents.chat import ALIVE_S, COMMIT_S, DISTRIBUTION
 from april.core.attachments import Placed
 from april.core.tape import Int32
-from april.driver.llm import Completion, Door, Sheltered
+from april.driver.llm import ClientEndpoint, Completion, EndpointSample
 from april.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -73,41 +73,41 @@ class Gateway:
         for name in names:
             import_module(name)
 
-    def open(self, behind: Sheltered, place: Place | None = None) -> Door:
+    def open(self, sample: EndpointSample, place: Place | None = None) -> ClientEndpoint:
         """Serve one more sample at an HTTP endpoint; ``place`` is needed for a server other than this process's own."""
         from april.agents.endpoint import Place  # loads a web server, so it is imported only for an endpoint
 
-        ask = self._asks(behind, strangers=True)
+        ask = self._asks(sample, strangers=True)
 
         async def ask_there(
             ids: Int32, changes: Mapping[str, Any], attached: tuple[Placed, ...] | None = None
         ) -> Completion:
-            asking = asyncio.run_coroutine_threadsafe(ask(ids, changes, attached), behind.loop)
+            asking = asyncio.run_coroutine_threadsafe(ask(ids, changes, attached), sample.loop)
             return await asyncio.wrap_future(asking)
 
-        session = self._session(ask_there, behind, strangers=True)
+        session = self._session(ask_there, sample, strangers=True)
         return (Place(self._served()) if place is None else place).open(session)
 
-    def chat(self, behind: Sheltered) -> Chat:
+    def chat(self, sample: EndpointSample) -> Chat:
         """Return what answers ``llm.chat`` for one more sample: a session on the running loop, without a server."""
         from april.agents.session import Chat
 
-        return Chat(self._session(self._asks(behind, strangers=False), behind, strangers=False))
+        return Chat(self._session(self._asks(sample, strangers=False), sample, strangers=False))
 
-    def _asks(self, behind: Sheltered, *, strangers: bool) -> Callable[..., Coroutine[Any, Any, Completion]]:
+    def _asks(self, sample: EndpointSample, *, strangers: bool) -> Callable[..., Coroutine[Any, Any, Completion]]:
         async def ask(ids: Int32, changes: Mapping[str, Any], attached: tuple[Placed, ...] | None = None) -> Completion:
             plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in changes.items()}
-            other = self._overridden(plain, behind) if strangers else False
-            return await behind.generate(
-                replace(behind.sampling, **plain), ids, attached=attached, overridden=other
+            other = self._overridden(plain, sample) if strangers else False
+            return await sample.generate(
+                replace(sample.sampling, **plain), ids, attached=attached, overridden=other
             )  # fmt: skip
 
         return ask
 
-    def _overridden(self, changes: dict[str, Any], behind: Sheltered) -> bool:
+    def _overridden(self, changes: dict[str, Any], sample: EndpointSample) -> bool:
         """Remove distribution parameters from a client's changes; returns True if they ask for another distribution."""
         given = {name: changes.pop(name) for name in DISTRIBUTION if name in changes}
-        same = {name: (*neutral, getattr(behind.sampling, name, None)) for name, neutral in DISTRIBUTION.items()}
+        same = {name: (*neutral, getattr(sample.sampling, name, None)) for name, neutral in DISTRIBUTION.items()}
         same["seed"] = ()  # april seeds each sample, so that a restart samples the same tokens
         other = {name: value for name, value in given.items() if value not in same[name]}
         if other and not self._warned:
@@ -117,11 +117,11 @@ class Gateway:
                 "evaluate), temperature=%s and top_p=%s here, as all samples do. Leave such parameters out of the "
                 "client. batch.metrics['overridden_requests'] counts these requests; this is said once",
                 ", ".join(f"{name}={value!r:.40}" for name, value in other.items()),
-                behind.sampling.temperature, behind.sampling.top_p,
+                sample.sampling.temperature, sample.sampling.top_p,
             )  # fmt: skip
         return bool(other)
 
-    def _session(self, generate: Generate, behind: Sheltered, *, strangers: bool) -> Session:
+    def _session(self, generate: Generate, sample: EndpointSample, *, strangers: bool) -> Session:
         """Create a session; ``strangers`` means that requests come from HTTP clients, which may not name files."""
         from april.agents.session import Session
         from april.agents.sight import Sight
@@ -132,8 +132,8 @@ class Gateway:
         sight = None
         if self.images is not None:
             reader = self.images.reader.strangers() if strangers else self.images.reader
-            sight = Sight(self.images, reader, behind.prompt)
-        return Session(generate, self._template, behind.max_context, behind.answered, sight)
+            sight = Sight(self.images, reader, sample.prompt)
+        return Session(generate, self._template, sample.max_context, sample.answered, sight)
 
     def _served(self) -> Endpoint:
         """Return this process's own server; start it if it is not running."""
@@ -145,9 +145,9 @@ class Gateway:
             self._endpoint = endpoint
         return self._endpoint
 
-    def shut(self, door: Any) -> Iterable[int]:
+    def close_endpoint(self, endpoint: Any) -> Iterable[int]:
         """Stop answering this sample's requests; returns the numbers of calls whose answers a client has received."""
-        return door.endpoint.shut(door, "its rollout function has ended")  # type: ignore[no-any-return]
+        return endpoint.endpoint.shut(endpoint, "its rollout function has ended")  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Stop the server."""

@@ -20,7 +20,7 @@ from april.agents.endpoint import Endpoint, Place, check_key
 from april.core.sampling import SamplingParams
 from april.core.tape import Int32
 from april.core.types import SampleId
-from april.driver.llm import AFTER_ITS_END, LLM, Completion, Life
+from april.driver.llm import AFTER_ITS_END, LLM, Completion, SampleRun
 from april.driver.user_code import message_of
 from april.errors import RolloutError, UsageError
 from april.serialization.own_values import pack, unpack
@@ -38,7 +38,7 @@ class ServedLLM:
     key: str
     sample_id: SampleId
     sampling: SamplingParams
-    life: Life
+    life: SampleRun
 
     def open(self, http: aiohttp.ClientSession) -> LLM:
         """Return an ``LLM`` for the process that has received this handle."""
@@ -75,7 +75,7 @@ class LLMCalls:
         path, key = secrets.token_hex(8), secrets.token_urlsafe(24)
         self._llms[path] = key, llm, asyncio.get_running_loop()
         try:
-            yield ServedLLM(f"{self.endpoint.url}/{path}/llm/", key, llm.sample_id, llm.sampling, llm.life)
+            yield ServedLLM(f"{self.endpoint.url}/{path}/llm/", key, llm.sample_id, llm.sampling, llm.sample_run)
         finally:
             del self._llms[path]
 
@@ -104,7 +104,7 @@ class LLMCalls:
             return await llm.chat(**asked)
         if method != "door":
             raise RequestError(f"an llm has no {method!r:.50}", 404)
-        door = llm.door(Place(self.endpoint))
+        door = llm.endpoint(Place(self.endpoint))
         return _Door(door.url, door.key)
 
 

@@ -24,7 +24,7 @@ from april.agents.template import Parsed, Template
 from april.core.attachments import Placed
 from april.core.tape import Float32, Int32
 from april.core.types import FinishReason
-from april.driver.llm import Answered
+from april.driver.llm import AnsweredCall
 from april.errors import UsageError
 
 
@@ -121,7 +121,7 @@ class Conversations:
     """
 
     def __init__(
-        self, template: Template, answered: Sequence[Answered], message_of: MessageOf, sight: Sight | None = None
+        self, template: Template, answered: Sequence[AnsweredCall], message_of: MessageOf, sight: Sight | None = None
     ) -> None:
         self._template = template
         self._sight = sight
@@ -231,7 +231,7 @@ class Session:
     generate: Generate
     template: Template | None
     max_context: int
-    answered: Sequence[Answered] = ()
+    answered: Sequence[AnsweredCall] = ()
     sight: Sight | None = None
     conversations: Conversations | None = field(init=False)
     asked: dict[str, list[Asked]] = field(default_factory=dict)

@@ -118,11 +118,11 @@ class Sessions:
         loop = asyncio.get_running_loop()
         name, key = self._names(prompt, llm)
         shown = {
-            "group": llm.sample_id.group, "index": llm.sample_id.index, "evaluation": llm.life.evaluation,
+            "group": llm.sample_id.group, "index": llm.sample_id.index, "evaluation": llm.sample_run.evaluation,
             "data": dict(prompt.data),
         }  # fmt: skip
-        waiting = _Waiting(name, key, shown, llm.life.resumed, loop, loop.create_future(), loop.create_future())
-        llm.door(Place(endpoint, name, key, partial(waiting.take, asks=True)))
+        waiting = _Waiting(name, key, shown, llm.sample_run.resumed, loop, loop.create_future(), loop.create_future())
+        llm.endpoint(Place(endpoint, name, key, partial(waiting.take, asks=True)))
         self._waiting[name] = waiting
         if waiting.resumed:
             waiting.take()
@@ -170,7 +170,7 @@ class Sessions:
         A sample that begins again gets a new session. So does a different prompt that gets the same group number after
         a restart. Sessions of evaluations get random ids, since they do not outlive the process.
         """
-        sample, life = llm.sample_id, llm.life
+        sample, life = llm.sample_id, llm.sample_run
         of = f"{prompt.epoch}/{prompt.position}/{sample}/{life.restarts}"
         if life.evaluation is not None:
             of = f"evaluation {secrets.token_hex(8)}"

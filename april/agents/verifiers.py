@@ -54,7 +54,7 @@ class Verifiers:
 
         kind = type(self.environment.taskset).task_type()
         task = kind(kind.data_type().model_validate(prompt.data["task"]), self.environment.config.taskset.task)
-        door = cast(Opened, llm.door())
+        door = cast(Opened, llm.endpoint())
         url, key = door.by_name()
         # one config for all samples, as verifiers keeps a client per config; the endpoint tells samples apart by name
         client = EvalClientConfig(base_url=url, headers={"Authorization": f"Bearer {key}", "x-api-key": key})

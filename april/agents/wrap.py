@@ -60,7 +60,7 @@ def program(
 
     async def rollout(prompt: Prompt, llm: LLM) -> ProgramResult:
         words = _words(command(prompt)) if callable(command) else command
-        door = cast("Opened", llm.door())
+        door = cast("Opened", llm.endpoint())
         url, key = door.url, door.key
         variables = {
             **os.environ, **(env or {}), "OPENAI_BASE_URL": url, "OPENAI_API_KEY": key,

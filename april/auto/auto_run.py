@@ -18,7 +18,7 @@ from april.auto.auto_work import AutoWork, Decision
 from april.auto.question import Answer, Question
 from april.core import events as ev
 from april.core.batch import Batch
-from april.core.state import RolloutCore
+from april.core.rollout_core import RolloutCore
 from april.engines.simulated.fitted_cost import FittedCost
 from april.errors import RolloutError
 

@@ -17,8 +17,8 @@ from april.auto.batches import LengthWindow, Speeds
 from april.auto.question import GAIN, SMALLEST_QUORUM, Answer, InWork, Question
 from april.core.batch import Batch, rows_by_sample
 from april.core.events import WorkChanged
+from april.core.rollout_core import RolloutCore
 from april.core.run_times import pace
-from april.core.state import RolloutCore
 from april.core.types import GenerationMode, Refill, Work
 from april.engines.simulated.fitted_cost import FittedCost
 

@@ -41,7 +41,7 @@ class AbortController:
         new = [a for a in attempts if a.id not in self._pending]
         for attempt in new:  # one round more if the timer is already running, as the first round is then shorter
             self._pending[attempt.id] = attempt, self._rounds + self._timer_running
-        commands = self._ask(new, in_flight)
+        commands = self._abort_commands(new, in_flight)
         if new and not self._timer_running:
             commands.append(self._start_timer())
         return commands
@@ -58,7 +58,7 @@ class AbortController:
         self._pending = {name: (attempt, left - 1) for name, (attempt, left) in self._pending.items()}
         waiting = [attempt for attempt, left in self._pending.values() if left > 0]
         late = [attempt for attempt, left in self._pending.values() if left == 0]
-        commands = self._ask(waiting, in_flight)
+        commands = self._abort_commands(waiting, in_flight)
         fenced: dict[str, list[str]] = {}
         for attempt in late:
             fenced.setdefault(attempt.engine, []).append(attempt.id)
@@ -67,7 +67,7 @@ class AbortController:
             commands.append(self._start_timer())
         return commands, late
 
-    def _ask(self, attempts: Iterable[Attempt], in_flight: dict[str, int]) -> list[Command]:
+    def _abort_commands(self, attempts: Iterable[Attempt], in_flight: dict[str, int]) -> list[Command]:
         by_engine: dict[str, list[str]] = {}
         for attempt in attempts:
             by_engine.setdefault(attempt.engine, []).append(attempt.id)

@@ -127,8 +127,8 @@ class Places:
     """
 
     def __init__(self, total: int, attempts: AttemptBook) -> None:
-        self.total = self.most = total
-        """``most`` is the largest valid ``taken``: requests from before ``total`` was lowered are not cut."""
+        self.total = self.max_taken = total
+        """``max_taken`` is the largest valid ``taken``: requests from before ``total`` was lowered are not cut."""
         self._attempts = attempts
         self.reserved: set[SampleId] = set()
         """Ids of samples whose function was started and has not made a call yet."""
@@ -145,7 +145,7 @@ class Places:
         attempts = self._attempts
         return len(attempts.in_flight) + len(attempts.of_evaluations)
 
-    def to_start(self, *, evaluation: bool = False) -> int:
+    def startable(self, *, evaluation: bool = False) -> int:
         """Return how many rollout functions of training, or of an evaluation, may be started."""
         return self.free - (self._of_evaluations if evaluation else len(self.reserved))
 
@@ -156,9 +156,9 @@ class Places:
 
     def change(self, total: int) -> None:
         """Set the number of places."""
-        self.total, self.most = total, max(total, self.taken)
+        self.total, self.max_taken = total, max(total, self.taken)
 
-    def give_back(self, sample: Sample) -> None:
+    def release(self, sample: Sample) -> None:
         """Release the sample's reservation, if it has one: its function made a call or ended."""
         if sample.id in self.reserved:
             self.reserved.remove(sample.id)

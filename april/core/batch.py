@@ -22,7 +22,8 @@ from april.core.attachments import NO_EXTRAS, Extras, Placed, before, first_rows
 from april.core.tape import Float32, Int32, Segment, SegmentKind, kept_mask, versions_of
 from april.core.types import FinishReason, Prompt, Sample, SampleId
 from april.core.versions import PolicyVersion, VersionClock
-from april.corrections.advantages import BatchShare, Method, first_others_of, group_advantages
+from april.corrections.advantages import Method, first_others_of, group_advantages
+from april.corrections.loss_weights import BatchShare
 
 UInt8 = NDArray[np.uint8]
 SplitBy = Literal["samples", "tokens"]

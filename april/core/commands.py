@@ -58,7 +58,7 @@ class ScoreGroup(Command, frozen=True):
 
 
 class JudgeGroup(Command, frozen=True):
-    """Call the filter with ``group.first``, the finished quorum; answer with GroupJudged and the same ``judgement``."""
+    """Call the filter with ``group.first_finishers``; answer with GroupJudged and the same ``judgement``."""
 
     group: Group
     judgement: int

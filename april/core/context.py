@@ -17,7 +17,7 @@ from april.core.over_sampler import OverSampler
 from april.core.partial_buffer import Leases, PartialBuffer
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.types import (
-    LEGAL,
+    LEGAL_TRANSITIONS,
     SETTLED,
     WHOLE_GROUP,
     Attempt,
@@ -119,7 +119,7 @@ class CoreContext:
         self.counters["late_events"] += sample_id.group >= 0
         return None
 
-    def free_to_act(self, sample_id: SampleId, what: str, *, asks: bool = False) -> Sample | None:
+    def acting_sample(self, sample_id: SampleId, what: str, *, asks: bool = False) -> Sample | None:
         """Return the sample whose rollout function has acted (``what``), after releasing the place of its start.
 
         None for a settled sample. Raises InvariantError if the function does not run, or if it waits for tokens, unless
@@ -128,22 +128,22 @@ class CoreContext:
         sample = self.sample(sample_id)
         if sample is None:
             return None
-        if sample.state is not SampleState.RUNNING or (sample.asks and not asks):
-            raise self.impossible(sample.id, f"{what} (it is {sample!r})")
-        self.places.give_back(sample)
+        if sample.state is not SampleState.RUNNING or (sample.has_open_call and not asks):
+            raise self.impossible_event(sample.id, f"{what} (it is {sample!r})")
+        self.places.release(sample)
         return sample
 
-    def to(self, thing: Stateful[State], state: State, why: str) -> None:
+    def change_state(self, thing: Stateful[State], state: State, why: str) -> None:
         """Change the state of a sample, call, attempt or group, and log why; nothing else may change a state."""
-        if state not in LEGAL[thing.state]:
-            raise self.impossible(thing.owner, f"cannot go from {thing.state} to {state} ({why})")
+        if state not in LEGAL_TRANSITIONS[thing.state]:
+            raise self.impossible_event(thing.owner, f"cannot go from {thing.state} to {state} ({why})")
         thing.state = state
         group, index = thing.owner
         self.log.append((self.event_number, group, index, why))
 
-    def to_group(self, group: Group, state: GroupState, why: str) -> None:
+    def change_group_state(self, group: Group, state: GroupState, why: str) -> None:
         """Change the state of a group, or enter the same state again, and record the event number."""
-        self.to(group, state, why)
+        self.change_state(group, state, why)
         group.since = self.event_number
 
     def note(self, sample: Sample, what: str) -> None:
@@ -156,7 +156,7 @@ class CoreContext:
         lines = [f"  event {n}: {what}" for n, *of, what in self.log if tuple(of) in (own, all_of_it)]
         return "\n".join([f"story of {sample}:", *(lines or ["  nothing remembered"])])
 
-    def impossible(self, sample: SampleId, what: str) -> InvariantError:
+    def impossible_event(self, sample: SampleId, what: str) -> InvariantError:
         """Return the error for an impossible event of this sample, with its story."""
         return InvariantError(f"{sample} {what}; {self.story(sample)}")
 
@@ -168,10 +168,10 @@ class CoreContext:
 
     def engine_failed(self, name: str, *, at_once: bool = True) -> None:
         """Count an engine's failure; if that quarantines the engine, start the timer of its first probe."""
-        seconds = self.engines.failed(name, at_once=at_once)
+        seconds = self.engines.count_failure(name, at_once=at_once)
         if seconds is not None:
             state = self.engines.states[name]
-            state.probe = 0  # the answer to an earlier probe says nothing about the engine now
+            state.open_probe = 0  # the answer to an earlier probe says nothing about the engine now
             why = f"engine {name} is quarantined until a probe finds it well"
             state.probe_timer = self.start_timer(TimerKind.PROBE, seconds, name, why)
 

@@ -1,6 +1,6 @@
 """Brings engines back into use: decides when they rest or are probed, and gives joining ones the present weights.
 
-``EngineTable.failed`` decides which failures quarantine an engine.
+``EngineTable.count_failure`` decides which failures quarantine an engine.
 
 Invariant: a quarantined engine is used again only after a probe, during which no weights changed, has found it healthy,
 not paused, and with the weights of the version for which it will be used.
@@ -30,7 +30,7 @@ class EngineRecovery:
         self._context = context
         self._calls = calls
         self._updates = updates
-        self._troubles: dict[str, str] = {}
+        self._load_errors: dict[str, str] = {}
         """Errors of engines that failed to take the present weights, by engine name."""
 
     # ---------------------------------------------------------------- joining and leaving engines
@@ -38,10 +38,10 @@ class EngineRecovery:
     def joined(self, event: ev.EnginesJoined) -> None:
         """Add engines to the table; those whose weights are unknown or that may be paused are probed first."""
         context = self._context
-        self._leave([e.name for e in event.engines if e.name in context.engines.states])
+        self._remove([e.name for e in event.engines if e.name in context.engines.states])
         for limits in event.engines:
             state = context.engines.join(limits)
-            self._updates.joins(limits.name)
+            self._updates.engine_joined(limits.name)
             if not state.loaded or state.gate is not EngineGate.OPEN:
                 state.health = EngineHealth.QUARANTINED
                 self._calls.probe(limits.name)
@@ -55,24 +55,24 @@ class EngineRecovery:
 
     def left(self, event: ev.EnginesLeft) -> None:
         """Remove engines that have left."""
-        self._leave(event.names)
+        self._remove(event.names)
 
-    def _leave(self, names: Sequence[str]) -> None:
+    def _remove(self, names: Sequence[str]) -> None:
         for name in names:
             self._context.engines.leave(name)
             self._calls.forget(name)
-            self._troubles.pop(name, None)
-        self._updates.leave(names)
+            self._load_errors.pop(name, None)
+        self._updates.engines_left(names)
 
     # ---------------------------------------------------------------- load and rests
 
-    def load(self, event: ev.LoadReported) -> None:
+    def adjust_cap(self, event: ev.LoadReported) -> None:
         """Adjust an engine's cap to the load that it reports."""
         state = self._context.engines.states[event.engine]
         state.kv_usage = event.kv_usage
         if state.cap.report(state.in_flight, event.running, event.waiting, event.kv_usage, event.preemptions):
             self._context.counters["lowered_caps"] += 1
-        state.moved()
+        state.update_load()
 
     def busy(self, name: str, event: ev.AttemptFailed) -> None:
         """Let an engine rest that refused an attempt because it is busy; probe it after many refusals in a row."""
@@ -80,23 +80,23 @@ class EngineRecovery:
         state = context.engines.states[name]
         # a server may ask for any waiting time, but a step waits no longer than this deadline for an engine
         asked_s = 0.0 if math.isnan(event.busy_s) else min(event.busy_s, context.settings.outage_deadline_s)
-        seconds = context.engines.busy(name, asked_s, state.in_flight)
+        seconds = context.engines.count_refusal(name, asked_s, state.in_flight)
         if seconds is not None:
             why = f"engine {name} takes no requests for now and is left alone for {seconds:g} s: {event.error}"
-            state.rest = context.start_timer(TimerKind.REST, seconds, name, "" if state.has_rested else why)
+            state.rest_timer = context.start_timer(TimerKind.REST, seconds, name, "" if state.has_rested else why)
             state.health, state.has_rested = EngineHealth.RESTING, True
-        elif not state.rest:
+        elif not state.rest_timer:
             context.engine_failed(name)
 
     # ---------------------------------------------------------------- sending probes
 
-    def used(self, name: str) -> None:
+    def start_checks(self, name: str) -> None:
         """Start the periodic probes of a server that has requests in flight."""
         state = self._context.engines.states[name]
         if state.limits.remote and not state.probe_timer and state.in_flight:
             state.probe_timer = self._context.start_timer(TimerKind.CHECK, CHECK_INTERVAL_S, name)
 
-    def ask_all(self) -> None:
+    def probe_all(self) -> None:
         """Probe all servers now, as one may have been restarted while it was idle."""
         for name, state in self._context.engines.states.items():
             if state.limits.remote and not state.quarantined and not self._updates.checks(name):
@@ -106,8 +106,8 @@ class EngineRecovery:
         """End a rest, or probe an engine."""
         state = self._context.engines.state_of(timer.engine)
         if timer.kind is TimerKind.REST:
-            if timer.number == state.rest:
-                state.rest = 0
+            if timer.number == state.rest_timer:
+                state.rest_timer = 0
                 state.health = EngineHealth.WELL if state.resting else state.health
             return
         if timer.number != state.probe_timer:
@@ -121,80 +121,80 @@ class EngineRecovery:
     def probed(self, event: ev.EngineProbed) -> None:
         """Handle the answer to a probe; it is ignored if weights changed since the probe was sent."""
         name, state = event.engine, self._context.engines.state_of(event.engine)
-        if event.probe != state.probe:
+        if event.probe != state.open_probe:
             self._context.counters["late_events"] += 1
             return
-        same_weights, same_step = self._calls.answered(event)
+        same_weights, same_step = self._calls.probe_answered(event)
         if self._updates.checks(name):
             self._updates.checked(event)
             if state.quarantined and not state.probe_timer:  # it was being probed, and that answer is void now
-                self._ask_again(name)
+                self._probe_later(name)
         elif state.quarantined:
             if not event.answered:
                 self._context.out.append(do.Warn(f"probe of engine {name} failed: {event.detail}"))
             # an engine with incomplete or other weights (current=False) need not be ok: it is given the weights first
             found = event.answered and (event.ok or not event.current)
             if found and same_weights and not self._updates.running:
-                self._found(name, state, current=event.current)
+                self._readmit(name, state, current=event.current)
             else:
-                self._ask_again(name)
+                self._probe_later(name)
         else:
             # no answer is not a failure here: if the engine is down, its requests fail
             if event.answered and event.ok and same_step and not self._updates.running:
-                self._looked_at(event, state)
-            self.used(name)
+                self._check_weights(event, state)
+            self.start_checks(name)
 
-    def _looked_at(self, event: ev.EngineProbed, state: EngineState) -> None:
+    def _check_weights(self, event: ev.EngineProbed, state: EngineState) -> None:
         if event.current:
             if event.load is not None:
-                self.load(event.load)
+                self.adjust_cap(event.load)
         elif state.loaded:
             name = event.engine
             self._context.out.append(do.Warn(f"engine {name} has not the weights that it was given: {event.detail}"))
-            self._calls.lost(name)
+            self._calls.weights_lost(name)
             self._context.engine_failed(name)
 
-    def _ask_again(self, name: str) -> None:
+    def _probe_later(self, name: str) -> None:
         state = self._context.engines.states[name]
         state.probe_timer = self._context.start_timer(TimerKind.PROBE, engine_table.PROBE_INTERVAL_S, name)
 
     # ---------------------------------------------------------------- return of quarantined engines
 
-    def _found(self, name: str, state: EngineState, *, current: bool) -> None:
+    def _readmit(self, name: str, state: EngineState, *, current: bool) -> None:
         """Use a quarantined engine that answered again, if it has the present weights; else give them to it."""
         if current:
-            state.still_has_them()
+            state.confirm_previous()
         elif state.loaded or state.loaded_before:
-            self._calls.lost(name)
+            self._calls.weights_lost(name)
         if self._context.clock.current in state.loaded and state.gate is EngineGate.OPEN:
-            self._context.engines.well(name)
+            self._context.engines.mark_well(name)
         elif state.in_flight:
-            self._ask_again(name)  # first its requests end: they would go on under other weights
+            self._probe_later(name)  # first its requests end: they would go on under other weights
         else:
-            self._take_back(name, state)
+            self._continue_recovery(name, state)
 
-    def _take_back(self, name: str, state: EngineState) -> None:
+    def _continue_recovery(self, name: str, state: EngineState) -> None:
         """Pause or resume an engine, as the next step of giving it the present weights and opening its gate."""
         context, version = self._context, self._context.clock.current
-        state.taken_back = True
+        state.recovering = True
         if version in state.loaded and state.gate is not EngineGate.OPEN:
             self._calls.resume(name)
-        elif version not in state.loaded and self._updates.can_give(state):
+        elif version not in state.loaded and self._updates.can_reload(state):
             self._calls.pause(name, context.settings.abort_deadline_s)
         else:
-            state.taken_back = False
+            state.recovering = False
             if version in state.loaded:
                 what = f"has the weights of version {version}"
             else:
                 what = f"has not the present weights and waits for the next weight update{self._why_it_waits(name)}"
             context.out.append(do.Warn(f"engine {name} {what}"))
-            context.engines.well(name)
+            context.engines.mark_well(name)
 
     def _why_it_waits(self, name: str) -> str:
-        trouble = self._troubles.pop(name, None)
+        trouble = self._load_errors.pop(name, None)
         if trouble is not None:
             return f": {trouble}"
-        if self._updates.none_yet and self._context.engines.states[name].limits.written:
+        if self._updates.nothing_updated and self._context.engines.states[name].limits.written:
             return ": it may have those of an earlier run"
         path, unread = self._updates.path, not self._updates.contents
         return f": whether {path} still holds them cannot be read where april calls engines" if path and unread else ""
@@ -204,21 +204,21 @@ class EngineRecovery:
         name, state = event.engine, self._context.engines.states[event.engine]
         gate, weights = was
         if event.result is not ev.CallResult.DONE:
-            self._troubles.setdefault(name, event.error)
+            self._load_errors.setdefault(name, event.error)
         if gate is EngineGate.OPENING:
-            state.taken_back = False
+            state.recovering = False
             opened = event.result is ev.CallResult.DONE
-            if opened and state.not_given == self._context.clock.current and not self._updates.running:
-                self._take_back(name, state)  # its version cannot be loaded any more: it waits for the next update
+            if opened and state.unloadable_version == self._context.clock.current and not self._updates.running:
+                self._continue_recovery(name, state)  # its version cannot be loaded any more: wait for the next update
                 return
-            trouble = self._troubles.pop(name, None)
+            trouble = self._load_errors.pop(name, None)
             if trouble is not None:
                 self._context.out.append(do.Warn(f"engine {name} did not take the present weights: {trouble}"))
             if trouble is not None or self._updates.running:
-                self._ask_again(name)
+                self._probe_later(name)
             else:
-                self._take_back(name, state)
-        elif weights is EngineWeights.LOADING or name in self._troubles or not self._updates.can_give(state):
+                self._continue_recovery(name, state)
+        elif weights is EngineWeights.LOADING or name in self._load_errors or not self._updates.can_reload(state):
             self._calls.resume(name)  # the weights cannot be given any more, for example after another update
         else:
             updates = self._updates

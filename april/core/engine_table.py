@@ -23,9 +23,9 @@ from april.core.versions import PolicyVersion
 from april.errors import InvariantError
 
 RESUBMIT = OnWeightUpdate.RESUBMIT
-FULL = 0.95
+FULL_MEMORY = 0.95
 """Used share of the key-value memory from which waiting requests are taken to wait for memory."""
-ROOM = 0.85
+SPARE_MEMORY = 0.85
 """Used share of the key-value memory below which there is room for more requests."""
 LOSS_PER_BURST = 4
 """Largest factor by which a burst of refusals lowers a cap: an engine that refuses everything does not show how many
@@ -72,7 +72,7 @@ class AdmissionCap:
         if not self._held:
             return False  # preemptions from before it became idle do not show how much it can hold
         preempted = before is not None and preemptions > before
-        if preempted or (waiting > 0 and kv_usage >= FULL):
+        if preempted or (waiting > 0 and kv_usage >= FULL_MEMORY):
             held = self._held
             if preempted and in_flight < recently:
                 held = max(held, recently)  # the preempted requests ran at the last report, when there were more
@@ -82,7 +82,7 @@ class AdmissionCap:
                 self.measured, self._by_refusal = lower, False
                 return True
             return False
-        if self.measured is not None and waiting == 0 and kv_usage < ROOM and in_flight >= self.measured:
+        if self.measured is not None and waiting == 0 and kv_usage < SPARE_MEMORY and in_flight >= self.measured:
             self._raise(self.measured)
         return False
 
@@ -110,9 +110,9 @@ class AdmissionCap:
             self.measured, self._by_refusal = None, False
 
 
-SPARE = 64
+SPARE_ENTRIES = 64
 """Heap entries, in addition to eight per engine, above which void entries are removed."""
-PLACES = 32
+PLACE_BITS = 32
 """Number of bits of a heap entry that hold the engine's place."""
 
 
@@ -133,8 +133,8 @@ class LeastLoaded:
         return (engine for entry in sorted(set(self._heap)) if (engine := self._engine(entry)) is not None)
 
     def _engine(self, entry: int) -> EngineState | None:
-        engine = self._engines.get(entry & (1 << PLACES) - 1)
-        return engine if engine is not None and engine.load == entry >> PLACES else None
+        engine = self._engines.get(entry & (1 << PLACE_BITS) - 1)
+        return engine if engine is not None and engine.load == entry >> PLACE_BITS else None
 
     @property
     def first(self) -> EngineState | None:
@@ -147,21 +147,21 @@ class LeastLoaded:
         return None
 
     def join(self, engine: EngineState) -> None:
-        """Add an engine after the present ones; from now on it calls :meth:`enter` whenever its load changes."""
+        """Add an engine after the present ones; from now on it calls :meth:`push` whenever its load changes."""
         self._joined += 1
-        engine.order, engine.place = self, self._joined
+        engine.queue, engine.place = self, self._joined
         self._engines[engine.place] = engine
-        engine.moved()
+        engine.update_load()
 
     def leave(self, engine: EngineState) -> None:
         """Remove an engine."""
         del self._engines[engine.place]
-        engine.order = engine.load = None
+        engine.queue = engine.load = None
 
-    def enter(self, load: int, place: int) -> None:
+    def push(self, load: int, place: int) -> None:
         """Record a new load of the engine at ``place``."""
-        heapq.heappush(self._heap, load << PLACES | place)
-        if len(self._heap) > 8 * len(self._engines) + SPARE:
+        heapq.heappush(self._heap, load << PLACE_BITS | place)
+        if len(self._heap) > 8 * len(self._engines) + SPARE_ENTRIES:
             self._heap = sorted(entry for entry in set(self._heap) if self._engine(entry) is not None)
 
 
@@ -214,7 +214,7 @@ class EngineWeights(StrEnum):
 # module-level names, as an enum member costs 60 ns per use on Python 3.11 and these are used at every event
 WELL, OPEN = EngineHealth.WELL, EngineGate.OPEN
 
-_DECIDES = frozenset({"gate", "health", "in_flight", "leaving", "loaded"})
+_ADMISSION_FIELDS = frozenset({"gate", "health", "in_flight", "leaving", "loaded"})
 """Attributes of an engine that decide whether it accepts a request, and its place in the order."""
 _set = object.__setattr__
 """Sets an attribute without calling ``EngineState.__setattr__``, which is slower; used at every request."""
@@ -224,27 +224,27 @@ _set = object.__setattr__
 class EngineState:
     """The state of one engine as the core knows it."""
 
-    order: LeastLoaded | None = field(default=None, repr=False, compare=False)
+    queue: LeastLoaded | None = field(default=None, repr=False, compare=False)
     """Queue from which engines are picked; None once the engine has left."""
     place: int = 0
     load: int | None = None
-    """Number of requests under which it is sorted in ``order``; None if it accepts no requests."""
+    """Number of requests under which it is sorted in ``queue``; None if it accepts no requests."""
     limits: EngineLimits
     cap: AdmissionCap
     loaded_before: frozenset[PolicyVersion] = frozenset()
     """Versions from before a running or refused load; the engine may confirm that it still has them."""
     weights: EngineWeights = EngineWeights.CONFIRMED
-    call: int = 0
+    open_call: int = 0
     """Number of the running call (pause, load or resume); 0 if none runs."""
-    probe: int = 0
+    open_probe: int = 0
     """Number of the probe whose answer is awaited; 0 if none is."""
-    rest: int = 0
+    rest_timer: int = 0
     """Number of the timer that ends its rest; 0 if it does not rest."""
     probe_timer: int = 0
     """Number of the timer for its next probe, which also runs while it works; 0 if none runs."""
-    not_given: PolicyVersion | None = None
+    unloadable_version: PolicyVersion | None = None
     """Version that it could not load, as the directory now holds other weights; it waits for a later version."""
-    taken_back: bool = False
+    recovering: bool = False
     """True while an engine that came back with other weights is given the present ones outside of any update."""
     failures: int = 0
     rests: int = 0
@@ -267,25 +267,25 @@ class EngineState:
 
     def __setattr__(self, name: str, value: object) -> None:
         _set(self, name, value)
-        if name in _DECIDES and self.order is not None:
-            self.moved()
+        if name in _ADMISSION_FIELDS and self.queue is not None:
+            self.update_load()
 
-    def moved(self) -> None:
-        """Update the engine's load in ``order`` after a change of its state."""
+    def update_load(self) -> None:
+        """Update the engine's load in ``queue`` after a change of its state."""
         load: int | None = None
         if self.health is WELL and self.gate is OPEN and self.loaded and not self.leaving:
             load, most = self.in_flight, self.cap.value
             if most is not None and load >= most:
                 load = None
-        if load != self.load and self.order is not None:
+        if load != self.load and self.queue is not None:
             _set(self, "load", load)
             if load is not None:
-                self.order.enter(load, self.place)
+                self.queue.push(load, self.place)
 
     def add(self, requests: int) -> None:
         """Change the number of requests in flight."""
         _set(self, "in_flight", self.in_flight + requests)
-        self.moved()
+        self.update_load()
 
     @property
     def version(self) -> PolicyVersion | None:
@@ -301,7 +301,7 @@ class EngineState:
         return self.health is EngineHealth.RESTING
 
     @property
-    def life(self) -> tuple[PolicyVersion | None, int]:
+    def cache_key(self) -> tuple[PolicyVersion | None, int]:
         """Key that changes whenever the engine's prefix cache becomes useless."""
         return self.version, self.losses
 
@@ -311,7 +311,7 @@ class EngineState:
             return False
         return (most := self.cap.value) is None or self.in_flight < most
 
-    def waits(self, version: PolicyVersion) -> bool:
+    def awaits_update(self, version: PolicyVersion) -> bool:
         """Return True if the engine is not quarantined and must wait for the next weight update to get weights."""
         return not self.quarantined and version not in self.loaded
 
@@ -319,23 +319,23 @@ class EngineState:
         """Record that the engine reported to have the complete weights of ``version``."""
         self.loaded, self.loaded_before, self.weights = frozenset((version,)), frozenset(), EngineWeights.CONFIRMED
 
-    def still_has_them(self) -> None:
+    def confirm_previous(self) -> None:
         """Record that the engine still has the weights from before a load that was refused or never began."""
         if self.loaded_before:
             self.loaded, self.loaded_before, self.weights = self.loaded_before, frozenset(), EngineWeights.CONFIRMED
 
-    def lose(self, weights: EngineWeights = EngineWeights.UNKNOWN) -> None:
+    def lose_weights(self, weights: EngineWeights = EngineWeights.UNKNOWN) -> None:
         """Record that the engine lost its weights and with them its prefix cache."""
         self.loaded, self.loaded_before, self.weights = frozenset(), frozenset(), weights
         self.losses += 1
 
-    def check(self) -> str | None:
+    def contradiction(self) -> str | None:
         """Describe a contradiction in the engine's state; None if there is none."""
         if bool(self.loaded) != (self.weights is EngineWeights.CONFIRMED):
             return f"its weights are {self.weights}, and of versions {set(self.loaded)}"
-        if self.resting and not self.rest:
+        if self.resting and not self.rest_timer:
             return "it rests without an end"
-        if self.taken_back and not self.quarantined:
+        if self.recovering and not self.quarantined:
             return "it is given the present weights, and is not quarantined"
         if self.load != (self.in_flight if self.loaded and self.has_room else None):
             return f"it is looked for with {self.load} requests, and has {self.in_flight}"
@@ -363,7 +363,7 @@ class EngineTable:
         self._by_load = LeastLoaded()
         for state in self.states.values():
             if state.limits.written:
-                state.lose(EngineWeights.HALF)
+                state.lose_weights(EngineWeights.HALF)
             else:
                 state.confirm(version)
             self._by_load.join(state)
@@ -435,8 +435,8 @@ class EngineTable:
             raise InvariantError(f"engine {name} has left with {state.in_flight} requests in flight")
         self.left[name] = self.states.pop(name)
         self._by_load.leave(state)
-        state.call = state.probe = state.rest = state.probe_timer = 0
-        state.taken_back = False
+        state.open_call = state.open_probe = state.rest_timer = state.probe_timer = 0
+        state.recovering = False
         self.turnover += 1
 
     def state_of(self, name: str) -> EngineState:
@@ -468,7 +468,7 @@ class EngineTable:
     def cached_on(self, name: str, life: tuple[PolicyVersion | None, int] | None) -> str:
         """Return ``name`` if that engine still has a prefix that it cached during ``life``; else an empty string."""
         state = self.states.get(name)
-        return name if state is not None and state.life == life else ""
+        return name if state is not None and state.cache_key == life else ""
 
     def usable(self, version: PolicyVersion) -> bool:
         """Return True if an engine has confirmed ``version``, is not quarantined and was not busy for too long."""
@@ -481,7 +481,7 @@ class EngineTable:
         """Return advice for the user when no engine is usable, to be put into an error."""
         if not self.states:
             return "all have left, so add some"
-        well = [name for name, state in self.states.items() if state.waits(version)]
+        well = [name for name, state in self.states.items() if state.awaits_update(version)]
         if not well:
             return f"mend one of {', '.join(self.states)}"
         return f"call weight_update, for which {', '.join(well)} {'wait' if well[1:] else 'waits'},"
@@ -499,12 +499,12 @@ class EngineTable:
                 out[f"engine/{name}/cap"] = float(cap)
             if state.limits.unverified or (state.limits.first_unverified and version == self._first):
                 out[f"engine/{name}/unverified_weights"] = 1.0
-            out[f"engine/{name}/waits_for_update"] = float(state.waits(version))
+            out[f"engine/{name}/waits_for_update"] = float(state.awaits_update(version))
             if state.kv_usage is not None:
                 out[f"engine/{name}/kv_usage"] = state.kv_usage
         return out
 
-    def failed(self, name: str, *, at_once: bool) -> float | None:
+    def count_failure(self, name: str, *, at_once: bool) -> float | None:
         """Count a failure and quarantine the engine, ``at_once`` or after several failures in a row.
 
         Returns the seconds until the first probe; None if it is not quarantined now, or was already.
@@ -516,20 +516,20 @@ class EngineTable:
         state.health = EngineHealth.QUARANTINED
         return PROBE_INTERVAL_S
 
-    def well(self, name: str) -> None:
+    def mark_well(self, name: str) -> None:
         """Mark an engine as healthy after a probe or load; an engine that rests for being busy goes on resting."""
         state = self.states[name]
-        state.health, state.failures = EngineHealth.RESTING if state.rest else EngineHealth.WELL, 0
+        state.health, state.failures = EngineHealth.RESTING if state.rest_timer else EngineHealth.WELL, 0
 
-    def ended(self, name: str, in_flight: int) -> None:
+    def count_end(self, name: str, in_flight: int) -> None:
         """Count a request that the engine ended normally, with ``in_flight`` others of april's left there."""
         state = self.states[name]
         if state.failures or state.rests:
             state.failures = state.rests = 0
         if state.cap.request_ended(in_flight):
-            state.moved()
+            state.update_load()
 
-    def busy(self, name: str, asked_s: float, in_flight: int) -> float | None:
+    def count_refusal(self, name: str, asked_s: float, in_flight: int) -> float | None:
         """Handle a busy engine, which has ``in_flight`` other requests of april's; return the seconds that it rests.
 
         None if it rests already, or was busy so many times in a row that it must be probed.
@@ -537,7 +537,7 @@ class EngineTable:
         state = self.states[name]
         alone = state.health is not EngineHealth.WELL
         state.cap.refused(in_flight, again=alone)
-        state.moved()
+        state.update_load()
         if alone:
             return None
         state.rests += 1

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from april.core.commands import EvaluationDone, EvaluationFailed
 from april.core.context import CoreContext
 from april.core.events import EvaluationCancelled, EvaluationRequested
-from april.core.lives import SampleLives
+from april.core.sample_lifecycle import SampleLifecycle
 from april.core.types import AttemptFailure, DropReason, Evaluation, Group, Sample, SampleState
 from april.errors import InvariantError
 
@@ -26,9 +26,9 @@ FIRST_GROUP = -(1 << 40)
 class Evaluations:
     """Begins and ends evaluations."""
 
-    def __init__(self, context: CoreContext, lives: SampleLives) -> None:
+    def __init__(self, context: CoreContext, lifecycle: SampleLifecycle) -> None:
         self._context = context
-        self._lives = lives
+        self._lifecycle = lifecycle
         self._next_group = FIRST_GROUP
 
     def requested(self, event: EvaluationRequested, behind: int) -> None:
@@ -38,7 +38,7 @@ class Evaluations:
         """
         if not event.prompts or event.evaluation in self._context.evaluations:
             raise InvariantError(f"evaluation {event.evaluation} was requested twice, or without prompts")
-        self._context.evaluations[event.evaluation] = Evaluation(request=event, behind=behind)
+        self._context.evaluations[event.evaluation] = Evaluation(request=event, after_update=behind)
 
     def cancelled(self, event: EvaluationCancelled) -> None:
         """Fail an evaluation that was cancelled, unless it has ended already."""
@@ -49,7 +49,7 @@ class Evaluations:
     def running(self) -> Iterator[Evaluation]:
         return (e for e in self._context.evaluations.values() if e.version is not None)
 
-    def no_engine(self) -> None:
+    def fail_without_engine(self) -> None:
         """Fail the running evaluations, as no engine accepted their requests for too long or none can come back."""
         states = self._context.engines.states
         ill = all(s.quarantined for s in states.values())
@@ -57,10 +57,10 @@ class Evaluations:
         if not states:
             why = "all engines have left"
         for evaluation in self.running:
-            evaluation.fail(*(evaluation.trouble or (why, AttemptFailure.BROKE_OFF)))
+            evaluation.fail(*(evaluation.last_engine_error or (why, AttemptFailure.BROKE_OFF)))
 
     @property
-    def hopeless(self) -> bool:
+    def no_engine_can_return(self) -> bool:
         """True if no engine has the present weights and none is quarantined, from where probes might bring it back.
 
         False if all engines have left, as others may join.
@@ -68,13 +68,13 @@ class Evaluations:
         version, states = self._context.clock.current, self._context.engines.states
         return bool(states) and not any(s.quarantined or version in s.loaded for s in states.values())
 
-    def come_first(self, *, held: bool, update: int) -> bool:
+    def go_before_update(self, *, held: bool, update: int) -> bool:
         """Return True if weight update ``update`` (the first that waits) must wait for evaluations.
 
         It waits for running ones and, unless a pause is requested (``held``), for those that were requested before it.
         """
         evaluations = self._context.evaluations.values()
-        return any(e.version is not None or not (held or e.behind >= update) for e in evaluations)
+        return any(e.version is not None or not (held or e.after_update >= update) for e in evaluations)
 
     def advance(self, *, may_begin: bool = False, half_updated: str | None = None, update: int = 0) -> None:
         """Begin waiting evaluations, and end those that are finished or have failed.
@@ -84,7 +84,7 @@ class Evaluations:
         """
         context = self._context
         for number, evaluation in list(context.evaluations.items()):
-            waits = evaluation.version is None and 0 < update <= evaluation.behind
+            waits = evaluation.version is None and 0 < update <= evaluation.after_update
             if half_updated is not None and not waits:
                 evaluation.fail(half_updated, AttemptFailure.WEIGHTS_WRITTEN)
             if evaluation.version is None and evaluation.failure is None and may_begin and not waits:
@@ -100,9 +100,9 @@ class Evaluations:
                 context.out.append(EvaluationDone(number, evaluation.groups))
             else:
                 most = evaluation.request.functions_at_once
-                while evaluation.to_start and (most is None or evaluation.functions < most):
-                    evaluation.functions += 1
-                    context.over_sampler.push(evaluation.to_start.popleft())
+                while evaluation.unstarted and (most is None or evaluation.running_functions < most):
+                    evaluation.running_functions += 1
+                    context.over_sampler.push(evaluation.unstarted.popleft())
 
     def _begin(self, evaluation: Evaluation) -> None:
         context, asked = self._context, evaluation.request
@@ -114,7 +114,7 @@ class Evaluations:
         self._next_group += len(asked.prompts)
         for group in evaluation.groups:
             context.evaluation_groups[group.id] = group
-            evaluation.to_start.extend(group.samples)
+            evaluation.unstarted.extend(group.samples)
             if (length := len(group.prompt.token_ids)) >= context.engines.max_context:
                 why = f"it has {length} tokens, which leaves no room for a response"
                 evaluation.fail(why, sample=group.samples[0])
@@ -122,8 +122,8 @@ class Evaluations:
     def _give_up(self, evaluation: Evaluation) -> None:
         """Cancel the functions and end the requests of a failed evaluation; later calls do nothing."""
         for sample in self._forget(evaluation):
-            self._lives.leave(sample, DropReason.FAILED)
-            self._context.to(sample, SampleState.DROPPED, "its evaluation has ended")
+            self._lifecycle.stop(sample, DropReason.FAILED)
+            self._context.change_state(sample, SampleState.DROPPED, "its evaluation has ended")
 
     def _forget(self, evaluation: Evaluation) -> list[Sample]:
         """Remove the evaluation's groups from the context; return the samples of those that were still there."""

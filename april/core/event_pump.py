@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from april.core import events as ev
 from april.core.commands import Command, Submit
 from april.core.events import Event
-from april.core.state import RolloutCore
+from april.core.rollout_core import RolloutCore
 from april.core.types import Attempt, SampleId
 
 
@@ -24,7 +24,7 @@ class Observer(Protocol):
         """Called after the core has handled an event, or has raised ``error``."""
 
 
-class Observed:
+class ObservedCore:
     """Wraps a core and calls observers around each event."""
 
     def __init__(self, core: RolloutCore, observers: Sequence[Observer]) -> None:
@@ -68,10 +68,10 @@ class EventPump:
         named = [*executors, *ignored]
         if wrong := [t.__name__ for t in {*Command.__subclasses__(), *named} if named.count(t) != 1]:
             raise TypeError(f"not carried out by exactly one executor: {', '.join(sorted(wrong))}")
-        self._core = Observed(core, observers) if observers else core
+        self._core = ObservedCore(core, observers) if observers else core
         self._executors = {**executors, **dict.fromkeys(ignored, _nothing)}
         self._events: deque[Event] = deque()
-        self.runs = False
+        self.running = False
         """True while events are handled and commands executed."""
 
     def post(self, event: Event) -> None:
@@ -80,9 +80,9 @@ class EventPump:
         An error of the core or of an executor is raised, and the queued events are dropped.
         """
         self._events.append(event)
-        if self.runs:
+        if self.running:
             return
-        self.runs = True
+        self.running = True
         try:
             while self._events:
                 for command in self._core.handle(self._events.popleft()):
@@ -91,14 +91,14 @@ class EventPump:
             self._events.clear()
             raise
         finally:
-            self.runs = False
+            self.running = False
 
 
 def _nothing(command: Command) -> None:
     """Execute an ignored command by doing nothing."""
 
 
-KEPT = 4096
+KEPT_REQUESTS = 4096
 """Number of ended requests that are remembered per engine."""
 
 
@@ -160,13 +160,13 @@ class RequestLog:
         """(Time of sending, age) by attempt id, for requests in flight."""
         self._ended: dict[str, deque[EndedRequest]] = {}
         self._counts: dict[str, int] = {}
-        self._brought: dict[str, RequestSums] = {}
+        self._sums: dict[str, RequestSums] = {}
 
     def before(self, event: Event) -> None:
         """Record a request that ends with this event."""
         if type(event) is ev.AttemptEnded or type(event) is ev.AttemptFailed:
             attempt = self._core.context.attempts.get(event.attempt_id)
-            if attempt is not None and (ran := self.ran(attempt, event.counts.tokens)) is not None:
+            if attempt is not None and (ran := self.record_of(attempt, event.counts.tokens)) is not None:
                 self._add(ran)
                 del self._sent[attempt.id]
 
@@ -177,10 +177,10 @@ class RequestLog:
                 attempts, oldest = self._core.context.attempts, command.attempt.call.chain.tape.oldest_version
                 age = 0 if oldest is None else self._core.clock.staleness(oldest)
                 self._sent[command.attempt.id] = (self._now(), age)
-                if len(self._sent) > 2 * len(attempts) + KEPT:  # drop requests that left the book without an event
+                if len(self._sent) > 2 * len(attempts) + KEPT_REQUESTS:  # drop requests that ended without an event
                     self._sent = {name: sent for name, sent in self._sent.items() if attempts.get(name) is not None}
 
-    def ran(self, attempt: Attempt, generated: int) -> EndedRequest | None:
+    def record_of(self, attempt: Attempt, generated: int) -> EndedRequest | None:
         """Return the record of an attempt as if it ended now; None if its sending was not observed."""
         if (sent := self._sent.get(attempt.id)) is None:
             return None
@@ -198,12 +198,12 @@ class RequestLog:
         """Return the number of requests that have ended at this engine so far."""
         return self._counts.get(engine, 0)
 
-    def take(self) -> dict[str, RequestSums]:
+    def take_sums(self) -> dict[str, RequestSums]:
         """Return and reset the sums over requests that ended since the last call, by engine, idle engines included.
 
         Records of engines that have left and had no requests since the last call are deleted.
         """
-        taken, self._brought = self._brought, {}
+        taken, self._sums = self._sums, {}
         there = self._core.engines.states
         for name in there:
             if name not in taken:  # its time passed, too
@@ -215,11 +215,11 @@ class RequestLog:
     def _add(self, ran: EndedRequest) -> None:
         name = ran.engine
         if name not in self._ended:
-            self._ended[name], self._counts[name] = deque(maxlen=KEPT), 0
+            self._ended[name], self._counts[name] = deque(maxlen=KEPT_REQUESTS), 0
         self._ended[name].append(ran)
         self._counts[name] += 1
         if not ran.evaluation:
-            brought = self._brought.get(name)
+            brought = self._sums.get(name)
             if brought is None:
-                brought = self._brought[name] = RequestSums()
+                brought = self._sums[name] = RequestSums()
             brought.add(ran)

@@ -1,4 +1,4 @@
-"""Events: the inputs of :meth:`april.core.state.RolloutCore.handle`. Nothing else changes a core."""
+"""Events: the inputs of :meth:`april.core.rollout_core.RolloutCore.handle`. Nothing else changes a core."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Self
 from april.core.attachments import Placed
 from april.core.sampling import SamplingParams
 from april.core.settings import EngineLimits
-from april.core.tape import NOTHING_CAME, AttemptCounts, Int32
+from april.core.tape import NO_COUNTS, AttemptCounts, Int32
 from april.core.types import Attempt, AttemptFailure, DropReason, EngineFinish, Prompt, Refill, SampleId, Timer
 from april.core.types import EvaluationRequested as EvaluationRequested
 from april.core.types import Event as Event
@@ -75,7 +75,7 @@ class AttemptEnded(Event, frozen=True):
 
     attempt_id: str
     finish: EngineFinish
-    counts: AttemptCounts = NOTHING_CAME
+    counts: AttemptCounts = NO_COUNTS
     fenced: bool = False
 
     @classmethod
@@ -97,7 +97,7 @@ class AttemptFailed(Event, frozen=True, kw_only=True):
     kind: AttemptFailure = AttemptFailure.BROKE_OFF
     rejected: int = 0
     busy_s: float = 0.0
-    counts: AttemptCounts = NOTHING_CAME
+    counts: AttemptCounts = NO_COUNTS
 
     @classmethod
     def of(cls, attempt: Attempt, error: str, kind: AttemptFailure = AttemptFailure.BROKE_OFF, **how: Any) -> Self:
@@ -210,7 +210,7 @@ class UpdateCancelled(Event, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class NotGiven:
+class TransferFailure:
     """Describes an engine that did not get the weights that were sent to it."""
 
     engine: str
@@ -224,7 +224,7 @@ class HandedOver(Event, frozen=True):
 
     update: int
     error: str | None = None
-    not_given: tuple[NotGiven, ...] | None = None
+    not_given: tuple[TransferFailure, ...] | None = None
     """Engines that did not get the weights. All others have them, or after an error still the old ones; None if this is
     unknown."""
 

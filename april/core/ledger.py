@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from april.core.numbers import count_of
+from april.core.value_checks import count_of
 
 
 class DropReason(StrEnum):

@@ -26,7 +26,7 @@ class OverSampler:
         self._tickets = 0
         self.waiting = 0
         """Number of samples and calls in the queue, void entries not counted."""
-        self.asked = 0
+        self.requested = 0
         """Number of prompts that were requested from the source and have not arrived."""
         self.bound = NO_DEADLINE
         """Limit on the staleness of these prompts, if it was lowered before they were requested."""
@@ -48,7 +48,7 @@ class OverSampler:
             work.ticket = 0
             self.waiting -= 1
 
-    def again(self, work: Sample | GenerateCall) -> None:
+    def requeue(self, work: Sample | GenerateCall) -> None:
         """Queue a sample or call again after it became urgent."""
         self.forget(work)
         self.push(work)
@@ -69,7 +69,7 @@ class OverSampler:
         call = calls[0][-1] if calls and places.free > 0 else None
         if starts and not (call is not None and calls[0] < starts[0]):
             work = starts[0][-1]
-            if places.to_start(evaluation=starts[0][1] < 0) > 0:
+            if places.startable(evaluation=starts[0][1] < 0) > 0:
                 return work
         return call
 
@@ -83,7 +83,7 @@ class OverSampler:
         how many samples could start in addition to those in flight and in the queue; ``fits`` and ``room`` return how
         many prompts the buffer can take that the step needs, and beyond those.
         """
-        if self.exhausted or self.asked:
+        if self.exhausted or self.requested:
             return 0
         s, units = self.settings, self._per_group
         missing = max(-(-(self._batch - ready - in_work) // units), 0)

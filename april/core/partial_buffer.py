@@ -83,7 +83,7 @@ class Leases:
                         self._stale += segment.count if age else 0
                         self._oldest = max(self._oldest, age)
 
-    def through(self, batch_id: int) -> list[int]:
+    def delivered_through(self, batch_id: int) -> list[int]:
         """Return the ids of the batches that are out, up to and including ``batch_id``."""
         return [b for b in self.batches if b <= batch_id]
 
@@ -107,7 +107,7 @@ ROWS_COUNTED_AGAIN = 16
 """Change of the held tokens, as 1 / n, after which the bytes of rows are counted again (this visits every sample)."""
 
 
-class Idle(StrEnum):
+class IdleCause(StrEnum):
     """Reasons why a place (a slot for a request in flight) is unused."""
 
     UPDATE = "update"
@@ -141,7 +141,7 @@ class PartialBuffer:
         self.settings = settings
         self._leases = leases
         self.groups: dict[int, Group] = {}
-        self.limit = Idle.BOUND
+        self.limit_cause = IdleCause.BOUND
         """Reason that limited the result of the last :meth:`room`."""
         self.batch = settings.target
         """Number of units in a batch."""
@@ -168,7 +168,7 @@ class PartialBuffer:
         del self.groups[group.id]
         self.units -= self._whole_groups
 
-    def changes(self, group: Group, by: int) -> None:
+    def change_held_count(self, group: Group, by: int) -> None:
         """Change the number of held samples of a group by ``by``."""
         group.held += by
         if not self._whole_groups:
@@ -201,9 +201,9 @@ class PartialBuffer:
         ``max_extras_bytes`` is reached."""
         most = self.settings.max_held_tokens
         if (most is not None and held_tokens >= most) or (self.settings.extras and self._full_of_rows(held_tokens)):
-            self.limit = Idle.HELD
+            self.limit_cause = IdleCause.HELD
             return 0
-        capacity, self.limit = self._most()
+        capacity, self.limit_cause = self._most()
         return self._free(capacity)
 
     def _full_of_rows(self, held_tokens: int) -> bool:
@@ -229,15 +229,15 @@ class PartialBuffer:
         """Most groups that may be held in any mode; more could not all be delivered in time."""
         return self._most()[0]
 
-    def _most(self) -> tuple[int, Idle]:
+    def _most(self) -> tuple[int, IdleCause]:
         """Return the capacity in groups, and the reason that limits it."""
         s = self.settings
         if self._overbooked:
-            return self._wanted, Idle.OVER_SAMPLING
+            return self._wanted, IdleCause.OVER_SAMPLING
         bound = min(self._leases.bound, s.max_age)
         in_time = max(bound - len(self._leases) + 1, 1) * s.rollout_batch_size
         ahead = AHEAD * s.groups_at_a_time
-        return (in_time, Idle.BOUND) if in_time <= ahead else (ahead, Idle.HELD)
+        return (in_time, IdleCause.BOUND) if in_time <= ahead else (ahead, IdleCause.HELD)
 
     @property
     def _wanted(self) -> int:
@@ -298,7 +298,7 @@ class PartialBuffer:
                     slack = 0  # on_stale: finish has its own deadlines, which this would overrule
                 yield unit, slack
 
-    def goes_first(self, unit: Unit) -> int:
+    def delivery_order(self, unit: Unit) -> int:
         """Return the sort key of a complete unit without a deadline: its slack, or 0 with ``on_stale: finish``."""
         return 0 if self.settings.on_stale is OnStale.FINISH else self.slack(unit)
 

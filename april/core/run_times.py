@@ -11,9 +11,9 @@ from enum import StrEnum
 from statistics import fmean, median
 from typing import NamedTuple
 
-from april.core.partial_buffer import Idle
+from april.core.partial_buffer import IdleCause
+from april.core.rollout_core import RolloutCore
 from april.core.settings import CoreSettings
-from april.core.state import RolloutCore
 from april.core.types import GenerationMode
 from april.core.weight_updates import Phase
 
@@ -51,14 +51,14 @@ UPDATE_PARTS = {
 }
 """Metric that counts the time of each phase of a weight update."""
 SECONDS = ("step_s", *TrainerTime, *dict.fromkeys(UPDATE_PARTS.values()), "bound_wait_s", "rollout_wall_s")
-SHARES = ("engines_busy", *(f"idle_{cause}" for cause in Idle))
+SHARES = ("engines_busy", *(f"idle_{cause}" for cause in IdleCause))
 """Metrics that are shares of (number of places x ``step_s``)."""
 
 
 class RunTimes:
     """Computes the time metrics of each batch of a core.
 
-    Call :meth:`look` after the events of each moment, and :meth:`delivered` when a Deliver command is executed, with
+    Call :meth:`update` after the events of each moment, and :meth:`delivered` when a Deliver command is executed, with
     times that never decrease.
     """
 
@@ -72,7 +72,7 @@ class RunTimes:
         """Time of the last delivery, or of the first request for a batch; None before that."""
         self._since = 0.0
         self._busy = self._evaluating = self._reserved = self._free = 0
-        self._why: Idle = Idle.TRAINER
+        self._why: IdleCause = IdleCause.TRAINER
         self._trainer: TrainerTime = TrainerTime.OTHER
         self._phase = Phase.IDLE
         self._generates = False
@@ -93,7 +93,7 @@ class RunTimes:
         self._place_s_before = self._rollout_place_s_before = 0.0
         self._busy_place_s = self._rollout_s = 0.0
         # one-element lists as cells, as looking up a dict by an enum member costs more than everything else here
-        self._idle: dict[Idle, list[float]] = {cause: [0.0, 0.0] for cause in Idle}
+        self._idle: dict[IdleCause, list[float]] = {cause: [0.0, 0.0] for cause in IdleCause}
         self._doing: dict[TrainerTime, list[float]] = {name: [0.0] for name in TrainerTime}
         self._updating: dict[Phase, list[float]] = {phase: [0.0] for phase in UPDATE_PARTS}
         self._evaluating_cell, self._reserved_cell = self._idle[EVALUATION], self._idle[FUNCTIONS]
@@ -104,12 +104,12 @@ class RunTimes:
         self._idle_cell, self._trainer_cell = self._idle[self._why], self._doing[self._trainer]
         self._update_cell = self._updating[self._phase] if self._trainer is UPDATES else None
 
-    def look(self, now_s: float) -> None:
+    def update(self, now_s: float) -> None:
         """Count the time since the last call for the state until now, then read the present state of the core."""
         core = self._core
         if self._began is not None:
             self._count(now_s)
-        elif core.wanted:
+        elif core.batch_wanted:
             self._began = self._since = now_s
         else:
             return
@@ -126,7 +126,7 @@ class RunTimes:
             trainer = UPDATES
         elif core.context.evaluations:
             trainer = EVALUATES
-        elif core.wanted and not core.train_first:
+        elif core.batch_wanted and not core.train_first:
             trainer = AHEAD if core.leased else WAITS
         else:
             trainer = TRAINS if core.leased else OTHER
@@ -218,19 +218,20 @@ def _bubble(busy: float, most: float) -> float:
 
 # module-level names, as an enum member costs 60 ns per use on Python 3.11 and these are used at every event
 UPDATE, PAUSE, EVALUATION, TRAINER, BOUND, STOP = (
-    Idle.UPDATE, Idle.PAUSE, Idle.EVALUATION, Idle.TRAINER, Idle.BOUND, Idle.STOP,
+    IdleCause.UPDATE, IdleCause.PAUSE, IdleCause.EVALUATION, IdleCause.TRAINER, IdleCause.BOUND, IdleCause.STOP,
 )  # fmt: skip
-ENGINES, FUNCTIONS, PROMPTS, OVER_SAMPLING = Idle.ENGINES, Idle.FUNCTIONS, Idle.PROMPTS, Idle.OVER_SAMPLING
+ENGINES, FUNCTIONS = IdleCause.ENGINES, IdleCause.FUNCTIONS
+PROMPTS, OVER_SAMPLING = IdleCause.PROMPTS, IdleCause.OVER_SAMPLING
 STEPWISE = GenerationMode.STEPWISE
 
 
-def why_idle(core: RolloutCore) -> Idle:
+def why_idle(core: RolloutCore) -> IdleCause:
     """Return the reason why a place is unused in the present state of the core."""
     updates, queue = core.updates, core.over_sampler
     evaluates = bool(core.context.evaluations)
     if updates.running or updates.half_updated is not None:
         return UPDATE
-    if core.held:
+    if core.pause_held:
         return PAUSE
     if evaluates and core.settings.generation is STEPWISE:
         return EVALUATION
@@ -243,13 +244,13 @@ def why_idle(core: RolloutCore) -> Idle:
         return STOP
     if queue.waiting:
         return ENGINES
-    if queue.asked:
+    if queue.requested:
         return PROMPTS
     if not core.attempts and core.monitor.ready < core.buffer.units and not core.monitor.target_reached:
         return FUNCTIONS
     if queue.exhausted:
         return PROMPTS
-    return core.buffer.limit if queue.held_back else OVER_SAMPLING
+    return core.buffer.limit_cause if queue.held_back else OVER_SAMPLING
 
 
 LITTLE = 0.1
@@ -359,7 +360,7 @@ class _Advice(NamedTuple):
 
 def _engines(times: Mapping[str, float], advice: _Advice, *, starved: bool) -> str:
     """Return how busy the engines were and why not; advice only if the trainer waited for them (``starved``)."""
-    idle = {cause: times[f"idle_{cause}"] for cause in Idle}
+    idle = {cause: times[f"idle_{cause}"] for cause in IdleCause}
     total = sum(idle.values())
     cause = max(idle, key=lambda c: idle[c])
     if total < LITTLE:
@@ -367,41 +368,41 @@ def _engines(times: Mapping[str, float], advice: _Advice, *, starved: bool) -> s
         return busy + ("; only more or faster ones would help" if starved else "")
     others = "" if idle[cause] > 0.9 * total else f", {idle[cause]:.0%}"
     because, change = _reason(cause, advice)
-    if cause is Idle.BOUND and not starved:
+    if cause is IdleCause.BOUND and not starved:
         change = "" if advice.settings.generation is GenerationMode.STEPWISE else "fewer engines would do"
     said = f"engines stood idle {total:.0%} of the time{others} because {because}"
     return f"{said}; {change}" if change else said
 
 
-def _reason(cause: Idle, advice: _Advice) -> tuple[str, str]:
+def _reason(cause: IdleCause, advice: _Advice) -> tuple[str, str]:
     """Return the text for why places were unused, and advice on what to change (may be empty)."""
     s, more = advice.settings, advice.of
     held = s.max_held_tokens
     return {
-        Idle.UPDATE: ("weights were updated", ""),
-        Idle.PAUSE: ("generation was paused", ""),
-        Idle.EVALUATION: ("of an evaluation", ""),
-        Idle.TRAINER: (
+        IdleCause.UPDATE: ("weights were updated", ""),
+        IdleCause.PAUSE: ("generation was paused", ""),
+        IdleCause.EVALUATION: ("of an evaluation", ""),
+        IdleCause.TRAINER: (
             "no batch was asked for",
             "with GPUs of their own they could go on (generation: continuous)"
             if s.generation is GenerationMode.STEPWISE and more("yes", known=True, generation="continuous") else "",
         ),
-        Idle.BOUND: (
+        IdleCause.BOUND: (
             f"max_staleness {s.max_staleness} admits no more",
             " or ".join(filter(None, (more("raise it", max_staleness=s.max_staleness + 1), "train faster"))),
         ),
-        Idle.STOP: ("requests that were cut took long to end", ""),
-        Idle.ENGINES: ("no engine took the work that waits", "see engine/NAME/cap and the log"),
-        Idle.FUNCTIONS: ("only functions ran (rollout, reward, filter)", "make them faster"),
-        Idle.PROMPTS: ("prompts were being drawn or have ended", ""),
-        Idle.HELD: (
+        IdleCause.STOP: ("requests that were cut took long to end", ""),
+        IdleCause.ENGINES: ("no engine took the work that waits", "see engine/NAME/cap and the log"),
+        IdleCause.FUNCTIONS: ("only functions ran (rollout, reward, filter)", "make them faster"),
+        IdleCause.PROMPTS: ("prompts were being drawn or have ended", ""),
+        IdleCause.HELD: (
             "as much is held as may be held",
             " or ".join(filter(None, (
                 "" if held is None else more("raise max_held_tokens", max_held_tokens=2 * held),
                 more("raise max_extras_bytes", max_extras_bytes=2 * (s.max_extras_bytes or 1)) if s.extras else "",
             ))),
         ),
-        Idle.OVER_SAMPLING: (
+        IdleCause.OVER_SAMPLING: (
             f"only {s.groups_wanted} groups were in progress (refill: {s.refill})",
             " or ".join(filter(None, (
                 more("raise over_sampling_batch_size", over_sampling_batch_size=2 * s.groups_wanted),

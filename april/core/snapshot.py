@@ -28,14 +28,13 @@ from april.core.completion_monitor import Unit
 from april.core.engine_table import EngineTable
 from april.core.events import WorkChanged
 from april.core.ledger import Ledger
-from april.core.numbers import count_of, held_reward, wrong_ids, wrong_logprobs, wrong_reward
 from april.core.partial_buffer import PartialBuffer
-from april.core.sealed import State, data_out
+from april.core.rollout_core import RolloutCore
 from april.core.settings import LEAST_QUORUM, CoreSettings, quorum_of
-from april.core.state import RolloutCore
+from april.core.state_checksum import State, data_out
 from april.core.tape import Segment, SegmentKind, TokenTape
 from april.core.types import (
-    MOST_SAMPLES,
+    MAX_SAMPLES_FACTOR,
     NO_DEADLINE,
     SETTLED,
     Chain,
@@ -54,6 +53,7 @@ from april.core.types import (
     SampleState,
     Work,
 )
+from april.core.value_checks import count_of, float32_reward, wrong_ids, wrong_logprobs, wrong_reward
 from april.core.versions import FIRST_VERSION, PolicyVersion, VersionClock
 from april.errors import CheckpointError, InvariantError
 
@@ -105,8 +105,8 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
         tokens.drop(tape.after_stop, DropReason.AFTER_STOP)
         tokens.drop(tape.unknown, DropReason.UNKNOWN_WEIGHTS)
         tokens.drop(tape.bare, DropReason.NO_EXTRAS)
-        if attempt.lost_for is not None:
-            tokens.drop(tape.count, attempt.lost_for)
+        if attempt.drop_reason is not None:
+            tokens.drop(tape.count, attempt.drop_reason)
     current = core.clock.current
     # the version after the weight updates for the batches that the checkpoint was trained on
     current = current._replace(n=current.n + len(core.leased) - len(untrained))
@@ -184,10 +184,10 @@ def _sample_out(sample: Sample) -> State:
 
 
 def _chain_out(chain: Chain) -> State:
-    tape, asked, call, extras = chain.tape, chain.asked, chain.open_call, chain.extras
+    tape, asked, call, extras = chain.tape, chain.repeatable_calls, chain.open_call, chain.extras
     calls, open_start = ([], None) if asked is None else (list(asked.calls), asked.open_start)
     attempt = call.attempt if call is not None else None
-    if attempt is not None and attempt.lost_for is None:
+    if attempt is not None and attempt.drop_reason is None:
         tape, came = TokenTape(tape.tokens, tape.logprobs, list(tape.segments)), attempt.tape.sure()
         tape.add_attempt(came, attempt.id, attempt.engine, attempt.request.sampling.temperature, attempt.over)
         extras = joined(extras, came.extras) if came.count else extras
@@ -341,8 +341,8 @@ def _restore(core: RolloutCore, state: State) -> None:
             if sample.state is not SampleState.FINISHED:
                 core.over_sampler.push(sample)
         if group.cohort or group.complete:  # complete but not ready: its filter has been removed since
-            group.cohort = group.cohort or group.rewarded
-            context.to_group(group, GroupState.READY, "complete since before a restart")
+            group.cohort = group.cohort or group.cohort_rewards
+            context.change_group_state(group, GroupState.READY, "complete since before a restart")
             if core.settings.whole_groups:
                 core.monitor.accept(group)
     if not core.settings.whole_groups:
@@ -410,7 +410,7 @@ def _group_in(core: RolloutCore, state: State, attachments: Mapping[str, Attachm
     attached = _attached_in(core, attachments, state.get("attached", ()), len(ids))
     prompt = Prompt(ids, dict(state["data"]), count_of(state["epoch"]), count_of(state["position"]), attached)
     n, settings = core.settings.n_samples_per_prompt, core.settings
-    if not n <= len(state["samples"]) <= MOST_SAMPLES * n:
+    if not n <= len(state["samples"]) <= MAX_SAMPLES_FACTOR * n:
         raise ValueError(f"a group of {len(state['samples'])} samples")
     bound = count_of(state.get("bound", NO_DEADLINE))
     group = Group(count_of(state["id"]), prompt, 0, version_of(state["drawn_under"]), bound=bound)
@@ -471,7 +471,7 @@ def _completed(settings: CoreSettings, group: Group, state: State, *, ready: boo
             raise ValueError(f"a cohort of {sorted(known)} in group {group.id}")
         if wrong := next(filter(None, (wrong_reward(reward) for _, reward in cohort)), None):
             raise ValueError(f"a reward of group {group.id} is {wrong}")
-        group.cohort = tuple((i, held_reward(reward)) for i, reward in cohort)
+        group.cohort = tuple((i, float32_reward(reward)) for i, reward in cohort)
 
 
 def _ledger_in(ledger: Ledger, state: State, held: int) -> None:
@@ -605,7 +605,7 @@ def restored_sample(
         if any(r.open_start is not None for r in replays) or finish not in {r.calls[-1].finish for r in replays}:
             raise ValueError(f"{sample.id}: it is finished, and its last call is not")
         if keeps:
-            sample.finish, sample.reward = finish, held_reward(reward)
+            sample.finish, sample.reward = finish, float32_reward(reward)
     return sample
 
 

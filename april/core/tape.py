@@ -86,7 +86,7 @@ class AttemptCounts(NamedTuple):
         return spans[0][1] if len(spans) == 1 else sum([count for _, count in spans])
 
 
-NOTHING_CAME = AttemptCounts()
+NO_COUNTS = AttemptCounts()
 
 
 def first_of(spans: Sequence[tuple[PolicyVersion, int]], count: int) -> list[tuple[PolicyVersion, int]]:
@@ -151,15 +151,15 @@ class AttemptTape:
         if self.unsure or not sure:
             self.unsure += count
 
-    def settle(self, spans: Sequence[tuple[PolicyVersion, int]]) -> None:
+    def set_versions(self, spans: Sequence[tuple[PolicyVersion, int]]) -> None:
         """Set the versions of all tokens as the engine names them; versions beyond the last token are ignored."""
         self.spans, self.unsure = first_of(spans, self.count), 0
 
-    def give_rows(self, extras: Extras, missing: int) -> None:
+    def set_extras(self, extras: Extras, missing: int) -> None:
         """Store the rows of ``missing`` earlier tokens and of all tokens; rows after a stop string are left out."""
         self.extras = first_rows(extras, missing + self.count)
 
-    def cut_unsaid(self) -> None:
+    def drop_unnamed(self) -> None:
         """Remove the tokens for which the engine has not returned the extras or named the version."""
         if self.needs_rows and not self.extras:
             self.bare = self.parsed
@@ -179,7 +179,7 @@ class AttemptTape:
         if not (self.unsure or (self.needs_rows and not self.extras)):
             return self
         copy = replace(self)
-        copy.cut_unsaid()
+        copy.drop_unnamed()
         return copy
 
     def packed(self) -> tuple[Int32, Float32, list[tuple[PolicyVersion, int]]]:

@@ -15,7 +15,7 @@ from april.core.attachments import NO_EXTRAS, Extras, Placed, before, first_rows
 from april.core.ledger import DropReason as DropReason
 from april.core.ledger import Ledger
 from april.core.sampling import SamplingParams
-from april.core.tape import GENERATED, NOTHING_CAME, AttemptCounts, AttemptTape, Int32, Segment, TokenTape
+from april.core.tape import GENERATED, NO_COUNTS, AttemptCounts, AttemptTape, Int32, Segment, TokenTape
 from april.core.versions import FIRST_VERSION, PolicyVersion
 
 NO_DEADLINE = 1 << 30
@@ -80,7 +80,7 @@ class AttemptState(StrEnum):
 
 
 SETTLED = (SampleState.LEASED, SampleState.DROPPED)
-MOST_SAMPLES = 2
+MAX_SAMPLES_FACTOR = 2
 """Limit on the samples of a group, replaced and replacement samples included, as a multiple of n."""
 
 
@@ -290,7 +290,16 @@ class Chain:
     """
 
     __slots__ = (
-        "attached", "cached_on", "cached_under", "calls", "extras", "number", "prompt", "replay", "sample", "tape",
+        "attached",
+        "cache_key",
+        "cached_on",
+        "calls",
+        "extras",
+        "number",
+        "prompt",
+        "replay",
+        "sample",
+        "tape",
     )  # fmt: skip
 
     def __init__(self, sample: Sample, number: int, prompt: Int32, attached: tuple[Placed, ...] = ()) -> None:
@@ -308,8 +317,8 @@ class Chain:
         self.replay: Replay | None = None
         """Calls to be answered from the tape after a restart. A finished sample that has some lost its return value."""
         self.cached_on = ""
-        """Name of the engine with the chain's keys and values, valid while ``EngineState.life == cached_under``."""
-        self.cached_under: tuple[PolicyVersion | None, int] | None = None
+        """Name of the engine with the chain's keys and values, valid while ``EngineState.cache_key == cache_key``."""
+        self.cache_key: tuple[PolicyVersion | None, int] | None = None
 
     @property
     def open_call(self) -> GenerateCall | None:
@@ -318,7 +327,7 @@ class Chain:
         return calls[-1] if calls and calls[-1].state is not DONE else None
 
     @property
-    def asked(self) -> Replay | None:
+    def repeatable_calls(self) -> Replay | None:
         """The calls that the function would repeat if it were restarted now; None if there are none."""
         replay, call = self.replay, self.open_call
         calls = deque(c.result for c in self.calls if c.result is not None)
@@ -329,7 +338,7 @@ class Chain:
         return Replay(calls, start) if calls or start is not None else None
 
     @property
-    def seen(self) -> int:
+    def seen_tokens(self) -> int:
         """Number of tokens of the tape that the rollout function has seen (all of them, except in a replay)."""
         if self.replay is None:
             return len(self.tape)
@@ -356,7 +365,7 @@ class Chain:
         """Return the prompt followed by the first ``end`` tokens of the tape."""
         return np.concatenate((self.prompt, self.tape.tokens[:end])) if end else self.prompt
 
-    def begins(self, token_ids: Int32, end: int, attached: Sequence[Placed] = ()) -> bool:
+    def is_prefix_of(self, token_ids: Int32, end: int, attached: Sequence[Placed] = ()) -> bool:
         """Return True if ``token_ids`` begins with the prompt and the first ``end`` tokens of the tape.
 
         The attachments within these tokens must be equal, too.
@@ -384,14 +393,14 @@ class GenerateCall:
     ticket: int = 0
     """Number of the call's entry in the queue; 0 if it is not queued."""
     attempt: Attempt | None = None
-    avoid: str = ""
+    avoid_engine: str = ""
     """Name of the engine on which the latest attempt broke off; other engines are preferred."""
     failures: int = 0
     """Number of attempts in a row that broke off at the same token."""
     end: int = 0
     """Number of response tokens at the end of the call, once it is done."""
     finish: FinishReason | None = None
-    lost: bool = False
+    function_lost: bool = False
     """True if the process of the rollout function died; the function is restarted when all attempts have ended."""
     sample: Sample = field(init=False)
 
@@ -460,7 +469,7 @@ class Attempt:
     state: AttemptState = AttemptState.WANTED
     silent_s: float = 0.0
     """Seconds of silence when the attempt was found to be silent."""
-    lost_for: DropReason | None = None
+    drop_reason: DropReason | None = None
     """Reason for dropping the tokens; None if the sample gets them."""
 
     def __post_init__(self) -> None:
@@ -470,7 +479,7 @@ class Attempt:
         """Return the counts of the tokens so far, for the event that ends the attempt."""
         tape = self.tape
         if not tape.parsed:
-            return NOTHING_CAME
+            return NO_COUNTS
         ids = self.end_ids
         long_enough = tape.count > self.request.sampling.min_tokens
         ends = tape.stopped or (bool(ids) and long_enough and tape.last_token in ids)
@@ -509,9 +518,9 @@ class Sample:
     """Number of attempts that continued a call after its first token."""
     failures: int = 0
     """Number of failures of its rollout and reward functions."""
-    deaths: tuple[int, int] = (0, 0)
+    process_deaths: tuple[int, int] = (0, 0)
     """(Number of processes in a row that died while they ran its function, number of tokens it had each time)."""
-    retry: int | None = None
+    retry_timer: int | None = None
     """Number of the timer after which its reward is asked for again; None without one."""
     restarts: int = 0
     finish: FinishReason | None = None
@@ -558,7 +567,7 @@ class Sample:
         return [calls[-1] for chain in self.chains if (calls := chain.calls) and calls[-1].state is not DONE]
 
     @property
-    def asks(self) -> bool:
+    def has_open_call(self) -> bool:
         """True if a generate call is not complete yet."""
         for chain in self.chains:  # runs at every event: a generator, or using open_call, would be slower
             calls = chain.calls
@@ -610,7 +619,7 @@ class Sample:
     def replay_all(self) -> None:
         """Set up the replay of all its calls from the tapes, before its function is started again."""
         for chain in self.chains:
-            chain.replay = chain.asked
+            chain.replay = chain.repeatable_calls
             chain.calls.clear()
         self.any_chain = False
 
@@ -666,12 +675,12 @@ class Group:
         return len(self.finishers) >= self.quorum
 
     @property
-    def first(self) -> list[Sample]:
+    def first_finishers(self) -> list[Sample]:
         """The first ``quorum`` finishers, sorted by index; a filter is given these."""
         return [self.samples[i] for i in sorted(self.finishers[: self.quorum])]
 
     @property
-    def rewarded(self) -> tuple[tuple[int, float], ...]:
+    def cohort_rewards(self) -> tuple[tuple[int, float], ...]:
         """(index, reward) of the first ``quorum`` finishers, in order of finishing; becomes the group's cohort."""
         return tuple((i, self.samples[i].reward) for i in self.finishers[: self.quorum])
 
@@ -693,18 +702,18 @@ class Evaluation:
     """The state of one evaluation; its prompts become groups when it begins."""
 
     request: EvaluationRequested
-    behind: int = 0
+    after_update: int = 0
     """Number of the last waiting weight update that was requested before; the evaluation begins after it. 0: none."""
     version: PolicyVersion | None = None
     """Policy version of its tokens; None until it begins."""
     groups: tuple[Group, ...] = ()
     unfinished: int = 0
-    to_start: deque[Sample] = field(default_factory=deque)
+    unstarted: deque[Sample] = field(default_factory=deque)
     """Samples over the limit of functions at once; they are kept out of the queue, where they would block others."""
-    functions: int = 0
+    running_functions: int = 0
     """Number of rollout functions that run or are queued to start."""
     in_flight: int = 0
-    trouble: tuple[str, AttemptFailure] | None = None
+    last_engine_error: tuple[str, AttemptFailure] | None = None
     """Error and kind of the latest attempt that broke off."""
     failure: tuple[str, AttemptFailure | None] | None = None
     tokens: Ledger = field(default_factory=Ledger)
@@ -730,7 +739,7 @@ class Stateful(Protocol[State]):
         """Id of the sample or group in whose story the changes of state are recorded."""
 
 
-LEGAL: Mapping[StrEnum, tuple[StrEnum, ...]] = {
+LEGAL_TRANSITIONS: Mapping[StrEnum, tuple[StrEnum, ...]] = {
     SampleState.NEW: (
         SampleState.RUNNING,
         SampleState.NEW,  # tokens from before a restart are dropped
@@ -759,7 +768,7 @@ LEGAL: Mapping[StrEnum, tuple[StrEnum, ...]] = {
     ),
     GroupState.READY: (GroupState.OPEN,),
 }  # fmt: skip
-"""Legal changes of state, by the state before; only :meth:`april.core.context.CoreContext.to` changes a state."""
+"""Legal changes of state, by the state before; only ``CoreContext.change_state`` changes a state."""
 
 
 class TimerKind(StrEnum):

@@ -28,7 +28,7 @@ def check_calls(sample: Sample) -> str | None:
         if wrong := _check_chain(sample, chain):
             return wrong if len(sample.chains) == 1 else f"chain {chain.number}: {wrong}"
     open_calls = sample.open_calls
-    if any(c.lost for c in open_calls) and not any(c.state is CallState.IN_FLIGHT for c in open_calls):
+    if any(c.function_lost for c in open_calls) and not any(c.state is CallState.IN_FLIGHT for c in open_calls):
         return "its function was lost, and nothing of it is at an engine that would end"
     if sample.state is SampleState.FINISHED and not any(c.calls or c.replay for c in sample.chains):
         return "finished, and it has made no call"
@@ -86,7 +86,7 @@ def validate(context: CoreContext, updates: WeightUpdates) -> None:
 
     held, queued, whole = 0, 0, context.settings.whole_groups
     reserved = context.places.reserved
-    to_start = {sample for evaluation in context.evaluations.values() for sample in evaluation.to_start}
+    to_start = {sample for evaluation in context.evaluations.values() for sample in evaluation.unstarted}
     started: set[SampleId] = set()
     current = [a for a in context.attempts if a.state is not AttemptState.ABANDONED]
     by_call = {a.call: a for a in current}
@@ -107,7 +107,7 @@ def validate(context: CoreContext, updates: WeightUpdates) -> None:
             if any((call.state is CallState.IN_FLIGHT) != (call in by_call) for call in calls):
                 fail(f"{sample} is in flight without an attempt, or the other way round", sample)
             waiting = [(sample.ticket, sample.state is SampleState.NEW and sample not in to_start)]
-            waiting += [(c.ticket, c.state is CallState.QUEUED and not c.lost) for c in calls]
+            waiting += [(c.ticket, c.state is CallState.QUEUED and not c.function_lost) for c in calls]
             if any((ticket > 0) != waits for ticket, waits in waiting):
                 fail(f"{sample} waits outside the queue, or is queued and does not wait", sample)
             queued += sum(waits for _, waits in waiting)
@@ -127,22 +127,22 @@ def validate(context: CoreContext, updates: WeightUpdates) -> None:
             attempt.call.attempt is not attempt or attempt.call.chain.open_call is not attempt.call
         ):
             fail(f"attempt {attempt.id} belongs to {attempt.sample}", attempt.sample)
-        if (attempt.lost_for is None) != (attempt.state in (AttemptState.WANTED, AttemptState.SILENT)):
-            fail(f"attempt {attempt.id} is {attempt.state}, its tokens lost for {attempt.lost_for}", attempt.sample)
+        if (attempt.drop_reason is None) != (attempt.state in (AttemptState.WANTED, AttemptState.SILENT)):
+            fail(f"attempt {attempt.id} is {attempt.state}, its tokens lost for {attempt.drop_reason}", attempt.sample)
     per_engine = Counter(a.engine for a in context.attempts)
     if gone := per_engine.keys() - context.engines.states.keys():
         fail(f"requests are in flight at {sorted(gone)}, which have left")
     for name, state in context.engines.states.items():
         if state.in_flight != per_engine[name]:
             fail(f"engine {name} counts {state.in_flight} in flight, there are {per_engine[name]}")
-        if wrong := state.check():
+        if wrong := state.contradiction():
             fail(f"engine {name}: {wrong}")
-    if wrong := updates.check():
+    if wrong := updates.contradiction():
         fail(wrong)
     if reserved != started:
         fail(f"places are reserved for {sorted(reserved)}, and {sorted(started)} have been started and made no call")
-    if (places := context.places).taken > max(places.total, places.most):
-        fail(f"more than max_in_flight={places.total} in flight, and than the {places.most} of before it was lowered")
+    if (places := context.places).taken > max(places.total, places.max_taken):
+        fail(f"more than max_in_flight={places.total} in flight, and than {places.max_taken} of before it was lowered")
     if context.over_sampler.waiting != queued:
         fail(f"{context.over_sampler.waiting} in the queue, {queued} wait")
     units = [unit for group in context.buffer for unit in ((group,) if whole else group.members)]
@@ -193,6 +193,7 @@ def check_evaluation(context: CoreContext, evaluation: Evaluation) -> str | None
         return None
     running = sum(s.state is SampleState.RUNNING or s.ticket > 0 for s in samples)
     unfinished = sum(g.unfinished > 0 for g in evaluation.groups)
-    if (evaluation.functions, evaluation.unfinished) != (running, unfinished):
-        return f"{evaluation.functions} functions and {evaluation.unfinished} groups, not {running} and {unfinished}"
+    if (evaluation.running_functions, evaluation.unfinished) != (running, unfinished):
+        found = f"{evaluation.running_functions} functions and {evaluation.unfinished} groups"
+        return f"{found}, not {running} and {unfinished}"
     return None

@@ -25,9 +25,9 @@ from april.core.versions import PolicyVersion
 
 QUARANTINED_PATIENCE_S = 2.0
 """Longest time in seconds that an update waits for a quarantined engine to pause."""
-NAMED = 3
+MAX_NAMED = 3
 """Most engines that a message names."""
-OF_ONE_MACHINE = 32
+MACHINE_DIGITS = 32
 """Number of trailing digits of a directory's content hash that differ between machines, even for the same files."""
 TRANSFER = 0
 """Call number in ``UpdateEnded.failed`` that means that the trainer's own transfer failed."""
@@ -58,13 +58,13 @@ RESUBMIT, KEEP = OnWeightUpdate.RESUBMIT, OnWeightUpdate.KEEP
 
 def weights_of(content: str) -> str:
     """Return the part of a content hash that is the same on every machine; empty if the hash is unknown."""
-    return content[:-OF_ONE_MACHINE]
+    return content[:-MACHINE_DIGITS]
 
 
 def some(names: Sequence[str]) -> str:
     """Return the first few engine names, and the number of the others, as text for a message."""
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return f"{'engine' if len(names) == 1 else 'engines'} {', '.join(names[:NAMED])}{more}"
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return f"{'engine' if len(names) == 1 else 'engines'} {', '.join(names[:MAX_NAMED])}{more}"
 
 
 class EngineCalls:
@@ -75,16 +75,16 @@ class EngineCalls:
         self._number = 0
         self._loading: dict[str, tuple[PolicyVersion, bool]] = {}
         """Version that each engine is loading, and True if a failed load may leave incomplete weights."""
-        self.moves = 0
+        self.weight_changes = 0
         """Counter that grows before and after every change of weights; a probe is valid only if it did not move."""
-        self.turns = 0
+        self.step_changes = 0
         """Counter that grows when a step begins or ends; between two steps the trainer may change weights."""
-        self._asked: dict[str, tuple[int, int]] = {}
+        self._changes_at_probe: dict[str, tuple[int, int]] = {}
 
     def pause(self, name: str, within_s: float, in_flight: OnWeightUpdate = RESUBMIT) -> None:
         """Stop admission at an engine; ``in_flight`` says what happens to its running requests."""
         self._context.engines.states[name].gate = EngineGate.CLOSING
-        self._context.out.append(do.PauseEngine(name, self._next(name), within_s, in_flight))
+        self._context.out.append(do.PauseEngine(name, self._next_number(name), within_s, in_flight))
 
     def load(
         self, name: str, version: PolicyVersion, path: str | None, contents: tuple[str, ...] = (),
@@ -101,8 +101,8 @@ class EngineCalls:
         within_s = self._context.settings.outage_deadline_s
         self._context.out.append(
             do.LoadEngine(
-                engine=name, call=self._next(name), within_s=within_s, version=version, path=path, contents=contents,
-                base=base,
+                engine=name, call=self._next_number(name), within_s=within_s, version=version, path=path,
+                contents=contents, base=base,
             )
         )  # fmt: skip
 
@@ -110,19 +110,19 @@ class EngineCalls:
         """Let an engine admit requests again."""
         self._context.engines.states[name].gate = EngineGate.OPENING
         within_s = self._context.settings.abort_deadline_s
-        self._context.out.append(do.ResumeEngine(name, self._next(name), within_s))
+        self._context.out.append(do.ResumeEngine(name, self._next_number(name), within_s))
 
-    def _next(self, name: str) -> int:
+    def _next_number(self, name: str) -> int:
         self._number += 1
-        self._context.engines.states[name].call = self._number
+        self._context.engines.states[name].open_call = self._number
         return self._number
 
     def ended(self, event: ev.EngineCallEnded) -> bool:
         """Record the result of a call in the engine's gate and weights; return False for a void call."""
         state = self._context.engines.state_of(event.engine)
-        if event.call != state.call:
+        if event.call != state.open_call:
             return False
-        state.call = 0
+        state.open_call = 0
         done = event.result is ev.CallResult.DONE
         if state.weights is EngineWeights.LOADING:
             version, tears = self._loading.pop(event.engine)
@@ -130,9 +130,9 @@ class EngineCalls:
             if done:
                 state.confirm(version)
             elif event.result in (ev.CallResult.BUSY, ev.CallResult.OTHER_CONTENT):
-                state.still_has_them()
+                state.confirm_previous()
                 if event.result is ev.CallResult.OTHER_CONTENT:  # an update may have begun since the call was made
-                    state.not_given = version
+                    state.unloadable_version = version
         elif state.gate is EngineGate.OPENING:
             state.gate = EngineGate.OPEN if done else EngineGate.CLOSED
         elif done:
@@ -142,22 +142,22 @@ class EngineCalls:
     def forget(self, name: str) -> None:
         """Forget the open calls and probes of an engine that has left or joins again."""
         self._loading.pop(name, None)
-        self._asked.pop(name, None)
+        self._changes_at_probe.pop(name, None)
 
     def probe(self, name: str) -> None:
         """Send a health probe to an engine."""
         self._number += 1
-        self._context.engines.states[name].probe = self._number
-        self._asked[name] = self.moves, self.turns
+        self._context.engines.states[name].open_probe = self._number
+        self._changes_at_probe[name] = self.weight_changes, self.step_changes
         self._context.out.append(do.ProbeEngine(name, self._number))
 
-    def answered(self, event: ev.EngineProbed) -> tuple[bool, bool]:
+    def probe_answered(self, event: ev.EngineProbed) -> tuple[bool, bool]:
         """Return two bools: no weights changed since the probe was sent; and no step began or ended since, either."""
-        self._context.engines.states[event.engine].probe = 0
-        moves, turns = self._asked.pop(event.engine)
-        return moves == self.moves, (moves, turns) == (self.moves, self.turns)
+        self._context.engines.states[event.engine].open_probe = 0
+        moves, turns = self._changes_at_probe.pop(event.engine)
+        return moves == self.weight_changes, (moves, turns) == (self.weight_changes, self.step_changes)
 
-    def lost(self, name: str) -> None:
+    def weights_lost(self, name: str) -> None:
         """Record that an engine lost its weights, so that tokens of its running requests are dropped.
 
         While the engine is paused it generates nothing, so the tokens of its requests are kept.
@@ -165,12 +165,12 @@ class EngineCalls:
         context = self._context
         context.counters["stale_engines"] += 1
         state = context.engines.states[name]
-        state.lose(EngineWeights.HALF if state.weights is EngineWeights.HALF else EngineWeights.UNKNOWN)
+        state.lose_weights(EngineWeights.HALF if state.weights is EngineWeights.HALF else EngineWeights.UNKNOWN)
         doubtful = [a for a in context.attempts if a.engine == name]
         for attempt in doubtful:
             if state.gate is not EngineGate.CLOSED and attempt.state in (AttemptState.WANTED, AttemptState.SILENT):
-                attempt.lost_for = DropReason.UNKNOWN_WEIGHTS
-                context.to(attempt, AttemptState.DOUBTFUL, f"engine {name} has other weights")
+                attempt.drop_reason = DropReason.UNKNOWN_WEIGHTS
+                context.change_state(attempt, AttemptState.DOUBTFUL, f"engine {name} has other weights")
         context.stop(doubtful)
 
 
@@ -189,12 +189,12 @@ class WeightUpdates:
         self._calls = calls
         self._adopt = adopt
         self.phase = Phase.IDLE
-        self.half_updated = self._of_others = self._of_earlier_runs()
+        self.half_updated = self._unknown_weights = self._why_unknown_weights()
         """Reason why nothing may be generated, as the engines hold different or unknown weights; else None."""
         self.path: str | None = None
         self.contents: tuple[str, ...] = ()
         """Content hashes of ``path`` that mean the present weights; empty if nobody could read the directory."""
-        self._known = True
+        self._reloadable = True
         """True if the present weights can be loaded again: they match ``contents``, or are those of the servers' start
         where ``path`` is None."""
         self._requests: list[ev.UpdateRequested] = []
@@ -204,26 +204,26 @@ class WeightUpdates:
         """Names of the engines that have not answered in this phase."""
         self._recalled: list[str] = []
         """Ids of the attempts that must end while the engines are paused."""
-        self._opens = False
+        self._resumes_after_recall = False
         """True if the engines resume once those attempts have ended; False if the transfer or load follows."""
         self._answers: dict[str, ev.EngineCallEnded] = {}
-        self._handed_to: tuple[str, ...] = ()
+        self._transfer_engines: tuple[str, ...] = ()
         """Names of the engines that were paused when the transfer began."""
         self._failed: int | None = None
         """Number of the call whose error ends the update."""
         self._why = ""
         """Error text, if the call in ``_failed`` itself raised nothing."""
-        self._odd: frozenset[int] = frozenset()
+        self._wrong_loads: frozenset[int] = frozenset()
         """Numbers of the calls that loaded other weights than those of the update."""
         self._adopted = False
         self._written = False
         """True once an update of this run or an earlier one has begun to write weights, however it ended."""
-        self._first = self._whole = context.clock.current
-        """``_whole`` is the version of the last full weights, to which adapters (LoRA) are applied."""
+        self._initial_version = self._full_version = context.clock.current
+        """``_full_version`` is the version of the last full weights, to which adapters (LoRA) are applied."""
         self.base: PolicyVersion | None = None
         """Version of the full weights below the present adapter; None while the present weights are full ones."""
 
-    def _of_earlier_runs(self) -> str | None:
+    def _why_unknown_weights(self) -> str | None:
         """Return why nothing may be generated if all engines may hold weights of an earlier run; else None."""
         states = self._context.engines.states
         if not all(state.limits.written for state in states.values()):
@@ -235,9 +235,9 @@ class WeightUpdates:
         )
 
     @property
-    def none_yet(self) -> bool:
+    def nothing_updated(self) -> bool:
         """True if no update has begun, so that every engine still has the weights with which it started."""
-        return not self._calls.moves and self._context.clock.current == self._first
+        return not self._calls.weight_changes and self._context.clock.current == self._initial_version
 
     @property
     def running(self) -> bool:
@@ -263,7 +263,7 @@ class WeightUpdates:
     def waits_for(self) -> str:
         """Text for users: what the running update, or else the next one, is waiting for."""
         engines, in_flight = some(sorted(self._awaited)), len(self._context.attempts.in_flight)
-        given = some([name for name, state in self._context.engines.states.items() if state.taken_back])
+        given = some([name for name, state in self._context.engines.states.items() if state.recovering])
         return {
             Phase.IDLE: "the end of an evaluation or of a pause",
             Phase.STOPPING: f"{in_flight} requests to end" if in_flight else f"{given} to get the present weights",
@@ -303,14 +303,14 @@ class WeightUpdates:
         updates = (*(() if over else (self._update,)), *self._requests)
         return max((u.trained for u in updates if u.trained is not None), default=-1)
 
-    def can_give(self, state: EngineState) -> bool:
+    def can_reload(self, state: EngineState) -> bool:
         """Return True if april itself can give an engine the present weights.
 
         Without a directory this is impossible after an incomplete load: the initial weights cannot be loaded again.
         """
         named_only = self.path is None and state.weights is EngineWeights.HALF
-        lost = state.not_given == self._context.clock.current
-        return self._known and self.half_updated is None and not named_only and not lost
+        lost = state.unloadable_version == self._context.clock.current
+        return self._reloadable and self.half_updated is None and not named_only and not lost
 
     # ---------------------------------------------------------------- requests and joining engines
 
@@ -331,7 +331,7 @@ class WeightUpdates:
         elif self.phase in (Phase.PAUSING, Phase.HANDING_OVER) or (self.phase is RECALLING and self._failed is None):
             self._resume()
 
-    def go_on(self, *, held: bool) -> None:
+    def continue_next(self, *, held: bool) -> None:
         """Begin or continue the next update if nothing is in its way; ``held`` is True during a requested pause."""
         context = self._context
         waits = self._requests if not self.running else ()
@@ -340,19 +340,19 @@ class WeightUpdates:
             self._requests.remove(ready[0])
             self._update, self.phase = ready[0], Phase.STOPPING
             self._failed, self._why, self._adopted = None, "", False
-            self._calls.moves += 1
+            self._calls.weight_changes += 1
             if self._in_flight is RESUBMIT:
                 context.stop(list(context.attempts.in_flight.values()), sweep=True)
         if self.phase is RECALLING:
-            self._go_on_if_ended()
+            self._continue_if_ended()
         if self.phase is STOPPING and not (self._in_flight is RESUBMIT and context.attempts.in_flight):
-            taken_back = {name for name, state in context.engines.states.items() if state.taken_back}
+            taken_back = {name for name, state in context.engines.states.items() if state.recovering}
             if not taken_back or len(taken_back) < len(context.engines.states):
                 # an engine that is being given the present weights gets the new ones after this update
                 self._left_out = taken_back
                 self._pause()
 
-    def joins(self, name: str) -> None:
+    def engine_joined(self, name: str) -> None:
         """Add an engine; if it joins during an update, it gets the new weights after that.
 
         Before the first update an engine has the weights with which it started. Once an update of this run or an
@@ -365,19 +365,19 @@ class WeightUpdates:
         state = self._context.engines.states[name]
         if self._written:
             state.weights = EngineWeights.HALF
-        elif self.none_yet:
+        elif self.nothing_updated:
             state.confirm(self._context.clock.current)
-            if self.half_updated == self._of_others:
+            if self.half_updated == self._unknown_weights:
                 self.half_updated = None
 
-    def leave(self, names: Sequence[str]) -> None:
+    def engines_left(self, names: Sequence[str]) -> None:
         """Continue a running update without the engines that have left."""
         self._left_out.difference_update(names)
         for name in names:
             self._answers.pop(name, None)
         if not self._awaited.isdisjoint(names):
             self._awaited.difference_update(names)
-            self._go_on_if_answered()
+            self._continue_if_answered()
 
     def weights_written(self, event: ev.WeightsWritten) -> None:
         """Stop generation after a write outside of any update, until an update has reached all engines."""
@@ -390,17 +390,17 @@ class WeightUpdates:
         """Record an engine's answer; the update goes to its next phase when all engines have answered."""
         self._answers[event.engine] = event
         self._awaited.discard(event.engine)
-        self._go_on_if_answered()
+        self._continue_if_answered()
 
     def handed_over(self, event: ev.HandedOver) -> None:
         """Continue after the trainer's transfer: load if it succeeded, else end the update."""
         if self.phase is not Phase.HANDING_OVER or event.update != self._update.update:
             self._context.counters["late_events"] += 1
         elif event.error is None:
-            self._not_given(event.not_given or ())
+            self._leave_out_unsent(event.not_given or ())
             self._load()
         elif event.not_given is None:
-            self._broken_off(event.error)
+            self._transfer_broke_off(event.error)
         else:
             self._sent_to_none(event.error, event.not_given)
 
@@ -416,30 +416,30 @@ class WeightUpdates:
         """Use the probe of an engine that refused to load: it tells whether the old weights are still there."""
         state = self._context.engines.states[event.engine]
         if event.answered and event.current:
-            state.still_has_them()
+            state.confirm_previous()
         else:
             if event.answered:
-                self._calls.lost(event.engine)
+                self._calls.weights_lost(event.engine)
             self._context.engine_failed(event.engine)
         self._awaited.discard(event.engine)
-        self._go_on_if_answered()
+        self._continue_if_answered()
 
     # ---------------------------------------------------------------- phases of an update
 
     def _pause(self) -> None:
         states, limit_s = self._context.engines.states, self._context.settings.abort_deadline_s
-        names = self._enter(Phase.PAUSING)
+        names = self._enter_phase(Phase.PAUSING)
         hurry = not all(states[name].quarantined for name in names)
         for name in names:
             ill = hurry and states[name].quarantined
             self._calls.pause(name, min(limit_s, QUARANTINED_PATIENCE_S) if ill else limit_s, self._in_flight)
-        self._go_on_if_answered()
+        self._continue_if_answered()
 
     def _paused(self) -> None:
         failed, attempts = self._failures(), self._context.attempts.in_flight
         silent = [attempts[i] for e in self._answers.values() for i in e.silent if i in attempts]
         self._leave_out(failed)
-        if self._fails_by(e for name, e in failed.items() if name not in self._left_out):
+        if self._record_failure(e for name, e in failed.items() if name not in self._left_out):
             self._resume()
         else:
             self._recall(silent, opens=False)
@@ -447,38 +447,38 @@ class WeightUpdates:
     def _hand_over(self) -> None:
         if self._update.transfers:
             self.phase = Phase.HANDING_OVER
-            self._handed_to = tuple(name for name in self._context.engines.states if name not in self._left_out)
-            self._context.out.append(do.HandOver(self._update.update, self._handed_to))
+            self._transfer_engines = tuple(name for name in self._context.engines.states if name not in self._left_out)
+            self._context.out.append(do.HandOver(self._update.update, self._transfer_engines))
         else:
             self._load()
 
     def _recall(self, attempts: list[Attempt], *, opens: bool) -> None:
         """End these attempts, which paused engines keep; then resume (``opens``) or go on to the transfer."""
-        self._opens, self._recalled = opens, [attempt.id for attempt in attempts]
+        self._resumes_after_recall, self._recalled = opens, [attempt.id for attempt in attempts]
         if attempts:
             self.phase = RECALLING
             self._context.stop(attempts, sweep=True)
         else:
-            self._go_on_if_ended()
+            self._continue_if_ended()
 
-    def _go_on_if_ended(self) -> None:
+    def _continue_if_ended(self) -> None:
         """Continue the update once all recalled attempts have ended."""
         while self._recalled and self._recalled[-1] not in self._context.attempts.in_flight:
             self._recalled.pop()
         if self._recalled:
             return
-        if self._opens:
+        if self._resumes_after_recall:
             self._let_go_on()
         else:
             self._hand_over()
 
-    def _broken_off(self, why: str) -> None:
+    def _transfer_broke_off(self, why: str) -> None:
         """End an update whose transfer broke off; servers may hold a part of the new weights and must not generate."""
         self._written = True
         states = self._context.engines.states.values()
         own = [state for state in states if state.limits.remote or state.limits.own_weights]
         for state in own:
-            state.lose(EngineWeights.HALF)
+            state.lose_weights(EngineWeights.HALF)
         if own:
             self.half_updated = (
                 f"the last transfer of weights was broken off ({why}), and nobody knows what the servers have of "
@@ -487,25 +487,25 @@ class WeightUpdates:
         self._failed, self._why = TRANSFER, ""
         self._resume()
 
-    def _not_given(self, fates: Sequence[ev.NotGiven]) -> None:
+    def _leave_out_unsent(self, fates: Sequence[ev.TransferFailure]) -> None:
         """Leave out the engines that did not get the weights, while all others did."""
         states = self._context.engines.states
         for fate in [fate for fate in fates if fate.engine in states and fate.engine not in self._left_out]:
             self._context.out.append(do.Warn(f"engine {fate.engine} is left out of the weight update: {fate.why}"))
-            self._tear(fate)
+            self._mark_partially_updated(fate)
             self._context.engine_failed(fate.engine)
-            self._context.stop(self._at([fate.engine]))
+            self._context.stop(self._attempts_at([fate.engine]))
             self._left_out.add(fate.engine)
 
-    def _sent_to_none(self, why: str, fates: Sequence[ev.NotGiven]) -> None:
+    def _sent_to_none(self, why: str, fates: Sequence[ev.TransferFailure]) -> None:
         """End an update that reached no engine; engines with a part of the weights must not generate, others go on."""
         states, current = self._context.engines.states, self._context.clock.current
         torn = [fate for fate in fates if fate.torn]
         for fate in torn:
-            self._tear(fate)
+            self._mark_partially_updated(fate)
         if torn:  # an engine that joined meanwhile may be one of these servers under another name
-            for state in (state for name, state in states.items() if name not in self._handed_to):
-                state.lose(EngineWeights.HALF)
+            for state in (state for name, state in states.items() if name not in self._transfer_engines):
+                state.lose_weights(EngineWeights.HALF)
         if torn and not any(current in state.loaded for state in states.values()):
             self.half_updated = (
                 f"the last transfer of weights was broken off ({why}), and no engine has whole ones; call "
@@ -514,11 +514,11 @@ class WeightUpdates:
         self._failed, self._why = TRANSFER, ""
         self._resume()
 
-    def _tear(self, fate: ev.NotGiven) -> None:
+    def _mark_partially_updated(self, fate: ev.TransferFailure) -> None:
         if fate.torn:
             self._written = True
             if (state := self._context.engines.states.get(fate.engine)) is not None:
-                state.lose(EngineWeights.HALF)
+                state.lose_weights(EngineWeights.HALF)
 
     @property
     def _version(self) -> PolicyVersion:
@@ -527,35 +527,35 @@ class WeightUpdates:
 
     def _load(self) -> None:
         self._written = True
-        base = self._whole if self._update.adapter else None
-        for name in self._enter(Phase.LOADING):
+        base = self._full_version if self._update.adapter else None
+        for name in self._enter_phase(Phase.LOADING):
             self._calls.load(name, self._version, self._update.path, base=base)
-        self._go_on_if_answered()
+        self._continue_if_answered()
 
     def _loaded(self) -> None:
         """Adopt the new weights if all engines that are not left out have loaded them; else fail the update."""
         self._disown()
         for name, event in self._failures().items():
             if event.result is ev.CallResult.UNREACHABLE:
-                self._calls.lost(name)
+                self._calls.weights_lost(name)
                 self._context.engine_failed(name)
         # one engine alone may refuse weights that were sent; a directory that one engine refuses is wrong for all
         given = [n for n, e in self._answers.items() if self._update.sends and e.result is ev.CallResult.DONE]
         failures = self._failures()
         if self._update.transfers:  # written to before the load was requested, whatever the engines answer
             for name in failures:
-                self._context.engines.states[name].lose(EngineWeights.HALF)
+                self._context.engines.states[name].lose_weights(EngineWeights.HALF)
         self._leave_out({n: e for n, e in failures.items() if given or e.result is not ev.CallResult.REFUSED})
         failed = {name: e for name, e in self._failures().items() if name not in self._left_out}
-        if not self._fails_by(failed.values()):
+        if not self._record_failure(failed.values()):
             self.half_updated = None
             update, loaded = self._update, {e.content for e in self._answers.values() if e.content}
             if not self._answers and update.content:  # no engine is left; one that joins will load it first
                 loaded.add(update.content)
             self.path, self.contents = update.path, tuple(sorted(loaded))
-            self._known = bool(loaded) and not update.transfers
-            self._whole = self._whole if update.adapter else self._version
-            self.base = self._whole if update.adapter else None
+            self._reloadable = bool(loaded) and not update.transfers
+            self._full_version = self._full_version if update.adapter else self._version
+            self.base = self._full_version if update.adapter else None
             if self._update.restores:
                 self.phase = Phase.RESTORING
                 self._context.out.append(do.Restore(self._update.update))
@@ -564,7 +564,7 @@ class WeightUpdates:
             return
         done = [name for name, e in self._answers.items() if e.result is ev.CallResult.DONE]
         for name in done:  # the next update has the same version, of other weights
-            self._context.engines.states[name].lose(EngineWeights.HALF)
+            self._context.engines.states[name].lose_weights(EngineWeights.HALF)
         if done or self._update.transfers:
             why = "; ".join(f"{name}: {event.error}" for name, event in failed.items())
             self.half_updated = (
@@ -587,14 +587,14 @@ class WeightUpdates:
         """
         right, path = weights_of(self._update.content), self._update.path
         found = {name: weights_of(e.content) for name, e in self._answers.items() if e.result is ev.CallResult.DONE}
-        kinds, self._odd = set(filter(None, found.values())), frozenset()
+        kinds, self._wrong_loads = set(filter(None, found.values())), frozenset()
         if len(kinds) < 2:
             return
         for name, weights in found.items():
             if right in kinds and weights in (right, ""):
                 continue
-            self._context.engines.states[name].lose(EngineWeights.HALF)
-            self._odd |= {self._answers[name].call}
+            self._context.engines.states[name].lose_weights(EngineWeights.HALF)
+            self._wrong_loads |= {self._answers[name].call}
             self._answers[name] = replace(
                 self._answers[name], result=ev.CallResult.UNREACHABLE, content="",
                 error=f"{path} held other weights when engine {name} loaded it than when others did; write into a "
@@ -611,7 +611,7 @@ class WeightUpdates:
         """Policy for requests in flight; loading a state always ends them first."""
         return RESUBMIT if self._update.restores else self._context.settings.on_weight_update
 
-    def _at(self, names: Iterable[str]) -> list[Attempt]:
+    def _attempts_at(self, names: Iterable[str]) -> list[Attempt]:
         """Return the attempts in flight at these engines."""
         here = set(names)
         return [a for a in self._context.attempts.in_flight.values() if a.engine in here] if here else []
@@ -619,41 +619,41 @@ class WeightUpdates:
     def _resume(self) -> None:
         states = self._context.engines.states.items()
         torn = [name for name, state in states if not state.loaded and name not in self._left_out]
-        self._recall(self._at(torn), opens=True)
+        self._recall(self._attempts_at(torn), opens=True)
 
     def _let_go_on(self) -> None:
-        for name in self._enter(Phase.RESUMING):
+        for name in self._enter_phase(Phase.RESUMING):
             self._calls.resume(name)
-        self._go_on_if_answered()
+        self._continue_if_answered()
 
     def _resumed(self) -> None:
         """End the update after the engines' answers to resume; an adopted update succeeds even if some fail."""
         failed = self._failures()
         self._leave_out(failed)
-        self._context.stop(self._at(failed))
+        self._context.stop(self._attempts_at(failed))
         for name, event in failed.items():
             self._context.engine_failed(name)
             if self._adopted and name not in self._left_out:
                 self._context.out.append(do.Warn(f"engine {name} has the new weights and is paused: {event.error}"))
         if self._failed is None and not self._adopted:
-            self._fails_by(failed.values())
+            self._record_failure(failed.values())
         self._end()
 
     def _end(self) -> None:
         update, current = self._update.update, self._context.clock.current
         self._context.out.append(do.UpdateEnded(update, current, self._failed, self._why))
         self.phase, self._awaited = Phase.IDLE, set()
-        self._calls.moves += 1
+        self._calls.weight_changes += 1
 
     # ---------------------------------------------------------------- helpers of the phases
 
-    def _enter(self, phase: Phase) -> list[str]:
+    def _enter_phase(self, phase: Phase) -> list[str]:
         """Begin a phase and return the names of the engines that take part; each of them must answer."""
         names = [name for name in self._context.engines.states if name not in self._left_out]
         self.phase, self._awaited, self._answers = phase, set(names), {}
         return names
 
-    def _go_on_if_answered(self) -> None:
+    def _continue_if_answered(self) -> None:
         """Go to the next phase if no answer is missing in this one."""
         if self._awaited:
             return
@@ -678,17 +678,17 @@ class WeightUpdates:
         for name, event in failed.items():
             self._context.out.append(do.Warn(f"engine {name} is left out of the weight update: {event.error}"))
             self._context.engine_failed(name)
-        self._context.stop(self._at(failed))
+        self._context.stop(self._attempts_at(failed))
         self._left_out |= set(failed)
 
-    def _fails_by(self, events: Iterable[ev.EngineCallEnded]) -> bool:
+    def _record_failure(self, events: Iterable[ev.EngineCallEnded]) -> bool:
         """Record the first of these errors as the update's error; return False if there is none."""
         first = next(iter(events), None)
         self._failed = None if first is None else first.call
-        self._why = first.error if first is not None and first.call in self._odd else ""
+        self._why = first.error if first is not None and first.call in self._wrong_loads else ""
         return first is not None
 
-    def check(self) -> str | None:
+    def contradiction(self) -> str | None:
         """Describe a contradiction between phase, calls and gates; None if there is none."""
         states = self._context.engines.states
         cuts, attempts = self._in_flight is RESUBMIT, self._context.attempts
@@ -698,7 +698,8 @@ class WeightUpdates:
             return f"requests that must not go on are in flight while an update is {self.phase}"
         for name, state in states.items():
             part = self.running and self.phase is not Phase.STOPPING and name not in self._left_out
-            if bool(state.call) != (state.taken_back or (self.phase is not Phase.CHECKING and name in self._awaited)):
+            awaited = self.phase is not Phase.CHECKING and name in self._awaited
+            if bool(state.open_call) != (state.recovering or awaited):
                 return f"engine {name} is called, and nobody waits for it, or the other way round"
             usable = self._context.clock.current in state.loaded and not state.quarantined
             if not self.running and usable and state.gate is not EngineGate.OPEN:

@@ -1,4 +1,4 @@
-"""Computes advantages and token weights for the losses of GRPO and related methods.
+"""Computes advantages for the losses of GRPO and related methods.
 
 **One formula for whole groups and quorums.** A response i with reward r is compared with k - 1 siblings: the others in
 its group that finished first (:func:`first_others`), which are all n - 1 others if groups are delivered whole. With b
@@ -26,7 +26,6 @@ deviation is biased even with whole groups, as std(S) depends on the response's 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
 import numpy as np
@@ -43,20 +42,6 @@ Method = Literal["grpo", "dr_grpo", "rloo", "dapo", "gspo"]
 METHODS: tuple[str, ...] = get_args(Method)
 Cohort = tuple[tuple[int, float], ...]
 """(index, reward) of the k samples of a group that finished first, in the order in which they finished."""
-
-
-@dataclass(frozen=True, slots=True)
-class BatchShare:
-    """Position of a part within a batch, with the batch's totals by which the loss is divided."""
-
-    rank: int = 0
-    """Number of this part, from 0."""
-    ranks: int = 1
-    """Number of parts into which the batch was split."""
-    samples: int = 0
-    """Number of samples in the whole batch."""
-    loss_tokens: int = 0
-    """Number of tokens with loss mask 1 in the whole batch."""
 
 
 def first_others(indices: ArrayLike, cohort_indices: ArrayLike, cohort_rewards: ArrayLike) -> Float64:
@@ -115,8 +100,8 @@ def group_advantages(
     Raises ValueError for another method, shapes that do not match, rewards that are not finite, and a response
     without siblings for ``rloo``.
     """
-    _check_method(method)
-    own, others = (_float32(numbers) for numbers in (_float64(rewards), _rectangle(baseline_rewards)))
+    check_method(method)
+    own, others = (_float32(numbers) for numbers in (float64_array(rewards), _rectangle(baseline_rewards)))
     if own.ndim != 1 or others.ndim != 2 or len(others) != len(own):
         raise ValueError(
             f"group_advantages: rewards have the shape {list(own.shape)} and baseline_rewards {list(others.shape)}; "
@@ -148,73 +133,11 @@ def group_advantages(
             squares = advantages**2 + (np.where(there, advantages[:, None] - ahead, 0.0) ** 2).sum(1)
             std = np.sqrt(squares / np.maximum(k - ddof, 1))
             advantages = np.divide(advantages, std + epsilon, out=np.zeros_like(own), where=std + epsilon > 0)
-    return _like(rewards, advantages.astype(np.float32))
+    return same_kind(rewards, advantages.astype(np.float32))
 
 
-@overload
-def loss_weights(
-    loss_mask: torch.Tensor, method: Method = ..., *, max_response_len: int | None = ...,
-    share: BatchShare | None = ..., samples: ArrayLike | None = ...,
-) -> torch.Tensor: ...  # fmt: skip
-@overload
-def loss_weights(
-    loss_mask: NDArray[Any], method: Method = ..., *, max_response_len: int | None = ...,
-    share: BatchShare | None = ..., samples: ArrayLike | None = ...,
-) -> Float32: ...  # fmt: skip
-def loss_weights(
-    loss_mask: Any, method: Method = "grpo", *, max_response_len: int | None = None, share: BatchShare | None = None,
-    samples: ArrayLike | None = None,
-) -> Any:  # fmt: skip
-    """Compute the weight of every token so that ``(weights * loss).sum()`` is the method's loss: float32 [B, T].
-
-    For micro-batches, compute the weights of the whole batch and take the rows of each: the losses then add up to the
-    loss of the batch. They also add up over ranks if each gives its ``share``. DDP and FSDP average gradients over
-    ranks: multiply by ``share.ranks`` there.
-    With B responses, where response i has T_i tokens with loss:
-
-    * ``grpo``, ``gspo``: 1 / (B T_i), the mean over a response's tokens, then over the responses (GSPO's ratio is the
-      same for all tokens of a response);
-    * ``dr_grpo``: 1 / (B max_response_len), a constant, so that all tokens weigh the same in long and short responses;
-    * ``rloo``: 1 / B, as the log-probability of a response is the sum over its tokens;
-    * ``dapo``: 1 / (sum of T_i), the mean over the tokens of the batch.
-
-    Args:
-        loss_mask: mask [B, T], array or tensor; not 0 where a token has loss.
-        method: method of the loss, see above.
-        max_response_len: configured largest length of a response; needed for ``dr_grpo``.
-        share: ``batch.share``, with B and the sum of T_i of the whole batch; None takes them from ``loss_mask``.
-        samples: ``batch.sample_numbers``, int [B]: rows of the same sample are one response, whose T_i is summed over
-            them. None means that each row is a response.
-
-    Raises ValueError for another method or shape, and for ``dr_grpo`` without ``max_response_len``.
-    """
-    _check_method(method)
-    if loss_mask.ndim != 2:
-        raise ValueError(f"loss_weights: loss_mask has the shape {list(loss_mask.shape)}; give [B, T]")
-    if method == "dr_grpo" and not (max_response_len and max_response_len > 0):
-        raise ValueError(
-            f"loss_weights: dr_grpo divides by a constant, the configured one; got max_response_len={max_response_len}"
-        )
-    counted = loss_mask != 0
-    trained = counted.astype(np.float32) if isinstance(counted, np.ndarray) else counted.float()
-    numbers = np.arange(len(trained)) if samples is None else np.asarray(samples, np.int64)
-    if numbers.shape != (len(trained),):
-        raise ValueError(f"loss_weights: samples have the shape {list(numbers.shape)}; give one number per row")
-    rows = max(len(np.unique(numbers)) if share is None else share.samples, 1)
-    if method == "dr_grpo":
-        return trained / (rows * max_response_len)  # type: ignore[operator]
-    if method == "rloo":
-        return trained / rows
-    if method == "dapo":
-        return trained / max(int(counted.sum()) if share is None else share.loss_tokens, 1)
-    lengths = trained.sum(1)
-    if samples is not None:
-        of_rows = _float64(lengths)
-        lengths = _like(lengths, np.bincount(numbers, of_rows)[numbers].astype(np.float32))
-    return trained / (rows * lengths.clip(1))[:, None]
-
-
-def _check_method(method: str) -> None:
+def check_method(method: str) -> None:
+    """Raise ValueError for an unknown method."""
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
 
@@ -222,16 +145,16 @@ def _check_method(method: str) -> None:
 def _rectangle(rows: Any) -> Float64:
     """Return rows of any lengths as one array, filled up with NaN on the right."""
     if hasattr(rows, "ndim") and rows.dtype != object:
-        found = _float64(rows)
+        found = float64_array(rows)
         return found[:, None] if found.ndim == 1 else found
-    arrays = [np.atleast_1d(_float64(row)) for row in rows]
+    arrays = [np.atleast_1d(float64_array(row)) for row in rows]
     filled = np.full((len(arrays), max((len(a) for a in arrays), default=0)), np.nan)
     for row, array in zip(filled, arrays, strict=True):
         row[: len(array)] = array
     return filled
 
 
-def _float64(values: Any) -> Float64:
+def float64_array(values: Any) -> Float64:
     """Return an array, or a tensor of any device and type, as a float64 array."""
     return np.asarray(values.detach().double().cpu() if hasattr(values, "detach") else values, np.float64)
 
@@ -242,7 +165,7 @@ def _float32(rewards: Float64) -> Float64:
         return rewards.astype(np.float32).astype(np.float64)
 
 
-def _like(given: Any, found: Float32) -> Any:
+def same_kind(given: Any, found: Float32) -> Any:
     """Return ``found`` as a tensor on the device of ``given`` if that is a tensor, else unchanged."""
     if not hasattr(given, "detach"):
         return found

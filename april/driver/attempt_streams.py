@@ -22,10 +22,10 @@ from april.core import events as ev
 from april.core.types import Attempt, AttemptFailure
 from april.driver.core_view import CoreView
 from april.driver.detokenizer import Detokenizer, StopMatcher, matcher_of
-from april.driver.pace import Pace
-from april.driver.user_calls import TimeLimits
+from april.driver.loop_throttle import LoopThrottle
+from april.driver.user_calls import Timeouts
 from april.driver.user_code import FailureLog, describe, own_cancellation
-from april.driver.wire_checks import AnswerChecks, copied, refuse_bare
+from april.driver.wire_checks import AnswerChecks, copied, refuse_without_extras
 from april.engines.protocol import PIECES_AT_ONCE, BufferedStream, Chunk, Engine, EngineFinish
 from april.errors import EngineBusy, EngineError, RequestRefused, RolloutError, WeightsInUse, WireError
 from april.text.server_text import clean
@@ -33,7 +33,7 @@ from april.text.server_text import clean
 log = logging.getLogger("april")
 
 CORRUPT, WEIGHTS_WRITTEN = AttemptFailure.CORRUPT, AttemptFailure.WEIGHTS_WRITTEN
-LAST_TRIES_S = (0.05, 0.2, 0.8)
+DECODING_RETRIES_S = (0.05, 0.2, 0.8)
 """Seconds before each of the last tries to decode the text of a complete response."""
 
 
@@ -58,14 +58,14 @@ class _Stream:
     """Last error of the tokenizer."""
     rejected: _Rejected | None = None
     """Error that :meth:`AttemptStreams.catch_up` found, for the stream's task to raise."""
-    heard_s: float = 0.0
+    received_s: float = 0.0
     """Loop time at which anything was last received."""
     token_s: float = 0.0
     """Loop time at which tokens were last received, or the request was sent."""
 
-    def late(self) -> float | None:
+    def on_timeout(self) -> float | None:
         """Handle the stall timeout; returns the seconds until the next check, or None."""
-        return self.streams.look_for_tokens(self)
+        return self.streams.check_stalled(self)
 
 
 class AttemptStreams:
@@ -82,22 +82,22 @@ class AttemptStreams:
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         detokenizer: Detokenizer | None = None,
         stall_timeout_s: float | None = None,
-        pace: Pace | None = None,
+        pace: LoopThrottle | None = None,
     ) -> None:
-        self._pace = pace or Pace()
+        self._throttle = pace or LoopThrottle()
         self._engines = engines
         self._view = view
         self._post = post
         self._spawn = spawn
         self._detokenizer = detokenizer
-        self._silence = TimeLimits(stall_timeout_s)
+        self._stall_timeouts = Timeouts(stall_timeout_s)
         self._open: dict[str, _Stream] = {}
-        self.unasked: Counter[str] = Counter()
+        self.unrequested_extras: Counter[str] = Counter()
         """Number of chunks with extras that were not requested, by name of the extra."""
         self._resumed_s: dict[str, float] = {}
         """Loop time at which each engine was last resumed; infinite while it is paused."""
         self._failures = FailureLog()
-        self._sweeps = defaultdict[str, set[asyncio.Task[None]]](set)
+        self._abort_all_tasks = defaultdict[str, set[asyncio.Task[None]]](set)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -105,7 +105,7 @@ class AttemptStreams:
     def clear(self) -> None:
         """Forget all streams, after their tasks have ended."""
         self._open.clear()
-        self._silence.close()
+        self._stall_timeouts.close()
 
     def submit(self, command: do.Submit) -> None:
         """Send one attempt to its engine; an event is posted when it ends."""
@@ -124,15 +124,15 @@ class AttemptStreams:
         attempt = stream.attempt
         event: ev.AttemptEnded | ev.AttemptFailed
         try:
-            await self._pace.turn()  # thousands of attempts start together
+            await self._throttle.wait_turn()  # thousands of attempts start together
             # Wait for an abort-all call that is under way, as it would also abort a request that is sent now. For
             # training the wait is limited: if the call hangs and aborts the request later, its partial goes on. A
             # request of an evaluation would lose its tokens.
-            if sweeps := self._sweeps[attempt.engine]:
+            if sweeps := self._abort_all_tasks[attempt.engine]:
                 training = attempt.sample.evaluation is None
                 await asyncio.wait(set(sweeps), timeout=self._view.abort_resend_s if training else None)
             finish = EngineFinish.ABORT if stream.checks.aborted else await self._read(stream)
-            await self._pace.turn()  # and end together, where all are cut
+            await self._throttle.wait_turn()  # and end together, where all are cut
             event = ev.AttemptEnded.of(attempt, finish)
         except _Rejected as rejected:
             log.warning("attempt %s of %s: %s", attempt.id, attempt.sample.key, rejected)
@@ -156,9 +156,9 @@ class AttemptStreams:
             event = ev.AttemptFailed.of(attempt, f"engine {attempt.engine}: {describe(error)}")
         except asyncio.CancelledError as error:
             event = ev.AttemptFailed.of(attempt, f"engine {attempt.engine}: {describe(own_cancellation(error))}")
-        self._silence.stop(stream)
+        self._stall_timeouts.stop(stream)
         if self._open.pop(attempt.id, None) is stream:
-            self._over(stream, event)
+            self._post_end(stream, event)
 
     async def _read(self, stream: _Stream) -> EngineFinish:
         """Append the stream's chunks to the attempt's tape; returns the finish reason."""
@@ -168,8 +168,8 @@ class AttemptStreams:
             refuse_attached(attempt, engine.capabilities.attachments)
         stream.sent = True
         loop = asyncio.get_running_loop()
-        stream.heard_s = stream.token_s = loop.time()
-        self._silence.start(stream)
+        stream.received_s = stream.token_s = loop.time()
+        self._stall_timeouts.start(stream)
         chunks = stream.chunks = engine.generate(request)
         try:
             if isinstance(chunks, BufferedStream):
@@ -184,15 +184,15 @@ class AttemptStreams:
         finally:
             await chunks.aclose()  # type: ignore[attr-defined]
             self._read_text(stream)
-            self._settle(stream)
+            self._apply_final_chunk(stream)
         if stream.end is None:
             raise EngineError("the stream ended without a finish reason")
         if stream.unread:
-            self._silence.stop(stream)
-            await self._last_tries(stream)
-            self._settle(stream)
+            self._stall_timeouts.stop(stream)
+            await self._retry_decoding(stream)
+            self._apply_final_chunk(stream)
         finish = stream.checks.end(stream.end, matched=attempt.tape.stopped)
-        refuse_bare(attempt, finish)
+        refuse_without_extras(attempt, finish)
         return finish
 
     async def _read_buffered(self, stream: _Stream, chunks: BufferedStream) -> None:
@@ -203,24 +203,24 @@ class AttemptStreams:
             while await chunks.arrived():
                 if streams.get(attempt_id) is not stream:
                     return
-                stream.heard_s = loop.time()
+                stream.received_s = loop.time()
                 if chunks.waiting >= most or chunks.over or stream.rejected is not None:
-                    self._take(stream, chunks)
+                    self._accept_buffered(stream, chunks)
         finally:
             if chunks.waiting and streams.get(attempt_id) is stream:
-                self._take(stream, chunks)  # the stream was cut; keep what has arrived
+                self._accept_buffered(stream, chunks)  # the stream was cut; keep what has arrived
 
-    def _settle(self, stream: _Stream) -> None:
+    def _apply_final_chunk(self, stream: _Stream) -> None:
         """Apply the versions and extras that arrive with the last chunk; drop tokens that need them and got none."""
         tape, end = stream.attempt.tape, stream.end
         if end is not None and end.extras:
             request = stream.attempt.request
-            tape.give_rows({name: end.extras[name] for name in request.extras}, request.rows_wanted(0))
+            tape.set_extras({name: end.extras[name] for name in request.extras}, request.rows_wanted(0))
         if end is not None and end.versions is not None:
-            tape.settle(end.versions)
-        tape.cut_unsaid()
+            tape.set_versions(end.versions)
+        tape.drop_unnamed()
 
-    def silent(self, engine: str) -> tuple[str, ...]:
+    def without_tokens(self, engine: str) -> tuple[str, ...]:
         """Return the attempt ids of an engine's requests that have received no token."""
         there = [stream for stream in self._open.values() if stream.attempt.engine == engine]
         for stream in there:
@@ -244,17 +244,17 @@ class AttemptStreams:
         self._read_text(stream)
         if isinstance(stream.chunks, BufferedStream) and stream.chunks.waiting and stream.rejected is None:
             try:
-                self._take(stream, stream.chunks)
+                self._accept_buffered(stream, stream.chunks)
             except _Rejected as rejected:
                 stream.rejected = rejected  # the stream's own task raises it
 
-    def look_for_tokens(self, stream: _Stream) -> float | None:
+    def check_stalled(self, stream: _Stream) -> float | None:
         """Return the seconds left before a request counts as stalled, or post AttemptStalled and return None.
 
         Only tokens count as progress: a server, or a gateway before it, may send comments and empty events for ever.
         The time for which april has paused the engine does not count.
         """
-        limit = self._silence.seconds
+        limit = self._stall_timeouts.seconds
         assert limit is not None
         self._catch_up(stream)
         resumed_s = self._resumed_s.get(stream.attempt.engine, 0.0)
@@ -266,20 +266,20 @@ class AttemptStreams:
         self._post(ev.AttemptStalled(attempt.id, limit))
         return None
 
-    def _take(self, stream: _Stream, chunks: BufferedStream) -> None:
+    def _accept_buffered(self, stream: _Stream, chunks: BufferedStream) -> None:
         if stream.rejected is not None:
             raise stream.rejected
         for chunk in chunks.take():
             self._accept(stream, chunk)
             if len(chunk.tokens):
-                stream.token_s = stream.heard_s  # approximate: the newest piece of the batch may have no tokens
+                stream.token_s = stream.received_s  # approximate: the newest piece of the batch may have no tokens
 
     def _copied(self, attempt: Attempt, chunk: Chunk) -> Chunk:
         """Return a copy of the chunk, without extras that were not requested; warns of those once."""
         for name in chunk.extras:
             if name not in attempt.request.extras and attempt.sample.evaluation is None:
-                self.unasked[name] += 1
-                if self.unasked[name] == 1:
+                self.unrequested_extras[name] += 1
+                if self.unrequested_extras[name] == 1:
                     log.warning(
                         "engine %s gives %s with its tokens, which the setting extras does not name; it is dropped",
                         attempt.engine, clean(name, 40),
@@ -290,7 +290,7 @@ class AttemptStreams:
         """Check a chunk and put it onto the tape; raises _Rejected if it is invalid."""
         attempt = stream.attempt
         try:
-            stream.checks.piece(chunk, self._view.current)
+            stream.checks.check_next(chunk, self._view.current)
         except WireError as error:
             raise _Rejected(f"engine {attempt.engine}: {error}", len(chunk.tokens)) from None
         if chunk.finish is not None:
@@ -321,14 +321,14 @@ class AttemptStreams:
             stream.stops, stream.failure = None, error
         return not stream.unread
 
-    async def _last_tries(self, stream: _Stream) -> None:
+    async def _retry_decoding(self, stream: _Stream) -> None:
         """Try again to decode the text of a complete response, as the tokenizer may work again soon."""
-        for pause_s in LAST_TRIES_S:
+        for pause_s in DECODING_RETRIES_S:
             await asyncio.sleep(pause_s)
             if self._read_text(stream):
                 return
 
-    def _over(self, stream: _Stream, event: ev.AttemptEnded | ev.AttemptFailed) -> None:
+    def _post_end(self, stream: _Stream, event: ev.AttemptEnded | ev.AttemptFailed) -> None:
         """Post the end of an attempt; if chunks are left that the tokenizer could not decode, as a failure."""
         if stream.unread:
             attempt, unread = stream.attempt, sum(len(chunk.tokens) for chunk in stream.unread)
@@ -364,7 +364,7 @@ class AttemptStreams:
             return
         engine = self._engines[command.engine]
         if command.everything:
-            sweeps = self._sweeps[command.engine]
+            sweeps = self._abort_all_tasks[command.engine]
             task = self._spawn(self._ask_abort(engine, None))
             sweeps.add(task)
             task.add_done_callback(sweeps.discard)
@@ -386,11 +386,11 @@ class AttemptStreams:
             stream = self._open.get(attempt_id)
             if stream is not None and stream.task is not None:
                 self._catch_up(stream)
-                stream.attempt.tape.cut_unsaid()
+                stream.attempt.tape.drop_unnamed()
                 del self._open[attempt_id]
-                self._silence.stop(stream)
+                self._stall_timeouts.stop(stream)
                 stream.task.cancel()
-                self._over(stream, ev.AttemptEnded.of(stream.attempt, EngineFinish.ABORT, fenced=True))
+                self._post_end(stream, ev.AttemptEnded.of(stream.attempt, EngineFinish.ABORT, fenced=True))
 
 
 def refuse_attached(attempt: Attempt, kinds: Collection[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from april.core.attachments import Rows
-from april.core.state import RolloutCore
+from april.core.rollout_core import RolloutCore
 from april.core.types import Sample
 from april.core.versions import PolicyVersion
 

@@ -145,7 +145,7 @@ class EngineControl:
                     self._failed(command.call, error)
                 why = "" if error is None else describe(error)
                 keeps = isinstance(command, do.PauseEngine) and command.in_flight is OnWeightUpdate.KEEP
-                silent = self._streams.silent(name) if keeps and error is None else ()
+                silent = self._streams.without_tokens(name) if keeps and error is None else ()
                 if isinstance(command, do.ResumeEngine):
                     self._streams.resumed(name)
                 self._post(ev.EngineCallEnded(name, command.call, _result(error), why, "" if why else content, silent))
@@ -194,7 +194,7 @@ class EngineControl:
             )
         self._post(answer)
 
-    async def ask_all(self) -> None:
+    async def probe_all(self) -> None:
         """Have the core probe the servers, and wait until all probes have ended."""
         self._post(ev.EnginesAsked())
         if self._probes:

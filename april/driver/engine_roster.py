@@ -48,7 +48,7 @@ class EngineRoster:
             EngineError: the server could not be reached.
         """
         if not isinstance(engine, str):
-            return self._take_in(engine)
+            return self._join(engine)
         url = checked_url(engine)
         name = name_at(url)
         self._driver.require_new(name)  # before connecting, which would end the server's present session
@@ -58,14 +58,14 @@ class EngineRoster:
         try:
             found = await open_server(self._config.engine, url, api_key)
             try:
-                return self._take_in(found)
+                return self._join(found)
             except BaseException:
                 await found.close()
                 raise
         finally:
             self._joining.discard(name)
 
-    def _take_in(self, engine: Engine) -> str:
+    def _join(self, engine: Engine) -> str:
         check_engines(self._config, [engine], gathers=False, attachments=self._attachments)
         self._driver.add_engine(engine)
         self._engines.append(engine)

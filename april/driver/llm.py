@@ -80,7 +80,7 @@ ONE_CALL_AT_A_TIME = (
 AFTER_ITS_END = "llm.generate was called after its rollout function had ended"
 
 
-class Answered(NamedTuple):
+class AnsweredCall(NamedTuple):
     """A call that was answered before a restart: its answer is ``tokens[start:end]``, and its request was ``prompt``
     with ``tokens[:start]``."""
 
@@ -103,7 +103,7 @@ class Answered(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sheltered:
+class EndpointSample:
     """What an endpoint or ``llm.chat`` needs of its sample: how to generate, on ``loop``, and what was answered before.
 
     Cancelling a call of ``generate`` discards its answer.
@@ -117,11 +117,11 @@ class Sheltered:
     """Most tokens of a conversation, prompt included, that every engine has room for."""
     prompt: Prompt
     """Prompt of the sample, as its rollout function gets it."""
-    answered: Sequence[Answered] = ()
+    answered: Sequence[AnsweredCall] = ()
     """Calls answered before a restart; clients may have received the answers."""
 
 
-class Door(Protocol):
+class ClientEndpoint(Protocol):
     """An HTTP endpoint for the clients of one sample, with its address and API key."""
 
     @property
@@ -185,23 +185,23 @@ class Chat(Protocol):
         ...
 
 
-class Doors(Protocol):
+class ClientEndpoints(Protocol):
     """Opens and closes the endpoints of samples; implemented by the agents' gateway."""
 
-    def open(self, behind: Sheltered, place: Any = None) -> Door:
+    def open(self, sample: EndpointSample, place: Any = None) -> ClientEndpoint:
         """Open the endpoint of a sample; ``place`` says where, None means an address of this process's choice."""
         ...
 
-    def chat(self, behind: Sheltered) -> Chat:
+    def chat(self, sample: EndpointSample) -> Chat:
         """Return the object that answers ``llm.chat`` for a sample, on the running loop."""
         ...
 
-    def shut(self, door: Door) -> Iterable[int]:
+    def close_endpoint(self, endpoint: ClientEndpoint) -> Iterable[int]:
         """Close an endpoint; returns the numbers of the calls whose answers a client has received."""
         ...
 
 
-class Life(NamedTuple):
+class SampleRun(NamedTuple):
     """Distinguishes the runs of a sample from each other, and from samples with the same id in evaluations."""
 
     restarts: int = 0
@@ -227,24 +227,24 @@ NO_PROCESSOR = (
 class LLM:
     """Generates from the policy for one sample; a rollout function gets it as its argument ``llm``."""
 
-    __slots__ = ("_busy", "_clock", "_generate", "_open_chat", "_open_door", "_sampling", "life", "sample_id")
+    __slots__ = ("_busy", "_clock", "_generate", "_open_chat", "_open_endpoint", "_sampling", "sample_id", "sample_run")
 
     def __init__(
         self,
         sample_id: SampleId,
         sampling: SamplingParams,
         generate: GenerateFunction,
-        open_door: Callable[[Any], Door],
+        open_door: Callable[[Any], ClientEndpoint],
         open_chat: Callable[[], Chat],
         clock: Callable[[bool], None],
-        life: Life,
+        life: SampleRun,
     ) -> None:
         self.sample_id = sample_id
-        self.life = life
+        self.sample_run = life
         self._clock = clock
         self._sampling = sampling
         self._generate = generate
-        self._open_door = open_door
+        self._open_endpoint = open_door
         self._open_chat = open_chat
         self._busy = False
 
@@ -261,16 +261,16 @@ class LLM:
         batch. A request takes as long as the steps and weight updates during which it runs. The endpoint is closed
         when the function ends. Raises UsageError without a tokenizer.
         """
-        return self.door().url
+        return self.endpoint().url
 
     @property
     def api_key(self) -> str:
         """API key of the endpoint at ``base_url``."""
-        return self.door().key
+        return self.endpoint().key
 
-    def door(self, place: Any = None) -> Door:
+    def endpoint(self, place: Any = None) -> ClientEndpoint:
         """Return the endpoint of :attr:`base_url`, opened by the first call; ``place`` says where that opens it."""
-        return self._open_door(place)
+        return self._open_endpoint(place)
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
@@ -498,7 +498,7 @@ def checked_call(
     if token_ids is None:
         return None
     chain = sample.chains[0]
-    have = chain.conversation(chain.seen)
+    have = chain.conversation(chain.seen_tokens)
     if not np.array_equal(token_ids[: len(have)], have):
         if len(token_ids) == len(have) and (token_ids != have).all():
             raise UsageError(
@@ -629,16 +629,16 @@ class BlockingLLM:
     @property
     def base_url(self) -> str:
         """See :attr:`LLM.base_url`."""
-        return self._door().url
+        return self._endpoint().url
 
     @property
     def api_key(self) -> str:
         """See :attr:`LLM.api_key`."""
-        return self._door().key
+        return self._endpoint().key
 
-    def _door(self) -> Door:
-        async def opened() -> Door:
-            return self._llm.door()
+    def _endpoint(self) -> ClientEndpoint:
+        async def opened() -> ClientEndpoint:
+            return self._llm.endpoint()
 
         return asyncio.run_coroutine_threadsafe(opened(), self._loop).result()
 

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from april.core.state import RolloutCore
+from april.core.rollout_core import RolloutCore
 from april.core.weight_updates import IDLE, Phase
 from april.record.standing import EVALUATION, RESPONSES, TRAINER, Waits, waits_for, waits_of
 
@@ -18,7 +18,7 @@ log = logging.getLogger("april")
 
 WARN_AFTER_S = 60.0
 """Seconds of waiting for the same thing before a warning, unless the configuration says otherwise."""
-TELL_AFTER_S = 6.0
+REPORT_AFTER_S = 6.0
 """Seconds of waiting before the wait is written to the run's record, for ``april watch``."""
 What = tuple[Waits | str, Phase]
 """A reason for waiting, and the phase of the weight update."""
@@ -27,10 +27,10 @@ CALLS = {Waits.UPDATE: "weight_update", Waits.EVALUATION: "evaluate"}
 
 
 class LongWaits:
-    """Watches what the trainer waits for; :meth:`look` must be called after each event.
+    """Watches what the trainer waits for; :meth:`update` must be called after each event.
 
     Args:
-        core: Core from which the reason for waiting is read, unless :meth:`on` gives another.
+        core: Core from which the reason for waiting is read, unless :meth:`waiting_for` gives another.
         now: Clock of the event loop, in seconds.
         after_s: Seconds of waiting for one reason before a warning; None means never. A further warning for the same
             reason needs a wait twice as long, since some trainers wait long in every step.
@@ -42,51 +42,51 @@ class LongWaits:
         self, core: RolloutCore, now: Callable[[], float], after_s: float | None,
         patience_s: Mapping[Waits, float | None], tell: Callable[[float], None] = lambda _: None,
     ) -> None:  # fmt: skip
-        self._core, self._now, self._after_s, self._tell = core, now, after_s, tell
+        self._core, self._now, self._after_s, self._report = core, now, after_s, tell
         # user_calls.py warns of slow functions one by one
         never = dict.fromkeys((str(Waits.TRAINER), str(Waits.FUNCTIONS)))
         self._patience_s = {str(waits): limit for waits, limit in patience_s.items()} | never
-        self._what: What = TRAINER, IDLE
-        self._said: tuple[str, str] | None = None
-        """Call and reason given by :meth:`on`, for a wait that the core does not know."""
+        self._reason: What = TRAINER, IDLE
+        self._given_reason: tuple[str, str] | None = None
+        """Call and reason given by :meth:`waiting_for`, for a wait that the core does not know."""
         self._since: float | None = None
-        """Time at which the current wait began; None before the first :meth:`look`."""
-        self._told = False
+        """Time at which the current wait began; None before the first :meth:`update`."""
+        self._reported = False
         self._observed = 0
         self._timer: asyncio.TimerHandle | None = None
         self._warned: dict[What, float] = {}
         """Longest wait in seconds for which a warning was logged, by reason."""
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Update the reason for waiting; a change of the reason starts a new wait."""
         core = self._core
-        what: Waits | str = waits_of(core) if self._said is None else self._said[1]
+        what: Waits | str = waits_of(core) if self._given_reason is None else self._given_reason[1]
         if what is EVALUATION and core.context.attempts.of_evaluations:
             what = RESPONSES
         phase = core.updates.phase
         if self._since is None:
             self._since = self._now()
-        if what is not self._what[0] or phase is not self._what[1]:
-            self._what, self._told = (what, phase), False
+        if what is not self._reason[0] or phase is not self._reason[1]:
+            self._reason, self._reported = (what, phase), False
             self._begin()
 
     @contextmanager
-    def on(self, call: str, sentence: str) -> Iterator[None]:
+    def waiting_for(self, call: str, sentence: str) -> Iterator[None]:
         """Inside the block, report that ``call`` waits for what ``sentence`` says, whatever the core says."""
-        self._said = call, sentence
-        self.look()
+        self._given_reason = call, sentence
+        self.update()
         try:
             yield
         finally:
-            self._said = None
-            self.look()
+            self._given_reason = None
+            self.update()
 
     @property
-    def standing(self) -> str:
+    def current_wait(self) -> str:
         """Text of what is waited for and for how long; empty if the trainer waits for responses or nothing."""
-        if self._what[0] in (RESPONSES, TRAINER):
+        if self._reason[0] in (RESPONSES, TRAINER):
             return ""
-        what = waits_for(self._core) if self._said is None else self._said[1]
+        what = waits_for(self._core) if self._given_reason is None else self._given_reason[1]
         return f"waits for {what}, for {self.waited_s:.0f} s"
 
     @property
@@ -106,16 +106,16 @@ class LongWaits:
     def _begin(self) -> None:
         """Start a new wait now."""
         self._since = self._now()
-        if self._what[0] is RESPONSES:
+        if self._reason[0] is RESPONSES:
             self._observed = self._core.observed_tokens()
         self._arm()
 
     def _arm(self) -> None:
         """Set the timer for the current wait's next limit, unless an earlier timer is set already."""
-        if (limit := self._limit_s(self._what)) is None:
+        if (limit := self._limit_s(self._reason)) is None:
             return
         assert self._since is not None
-        at = self._since + (limit if self._told else min(limit, TELL_AFTER_S))
+        at = self._since + (limit if self._reported else min(limit, REPORT_AFTER_S))
         if self._timer is not None:
             if self._timer.when() <= at:
                 return
@@ -125,7 +125,7 @@ class LongWaits:
     def _check(self) -> None:
         """Report or warn of the current wait if it is long enough; new tokens of responses start it again."""
         self._timer = None
-        what = self._what
+        what = self._reason
         if (limit := self._limit_s(what)) is None:
             return
         if what[0] is RESPONSES and self._core.observed_tokens() != self._observed:
@@ -134,9 +134,9 @@ class LongWaits:
         since, now = self._since, self._now()
         assert since is not None
         # compare sums as _arm does: a difference is rounded otherwise, and the timer could fire again and again
-        if not self._told and now >= since + min(limit, TELL_AFTER_S):
-            self._told = True
-            self._tell(self.waited_s)
+        if not self._reported and now >= since + min(limit, REPORT_AFTER_S):
+            self._reported = True
+            self._report(self.waited_s)
         if now < since + limit:
             self._arm()
         else:
@@ -145,8 +145,8 @@ class LongWaits:
 
     def _sentence(self, what: Waits | str, waited: float) -> str:
         core = self._core
-        if self._said is not None:
-            call, why = self._said
+        if self._given_reason is not None:
+            call, why = self._given_reason
         else:
             assert isinstance(what, Waits)
             call, why = CALLS.get(what, "next_batch"), waits_for(core)
@@ -156,7 +156,8 @@ class LongWaits:
         elif what is Waits.BOUND:
             why = f"{why}. {core.leases.why_full()}"
         elif what is Waits.EVALUATION:
-            turn = "the end of a pause" if core.held else f"its turn: {len(core.attempts)} requests of training run"
+            turn = f"its turn: {len(core.attempts)} requests of training run"
+            turn = "the end of a pause" if core.pause_held else turn
             begun = any(e.version is not None for e in core.context.evaluations.values())
             why = "an engine, or functions of its own" if begun else turn
         elif what is Waits.ENGINES:

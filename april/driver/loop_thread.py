@@ -27,7 +27,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from april.concurrency.daemon_threads import DaemonPool
 from april.concurrency.garbage import collecting_less
 from april.driver.tracebacks import shorten
-from april.driver.user_code import file_of, is_aprils, is_users, refuse_inside_user_code
+from april.driver.user_code import file_of, is_april_file, is_user_file, refuse_inside_user_code
 from april.errors import AprilError, RolloutError, SchedulerClosed
 
 log = logging.getLogger("april")
@@ -84,13 +84,13 @@ class LoopThread:
         return not self._stopping
 
     @property
-    def here(self) -> bool:
+    def in_own_process(self) -> bool:
         """True in the process that created the loop; False in a forked child, which has no copy of the thread."""
         return os.getpid() == self._process
 
     def blocked(self) -> tuple[float, str]:
         """Return the seconds that user functions blocked the loop since the last call, and the worst one's name."""
-        return self._watch.take()
+        return self._watch.take_blocked()
 
     # ---------------------------------------------------------------- from any thread
 
@@ -130,7 +130,7 @@ class LoopThread:
 
     def _queue(self, function: Callable[[], None], reply: Reply[Any]) -> None:
         """Queue a function on the loop that will give ``reply``; raises SchedulerClosed or RolloutError."""
-        self._refuse_elsewhere()
+        self._refuse_other_process()
         self._pending.add(reply)
         try:
             self._loop.call_soon_threadsafe(function)
@@ -138,10 +138,10 @@ class LoopThread:
             self._pending.discard(reply)
             raise SchedulerClosed(_CLOSED) from None  # the loop was closed since the check
         if self._ended:
-            reply.give(None, CancelledError())  # the loop has ended and will not run the function
+            reply.set(None, CancelledError())  # the loop has ended and will not run the function
 
-    def _refuse_elsewhere(self) -> None:
-        if not self.here:
+    def _refuse_other_process(self) -> None:
+        if not self.in_own_process:
             raise RolloutError(
                 f"this scheduler belongs to process {self._process}, and this is process {os.getpid()}, forked off "
                 "later: threads do not live on in a fork. Create the scheduler after forking, in the process that "
@@ -195,7 +195,7 @@ class LoopThread:
             try:
                 begin(reply)
             except Exception as error:
-                reply.give(None, error)
+                reply.set(None, error)
 
         self._queue(begun, reply)
         return result_of(reply)
@@ -207,11 +207,11 @@ class LoopThread:
 
     # ---------------------------------------------------------------- the end
 
-    def waits_for(self, reply: Reply[Any]) -> bool:
+    def wait_while_responsive(self, reply: Reply[Any]) -> bool:
         """Wait for a reply as long as the loop reacts; returns False if it has not reacted for ANSWER_PATIENCE_S."""
         while True:
             alive = Reply[None]()
-            self.call_later(partial(alive.give, None))
+            self.call_later(partial(alive.set, None))
             if reply.wait(ANSWER_PATIENCE_S):
                 return True
             if not alive.done():
@@ -223,9 +223,9 @@ class LoopThread:
         Tasks, and then threads of asyncio.to_thread, have STOP_PATIENCE_S to end; after that they are left behind. A
         blocked loop is left behind after ANSWER_PATIENCE_S, or at once if ``answers`` is False.
         """
-        if not self.here:
+        if not self.in_own_process:
             return
-        self.begin_to_stop()
+        self.request_stop()
         self._thread.join(ANSWER_PATIENCE_S if answers else 0.0)
         if self._ending is not None:
             self._thread.join(STOP_PATIENCE_S)
@@ -239,9 +239,9 @@ class LoopThread:
         elif not self._pool.join(STOP_PATIENCE_S):
             log.error("a function in a thread of asyncio.to_thread does not end and is left behind")
 
-    def begin_to_stop(self, last: Callable[[], Awaitable[None]] | None = None) -> None:
+    def request_stop(self, last: Callable[[], Awaitable[None]] | None = None) -> None:
         """Stop the loop without waiting for it, from any thread or signal handler; ``last`` is awaited at the end."""
-        if self.here:
+        if self.in_own_process:
             self._stopping = True
             self.call_later(lambda: self._end(last))
 
@@ -256,12 +256,12 @@ class LoopThread:
 
     def _refuse_pending(self) -> None:
         for reply in self._pending.copy():
-            reply.give(None, CancelledError())
+            reply.set(None, CancelledError())
 
     def _where(self) -> str:
         """Describe the function that the loop's thread runs, preferring the user's to a library's that it calls."""
         inmost = frame = sys._current_frames().get(self._thread.ident or 0)
-        while frame is not None and not is_users(file_of(frame)):
+        while frame is not None and not is_user_file(file_of(frame)):
             frame = frame.f_back
         frame = frame or inmost
         if frame is None:
@@ -304,7 +304,7 @@ async def _cancel_everything(last: Callable[[], Awaitable[None]] | None) -> None
 
 
 OUTCOME = "outcome"
-LOOK_AGAIN_S = 1.0
+RECHECK_S = 1.0
 """Seconds between two checks of a waiting thread: an interrupted wait of another one may have consumed its wake-up."""
 
 
@@ -315,103 +315,103 @@ class Reply(Generic[T]):
     """
 
     def __init__(self, *heard: Callable[[Reply[T]], object]) -> None:
-        self._heard = heard
-        self._gate = threading.Lock()
-        self._gate.acquire()
-        self._given: dict[str, tuple[Any, BaseException | None]] = {}
+        self._callbacks = heard
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self._outcome: dict[str, tuple[Any, BaseException | None]] = {}
         """The outcome, once it is given; ``setdefault`` stores it atomically."""
         self._task: asyncio.Task[T] | None = None
-        self._unwanted = False
+        self._cancel_requested = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
     # ---------------------------------------------------------------- any thread
 
     def done(self) -> bool:
         """Return whether the reply was given."""
-        return bool(self._given)
+        return bool(self._outcome)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the reply is given; returns False after ``timeout`` seconds without it."""
         end = None if timeout is None else time.monotonic() + timeout
-        while not self._given:
-            left = LOOK_AGAIN_S if end is None else min(LOOK_AGAIN_S, end - time.monotonic())
+        while not self._outcome:
+            left = RECHECK_S if end is None else min(RECHECK_S, end - time.monotonic())
             if left <= 0.0:
                 return False
-            self._gate.acquire(timeout=left)
-        self._open()  # for the next waiting thread
+            self._lock.acquire(timeout=left)
+        self._release_lock()  # for the next waiting thread
         return True
 
     def result(self) -> T:
         """Wait for the result; raises the error if one was given, concurrent.futures.CancelledError if cancelled."""
         self.wait()
-        value, error = self._given[OUTCOME]
+        value, error = self._outcome[OUTCOME]
         if error is not None:
             raise error
         return value  # type: ignore[no-any-return]
 
     def error(self) -> BaseException | None:
         """Return the error that was given, or None if there is none (yet)."""
-        return self._given[OUTCOME][1] if self._given else None
+        return self._outcome[OUTCOME][1] if self._outcome else None
 
     def cancel(self) -> None:
         """Cancel the task or function that would give the reply, also before it starts."""
-        self._unwanted = True
-        if self._loop is not None and not self._given:
+        self._cancel_requested = True
+        if self._loop is not None and not self._outcome:
             with suppress(RuntimeError):  # closed
                 self._loop.call_soon_threadsafe(self._cancel_task)
 
-    def give(self, value: T | None, error: BaseException | None = None) -> None:
+    def set(self, value: T | None, error: BaseException | None = None) -> None:
         """Give a result or an error; only the first counts."""
         mine = value, error
-        if self._given.setdefault(OUTCOME, mine) is mine:
-            self._open()
-            for heard in self._heard:
+        if self._outcome.setdefault(OUTCOME, mine) is mine:
+            self._release_lock()
+            for heard in self._callbacks:
                 heard(self)
 
     # ---------------------------------------------------------------- on the loop
 
     def run(self, function: Callable[[], T]) -> None:
         """Call a plain function and give what it returns or raises."""
-        if self._unwanted:
-            self.give(None, CancelledError())
+        if self._cancel_requested:
+            self.set(None, CancelledError())
             return
         try:
             value = function()
         except BaseException as error:
-            self.give(None, error)
+            self.set(None, error)
         else:
-            self.give(value)
+            self.set(value)
 
     def follow(self, task: asyncio.Task[T]) -> None:
         """Give the result, error or cancellation of a task when it ends."""
         self._task, self._loop = task, task.get_loop()
-        task.add_done_callback(self._take)
-        if self._unwanted:
+        task.add_done_callback(self._copy)
+        if self._cancel_requested:
             task.cancel()
 
-    def _take(self, task: asyncio.Task[T]) -> None:
+    def _copy(self, task: asyncio.Task[T]) -> None:
         error = CancelledError() if task.cancelled() else task.exception()
-        self.give(None if error is not None else task.result(), error)
+        self.set(None if error is not None else task.result(), error)
 
     def _cancel_task(self) -> None:
         assert self._task is not None
         self._task.cancel()
 
-    def _open(self) -> None:
+    def _release_lock(self) -> None:
         with suppress(RuntimeError):  # the lock is released already
-            self._gate.release()
+            self._lock.release()
 
 
-EVERY_S = 0.25
-PATIENCE_S = 0.05
+WATCH_INTERVAL_S = 0.25
+SAMPLE_INTERVAL_S = 0.05
 """Seconds within which an unblocked loop reacts, and between two samples of a blocked one."""
-MOST_S = 0.25
+MAX_SAMPLE_GAP_S = 0.25
 """Most seconds counted as blocked between two samples; a longer gap means that the whole process was held up."""
-WARN_S = 1.0
+WARN_BLOCKED_S = 1.0
 """Seconds after which a warning names a call that blocks the loop, once for each function."""
 
 
-class Seen(NamedTuple):
+class BlockingFunction(NamedTuple):
     """A user's function that runs on the loop: its frame, its name with its file, and its current line."""
 
     frame: FrameType
@@ -430,10 +430,10 @@ class LoopWatch:
         self._loop = loop
         self._thread = thread
         self._closed = threading.Event()
-        self._answered = threading.Event()
+        self._responded = threading.Event()
         self._blocked: defaultdict[str, float] = defaultdict(float)
-        """Seconds for which each function blocked the loop since the last ``take``."""
-        self._told: set[str] = set()
+        """Seconds for which each function blocked the loop since the last ``take_blocked``."""
+        self._warned: set[str] = set()
 
     def start(self) -> None:
         """Start the watching thread."""
@@ -444,28 +444,28 @@ class LoopWatch:
         """Stop watching; may be called from any thread."""
         self._closed.set()
 
-    def take(self) -> tuple[float, str]:
+    def take_blocked(self) -> tuple[float, str]:
         """Return the seconds that user functions blocked the loop since the last call, and the worst one's name."""
         blocked, self._blocked = self._blocked, defaultdict(float)
         longest = max(blocked, key=lambda name: blocked[name], default="")
         return sum(blocked.values()), longest
 
     def _main(self) -> None:
-        while not self._closed.wait(EVERY_S):
-            self.look()
+        while not self._closed.wait(WATCH_INTERVAL_S):
+            self.sample()
 
-    def look(self) -> None:
+    def sample(self) -> None:
         """Queue a callback on the loop, and sample its stack until it has run; warns of blocking functions."""
-        self._answered.clear()
+        self._responded.clear()
         try:
-            self._loop.call_soon_threadsafe(self._answered.set)
+            self._loop.call_soon_threadsafe(self._responded.set)
         except RuntimeError:  # closed
             return
         before, looked_s, blocked_s = None, 0.0, 0.0
-        while not self._answered.wait(PATIENCE_S) and not self._closed.is_set():
+        while not self._responded.wait(SAMPLE_INTERVAL_S) and not self._closed.is_set():
             seen, now = self._function(), self._loop.time()
             if seen is not None and before is not None and seen.frame is before.frame:
-                passed = min(now - looked_s, MOST_S)
+                passed = min(now - looked_s, MAX_SAMPLE_GAP_S)
                 blocked_s += passed
                 self._blocked[seen.name] += passed
                 self._warn(seen, blocked_s)
@@ -473,27 +473,28 @@ class LoopWatch:
                 blocked_s = 0.0
             before, looked_s = seen, now
 
-    def _warn(self, seen: Seen, seconds: float) -> None:
-        if seconds >= WARN_S and seen.name not in self._told:
-            self._told.add(seen.name)
+    def _warn(self, seen: BlockingFunction, seconds: float) -> None:
+        if seconds >= WARN_BLOCKED_S and seen.name not in self._warned:
+            self._warned.add(seen.name)
             log.warning(
                 "%s blocks april's event loop, %.1f s so far (%s): nothing else of april runs meanwhile; make it a "
                 "plain def, which april runs in a thread, or await what it waits for",
                 seen.name, seconds, seen.line,
             )  # fmt: skip
 
-    def _function(self) -> Seen | None:
+    def _function(self) -> BlockingFunction | None:
         """Return the user's function that the loop runs now, or None if it runs april's code or waits."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         line, user = "", None
         while frame is not None and frame.f_code is not asyncio.Handle._run.__code__:  # frames below run the loop
             file = file_of(frame)
-            if user is None and is_aprils(file):
+            if user is None and is_april_file(file):
                 return None
-            if is_users(file):
+            if is_user_file(file):
                 user, line = frame, line or f"line {frame.f_lineno} of {Path(frame.f_code.co_filename).name}"
             frame = frame.f_back
         if frame is None or user is None:  # the loop waits, or runs april's own code
             return None
         code = user.f_code
-        return Seen(user, f"{code.co_qualname} (line {code.co_firstlineno} of {Path(code.co_filename).name})", line)
+        name = f"{code.co_qualname} (line {code.co_firstlineno} of {Path(code.co_filename).name})"
+        return BlockingFunction(user, name, line)

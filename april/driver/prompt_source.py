@@ -31,13 +31,13 @@ DRAW_ALLOWANCE_S = 0.005
 """Seconds that each draw adds to that budget, so that the loop waits for quick draws during the whole run."""
 
 
-class DrawPatience:
+class DrawBudget:
     """Budget of the time that the event loop may block while a thread draws prompts."""
 
     def __init__(self) -> None:
         self.left_s = QUICK_DRAW_S
 
-    def waited(self, seconds: float, *, found: bool) -> None:
+    def record_wait(self, seconds: float, *, found: bool) -> None:
         """Subtract a wait from the budget; a draw that was not ready in time (``found`` False) uses up the rest."""
         left_s = min(QUICK_DRAW_S, self.left_s + DRAW_ALLOWANCE_S - seconds) if found and self.left_s else 0.0
         self.left_s = max(0.0, left_s)
@@ -58,18 +58,18 @@ class Position(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """Result of one draw; ``stand`` is the source's position after it."""
+    """Result of one draw; ``position`` is the source's position after it."""
 
     prompts: list[Prompt]
     exhausted: bool
     error: str | None
-    stand: Position
+    position: Position
 
 
-class RestOfPrompts(NamedTuple):
-    """Iterators over the prompts after the position ``stand`` of a saved state."""
+class RemainingPrompts(NamedTuple):
+    """Iterators over the prompts after the position ``position`` of a saved state."""
 
-    stand: Position
+    position: Position
     iterator: Iterator[Any]
     more: list[Iterator[Any]]
     known: int
@@ -107,7 +107,7 @@ class PromptSource:
         self._error: str | None = None
         self.first: Prompt | None = None
         """First prompt that was drawn in this process."""
-        self._bad = 0
+        self._unusable = 0
         """1 while the error of the unusable prompt at ``position`` is not returned yet; then it counts as drawn."""
         self.epoch = 0
         """Number of complete epochs."""
@@ -118,15 +118,15 @@ class PromptSource:
         self._to_skip = 0
         self._expected = NOTHING_DRAWN
         """Digest that the skipped prompts must have."""
-        self._others: str | None = None
+        self._changed_error: str | None = None
         """Error message if ``extend`` gave other prompts than before a restart; nothing more is drawn then."""
-        self._stand = Position()
+        self._handed_over = Position()
         """Position after the prompts that were handed over."""
-        self._more: list[Iterator[Any]] = []
+        self._extensions: list[Iterator[Any]] = []
         """Iterators from ``extend`` that no draw has reached yet."""
         self._failed = False
         """True if the iterator raised and has yielded nothing since."""
-        self._over = ""
+        self._source_error = ""
         """Error message if the iterator failed and cannot be started again; empty otherwise."""
         self.is_slow = self._reader.is_slow or not isinstance(prompts, Sequence)
         """True if a draw may take long, as it may read files or query a server."""
@@ -156,7 +156,7 @@ class PromptSource:
                 "the same in every pass; give more in the last one"
             )
         # a draw may be using the iterator at this moment
-        self._more.append(self._begin(prompts, self.epoch))
+        self._extensions.append(self._begin(prompts, self.epoch))
         self.is_slow |= not isinstance(prompts, Sequence)
 
     # ---------------------------------------------------------------- drawing
@@ -167,10 +167,10 @@ class PromptSource:
 
     def hand_over(self, draw: Draw) -> tuple[list[Prompt], bool, str | None]:
         """Count fetched prompts as drawn, and return them as :meth:`draw` does; ``extend`` may have added others."""
-        self._stand = draw.stand
+        self._handed_over = draw.position
         if self.first is None and draw.prompts:
             self.first = draw.prompts[0]
-        return draw.prompts, draw.exhausted and not self._more, draw.error
+        return draw.prompts, draw.exhausted and not self._extensions, draw.error
 
     def fetch(self, count: int) -> Draw:
         """Draw up to ``count`` prompts without counting them as handed over; may run in a thread, one at a time."""
@@ -187,28 +187,28 @@ class PromptSource:
                 if prompts:
                     break
                 error, self._error = self._error, None
-                if self._bad:
+                if self._unusable:
                     self.position += 1
-                    self._digest = _and(self._digest, None)
-                self._bad = 0
+                    self._digest = _next_digest(self._digest, None)
+                self._unusable = 0
                 return [], False, error
             try:
                 if self._failed:
-                    self._go_on()
+                    self._restart_iterator()
                 self._skip()
-                if self._others is not None:
-                    return prompts, False, self._others
+                if self._changed_error is not None:
+                    return prompts, False, self._changed_error
                 item = next(self._iterator)
                 self._failed = False
             except StopIteration:
-                if self._failed and not self._over:
-                    self._over = _ended_with_a_failure(self.epoch, self.position)
-                if self._more:
-                    self._iterator, self._extended = self._more.pop(0), True
-                    self._failed, self._over = False, ""
+                if self._failed and not self._source_error:
+                    self._source_error = _ended_with_a_failure(self.epoch, self.position)
+                if self._extensions:
+                    self._iterator, self._extended = self._extensions.pop(0), True
+                    self._failed, self._source_error = False, ""
                     continue
-                if self._over:
-                    self._error = self._over
+                if self._source_error:
+                    self._error = self._source_error
                     continue
                 try:
                     if not self._next_epoch():
@@ -225,28 +225,28 @@ class PromptSource:
             try:
                 prompts.append(self._prompt(item, self.position, self.epoch))
                 self.position += 1
-                self._digest = _and(self._digest, prompts[-1])
+                self._digest = _next_digest(self._digest, prompts[-1])
             except ConfigError as error:
-                self._error, self._bad = str(error), 1
+                self._error, self._unusable = str(error), 1
         return prompts, False, None
 
-    def _go_on(self) -> None:
+    def _restart_iterator(self) -> None:
         """Restart an iterator that raised, and skip to the old position, as a generator that raised has ended."""
         if self._once or self._extended or getattr(self._prompts, "resumes", False):
             return  # such a source cannot be restarted, so ask the same iterator again
         iterator, digest = self._begin(self._prompts, self.epoch), NOTHING_DRAWN
         for _ in range(self.position):
-            digest = self._marked(digest, next(iterator))
+            digest = self._digest_with(digest, next(iterator))
         if digest != self._digest:
-            self._over = _others(self.epoch, self.position, "a failure of their source")
+            self._source_error = _others(self.epoch, self.position, "a failure of their source")
             iterator = iter(())
         self._iterator, self._failed = iterator, False
 
-    def _marked(self, digest: bytes, item: Any) -> bytes:
+    def _digest_with(self, digest: bytes, item: Any) -> bytes:
         try:
-            return _and(digest, self._prompt(item, 0, again=True))
+            return _next_digest(digest, self._prompt(item, 0, again=True))
         except ConfigError:
-            return _and(digest, None)
+            return _next_digest(digest, None)
 
     def _prompt(self, item: Any, position: int, epoch: int = 0, *, again: bool = False) -> Prompt:
         """Make a prompt of an item; raises ConfigError if it is unusable. ``again`` says that it was drawn before."""
@@ -276,17 +276,17 @@ class PromptSource:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last prompts handed over; a running draw does not count."""
-        stand = self._stand
+        stand = self._handed_over
         return {**stand._asdict(), "digest": stand.digest.hex()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the position of another source over the same prompts; raises as :meth:`rest_from`."""
-        self.go_on_with(self.rest_from(state))
+        """Continue at the position of another source over the same prompts; raises as :meth:`remaining_after`."""
+        self.continue_with(self.remaining_after(state))
 
-    def rest_from(self, state: Mapping[str, Any]) -> RestOfPrompts:
+    def remaining_after(self, state: Mapping[str, Any]) -> RemainingPrompts:
         """Skip the prompts drawn before a restart and check that they are the same; takes as long as drawing them.
 
-        Only :meth:`go_on_with` changes the source. Prompts that ``extend`` gave before the restart may be given later.
+        Only :meth:`continue_with` changes the source. Prompts that ``extend`` gave before the restart may come later.
 
         Raises:
             CheckpointError: the prompts are others, in another order, or fewer; or the state is damaged, or of an epoch
@@ -297,7 +297,8 @@ class PromptSource:
         if self._epochs is not None and epoch >= self._epochs:
             raise CheckpointError(f"the state was saved in epoch {epoch}, the configuration has epochs={self._epochs}")
         if getattr(self._prompts, "resumes", False):
-            return RestOfPrompts(stand, self._iterator, list(self._more), len(self._more), stand.digest, 0)
+            more = list(self._extensions)
+            return RemainingPrompts(stand, self._iterator, more, len(more), stand.digest, 0)
         once = self._once
         if once:
             self._iterator, iterator = tee(self._iterator)
@@ -306,18 +307,18 @@ class PromptSource:
                 iterator = self._begin(self._prompts, epoch)
             except (Exception, SystemExit) as error:
                 raise CheckpointError(f"epoch {epoch} could not begin: {describe(error)}") from error
-        pairs = [tee(rest) for rest in self._more]
-        self._more[: len(pairs)] = [mine for mine, _ in pairs]
+        pairs = [tee(rest) for rest in self._extensions]
+        self._extensions[: len(pairs)] = [mine for mine, _ in pairs]
         more = [theirs for _, theirs in pairs]
         try:
-            return self._passed_over(RestOfPrompts(stand, iterator, more, len(more), NOTHING_DRAWN, stand.position))
+            return self._skip_drawn(RemainingPrompts(stand, iterator, more, len(more), NOTHING_DRAWN, stand.position))
         except BaseException:
             if not once:
                 self._iterator = self._begin(self._prompts, self.epoch)
             raise
 
-    def _passed_over(self, rest: RestOfPrompts) -> RestOfPrompts:
-        epoch, count, digest, extended = rest.stand
+    def _skip_drawn(self, rest: RemainingPrompts) -> RemainingPrompts:
+        epoch, count, digest, extended = rest.position
         iterator, more, found, wrong = rest.iterator, list(rest.more), NOTHING_DRAWN, ""
         for position in range(count):
             try:
@@ -333,35 +334,35 @@ class PromptSource:
             if item is _END:
                 raise CheckpointError(_ended(position, epoch, count))
             try:
-                found = _and(found, self._prompt(item, position, epoch, again=True))
+                found = _next_digest(found, self._prompt(item, position, epoch, again=True))
             except ConfigError as error:
-                found, wrong = _and(found, None), wrong or f" ({error})"
+                found, wrong = _next_digest(found, None), wrong or f" ({error})"
         if found != digest:
             raise CheckpointError(_others(epoch, count) + wrong)
         return rest._replace(iterator=iterator, more=more, found=found, missing=0)
 
-    def go_on_with(self, rest: RestOfPrompts) -> None:
-        """Continue with the iterators that :meth:`rest_from` returned."""
-        stand, self._iterator = rest.stand, rest.iterator
-        self._more = [*rest.more, *self._more[rest.known :]]
+    def continue_with(self, rest: RemainingPrompts) -> None:
+        """Continue with the iterators that :meth:`remaining_after` returned."""
+        stand, self._iterator = rest.position, rest.iterator
+        self._extensions = [*rest.more, *self._extensions[rest.known :]]
         self.epoch, self.position, self._extended = stand.epoch, stand.position, stand.extended
         self._digest, self._to_skip, self._expected = rest.found, rest.missing, stand.digest
-        self._stand = stand
+        self._handed_over = stand
 
     def _skip(self) -> None:
         """Skip missing prompts that were drawn before the restart; raises StopIteration if there are no more yet."""
         while self._to_skip:
             item = next(self._iterator)
             self._to_skip -= 1
-            self._digest = self._marked(self._digest, item)
+            self._digest = self._digest_with(self._digest, item)
             if not self._to_skip and self._digest != self._expected:
-                self._others = _others(self.epoch, self.position)
+                self._changed_error = _others(self.epoch, self.position)
 
 
 _END = object()
 
 
-def _and(digest: bytes, prompt: Prompt | None) -> bytes:
+def _next_digest(digest: bytes, prompt: Prompt | None) -> bytes:
     """Return the digest after one more prompt; None stands for an unusable one."""
     ids = b"" if prompt is None else prompt.token_ids.astype("<i4").tobytes()
     if prompt is not None and not ids:  # a prompt without tokens is identified by its data
@@ -418,7 +419,7 @@ def warn_of_equal_rollouts(seed: int, first: Prompt) -> threading.Thread | None:
         return None
     if torch_ranks.get_world_size() < 2:
         return None
-    digest = hashlib.sha256(f"{seed}/".encode() + _and(NOTHING_DRAWN, first)).hexdigest()[:32]
+    digest = hashlib.sha256(f"{seed}/".encode() + _next_digest(NOTHING_DRAWN, first)).hexdigest()[:32]
     if digest in _said:
         return None
     _said.add(digest)

@@ -1,6 +1,6 @@
 """Defines the responses that reward functions receive, and checks the rewards and verdicts that they return.
 
-``core/lives.py`` decides what happens when a function raises.
+``core/function_results.py`` decides what happens when a function raises.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from april.core.numbers import wrong_reward
 from april.core.tape import Float32, Int32
 from april.core.types import FinishReason, Prompt, Sample, SampleId
+from april.core.value_checks import wrong_reward
 from april.driver.detokenizer import Detokenizer
 from april.errors import UsageError
 

@@ -24,21 +24,21 @@ from april.core import events as ev
 from april.core import snapshot
 from april.core.batch import Batch
 from april.core.event_pump import EventPump, Observer, RequestLog
+from april.core.rollout_core import RolloutCore
 from april.core.run_times import Fits, RunTimes, bottleneck
 from april.core.sampling import LogprobKind, SamplingParams
-from april.core.sealed import State, require_sealed, seal
 from april.core.settings import CoreSettings, EngineLimits
-from april.core.state import RolloutCore
+from april.core.state_checksum import State, seal, verify_checksum
 from april.core.types import AttemptFailure, DropReason, FinishReason, Prompt, SampleId, SampleState
 from april.core.versions import PolicyVersion
+from april.driver.command_executor import CommandExecutor, limits_of
 from april.driver.core_view import CoreView
-from april.driver.limit import StepLimit
-from april.driver.local_host import LocalHost, limits_of
 from april.driver.long_waits import LongWaits
-from april.driver.prompt_source import DrawPatience, Position, PromptSource, RestOfPrompts, warn_of_equal_rollouts
+from april.driver.prompt_source import DrawBudget, Position, PromptSource, RemainingPrompts, warn_of_equal_rollouts
 from april.driver.rewards import EvaluationResult
 from april.driver.sample_functions import RolloutSettings, UserFunctions
-from april.driver.user_calls import marked
+from april.driver.step_limit import StepLimit
+from april.driver.user_calls import run_as_user_code
 from april.driver.user_code import Outcome, describe
 from april.driver.weight_update import OpenUpdates, Transfer, WeightUpdate, directory_for
 from april.engines.http.weight_directories import is_adapter
@@ -63,7 +63,7 @@ log = logging.getLogger("april")
 
 T = TypeVar("T")
 EvaluationEnd = do.EvaluationDone | do.EvaluationFailed
-UNENDED = 16
+MAX_WITHOUT_END = 16
 """Number of responses without an end-of-sequence token, from the first on, after which a warning is logged."""
 EVALUATION_ERRORS = {
     None: RolloutError, AttemptFailure.CORRUPT: WireError, AttemptFailure.REFUSED: RequestRefused,
@@ -78,7 +78,7 @@ class DriverOptions:
 
     check: bool = False
     """True if the core's whole state is cross-checked after every event."""
-    draws_beside: bool = False
+    draw_in_thread: bool = False
     """True if slow prompts are drawn in a thread; False on a virtual clock, which would not wait for the thread."""
     record: RunRecord | None = None
     config: Mapping[str, Any] | None = None
@@ -122,12 +122,12 @@ class RolloutDriver:
         )  # fmt: skip
         self.sampling = rollouts.sampling
         self._source = source
-        self._patience = DrawPatience()
+        self._patience = DrawBudget()
         self._drawing = False
         self._broken: AprilError | None = None
         self._loading = False
         self._ranks_told = False
-        self._unended: int | None = 0
+        self._without_end: int | None = 0
         """Number of delivered responses, if all of them reached the length limit; None once one was shorter, or once
         the warning about it was logged."""
         self.handed_out: int | None = None
@@ -139,25 +139,25 @@ class RolloutDriver:
         """Futures of callers that wait until no request of training is running."""
         self._outputs: dict[SampleId, Any] = {}
         """Return values of the rollout functions of delivered samples, kept while a saved state may need them."""
-        self._held = False
+        self._pause_held = False
         """True from the trainer's call of :meth:`pause` until its call of :meth:`resume`."""
         self._evaluations: dict[int, asyncio.Future[EvaluationEnd]] = {}
-        self._full: asyncio.Future[None] | None = None
+        self._too_many_untrained: asyncio.Future[None] | None = None
         """Future that ends a blocking ``next_batch`` when so many batches are untrained that no other can come."""
         self._context = copy_context()
         self._evaluation_numbers = itertools.count()
-        self._exclusive = asyncio.Lock()
-        self._pausing = asyncio.Lock()
-        self._holds = AsyncExitStack()
-        self._asking = asyncio.Lock()
+        self._pause_lock = asyncio.Lock()
+        self._pause_call_lock = asyncio.Lock()
+        self._pause_stack = AsyncExitStack()
+        self._update_lock = asyncio.Lock()
         """Lock that lets calls request their weight updates one after the other, in the order of the calls."""
         self._closing: asyncio.Task[None] | None = None
         self._leaving: dict[str, asyncio.Future[None]] = {}
         """Futures of callers that wait until an engine is removed, by engine name."""
         self.updates = OpenUpdates(self.post)
-        self.local = LocalHost(
+        self.executor = CommandExecutor(
             CoreView(self.core), engines, functions, self._settings,
-            post=self.post, failed=self.updates.failed, broke=self._break,
+            post=self.post, failed=self.updates.failed, broke=self._stop_with_error,
         )  # fmt: skip
         # stalled requests have a timeout of their own, stall_timeout_s
         patience_s = {Waits.RESPONSES: None if rollouts.stall_timeout_s else rollouts.warn_after_s}
@@ -165,7 +165,7 @@ class RolloutDriver:
         self.long_waits = LongWaits(self.core, self.now, rollouts.warn_after_s, patience_s, tell)
         observers: list[Observer] = [self.requests] if self.recorder is None else [self.recorder, self.requests]
         self._pump = EventPump(self.core, {
-            **self.local.executors,
+            **self.executor.handlers,
             do.DrawPrompts: self._draw,
             do.ReportDrop: self._report_drop,
             do.StartTimer: self._start_timer,
@@ -182,7 +182,7 @@ class RolloutDriver:
         }, observers=observers)  # fmt: skip
 
     def __repr__(self) -> str:
-        waits = self.long_waits.standing
+        waits = self.long_waits.current_wait
         return f"{self.core!r}{', ' if waits else ''}{waits}"
 
     # ---------------------------------------------------------------- for the scheduler
@@ -200,7 +200,7 @@ class RolloutDriver:
         not make one meanwhile, so RolloutError is raised instead.
         """
         self._raise_if_broken()
-        self._note_handed_out()
+        self._forget_handed_out()
         there = self._batch is not None and self._batch.done()
         if blocks and not there:
             self._refuse_paused("next_batch")
@@ -212,8 +212,8 @@ class RolloutDriver:
             self._batch = asyncio.get_running_loop().create_future()
             self.post(ev.StepRequested())
         future = self._batch
-        self._full = asyncio.get_running_loop().create_future()
-        ends: list[asyncio.Future[Any]] = [future, self._full] if blocks else [future]
+        self._too_many_untrained = asyncio.get_running_loop().create_future()
+        ends: list[asyncio.Future[Any]] = [future, self._too_many_untrained] if blocks else [future]
         # if this call is cancelled here, the next call gets the batch
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if not future.done():
@@ -221,11 +221,11 @@ class RolloutDriver:
         if future.exception() is not None and self._batch is future:
             self._batch = None
         batch = future.result()
-        with self.long_waits.on("next_batch", "engines to end what they still compute on the trainer's model"):
-            await self.quiet()
+        with self.long_waits.waiting_for("next_batch", "engines to end what they still compute on the trainer's model"):
+            await self.wait_until_engines_idle()
         return batch
 
-    def _note_handed_out(self) -> None:
+    def _forget_handed_out(self) -> None:
         """Forget a batch that the trainer has received, and an error of the last weight update, which may be gone."""
         future = self._batch
         if future is None or not future.done():
@@ -237,7 +237,7 @@ class RolloutDriver:
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
         """Pause generation for training inside the block; only one block runs at a time."""
-        async with self._exclusive:
+        async with self._pause_lock:
             self._raise_if_broken()
             future = asyncio.get_running_loop().create_future()
             self._pauses.append(future)
@@ -250,24 +250,24 @@ class RolloutDriver:
 
     async def pause(self) -> None:
         """Pause generation for training until :meth:`resume`, and wait until it stands still; idempotent."""
-        async with self._pausing:
-            if self._held:
+        async with self._pause_call_lock:
+            if self._pause_held:
                 return
-            self._held = True
+            self._pause_held = True
             try:
-                await self._holds.enter_async_context(self.paused())
+                await self._pause_stack.enter_async_context(self.paused())
             except BaseException:
-                self._held = False
+                self._pause_held = False
                 raise
 
     async def resume(self) -> None:
         """End the trainer's pause, if there is one."""
-        async with self._pausing:
-            self._held = False
-            await self._holds.aclose()
+        async with self._pause_call_lock:
+            self._pause_held = False
+            await self._pause_stack.aclose()
 
     def _refuse_paused(self, call: str) -> None:
-        if self._held:
+        if self._pause_held:
             raise RolloutError(f"{call} would wait for ever, as generation is paused; call resume() first")
 
     async def evaluate(
@@ -282,15 +282,15 @@ class RolloutDriver:
             RolloutError: there is no reward function, or a rollout or reward function failed; names the prompt.
             EngineError: no engine is left. A request that fails starts again on another engine, with the same seed.
         """
-        local, samples = self.local, self.local.samples
+        local, samples = self.executor, self.executor.samples
         self._refuse_paused("evaluate")
         if local.functions.reward is None and local.functions.group_reward is None:
             raise RolloutError("evaluate needs a reward function; give the scheduler reward= or group_reward=")
-        await self.ask_engines()
+        await self.probe_engines()
         self._raise_if_broken()
         number = next(self._evaluation_numbers)
         end = self._evaluations[number] = asyncio.get_running_loop().create_future()
-        plain = local.plain_rollout  # each needs a thread, so run no more than can generate
+        plain = local.rollout_is_plain  # each needs a thread, so run no more than can generate
         self.post(
             ev.EvaluationRequested(
                 evaluation=number, prompts=prompts, n_samples=n_samples, sampling=sampling, seed=seed,
@@ -300,20 +300,20 @@ class RolloutDriver:
         try:
             ended = await asyncio.shield(end)
             groups = () if isinstance(ended, do.EvaluationFailed) else ended.groups
-            responses = samples.evaluated(groups)
+            responses = samples.evaluation_responses(groups)
         except asyncio.CancelledError:
             self.post(ev.EvaluationCancelled(number))
             await asyncio.wait([end])  # until its requests have ended, at the abort deadline at the latest
-            await samples.cleaned_up()
+            await samples.wait_for_cancelled()
             raise
         finally:
-            raised = samples.raised.pop(number, None)
+            raised = samples.evaluation_errors.pop(number, None)
         if isinstance(ended, do.EvaluationFailed):
-            await samples.cleaned_up()
+            await samples.wait_for_cancelled()
             error = EVALUATION_ERRORS.get(ended.kind, EngineError)
             raise error(ended.error) from (raised if error is RolloutError else None)
         if self._batch is None:  # no batch is requested, so the trainer may use its model now
-            await self.quiet()
+            await self.wait_until_engines_idle()
         return EvaluationResult(responses, np.array([[s.reward for s in g.samples] for g in ended.groups], np.float64))
 
     async def update_weights(
@@ -337,19 +337,19 @@ class RolloutDriver:
         self._raise_if_broken()
         update = update or WeightUpdate(transfer)
         path = directory_for(
-            self._here(), self._servers(), path, written=update.transfers,
+            self._local_engines(), self._servers(), path, written=update.transfers,
             in_flight=self.core.settings.on_weight_update,
         )  # fmt: skip
-        self._out("weight_update", trained)
-        async with self._asking:
+        self._uncommitted("weight_update", trained)
+        async with self._update_lock:
             content = await self._content_of(path)
             self._raise_if_broken()
             if trained is None:
-                out = self._out("weight_update", trained)
+                out = self._uncommitted("weight_update", trained)
                 trained = min((b for b in out if b > self.core.updates.trained), default=max(out, default=None))
             adapter = path is not None and is_adapter(path)
             self.updates.begin(
-                update, path=path, content=content, adapter=adapter, trained=trained, held=self._held,
+                update, path=path, content=content, adapter=adapter, trained=trained, held=self._pause_held,
                 version=self._named(label),
             )  # fmt: skip
         return await update.ended(self.updates)
@@ -366,12 +366,12 @@ class RolloutDriver:
         return self.core.clock.current._replace(n=label)
 
     async def _content_of(self, path: str | None) -> str:
-        return "" if path is None else await self.local.engine_control.content_of(path)
+        return "" if path is None else await self.executor.engine_control.content_of(path)
 
     def commit(self, batch_id: int) -> None:
         """Commit this batch and all before it, without a weight update."""
         self._raise_if_broken()
-        for out in self._out("commit", batch_id):
+        for out in self._uncommitted("commit", batch_id):
             if out <= batch_id:
                 self.post(ev.BatchCommitted(out))
 
@@ -391,11 +391,11 @@ class RolloutDriver:
                 "a matter of the configuration (max_staleness)"
             )
         self.post(ev.StalenessLowered(bound))
-        if self.core.train_first and self._full is not None and not self._full.done():
-            self._full.set_result(None)
+        if self.core.train_first and self._too_many_untrained is not None and not self._too_many_untrained.done():
+            self._too_many_untrained.set_result(None)
         return bound
 
-    def _out(self, call: str, named: int | None) -> list[int]:
+    def _uncommitted(self, call: str, named: int | None) -> list[int]:
         """Return the uncommitted batches that the trainer has; raises ConfigError if it never got batch ``named``."""
         if named is not None and (isinstance(named, bool) or not isinstance(named, int)):
             raise ConfigError(f"{call}: a batch is named by its number, batch.id; got {named!r}")
@@ -405,20 +405,20 @@ class RolloutDriver:
             raise ConfigError(f"{call}: there is no batch {named}; {there}")
         return [b for b in self.core.leased if b <= newest]
 
-    async def quiet(self) -> None:
+    async def wait_until_engines_idle(self) -> None:
         """Wait until no engine computes on the trainer's model; a fenced attempt may still do so for a while."""
-        await self.local.quiet()
+        await self.executor.wait_until_engines_idle()
 
-    async def ask_engines(self) -> None:
+    async def probe_engines(self) -> None:
         """Wait until all servers have answered a probe."""
-        await self.local.engine_control.ask_all()
+        await self.executor.engine_control.probe_all()
 
-    def _here(self) -> list[Engine]:
-        return list(self.local.engines.values())
+    def _local_engines(self) -> list[Engine]:
+        return list(self.executor.engines.values())
 
     def _servers(self) -> list[str]:
         """Return the names of the engines that do not read the trainer's model in place."""
-        able = {name: engine.capabilities for name, engine in self.local.engines.items()}
+        able = {name: engine.capabilities for name, engine in self.executor.engines.items()}
         return [name for name, can in able.items() if can.remote and not can.shares_weights]
 
     def _present_engines(self) -> list[EngineLimits]:
@@ -436,7 +436,7 @@ class RolloutDriver:
         self.require_new(name)
         if (wrong := self.core.engines.unfit(limits)) is not None:
             raise ConfigError(f"add_engine: {wrong}")
-        self.local.take_in(name, engine)
+        self.executor.add_engine(name, engine)
         self.post(ev.EnginesJoined([limits]))
 
     def require_new(self, name: str) -> None:
@@ -450,21 +450,21 @@ class RolloutDriver:
         Raises ConfigError if there is no such engine.
         """
         self._raise_if_broken()
-        engine = self.local.engines.get(name)
+        engine = self.executor.engines.get(name)
         if engine is None:
-            names = ", ".join(self.local.engines) or "none"
+            names = ", ".join(self.executor.engines) or "none"
             raise ConfigError(f"remove_engine: there is no engine {name}; there are {names}")
         gone = self._leaving.setdefault(name, asyncio.get_running_loop().create_future())
         self.post(ev.EngineLeaving(name, cut))
         await asyncio.shield(gone)
         return engine
 
-    def _let_go(self) -> None:
+    def _remove_idle_engines(self) -> None:
         """Remove the engines that are to leave and have no requests any more."""
         for name in [name for name in self._leaving if not self.core.engines.states[name].in_flight]:
             gone = self._leaving.pop(name)
             self.post(ev.EnginesLeft([name]))
-            del self.local.engines[name]
+            del self.executor.engines[name]
             gone.set_result(None)
 
     # ---------------------------------------------------------------- data and restarts
@@ -479,10 +479,10 @@ class RolloutDriver:
         self._raise_if_broken()
         if self._loading:
             raise CheckpointError("a state is being loaded; take one when load_state_dict has returned")
-        self.local.streams.catch_up()
+        self.executor.streams.catch_up()
         core, prompts = snapshot.take(self.core, trained_through), self._source.state_dict()
         content: dict[str, Any] = {"core": core, "prompts": prompts, "sampling": sampling_out(self.sampling)}
-        if outputs := outputs_out(self.core.settings, core, self._outputs | self.local.samples.outputs()):
+        if outputs := outputs_out(self.core.settings, core, self._outputs | self.executor.samples.outputs()):
             content["outputs"] = outputs
         return seal(KIND, content)
 
@@ -495,7 +495,9 @@ class RolloutDriver:
         Arguments and errors are those of :meth:`update_weights`; also raises CheckpointError.
         """
         update = update or WeightUpdate(transfer)
-        path = directory_for(self._here(), self._servers(), path, written=update.transfers, what="load_state_dict")
+        path = directory_for(
+            self._local_engines(), self._servers(), path, written=update.transfers, what="load_state_dict"
+        )  # fmt: skip
         core, prompts, sampling = parts_of(state)
         outputs = outputs_in(state.get("outputs", ()))
         self._refuse_paused("load_state_dict")
@@ -509,17 +511,18 @@ class RolloutDriver:
                 raise CheckpointError("prompts are being drawn for this scheduler; load the state into a new one")
             self._loading = True
             try:
-                with self.long_waits.on("load_state_dict", "the prompts drawn before, which are gone through again"):
+                again = "the prompts drawn before, which are gone through again"
+                with self.long_waits.waiting_for("load_state_dict", again):
                     rest = await self._rest_from(prompts)
-                refuse_undrawn(trial, rest.stand)
+                refuse_undrawn(trial, rest.position)
                 log_changes(trial, core)
 
                 def restore() -> None:
-                    self._source.go_on_with(rest)
+                    self._source.continue_with(rest)
                     snapshot.restore(self.core, core)
                     for sample in self.core.buffer.samples():
                         if sample.state is SampleState.FINISHED and sample.id in outputs:
-                            self.local.samples.returned_before(sample, outputs[sample.id])
+                            self.executor.samples.restore_output(sample, outputs[sample.id])
                     if self.recorder is not None:
                         self.recorder.restored(core)
 
@@ -535,11 +538,12 @@ class RolloutDriver:
                 self._loading = False
         return self.core.clock.current
 
-    async def _rest_from(self, prompts: dict[str, Any]) -> RestOfPrompts:
+    async def _rest_from(self, prompts: dict[str, Any]) -> RemainingPrompts:
         """Skip the prompts that were drawn before a restart, in a thread if the source may be slow."""
-        if not (self._options.draws_beside and self._source.is_slow):
-            return self._source.rest_from(prompts)
-        rest: RestOfPrompts = await self.local.worker_threads.call(marked, self._source.rest_from, prompts)
+        if not (self._options.draw_in_thread and self._source.is_slow):
+            return self._source.remaining_after(prompts)
+        threads, remaining_after = self.executor.worker_threads, self._source.remaining_after
+        rest: RemainingPrompts = await threads.call(run_as_user_code, remaining_after, prompts)
         return rest
 
     async def close(self) -> None:
@@ -554,7 +558,7 @@ class RolloutDriver:
         self.long_waits.close()
         if self._auto is not None:
             await self._auto.closed()
-        await self.local.close()
+        await self.executor.close()
         if self.recorder is not None:
             self.recorder.close()
 
@@ -563,17 +567,17 @@ class RolloutDriver:
         if self._broken is not None:
             return
         try:
-            follows = self._pump.runs
+            follows = self._pump.running
             self._pump.post(event)
             if not follows:  # a nested event is handled by the outermost call
-                self._times.look(self.now())
-                self.long_waits.look()
-                self._let_go()
+                self._times.update(self.now())
+                self.long_waits.update()
+                self._remove_idle_engines()
         except Exception as error:
             # the core's state is inconsistent, so nothing that follows could be trusted
-            self._break(error)
+            self._stop_with_error(error)
 
-    def _break(self, error: BaseException) -> None:
+    def _stop_with_error(self, error: BaseException) -> None:
         """Stop after an unexpected error, and raise it in all waiting calls."""
         if self._broken is not None:
             return
@@ -588,7 +592,7 @@ class RolloutDriver:
 
     def _draw(self, command: do.DrawPrompts) -> None:
         source, count = self._source, command.count
-        if not (self._options.draws_beside and source.is_slow):
+        if not (self._options.draw_in_thread and source.is_slow):
             self.post(ev.PromptsDrawn(*source.draw(count)))
             return
 
@@ -600,12 +604,12 @@ class RolloutDriver:
                 return
             self._drawing = False
             if outcome.error is not None:
-                self._break(outcome.error)
+                self._stop_with_error(outcome.error)
             else:
                 self.post(ev.PromptsDrawn(*source.hand_over(outcome.take())))
 
         try:
-            job = self.local.worker_threads.run(self._context.copy(), marked, (source.fetch, count), ended)
+            job = self.executor.worker_threads.run(self._context.copy(), run_as_user_code, (source.fetch, count), ended)
         except RolloutError as error:
             self.post(ev.PromptsDrawn([], exhausted=False, error=str(error)))
             return
@@ -613,7 +617,7 @@ class RolloutDriver:
         now = asyncio.get_running_loop().time
         began = now()
         quick = bool(wait([job], self._patience.left_s).done) and job.result().error is None
-        self._patience.waited(now() - began, found=quick)
+        self._patience.record_wait(now() - began, found=quick)
         if quick:
             self.post(ev.PromptsDrawn(*source.hand_over(job.result().take())))
         else:
@@ -644,8 +648,8 @@ class RolloutDriver:
     def _deliver(self, command: do.Deliver) -> None:
         batch = command.batch
         samples = [sample.id for sample in batch.samples]
-        outputs = {name: output for name in samples if (output := self.local.samples.output_of(name)) is not None}
-        self.local.samples.forget(samples)
+        outputs = {name: output for name in samples if (output := self.executor.samples.output_of(name)) is not None}
+        self.executor.samples.forget(samples)
         if outputs:
             batch = replace(batch, samples=tuple(replace(s, output=outputs.get(s.id)) for s in batch.samples))
         if self._outputs or outputs:
@@ -654,7 +658,7 @@ class RolloutDriver:
         times = self._times.delivered(self.now())
         blocked_s, blocking = self._options.blocked()
         times |= {"loop_blocked_s": blocked_s}
-        unasked = {"unasked_extras": float(self.local.streams.unasked.total())}
+        unasked = {"unasked_extras": float(self.executor.streams.unrequested_extras.total())}
         why = bottleneck(times, self.core.settings, self._options.fits, blocking, first=self._times.batches == 1)
         metrics = {**batch.metrics, **times, **unasked}
         metrics |= self._limit.metrics(metrics, self._times.places)
@@ -669,29 +673,29 @@ class RolloutDriver:
         if batch.id == 0 and len(batch.group_sizes) < self.core.settings.rollout_batch_size:
             log.warning("batch 0 has %d of %d groups, as there are no more prompts; to repeat them set epochs or "
                         "on_data_end: wrap", len(batch.group_sizes), self.core.settings.rollout_batch_size)  # fmt: skip
-        if self._unended is not None:
-            self._look_for_ends(batch)
+        if self._without_end is not None:
+            self._warn_without_ends(batch)
         if self._source.first is not None and not self._ranks_told:
             self._ranks_told = True
             warn_of_equal_rollouts(self.core.settings.run_seed, self._source.first)
         if self._batch is not None:
             self._batch.set_result(batch)
 
-    def _look_for_ends(self, batch: Batch) -> None:
+    def _warn_without_ends(self, batch: Batch) -> None:
         """Warn once if every response so far has max_response_len tokens: the model may use another EOS token."""
-        assert self._unended is not None
+        assert self._without_end is not None
         most = self.core.settings.max_response_len
         unended = all(s.finish is FinishReason.LENGTH and len(s.tokens) >= most for s in batch.samples)
-        seen = self._unended + len(batch)
-        self._unended = seen if unended else None
-        if unended and seen >= UNENDED:
+        seen = self._without_end + len(batch)
+        self._without_end = seen if unended else None
+        if unended and seen >= MAX_WITHOUT_END:
             log.warning(
                 "all %d responses so far have max_response_len=%d tokens: none of them contains an end-of-sequence "
                 "token, which are %s here; if the model ends its turns with another one, name that in "
                 "sampling.stop_token_ids (docs/rollouts.md)",
                 seen, most, sorted(self.core.engines.eos_token_ids) or "unknown",
             )  # fmt: skip
-            self._unended = None
+            self._without_end = None
 
     def _end_of_data(self, command: do.EndOfData) -> None:
         what = "complete groups" if self.core.settings.whole_groups else "finished responses"
@@ -708,7 +712,7 @@ class RolloutDriver:
 
     def _fail(self, command: do.Fail) -> None:
         error = (EngineError if command.weights else RolloutError)(command.error)
-        error.__cause__ = self.local.samples.cause_of(command.error)
+        error.__cause__ = self.executor.samples.cause_of(command.error)
         self._fail_batch(error)
 
     def _paused(self, command: do.Paused) -> None:
@@ -752,7 +756,7 @@ ALWAYS_REFUSED = {"stop", "stop_token_ids"}
 
 def parts_of(state: Any) -> tuple[State, State, State]:
     """Return a state's core snapshot, position in the prompts, and sampling; raises CheckpointError."""
-    require_sealed(KIND, state)
+    verify_checksum(KIND, state)
     parts = [state.get(name) for name in ("core", "prompts", "sampling")]
     if not all(isinstance(part, dict) for part in parts):
         raise CheckpointError("the state is damaged: a part of it is missing")

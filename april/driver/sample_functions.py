@@ -18,7 +18,7 @@ from april.concurrency.worker_threads import in_thread
 from april.core import commands as do
 from april.core import events as ev
 from april.core.attachments import Placed, before
-from april.core.lives import Function
+from april.core.function_bugs import FunctionKind
 from april.core.sampling import SamplingParams
 from april.core.tape import Int32
 from april.core.types import FinishReason, Group, Sample, SampleId
@@ -29,15 +29,15 @@ from april.driver.llm import (
     LLM,
     NO_ENDPOINT,
     NO_PROCESSOR,
-    Answered,
+    AnsweredCall,
     BlockingRolloutFunction,
     Chat,
+    ClientEndpoint,
+    ClientEndpoints,
     Completion,
-    Door,
-    Doors,
-    Life,
+    EndpointSample,
     RolloutFunction,
-    Sheltered,
+    SampleRun,
     check_conversation,
     check_has_conversation,
     check_mismatch,
@@ -48,7 +48,7 @@ from april.driver.llm import (
 )
 from april.driver.long_waits import WARN_AFTER_S
 from april.driver.rewards import Response, checked_reward, checked_rewards, checked_verdict, response_of
-from april.driver.user_calls import Call, UserCalls
+from april.driver.user_calls import UserCall, UserCalls
 from april.driver.user_code import FailureLog, FunctionLost, describe_with_place, kind_of, place_of
 from april.errors import ConfigError, RolloutError, SchedulerClosed, UsageError
 from april.images.placing import Images
@@ -63,7 +63,7 @@ class UserFunctions:
     group_reward: Callable[..., Any] | None = None
     filter: Callable[..., Any] | None = None
     detokenizer: Detokenizer | None = None
-    doors: Doors | None = None
+    endpoints: ClientEndpoints | None = None
     """Server of endpoints for clients of rollout functions; None means that there is none."""
     images: Images | None = None
     """Reader of images; None means that no conversation has images."""
@@ -88,15 +88,15 @@ class RolloutSettings:
     """True if the log-probabilities of all engines follow the temperature."""
 
 
-MOST_EMPTY = 1000
+MAX_EMPTY_CALLS = 1000
 """Number of consecutive calls without a token after which a rollout function is stopped as an endless loop."""
-CAUSES = 8
+MAX_RECENT_ERRORS = 8
 """Most failures of functions that are remembered, to be chained as causes of errors."""
 CLEAN_UP_S = 10.0
 """Seconds that cancelled functions of an evaluation have to end."""
 
 
-class _Failed(NamedTuple):
+class _FunctionFailure(NamedTuple):
     """A failed function: the error text and its kind (see SampleFailed)."""
 
     error: str
@@ -104,11 +104,11 @@ class _Failed(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Runner:
+class _RunningSample:
     """The running function of one sample, and its open calls of ``llm``."""
 
     sample: Sample
-    function: Call | None = None
+    function: UserCall | None = None
     """Call of the rollout function, later of the reward function."""
     calls: dict[int, asyncio.Future[Completion]] = field(default_factory=dict)
     """Calls of llm.generate that are not complete yet, by number."""
@@ -116,11 +116,11 @@ class _Runner:
     """Number of calls of llm.generate so far."""
     empty: int = 0
     """Number of consecutive calls, up to the last one, that generated nothing."""
-    door: Door | None = None
+    endpoint: ClientEndpoint | None = None
     """Endpoint of this sample, once the function has asked for it."""
     chat: Chat | None = None
     """Object that answers ``llm.chat``, once that was called."""
-    asked: set[int] = field(default_factory=set)
+    client_calls: set[int] = field(default_factory=set)
     """Numbers of the calls made by clients and llm.chat, except those that were given up."""
     output: Any = None
 
@@ -152,15 +152,15 @@ class SampleFunctions:
         self._calls = calls
         self._post = post
         self._detokenizer = functions.detokenizer
-        self._runners: dict[SampleId, _Runner] = {}
+        self._runners: dict[SampleId, _RunningSample] = {}
         self._failures = FailureLog()
-        self._worked: set[Function] = set()
-        self._raised: dict[str, BaseException] = {}
+        self._succeeded: set[FunctionKind] = set()
+        self._recent_errors: dict[str, BaseException] = {}
         """Latest errors of functions, by the text that was reported to the core."""
-        self.raised: dict[int, BaseException] = {}
+        self.evaluation_errors: dict[int, BaseException] = {}
         """First error of a function in each evaluation, by the evaluation's number."""
         self._closed = False
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._cancelled_tasks: set[asyncio.Task[None]] = set()
         """Cancelled functions of evaluations that have not ended yet."""
 
     def forget(self, samples: Iterable[SampleId]) -> None:
@@ -177,23 +177,23 @@ class SampleFunctions:
         """Return the values other than None that rollout functions returned, by sample."""
         return {name: runner.output for name, runner in self._runners.items() if runner.output is not None}
 
-    def returned_before(self, sample: Sample, output: Any) -> None:
+    def restore_output(self, sample: Sample, output: Any) -> None:
         """Restore the value that a finished sample's rollout function returned before a restart."""
-        self._runners[sample.id] = _Runner(sample, output=output)
+        self._runners[sample.id] = _RunningSample(sample, output=output)
 
     def close(self) -> None:
         """Refuse all further generation for functions and their clients, and cancel the calls that wait for it."""
         self._closed = True
         for runner in self._runners.values():
-            self._shut(runner)
+            self._close_endpoint(runner)
             for call in runner.calls.values():
                 call.cancel()
 
-    def _refuse_after_its_end(self, function: Call) -> None:
+    def _refuse_after_its_end(self, function: UserCall) -> None:
         """Raise if the function has ended, or the scheduler is closed: its leftover tasks may still call ``llm``."""
         if self._closed:
             raise SchedulerClosed("llm: the scheduler is closed, and nothing is generated any more")
-        if function.over:
+        if function.done:
             raise RolloutError(AFTER_ITS_END)
 
     def clear(self) -> None:
@@ -210,8 +210,8 @@ class SampleFunctions:
         if self._rollout is single_turn:
             self._post(ev.CallMade(sample.id, default))
             return
-        runner = self._runners[sample.id] = _Runner(sample)
-        function: Call
+        runner = self._runners[sample.id] = _RunningSample(sample)
+        function: UserCall
 
         async def generate(
             sampling: SamplingParams, token_ids: Int32 | None, *, any_chain: bool = False,
@@ -239,18 +239,18 @@ class SampleFunctions:
             call: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
             runner.calls[number] = call
             if client:
-                runner.asked.add(number)
-            function.stop_clock()  # waiting for generation does not count for function_timeout_s
+                runner.client_calls.add(number)
+            function.stop_timeout()  # waiting for generation does not count for function_timeout_s
             asked = sample.id, exact_types(sampling), token_ids, number, any_chain, attached or ()
             self._post(ev.CallMade(*asked, overridden=overridden))
             try:
                 done = await call
-                await self._refuse_to_go_round(runner, done)
+                await self._refuse_endless_calls(runner, done)
                 return done
             except asyncio.CancelledError:
-                if any_chain and (runner.door or runner.chat):  # the client has disconnected, and the sample goes on
+                if any_chain and (runner.endpoint or runner.chat):  # the client has disconnected; the sample goes on
                     runner.calls.pop(number, None)
-                    runner.asked.discard(number)
+                    runner.client_calls.discard(number)
                     self._post(ev.CallUnheard(sample.id, number))
                 raise
             finally:
@@ -258,72 +258,73 @@ class SampleFunctions:
 
         def clock(runs: bool) -> None:
             if not runs:
-                function.stop_clock()
+                function.stop_timeout()
             elif not runner.calls:
-                function.start_clock()
+                function.start_timeout()
 
-        def behind() -> Sheltered:
+        def endpoint_sample() -> EndpointSample:
             asks = partial(generate, any_chain=True, client=True)
-            return Sheltered(
+            return EndpointSample(
                 generate=asks, sampling=default, loop=asyncio.get_running_loop(),
                 max_context=self._view.max_context, prompt=sample.group.prompt, answered=answered_by(sample),
             )  # fmt: skip
 
-        def open_door(place: Any) -> Door:
+        def open_endpoint(place: Any) -> ClientEndpoint:
             self._refuse_after_its_end(function)
-            if runner.door is None:
-                if self._functions.doors is None:
+            if runner.endpoint is None:
+                if self._functions.endpoints is None:
                     raise UsageError(NO_ENDPOINT)
-                runner.door = self._functions.doors.open(behind(), place)
-            return runner.door
+                runner.endpoint = self._functions.endpoints.open(endpoint_sample(), place)
+            return runner.endpoint
 
         def open_chat() -> Chat:
             self._refuse_after_its_end(function)
             if runner.chat is None:
-                if self._functions.doors is None:
+                if self._functions.endpoints is None:
                     raise UsageError(NO_ENDPOINT)
-                runner.chat = self._functions.doors.chat(behind())
+                runner.chat = self._functions.endpoints.chat(endpoint_sample())
             return runner.chat
 
         def ended(output: Any, error: BaseException | None) -> None:
-            runner.output, unheard = output, self._shut(runner)
+            runner.output, unread = output, self._close_endpoint(runner)
             if isinstance(error, FunctionLost):  # what it has heard is asked again
                 self._end_calls(runner)
                 self._post(ev.FunctionLost(sample.id))
                 return
-            for number in unheard:
+            for number in unread:
                 self._post(ev.CallUnheard(sample.id, number))
             abandoned = isinstance(error, TimeoutError) and bool(runner.calls)
             if error is None and runner.calls:
                 error = RolloutError(f"it returned, but {_ABANDONED}")
             if error is None:
                 if evaluation is None:
-                    self._worked.add(Function.ROLLOUT)
+                    self._succeeded.add(FunctionKind.ROLLOUT)
                 self._post(ev.SampleReturned(sample.id))
             elif evaluation is not None:
                 self._evaluation_failed(sample, "the rollout function", error)
             else:
-                failed = self._failed(Function.ROLLOUT, error, self._functions.rollout, sample.id)
+                failed = self._log_failure(FunctionKind.ROLLOUT, error, self._functions.rollout, sample.id)
                 why = f"{failed.error}; {_ABANDONED}" if abandoned else failed.error
                 self._post(ev.SampleFailed(sample.id, why, failed.kind))
 
         number = None if evaluation is None else evaluation.request.evaluation
-        life = Life(sample.restarts, number, any(c.replay and c.replay.next_start is not None for c in sample.chains))
-        llm = LLM(sample.key, default, generate, open_door, open_chat, clock, life)
+        resumed = any(c.replay and c.replay.next_start is not None for c in sample.chains)
+        run = SampleRun(sample.restarts, number, resumed)
+        llm = LLM(sample.key, default, generate, open_endpoint, open_chat, clock, run)
         arguments = (sample.group.prompt.copy(), llm)
         function = runner.function = self._calls.begin_async(self._rollout, arguments, sample.key, ended)
 
     @staticmethod
-    async def _refuse_to_go_round(runner: _Runner, done: Completion) -> None:
+    async def _refuse_endless_calls(runner: _RunningSample, done: Completion) -> None:
         """Raise RolloutError in a function that keeps calling ``llm.generate`` when nothing is left of its budget.
 
         Such calls are complete at once, so the function would block the event loop for ever.
         """
         runner.empty = 0 if len(done.tokens) else runner.empty + 1
-        if runner.empty >= MOST_EMPTY:
+        if runner.empty >= MAX_EMPTY_CALLS:
             await asyncio.sleep(0)  # lets the loop run if the function catches the error and goes on
             raise RolloutError(
-                f"the last {MOST_EMPTY:,} calls of llm.generate have returned no tokens, as nothing is left of "
+                f"the last {MAX_EMPTY_CALLS:,} calls of llm.generate have returned no tokens, as nothing is left of "
                 "max_response_len or the engines' context: end the function once Completion.finish is length and it "
                 "has no tokens"
             )
@@ -353,35 +354,37 @@ class SampleFunctions:
         except ConfigError as error:
             raise UsageError(str(error)) from error
 
-    def _failed(self, which: Function, error: BaseException, function: Callable[..., Any], where: object) -> _Failed:
+    def _log_failure(
+        self, which: FunctionKind, error: BaseException, function: Callable[..., Any], where: object
+    ) -> _FunctionFailure:
         """Log a function's failure, and remember the error as the cause of a later one (:meth:`cause_of`)."""
         place = place_of(error, function)
         kind = kind_of(error, place)
-        told, once = describe_with_place(error, place), bool(kind) and which not in self._worked
+        told, once = describe_with_place(error, place), bool(kind) and which not in self._succeeded
         self._failures.warn(error, f"{which} failed for %s", where, told=told, once=once)
-        failed = _Failed(f"the {which} failed: {told}", kind)
-        self._raised.pop(failed.error, None)
-        self._raised[failed.error] = error
-        if len(self._raised) > CAUSES:
-            del self._raised[next(iter(self._raised))]
+        failed = _FunctionFailure(f"the {which} failed: {told}", kind)
+        self._recent_errors.pop(failed.error, None)
+        self._recent_errors[failed.error] = error
+        if len(self._recent_errors) > MAX_RECENT_ERRORS:
+            del self._recent_errors[next(iter(self._recent_errors))]
         return failed
 
     def cause_of(self, failure: str) -> BaseException | None:
         """Return the remembered error whose text is the end of ``failure``, or None."""
-        return next((error for said, error in reversed(self._raised.items()) if failure.endswith(said)), None)
+        return next((error for said, error in reversed(self._recent_errors.items()) if failure.endswith(said)), None)
 
     def _evaluation_failed(self, sample: Sample, what: str, error: BaseException) -> None:
         """End a sample's evaluation with an error."""
         assert sample.evaluation is not None
-        self.raised.setdefault(sample.evaluation.request.evaluation, error)
+        self.evaluation_errors.setdefault(sample.evaluation.request.evaluation, error)
         told = describe_with_place(error, place_of(error))
         why = told if isinstance(error, RolloutError) else f"{what} raised {told}"
         self._post(ev.SampleFailed(sample.id, why))
 
-    async def cleaned_up(self) -> None:
+    async def wait_for_cancelled(self) -> None:
         """Wait until the cancelled functions of evaluations have ended, for CLEAN_UP_S at most."""
-        if self._leaving:
-            await asyncio.wait(self._leaving, timeout=CLEAN_UP_S)
+        if self._cancelled_tasks:
+            await asyncio.wait(self._cancelled_tasks, timeout=CLEAN_UP_S)
 
     def call_completed(self, command: do.CallCompleted) -> None:
         """Return a completed call's result to the rollout function."""
@@ -395,21 +398,22 @@ class SampleFunctions:
         if call is not None and not call.done():
             call.set_result(completion_of(command.call.chain, result, command.call.number))
 
-    def _shut(self, runner: _Runner) -> list[int]:
+    def _close_endpoint(self, runner: _RunningSample) -> list[int]:
         """Close a sample's endpoint and chat; returns the numbers of calls whose answers no client received."""
-        doors, door, chat, runner.door, runner.chat = self._functions.doors, runner.door, runner.chat, None, None
-        if door is None and chat is None:
+        endpoints, endpoint, chat = self._functions.endpoints, runner.endpoint, runner.chat
+        runner.endpoint = runner.chat = None
+        if endpoint is None and chat is None:
             return []
-        unheard = {*runner.asked, *runner.calls}
-        if door is not None and doors is not None:
-            unheard.difference_update(doors.shut(door))
+        unread = {*runner.client_calls, *runner.calls}
+        if endpoint is not None and endpoints is not None:
+            unread.difference_update(endpoints.close_endpoint(endpoint))
         if chat is not None:
-            unheard.difference_update(chat.close())
+            unread.difference_update(chat.close())
         self._end_calls(runner)
-        return sorted(unheard)
+        return sorted(unread)
 
     @staticmethod
-    def _end_calls(runner: _Runner) -> None:
+    def _end_calls(runner: _RunningSample) -> None:
         for call in runner.calls.values():
             call.cancel()  # a task that the user's function started may await it
         runner.calls.clear()
@@ -422,9 +426,9 @@ class SampleFunctions:
         if runner.function is not None:
             runner.function.cancel()
             if runner.sample.evaluation is not None and (task := runner.function.task) is not None:
-                self._leaving.add(task)
-                task.add_done_callback(self._leaving.discard)
-        self._shut(runner)
+                self._cancelled_tasks.add(task)
+                task.add_done_callback(self._cancelled_tasks.discard)
+        self._close_endpoint(runner)
         self._end_calls(runner)
 
     # ---------------------------------------------------------------- rewards and filter
@@ -443,7 +447,7 @@ class SampleFunctions:
             response_of(s, self.output_of(s.id), self._detokenizer, s.reward if judged else None) for s in samples
         ]
 
-    def evaluated(self, groups: Iterable[Group]) -> tuple[tuple[Response, ...], ...]:
+    def evaluation_responses(self, groups: Iterable[Group]) -> tuple[tuple[Response, ...], ...]:
         """Return the responses of an evaluation, group by group, and forget its samples."""
         responses = []
         for group in groups:
@@ -452,7 +456,7 @@ class SampleFunctions:
         return tuple(responses)
 
     def _score(self, samples: list[Sample]) -> None:
-        runners = [self._runners.setdefault(s.id, _Runner(s)) for s in samples]
+        runners = [self._runners.setdefault(s.id, _RunningSample(s)) for s in samples]
         first, group, prompt = samples[0].key, samples[0].id.group, samples[0].group.prompt.copy()
         responses = self.responses(samples)
         in_groups = self._functions.group_reward is not None
@@ -469,12 +473,12 @@ class SampleFunctions:
                     error = raised.with_traceback(None)  # the traceback has only april's own lines
             if error is None:
                 if samples[0].evaluation is None:
-                    self._worked.add(Function.REWARD)
+                    self._succeeded.add(FunctionKind.REWARD)
                 self._post(ev.Scored(group, [(s.id.index, r) for s, r in zip(samples, rewards, strict=True)]))
             elif samples[0].evaluation is not None:
                 self._evaluation_failed(samples[0], "the reward function", error)
             else:
-                self._post(ev.SampleFailed(first, *self._failed(Function.REWARD, error, function, first)))
+                self._post(ev.SampleFailed(first, *self._log_failure(FunctionKind.REWARD, error, function, first)))
 
         call = self._calls.begin(function, (prompt, responses if in_groups else responses[0]), first, answered)
         for runner in runners:
@@ -484,19 +488,19 @@ class SampleFunctions:
         """Call the filter for a scored group."""
         group, function = command.group, self._functions.filter
         assert function is not None
-        responses = self.responses(group.first, judged=True)
+        responses = self.responses(group.first_finishers, judged=True)
 
         def answered(value: Any, error: BaseException | None) -> None:
-            verdict, failed = False, _Failed("", "")
+            verdict, failed = False, _FunctionFailure("", "")
             if error is None:
                 try:
                     verdict = checked_verdict(value, group.id)
                 except (Exception, SystemExit) as raised:
                     error = raised.with_traceback(None)
             if error is None:
-                self._worked.add(Function.FILTER)
+                self._succeeded.add(FunctionKind.FILTER)
             else:
-                failed = self._failed(Function.FILTER, error, function, f"group {group.id}")
+                failed = self._log_failure(FunctionKind.FILTER, error, function, f"group {group.id}")
             self._post(
                 ev.GroupJudged(
                     group=group.id, judgement=command.judgement, keep=verdict, error=failed.error or None,
@@ -517,7 +521,7 @@ def known_attached(
     """
     if not any_chain:
         chain = sample.chains[0]
-        have = len(chain.prompt) + chain.seen
+        have = len(chain.prompt) + chain.seen_tokens
         return have, before(chain.attached, have)  # a restarted function has not repeated the rest yet
     prompt = sample.group.prompt
     known = [(prompt.token_ids, prompt.attached)]
@@ -527,10 +531,10 @@ def known_attached(
     return max(begun, key=itemgetter(0), default=(0, ()))
 
 
-def answered_by(sample: Sample) -> list[Answered]:
+def answered_by(sample: Sample) -> list[AnsweredCall]:
     """Return the calls that were answered before the sample's function was lost; cut answers are left out."""
     return [
-        Answered(chain.prompt, chain.tape.tokens, call.start, call.end, chain.attached)
+        AnsweredCall(chain.prompt, chain.tape.tokens, call.start, call.end, chain.attached)
         for chain in sample.chains
         if chain.replay is not None
         for call in chain.replay.calls

@@ -6,7 +6,7 @@ import logging
 from traceback import walk_tb
 from types import TracebackType
 
-from april.driver.user_code import is_users
+from april.driver.user_code import is_user_file
 from april.errors import InvariantError
 
 log = logging.getLogger("april")
@@ -35,6 +35,6 @@ def shorten(error: BaseException) -> None:
 
 def _from_user_code(trace: TracebackType | None) -> TracebackType | None:
     """Return a traceback without the frames before its first one in the user's code; None if there is none."""
-    while trace is not None and not is_users(trace.tb_frame.f_code.co_filename):
+    while trace is not None and not is_user_file(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     return trace

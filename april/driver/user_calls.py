@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from april.concurrency.daemon_threads import DaemonPool
-from april.driver.pace import Pace
+from april.driver.loop_throttle import LoopThrottle
 from april.driver.user_code import Outcome, cancelled_inside, harmless, inside_user_code, is_async, name_of, outcome_of
 from april.errors import RolloutError
 
@@ -32,20 +32,20 @@ WARN_AGAIN = 10
 """Multiple of the warning time after which another warning may name the same function."""
 
 T = TypeVar("T")
-Answered = Callable[[Any, BaseException | None], None]
+ResultCallback = Callable[[Any, BaseException | None], None]
 Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 
-class Call:
+class UserCall:
     """A call of a user's function."""
 
-    __slots__ = ("_answered", "_calls", "_function", "_warned", "_where", "task")
+    __slots__ = ("_calls", "_function", "_on_result", "_warned", "_where", "task")
 
-    def __init__(self, calls: UserCalls, function: Callable[..., Any], where: object, answered: Answered) -> None:
+    def __init__(self, calls: UserCalls, function: Callable[..., Any], where: object, answered: ResultCallback) -> None:
         self._calls = calls
         self._function = function
         self._where = where
-        self._answered: Answered | None = answered
+        self._on_result: ResultCallback | None = answered
         self._warned = False
         """True once a warning has named this call."""
         self.task: asyncio.Task[None] | None = None
@@ -57,50 +57,50 @@ class Call:
         return name_of(self._function)
 
     @property
-    def over(self) -> bool:
+    def done(self) -> bool:
         """True once the call is answered or cancelled."""
-        return self._answered is None
+        return self._on_result is None
 
     def answer(self, value: Any, error: BaseException | None) -> None:
         """Pass the result to the callback, unless the call was answered or cancelled before."""
-        answered, self._answered = self._answered, None
+        answered, self._on_result = self._on_result, None
         if answered is None:
             return
         self._calls.limits.stop(self)
         answered(value, error)
 
-    def late(self) -> float | None:
+    def on_timeout(self) -> float | None:
         """Handle a timeout: the first one may only warn; the last one answers with an error and leaves the function."""
         limits = self._calls.limits
-        if limits.early_s is not None and not self._warned:
+        if limits.warn_s is not None and not self._warned:
             self._warned = True
-            self._calls.warn_of(name_of(self._function), self._where)
-            return None if limits.seconds is None else limits.seconds - limits.early_s
+            self._calls.warn_slow(name_of(self._function), self._where)
+            return None if limits.seconds is None else limits.seconds - limits.warn_s
         error = RolloutError(
             f"{name_of(self._function)} was not done with {self._where} after "
             f"function_timeout_s={limits.seconds:g}; limit what it waits for, or raise function_timeout_s"
         )
-        if not self.over:
+        if not self.done:
             if self.task is not None:
                 self.task.cancel()  # before the answer, which may start the next call
             self.answer(None, error)
-        self._calls.leave(self)
+        self._calls.release_thread(self)
         return None
 
     def cancel(self) -> None:
         """Discard the answer; a coroutine is cancelled, a plain function runs to its end."""
-        self._answered = None
+        self._on_result = None
         if self.task is not None:
             self._calls.limits.stop(self)
             self.task.cancel()
 
-    def stop_clock(self) -> None:
+    def stop_timeout(self) -> None:
         """Stop the function's timeout."""
         self._calls.limits.stop(self)
 
-    def start_clock(self) -> None:
+    def start_timeout(self) -> None:
         """Restart the function's timeout from zero."""
-        if not self.over:
+        if not self.done:
             self._warned = False
             self._calls.limits.start(self)
 
@@ -109,46 +109,48 @@ class UserCalls:
     """Calls the user's functions for one driver; must be used on its event loop."""
 
     def __init__(
-        self, limits: TimeLimits, threads: WorkerThreads, spawn: Spawn, pace: Pace | None = None
+        self, limits: Timeouts, threads: WorkerThreads, spawn: Spawn, pace: LoopThrottle | None = None
     ) -> None:  # fmt: skip
         self.limits = limits
-        self._pace = pace or Pace()
+        self._throttle = pace or LoopThrottle()
         self._threads = threads
         self._spawn = spawn
         self._context = copy_context()
         self._closed = False
         self._warned: dict[str, float] = {}
         """Loop time before which no warning names a function again, by its name."""
-        self._places = PLAIN_FUNCTIONS_AT_ONCE
-        self._waiting: deque[tuple[Call, Callable[..., Any], tuple[Any, ...]]] = deque()
+        self._free_threads = PLAIN_FUNCTIONS_AT_ONCE
+        self._waiting: deque[tuple[UserCall, Callable[..., Any], tuple[Any, ...]]] = deque()
         """Queue of plain functions for which no thread is allowed yet."""
-        self._in_threads: dict[Call, asyncio.Future[None] | None] = {}
+        self._in_threads: dict[UserCall, asyncio.Future[None] | None] = {}
         """Running plain functions, each with a future of its end once the scheduler is closing."""
 
-    def begin(self, function: Callable[..., Any], args: tuple[Any, ...], where: object, answered: Answered) -> Call:
+    def begin(
+        self, function: Callable[..., Any], args: tuple[Any, ...], where: object, answered: ResultCallback
+    ) -> UserCall:
         """Start ``function(*args)``; ``answered(value, error)`` is called on the loop with its result, at most once.
 
         ``where`` (a sample's id) appears in the error of a function that takes too long.
         """
         if is_async(function):
             return self.begin_async(function, args, where, answered)
-        call = Call(self, function, where, answered)
+        call = UserCall(self, function, where, answered)
         self._waiting.append((call, function, args))
         self._start_threads()
         return call
 
     def begin_async(
-        self, function: Callable[..., Any], args: tuple[Any, ...], where: object, answered: Answered
-    ) -> Call:
+        self, function: Callable[..., Any], args: tuple[Any, ...], where: object, answered: ResultCallback
+    ) -> UserCall:
         """:meth:`begin` for a function that is known to be async."""
-        call = Call(self, function, where, answered)
-        call.task = self._spawn(self._on_the_loop(call, function, args))
+        call = UserCall(self, function, where, answered)
+        call.task = self._spawn(self._run_on_loop(call, function, args))
         call.task.set_name(f"{name_of(function)} for {where}")
         return call
 
-    def warn_of(self, name: str, where: object) -> None:
+    def warn_slow(self, name: str, where: object) -> None:
         """Warn that a function takes long, at most once per ``WARN_AGAIN`` times the warning time for each function."""
-        early_s, seconds, now = self.limits.early_s, self.limits.seconds, asyncio.get_running_loop().time()
+        early_s, seconds, now = self.limits.warn_s, self.limits.seconds, asyncio.get_running_loop().time()
         assert early_s is not None
         if now < self._warned.get(name, now):
             return
@@ -156,13 +158,13 @@ class UserCalls:
         ends = "nothing ends it (function_timeout_s)" if seconds is None else f"it is ended after {seconds:g} s"
         log.warning("%s has been at work on %s for %g s; %s", name, where, early_s, ends)
 
-    def leave(self, call: Call) -> None:
+    def release_thread(self, call: UserCall) -> None:
         """Stop counting a call as running, and start the next plain function in the queue."""
         if call in self._in_threads:
             ended = self._in_threads.pop(call)
             if ended is not None and not ended.done():
                 ended.set_result(None)
-            self._places += 1
+            self._free_threads += 1
             self._start_threads()
 
     def close(self) -> dict[asyncio.Future[None], str]:
@@ -179,16 +181,18 @@ class UserCalls:
 
     # ---------------------------------------------------------------- on the loop
 
-    async def _on_the_loop(self, call: Call, function: Callable[..., Awaitable[Any]], args: tuple[Any, ...]) -> None:
+    async def _run_on_loop(
+        self, call: UserCall, function: Callable[..., Awaitable[Any]], args: tuple[Any, ...]
+    ) -> None:
         value: Any = None
         error: BaseException | None = None
-        await self._pace.turn()
-        call.start_clock()
+        await self._throttle.wait_turn()
+        call.start_timeout()
         try:
             with inside_user_code():
                 value = await function(*args)
         except asyncio.CancelledError:
-            if call.over or self._closed:
+            if call.done or self._closed:
                 raise
             error = cancelled_inside()
         except GeneratorExit:
@@ -201,92 +205,92 @@ class UserCalls:
     # ---------------------------------------------------------------- in threads
 
     def _start_threads(self) -> None:
-        while self._places and self._waiting:
+        while self._free_threads and self._waiting:
             call, function, args = self._waiting.popleft()
-            if not call.over:
+            if not call.done:
                 self._start_thread(call, function, args)
 
-    def _start_thread(self, call: Call, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def _start_thread(self, call: UserCall, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         def heard(outcome: Outcome) -> None:
             self.limits.stop(call)
-            self._heard(call, outcome)
-            self.leave(call)
+            self._thread_ended(call, outcome)
+            self.release_thread(call)
 
         try:
-            self._threads.run(self._context.copy(), marked, (function, *args), heard)
+            self._threads.run(self._context.copy(), run_as_user_code, (function, *args), heard)
         except RolloutError as error:
             call.answer(None, error)
             return
-        self._places -= 1
+        self._free_threads -= 1
         self._in_threads[call] = None
         self.limits.start(call)
 
-    def _heard(self, call: Call, outcome: Outcome) -> None:
+    def _thread_ended(self, call: UserCall, outcome: Outcome) -> None:
         error = outcome.error
         if isinstance(error, asyncio.CancelledError):
             error = cancelled_inside()
-        if call.over:
+        if call.done:
             return
         if outcome.awaitable:
             # a plain function that returned a coroutine; it is closed if its task is cancelled before it starts
-            call.task = self._spawn(self._on_the_loop(call, outcome.take, ()))
+            call.task = self._spawn(self._run_on_loop(call, outcome.take, ()))
             call.task.add_done_callback(lambda _: outcome.close())
         else:
             call.answer(outcome.take(), error)
 
 
-def marked(function: Callable[..., T], *args: Any) -> T:
+def run_as_user_code(function: Callable[..., T], *args: Any) -> T:
     """Call a user's function in this thread, marked so that april refuses calls that would wait for the function."""
     with inside_user_code():
         return function(*args)
 
 
-class Timed(Protocol):
+class HasTimeout(Protocol):
     """An operation with a timeout."""
 
-    def late(self) -> float | None:
+    def on_timeout(self) -> float | None:
         """Handle the timeout, on the loop; returns the seconds until the next one, or None if there is none."""
 
 
-class TimeLimits:
+class Timeouts:
     """Calls ``late()`` of each operation that was started and not stopped within ``seconds`` (None means never).
 
-    If ``early_s`` is less, the first call comes after ``early_s``, for a warning; ``late()`` returns the time left.
+    If ``warn_s`` is less, the first call comes after ``warn_s``, for a warning; ``late()`` returns the time left.
     """
 
     def __init__(self, seconds: float | None, early_s: float | None = None) -> None:
         self.seconds = seconds
-        self.early_s = early_s if early_s is not None and (seconds is None or early_s < seconds) else None
-        self._first = seconds if self.early_s is None else self.early_s
-        self._deadlines: OrderedDict[Timed, float] = OrderedDict()
+        self.warn_s = early_s if early_s is not None and (seconds is None or early_s < seconds) else None
+        self._first = seconds if self.warn_s is None else self.warn_s
+        self._deadlines: OrderedDict[HasTimeout, float] = OrderedDict()
         """Deadlines in loop time, earliest first."""
         self._timer: asyncio.TimerHandle | None = None
-        self._given_more: dict[Timed, asyncio.TimerHandle] = {}
+        self._extended: dict[HasTimeout, asyncio.TimerHandle] = {}
         """Timers of operations whose ``late()`` returned a time left."""
         self._closed = False
 
-    def start(self, what: Timed) -> None:
+    def start(self, what: HasTimeout) -> None:
         """Start the timeout of an operation, unless it is running already."""
-        if self._first is None or self._closed or what in self._deadlines or what in self._given_more:
+        if self._first is None or self._closed or what in self._deadlines or what in self._extended:
             return
         loop = asyncio.get_running_loop()
         self._deadlines[what] = deadline = loop.time() + self._first
         if self._timer is None:
             self._timer = loop.call_at(deadline, self._check)
 
-    def stop(self, what: Timed) -> None:
+    def stop(self, what: HasTimeout) -> None:
         """Stop the timeout of an operation; the next start begins from zero."""
         self._deadlines.pop(what, None)
-        if (timer := self._given_more.pop(what, None)) is not None:
+        if (timer := self._extended.pop(what, None)) is not None:
             timer.cancel()
 
     def close(self) -> None:
         """Stop all timeouts for good."""
         self._closed = True
         self._deadlines.clear()
-        for timer in self._given_more.values():
+        for timer in self._extended.values():
             timer.cancel()
-        self._given_more.clear()
+        self._extended.clear()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -301,14 +305,14 @@ class TimeLimits:
                 self._timer = loop.call_at(deadline, self._check)
                 return
             del self._deadlines[what]
-            self._call_late(what)
+            self._call_on_timeout(what)
         self._timer = None
 
-    def _call_late(self, what: Timed) -> None:
-        self._given_more.pop(what, None)
-        left = what.late()
+    def _call_on_timeout(self, what: HasTimeout) -> None:
+        self._extended.pop(what, None)
+        left = what.on_timeout()
         if left is not None and not self._closed:
-            self._given_more[what] = asyncio.get_running_loop().call_later(left, self._call_late, what)
+            self._extended[what] = asyncio.get_running_loop().call_later(left, self._call_on_timeout, what)
 
 
 class WorkerThreads:

@@ -219,18 +219,18 @@ MOST_CAUSES = 16
 """Most chained causes of an error that are examined, as some errors are their own cause."""
 
 
-def is_users(file: str) -> bool:
+def is_user_file(file: str) -> bool:
     """Return whether a source file is the user's: neither april's nor an installed library's."""
-    return not is_aprils(file) and not is_library(file)
+    return not is_april_file(file) and not is_library_file(file)
 
 
-def is_aprils(file: str) -> bool:
+def is_april_file(file: str) -> bool:
     """Return whether a source file is april's own."""
     return file.startswith(_HOUSE)
 
 
 @functools.lru_cache(4096)
-def is_library(file: str) -> bool:
+def is_library_file(file: str) -> bool:
     """Return whether a file is Python's own or an installed distribution's; editable installs are the user's."""
     path = Path(file)
     if file.startswith(("<", *_STDLIB)) or any(site in path.parts for site in _SITES):
@@ -264,15 +264,15 @@ def place_of(error: BaseException, function: Callable[..., Any] | None = None) -
 
     Without such a line it is the library's line, or else the line where ``function`` is defined, or empty.
     """
-    if isinstance(error, FailedElsewhere):
+    if isinstance(error, RemoteFunctionError):
         return ""
     place, library, trace = "", "", error.__traceback__
     while trace is not None:
         file, line = file_of(trace.tb_frame), trace.tb_lineno
         here = f"line {line} of {Path(trace.tb_frame.f_code.co_filename).name}"
-        if is_users(file):
+        if is_user_file(file):
             place = here
-        elif not is_aprils(file):
+        elif not is_april_file(file):
             library = here
         trace = trace.tb_next
     if (found := place or library) or (code := code_of(function)) is None:
@@ -296,7 +296,7 @@ class FunctionLost(RolloutError):
     tape as far as they were complete."""
 
 
-class FailedElsewhere(RolloutError):
+class RemoteFunctionError(RolloutError):
     """A function failed in another process, which reported the message and the ``kind`` (see :func:`kind_of`)."""
 
     def __init__(self, told: str, kind: str = "") -> None:
@@ -310,7 +310,7 @@ def kind_of(error: BaseException, place: str) -> str:
     Only Python's builtin errors and april's UsageError count as permanent. Errors of libraries and users, and errors
     raised because of them, may stand for a server that is temporarily unreachable, such as a judge.
     """
-    if isinstance(error, FailedElsewhere):
+    if isinstance(error, RemoteFunctionError):
         return error.kind
     if isinstance(error.__cause__, (StopIteration, StopAsyncIteration)):  # wrapped by harmless()
         error = error.__cause__
@@ -347,7 +347,7 @@ class FailureLog:
         kind = (type(error), *((trace.tb_frame.f_code, trace.tb_lineno) if trace is not None else (what,)))
         first = kind not in self._seen
         self._seen.add(kind)
-        if isinstance(error, (UsageError, FailedElsewhere)):  # the message is enough, and the traceback is april's own
+        if isinstance(error, (UsageError, RemoteFunctionError)):  # the traceback is april's own
             trace = None
         if first or not once:
             traced = error if first and trace is not None else None

@@ -89,11 +89,11 @@ class WeightUpdate:
         return version
 
     @property
-    def not_given(self) -> tuple[ev.NotGiven, ...] | None:
+    def not_given(self) -> tuple[ev.TransferFailure, ...] | None:
         """Engines that did not get all sent weights, or None if that is unknown."""
         if self.sender is None or not self.sender.knows:
             return None
-        return tuple(ev.NotGiven(name, fate.why, fate.torn) for name, fate in self.sender.left_out.items())
+        return tuple(ev.TransferFailure(name, fate.why, fate.torn) for name, fate in self.sender.left_out.items())
 
     def fail(self, error: BaseException) -> None:
         """End the update with an error, unless it has ended."""
@@ -119,15 +119,15 @@ class TrainerUpdate(WeightUpdate):
     ) -> None:  # fmt: skip
         super().__init__(None if transfer is None else self._hand_over)
         self.sender, self._limit_s = sender, limit_s
-        self._given_up = ""
+        self._timeout_error = ""
         """Error message, once the transfer took longer than ``limit_s`` and is not waited for any more."""
         self._thread = thread
         self._function = transfer
-        self._asked = asked
-        self._asker: int | None = None
+        self._request = asked
+        self._caller_thread: int | None = None
         """Identifier of the thread that runs the transfer and waits for the end, while it does so."""
         self._transferred = transfer is None
-        self._void: BaseException | None = None
+        self._interruption: BaseException | None = None
         """Error that interrupted the caller before the transfer was complete; the update does not happen then."""
         self._reply: Reply[PolicyVersion] | None = None
         self._ready = Reply[None]()
@@ -136,10 +136,10 @@ class TrainerUpdate(WeightUpdate):
 
     # ---------------------------------------------------------------- the trainer's thread
 
-    def is_for(self, asked: tuple[object, ...]) -> bool:
+    def repeats(self, asked: tuple[object, ...]) -> bool:
         """Return whether a call with these arguments repeats this update, whose result no call has returned yet."""
         failed = self._reply is not None and self._reply.done() and self._reply.error() is not None
-        return self._asked == asked and self._void is None and not failed
+        return self._request == asked and self._interruption is None and not failed
 
     def carry_out(self, run: Callable[[WeightUpdate], Coroutine[Any, Any, PolicyVersion]]) -> PolicyVersion:
         """Start the update, run the transfer and wait for the end; steps that are done already are skipped.
@@ -149,35 +149,35 @@ class TrainerUpdate(WeightUpdate):
         Raises:
             RolloutError: a signal handler called this in the middle of the transfer, and would wait for itself.
         """
-        if self._transferred or self._asker is not None:
-            if not self._transferred and self._asker == threading.get_ident():
+        if self._transferred or self._caller_thread is not None:
+            if not self._transferred and self._caller_thread == threading.get_ident():
                 raise RolloutError("a signal handler asks for the weight update in the middle of which it was called")
             reply = self._begin(run)
-            self._wake()  # the interrupted caller may not have done so
+            self._report_progress()  # the interrupted caller may not have done so
             reply.wait()
             return result_of(reply)
         try:
-            self._asker = threading.get_ident()
+            self._caller_thread = threading.get_ident()
             reply = self._begin(run)
             self._ready.wait()
             if not reply.done():
                 call_user_code(self._transfer_here)
-                self._wake()
+                self._report_progress()
             reply.wait()
         except BaseException as error:
             # the transfer or a signal handler raised; another signal may come even here, so _wake is called twice
-            self._void = None if self._transferred else error
+            self._interruption = None if self._transferred else error
             try:
-                self._wake()
+                self._report_progress()
             finally:
-                self._wake()
-            if self._void is not None and self._reply is not None:
+                self._report_progress()
+            if self._interruption is not None and self._reply is not None:
                 self._reply.wait()  # until the engines have resumed with the old version
-            if self._given_up and isinstance(error, KeyboardInterrupt):
-                raise EngineError(self._given_up) from None
+            if self._timeout_error and isinstance(error, KeyboardInterrupt):
+                raise EngineError(self._timeout_error) from None
             raise
         finally:
-            self._asker = None
+            self._caller_thread = None
         return result_of(reply)
 
     def _transfer_here(self) -> None:
@@ -190,46 +190,46 @@ class TrainerUpdate(WeightUpdate):
 
         def begun() -> Reply[PolicyVersion]:
             if self._reply is None:
-                self._reply = self._thread.follow(run(self), lambda _: self._ready.give(None))
+                self._reply = self._thread.follow(run(self), lambda _: self._ready.set(None))
             return self._reply
 
         return self._thread.call(begun)
 
-    def _wake(self) -> None:
-        self._thread.call_later(self._go_on)
+    def _report_progress(self) -> None:
+        self._thread.call_later(self._finish_transfer)
 
     # ---------------------------------------------------------------- the loop
 
     async def _hand_over(self) -> None:
         self._handed_over = asyncio.get_running_loop().create_future()
-        self._ready.give(None)
-        self._go_on()
+        self._ready.set(None)
+        self._finish_transfer()
         try:
             async with asyncio.timeout(self._limit_s):
                 await self._handed_over
         except TimeoutError:
-            self._given_up = (
+            self._timeout_error = (
                 f"weight_update: its transfer function had not returned in {self._limit_s:g} s, and nobody knows what "
                 "the servers have of the new weights; call weight_update again, with a transfer that ends, or raise "
                 "outage_deadline_s, of which this is twice as long"
             )
-            log.error("%s", self._given_up)
+            log.error("%s", self._timeout_error)
             self._interrupt()
-            raise EngineError(self._given_up) from None
+            raise EngineError(self._timeout_error) from None
 
     def _interrupt(self) -> None:
         """Interrupt a transfer in the main thread, as Ctrl-C would; in other threads it has to return by itself."""
         main = threading.main_thread().ident
         usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if main is not None and self._asker == main and usual and not self._transferred:
+        if main is not None and self._caller_thread == main and usual and not self._transferred:
             signal.pthread_kill(main, signal.SIGINT)
 
-    def _go_on(self) -> None:
+    def _finish_transfer(self) -> None:
         waits = self._handed_over
         if waits is None or waits.done():
             return
-        if self._void is not None:
-            waits.cancel(describe(self._void))
+        if self._interruption is not None:
+            waits.cancel(describe(self._interruption))
         elif self._transferred:
             waits.set_result(None)
 

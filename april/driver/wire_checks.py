@@ -1,6 +1,6 @@
 """Checks engines' responses: tokens, log-probabilities, policy versions, extras and finish reasons.
 
-``april.core.numbers`` has the checks of single numbers, which are also used for saved states.
+``april.core.value_checks`` has the checks of single numbers, which are also used for saved states.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from april.core.attachments import NO_EXTRAS, Rows, note_layout, wrong_rows
-from april.core.numbers import wrong_ids, wrong_logprobs
 from april.core.tape import Int32
 from april.core.types import Attempt
+from april.core.value_checks import wrong_ids, wrong_logprobs
 from april.core.versions import PolicyVersion
 from april.engines.protocol import Chunk, EngineFinish, Request
 from april.errors import EngineError, WireError
@@ -56,7 +56,7 @@ class AnswerChecks:
         self.aborted = False
         """True once april has aborted the request."""
 
-    def piece(self, chunk: Chunk, newest: PolicyVersion) -> None:
+    def check_next(self, chunk: Chunk, newest: PolicyVersion) -> None:
         """Check the next chunk by itself (:func:`check_chunk`) and against those before; raises WireError."""
         if self._finish is not None:
             raise WireError(f"a chunk came after the one that ended the stream ({self._finish})")
@@ -76,7 +76,7 @@ class AnswerChecks:
             self._check_rows(chunk)
 
     def _check_rows(self, end: Chunk) -> None:
-        """Check that the last chunk has the requested rows of extras, or none (see :func:`refuse_bare`)."""
+        """Check that the last chunk has the requested rows of extras, or none (see :func:`refuse_without_extras`)."""
         request = self._request
         if not end.extras:
             return
@@ -138,7 +138,7 @@ def _copy(array: Any) -> Any:
     return array.copy() if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
-def refuse_bare(attempt: Attempt, finish: EngineFinish) -> None:
+def refuse_without_extras(attempt: Attempt, finish: EngineFinish) -> None:
     """Raise WireError for a response without the requested rows of extras; an aborted one may lack them.
 
     Either way its tokens are dropped as ``no_extras``."""

@@ -161,11 +161,11 @@ class RankClient:
 
         ended = False
         try:
-            if self.thread.alive and self.thread.here:
+            if self.thread.alive and self.thread.in_own_process:
                 self._wait_for(end)
                 ended = True
         finally:  # an interrupt ends only the wait; the connection is still closed
-            self.thread.begin_to_stop(None if ended else end)
+            self.thread.request_stop(None if ended else end)
             self.thread.stop()
 
     # ---------------------------------------------------------------- calls and looks

@@ -66,11 +66,11 @@ class RankEngines:
         """Close the engines, once the scheduler has released them or after ``farewell_s`` seconds; idempotent."""
         ended = False
         try:
-            if self._thread.alive and self._thread.here:
+            if self._thread.alive and self._thread.in_own_process:
                 self._thread.run(partial(self._end, farewell_s))
                 ended = True
         finally:  # an interrupt ends only the wait, not the closing
-            self._thread.begin_to_stop(None if ended else partial(self._end, 0.0))
+            self._thread.request_stop(None if ended else partial(self._end, 0.0))
             self._thread.stop()
 
     async def _end(self, farewell_s: float) -> None:

@@ -125,9 +125,9 @@ class OpenCall:
             return
         self._runner = threading.get_ident()
         try:
-            self.outcome.give(body(self))
+            self.outcome.set(body(self))
         except Exception as error:
-            self.outcome.give(None, error)
+            self.outcome.set(None, error)
         finally:
             self._runner = None
 

@@ -182,15 +182,15 @@ class RankServer:
 
         ended = False
         try:
-            if self.thread.alive and self.thread.here:
+            if self.thread.alive and self.thread.in_own_process:
                 self._wait_for(end)
                 ended = True
         finally:  # an interrupt ends only the wait, not the closing
-            self.thread.begin_to_stop(None if ended else self._end)
+            self.thread.request_stop(None if ended else self._end)
 
     def stop(self) -> None:
         """Wait for the server's threads to end; called once the scheduler is closed, as a thread may wait for that."""
-        self.thread.begin_to_stop(self._end)  # an interrupt may have kept close() from it
+        self.thread.request_stop(self._end)  # an interrupt may have kept close() from it
         self.thread.stop()
 
     async def _end(self) -> None:

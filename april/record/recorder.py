@@ -22,7 +22,7 @@ from april.core import events as ev
 from april.core.batch import Batch, rows_by_sample
 from april.core.commands import Command
 from april.core.event_pump import RequestLog
-from april.core.state import RolloutCore
+from april.core.rollout_core import RolloutCore
 from april.core.tape import SegmentKind
 from april.core.types import Chain
 from april.core.versions import VersionClock
@@ -181,7 +181,7 @@ class Recorder:
         parts: dict[str, Any] = {}
         chain: Chain | None = sample.chains[0]
         if event.any_chain and event.token_ids is not None:
-            chain = self._core.lives.chain_of(sample, event.token_ids, event.attached)
+            chain = self._core.calls.find_chain(sample, event.token_ids, event.attached)
             parts["chain"] = ev.NEW_CHAIN if chain is None else chain.number
         elif event.token_ids is not None and chain is not None:
             have = np.concatenate((chain.prompt, chain.tape.tokens))
@@ -201,7 +201,7 @@ class Recorder:
         if not isinstance(event, (ev.AttemptEnded, ev.AttemptFailed)):
             return {}
         attempt = self._core.context.attempts.get(event.attempt_id)
-        ran = None if attempt is None else self._requests.ran(attempt, event.counts.tokens)
+        ran = None if attempt is None else self._requests.record_of(attempt, event.counts.tokens)
         if ran is None:
             return {}
         began = round(ran.began_s - self._lines.began_s, 6)

@@ -14,9 +14,9 @@ import numpy as np
 from april.core import events as ev
 from april.core import snapshot
 from april.core.commands import Command, Deliver
+from april.core.rollout_core import RolloutCore
 from april.core.run_times import RunTimes, bottleneck_of
 from april.core.settings import CoreSettings, EngineLimits
-from april.core.state import RolloutCore
 from april.core.tape import AttemptTape
 from april.errors import CheckpointError, InvariantError, RecordError
 from april.record.file import (
@@ -163,7 +163,7 @@ def _run(run: Replay, time_s: float, what: str, parts: Any, watch: Watch | None)
     tokens[last] = END  # only for this event: the core compares these with the tokens of later calls, which are 0
     commands = core.handle(event)
     run.steps += [run.times.delivered(time_s) for command in commands if isinstance(command, Deliver)]
-    run.times.look(time_s)
+    run.times.update(time_s)
     tokens[last] = 0
     if tape is not None:  # the tape's array may have been replaced as it grew
         tape.tokens[last : last + 1] = 0

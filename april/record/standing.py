@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
-from april.core.partial_buffer import Idle
+from april.core.partial_buffer import IdleCause
+from april.core.rollout_core import RolloutCore
 from april.core.run_times import why_idle
-from april.core.state import RolloutCore
 from april.core.types import SampleState
 
 UNFINISHED = (SampleState.NEW, SampleState.RUNNING)
@@ -33,9 +33,10 @@ class Waits(StrEnum):
 RESPONSES, ENDS, UPDATE, EVALUATION = Waits.RESPONSES, Waits.ENDS, Waits.UPDATE, Waits.EVALUATION
 TRAINER, BOUND = Waits.TRAINER, Waits.BOUND
 _INSTEAD = {
-    Idle.UPDATE: Waits.UPDATE, Idle.PAUSE: Waits.PAUSE, Idle.EVALUATION: Waits.EVALUATION,
-    Idle.TRAINER: Waits.TRAINER, Idle.BOUND: Waits.BOUND, Idle.STOP: Waits.ENDS, Idle.ENGINES: Waits.ENGINES,
-    Idle.FUNCTIONS: Waits.FUNCTIONS, Idle.PROMPTS: Waits.PROMPTS,
+    IdleCause.UPDATE: Waits.UPDATE, IdleCause.PAUSE: Waits.PAUSE, IdleCause.EVALUATION: Waits.EVALUATION,
+    IdleCause.TRAINER: Waits.TRAINER, IdleCause.BOUND: Waits.BOUND, IdleCause.STOP: Waits.ENDS,
+    IdleCause.ENGINES: Waits.ENGINES,
+    IdleCause.FUNCTIONS: Waits.FUNCTIONS, IdleCause.PROMPTS: Waits.PROMPTS,
 }  # fmt: skip
 """Reason for the wait, by the cause of idle places, while no request is in flight."""
 
@@ -104,7 +105,7 @@ def waits_of(core: RolloutCore) -> Waits:
         return UPDATE
     if core.context.evaluations:
         return EVALUATION
-    if not core.wanted:
+    if not core.batch_wanted:
         return TRAINER
     if core.train_first:
         return BOUND

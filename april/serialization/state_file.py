@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from april.core.sealed import FORMAT
+from april.core.state_checksum import FORMAT
 from april.errors import CheckpointError
 
 

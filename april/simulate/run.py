@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from april.core.partial_buffer import Idle
+from april.core.partial_buffer import IdleCause
 from april.core.run_times import TrainerTime, bottleneck, whole
 from april.core.settings import CoreSettings
 from april.core.types import OnStale
@@ -101,7 +101,7 @@ def _waited(settings: CoreSettings, steps: list[dict[str, float]]) -> dict[str, 
     times = whole(steps)
     return {
         "trainer_idle_share": times[TrainerTime.WAITS] / times["step_s"],
-        "idle_shares": {str(cause): share for cause in Idle if (share := times[f"idle_{cause}"])},
+        "idle_shares": {str(cause): share for cause in IdleCause if (share := times[f"idle_{cause}"])},
         "bottleneck": bottleneck(times, settings, lambda **_: True),
     }
 
@@ -336,7 +336,7 @@ def _notes(workload: Workload, modes: dict[str, dict[str, Any]]) -> list[str]:
             workload.train_time is None
             and m["refill"] != "none"
             and workload.on_stale is not OnStale.DROP
-            and m["idle_shares"].get(str(Idle.BOUND), 0.0) >= IDLE_WORTH_A_WORD
+            and m["idle_shares"].get(str(IdleCause.BOUND), 0.0) >= IDLE_WORTH_A_WORD
             and m["in_flight"] <= workload.fits  # otherwise slots are also empty because the KV cache is full
         ):
             notes.append(

@@ -1,6 +1,6 @@
 """Runs the real core on virtual time, without asyncio: all tokens are blank, but counts and times are exact.
 
-Every decision is made by :class:`april.core.state.RolloutCore`; the engines are discrete-event models
+Every decision is made by :class:`april.core.rollout_core.RolloutCore`; the engines are discrete-event models
 (:mod:`april.engines.simulated.clockwork`). The same arguments give the same result, to the last bit, on every
 Python version and for every hash seed.
 """
@@ -24,10 +24,10 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core.batch import Batch
 from april.core.event_pump import EventPump, RequestLog
+from april.core.rollout_core import RolloutCore
 from april.core.run_times import RunTimes
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
-from april.core.state import RolloutCore
 from april.core.types import Attempt, EngineFinish, OnWeightUpdate, Prompt, SampleId
 from april.core.versions import PolicyVersion
 from april.engines.simulated.clockwork import SimulatedDecoder
@@ -418,7 +418,7 @@ class Simulation:
             self._trainer.add(batch, self.now)
             if self._trainer.ends_s <= self.now:  # training takes no time
                 self._update_weights()
-                self._times.look(self.now)
+                self._times.update(self.now)
         self.result.digest = self._digest.hexdigest()
         return self.result
 
@@ -448,7 +448,7 @@ class Simulation:
         if not self._asked and self._trainer.wants_more:
             self._asked = True
             self._pump.post(ev.StepRequested())
-            self._times.look(self.now)
+            self._times.update(self.now)
             return
         at = min(self.engines.next_s, self._rewards.next_s)  # at equal times, the trainer goes last
         if self._trainer.ends_s < at:
@@ -462,7 +462,7 @@ class Simulation:
         else:
             self.now = at
             self.engines.run_next_event()
-        self._times.look(self.now)
+        self._times.update(self.now)
         if self._watch is not None:
             self._watch(self.now, sum(d.running for d in self.decoders.values()))
 

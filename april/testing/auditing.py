@@ -15,7 +15,7 @@ import numpy as np
 
 from april.core.batch import Batch, DeliveredSample
 from april.core.ledger import Ledger
-from april.core.state import RolloutCore
+from april.core.rollout_core import RolloutCore
 from april.core.tape import Segment, SegmentKind
 from april.core.types import DropReason, FinishReason, SampleId
 from april.errors import AprilError

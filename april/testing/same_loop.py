@@ -51,7 +51,7 @@ class _SameLoop(LoopThread):
         return self._open
 
     @property
-    def here(self) -> bool:
+    def in_own_process(self) -> bool:
         return True
 
     def blocked(self) -> tuple[float, str]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from april.core.partial_buffer import Idle
+from april.core.partial_buffer import IdleCause
 from april.core.run_times import pace
 from april.core.types import GenerationMode, Refill
 from april.engines.simulated.clockwork import SimulatedDecoder
@@ -90,7 +90,7 @@ def _unknown(run: RunData) -> str:
     if (unknown := metrics[-1].get("length_unknown", 0.0)) > UNKNOWN:
         return f"{unknown:.0%} of the responses were given up before their end, and how long they are is unknown"
     total = sum(m["step_s"] for m in metrics)
-    waited = sum(m["step_s"] * (m[f"idle_{Idle.FUNCTIONS}"] + m[f"idle_{Idle.PROMPTS}"]) for m in metrics)
+    waited = sum(m["step_s"] * (m[f"idle_{IdleCause.FUNCTIONS}"] + m[f"idle_{IdleCause.PROMPTS}"]) for m in metrics)
     if waited > FUNCTIONS * total:
         return "places waited for functions and prompts, whose times are not those of the engines"
     return ""

@@ -82,7 +82,7 @@ class Observers:
     def _ask(self, tell: Tell) -> None:
         def look() -> None:
             driver = self.driver
-            driver.local.streams.catch_up()  # count tokens that have arrived but are not read yet
+            driver.executor.streams.catch_up()  # count tokens that have arrived but are not read yet
             tell(driver.now(), standing_of(driver.core, driver.long_waits.waited_s))
 
         self._thread.call_later(look)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from april.core.partial_buffer import Idle
+from april.core.partial_buffer import IdleCause
 from april.view.run_data import Batch, RunData, mean_busy
 
 if TYPE_CHECKING:
@@ -77,19 +77,19 @@ BELOW_AXES = -0.42
 _HEX = re.compile("|".join(ink.hex for ink in Ink))
 _BY_HEX = {ink.hex: f"var({ink.variable})" for ink in Ink}
 IDLE = {
-    Idle.OVER_SAMPLING: ("N' are in work", CAUSES[0]), Idle.TRAINER: ("no batch asked for", CAUSES[1]),
-    Idle.UPDATE: ("new weights", CAUSES[2]), Idle.BOUND: ("max_staleness", CAUSES[3]),
-    Idle.FUNCTIONS: ("only functions run", CAUSES[4]), Idle.ENGINES: ("none takes work", CAUSES[5]),
-    Idle.EVALUATION: ("", Ink.EVALUATION), Idle.STOP: ("the rest is stopped", CAUSES[6]),
-    Idle.PROMPTS: ("drawn, or ended", CAUSES[7]), Idle.HELD: ("max_held_tokens", CAUSES[8]),
-    Idle.PAUSE: ("", CAUSES[9]),
+    IdleCause.OVER_SAMPLING: ("N' are in work", CAUSES[0]), IdleCause.TRAINER: ("no batch asked for", CAUSES[1]),
+    IdleCause.UPDATE: ("new weights", CAUSES[2]), IdleCause.BOUND: ("max_staleness", CAUSES[3]),
+    IdleCause.FUNCTIONS: ("only functions run", CAUSES[4]), IdleCause.ENGINES: ("none takes work", CAUSES[5]),
+    IdleCause.EVALUATION: ("", Ink.EVALUATION), IdleCause.STOP: ("the rest is stopped", CAUSES[6]),
+    IdleCause.PROMPTS: ("drawn, or ended", CAUSES[7]), IdleCause.HELD: ("max_held_tokens", CAUSES[8]),
+    IdleCause.PAUSE: ("", CAUSES[9]),
 }  # fmt: skip
 """Meaning and colour of each cause for which places are idle."""
 MARKED = 24
 """Largest number of points of a curve that is drawn with markers; without one a single point would be invisible."""
 
 
-def words_of(cause: Idle) -> str:
+def words_of(cause: IdleCause) -> str:
     """Return the label of an idle cause: its metric's name without ``idle_``, and its meaning."""
     meant, _ = IDLE[cause]
     return f"{cause}: {meant}" if meant else str(cause)

@@ -12,7 +12,7 @@ from html import escape
 from typing import Any
 
 from april.auto.question import InWork
-from april.core.partial_buffer import Idle
+from april.core.partial_buffer import IdleCause
 from april.core.run_times import bottleneck_of
 from april.text.server_text import printable
 from april.version import __version__
@@ -293,7 +293,7 @@ def _limit(run: RunData, found: Limit | None) -> str:
     parts = [("at the limit", of.at_limit, Ink.AGE0), ("prefilled again", of.reprefill, Ink.AGE2)]
     parts += [
         (pictures.words_of(cause), share, pictures.IDLE[cause][1])
-        for cause in Idle if (share := of.causes.get(cause, 0.0)) >= 0.005
+        for cause in IdleCause if (share := of.causes.get(cause, 0.0)) >= 0.005
     ]  # fmt: skip
     if of.unexplained >= 0.005:
         parts.append(("unexplained", of.unexplained, Ink.FAINT))

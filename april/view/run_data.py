@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from april.core.event_pump import RequestSums
-from april.core.partial_buffer import Idle
+from april.core.partial_buffer import IdleCause
 from april.core.run_times import SECONDS, SHARES
 from april.core.settings import CoreSettings
 from april.core.types import Refill, Work
-from april.driver.limit import Distance, distance_of
+from april.driver.step_limit import LimitDistance, distance_of
 from april.engines.simulated.fitted_cost import FittedCost, Requests, fit
 from april.errors import RecordError
 from april.record.file import BATCH, CLOSED, IN_THE_MIDDLE, LEARNING, OVER, end_of, lines_of, refuse_other_formats
@@ -342,7 +342,7 @@ def mean_busy(began_s: Floats, ended_s: Floats, edges: Floats) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Distance of a run from the limit of its engines (:mod:`april.driver.limit`), and doubts about this figure.
+    """Distance of a run from the limit of its engines (:mod:`april.driver.step_limit`), and doubts about this figure.
 
     Attributes:
         distance: distance from the limit, by the cost that was fitted to all requests.
@@ -351,7 +351,7 @@ class Limit:
         doubt: reason why the distance is only a guess; empty if it can be trusted.
     """
 
-    distance: Distance
+    distance: LimitDistance
     halves: tuple[float, float] | None
     doubt: str
 
@@ -405,7 +405,7 @@ def _doubt(run: RunData, since: float, until: float, halves: tuple[float, float]
 
 def distance(
     run: RunData, since: float, until: float, costs: Mapping[str, FittedCost] | None = None
-) -> Distance | None:
+) -> LimitDistance | None:
     """Return the distance from the engines' limit between two deliveries, or None if no cost is known.
 
     Losses are split up by :class:`april.core.partial_buffer.Idle`. An engine with too few requests for a fit is given
@@ -427,11 +427,11 @@ def distance(
         cost = costs.get(name, others).cost
         brought.append((cost, RequestSums(int(count.sum()), int(context.sum()), resident)))
     batches = [(batch.time_s, batch.metrics) for batch in run.batches if since < batch.time_s <= until]
-    idle = dict.fromkeys(Idle, 0.0)
+    idle = dict.fromkeys(IdleCause, 0.0)
     for time_s, metrics in batches:
         step_s = metrics["step_s"]
         places = run.there.place_s(time_s - step_s, time_s) / step_s if step_s > 0.0 else 0.0
-        for cause in Idle:
+        for cause in IdleCause:
             idle[cause] += places * step_s * metrics.get(f"idle_{cause}", 0.0)
     again = sum(metrics.get("reprefill_tokens", 0.0) for _, metrics in batches)
     # engines join and leave: the formula gets constant ones with the same engine-seconds and place-seconds in total

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 import april
 from april.core.batch import Batch, DeliveredSample, rows_by_sample
-from april.core.partial_buffer import Idle
+from april.core.partial_buffer import IdleCause
 from april.core.tape import SegmentKind
 from april.engines.protocol import Chunk, Engine, Request
 from april.engines.transformers.engine import TransformersEngine
@@ -37,7 +37,7 @@ from benchmarks.study.training import Evaluation, Outcome, Settings, Training
 from benchmarks.study.warmup import STEPS
 
 MAX_LEN = countdown.PROMPT_LENGTH + countdown.RESPONSE_CAP
-BETWEEN = (Idle.TRAINER, Idle.UPDATE, Idle.PAUSE, Idle.EVALUATION)
+BETWEEN = (IdleCause.TRAINER, IdleCause.UPDATE, IdleCause.PAUSE, IdleCause.EVALUATION)
 """Causes of empty places between two batches, not while one is generated."""
 MODES = ("sync", "april", "refill", "quorum")
 """Wait for all; N' = 2N as in the paper; a constant number of samples in flight; N' = 1.5N with a group quorum."""
@@ -368,7 +368,7 @@ def train_arm(settings: Settings, task: Task, start: PreTrainedModel, make_stage
 
 def why_empty(metrics: Mapping[str, float]) -> str:
     """Return the cause that kept the most places empty while a batch was generated; "" if none did."""
-    shares = {cause.value: metrics[f"idle_{cause}"] for cause in Idle if cause not in BETWEEN}
+    shares = {cause.value: metrics[f"idle_{cause}"] for cause in IdleCause if cause not in BETWEEN}
     cause = max(shares, key=lambda name: shares[name])
     return cause if shares[cause] > 0 else ""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from april.core.partial_buffer import Idle
+from april.core.partial_buffer import IdleCause
 from benchmarks.demo.arm import ArmOutcome, DemoSettings
 from benchmarks.demo.summary import arm_figures, ratios_to_sync
 from benchmarks.study.analysis import series
@@ -19,8 +19,8 @@ from benchmarks.study.statistics import with_censored
 COLOURS = {"sync": "#8a8a8a", "april": "#1b6ca8", "refill": "#d1603d", "quorum": "#3a8f5c"}
 LABELS = {"sync": "sync", "april": "april, N' = 2N", "refill": "april, refill", "quorum": "april, N' = 1.5N, quorum"}
 EMPTY = {
-    Idle.OVER_SAMPLING: ("#f7e9bf", "empty: the step's groups have begun, and it waits for enough of them to end"),
-    Idle.BOUND: ("#e5d3ee", "empty: max_staleness, old responses have to end before new ones may begin"),
+    IdleCause.OVER_SAMPLING: ("#f7e9bf", "empty: the step's groups have begun, and it waits for enough of them to end"),
+    IdleCause.BOUND: ("#e5d3ee", "empty: max_staleness, old responses have to end before new ones may begin"),
 }
 """Colour and words, by the cause of most empty slots in a step."""
 WAITS = {"sync": "waits for the longest response", "april": "keeps what is unfinished"}
@@ -68,7 +68,7 @@ def draw_slots(settings: DemoSettings, arms: dict[str, list[ArmOutcome]], path: 
         axes = figure.add_subplot(len(shown), 1, row + 1)
         at = np.arange(len(busy) + 1)
         level = np.append(busy, busy[-1:])
-        axes.fill_between(at, level, settings.slots, step="post", color=EMPTY[Idle.OVER_SAMPLING][0], linewidth=0)
+        axes.fill_between(at, level, settings.slots, step="post", color=EMPTY[IdleCause.OVER_SAMPLING][0], linewidth=0)
         axes.fill_between(at, level, step="post", color=COLOURS[name], linewidth=0)
         for end in ends:
             axes.axvline(end, color="black", linewidth=1.5)

@@ -30,7 +30,7 @@ class Tokens:
 
     def _count(self) -> dict[Any, int]:
         driver = self._rollouts._driver
-        driver.local.streams.catch_up()
+        driver.executor.streams.catch_up()
         came = {s.id: s.tokens for s in driver.core.buffer.samples()}
         for attempt in driver.core.attempts.values():
             came[attempt.sample.id] += attempt.tape.parsed

@@ -22,8 +22,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from april.core.batch import Batch
-from april.corrections.advantages import Method, loss_weights
+from april.corrections.advantages import Method
 from april.corrections.importance import Level, truncated_weights
+from april.corrections.loss_weights import loss_weights
 from april.corrections.off_policy import off_policy_report
 
 Int32 = NDArray[np.int32]

@@ -18,7 +18,7 @@ from april.adapters.verl.calls import Asked, Calls, Done, Message, Session, fiel
 from april.adapters.verl.rollouts import Delivery, Rollouts, servers_of
 from april.adapters.verl.settings import RunSettings, settings_of
 from april.core.attachments import Placed
-from april.core.state import RolloutCore
+from april.core.rollout_core import RolloutCore
 from april.core.versions import PolicyVersion
 from april.engines.simulated.synthetic_rows import synthetic_rows
 from april.testing import VirtualClockLoop, rollouts

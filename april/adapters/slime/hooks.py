@@ -11,8 +11,8 @@ from typing import Any
 
 from april.adapters.slime.framework import Framework
 from april.adapters.slime.samples import Groups, Held, fill
-from april.core.numbers import held_reward, wrong_reward
 from april.core.types import Prompt
+from april.core.value_checks import float32_reward, wrong_reward
 from april.driver.rewards import Response
 from april.errors import RolloutError
 
@@ -122,6 +122,6 @@ class SlimeHooks:
                 f"the reward of sample {sample.index} is {value!r}, no number; of several, name one by --reward-key"
             ) from None
         if wrong_reward(number) is None:  # so that slime's filter sees the same number as april's batch
-            number = held_reward(number)
+            number = float32_reward(number)
             sample.reward = {**sample.reward, key: number} if key else number
         return number

@@ -24,15 +24,15 @@ from april.adapters.common.trainer_servers import Result, TrainerServers
 from april.adapters.verl.calls import Asked, Done, Ended, result_of
 from april.adapters.verl.settings import RunSettings
 from april.core.batch import Batch
-from april.core.numbers import held_reward, wrong_reward
-from april.core.sealed import seal
+from april.core.state_checksum import seal
 from april.core.tape import Float32, Int32
 from april.core.types import FinishReason, Prompt, Work
+from april.core.value_checks import float32_reward, wrong_reward
 from april.corrections.advantages import first_others_of
 from april.driver.llm import LLM, Completion
 from april.driver.rewards import Response
 from april.driver.rollout_driver import KIND
-from april.driver.user_code import FailedElsewhere, describe
+from april.driver.user_code import RemoteFunctionError, describe
 from april.errors import CheckpointError, RolloutError
 from april.serialization.state_file import read_state, write_state
 
@@ -167,7 +167,7 @@ class _Session:
 
     def fail(self, text: str, kind: str) -> None:
         if not self.outcome.done():
-            self.outcome.set_exception(FailedElsewhere(text, kind))
+            self.outcome.set_exception(RemoteFunctionError(text, kind))
 
     async def _answer(self, asked: Asked) -> None:
         self._servers.requests[self.llm.sample_id] = asked
@@ -290,7 +290,7 @@ class Rollouts:
         if len(known) < len(values):
             metric = self._settings.filter_metric
             raise RolloutError(f"algorithm.filter_groups.metric={metric} is not a number of every sample")
-        return len(known) < 2 or len(set(map(held_reward, known))) > 1
+        return len(known) < 2 or len(set(map(float32_reward, known))) > 1
 
     # ---------------------------------------------------------------- batches
 

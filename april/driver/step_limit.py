@@ -11,27 +11,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from april.core.event_pump import KEPT, RequestLog, RequestSums
-from april.core.partial_buffer import Idle
+from april.core.event_pump import KEPT_REQUESTS, RequestLog, RequestSums
+from april.core.partial_buffer import IdleCause
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.fitted_cost import FEWEST, FittedCost, Requests, fit
 
-GROUPS: dict[str, tuple[Idle, ...]] = {
-    "bubble": (Idle.OVER_SAMPLING, Idle.PROMPTS, Idle.FUNCTIONS),
-    "boundary": (Idle.TRAINER, Idle.STOP),
-    "weight updates": (Idle.UPDATE, Idle.PAUSE),
-    "evaluation": (Idle.EVALUATION,),
-    "admission": (Idle.BOUND, Idle.HELD, Idle.ENGINES),
+GROUPS: dict[str, tuple[IdleCause, ...]] = {
+    "bubble": (IdleCause.OVER_SAMPLING, IdleCause.PROMPTS, IdleCause.FUNCTIONS),
+    "boundary": (IdleCause.TRAINER, IdleCause.STOP),
+    "weight updates": (IdleCause.UPDATE, IdleCause.PAUSE),
+    "evaluation": (IdleCause.EVALUATION,),
+    "admission": (IdleCause.BOUND, IdleCause.HELD, IdleCause.ENGINES),
 }
 """Groups of causes for empty places, by the name used in metrics."""
-LITTLE_EMPTY = 0.02
+NEGLIGIBLE_SHARE = 0.02
 """Share of empty place-time below which empty places do not explain the lost time."""
 FITS_AT_A_TIME = 4
 """Most engines whose cost is fitted again at one delivery; each fit takes about 15 ms."""
 
 
 @dataclass(frozen=True, slots=True)
-class Distance:
+class LimitDistance:
     """Shares of the time of a step, which add up to 1 unless the fitted cost is too high.
 
     Attributes:
@@ -50,7 +50,7 @@ class Distance:
 def distance_of(
     brought: Iterable[tuple[DecodeCost, RequestSums]], *, places: float, seconds: float, again: float,
     idle: Mapping[str, float],
-) -> Distance | None:
+) -> LimitDistance | None:
     """Compute the distance from the limit over a period; None if there were no requests, or no time passed.
 
     Args:
@@ -73,9 +73,9 @@ def distance_of(
     whole = seconds * len(pairs)
     at_limit, reprefill = limit_s / whole, prefill_s * again / whole
     rest, empty = max(0.0, 1.0 - at_limit - reprefill), sum(idle.values())
-    if empty < LITTLE_EMPTY * places * seconds:
-        return Distance(at_limit, reprefill, {}, rest)
-    return Distance(at_limit, reprefill, {name: rest * of / empty for name, of in idle.items() if of > 0.0}, 0.0)
+    if empty < NEGLIGIBLE_SHARE * places * seconds:
+        return LimitDistance(at_limit, reprefill, {}, rest)
+    return LimitDistance(at_limit, reprefill, {name: rest * of / empty for name, of in idle.items() if of > 0.0}, 0.0)
 
 
 def idle_of(metrics: Mapping[str, float], places: float) -> dict[str, float]:
@@ -105,7 +105,8 @@ class EngineCosts:
             self._fitted.pop(gone, None)
         due = [
             (name, ended) for name, ended in self._requests
-            if self._requests.count(name) >= max(FEWEST, min(1.5 * (seen := self._seen.get(name, 0)), seen + KEPT))
+            if self._requests.count(name)
+            >= max(FEWEST, min(1.5 * (seen := self._seen.get(name, 0)), seen + KEPT_REQUESTS))
         ]  # fmt: skip
         for name, ended in due[:FITS_AT_A_TIME]:
             self._seen[name] = self._requests.count(name)
@@ -135,7 +136,7 @@ class StepLimit:
         ``metrics`` are the batch's other metrics, ``places`` the number of request places of all engines.
         """
         self.costs.look()
-        known = [(self.costs.of(name), brought) for name, brought in self._requests.take().items()]
+        known = [(self.costs.of(name), brought) for name, brought in self._requests.take_sums().items()]
         found = distance_of(
             ((cost, brought) for cost, brought in known if cost is not None),
             places=places, seconds=metrics["step_s"], again=metrics["reprefill_tokens"],

@@ -18,9 +18,9 @@ from april.driver.attempt_streams import AttemptStreams
 from april.driver.core_view import CoreView
 from april.driver.engine_control import EngineControl
 from april.driver.llm import as_coroutine
-from april.driver.pace import Pace
+from april.driver.loop_throttle import LoopThrottle
 from april.driver.sample_functions import RolloutSettings, SampleFunctions, UserFunctions
-from april.driver.user_calls import TimeLimits, UserCalls, WorkerThreads
+from april.driver.user_calls import Timeouts, UserCalls, WorkerThreads
 from april.engines.protocol import Capabilities, Engine, FirstWeights, SharesModel, TellsUnused
 
 log = logging.getLogger("april")
@@ -29,7 +29,7 @@ CLOSE_PATIENCE_S = 10.0
 """Most seconds that closing waits for cancelled functions and streams."""
 
 
-class LocalHost:
+class CommandExecutor:
     """Runs the engines and user functions of this process; made and used on the event loop that runs them.
 
     Args:
@@ -55,7 +55,7 @@ class LocalHost:
         self.engines: dict[str, Engine] = {}
         self._post = post
         for engine in engines:
-            self.take_in(prefix + engine.name, engine)
+            self.add_engine(prefix + engine.name, engine)
         self._view = view
         self._broke = broke
         self._tasks: set[asyncio.Task[None]] = set()
@@ -63,9 +63,9 @@ class LocalHost:
         self.worker_threads = WorkerThreads()
         self.functions = functions
         self.rollout = as_coroutine(functions.rollout, self.worker_threads)
-        pace = Pace()
+        pace = LoopThrottle()
         self._user_calls = UserCalls(
-            TimeLimits(settings.function_timeout_s, settings.warn_after_s), self.worker_threads, self.spawn, pace
+            Timeouts(settings.function_timeout_s, settings.warn_after_s), self.worker_threads, self.spawn, pace
         )
         self.samples = samples = SampleFunctions(view, functions, self.rollout, settings, self._user_calls, post)
         self.streams = streams = AttemptStreams(
@@ -74,7 +74,7 @@ class LocalHost:
         self.engine_control = calls = EngineControl(
             self.engines, post, self.spawn, failed, self.worker_threads, streams
         )
-        self.executors: dict[type[do.Command], Callable[[Any], None]] = {
+        self.handlers: dict[type[do.Command], Callable[[Any], None]] = {
             do.StartSample: samples.start,
             do.Submit: streams.submit,
             do.Abort: streams.abort,
@@ -91,17 +91,17 @@ class LocalHost:
         }
 
     @property
-    def plain_rollout(self) -> bool:
+    def rollout_is_plain(self) -> bool:
         """True if the rollout function is plain, so that each sample's call runs in a thread of its own."""
         return self.rollout is not self.functions.rollout
 
-    def take_in(self, name: str, engine: Engine) -> None:
+    def add_engine(self, name: str, engine: Engine) -> None:
         """Add an engine under its name in the core."""
         self.engines[name] = engine
         if isinstance(engine, TellsUnused):
             engine.unused = lambda count, reason: self._post(ev.TokensUnused(count, reason))
 
-    async def quiet(self) -> None:
+    async def wait_until_engines_idle(self) -> None:
         """Wait until no engine computes on the trainer's model; a fenced request may still do so for a while."""
         for engine in list(self.engines.values()):
             if engine.capabilities.shares_weights and isinstance(engine, SharesModel):
@@ -121,7 +121,7 @@ class LocalHost:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._broke(error)
 
-    async def end(self) -> None:
+    async def stop(self) -> None:
         """Cancel all functions and requests; those that do not end in time are left behind. Engines stay open."""
         self.samples.close()  # functions that wait for an answer would not end otherwise
         tasks = list(self._tasks)
@@ -141,7 +141,7 @@ class LocalHost:
 
     async def close(self) -> None:
         """Cancel all functions and requests, and close the engines."""
-        await self.end()
+        await self.stop()
         await self.engine_control.close(self._view.abort_deadline_s)
 
 

@@ -1,8 +1,9 @@
 """The core's state machine: ``handle(event) -> list[Command]`` is the only method that changes its state.
 
 It connects the four parts (over-sampler, completion monitor, abort controller, partial-rollout buffer), runs the steps,
-and decides when training, evaluations, weight updates and pauses take their turns. ``lives`` decides what happens to
-samples.
+and decides when training, evaluations, weight updates and pauses take their turns. What happens to samples is decided
+in ``sample_calls`` (calls of the rollout function), ``attempt_results`` (engine requests), ``function_results``
+(rewards and filters), ``lost_functions``, ``group_completion`` and ``sample_lifecycle`` (retries and drops).
 
 Invariants, checked by :meth:`RolloutCore.validate`: each sample is in exactly one state; tokens and prompts
 are delivered, held, or dropped for a named reason; every attempt in flight belongs to exactly one sample.
@@ -17,12 +18,17 @@ from typing import Any
 
 from april.core import commands as do
 from april.core import events as ev
+from april.core.attempt_results import AttemptResults
 from april.core.batch import Batch, batch_metrics, deliver_sample, with_all_rows
 from april.core.completion_monitor import Unit
 from april.core.context import CoreContext
 from april.core.engine_recovery import EngineRecovery
 from april.core.evaluation import Evaluations
-from april.core.lives import SampleLives
+from april.core.function_results import FunctionResults
+from april.core.group_completion import GroupCompletion
+from april.core.lost_functions import LostFunctions
+from april.core.sample_calls import SampleCalls
+from april.core.sample_lifecycle import SampleLifecycle
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.types import (
     AttemptFailure,
@@ -117,34 +123,39 @@ class RolloutCore:
         In stepwise generation it lasts from the request for a batch to its delivery; in continuous generation the first
         request begins it, and each delivery begins the next one.
         """
-        self.wanted = False
+        self.batch_wanted = False
         """True while the trainer waits for a batch."""
-        self.held = False
+        self.pause_held = False
         """True while a pause is requested."""
         self._continuous = settings.generation is GenerationMode.CONTINUOUS
         self._check, self._pause_asked = check, False
         self._long_in_a_row = 0
         self._outage_timer = 0
         self._outage = False
-        self._calls = calls = EngineCalls(context)
-        self.updates = updates = WeightUpdates(context, calls, self._new_weights)
-        self._recovery = recovery = EngineRecovery(context, calls, updates)
-        self.lives = lives = SampleLives(context)
-        self._evaluations = Evaluations(context, lives)
+        self._engine_calls = engine_calls = EngineCalls(context)
+        self.updates = updates = WeightUpdates(context, engine_calls, self._new_weights)
+        self._recovery = recovery = EngineRecovery(context, engine_calls, updates)
+        groups = GroupCompletion(context)
+        self.lifecycle = lifecycle = SampleLifecycle(context, groups)
+        lost_functions = LostFunctions(context, lifecycle)
+        self.calls = calls = SampleCalls(context, lifecycle, lost_functions)
+        self._attempt_results = attempt_results = AttemptResults(context, calls, lifecycle)
+        self._function_results = function_results = FunctionResults(context, groups, lifecycle, calls)
+        self._evaluations = Evaluations(context, lifecycle)
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.StepRequested: self._step_requested,
             ev.PromptsDrawn: self._prompts_drawn,
-            ev.CallMade: lives.call_made,
-            ev.CallUnheard: lives.call_unheard,
-            ev.StopFound: lives.stop_found,
-            ev.AttemptStalled: lives.attempt_stalled,
-            ev.AttemptEnded: lives.attempt_ended,
+            ev.CallMade: calls.call_made,
+            ev.CallUnheard: calls.call_unheard,
+            ev.StopFound: attempt_results.stop_found,
+            ev.AttemptStalled: attempt_results.attempt_stalled,
+            ev.AttemptEnded: attempt_results.attempt_ended,
             ev.AttemptFailed: self._attempt_failed,
-            ev.SampleReturned: lives.sample_returned,
+            ev.SampleReturned: function_results.sample_returned,
             ev.TokensUnused: self._tokens_unused,
             ev.SampleFailed: self._sample_failed,
-            ev.FunctionLost: lives.function_lost,
-            ev.Scored: lives.scored,
+            ev.FunctionLost: lost_functions.function_lost,
+            ev.Scored: function_results.scored,
             ev.GroupJudged: self._group_judged,
             ev.TimerFired: self._timer_fired,
             ev.PauseRequested: self._pause_requested,
@@ -156,11 +167,11 @@ class RolloutCore:
             ev.WeightsWritten: updates.weights_written,
             ev.EngineCallEnded: self._engine_call_ended,
             ev.EngineProbed: recovery.probed,
-            ev.EnginesAsked: lambda event: recovery.ask_all(),
+            ev.EnginesAsked: lambda event: recovery.probe_all(),
             ev.EnginesJoined: recovery.joined,
             ev.EngineLeaving: recovery.leaving,
             ev.EnginesLeft: recovery.left,
-            ev.LoadReported: recovery.load,
+            ev.LoadReported: recovery.adjust_cap,
             ev.EvaluationRequested: self._evaluation_requested,
             ev.EvaluationCancelled: self._evaluations.cancelled,
             ev.BatchCommitted: self._batch_committed,
@@ -221,17 +232,18 @@ class RolloutCore:
     # ---------------------------------------------------------------- steps
 
     def _step_requested(self, event: ev.StepRequested) -> None:
-        if self.wanted:
+        if self.batch_wanted:
             raise InvariantError("a step was requested while another one is running; deliver that one first")
-        self.wanted = True
+        self.batch_wanted = True
         if self.step is None:
-            self._calls.turns += 1
-            self._recovery.ask_all()
+            self._engine_calls.step_changes += 1
+            self._recovery.probe_all()
             self._begin_step()
 
     def _begin_step(self) -> None:
         self.step = Step(self.counters.copy(), self.observed_tokens())
-        self.lives.replace_too_old()  # the last delivery moved the version at which the next batch will be trained
+        # the last delivery moved the version at which the next batch will be trained
+        self.lifecycle.restart_or_drop_stale()
         self._plan_deadlines()
 
     def _advance(self) -> None:
@@ -242,11 +254,11 @@ class RolloutCore:
             self._advance_others()
         if self.step is None:
             return  # a failure between steps is reported when the next step runs
-        if self.wanted and self.updates.half_updated is not None and (broken := self.updates.broken) is not None:
+        if self.batch_wanted and self.updates.half_updated is not None and (broken := self.updates.broken) is not None:
             self._fail(broken, weights=True)
             return
         if self.context.failure is not None:
-            if self.wanted:
+            if self.batch_wanted:
                 self._fail(self.context.failure)
             elif not self.step.stopping:  # the work in flight would fail as well
                 self.step.stopping = True
@@ -254,7 +266,7 @@ class RolloutCore:
             return
         if self.train_first:
             return
-        step, enough = self.step, self.wanted and self._enough
+        step, enough = self.step, self.batch_wanted and self._enough
         stops = enough and not self._continuous
         if enough and not step.stopping:
             step.in_flight_at_stop = Counter(a.engine for a in self.attempts.values())
@@ -277,8 +289,8 @@ class RolloutCore:
         self.context.out.append(do.Fail(failure, weights))
 
     def _leave_step(self) -> None:
-        self.step, self.wanted = None, False
-        self._calls.turns += 1
+        self.step, self.batch_wanted = None, False
+        self._engine_calls.step_changes += 1
 
     @property
     def _enough(self) -> bool:
@@ -300,8 +312,8 @@ class RolloutCore:
             if any(evaluations.running):
                 self._start_waiting(training=False)
                 evaluations.advance()  # an evaluation may just have failed for want of an engine
-        if updates.waits and (updates.running or not evaluations.come_first(held=self.held, update=first)):
-            updates.go_on(held=self.held)
+        if updates.waits and (updates.running or not evaluations.go_before_update(held=self.pause_held, update=first)):
+            updates.continue_next(held=self.pause_held)
         if self._pause_asked and not self.attempts and not updates.running and not any(evaluations.running):
             self._pause_asked = False
             self.context.out.append(do.Paused())
@@ -309,7 +321,7 @@ class RolloutCore:
     @property
     def paused(self) -> bool:
         """True if nothing may start: a pause was requested, an update runs, or the engines' weights differ."""
-        return self.held or self.updates.running or self.updates.half_updated is not None
+        return self.pause_held or self.updates.running or self.updates.half_updated is not None
 
     @property
     def train_first(self) -> bool:
@@ -323,8 +335,8 @@ class RolloutCore:
         """End the step with a delivery; with ``on_data_end: wait``, fewer than N remaining groups are kept instead."""
         ended = self.over_sampler.exhausted and self.monitor.ready < self.settings.target
         waits = ended and self.settings.on_data_end is OnDataEnd.WAIT
-        units = [] if waits else self.monitor.take(self.buffer.goes_first)
-        step, self.wanted = self.step, False
+        units = [] if waits else self.monitor.take(self.buffer.delivery_order)
+        step, self.batch_wanted = self.step, False
         assert step is not None
         if not (units and self._continuous):
             self._leave_step()
@@ -353,9 +365,9 @@ class RolloutCore:
         for sample, length in zip(leased, lengths, strict=True):
             context.tokens.deliver(length)
             context.lengths.trained.add(length)
-            context.to(sample, SampleState.LEASED, f"leased in batch {context.batches}")
+            context.change_state(sample, SampleState.LEASED, f"leased in batch {context.batches}")
             sample.group.delivered += 1
-            self.lives.sample_left(sample.group)
+            self.lifecycle.settle_sample(sample.group)
         metrics = batch_metrics(len(groups), samples, self.leases.age) | self.leases.recorded()
         metrics |= context.lengths.metrics(lengths)
         metrics |= step.metrics(self.counters, self.observed_tokens())
@@ -386,7 +398,7 @@ class RolloutCore:
         if event.batch_id not in self.leased:
             raise InvariantError(f"batch {event.batch_id} was committed twice, or never delivered")
         self._commit([event.batch_id])
-        self._plan_anew()
+        self._replan()
 
     def _staleness_lowered(self, event: ev.StalenessLowered) -> None:
         if not 0 <= event.bound <= self.leases.bound:
@@ -397,7 +409,7 @@ class RolloutCore:
         self.leases.commit(batch_ids)
         self.counters["committed_batches"] += len(batch_ids)
 
-    def _plan_anew(self) -> None:
+    def _replan(self) -> None:
         """Plan the deadlines again after a commit or update; the running step may draw more prompts now."""
         if self.step is not None:
             self.step.filled = False
@@ -417,15 +429,15 @@ class RolloutCore:
         count = self.over_sampler.prompts_to_draw(
             ready=self.monitor.ready,
             in_work=self.buffer.units - self.monitor.ready,
-            free_places=self.context.places.to_start() - self.over_sampler.waiting,
+            free_places=self.context.places.startable() - self.over_sampler.waiting,
             step_start=not step.filled,
             fits=lambda: self.buffer.fits,
             room=lambda: self.buffer.room(self.tokens.held),
         )
         if count:
-            self.over_sampler.asked, self.over_sampler.bound = count, self.leases.lowered
+            self.over_sampler.requested, self.over_sampler.bound = count, self.leases.lowered
             self.context.out.append(do.DrawPrompts(count))
-        elif not self.over_sampler.asked:
+        elif not self.over_sampler.requested:
             step.filled = True
 
     def _start_waiting(self, *, training: bool) -> None:
@@ -442,18 +454,18 @@ class RolloutCore:
             queue.forget(work)
             if isinstance(work, Sample):
                 context.places.reserve(work)
-                context.to(work, SampleState.RUNNING, "rollout function started")
+                context.change_state(work, SampleState.RUNNING, "rollout function started")
                 context.out.append(do.StartSample(work))
-            elif not self.lives.spent(work):
-                cached = self.engines.cached_on(work.chain.cached_on, work.chain.cached_under)
-                if work.avoid or cached:
-                    engine = self.engines.pick(self.clock.current, work.avoid, cached) or engine
-                self.lives.submit(work, engine.limits.name)
-                self._recovery.used(engine.limits.name)
+            elif not self.calls.complete_if_out_of_budget(work):
+                cached = self.engines.cached_on(work.chain.cached_on, work.chain.cache_key)
+                if work.avoid_engine or cached:
+                    engine = self.engines.pick(self.clock.current, work.avoid_engine, cached) or engine
+                self._attempt_results.submit(work, engine.limits.name)
+                self._recovery.start_checks(engine.limits.name)
 
     def _prompts_drawn(self, event: ev.PromptsDrawn) -> None:
         context = self.context
-        self.over_sampler.asked = 0
+        self.over_sampler.requested = 0
         self.over_sampler.exhausted |= event.exhausted
         for prompt in event.prompts:
             context.prompts.observe(1)
@@ -463,7 +475,7 @@ class RolloutCore:
             group = Group(context.groups_drawn, prompt, n, self.clock.current, quorum=quorum, bound=bound)
             context.groups_drawn += 1
             if len(prompt.token_ids) >= self.engines.max_context:
-                self._too_long(group)
+                self._drop_long_prompt(group)
                 continue
             self._long_in_a_row = 0
             self.buffer.add(group)
@@ -472,7 +484,7 @@ class RolloutCore:
         if event.error is not None:
             context.failure = event.error
 
-    def _too_long(self, group: Group) -> None:
+    def _drop_long_prompt(self, group: Group) -> None:
         """Drop a prompt that leaves no room for a response; the settings say whether the step fails."""
         self.prompts.drop(1, DropReason.TOO_LONG)
         self.counters["prompts_too_long"] += 1
@@ -495,25 +507,26 @@ class RolloutCore:
         for sample in samples:
             why = f"there is no room to finish it in the engines' context of {self.engines.max_context}"
             if sample.group.ready:
-                self.lives.give_up_sample(sample, DropReason.TOO_LONG, why)
+                self.lifecycle.drop_sample(sample, DropReason.TOO_LONG, why)
             elif sample.state is not SampleState.DROPPED:  # not dropped with its group in this loop
                 self.counters["prompts_too_long"] += 1
-                self.lives.give_up(sample.group, DropReason.TOO_LONG, why)
+                self.lifecycle.drop_group(sample.group, DropReason.TOO_LONG, why)
 
     # ---------------------------------------------------------------- bugs in the user's functions
 
     def _sample_failed(self, event: ev.SampleFailed) -> None:
-        if self.lives.sample_failed(event) and self.step is not None:  # later failures of this kind repeat this one
+        # if the function would fail for every sample, later failures repeat this one
+        if self._function_results.sample_failed(event) and self.step is not None:
             self.context.failure = f"{event.sample}: {event.error}"
 
     def _group_judged(self, event: ev.GroupJudged) -> None:
-        if self.lives.group_judged(event) and self.step is not None:
+        if self._function_results.group_judged(event) and self.step is not None:
             self.context.failure = event.error
 
     # ---------------------------------------------------------------- pauses, versions, engines
 
     def _pause_requested(self, event: ev.PauseRequested) -> None:
-        self.held = self._pause_asked = True
+        self.pause_held = self._pause_asked = True
         self._stop_everything()
 
     def _evaluation_requested(self, event: ev.EvaluationRequested) -> None:
@@ -522,17 +535,17 @@ class RolloutCore:
             self._stop_everything()
 
     def _resumed(self, event: ev.Resumed) -> None:
-        self.held = self._pause_asked = False
+        self.pause_held = self._pause_asked = False
 
     def _new_weights(self, version: PolicyVersion, trained: int | None) -> None:
         if version < self.clock.current:
             raise InvariantError(f"weights went back from version {self.clock.current} to {version}")
         if trained is not None:
-            self._commit(self.leases.through(trained))
+            self._commit(self.leases.delivered_through(trained))
         self.clock.current = version
         self._drop_without_room()
-        self.lives.replace_too_old()
-        self._plan_anew()
+        self.lifecycle.restart_or_drop_stale()
+        self._replan()
 
     def _plan_deadlines(self) -> None:
         """Give priority to the groups or samples that this step must deliver, so that none gets too old."""
@@ -549,15 +562,15 @@ class RolloutCore:
                 sample.urgent = True
                 urgent.append(sample)
                 if sample.ticket:
-                    self.over_sampler.again(sample)
+                    self.over_sampler.requeue(sample)
                 for chain in sample.chains:
                     if chain.calls and chain.calls[-1].ticket:
-                        self.over_sampler.again(chain.calls[-1])
+                        self.over_sampler.requeue(chain.calls[-1])
 
     def _timer_fired(self, event: ev.TimerFired) -> None:
         timer = event.timer
         if timer.kind is TimerKind.RETRY:
-            self.lives.ask_again(timer.number)
+            self._function_results.retry_timer_fired(timer.number)
         elif timer.kind is TimerKind.OUTAGE:
             self._outage_over(timer.number)
         elif timer.kind is TimerKind.ABORTS:
@@ -581,9 +594,9 @@ class RolloutCore:
     def _engine_call_ended(self, event: ev.EngineCallEnded) -> None:
         state = self.engines.state_of(event.engine)
         was = state.gate, state.weights
-        if not self._calls.ended(event):
+        if not self._engine_calls.ended(event):
             self.counters["late_events"] += 1
-        elif state.taken_back:
+        elif state.recovering:
             self._recovery.call_ended(event, was)
         else:
             self.updates.call_ended(event)
@@ -591,9 +604,9 @@ class RolloutCore:
     def _attempt_failed(self, event: ev.AttemptFailed) -> None:
         """Handle the attempt's failure, then record on its engine that the weights were written or that it is busy."""
         attempt = self.context.attempts.get(event.attempt_id)
-        self.lives.attempt_failed(event)
+        self._attempt_results.attempt_failed(event)
         if attempt is not None and event.kind is AttemptFailure.WEIGHTS_WRITTEN:
-            self.engines.states[attempt.engine].lose()
+            self.engines.states[attempt.engine].lose_weights()
         if attempt is not None and event.kind is AttemptFailure.BUSY:
             self._recovery.busy(attempt.engine, event)
 
@@ -602,8 +615,8 @@ class RolloutCore:
 
         ``training`` is False while only evaluations may start; these fail at once if no engine can come back.
         """
-        if not training and self._evaluations.hopeless:
-            self._evaluations.no_engine()
+        if not training and self._evaluations.no_engine_can_return:
+            self._evaluations.fail_without_engine()
         elif not self._outage and not self.engines.usable(self.clock.current):
             self._outage = True
             self._outage_timer = self.context.start_timer(TimerKind.OUTAGE, self.settings.outage_deadline_s)
@@ -616,7 +629,7 @@ class RolloutCore:
             if any(s.in_flight and not s.quarantined for s in self.engines.states.values()):
                 return  # an engine that had been busy for long has accepted a request
             if evaluating:
-                self._evaluations.no_engine()
+                self._evaluations.fail_without_engine()
                 return
             self.context.failure = (
                 f"no engine with the current weights has been well for {self.settings.outage_deadline_s:g} s; "

@@ -53,7 +53,7 @@ def wrong_reward(reward: float) -> str | None:
     return None
 
 
-def held_reward(reward: float) -> float:
+def float32_reward(reward: float) -> float:
     """Return a valid reward rounded to float32, as batches hold it; filters and baselines use this number, too."""
     return float(np.float32(reward))
 

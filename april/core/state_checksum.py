@@ -30,7 +30,7 @@ def seal(kind: str, content: Mapping[str, Any]) -> State:
     return {"april": kind, "format": FORMAT, "checksum": checksum(kind, content), **content}
 
 
-def require_sealed(kind: str, state: Any) -> None:
+def verify_checksum(kind: str, state: Any) -> None:
     """Raise CheckpointError if ``state`` is not a sealed state of this kind and format, or was changed."""
     if not isinstance(state, Mapping) or "april" not in state:
         raise CheckpointError("this is not a state that april's state_dict() gave")
@@ -43,7 +43,7 @@ def require_sealed(kind: str, state: Any) -> None:
     content = {key: value for key, value in state.items() if key not in ("april", "format", "checksum")}
     try:
         found = checksum(kind, content)
-    except (NotPlain, RecursionError) as error:
+    except (NoChecksum, RecursionError) as error:
         raise CheckpointError(f"the state is damaged: {error}") from None
     if found != state.get("checksum"):
         raise CheckpointError(
@@ -52,12 +52,12 @@ def require_sealed(kind: str, state: Any) -> None:
         )
 
 
-class NotPlain(TypeError):
+class NoChecksum(TypeError):
     """Raised for a value of a type for which no checksum can be computed."""
 
 
 def checksum(kind: str, content: Any) -> str:
-    """Return the checksum of ``content`` as 32 hex digits; raises NotPlain if a value is not plain."""
+    """Return the checksum of ``content`` as 32 hex digits; raises NoChecksum if a value is not plain."""
     digest = hashlib.blake2b(kind.encode(), digest_size=16)
     _add(content, digest.update)
     return digest.hexdigest()
@@ -67,7 +67,7 @@ def is_plain(value: Any) -> bool:
     """Return True if a value has a checksum: a number, string, bytes, None, or a list, dict or small array of these."""
     try:
         _add(value, lambda piece: None)
-    except (NotPlain, RecursionError):
+    except (NoChecksum, RecursionError):
         return False
     return True
 
@@ -87,7 +87,7 @@ def _add(value: Any, put: Callable[[Any], None]) -> None:
     elif hasattr(value, "tolist") and getattr(value, "nbytes", 0) <= LARGEST_ARRAY:
         _add(value.tolist(), put)
     else:
-        raise NotPlain(f"a {type(value).__name__} is no plain value")
+        raise NoChecksum(f"a {type(value).__name__} is no plain value")
 
 
 def _scalar(value: Any) -> bytes | None:

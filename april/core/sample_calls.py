@@ -1,0 +1,275 @@
+"""Decides how a call of ``llm.generate`` is answered: from the tape of a replay, or by an engine.
+
+A call continues one of its sample's chains (token sequences), or begins another chain. It takes one or more attempts
+(engine requests), whose results are handled in ``attempt_results``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from april.core import commands as do
+from april.core import events as ev
+from april.core.attachments import Placed
+from april.core.context import CoreContext
+from april.core.lost_functions import LostFunctions
+from april.core.sample_lifecycle import SampleLifecycle
+from april.core.tape import Int32
+from april.core.types import CallState, Chain, DropReason, EngineFinish, FinishReason, GenerateCall, Sample, SampleState
+
+# module-level names, as an enum member costs 60 ns per use on Python 3.11 and these are used at every event
+STOP, LENGTH = EngineFinish.STOP, EngineFinish.LENGTH
+RUNNING = SampleState.RUNNING
+
+
+class SampleCalls:
+    """Opens, replays, queues and completes the calls of rollout functions."""
+
+    def __init__(self, context: CoreContext, lifecycle: SampleLifecycle, lost_functions: LostFunctions) -> None:
+        self._context = context
+        self._lifecycle = lifecycle
+        self._lost_functions = lost_functions
+
+    def call_made(self, event: ev.CallMade) -> None:
+        """Handle a call of ``llm.generate``: answer it from the tape, or queue it for an engine."""
+        self._context.counters["overridden_requests"] += event.overridden
+        what = "called generate twice at the same time"
+        sample = self._context.acting_sample(event.sample, what, asks=event.any_chain)
+        if sample is None:
+            return
+        if event.any_chain:
+            self._call_in_any_chain(sample, event)
+            return
+        chain = sample.chains[0]
+        if chain.replay is not None:
+            self._answer_from_tape(chain, event)
+            return
+        if event.token_ids is not None:
+            error = self._append_environment(chain, event.token_ids, event.attached)
+            if error:
+                self._lifecycle.replace_or_drop(sample, error)
+                return
+        self._open(chain, event, len(chain.tape.tokens))
+
+    def _call_in_any_chain(self, sample: Sample, event: ev.CallMade) -> None:
+        """Handle a call for any conversation: replay its answer from a tape, continue a chain, or begin a chain."""
+        ids, attached, sample.any_chain = event.token_ids, event.attached, True
+        assert ids is not None
+        if event.chain is None:
+            chain = self.find_chain(sample, ids, attached)
+        else:
+            chain = next((c for c in sample.chains if c.number == event.chain), None)
+        if chain is not None and chain.replay is not None:
+            self._answer_from_tape(chain, event)
+            return
+        if chain is None:
+            if wrong := self._why_no_new_chain(sample, ids):
+                self._lifecycle.replace_or_drop(sample, wrong)
+                return
+            chain = sample.chains[0]
+            if chain.calls or chain.replay is not None:
+                chain = Chain(sample, 1 + sample.chains[-1].number, np.array(ids, np.int32), attached)
+                sample.chains += (chain,)
+            elif not np.array_equal(ids, chain.prompt) or attached != chain.attached:
+                # no call used the group's prompt, so this conversation becomes the first chain
+                chain.prompt, chain.attached = np.array(ids, np.int32), attached
+        self._append_environment(chain, ids, attached)
+        self._open(chain, event, len(chain.tape))
+
+    def find_chain(self, sample: Sample, token_ids: Int32, attached: Sequence[Placed] = ()) -> Chain | None:
+        """Return the chain (token sequence) that a call with these tokens continues, or None if it begins a new one.
+
+        A chain in which the call was already made before its function was lost goes first; then the longest free chain
+        that the tokens extend.
+        """
+        lost_ones = [chain for chain in sample.chains if chain.replay is not None]
+        claims = [(chain, self._answers_received(chain, token_ids, attached)) for chain in lost_ones]
+        claimed = [(heard, chain.number, chain) for chain, heard in claims if heard is not None]
+        free = (c for c in sample.chains if c.replay is None and c.open_call is None and c.calls)
+        extended = [
+            (len(c.prompt) + len(c.tape), -c.number, c)
+            for c in free
+            if c.is_prefix_of(token_ids, len(c.tape), attached)
+        ]
+        longest, _, chain = max(extended, default=(-1, 0, None))
+        if claimed:
+            heard, _, lost = min(claimed)
+            # a chain whose answers the client has seen in this run goes before an equal one that is new to it
+            if not heard or chain is None or self._length_after_answers(lost, heard) > longest:
+                return lost
+        return chain
+
+    def _length_after_answers(self, chain: Chain, heard: int) -> int:
+        """Return the length of the conversation (prompt included) after the first ``heard`` replayed answers."""
+        assert chain.replay is not None
+        return len(chain.prompt) + chain.replay.calls[heard - 1].end
+
+    def _answers_received(self, chain: Chain, token_ids: Int32, attached: Sequence[Placed]) -> int | None:
+        """Return how many replayed answers precede a call with these tokens; None if it belongs to another chain.
+
+        A restarted function asks for the first answer. A client that outlived the process asks for the answer after
+        the last one that it received; its tokens contain the earlier answers.
+        """
+        replay = chain.replay
+        assert replay is not None
+        starts = [call.start for call in replay.calls]
+        starts += [] if replay.open_start is None else [replay.open_start]
+        for heard, start in enumerate(starts):
+            if self._repeats_call_at(chain, token_ids, start, attached):
+                return heard
+        if replay.open_start is None and replay.calls and chain.is_prefix_of(token_ids, replay.calls[-1].end, attached):
+            return len(starts)
+        return None
+
+    def _repeats_call_at(self, chain: Chain, token_ids: Int32, start: int, attached: Sequence[Placed]) -> bool:
+        """Return True if the tokens equal the conversation before ``start``, both cut to the room that there is."""
+        asked = token_ids[: self._max_length(chain, attached)]
+        return len(asked) == len(chain.prompt) + start and chain.is_prefix_of(asked, start, attached)
+
+    def _max_length(self, chain: Chain, attached: Sequence[Placed]) -> int:
+        """Return the most tokens that a chain may hold, prompt included; a cut never splits an attachment."""
+        most = len(chain.prompt) + self._context.attempts.room(chain)
+        return next((placed.at for placed in attached if placed.end > most), most) if attached else most
+
+    def _is_cut(self, chain: Chain, event: ev.CallMade) -> bool:
+        """Return True if an attachment did not fit, so that the conversation was cut and nothing may be generated."""
+        return event.token_ids is not None and self._max_length(chain, event.attached) < len(event.token_ids)
+
+    def _why_no_new_chain(self, sample: Sample, token_ids: Int32) -> str | None:
+        """Return the reason why these tokens may not begin another chain, or None if they may."""
+        settings = self._context.settings
+        # chains from before a restart count only once a call has used them again
+        if sum(bool(chain.calls) for chain in sample.chains) >= settings.max_chains:
+            return f"it wants more than max_chains={settings.max_chains} conversations"
+        if len(token_ids) >= self._context.engines.max_context:
+            return f"a conversation of {len(token_ids)} tokens has no room in the engines' context"
+        return None
+
+    def _open(self, chain: Chain, event: ev.CallMade, start: int) -> None:
+        call = GenerateCall(chain, event.sampling, start, event.number)
+        chain.calls.append(call)
+        # a call from a saved state may be complete already: saved between its last token and the end of its attempt
+        stopped = self._context.attempts.ends_in_stop(call)
+        cut = bool(event.attached) and self._is_cut(chain, event)
+        if not self.complete_if_ended(call, stopped=stopped, length=cut):
+            self._context.note(chain.sample, f"asks for up to {event.sampling.max_tokens} tokens")
+            self._context.over_sampler.push(call)
+
+    def _append_environment(self, chain: Chain, token_ids: Int32, attached: Sequence[Placed]) -> str | None:
+        """Append the tokens that the function added since its last call, cut to the room; return an error, or None."""
+        have = len(chain.prompt) + len(chain.tape)
+        if not chain.is_prefix_of(token_ids, len(chain.tape), attached):
+            return (
+                "llm.generate was given a conversation that does not begin with the prompt and everything generated so "
+                "far, with what is attached to them; append to the conversation, never rewrite it"
+            )
+        end = self._max_length(chain, attached)
+        chain.tape.add_environment(np.array(token_ids[have:end], np.int32), self._context.clock.current)
+        chain.attached += tuple(placed for placed in attached if have <= placed.at < end)
+        return None
+
+    def _answer_from_tape(self, chain: Chain, event: ev.CallMade) -> None:
+        """Answer a repeated call from the tape; a function whose calls differ from before begins again."""
+        replay = chain.replay
+        assert replay is not None
+        ids = event.token_ids
+        if ids is not None:
+            heard = self._answers_received(chain, ids, event.attached)
+        else:
+            heard = 0 if replay.next_start == chain.seen_tokens else None
+        if heard is None or (heard and not event.any_chain):
+            self.restart_diverged(chain.sample)
+            return
+        for _ in range(heard):
+            call = GenerateCall(chain, event.sampling, replay.next_start or 0, state=CallState.DONE)
+            _, call.end, call.finish = replay.calls.popleft()
+            chain.calls.append(call)
+        start = replay.next_start
+        if replay.calls:
+            assert start is not None
+            call = GenerateCall(chain, event.sampling, start, event.number)
+            chain.calls.append(call)
+            _, end, finish = replay.calls.popleft()
+            if replay.next_start is None:
+                chain.replay = None  # no call was open when the function was lost, so later calls are new
+            self._answer(call, end, finish)
+            return
+        chain.replay = None
+        if start is None and ids is not None:
+            self._append_environment(chain, ids, event.attached)
+        self._open(chain, event, len(chain.tape) if start is None else start)
+
+    def restart_diverged(self, sample: Sample) -> None:
+        """Begin a sample again whose restarted function made other calls than before, so that its tokens do not fit."""
+        self._context.counters["replays_diverged"] += 1
+        self._lifecycle.restart(sample, DropReason.REPLAY_DIVERGED)
+
+    def drop_unused_replay(self, sample: Sample) -> None:
+        """Drop the replayed tokens that a function did not ask for before it returned."""
+        for chain in sample.chains:
+            if chain.replay is not None:
+                end = chain.calls[-1].end if chain.calls else 0
+                self._context.tokens.drop(chain.cut(end), DropReason.REPLAY_DIVERGED)
+                self._context.counters["replays_diverged"] += 1
+                chain.replay = None
+        sample.chains = tuple(chain for chain in sample.chains if chain.number == 0 or chain.calls)
+
+    def call_unheard(self, event: ev.CallUnheard) -> None:
+        """End a call whose answer nobody will read and drop its tokens, unless its chain has continued since."""
+        context = self._context
+        sample = context.sample(event.sample)
+        if sample is None:
+            return
+        last = [chain.calls[-1] for chain in sample.chains if chain.calls]
+        call = next((c for c in last if c.number == event.number), None)
+        # a lost function is started again and repeats its calls
+        if sample.state is not RUNNING or call is None or any(c.function_lost for c in last):
+            return
+        if call.state is not CallState.DONE:
+            context.over_sampler.forget(call)
+            self._lifecycle.abandon(call, DropReason.UNHEARD)
+        chain, tokens = call.chain, context.ledger(sample)
+        context.note(sample, f"call {call.number} is heard by nobody")
+        if chain.replay is not None:
+            tokens.drop(chain.cut(call.end), DropReason.REPLAY_DIVERGED)  # it would have followed the answer
+            context.counters["replays_diverged"] += 1
+            chain.replay = None
+        chain.calls.pop()
+        tokens.drop(chain.cut(chain.calls[-1].end if chain.calls else 0), DropReason.UNHEARD)
+        if not chain.calls and chain.number:
+            sample.chains = tuple(c for c in sample.chains if c is not chain)
+        sample.any_chain = True
+        answered = [(c.calls[-1].number, c.calls[-1].finish) for c in sample.chains if c.calls and c.calls[-1].finish]
+        sample.finish = max(answered)[1] if answered else None
+
+    def complete_if_out_of_budget(self, call: GenerateCall) -> bool:
+        """Complete a queued call if other calls of its sample used up ``max_sample_tokens``; return True if so."""
+        return self._context.settings.max_sample_tokens is not None and self.complete_if_ended(call, stopped=False)
+
+    def complete_if_ended(self, call: GenerateCall, *, stopped: bool, length: bool = False) -> bool:
+        """Complete a call that has ``stopped``, or has used up the engine's context (``length``) or its budget."""
+        if stopped:
+            finish = FinishReason.STOP
+        elif length or self._context.attempts.budget(call) <= 0:
+            finish = FinishReason.LENGTH
+        else:
+            return False
+        self._answer(call, len(call.chain.tape.tokens), finish)
+        return True
+
+    def _answer(self, call: GenerateCall, end: int, finish: FinishReason) -> None:
+        call.end, call.finish, call.sample.finish = end, finish, finish
+        self._context.change_state(call, CallState.DONE, f"call complete ({finish}) at {end} tokens")
+        if call.function_lost:
+            self._lost_functions.restart_with_replay(call.sample)
+        else:
+            self._context.out.append(do.CallCompleted(call))
+
+    def queue(self, call: GenerateCall, why: str) -> None:
+        self._context.change_state(call, CallState.QUEUED, why)
+        if call.function_lost:
+            self._lost_functions.restart_with_replay(call.sample)
+        else:
+            self._context.over_sampler.push(call)

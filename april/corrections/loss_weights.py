@@ -1,0 +1,91 @@
+"""Computes the weight of every token in the losses of GRPO and related methods."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from april.corrections.advantages import Float32, Method, check_method, float64_array, same_kind
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShare:
+    """Position of a part within a batch, with the batch's totals by which the loss is divided."""
+
+    rank: int = 0
+    """Number of this part, from 0."""
+    ranks: int = 1
+    """Number of parts into which the batch was split."""
+    samples: int = 0
+    """Number of samples in the whole batch."""
+    loss_tokens: int = 0
+    """Number of tokens with loss mask 1 in the whole batch."""
+
+
+@overload
+def loss_weights(
+    loss_mask: torch.Tensor, method: Method = ..., *, max_response_len: int | None = ...,
+    share: BatchShare | None = ..., samples: ArrayLike | None = ...,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def loss_weights(
+    loss_mask: NDArray[Any], method: Method = ..., *, max_response_len: int | None = ...,
+    share: BatchShare | None = ..., samples: ArrayLike | None = ...,
+) -> Float32: ...  # fmt: skip
+def loss_weights(
+    loss_mask: Any, method: Method = "grpo", *, max_response_len: int | None = None, share: BatchShare | None = None,
+    samples: ArrayLike | None = None,
+) -> Any:  # fmt: skip
+    """Compute the weight of every token so that ``(weights * loss).sum()`` is the method's loss: float32 [B, T].
+
+    For micro-batches, compute the weights of the whole batch and take the rows of each: the losses then add up to the
+    loss of the batch. They also add up over ranks if each gives its ``share``. DDP and FSDP average gradients over
+    ranks: multiply by ``share.ranks`` there.
+    With B responses, where response i has T_i tokens with loss:
+
+    * ``grpo``, ``gspo``: 1 / (B T_i), the mean over a response's tokens, then over the responses (GSPO's ratio is the
+      same for all tokens of a response);
+    * ``dr_grpo``: 1 / (B max_response_len), a constant, so that all tokens weigh the same in long and short responses;
+    * ``rloo``: 1 / B, as the log-probability of a response is the sum over its tokens;
+    * ``dapo``: 1 / (sum of T_i), the mean over the tokens of the batch.
+
+    Args:
+        loss_mask: mask [B, T], array or tensor; not 0 where a token has loss.
+        method: method of the loss, see above.
+        max_response_len: configured largest length of a response; needed for ``dr_grpo``.
+        share: ``batch.share``, with B and the sum of T_i of the whole batch; None takes them from ``loss_mask``.
+        samples: ``batch.sample_numbers``, int [B]: rows of the same sample are one response, whose T_i is summed over
+            them. None means that each row is a response.
+
+    Raises ValueError for another method or shape, and for ``dr_grpo`` without ``max_response_len``.
+    """
+    check_method(method)
+    if loss_mask.ndim != 2:
+        raise ValueError(f"loss_weights: loss_mask has the shape {list(loss_mask.shape)}; give [B, T]")
+    if method == "dr_grpo" and not (max_response_len and max_response_len > 0):
+        raise ValueError(
+            f"loss_weights: dr_grpo divides by a constant, the configured one; got max_response_len={max_response_len}"
+        )
+    counted = loss_mask != 0
+    trained = counted.astype(np.float32) if isinstance(counted, np.ndarray) else counted.float()
+    numbers = np.arange(len(trained)) if samples is None else np.asarray(samples, np.int64)
+    if numbers.shape != (len(trained),):
+        raise ValueError(f"loss_weights: samples have the shape {list(numbers.shape)}; give one number per row")
+    rows = max(len(np.unique(numbers)) if share is None else share.samples, 1)
+    if method == "dr_grpo":
+        return trained / (rows * max_response_len)  # type: ignore[operator]
+    if method == "rloo":
+        return trained / rows
+    if method == "dapo":
+        return trained / max(int(counted.sum()) if share is None else share.loss_tokens, 1)
+    lengths = trained.sum(1)
+    if samples is not None:
+        of_rows = float64_array(lengths)
+        lengths = same_kind(lengths, np.bincount(numbers, of_rows)[numbers].astype(np.float32))
+    return trained / (rows * lengths.clip(1))[:, None]

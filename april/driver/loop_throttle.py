@@ -1,0 +1,44 @@
+"""Limits how many tasks go on per iteration of the event loop, so that thousands started together do not block it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+TASKS_PER_ITERATION = 256
+"""Most tasks that go on in one iteration of the event loop."""
+
+
+class LoopThrottle:
+    """Lets TASKS_PER_ITERATION tasks go on per iteration of the event loop, in the order of their calls."""
+
+    def __init__(self) -> None:
+        self._remaining = TASKS_PER_ITERATION
+        """Number of tasks that may still go on in this iteration."""
+        self._reset_scheduled = False
+        """True if :meth:`_reset` is scheduled for the next iteration."""
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def wait_turn(self) -> None:
+        """Wait until this task may go on; returns at once while the iteration's limit is not reached."""
+        loop = asyncio.get_running_loop()
+        if not self._reset_scheduled:
+            self._reset_scheduled = True
+            loop.call_soon(self._reset)
+        if self._remaining:
+            self._remaining -= 1
+            return
+        place = loop.create_future()
+        self._waiting.append(place)
+        await place
+
+    def _reset(self) -> None:
+        self._remaining = TASKS_PER_ITERATION
+        while self._waiting and self._remaining:
+            place = self._waiting.popleft()
+            if not place.done():  # the waiting task may be cancelled
+                place.set_result(None)
+                self._remaining -= 1
+        self._reset_scheduled = self._remaining < TASKS_PER_ITERATION
+        if self._reset_scheduled:
+            asyncio.get_running_loop().call_soon(self._reset)
