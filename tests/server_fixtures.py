@@ -57,8 +57,6 @@ def request(
 
 @dataclass
 class Got:
-    """What came for a request."""
-
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[PolicyVersion] = field(default_factory=list)
@@ -137,7 +135,6 @@ async def beside(kind: str, server: Any) -> Any:
 
 
 def kind_of(server: Any) -> str:
-    """The kind of a fake server."""
     if isinstance(server, FakeSglangServer):
         return "sglang"
     return "openai" if isinstance(server, FakeOpenAIServer) else "vllm"

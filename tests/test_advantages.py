@@ -45,7 +45,6 @@ def compared_with(order: Sequence[int], k: int, index: int) -> list[int]:
 
 
 def delivered(group: int, index: int, reward: float, cohort: tuple[tuple[int, float], ...]) -> DeliveredSample:
-    """A sample of which only this is of interest."""
     token = np.zeros(1, np.int32)
     return DeliveredSample(
         id=SampleId(group, index), prompt=Prompt(token), tokens=token, logprobs=np.zeros(1, np.float32),

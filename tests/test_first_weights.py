@@ -52,7 +52,6 @@ def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def saved(directory: Path, name: str) -> str:
-    """A directory that looks like one with weights."""
     (directory / name).mkdir(exist_ok=True)
     (directory / name / "model.safetensors").write_bytes(name.encode())
     return str(directory / name)

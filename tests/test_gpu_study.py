@@ -152,7 +152,6 @@ def by_length(prompt: april.Prompt, response: april.Response) -> float:
 
 
 def weights_of(run: Any) -> dict[str, torch.Tensor]:
-    """A copy of the trained weights."""
     return {name: value.clone() for name, value in run._model.state_dict().items()}
 
 

@@ -54,7 +54,6 @@ class Spread:
         self.gathered: list[str] = []
 
     def pieces(self, rename: Callable[[str], str] = str) -> list[tuple[str, torch.Tensor]]:
-        """Those of one rank."""
         return [(rename(name), self._piece(name, whole)) for name, whole in self.whole.items()]
 
     def _piece(self, name: str, whole: torch.Tensor) -> torch.Tensor:

@@ -63,7 +63,6 @@ async def two_turns(prompt: Prompt, llm: LLM) -> None:
 
 
 async def keep(prompt: Prompt, responses: Sequence[Any]) -> bool:
-    """Dynamic sampling."""
     return len({r.reward for r in responses}) > 1
 
 

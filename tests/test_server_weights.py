@@ -21,7 +21,6 @@ LONG = 10**6
 
 
 def saved(directory: Path, name: str) -> str:
-    """A directory that looks like one with weights."""
     (directory / name).mkdir()
     (directory / name / "model.safetensors").write_bytes(b"")
     return str(directory / name)

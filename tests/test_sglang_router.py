@@ -23,7 +23,6 @@ V1 = PolicyVersion(0, 1)
 
 @asynccontextmanager
 async def fleet(late: int = 0, **options: Any) -> AsyncIterator[tuple[list[FakeSglangServer], FakeSglangRouter]]:
-    """Two workers and a router."""
     servers = [FakeSglangServer(**options) for _ in range(2)]
     router = FakeSglangRouter([await server.start() for server in servers], late=late)
     await router.start()

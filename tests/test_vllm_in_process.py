@@ -61,12 +61,10 @@ class World:
         return got
 
     def whole(self, prompt: list[int], max_tokens: int = 50, weights: str = "tiny0") -> list[int]:
-        """The uncut response."""
         return uncut(prompt, weights=weights, max_tokens=max_tokens, mean_length=self.llm.mean_length)[0]
 
 
 async def made(**llm: Any) -> FakeAsyncLLM:
-    """An AsyncLLM of the loop on which this runs."""
     return FakeAsyncLLM(**llm)
 
 
@@ -257,7 +255,6 @@ AT = Meeting(
 
 
 async def transferred(engine: VllmInProcessEngine, version: PolicyVersion) -> None:
-    """A whole update by a transfer to an engine that is paused."""
     await engine.join(AT)
     await engine.begin()
     await engine.receive(NEW, True)
@@ -495,7 +492,6 @@ def test_the_scheduler_over_it(own_loop: bool) -> None:
 
 
 def shown(data: bytes | Attachment, name: str = "image") -> Request:
-    """A request of a few words around an image."""
     attachment = data if isinstance(data, Attachment) else Attachment.of(name, data)
     ids = [12, *[PLACEHOLDER] * TOKENS_EACH, 30]
     asked = request(ids, 30, temperature=0.0, banned_ids=(PLACEHOLDER,))

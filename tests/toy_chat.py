@@ -13,8 +13,6 @@ VOCAB = len(MARKS) + 128
 
 
 class ToyTokenizer:
-    """What ``renderers`` and april need of a tokenizer."""
-
     name_or_path = "toy"
     unk_token_id = None
     pad_token_id = 0
@@ -22,7 +20,6 @@ class ToyTokenizer:
     all_special_ids = tuple(range(len(MARKS)))
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
-        """The ids of marks."""
         if isinstance(tokens, list):
             return [self.convert_tokens_to_ids(token) for token in tokens]
         return MARKS.index(tokens) if tokens in MARKS else None
@@ -37,7 +34,6 @@ class ToyTokenizer:
         return ids
 
     def decode(self, ids: Any, skip_special_tokens: bool = False, **_: Any) -> str:
-        """Undo :meth:`encode`."""
         ids = [ids] if isinstance(ids, int) else list(ids)
         marks = [""] * len(MARKS) if skip_special_tokens else MARKS
         return "".join(marks[i] if i < len(MARKS) else chr(i - len(MARKS)) for i in ids)

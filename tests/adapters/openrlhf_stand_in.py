@@ -200,7 +200,6 @@ class Run:
             self.rollouts.hand_over(lambda: [engine.receive() for engine in self.engines] and None)
 
     def episode(self) -> None:
-        """To its end."""
         while self.step():
             pass
 
@@ -217,7 +216,6 @@ class Handle:
         return SimpleNamespace(remote=lambda *args: self._threads.submit(method, *args))
 
     def end(self) -> None:
-        """Its threads end with what they do."""
         self._threads.shutdown()
 
 

@@ -91,7 +91,6 @@ def keep_none(args: Namespace, group: list[Sample], **kwargs: Any) -> DynamicFil
 
 
 def mark(args: Namespace, sample: Sample) -> None:
-    """A sample hook."""
     sample.metadata["marked"] = sample.response_length
 
 

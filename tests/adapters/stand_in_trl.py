@@ -39,7 +39,6 @@ def prompts(count: int) -> Rows:
 
 
 def conversations(count: int) -> Rows:
-    """The prompts as messages."""
     rows = [row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in prompts(count)]
     return Rows(rows)
 

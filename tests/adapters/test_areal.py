@@ -57,7 +57,6 @@ def trained_rows(trainer: Any) -> list[int]:
 
 
 def ledgers(trainer: Any) -> dict[str, dict[str, Any]]:
-    """april's books."""
     return {name: book.as_dict() for name, book in trainer._april.rollouts.scheduler.ledger().items()}
 
 

@@ -100,7 +100,6 @@ def train(
     steps: int, *, ranks: int = 1, folder: Path | None = None, resume: Path | None = None,
     prepare: Callable[[Any], None] = lambda made: None,
 ) -> list[Any]:  # fmt: skip
-    """The trainers of all ranks, trained to ``steps``."""
     models = [tiny_vision_model() for _ in range(ranks)]
 
     def run(rank: int, meeting: Meeting) -> Any:

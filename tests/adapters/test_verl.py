@@ -47,7 +47,6 @@ def half_long(row: int, sample: int) -> int:
 
 @pytest.fixture
 def trainer() -> Iterator[Make]:
-    """A maker of trainers that are closed at the end."""
     made: list[Trainer] = []
 
     def make(length_of: Callable[[int, int], int] = mixed, **more: Any) -> Trainer:

@@ -26,8 +26,6 @@ HARMLESS = (RequestFault.ABORT_UNSEEN, RequestFault.UNASKED_ABORT, RequestFault.
 
 @dataclass(slots=True, eq=False)
 class FakeVllmRun(FakeRequest):
-    """One request at the server."""
-
     MIN_TOKENS, MAX_TOKENS = "min_tokens", "max_tokens"
 
     token_route: bool = True

@@ -22,8 +22,6 @@ WORDS = [*MARKS, MERGED]
 
 
 class Tokenizer:
-    """What ``renderers`` and april need of a tokenizer."""
-
     name_or_path = "toy"
     unk_token_id = None
     pad_token_id = 0
@@ -31,7 +29,6 @@ class Tokenizer:
     all_special_ids = tuple(range(len(MARKS)))
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
-        """The ids of marks."""
         if isinstance(tokens, list):
             return [self.convert_tokens_to_ids(token) for token in tokens]
         return MARKS.index(tokens) if tokens in MARKS else None
@@ -46,7 +43,6 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Any, skip_special_tokens: bool = False, **_: Any) -> str:
-        """Undo :meth:`encode`."""
         ids = [ids] if isinstance(ids, int) else list(ids)
         words = [*([""] * len(MARKS) if skip_special_tokens else MARKS), MERGED]
         return "".join(words[i] if i < len(words) else chr(i - FIRST) for i in ids)

@@ -114,7 +114,6 @@ class Found:
         self.versions.add(n)
 
     def figures(self) -> dict[str, Any]:
-        """As they are printed."""
         return {
             "tokens": self.tokens, "versions": len(self.versions), "largest difference": self.worst,
             "to the version before": self.apart,

@@ -87,7 +87,6 @@ class WatchedEngine(RecordingEngine):
         self.paths: dict[PolicyVersion, str] = {}
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        """Serve one request."""
         self.running.add(request.attempt_id)
         try:
             async with aclosing(super().generate(request)) as chunks:
@@ -99,7 +98,6 @@ class WatchedEngine(RecordingEngine):
             self.running.discard(request.attempt_id)
 
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
-        """Load them, and remember them."""
         await super().update_weights(version, path)
         if path is not None:
             self._behind.now = self.paths[version] = path
@@ -191,7 +189,6 @@ class RealSubject(Subject):
         return self._call(lambda: sum(engine.held for engine in self._watched))
 
     async def release(self) -> None:
-        """Undo it."""
         self.behind.hold.unlink(missing_ok=True)
 
     async def unavailable(self) -> None:
@@ -199,7 +196,6 @@ class RealSubject(Subject):
         self.behind.proxy.refuses = True
 
     async def refused(self) -> int:
-        """Requests that it has refused."""
         return self.behind.proxy.refused
 
     async def available(self) -> None:
@@ -219,7 +215,6 @@ class RealSubject(Subject):
 
 
 def scripted_server(kind: str, model: Path, out: Path, hold: Path | None = None) -> Server:
-    """A server of that kind with the script."""
     (port,) = free_ports(1)
     log = out / f"gateway-{kind}.log"
     if kind == "vllm":

@@ -123,7 +123,6 @@ class Doors:
         self.waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
 
     async def __call__(self, prompt: april.Prompt, llm: april.LLM) -> None:
-        """One sample."""
         loop = asyncio.get_running_loop()
         over = loop.create_future()
         self.waiting.append((loop, over))
@@ -133,7 +132,6 @@ class Doors:
         await over
 
     def end(self) -> None:
-        """All agents have gone."""
         waiting, self.waiting, self.open = self.waiting, [], []
         self.all_open.clear()
         for loop, over in waiting:

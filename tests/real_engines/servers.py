@@ -49,7 +49,6 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Its address."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
@@ -61,7 +60,6 @@ class Server:
 
     @property
     def age_s(self) -> float:
-        """Since it was started."""
         return time.monotonic() - self._started
 
     def start(self) -> None:
@@ -106,7 +104,6 @@ class Server:
             self._process.wait(longest_s)
 
     def last_lines(self) -> str:
-        """The end of its log."""
         with suppress(OSError):
             return "\n".join(self.log.read_text("utf-8", errors="replace").splitlines()[-SHOWN_LINES:])
         return ""
@@ -144,7 +141,6 @@ def until_ready(servers: Sequence[Server]) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of this machine that nobody listens on now."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
