@@ -20,8 +20,6 @@ from april.core.batch import Batch, DeliveredSample
 from april.core.types import FinishReason, Prompt, SampleId
 from april.corrections.advantages import METHODS, BatchShare, first_others
 
-STANDARDISED = ("grpo", "dapo", "gspo")
-
 
 def textbook(method: str, own: float, others: Sequence[float], epsilon: float = 1e-6, ddof: int = 0) -> float:
     """One response against its siblings, as the papers write it, in plain Python."""

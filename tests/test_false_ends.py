@@ -23,7 +23,6 @@ from april.testing import FakeEngine, rollouts
 
 pytestmark = on_virtual_time
 
-V0 = (FIRST_VERSION, 1)
 
 
 # ---------------------------------------------------------------- engines of this process

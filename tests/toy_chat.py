@@ -9,7 +9,6 @@ MARKS = [
     "<tool_response>", "</tool_response>",
 ]  # fmt: skip
 EOS = MARKS.index("<|im_end|>")
-VOCAB = len(MARKS) + 128
 
 
 class ToyTokenizer:

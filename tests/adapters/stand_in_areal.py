@@ -117,16 +117,6 @@ class Server:
         if self.loop is not None:
             self.loop.call_soon_threadsafe(end)
 
-    def pay(self) -> None:
-        """What came late arrives now."""
-
-        def end() -> None:
-            owed, self.owed = self.owed, []
-            for one in owed:
-                one.set_result(None)
-
-        assert self.loop is not None
-        self.loop.call_soon_threadsafe(end)
 
 
 SERVER: list[Server] = []

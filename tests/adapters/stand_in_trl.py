@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 
 from april.driver.user_code import is_async
@@ -195,7 +194,3 @@ class GRPOTrainer:
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         pass
-
-
-def ints(rows: Any) -> list[list[int]]:
-    return [np.asarray(row).tolist() for row in rows]
