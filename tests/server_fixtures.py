@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -179,6 +180,13 @@ async def update(engine: Any, version: PolicyVersion, path: str | None = None) -
         await engine.update_weights(version, path)
     finally:
         await engine.resume()
+
+
+def saved(directory: Path, name: str) -> str:
+    """A directory that looks like one with weights."""
+    (directory / name).mkdir(exist_ok=True)
+    (directory / name / "model.safetensors").write_bytes(name.encode())
+    return str(directory / name)
 
 
 class ServerThread:

@@ -298,14 +298,14 @@ class FakeRequest:
 
     def stopped(self) -> Any:
         """The finish of a request that has stopped at its last token."""
-        raise NotImplementedError
+        return "stop"
 
     def used_up(self) -> Any:
         """The finish of a request whose budget is used."""
-        raise NotImplementedError
+        return "length"
 
     def aborted(self) -> Any:
-        raise NotImplementedError
+        return "abort"
 
 
 @dataclass(slots=True)

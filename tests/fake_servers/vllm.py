@@ -47,15 +47,6 @@ class FakeVllmRun(FakeRequest):
             return 0.0
         return logprob if self.logprobs_mode == "raw" or temperature in (0.0, 1.0) else logprob * 0.8
 
-    def stopped(self) -> str:
-        return "stop"
-
-    def used_up(self) -> str:
-        return "length"
-
-    def aborted(self) -> str:
-        return "abort"
-
     def answer(self, said: Parts, model: str, *, spans: bool) -> dict[str, Any]:
         """What is said, in the shape of the request's route."""
         versions = [{"version": v, "start": a, "end": b} for v, a, b in said.spans] if spans and self.finish else None

@@ -16,9 +16,7 @@ MARKS = [
 ]  # fmt: skip
 MERGED = "th"
 EOS = MARKS.index("<|im_end|>")
-FIRST = len(MARKS) + 1
-VOCAB = FIRST + 128
-WORDS = [*MARKS, MERGED]
+VOCAB = len(MARKS) + 1 + 128
 
 
 class Tokenizer:
@@ -27,6 +25,7 @@ class Tokenizer:
     pad_token_id = 0
     eos_token_id = EOS
     all_special_ids = tuple(range(len(MARKS)))
+    merged: tuple[str, ...] = (MERGED,)
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
         if isinstance(tokens, list):
@@ -35,17 +34,17 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
         """Marks and "th" are one token, other characters (ASCII) one each."""
-        ids, at = [], 0
+        words, ids, at = [*MARKS, *self.merged], [], 0
         while at < len(text):
-            word = next((w for w in WORDS if text.startswith(w, at)), None)
-            ids.append(WORDS.index(word) if word else FIRST + ord(text[at]) % 128)
+            word = next((w for w in words if text.startswith(w, at)), None)
+            ids.append(words.index(word) if word else len(words) + ord(text[at]) % 128)
             at += len(word) if word else 1
         return ids
 
     def decode(self, ids: Any, skip_special_tokens: bool = False, **_: Any) -> str:
         ids = [ids] if isinstance(ids, int) else list(ids)
-        words = [*([""] * len(MARKS) if skip_special_tokens else MARKS), MERGED]
-        return "".join(words[i] if i < len(words) else chr(i - FIRST) for i in ids)
+        words = [*([""] * len(MARKS) if skip_special_tokens else MARKS), *self.merged]
+        return "".join(words[i] if i < len(words) else chr(i - len(words)) for i in ids)
 
 
 TOKENIZER = Tokenizer()
