@@ -8,9 +8,6 @@ Writes a report into ``runs/engines``; ends with status 1 if a promise is broken
 from __future__ import annotations
 
 import asyncio
-import shutil
-import signal
-import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -38,10 +35,10 @@ from tests.gateway_suite.promises import PROMISES
 from tests.gateway_suite.script import LONG_WORDS, word_of
 from tests.gateway_suite.subject import Attempt, Door, Row, Subject
 from tests.real_engines.commands import sglang_server, vllm_server
-from tests.real_engines.environments import ROOT, SGLANG_VERSION, VLLM_VERSION, CannotInstall
+from tests.real_engines.environments import ROOT, SGLANG_VERSION, VLLM_VERSION
 from tests.real_engines.models import CONTEXT, make_models
 from tests.real_engines.scripted import HOLD, LIFT
-from tests.real_engines.servers import Server, ServerFailed, free_ports, running, until_ready
+from tests.real_engines.servers import Server, emptied, free_ports, program, running, until_ready
 
 STREAMED = 4
 """Tokens per event: so an answer that is held has begun."""
@@ -250,20 +247,15 @@ def main(
     out: Annotated[Path, typer.Option(help="Where report and logs go.")] = ROOT / "runs" / "engines",
 ) -> None:
     """The twenty promises on one server."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the server is stopped then, too
     out = out.resolve() / f"gateway-{kind}"
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    emptied(out)
     hold = out / "hold"
     models = make_models(out / "models")
-    try:
+    with program():
         server = scripted_server(kind, models["first"], out, hold)
         with running([server]):
             until_ready([server])
             report = asyncio.run(_suite(kind, server, models, hold, only or []))
-    except (CannotInstall, ServerFailed) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
     (out / "report.json").write_bytes(report.json())
     Console(width=150).print(report.table())
     passed = sum(v.outcome is Outcome.PASSED for v in report.verdicts)
