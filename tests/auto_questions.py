@@ -31,7 +31,6 @@ def question(**changes: Any) -> Question:
 
 
 def answer(best: InWork = BETTER, **changes: Any) -> Answer:
-    """What it is told."""
     values = {"tokens_per_s": 100.0, "off_policy_share": 0.5, "speed_up": 1.4, "share_now": 0.0}
     return Answer(best=best, **(values | changes))
 

@@ -303,7 +303,6 @@ class ChainLife(ChainMachine):
         rng.choices(actions, weights)[0]()
 
     def trainer_goes_on(self) -> None:
-        """The batch is trained on, and the next one asked for."""
         for batch_id in list(self.core.leased):
             self.post(ev.BatchCommitted(batch_id))
         self.post(ev.PauseRequested())
@@ -407,7 +406,6 @@ class ChainLife(ChainMachine):
             self.leaves(key, self.rng.choice(numbers))
 
     def leaves(self, key: Key, number: int) -> None:
-        """Of this call."""
         before = [row.made and row.made[-1][2] == number for row in self.books.rows[key]]
         self.books.unheard(key, number)
         if any(before):

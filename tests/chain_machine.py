@@ -39,8 +39,6 @@ def token_after(ids: Sequence[int], version: PolicyVersion, ends: int = 0) -> in
 
 
 class Heard(NamedTuple):
-    """The answer to a call."""
-
     ids: list[int]
     """The conversation that was asked for."""
     tokens: list[int]
@@ -134,7 +132,6 @@ class ChainMachine(CoreMachine):
             self.post(ev.CallUnheard(SampleId(*of), number))
 
     def returns(self, of: Key = FIRST) -> list[do.Command]:
-        """The function returns."""
         self.alive.discard(of)
         return self.post(ev.SampleReturned(SampleId(*of)))
 
@@ -149,7 +146,6 @@ class ChainMachine(CoreMachine):
     # ---------------------------------------------------------------- engines
 
     def of_call(self, number: int, of: Key = FIRST) -> Attempt:
-        """The request of a call that is in flight and wanted."""
         (found,) = [
             a
             for a in self.in_flight.values()
@@ -204,7 +200,6 @@ class ChainMachine(CoreMachine):
         return [chain.conversation(len(chain.tape)).tolist() for chain in self.chains(of)]
 
     def rows(self, of: Key = FIRST, batch: int = -1) -> list[DeliveredSample]:
-        """The rows of a sample in a batch."""
         return [row for row in self.batches[batch].samples if tuple(row.id) == of]
 
     def saved(self, trained_through: int | None = None) -> snapshot.State:

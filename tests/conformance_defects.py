@@ -41,7 +41,6 @@ def at(finish: EngineFinish, change: Callable[[Chunk], Chunk]) -> Callable[[Any,
 
 
 def sampled(request: Request, **changes: Any) -> Request:
-    """The request with another sampling."""
     return replace(request, sampling=replace(request.sampling, **changes))
 
 

@@ -82,8 +82,6 @@ class Letters:
 
 
 def simulated() -> SimulatedEngine:
-    """A simulated engine that streams."""
-
     def length_of(request: Request) -> int:
         return SHORT if conversation(request)[0] == ENDS else 4 * LONG
 

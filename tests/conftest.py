@@ -69,6 +69,17 @@ def client_left_open() -> Generator[None, None, None]:
         gc.collect()
 
 
+@pytest.fixture
+def one_thread() -> Generator[None, None, None]:
+    """torch has one thread, as in the workers of the study: two wait for each other longer than tiny models compute."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """What was logged may have half a character, which would end the whole run."""

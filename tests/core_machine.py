@@ -27,7 +27,6 @@ OLD_TIMER = ev.TimerFired(Timer(TimerKind.ABORTS, 99))
 
 
 def timers(commands: Sequence[do.Command], *kinds: TimerKind) -> list[do.StartTimer]:
-    """The timers of these kinds that were started."""
     return [c for c in commands if isinstance(c, do.StartTimer) and c.timer.kind in kinds]
 
 
@@ -133,7 +132,6 @@ class CoreMachine:
 
     @property
     def only(self) -> Attempt:
-        """The one request in flight."""
         (attempt,) = self.in_flight.values()
         return attempt
 
@@ -142,7 +140,6 @@ class CoreMachine:
         return sorted({a.sample.id.group for i, a in self.in_flight.items() if i not in self.abort_asked})
 
     def sample(self, group: int, index: int = 0) -> Any:
-        """A held sample."""
         found = self.core.context.group(group)
         assert found is not None
         return found.samples[index]
@@ -195,7 +192,6 @@ class CoreMachine:
     # ---------------------------------------------------------------- engines and trainer
 
     def score(self, sample_id: Any) -> None:
-        """Hand in the reward of one sample."""
         self.post(ev.Scored(sample_id[0], [(sample_id[1], sample_id[0] + sample_id[1] / 8)]))
 
     def tokens(self, attempt_id: str, count: int) -> bool:

@@ -55,15 +55,6 @@ class LlmRun(FakeRequest):
     def as_said(self, logprob: float) -> float:
         return logprob
 
-    def stopped(self) -> str:
-        return "stop"
-
-    def used_up(self) -> str:
-        return "length"
-
-    def aborted(self) -> str:
-        return "abort"
-
 
 class FakeAsyncLLM(FakeServer[LlmRun]):
     """``release``: 32 holds what reaches it while it is paused, 33 refuses it; ``common``: of :class:`FakeServer`."""

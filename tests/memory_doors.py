@@ -65,7 +65,6 @@ class MemoryDoors:
         return endpoint.heard
 
     def close(self) -> None:
-        """The end."""
         self.closed = True
 
 

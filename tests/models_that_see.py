@@ -138,7 +138,6 @@ def picture(seed: int, height: int = 16, width: int = 24) -> Attachment:
 
 
 def opened(attachment: Attachment) -> Any:
-    """The image of PIL."""
     from PIL import Image
 
     assert attachment.data is not None

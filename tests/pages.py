@@ -64,7 +64,6 @@ def text_of(page: str) -> str:
 
 @cache
 def blocks_of(page: str) -> tuple[Block, ...]:
-    """Return all blocks of a page, in order."""
     found = re.findall(r"^( *)```(\w*)[^\n`]*\n(.*?)^ *``` *$", text_of(page), re.S | re.M)
     return tuple(
         Block(page, number, language, re.sub(rf"^{indent}", "", text, flags=re.M))

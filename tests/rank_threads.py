@@ -148,6 +148,5 @@ def names_of(batch: april.Batch) -> list[april.SampleId]:
 
 
 def raised(outcome: Any) -> april.RankError:
-    """The RankError that a rank ended with."""
     assert type(outcome) is april.RankError, outcome
     return outcome

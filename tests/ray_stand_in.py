@@ -146,7 +146,6 @@ class StandIn:
         return True
 
     def remote(self, **options: Any) -> Callable[[type], Any]:
-        """Make an actor class."""
         for name in options.keys() - {"num_cpus", "num_gpus", "resources", "runtime_env", "max_concurrency"}:
             raise ValueError(f"Invalid option keyword {name} for actors.")
 
@@ -161,11 +160,9 @@ class StandIn:
         return made
 
     def cancel(self, reference: Reference) -> None:
-        """Cancel a call of an async function."""
         assert reference.task is not None
         self.cancelled += 1
         reference.task.cancel()
 
     def kill(self, actor: Actor) -> None:
-        """End an actor."""
         actor.die()

@@ -45,7 +45,6 @@ def endless() -> Iterator[list[int]]:
 
 
 async def reward(prompt: april.Prompt, response: Response) -> float:
-    """The number of tokens."""
     return float(len(response.tokens))
 
 

@@ -331,7 +331,6 @@ class Life:
 
 
 async def live(seed: int, steps: int = 6) -> Life:
-    """Live one life; returns it."""
     life = Life(seed)
     await life.run(steps)
     return life

@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,8 +58,6 @@ def request(
 
 @dataclass
 class Got:
-    """What came for a request."""
-
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[PolicyVersion] = field(default_factory=list)
@@ -137,7 +136,6 @@ async def beside(kind: str, server: Any) -> Any:
 
 
 def kind_of(server: Any) -> str:
-    """The kind of a fake server."""
     if isinstance(server, FakeSglangServer):
         return "sglang"
     return "openai" if isinstance(server, FakeOpenAIServer) else "vllm"
@@ -182,6 +180,13 @@ async def update(engine: Any, version: PolicyVersion, path: str | None = None) -
         await engine.update_weights(version, path)
     finally:
         await engine.resume()
+
+
+def saved(directory: Path, name: str) -> str:
+    """A directory that looks like one with weights."""
+    (directory / name).mkdir(exist_ok=True)
+    (directory / name / "model.safetensors").write_bytes(name.encode())
+    return str(directory / name)
 
 
 class ServerThread:

@@ -99,8 +99,6 @@ STEPS = 6
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a run of a few steps."""
-
     seconds: float
     preemptions: list[int]
     """Per step."""

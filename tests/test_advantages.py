@@ -21,8 +21,6 @@ from april.core.types import FinishReason, Prompt, SampleId
 from april.corrections.advantages import METHODS, first_others
 from april.corrections.loss_weights import BatchShare
 
-STANDARDISED = ("grpo", "dapo", "gspo")
-
 
 def textbook(method: str, own: float, others: Sequence[float], epsilon: float = 1e-6, ddof: int = 0) -> float:
     """One response against its siblings, as the papers write it, in plain Python."""
@@ -46,7 +44,6 @@ def compared_with(order: Sequence[int], k: int, index: int) -> list[int]:
 
 
 def delivered(group: int, index: int, reward: float, cohort: tuple[tuple[int, float], ...]) -> DeliveredSample:
-    """A sample of which only this is of interest."""
     token = np.zeros(1, np.int32)
     return DeliveredSample(
         id=SampleId(group, index), prompt=Prompt(token), tokens=token, logprobs=np.zeros(1, np.float32),

@@ -37,8 +37,6 @@ TOOL = {"name": "add", "description": "adds", "parameters": {"type": "object", "
 
 @dataclass
 class Generated:
-    """An answer of the scripted model."""
-
     tokens: Int32
     logprobs: Float32
     finish: FinishReason
@@ -55,7 +53,6 @@ class Model:
     fails: Exception | None = None
 
     async def __call__(self, ids: Int32, sampling: Mapping[str, Any], attached: Any = None) -> Generated:
-        """Continue these tokens."""
         self.asked.append((TOY.decode(ids.tolist()), dict(sampling)))
         number = len(self.asked)
         await self.may.wait()
@@ -78,13 +75,11 @@ class World:
     http: aiohttp.ClientSession
 
     def post(self, route: str, body: Any = None, *, key: str | None = None, **headers: str) -> Any:
-        """Send a request of a client."""
         sent = {"Authorization": f"Bearer {self.door.key if key is None else key}"}
         sent |= {name.replace("_", "-"): value for name, value in headers.items()}
         return self.http.post(f"{self.door.url}/{route}", json=ROUTES[route] if body is None else body, headers=sent)
 
     async def ask(self, route: str, body: Any = None, **headers: str) -> tuple[int, Any]:
-        """The status and the JSON of an answer."""
         async with self.post(route, body, **headers) as response:
             return response.status, await response.json()
 
@@ -110,13 +105,11 @@ async def world(says: str = "hi<|im_end|>", *, waits: bool = False, **options: A
 
 
 async def until(condition: Any) -> None:
-    """Give way until it is true."""
     while not condition():  # noqa: ASYNC110 - the endpoint is on a thread of its own
         await asyncio.sleep(0.001)
 
 
 def words(route: str, body: Any) -> str:
-    """The text of an answer."""
     if route == "messages":
         return "".join(block.get("text", "") for block in body["content"])
     choice = body["choices"][0]

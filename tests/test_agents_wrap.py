@@ -25,12 +25,10 @@ LLM: Any = SimpleNamespace(door=lambda: DOOR)
 
 
 def prompt(**data: Any) -> april.Prompt:
-    """A prompt with this data."""
     return april.Prompt(np.array([5], np.int32), data)
 
 
 def python(code: str) -> list[str]:
-    """A program of this code."""
     return [sys.executable, "-c", code]
 
 
@@ -135,7 +133,6 @@ def test_a_command_is_a_list_of_words(command: Any) -> None:
 
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package, as far as it is needed."""
     install(monkeypatch)
 
 

@@ -29,14 +29,14 @@ SERVERS = [
     (vllm_reader, vllm_event), (sglang_reader, sglang_event),
     (lambda: openai_reader(TokenShape.DETOKENIZE), openai_event),
 ]  # fmt: skip
-KINDS = ["vllm", "sglang", "openai"]
+EACH = pytest.mark.parametrize(("reader", "event"), SERVERS, ids=["vllm", "sglang", "openai"])
 
 
 def tokens_of(chunks: list[Chunk]) -> list[int]:
     return [token for chunk in chunks for token in chunk.tokens.tolist()]
 
 
-@pytest.mark.parametrize(("reader", "event"), SERVERS, ids=KINDS)
+@EACH
 def test_together_as_one_by_one(reader, event) -> None:  # type: ignore[no-untyped-def]
     """The same tokens, in one chunk."""
     events = [event(token, token - 6) for token in (7, 8, 9)]
@@ -45,20 +45,21 @@ def test_together_as_one_by_one(reader, event) -> None:  # type: ignore[no-untyp
     assert tokens_of(together) == [7, 8, 9] == tokens_of([chunk for e in events for chunk in chunks_of(alone, e)])
 
 
-@pytest.mark.parametrize(("reader", "event"), SERVERS, ids=KINDS)
-def test_two_answers_in_one_event(reader, event) -> None:  # type: ignore[no-untyped-def]
+def two_in_one(event):  # type: ignore[no-untyped-def]
+    return [event(2, 2) + b"," + event(3, 3), event(4, 4)]
+
+
+def one_in_two(event):  # type: ignore[no-untyped-def]
+    """Halves that make one answer when put together."""
+    first, second = event(2, 2).split(b":", 1)
+    return [first[:1] + b'"x":[1', b"2]," + first[1:] + b":" + second]
+
+
+@pytest.mark.parametrize("broken", [two_in_one, one_in_two])
+@EACH
+def test_events_that_are_no_answers_are_errors(reader, event, broken) -> None:  # type: ignore[no-untyped-def]
     """No token is passed over without a word: what came before counts, and the broken event is an error."""
     read = reader()
-    read.read([event(1, 1), event(2, 2) + b"," + event(3, 3), event(4, 4)])
-    assert tokens_of(read.take()) == [1]
-    assert isinstance(read.failure, WireError)
-
-
-@pytest.mark.parametrize(("reader", "event"), SERVERS, ids=KINDS)
-def test_one_answer_in_two_events(reader, event) -> None:  # type: ignore[no-untyped-def]
-    """Halves that make one answer when put together are still none."""
-    first, second = event(2, 2).split(b":", 1)
-    read = reader()
-    read.read([event(1, 1), first[:1] + b'"x":[1', b"2]," + first[1:] + b":" + second])
+    read.read([event(1, 1), *broken(event)])
     assert tokens_of(read.take()) == [1]
     assert isinstance(read.failure, WireError)

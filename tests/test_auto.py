@@ -178,7 +178,6 @@ def insists(q: Question) -> Answer:
 
 
 def batch(tokens: float, seconds: float, held: float = 0.0) -> dict[str, float]:
-    """Metrics of one."""
     return {
         "trained_tokens": tokens, "masked_tokens": 0.0, "held_tokens": held, "step_s": seconds, "evaluation_s": 0.0,
         "other_s": 0.0,
@@ -217,7 +216,6 @@ class Crowded(DecodeCost):
     """Each one more slows down all: no sum of costs that are not negative has that."""
 
     def step_s(self, n: int, kv_tokens: int) -> float:
-        """See the base class."""
         return self.per_sequence_s * n * n
 
 
@@ -350,7 +348,6 @@ class Oracle:
 
 
 def scheduled(batches: int, **options: Any) -> list[dict[str, float]]:
-    """Metrics of so many batches."""
     config = april.Config(
         rollout_batch_size=4, n_samples_per_prompt=4, max_response_len=60, over_sampling_batch_size="auto",
         group_quorum="auto",
@@ -373,7 +370,6 @@ def scheduled(batches: int, **options: Any) -> list[dict[str, float]]:
 def asking(
     monkeypatch: pytest.MonkeyPatch, best: InWork | None, batches: int, **options: Any
 ) -> tuple[list[dict[str, float]], Oracle]:
-    """The same, and the oracle that is asked."""
     oracle = Oracle(best)
     monkeypatch.setattr(auto_run, "ChooserProcess", lambda: oracle)
     return scheduled(batches, **options), oracle

@@ -50,7 +50,6 @@ SALTED = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
 
 
 def several(*connectors: dict[str, Any]) -> dict[str, Any]:
-    """A MultiConnector of these."""
     return {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": list(connectors)}}
 
 

@@ -66,8 +66,6 @@ class Scissors:
         return None if self.cut else task.result()
 
     def run(self, program: Callable[[Scissors], Awaitable[Any]]) -> Any:
-        """On a virtual loop of its own."""
-
         class Loop(VirtualClockLoop):
             def __init__(loop) -> None:
                 super().__init__()

@@ -80,7 +80,6 @@ def from_flags(*typed: str) -> Config:
 
 
 def load(source: str, values: Any, directory: Path) -> Config:
-    """The configuration from one of SOURCES."""
     if source == "keywords":
         return Config(**values)
     if source == "omegaconf":

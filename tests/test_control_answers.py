@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from fake_servers.base import SAYS_NOTHING, ControlFault, PlannedControlFault
-from server_fixtures import BOTH, begun, beside, read, request, served, update
+from server_fixtures import BOTH, begun, beside, read, request, saved, served, update
 
 from april.core.versions import PolicyVersion
 from april.engines.protocol import EngineFinish
@@ -20,13 +20,6 @@ from april.errors import EngineError
 FIRST, SECOND = PolicyVersion(0, 0), PolicyVersion(0, 1)
 LONG = 10**6
 LOADS = {"vllm": "/collective_rpc", "sglang": "/update_weights_from_disk"}
-
-
-def saved(directory: Path, name: str) -> str:
-    """A directory that looks like one with weights."""
-    (directory / name).mkdir(exist_ok=True)
-    (directory / name / "model.safetensors").write_bytes(b"")
-    return str(directory / name)
 
 
 @pytest.fixture(autouse=True)

@@ -129,7 +129,6 @@ def saved() -> tuple[CoreMachine, dict[str, Any]]:
 
 
 def restored(state: dict[str, Any], **changes: Any) -> RolloutCore:
-    """A core that goes on from it."""
     core = RolloutCore(settings(**({"n": 2, "samples": 4, "auto": ALL} | changes)), (A,))
     snapshot.restore(core, copy.deepcopy(state))
     return core

@@ -35,7 +35,6 @@ class Machine(CoreMachine):
         return [a.sample.evaluation is not None for a in self.in_flight.values()]
 
     def finish_evaluation(self) -> None:
-        """Its requests end."""
         for attempt in [a for a in self.in_flight.values() if a.sample.evaluation is not None]:
             self.end(attempt.id)
 

@@ -39,7 +39,6 @@ def requested(m: CoreMachine, update: int = 1, path: str | None = "/1", **how: A
 
 
 def engines_in_use(m: CoreMachine) -> list[str]:
-    """Of every request."""
     return sorted(a.engine for a in m.in_flight.values())
 
 

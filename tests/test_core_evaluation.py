@@ -35,7 +35,6 @@ class Machine(CoreMachine):
 
     @property
     def running(self) -> list[Any]:
-        """Evaluations that have begun."""
         return [e for e in self.core.context.evaluations.values() if e.version is not None]
 
     def of(self, *, evaluation: bool) -> list[str]:
@@ -57,7 +56,6 @@ class Machine(CoreMachine):
         super()._execute(command)
 
     def evaluates(self, n_prompts: int = 2, n_samples: int = 2, **changes: Any) -> int:
-        """Ask for one; its number."""
         self.numbers += 1
         self.evaluate(n_prompts, self.numbers - 1, n_samples=n_samples, **changes)
         return self.numbers - 1
@@ -82,7 +80,6 @@ class Machine(CoreMachine):
             self.answer()
 
     def finish_evaluation(self) -> None:
-        """Its requests run to their ends."""
         while ids := self.of(evaluation=True):
             self.end(ids[0])
 

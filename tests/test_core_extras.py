@@ -34,7 +34,6 @@ class Giving(CoreMachine):
         return {name: np.stack([read, np.full_like(read, number)], 1) for name in attempt.request.extras}
 
     def end(self, attempt_id: str, count: int = 10**6) -> list[do.Command]:
-        """As before, with rows."""
         attempt, before = self.in_flight[attempt_id], self.length
         self.tokens(attempt_id, count)
         if attempt.tape.count:

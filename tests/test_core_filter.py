@@ -19,7 +19,6 @@ class Judged(CoreMachine):
 
     @property
     def question(self) -> do.JudgeGroup:
-        """The latest one."""
         return [c for c in self.commands if isinstance(c, do.JudgeGroup)][-1]
 
     def judge(self, group: int | do.JudgeGroup, keep: bool = True, error: str | None = None) -> list[do.Command]:

@@ -96,7 +96,6 @@ class Kept(CoreMachine):
 
     @property
     def phase(self) -> Phase:
-        """Of the update that runs."""
         return self.core.updates.phase
 
 

@@ -76,7 +76,6 @@ def machine(**changes: Any) -> Processes:
 
 
 def expected(length: int = 20) -> list[int]:
-    """The tokens of a whole response."""
     return [*range(10, 10 + length - 1), EOS]
 
 

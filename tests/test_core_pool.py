@@ -32,12 +32,10 @@ def busy(m: CoreMachine, attempt: Attempt | None = None, asked_s: float = 0.0) -
 
 
 def rests(commands: list[do.Command]) -> list[do.StartTimer]:
-    """Timers of rests that were started."""
     return timers(commands, TimerKind.REST)
 
 
 def probed(commands: list[do.Command]) -> list[str]:
-    """Engines that are to be probed."""
     return [t.timer.engine for t in timers(commands, TimerKind.PROBE)]
 
 

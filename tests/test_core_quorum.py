@@ -25,12 +25,10 @@ def machine(quorum: float = 0.75, **changes: Any) -> CoreMachine:
 
 
 def of(batch: Batch) -> list[tuple[int, int]]:
-    """The samples of a batch, as (group, index)."""
     return [(s.id.group, s.id.index) for s in batch.samples]
 
 
 def restored(m: CoreMachine, **changes: Any) -> RolloutCore:
-    """Another core that goes on from the state of this one."""
     core = RolloutCore(settings(**({"n": 1, "samples": 4} | changes)), (A,))
     snapshot.restore(core, snapshot.take(m.core, None))
     return core

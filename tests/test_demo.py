@@ -95,7 +95,6 @@ def test_progress_and_words_for_people(summary: Said) -> None:
 
 
 def outcome(mode: str, seed: int, steps: int, points: list[Point], measured: Measured) -> ArmOutcome:
-    """Of an arm that nobody has trained."""
     return ArmOutcome(
         settings=DemoSettings(groups=2, samples=2, steps=steps).training(mode, seed), evaluations=points,
         measured=measured, kl_k3=[], ess_token=[], quarters={}, old_share=0.0, staleness_max=0, places=0.0,
@@ -259,7 +258,6 @@ TASK = TASKS["tail"]()
 
 
 def arm_of(mode: str, seed: int, steps: int, model: Any) -> Arm:
-    """An arm that has trained."""
     settings = DemoSettings(groups=2, samples=4, steps=steps, group_quorum=0.75).training(mode, seed)
     arm = Arm(settings, TASK, model)
     # a few held-out questions: a model that was not warmed up writes drafts without end
@@ -307,7 +305,6 @@ def test_arms_repeat_exactly() -> None:
 
 
 def response(*parts: list[int]) -> np.ndarray:
-    """Parts of a response as one array."""
     return np.array([token for part in parts for token in part], np.int32)
 
 

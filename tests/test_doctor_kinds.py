@@ -43,7 +43,6 @@ def report_of(server: Any, temperature: float = 1.0, **settings: Any) -> Report:
 
 
 def limits(report: Report) -> list[str]:
-    """Subjects of what is not as it should be."""
     return [f.subject for s in report.servers for f in s.findings if f.level in (Level.LIMITED, Level.MISSING)]
 
 
@@ -223,7 +222,6 @@ def test_vllm_with_a_trap(options: dict[str, Any], subject: str, flag: str | Non
 
 
 def images_of(report: Report) -> list[tuple[Level, str]]:
-    """What it says of images."""
     return [(f.level, f.sentence) for s in report.servers for f in s.findings if f.subject == "images"]
 
 

@@ -48,13 +48,11 @@ def limit(code: LimitCode) -> Limit:
 
 
 def vllm_like(path: str) -> bytes:
-    """The routes by which vLLM is known."""
     models = {"data": [{"id": "tiny", "owned_by": "vllm"}]}
     return {"/version": http(200, {"version": "0.32.0"}), "/v1/models": http(200, models)}.get(path, http(404))
 
 
 def sglang_like(path: str) -> bytes:
-    """The routes by which SGLang is known."""
     return {"/model_info": http(200, {"model_path": "tiny"}), "/ready": http(200)}.get(path, http(404))
 
 

@@ -409,8 +409,6 @@ def group_of(responses: list[Response]) -> int:
 
 
 def only(accepted: Callable[[int], bool]) -> Callable[..., Awaitable[bool]]:
-    """A filter by group number."""
-
     async def verdict(prompt: Prompt, responses: list[Response]) -> bool:
         return accepted(group_of(responses))
 

@@ -523,7 +523,6 @@ class Busy(Server):
 
 
 def ends(*engines: Server) -> set[str]:
-    """Why evaluation requests ended."""
     return {r.end for e in engines for r in e.attempts.values() if r.evaluation}
 
 

@@ -30,7 +30,6 @@ class Changed(FakeEngine):
         self._change, self._reuses = change, reuses
 
     async def generate(self, request: Request) -> AsyncIterator[Chunk]:
-        """The chunks of the fake engine, changed."""
         async for chunk in super().generate(request):
             given = self._change(request, chunk)
             yield given
@@ -77,7 +76,6 @@ def batches(engine: FakeEngine, steps: int = 3, *, honest: bool = True) -> list[
 
 
 def content(made: list[Batch]) -> list[dict[str, Any]]:
-    """All arrays of batches, as lists."""
     return [{name: array.tolist() for name, array in batch.ragged().items()} for batch in made]
 
 

@@ -77,7 +77,6 @@ class Scripted:
         self.handled: list[int] = []
 
     def handle(self, event: Any) -> list[do.Command]:
-        """Remember it."""
         self.handled.append(event)
         return [do.DrawPrompts(event)] * event
 

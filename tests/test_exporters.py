@@ -30,7 +30,6 @@ class Words:
     """A tokenizer: a word per token."""
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        """Such as ``w7``."""
         return " ".join(f"w{i}" for i in ids)
 
 
@@ -53,8 +52,6 @@ class Kept:
 
 
 class Failing(Kept):
-    """One that always fails."""
-
     error: type[BaseException] = ConnectionError
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -227,7 +224,6 @@ def test_what_cannot_be(options: dict[str, Any], sentence: str) -> None:
 
 @pytest.fixture(scope="module")
 def batch() -> april.Batch:
-    """Some batch, of several rewards."""
     return run(steps=3)[-1]
 
 

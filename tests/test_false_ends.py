@@ -23,7 +23,6 @@ from april.testing import FakeEngine, rollouts
 
 pytestmark = on_virtual_time
 
-V0 = (FIRST_VERSION, 1)
 
 
 # ---------------------------------------------------------------- engines of this process
@@ -40,7 +39,6 @@ def chunk(*tokens: int, finish: Any = None, version: Any = FIRST_VERSION, logpro
 
 
 def answer(*chunks: Chunk, eos: tuple[int, ...] = (EOS,), **sampling: Any) -> EngineFinish:
-    """What an answer of these chunks is taken for."""
     checks = AnswerChecks(request(**sampling), vocab_size=50, max_context=99, eos_token_ids=eos, oldest=FIRST_VERSION)
     for piece in chunks:
         checks.check_next(piece, FIRST_VERSION)

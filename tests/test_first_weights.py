@@ -25,6 +25,7 @@ from server_fixtures import (
     listening,
     read,
     request,
+    saved,
     served,
     settings,
     update,
@@ -49,13 +50,6 @@ PROMPTS = [[5, 6 + i] for i in range(20)]
 @pytest.fixture(autouse=True)
 def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_probe, "AGAIN_S", 0.0)
-
-
-def saved(directory: Path, name: str) -> str:
-    """A directory that looks like one with weights."""
-    (directory / name).mkdir(exist_ok=True)
-    (directory / name / "model.safetensors").write_bytes(name.encode())
-    return str(directory / name)
 
 
 def left_by(server: Any, label: str, weights: str = "w7") -> Any:

@@ -20,14 +20,7 @@ from benchmarks.gpu_study.questions import is_right
 from benchmarks.study.claims import OPEN
 from benchmarks.study.runner import Cost, outcome_path
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    """Of torch, as in the study on CPUs."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +145,6 @@ def by_length(prompt: april.Prompt, response: april.Response) -> float:
 
 
 def weights_of(run: Any) -> dict[str, torch.Tensor]:
-    """A copy of the trained weights."""
     return {name: value.clone() for name, value in run._model.state_dict().items()}
 
 

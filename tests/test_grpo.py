@@ -55,7 +55,6 @@ def batch(model: Any, rewards: list[float], shift: float = 0.0) -> Batch:
 
 
 def changed(data: Batch, which: int, **arrays: Any) -> Batch:
-    """The batch with other arrays in one row."""
     rows = list(data.samples)
     rows[which] = replace(rows[which], **arrays)
     return replace(data, samples=tuple(rows))

@@ -36,7 +36,6 @@ END = 2
 
 
 def url(data: bytes) -> str:
-    """A ``data:`` URL."""
     return "data:image/png;base64," + base64.b64encode(data).decode()
 
 
@@ -46,13 +45,11 @@ def part(data: bytes) -> dict[str, Any]:
 
 
 def asks(*content: Any) -> list[dict[str, Any]]:
-    """One message of the user."""
     return [{"role": "user", "content": [c if isinstance(c, dict) else {"type": "text", "text": c} for c in content]}]
 
 
 @cache
 def way_in() -> Images:
-    """Of the tiny model."""
     return Images(tiny_processor(), ImagesConfig(max_per_prompt=8))
 
 
@@ -65,8 +62,6 @@ def by_processor(messages: list[dict[str, Any]], *pictures: Any) -> list[int]:
 
 @dataclass
 class Done:
-    """An answer of the scripted model."""
-
     tokens: Int32
     logprobs: Float32
     finish: FinishReason = FinishReason.STOP
@@ -82,7 +77,6 @@ class Model:
     async def __call__(
         self, ids: Int32, sampling: Mapping[str, Any], attached: tuple[Placed, ...] | None = None
     ) -> Done:
-        """Continue these tokens."""
         self.asked.append((ids.tolist(), attached or ()))
         tokens = np.array([*tiny_tokenizer().encode("hi"), END], np.int32)
         return Done(tokens, np.full(len(tokens), -0.5, np.float32))
@@ -97,7 +91,6 @@ class World:
     http: aiohttp.ClientSession
 
     async def ask(self, route: str, body: Any) -> tuple[int, Any]:
-        """The status and the JSON of an answer."""
         headers = {"Authorization": f"Bearer {self.door.key}"}
         async with self.http.post(f"{self.door.url}/{route}", json={"model": "m", **body}, headers=headers) as response:
             return response.status, await response.json()

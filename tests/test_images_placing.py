@@ -38,12 +38,10 @@ MARK = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
 def images(**limits: Any) -> Images:
-    """The way in of images of the tiny model."""
     return Images(tiny_processor(), ImagesConfig(**limits))
 
 
 def reader() -> PromptReader:
-    """The reader of a scheduler with the tiny processor."""
     way_in = images()
     return PromptReader(VOCAB, way_in.tokenizer, way_in)
 

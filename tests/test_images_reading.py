@@ -34,7 +34,6 @@ DATA_URL = "data:image/png;base64," + base64.b64encode(RED).decode()
 
 
 def read(item: Any, *, paths: bool = True, **limits: Any) -> Picture:
-    """One image, within these limits."""
     return Reader(ImagesConfig(**limits), paths=paths).read(item, "prompt 3, image 1")
 
 

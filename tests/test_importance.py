@@ -44,7 +44,6 @@ def drawn(rows: int = 40, width: int = 12) -> tuple[Rows, Rows, list[list[int]]]
 
 
 def both(own: Any, other: Any, mask: Any) -> list[tuple[Any, Any, Any]]:
-    """As arrays and as tensors."""
     arrays = np.array(own), np.array(other), np.array(mask, np.uint8)
     return [arrays, tuple(torch.from_numpy(a) for a in arrays)]
 

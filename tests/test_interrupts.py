@@ -192,17 +192,14 @@ class Server(SimulatedEngine):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Those of a server."""
         return replace(super().capabilities, remote=True)
 
 
 def server() -> Server:
-    """One that costs next to nothing."""
     return Server("e0", FAST, by_sample_key(LENGTHS), max_running=64, vocab_size=VOCAB)
 
 
 def breaks() -> None:
-    """A transfer that does."""
     raise OSError("the link broke")
 
 

@@ -26,7 +26,6 @@ LONG = 10**6
 
 
 def saved(directory: Path, name: str) -> str:
-    """A directory that looks like one with weights."""
     (directory / name).mkdir(exist_ok=True)
     (directory / name / "model.safetensors").write_bytes(b"")
     return str(directory / name)
@@ -60,7 +59,6 @@ class Reading:
 
     @property
     def tokens(self) -> list[int]:
-        """All that have come."""
         return [int(token) for chunk in self.chunks for token in chunk.tokens]
 
     def under(self, *, sure: bool) -> list[PolicyVersion]:
@@ -78,7 +76,6 @@ async def begun(server: FakeVllmServer, engine: Any, tokens: int, in_flight: OnW
 
 
 async def update(engine: Any, in_flight: OnWeightUpdate, version: PolicyVersion, path: str) -> None:
-    """A whole update."""
     await engine.pause_in_flight(in_flight)
     await engine.update_weights(version, path)
     await engine.resume()

@@ -42,7 +42,6 @@ def simulation(train_s: float = 0.0, **changes: Any) -> Simulation:
 
 
 def in_buckets(lengths: Counter[int]) -> Counter[int]:
-    """Lengths as the ledger counts them."""
     out: Counter[int] = Counter()
     for tokens, count in lengths.items():
         out[bucket_of(tokens)] += count

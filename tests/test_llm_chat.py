@@ -24,12 +24,10 @@ SMALL: dict[str, Any] = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "ma
 
 
 def ask(text: str) -> list[dict[str, Any]]:
-    """A conversation of one message."""
     return [{"role": "user", "content": text}]
 
 
 def engine(**options: Any) -> FakeEngine:
-    """With the scripted model."""
     given: dict[str, Any] = {"chunk_tokens": 4, "seconds_per_token": 0.01} | options
     given |= {"vocab_size": VOCAB, "eos_token_id": EOS}
     return FakeEngine("e", responses=lambda request: reply(conversation(request).tolist()), **given)

@@ -16,7 +16,6 @@ from april.engines.simulated.engine import SimulatedEngine
 
 
 def engine_of(kind: LogprobKind, name: str) -> SimulatedEngine:
-    """A simulated engine that declares ``kind``."""
     made = engine(name)
     made._capabilities = replace(made.capabilities, logprob_kind=kind)
     return made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -31,15 +31,7 @@ MIXTURE = {
     "first_k_dense_replace": 1, "head_dim": 8,
 }  # fmt: skip
 MODELS = [*((name, {}) for name in (*ARCHITECTURES, "cohere2")), ("glm4_moe", MIXTURE)]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Two threads wait for each other longer than such models compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def _autocast() -> AbstractContextManager[Any]:

@@ -82,7 +82,6 @@ def own_sentences() -> str:
 
 
 def literals(node: ast.expr) -> Iterator[str]:
-    """A string, or those of a tuple."""
     for one in node.elts if isinstance(node, ast.Tuple) else [node]:
         if isinstance(one, ast.Constant) and isinstance(one.value, str):
             yield one.value

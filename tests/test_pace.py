@@ -42,15 +42,12 @@ class Turns:
         monkeypatch.setattr(VirtualClockLoop, "_run_once", counted)
 
     def note(self, what: str) -> None:
-        """It happens now."""
         self.seen[what, self.now] += 1
 
     def most(self, what: str) -> int:
-        """The most of it in one turn."""
         return max(count for (name, _), count in self.seen.items() if name == what)
 
     def total(self, what: str) -> int:
-        """All of it."""
         return sum(count for (name, _), count in self.seen.items() if name == what)
 
 

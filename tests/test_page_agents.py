@@ -56,7 +56,6 @@ def reader(**more: Any) -> dict[str, Any]:
 
 
 def bearer(key: str) -> dict[str, str]:
-    """The header of a request with this key."""
     return {"Authorization": f"Bearer {key}"}
 
 

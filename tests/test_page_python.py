@@ -72,14 +72,12 @@ class Tokenizer:
         self.vocab_size = vocab_size
 
     def apply_chat_template(self, chat: Any, add_generation_prompt: bool, return_dict: bool) -> dict[str, list[int]]:
-        """Ids of the last turn."""
         assert add_generation_prompt
         assert return_dict
         text = chat[-1]["content"]
         return {"input_ids": self.encode(text), "attention_mask": [1] * len(text)}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids in the vocabulary."""
         return [3 + ord(c) % (self.vocab_size - 3) for c in text]
 
     def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
@@ -87,7 +85,6 @@ class Tokenizer:
         return " ".join(str(int(i) % 10) if int(i) % 3 else "x" for i in ids)
 
     def convert_tokens_to_ids(self, token: str) -> int:
-        """The end of a turn."""
         assert token == "<|im_end|>"  # noqa: S105 - no secret
         return 5
 

@@ -237,7 +237,6 @@ class AsItIs:
     """Instead of a simulation: it should stay so."""
 
     async def ask(self, question: Question) -> Answer:
-        """Answer at once."""
         return Answer(best=question.now, tokens_per_s=1.0, off_policy_share=0.0, speed_up=1.0, share_now=0.0)
 
     def close(self) -> None:

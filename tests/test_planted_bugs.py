@@ -27,8 +27,6 @@ ROOT = FOLDER.parent.parent
 
 @dataclass(frozen=True)
 class Change:
-    """One replacement."""
-
     file: str
     text: str
     replacement: str
@@ -122,7 +120,6 @@ class Runner:
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[Runner]:
-    """One for all bugs of this process."""
     command = [sys.executable, str(ROOT / "tests" / "warm_pytest.py")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield Runner(process)

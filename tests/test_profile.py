@@ -23,8 +23,6 @@ COST = DecodeCost(8e-3, 1.2e-4, 2e-7, 3e-5)
 
 
 def measured(engine: Any, **options: Any) -> Profile:
-    """On a virtual clock."""
-
     async def program() -> Profile:
         try:
             values = {"most": 48, "tokens": 200} | options

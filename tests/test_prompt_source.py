@@ -129,8 +129,6 @@ def test_what_a_prompt_may_not_be(item: Any, words: str) -> None:
 
 
 class Table:
-    """As a DataFrame."""
-
     def __iter__(self) -> Iterator[str]:
         return iter(["question", "answer"])
 

@@ -27,7 +27,6 @@ SMALL: dict[str, Any] = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "ma
 
 
 def engine() -> FakeEngine:
-    """With the scripted model."""
     return FakeEngine(
         "e", responses=lambda request: reply(conversation(request).tolist()), vocab_size=VOCAB, eos_token_id=EOS,
         chunk_tokens=4, seconds_per_token=0.01,
@@ -56,7 +55,6 @@ async def by_tokens(prompt: april.Prompt, llm: april.LLM) -> None:
 
 
 async def by_messages(prompt: april.Prompt, llm: april.LLM) -> None:
-    """One conversation of messages."""
     await llm.chat([{"role": "user", "content": f"task {prompt.data['task']}"}])
 
 

@@ -65,7 +65,6 @@ def length_of(request: Any) -> int:
 
 
 def row(sample: DeliveredSample) -> Row:
-    """A row as the oracle has it."""
     return sample.prompt.token_ids.tolist(), sample.tokens.tolist(), sample.loss_mask.tolist()
 
 
@@ -209,7 +208,6 @@ class Life:
             return
 
     async def unrest(self) -> None:
-        """Engines come and go."""
         while True:
             await asyncio.sleep(self.luck.uniform(0.5, 12.0))
             scheduler, names = self.run.scheduler, [engine.name for engine in self.run.engines]

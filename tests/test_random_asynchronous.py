@@ -52,8 +52,6 @@ class History:
 
 
 class Trainer:
-    """One trainer over all its processes."""
-
     def __init__(self, seed: int, mode: GenerationMode) -> None:
         self.rng = rng = random.Random(seed)
         n, self.bound = rng.choice([1, 2, 4]), rng.choice([1, 2, 4])
@@ -116,7 +114,6 @@ class Trainer:
             return ended
 
     async def train(self, asking: asyncio.Lock) -> None:
-        """Until the data has ended."""
         rng, fetching = self.rng, None
         try:
             while True:
@@ -142,7 +139,6 @@ class Trainer:
                 fetching.cancel()
 
     async def fetch(self, asking: asyncio.Lock) -> Batch:
-        """The next batch, looked at."""
         async with asking:
             batch = await self.run.next_batch()
         assert self.last is None or batch.id == self.last + 1
@@ -181,13 +177,11 @@ class Trainer:
             self.keep(batch.id)
 
     def keep(self, trained_through: int | None) -> None:
-        """A checkpoint, now."""
         self.seen["saved"] += 1
         self.saved = self.run.state_dict(trained_through), copy.deepcopy(self.history)
         assert self.saved[0]["core"]["version"][1] == self.history.updates
 
     async def disturb(self, asking: asyncio.Lock) -> None:
-        """Everybody else."""
         while True:
             await asyncio.sleep(self.rng.uniform(0, 60))
             what = self.rng.choice(["evaluate", "ask twice", "look", "evaluate and give up"])

@@ -88,7 +88,6 @@ class Life:
                     raise
 
     def judge(self, outcomes: list[Any]) -> None:
-        """Hold it to what is promised."""
         ends = self.fault in ENDS and self.at < STEPS
         for rank, outcome in enumerate(outcomes):
             if ends and rank != self.culprit:

@@ -368,7 +368,6 @@ def check_fates(world: World, policy: OnFailedSample | None) -> None:
 
 
 def schedule(n: int, mode: str) -> dict[str, Any]:
-    """Settings of a schedule with N = ``n``."""
     return {
         "sync": {"over": n},
         "over-sampling": {"over": 2 * n},

@@ -304,7 +304,6 @@ class WeightLife:
         save(Path(path), f"w{self.made}")
 
     async def unrest(self, run: Rollouts) -> None:
-        """Things that happen by themselves."""
         while self.restless:
             await asyncio.sleep(self.luck.uniform(1.0, 2.0 * self.unrest_s))
             if self.luck.random() < 0.6:

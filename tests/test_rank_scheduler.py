@@ -55,8 +55,6 @@ def test_a_loop_over_the_shares() -> None:
 
 
 class Shown(SimulatedEngine):
-    """With weights."""
-
     weights = (1.0, 2.0)
 
     def weight_sample(self) -> NDArray[np.float32]:

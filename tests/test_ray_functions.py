@@ -46,7 +46,6 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
 
 
 def engine() -> SimulatedEngine:
-    """In no time."""
     cost = DecodeCost(1e-5, 0.0, 0.0)
     return SimulatedEngine("e", cost, lambda r: 7 + 5 * sum(r.sample_key or (0, 0)), max_running=8)
 
@@ -85,12 +84,10 @@ def reward(prompt: april.Prompt, response: april.Response) -> float:
 
 
 async def group_reward(prompt: april.Prompt, responses: list[april.Response]) -> list[float]:
-    """The same for a group."""
     return [reward(prompt, response) for response in responses]
 
 
 def keeps(prompt: april.Prompt, responses: list[april.Response]) -> bool:
-    """A filter."""
     return all(response.reward == len(response.text()) for response in responses)
 
 
@@ -122,15 +119,12 @@ def test_rewards_and_filters_run_in_actors(ray: StandIn, functions: dict[str, An
 
 
 class NotCarried(Exception):
-    """It has a lock."""
-
     def __init__(self) -> None:
         super().__init__("it stays")
         self.lock = threading.Lock()
 
 
 def raises(what: str) -> Any:
-    """Something is wrong."""
     if what == "exit":
         sys.exit(3)
     if what == "generator":
@@ -172,7 +166,6 @@ def plain_waits() -> str:
 
 
 async def waits() -> None:
-    """Until it is cancelled."""
     STARTED.release()
     try:
         await asyncio.Event().wait()
@@ -253,7 +246,6 @@ def test_a_reward_whose_actor_dies_is_asked_for_again(ray: StandIn, dying: list[
 
 
 def length(prompt: april.Prompt, response: april.Response) -> float:
-    """Of the response."""
     return float(len(response.tokens))
 
 
@@ -282,7 +274,6 @@ async def turns(prompt: april.Prompt, llm: april.LLM) -> list[int]:
 
 
 def plain_turns(prompt: april.Prompt, llm: april.BlockingLLM) -> list[int]:
-    """The same."""
     first = llm.generate(max_tokens=4)
     return [len(first.tokens), len(llm.generate([*first.conversation, 5, 6], max_tokens=9, stop_token_ids=[3]).tokens)]
 

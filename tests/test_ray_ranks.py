@@ -54,19 +54,16 @@ class FakeRay:
         return [r for r in references if r is not None], [r for r in references if r is None]
 
     def get(self, reference: Any) -> None:
-        """Of something that is there."""
         assert reference is not None, "it hangs"
         if reference == "gone":
             raise Gone
 
     def kill(self, actor: Any) -> None:
-        """Noted."""
         self.killed.append(actor)
 
 
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
-    """In the place of the package."""
     fake = FakeRay()
     monkeypatch.setitem(sys.modules, "ray", fake)
     return fake
@@ -141,14 +138,12 @@ class World:
         return self.core.server
 
     def attach(self, rank: int) -> ActorScheduler:
-        """The scheduler of a rank."""
         seat = self._thread.run(partial(self.core.rank, rank))
         if isinstance(seat, Exception):
             raise seat
         return ActorScheduler(*seat)
 
     def both(self) -> list[ActorScheduler]:
-        """Those of rank 0 and rank 1."""
         return [self.attach(rank) for rank in range(2)]
 
     def kill(self, rank: ActorScheduler) -> None:
@@ -205,12 +200,10 @@ def both(ranks: list[ActorScheduler], call: Callable[[ActorScheduler], Any]) -> 
 
 
 def next_batch(rank: ActorScheduler) -> april.Batch:
-    """A call."""
     return rank.next_batch()
 
 
 def update(rank: ActorScheduler) -> april.PolicyVersion:
-    """Another one."""
     return rank.weight_update(transfer=nothing)
 
 

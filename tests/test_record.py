@@ -63,7 +63,6 @@ async def two_turns(prompt: Prompt, llm: LLM) -> None:
 
 
 async def keep(prompt: Prompt, responses: Sequence[Any]) -> bool:
-    """Dynamic sampling."""
     return len({r.reward for r in responses}) > 1
 
 
@@ -483,49 +482,34 @@ def test_what_a_message_of_an_error_leaves_behind() -> None:
 
 # ---------------------------------------------------------------- numbers
 
-NUMBERS: list[dict[str, Any]] = [
-    {"temperature": 1},
-    {"temperature": np.float32(0.7), "max_tokens": np.int64(9)},
-    {"top_p": 1},
-    {"stop_token_ids": np.array([7])},
-]
+NUMBERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"temperature": 1}, {}), ({"temperature": np.float32(0.7), "max_tokens": np.int64(9)}, {}), ({"top_p": 1}, {}),
+    ({"stop_token_ids": np.array([7])}, {}),
+    *(({}, {"temperature": temperature, "top_p": 1}) for temperature in (0, 1, np.float32(0.5))),
+]  # fmt: skip
+"""Arguments of ``llm.generate`` and of ``evaluate``."""
 
 
-def recorded_numbers(path: Path, rollout: Any, evaluation: dict[str, Any]) -> None:
-    """Two batches and an evaluation between them, on a simulated engine."""
+
+@pytest.mark.parametrize(("call", "evaluation"), NUMBERS, ids=str)
+def test_numbers_are_replayed(call: dict[str, Any], evaluation: dict[str, Any], tmp_path: Path) -> None:
+    """An int for a float, as in ``llm.generate(temperature=1)``: the replay decides as the run did."""
     config = april.Config(
         rollout_batch_size=2, n_samples_per_prompt=4, max_response_len=60,
         engine={"kind": "simulated", "median_len": 20},
     )  # fmt: skip
-    prompts = [[1, 2 + i] for i in range(20)]
+
+    async def rollout(prompt: april.Prompt, llm: april.LLM) -> None:
+        await llm.generate(**call)
+
     with april.RolloutScheduler(
-        config, prompts=prompts, reward=lambda prompt, response: 1, rollout=rollout, record=str(path), progress=False
-    ) as rollouts:
+        config, prompts=[[1, 2 + i] for i in range(20)], reward=lambda prompt, response: 1, rollout=rollout,
+        record=str(tmp_path / "record.jsonl"), progress=False,
+    ) as rollouts:  # fmt: skip
         rollouts.next_batch()
         rollouts.weight_update()
         rollouts.evaluate([[1, 5], [1, 6]], **evaluation)
         rollouts.next_batch()
-
-
-@pytest.mark.parametrize("numbers", NUMBERS, ids=str)
-def test_numbers_of_a_call_are_replayed(numbers: dict[str, Any], tmp_path: Path) -> None:
-    """``llm.generate(temperature=1)``, an int for a float: the replay decides as the run did."""
-
-    async def rollout(prompt: april.Prompt, llm: april.LLM) -> None:
-        await llm.generate(**numbers)
-
-    recorded_numbers(tmp_path / "record.jsonl", rollout, {})
-    replay(tmp_path / "record.jsonl")
-
-
-@pytest.mark.parametrize("temperature", [0, 1, np.float32(0.5)])
-def test_numbers_of_an_evaluation_are_replayed(temperature: Any, tmp_path: Path) -> None:
-    """``evaluate(..., temperature=0)``, as the API page has it."""
-
-    async def rollout(prompt: april.Prompt, llm: april.LLM) -> None:
-        await llm.generate()
-
-    recorded_numbers(tmp_path / "record.jsonl", rollout, {"temperature": temperature, "top_p": 1})
     replay(tmp_path / "record.jsonl")
 
 

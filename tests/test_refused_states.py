@@ -18,8 +18,6 @@ from april.errors import CheckpointError, EngineError
 
 
 def damage(path: list[Any], value: Any) -> Callable[[Any], Any]:
-    """A change of one place in a state."""
-
     def change(state: Any) -> Any:
         *way, last = path
         place = state
@@ -53,7 +51,6 @@ def sealed(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def all_of(value: float, dtype: str) -> Callable[[bytes], bytes]:
-    """Every number of an array."""
     return lambda data: np.full(len(data) // 4, value, dtype).tobytes()
 
 

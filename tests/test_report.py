@@ -262,7 +262,6 @@ def test_steps_have_the_numbers_of_their_batches(run: tuple[Path, Simulation], t
 
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a short run."""
     path = tmp_path_factory.mktemp("record") / "run.jsonl"
     recorded(path, steps=3)
     return path

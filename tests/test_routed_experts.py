@@ -37,7 +37,6 @@ LONG = 10**6
 
 
 def server(kind: str, experts: Experts = EXPERTS, **options: Any) -> Any:
-    """One that gives the experts of tokens."""
     made = (FakeVllmServer if kind == "vllm" else FakeSglangServer)(**options)
     made.experts = experts
     return made

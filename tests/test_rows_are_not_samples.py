@@ -89,7 +89,6 @@ async def agents() -> tuple[list[april.Batch], FakeEngine, Any]:
 
 @pytest.fixture
 def audited(monkeypatch: pytest.MonkeyPatch) -> tuple[list[april.Batch], FakeEngine, Any]:
-    """Of a whole run."""
     monkeypatch.setattr(april.RolloutScheduler, "_gateway_type", MemoryDoors)
     return run_virtual(agents())
 

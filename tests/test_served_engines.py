@@ -49,7 +49,6 @@ def with_sockets(test: Any) -> Any:
 
 
 async def client_of(server: EngineServer, key: str = KEY, interval_s: float = 1.0, **more: Any) -> ServedEngine:
-    """A client of it."""
     settings: dict[str, Any] = {"urls": (server.url,), "api_key": key or None, "interval_s": interval_s, **more}
     (engine,) = await connect_april(AprilEngineConfig(**settings))
     return engine
@@ -57,7 +56,6 @@ async def client_of(server: EngineServer, key: str = KEY, interval_s: float = 1.
 
 @asynccontextmanager
 async def offered(engine: Any = None, **more: Any) -> AsyncIterator[tuple[Any, EngineServer, ServedEngine]]:
-    """An engine, its server and a client of that."""
     engine = engine or TrueEngine()
     server = await serve(engine, key=KEY)
     client = await client_of(server, **more)
@@ -69,7 +67,6 @@ async def offered(engine: Any = None, **more: Any) -> AsyncIterator[tuple[Any, E
 
 
 async def updated(client: ServedEngine, version: PolicyVersion, path: str | None = "w://1") -> None:
-    """A weight update of one engine."""
     await client.pause()
     await client.update_weights(version, path)
     await client.resume()
@@ -82,7 +79,6 @@ def long(**more: Any) -> Any:
 
 
 async def some(got: Got) -> None:
-    """Until tokens have come."""
     for _ in range(1000):
         if got.tokens:
             return

@@ -46,7 +46,6 @@ def settings(kind: str, *urls: str, **more: Any) -> Any:
 
 @asynccontextmanager
 async def served(kind: str, *adapters: str, model: str | None = None) -> AsyncIterator[tuple[Any, Any]]:
-    """A server with adapters, and the engine before it."""
     server = server_of(kind)
     server.adapters += adapters
     async with listening(server) as url:
@@ -59,7 +58,6 @@ async def served(kind: str, *adapters: str, model: str | None = None) -> AsyncIt
 
 
 def named(server: Any) -> list[Any]:
-    """What each request has named."""
     if isinstance(server, FakeSglangServer):
         return [r.params.get("lora_path", "fake/model") for r in server.runs]
     return [r.params.get("model", "the token route") for r in server.runs]

@@ -39,13 +39,11 @@ class Relay:
         self.ports = [0] * len(servers)
 
     async def start(self) -> None:
-        """Connect and listen."""
         for i, engine in enumerate(await open_servers(self._settings)):
             self.served.append(await serve(engine, port=self.ports[i], key=KEY))
             self.ports[i] = int(self.served[i].url.rsplit(":", 1)[1])
 
     async def stop(self) -> None:
-        """All of it is gone."""
         for server in self.served:
             for connection in list(server._runner.server.connections):  # type: ignore[union-attr]
                 if connection.transport is not None:
@@ -56,7 +54,6 @@ class Relay:
 
     @property
     def urls(self) -> list[str]:
-        """Those for the scheduler."""
         return [f"http://127.0.0.1:{port}" for port in self.ports]
 
     async def client(self, interval_s: float = 0.0) -> Any:

@@ -59,14 +59,12 @@ def answer_to(asked: Request, weights: str = "w0") -> list[int]:
 
 @pytest.fixture
 def w1(tmp_path: Path) -> str:
-    """A directory with the weights of that name."""
     (tmp_path / "w1").mkdir()
     (tmp_path / "w1" / "model.safetensors").write_bytes(b"")
     return str(tmp_path / "w1")
 
 
 def received(server: Any) -> list[str]:
-    """Digests of what came with its bytes."""
     digests: list[str] = server.images.received
     return digests
 

@@ -8,7 +8,21 @@ from typing import Any
 
 import pytest
 from fake_servers.base import uncut
-from server_fixtures import BOTH, KINDS, PROMPT, Got, begun, beside, connected, read, request, served, until, update
+from server_fixtures import (
+    BOTH,
+    KINDS,
+    PROMPT,
+    Got,
+    begun,
+    beside,
+    connected,
+    read,
+    request,
+    saved,
+    served,
+    until,
+    update,
+)
 
 from april.core.versions import PolicyVersion
 from april.engines.protocol import EngineFinish
@@ -18,13 +32,6 @@ from april.errors import EngineError, EngineUnreachable
 
 V1 = PolicyVersion(0, 1)
 LONG = 10**6
-
-
-def saved(directory: Path, name: str) -> str:
-    """A directory that looks like one with weights."""
-    (directory / name).mkdir()
-    (directory / name / "model.safetensors").write_bytes(b"")
-    return str(directory / name)
 
 
 @pytest.mark.parametrize("from_disk", [True, False], ids=["from disk", "handed over"])

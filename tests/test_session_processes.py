@@ -25,8 +25,6 @@ LONG = says("long")
 
 
 class Trainer:
-    """The other process."""
-
     def __init__(self, folder: Path, port: int = 0) -> None:
         self.folder = folder
         self.errors = (folder / "errors").open("a")
@@ -44,7 +42,6 @@ class Trainer:
         return line.strip()
 
     def ask(self, what: str) -> int:
-        """Its answer to an order."""
         assert self.process.stdin is not None
         self.process.stdin.write(what + "\n")
         self.process.stdin.flush()
@@ -56,7 +53,6 @@ class Trainer:
         self._over()
 
     def end(self) -> None:
-        """Let it close."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         assert self.process.wait() == 0, (self.folder / "errors").read_text()[-4000:]
@@ -79,7 +75,6 @@ class Orchestrator:
         self.cut = 0
 
     async def say(self, path: str, body: Any = None, method: str = "POST") -> tuple[int, Any]:
-        """A request about sessions."""
         async with self.http.request(method, self.url + path, json=body, headers=self.headers) as response:
             return response.status, await response.json()
 

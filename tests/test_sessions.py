@@ -21,8 +21,6 @@ pytest.importorskip("renderers")
 
 
 class Orchestrator:
-    """What is outside."""
-
     def __init__(self, sessions: Sessions, http: aiohttp.ClientSession) -> None:
         self.sessions, self.http = sessions, http
 

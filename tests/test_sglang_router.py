@@ -23,7 +23,6 @@ V1 = PolicyVersion(0, 1)
 
 @asynccontextmanager
 async def fleet(late: int = 0, **options: Any) -> AsyncIterator[tuple[list[FakeSglangServer], FakeSglangRouter]]:
-    """Two workers and a router."""
     servers = [FakeSglangServer(**options) for _ in range(2)]
     router = FakeSglangRouter([await server.start() for server in servers], late=late)
     await router.start()
@@ -95,13 +94,20 @@ async def test_half_an_update_is_no_update() -> None:
         assert set((await read(engine, request())).versions) == {V1}
 
 
-async def test_a_killed_worker_breaks_its_requests_and_the_others_serve_on() -> None:
-    """No token that came is wrong; new requests are passed to the worker that lives; health names the dead."""
+@asynccontextmanager
+async def four_requests() -> AsyncIterator[tuple[Any, Any, list[asyncio.Task[Any]]]]:
+    """Two of them wait at each of two workers."""
     async with routed(mean_length=10**6) as (servers, _router, engine):
         for server in servers:
             server.stepped = True
         reading = [asyncio.create_task(read(engine, request([*PROMPT, i]))) for i in range(4)]
         await until(lambda: all(server.waiting == 2 for server in servers))
+        yield servers, engine, reading
+
+
+async def test_a_killed_worker_breaks_its_requests_and_the_others_serve_on() -> None:
+    """No token that came is wrong; new requests are passed to the worker that lives; health names the dead."""
+    async with four_requests() as (servers, engine, reading):
         for server in servers:
             server.step(20)
         servers[0].die()
@@ -119,11 +125,7 @@ async def test_a_killed_worker_breaks_its_requests_and_the_others_serve_on() -> 
 
 async def test_pausing_needs_no_dead_worker() -> None:
     """Requests of the worker that lives are aborted, those of the dead one have broken; then it is paused."""
-    async with routed(mean_length=10**6) as (servers, _router, engine):
-        for server in servers:
-            server.stepped = True
-        reading = [asyncio.create_task(read(engine, request([*PROMPT, i]))) for i in range(4)]
-        await until(lambda: all(server.waiting == 2 for server in servers))
+    async with four_requests() as (servers, engine, reading):
         servers[0].die()
         await engine.pause()
         assert sorted(str(g.finish) for g in await asyncio.gather(*reading)) == ["None", "None", "abort", "abort"]

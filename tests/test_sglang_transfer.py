@@ -29,7 +29,6 @@ PHASES = {
 
 
 def meeting(workers: int = 1, **changes: Any) -> Meeting:
-    """One of a sender on this machine."""
     made: Any = Meeting(
         address="127.0.0.1", port=4711, world_size=workers + 1, rank_offset=1, group="april-g1", backend="gloo",
         timeout_s=60.0, bucket_bytes=1 << 20,
@@ -47,7 +46,6 @@ async def sent(engine: Any, at: Meeting | None = None) -> None:
 
 
 async def transferred(engine: Any, version: PolicyVersion) -> None:
-    """A whole update by a transfer."""
     await engine.pause()
     await sent(engine)
     await engine.update_weights(version)
@@ -178,7 +176,6 @@ async def test_all_workers_behind_a_router_join() -> None:
 
 
 async def failing(engine: Any) -> tuple[str, EngineError]:
-    """The phase of a transfer that fails, and how."""
     phase = "ranks"
     try:
         await engine.ranks()

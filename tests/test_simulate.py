@@ -41,7 +41,6 @@ def silent(what: str, total: int) -> Callable[..., None]:
 
 
 def trace(path: Path, *lines: object) -> Path:
-    """A JSONL of lengths."""
     path.write_text("\n".join(json.dumps(line) for line in lines) + "\n", "utf-8")
     return path
 

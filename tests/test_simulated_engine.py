@@ -281,7 +281,6 @@ async def digest() -> str:
 
 
 def lengths() -> list[list[int]]:
-    """Some of a distribution and of a trace."""
     kinds = [LognormalLengths(2500, 0.4, 0.7, 16384, 1), TraceLengths([5, 6, 7, 1000], seed=2)]
     return [kind.group(g, 3).tolist() for kind in kinds for g in (0, 12345678901)]
 

@@ -38,7 +38,6 @@ def scheduler(prompts: Any) -> april.RolloutScheduler:
 
 
 def numbers(batch: april.Batch) -> list[int]:
-    """Of the prompts of a batch."""
     return sorted(int(s.prompt.token_ids[0]) - 1 for s in batch.samples)
 
 

@@ -27,7 +27,6 @@ PARTS = ["of_limit", "lost_reprefill", "lost_unexplained", *(f"lost_{name.replac
 
 
 def engine(name: str, slots: int = 32) -> SimulatedEngine:
-    """One that all here have."""
     return SimulatedEngine(name, COST, lambda r: LENGTHS.sample(*(r.sample_key or (0, 0))), max_running=slots)
 
 

@@ -139,7 +139,6 @@ class World(HttpClient):
             self.content.feed_eof()
 
     def lose(self) -> None:
-        """The connection breaks."""
         if self.content is not None and not self.finished and self.content.exception() is None:
             self.finished = True
             self.wrong.add("lost")

@@ -33,15 +33,7 @@ from benchmarks.study.warmup import build_model
 SMOKE = design.DESIGN.with_name("smoke.toml")
 DESIGN = design.read()
 TRAININGS = DESIGN.trainings()
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    """The workers of the study have one thread each; so have its tests."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # ---------------------------------------------------------------- the design

@@ -20,7 +20,6 @@ V1 = PolicyVersion(0, 1)
 
 
 async def given(engine: Any, weights: Any, **options: Any) -> None:
-    """All buckets, and the version."""
     for bucket in WeightSource(weights, bucket_bytes=4096, **options).buckets():
         await engine.take(bucket.specs, bucket.tensors, bucket.last)
     await engine.update_weights(V1)

@@ -32,7 +32,6 @@ def peer(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def line(process: subprocess.Popen[str]) -> str:
-    """The next one that it prints."""
     assert process.stdout is not None
     return process.stdout.readline().strip()
 

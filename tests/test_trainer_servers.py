@@ -72,7 +72,6 @@ class Run:
 
     @asynccontextmanager
     async def begun(self, state: Any = None) -> AsyncIterator[Run]:
-        """Rollouts, which go on from a state."""
         keep = None if self.accepts is None else self._keep
         async with rollouts(
             self.config, engines=[self.servers], prompts=self.rows, rollout=self._rollout, filter=keep

@@ -55,7 +55,6 @@ def test_its_exchange_is_read() -> None:
 
 
 def trtllm(**options: Any) -> Any:
-    """A stand-in and the engine before it."""
     return served("openai", server=FakeTrtllmServer(**options))
 
 
@@ -166,8 +165,6 @@ async def test_a_server_that_still_loads_is_busy() -> None:
 
 
 def report_of(server: FakeTrtllmServer, *, configured: bool) -> Report:
-    """What the doctor says of it."""
-
     async def program() -> Report:
         patience = Patience(10.0, 3.0, 3.0)
         async with listening(server) as url:

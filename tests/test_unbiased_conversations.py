@@ -82,12 +82,10 @@ class Outcome:
 
     @property
     def length(self) -> int:
-        """Tokens that the policy wrote."""
         return sum(len(answer) for _, answer in self.calls)
 
 
 def outcomes(agents: Callable[[], Agent]) -> list[Outcome]:
-    """All there are."""
     found: list[Outcome] = []
     beginnings: list[list[int]] = [[]]
     while beginnings:
@@ -146,7 +144,6 @@ class Player(ChainMachine):
         super()._execute(command)
 
     def reward_of(self, sample: tuple[int, int]) -> float:
-        """Of the whole sample."""
         return self.plan[sample[0]][sample[1]].reward
 
     def score(self, sample_id: Any) -> None:
@@ -206,7 +203,6 @@ class Player(ChainMachine):
 
 
 def chance_of(group: Sequence[Outcome]) -> float:
-    """Of all that happens in it."""
     return float(np.prod([outcome.chance for outcome in group]))
 
 

@@ -43,7 +43,6 @@ def advantages(groups: Groups, others: Array, method: Method) -> Array:
 
 @cache
 def whole() -> Groups:
-    """Nothing fails."""
     return toy.draw(DRAWS, seed=1)
 
 
@@ -59,7 +58,6 @@ def per_token(lengths: Array) -> Array:
 
 @cache
 def failed(failing: Callable[[Array], Array], replaced: bool) -> Groups:
-    """Some fail, and are replaced or not."""
     return toy.draw(DRAWS, seed=2, failing=failing, replaced=replaced)
 
 

@@ -162,7 +162,6 @@ def small_config(**changes: Any) -> april.Config:
 
 
 def run(steps: int = 1, **changes: Any) -> list[april.Batch]:
-    """Batches, each trained on."""
     found: list[april.Batch] = []
 
     async def program() -> None:

@@ -27,7 +27,6 @@ TOKENS = np.arange(5, dtype=np.int32)
 
 
 def plain(b: Batch) -> list[Any]:
-    """All that the rows hold."""
     return [
         (
             s.id, s.chain, s.prompt.token_ids.tolist(), dict(s.prompt.data), s.prompt.epoch, s.prompt.position,

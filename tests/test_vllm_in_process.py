@@ -18,7 +18,7 @@ from fake_servers.base import uncut
 from fake_servers.images import PLACEHOLDER, TOKENS_EACH, FakeImages, features, salt_of
 from PIL import Image
 from real_schedulers import assert_nothing_is_left, endless
-from server_fixtures import Got, ServerThread, read, request
+from server_fixtures import Got, ServerThread, read, request, update
 
 import april
 from april.core.attachments import Attachment, Placed
@@ -61,12 +61,10 @@ class World:
         return got
 
     def whole(self, prompt: list[int], max_tokens: int = 50, weights: str = "tiny0") -> list[int]:
-        """The uncut response."""
         return uncut(prompt, weights=weights, max_tokens=max_tokens, mean_length=self.llm.mean_length)[0]
 
 
 async def made(**llm: Any) -> FakeAsyncLLM:
-    """An AsyncLLM of the loop on which this runs."""
     return FakeAsyncLLM(**llm)
 
 
@@ -225,9 +223,7 @@ async def test_an_update_that_fails_says_so() -> None:
         assert "its weights are those of no version" in str(answer.error)
         assert not (await w.engine.health()).ok
         w.llm.cache_resets = True
-        await w.engine.pause()
-        await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
-        await w.engine.resume()
+        await update(w.engine, PolicyVersion(0, 1), "tiny1")
         assert (await w.ask()).tokens == w.whole(PROMPT, weights="tiny1")
         assert (await w.engine.health()).ok
 
@@ -257,7 +253,6 @@ AT = Meeting(
 
 
 async def transferred(engine: VllmInProcessEngine, version: PolicyVersion) -> None:
-    """A whole update by a transfer to an engine that is paused."""
     await engine.join(AT)
     await engine.begin()
     await engine.receive(NEW, True)
@@ -328,9 +323,7 @@ def test_weights_are_sent_where_vllm_was_made_for_it() -> None:
 async def test_weights_that_somebody_else_updates_are_noticed() -> None:
     """vLLM's own labels must agree with april's versions."""
     async with world() as w:
-        await w.engine.pause()
-        await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
-        await w.engine.resume()
+        await update(w.engine, PolicyVersion(0, 1), "tiny1")
         assert (await w.ask()).error is None
         w.llm.label = "somebody's"
         answer = await w.ask()
@@ -347,9 +340,7 @@ async def test_weights_of_another_run_are_not_the_first_version(label: str) -> N
         others = label[:5] in ("v0.3-", "betwe")
         assert others == (answer.error is not None)
         assert not others or "another run of april gave it" in str(answer.error)
-        await w.engine.pause()
-        await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
-        await w.engine.resume()
+        await update(w.engine, PolicyVersion(0, 1), "tiny1")
         assert set((await w.ask()).versions) == {PolicyVersion(0, 1)}
 
 
@@ -495,7 +486,6 @@ def test_the_scheduler_over_it(own_loop: bool) -> None:
 
 
 def shown(data: bytes | Attachment, name: str = "image") -> Request:
-    """A request of a few words around an image."""
     attachment = data if isinstance(data, Attachment) else Attachment.of(name, data)
     ids = [12, *[PLACEHOLDER] * TOKENS_EACH, 30]
     asked = request(ids, 30, temperature=0.0, banned_ids=(PLACEHOLDER,))
@@ -527,9 +517,7 @@ async def test_images_are_seen_by_the_weights_of_now(own_loop: bool) -> None:
                     asked.token_ids.tolist(), weights=weights + seen, max_tokens=30, mean_length=60,
                     banned=(PLACEHOLDER,),
                 )[0]  # fmt: skip
-            await w.engine.pause()
-            await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
-            await w.engine.resume()
+            await update(w.engine, PolicyVersion(0, 1), "tiny1")
 
 
 async def test_images_that_cannot_be_had_are_refused(tmp_path: Path) -> None:
@@ -562,9 +550,7 @@ async def test_a_prompt_has_a_salt_per_engine_and_version() -> None:
         engines = [w.engine, VllmInProcessEngine(w.llm)]
         for engine in engines:
             await read(engine, request())
-            await engine.pause()
-            await engine.update_weights(PolicyVersion(0, 1), "tiny1")
-            await engine.resume()
+            await update(engine, PolicyVersion(0, 1), "tiny1")
             await read(engine, request())
         salts = {run.cache_salt for run in w.llm.runs}
         assert len(salts) == len(w.llm.runs) == 4

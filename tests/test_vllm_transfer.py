@@ -32,7 +32,6 @@ def meeting(backend: str, **others: Any) -> Meeting:
 
 
 async def send(engine: Any, how: Meeting) -> None:
-    """What a sender asks of an engine."""
     await engine.pause()
     await engine.join(how)
     await engine.begin()

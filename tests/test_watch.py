@@ -39,7 +39,6 @@ HOSTILE = "[bold red]x[/]\x1b[2J\x1b]0;owned\x07\u202e"
 
 @pytest.fixture
 def follower() -> Iterator[Callable[[Path], Follower]]:
-    """Makes some, and closes them."""
     with ExitStack() as opened:
         yield lambda path: opened.enter_context(closing(Follower(path)))
 
@@ -205,7 +204,6 @@ def test_a_missing_record_is_an_error(tmp_path: Path, which: str) -> None:
 
 
 def standing(**changes: Any) -> Standing:
-    """Some moment."""
     given: dict[str, Any] = {
         "step": 3, "ready": 2, "target": 8, "whole_groups": True, "in_flight": 40, "partials": 0, "oldest": 0,
         "observed": 1000, "waits": Waits.RESPONSES.value, "engines": {"e0": 40},

@@ -297,11 +297,20 @@ def test_two_engines_fail_one_after_the_other() -> None:
     assert desk.got_all(desk.engines[2])
 
 
-def test_what_an_engine_got_in_an_earlier_round_counts() -> None:
-    """It is torn by the first round, though the second one, to which nobody else was left, ended before any tensor."""
-    desk = Desk(Receiver("bad", fails=("receive", "refuses", 1)), Receiver("good", fails=("ranks", "refuses", 1)))
-    with pytest.raises(EngineError, match=r"engine bad failed to take tensor b.*good failed to say how many workers"):
-        desk.send()
+@pytest.mark.parametrize(
+    ("fails", "weights", "said"),
+    [(("ranks", "refuses", 1), (), "good failed to say how many workers"),
+     (None, (iter(WEIGHTS.items()),), "iterator: give a module")],
+    ids=["rounds", "an iterator"],
+)  # fmt: skip
+def test_what_an_engine_got_in_an_earlier_round_counts(fails: Any, weights: tuple[Any, ...], said: str) -> None:
+    """It is torn by the first round, though a second one, to which nobody else was left, ended before any tensor.
+
+    An iterator cannot be sent again: all that had begun are torn, and the error says what to give.
+    """
+    desk = Desk(Receiver("bad", fails=("receive", "refuses", 1)), Receiver("good", fails=fails))
+    with pytest.raises(EngineError, match=rf"engine bad failed to take tensor b.*{said}"):
+        desk.send(*weights)
     assert {name: fate.torn for name, fate in desk.sender.left_out.items()} == {"bad": True, "good": True}
 
 
@@ -343,14 +352,6 @@ def test_who_reads_in_place_has_them_whatever_becomes_of_others() -> None:
     desk = Desk(Receiver("here", capabilities=here), Receiver("bad", fails=("ranks", "gone", 0)))
     desk.send()
     assert list(desk.sender.left_out) == ["bad"]
-
-
-def test_an_iterator_cannot_be_sent_again() -> None:
-    """The error says so, and what to give; all that had begun are torn."""
-    desk = Desk(Receiver("bad", fails=("receive", "refuses", 1)), Receiver("good"))
-    with pytest.raises(EngineError, match=r"engine bad failed to take tensor b.*iterator: give a module"):
-        desk.send(iter(WEIGHTS.items()))
-    assert {name: fate.torn for name, fate in desk.sender.left_out.items()} == {"bad": True, "good": True}
 
 
 def test_what_the_weights_raise_is_raised() -> None:

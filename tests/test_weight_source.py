@@ -45,7 +45,6 @@ def sent(weights: Any, **options: Any) -> dict[str, torch.Tensor]:
 
 
 def checkpoint_of(model: Any, folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors that ``save_pretrained`` writes."""
     model.save_pretrained(folder)
     return dict(load_file(folder / "model.safetensors"))
 

@@ -69,23 +69,19 @@ def tiny_request(name: str = "a", new: int = 20, length: int = 9, **sampling: An
 
 
 def asked(name: str, tokens: np.ndarray[Any, Any], sampling: SamplingParams) -> Request:
-    """A request as it stands."""
     return Request(attempt_id=name, token_ids=tokens, sampling=sampling)
 
 
 async def collect(engine: TransformersEngine, request: Request) -> list[Chunk]:
-    """All chunks of a request."""
     return [chunk async for chunk in engine.generate(request)]
 
 
 def joined(chunks: list[Chunk]) -> Chunk:
-    """Chunks as one, with the version and the end of the last."""
     tokens, logprobs = (np.concatenate([getattr(c, name) for c in chunks]) for name in ("tokens", "logprobs"))
     return Chunk(tokens, logprobs, chunks[-1].version, chunks[-1].finish)
 
 
 async def generated(engine: TransformersEngine, request: Request) -> Chunk:
-    """All that a request gives, as one chunk."""
     return joined(await collect(engine, request))
 
 

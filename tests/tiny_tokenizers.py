@@ -60,6 +60,5 @@ def tokenizer(kind: str) -> Any:
 
 
 def ids_of(kind: str, text: str) -> list[int]:
-    """Token ids of ``text``."""
     ids: list[int] = tokenizer(kind).encode(text, add_special_tokens=False).ids
     return ids

@@ -100,7 +100,6 @@ def picture(width: int = 56, height: int = 84, color: tuple[int, int, int] = (20
 
 
 def encoded(image: Any = None, kind: str = "PNG") -> bytes:
-    """The bytes of an image in a format."""
     buffer = io.BytesIO()
     (picture() if image is None else image).save(buffer, kind)
     return buffer.getvalue()

@@ -17,7 +17,6 @@ LIMIT = timedelta(seconds=60)
 
 
 def main(port: str, group: str, count: str = "0") -> None:
-    """Join, receive, end."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     helper: Any = c10d._new_process_group_helper
     meets = dist.rendezvous(f"tcp://127.0.0.1:{port}", 1, 2, timeout=LIMIT)

@@ -56,7 +56,6 @@ class GroupBook:
     """Of its staleness, if that was lowered before its prompt was asked for."""
 
     def copy(self) -> GroupBook:
-        """The same, apart."""
         return replace(
             self, members=set(self.members), finishers=list(self.finishers), delivered=set(self.delivered)
         )
@@ -110,7 +109,6 @@ class Books:
 
     @property
     def accepted(self) -> set[int]:
-        """Of these, those that count."""
         return {number for number in self.held if self.groups[number].cohort}
 
     @property
@@ -156,7 +154,6 @@ class Books:
         return key
 
     def finish(self, key: Key) -> None:
-        """It has its reward."""
         self.finished.add(key)
         self.groups[key[0]].finishers.append(key[1])
 
@@ -251,7 +248,6 @@ class Books:
     # ---------------------------------------------------------------- restarts
 
     def copy(self) -> Books:
-        """The same, apart."""
         return replace(
             self, groups={number: group.copy() for number, group in self.groups.items()},
             tapes={key: list(tape) for key, tape in self.tapes.items()}, finished=set(self.finished),

@@ -103,7 +103,6 @@ class UpdatingPlayer(TrainerPlayer):
         return self.books.weights.get(version) or self.updates[min(self.updates)].weights
 
     def probe_answered(self) -> None:
-        """A server says how it is."""
         self.says(self.probes.pop(self.rng.randrange(len(self.probes))))
 
     def says(self, probe: do.ProbeEngine) -> None:
@@ -118,7 +117,6 @@ class UpdatingPlayer(TrainerPlayer):
         self.post(event)
 
     def at(self, server: Server) -> list[Request]:
-        """Its requests."""
         return [r for r in self.running.values() if r.server is server]
 
     def die(self) -> None:
@@ -221,12 +219,10 @@ class UpdatingPlayer(TrainerPlayer):
     # ---------------------------------------------------------------- pauses and evaluations
 
     def pause(self) -> None:
-        """Somebody wants quiet."""
         self.held = True
         self.post(ev.PauseRequested())
 
     def resume(self) -> None:
-        """No longer."""
         self.held = False
         self.post(ev.Resumed())
 
@@ -246,7 +242,6 @@ class UpdatingPlayer(TrainerPlayer):
         self.post(request)
 
     def cancel_evaluation(self) -> None:
-        """Nobody waits for it."""
         self.post(ev.EvaluationCancelled(self.rng.choice(sorted(self.evaluations))))
 
     def on_EvaluationDone(self, command: do.EvaluationDone) -> None:
@@ -400,7 +395,6 @@ class Life(UpdatingPlayer):
     def __init__(
         self, seed: int, mode: GenerationMode, wanted: Callable[[CoreSettings], bool] = lambda settings: True
     ) -> None:
-        """``wanted``: of the settings with which it begins."""
         rng = random.Random(seed)
         self.habits = habits(rng)
         prompts = rng.choice([6, 15, 30])
@@ -414,7 +408,6 @@ class Life(UpdatingPlayer):
         self.saved: list[Saved] = []
 
     def happen(self, events: int) -> None:
-        """So many events, whatever they are."""
         for _ in range(events):
             if self.ended:
                 return
@@ -430,7 +423,6 @@ class Life(UpdatingPlayer):
     # ---------------------------------------------------------------- what happens
 
     def one_event(self) -> None:
-        """Something happens."""
         h, rng = self.habits, self.rng
         possible: list[tuple[float, Callable[[], None]]] = []
         if self.running:
@@ -475,7 +467,6 @@ class Life(UpdatingPlayer):
             self.finish(attempt_id)
 
     def finish(self, attempt_id: str) -> None:
-        """A request has come to its end."""
         ends = self.running[attempt_id].ends
         self.end(attempt_id, EngineFinish.STOP if ends else EngineFinish.LENGTH)
 
@@ -486,7 +477,6 @@ class Life(UpdatingPlayer):
         self.end(attempt_id, EngineFinish.ABORT)
 
     def trouble(self) -> None:
-        """Something breaks."""
         what = self.rng.random()
         if what < 0.1:
             self.die()
@@ -505,7 +495,6 @@ class Life(UpdatingPlayer):
             self.break_off(attempt_id, kind, self.rng.randint(0, 3) if kind is AttemptFailure.CORRUPT else 0)
 
     def revive(self) -> None:
-        """A server is started again."""
         self.rng.choice([s for s in self.servers.values() if not s.alive]).alive = True
 
     def work_on_update(self) -> None:
@@ -558,7 +547,6 @@ class Life(UpdatingPlayer):
     # ---------------------------------------------------------------- the trainer
 
     def trainer(self) -> None:
-        """It asks, trains, or updates."""
         rng, h, out = self.rng, self.habits, list(self.books.out)
         if rng.random() < 0.02 * h.lowers:
             self.lower()
@@ -579,7 +567,6 @@ class Life(UpdatingPlayer):
             self.ask_update(None, transfers=h.transfers)
 
     def ask(self) -> None:
-        """The trainer wants a batch."""
         self.wanted = self.begun = True
         self.post(ev.StepRequested())
 
@@ -671,7 +658,6 @@ class Life(UpdatingPlayer):
         raise AssertionError(f"it never comes to an end: {self.core!r} {self.updates} {self.functions}")
 
     def next_of_what_is_due(self) -> None:
-        """Everybody does what they should."""
         out = list(self.books.out)
         if self.to_draw:
             self.draw()

@@ -41,8 +41,6 @@ EOS = 1
 
 @dataclass(eq=False)
 class Server:
-    """What a server really has."""
-
     weights: str = "start"
     open: bool = True
     alive: bool = True
@@ -160,7 +158,6 @@ class TrainerPlayer:
     # ---------------------------------------------------------------- the core
 
     def post(self, event: ev.Event) -> None:
-        """One event, and what follows from it at once."""
         self.pump.post(event)
 
     def handle(self, event: ev.Event) -> list[do.Command]:
@@ -232,7 +229,6 @@ class TrainerPlayer:
             books.accept(group, self.reward)
 
     def reward(self, key: Key) -> float:
-        """Of a sample."""
         return key[0] + key[1] / 8 if self.settings.has_reward else 0.0
 
     @property
@@ -294,7 +290,6 @@ class TrainerPlayer:
         return max(lowered - len(self.books.out) + 1, 1) * n
 
     def draw(self, error: str | None = None) -> None:
-        """The source answers."""
         wanted, self.to_draw = self.to_draw, 0
         first = self.books.position
         count = min(wanted if error is None else wanted // 2, self.prompts - first)
@@ -306,7 +301,6 @@ class TrainerPlayer:
     # ---------------------------------------------------------------- functions, rewards, the filter
 
     def on_StartSample(self, command: do.StartSample) -> None:
-        """A function begins."""
         key = tuple(command.sample.id)
         assert key not in self.functions
         if key[0] >= 0:
@@ -345,7 +339,6 @@ class TrainerPlayer:
         self.post(ev.SampleReturned(SampleId(*key)))
 
     def fail(self, key: Key) -> None:
-        """A function or its reward raises."""
         self.causes["failed", key[0]] += 1
         self.seen["function failed"] += 1
         self.post(ev.SampleFailed(SampleId(*key), "raised"))
@@ -409,7 +402,6 @@ class TrainerPlayer:
         self._want_score([tuple(command.sample.id)])
 
     def on_ScoreGroup(self, command: do.ScoreGroup) -> None:
-        """Those of a group are."""
         keys = [tuple(sample.id) for sample in command.group.samples if sample.state is not SampleState.DROPPED]
         group = command.group.id
         assert group < 0 or {index for _, index in keys} == self.books.groups[group].members
@@ -532,7 +524,6 @@ class TrainerPlayer:
         return request
 
     def end(self, attempt_id: str, finish: EngineFinish, *, fenced: bool = False) -> None:
-        """A request is over."""
         request = self._over(attempt_id)
         self.post(ev.AttemptEnded.of(request.attempt, finish, fenced=fenced))
 
@@ -564,7 +555,6 @@ class TrainerPlayer:
     # ---------------------------------------------------------------- what the trainer gets
 
     def on_Deliver(self, command: do.Deliver) -> None:
-        """The trainer has what it waited for."""
         assert self.wanted, "delivered to nobody"
         assert not self.untold, "a failure is forgotten"
         self.wanted = False

@@ -20,7 +20,6 @@ from april.core.versions import FIRST_VERSION, PolicyVersion
 
 
 def limits_of(name: str) -> EngineLimits:
-    """Those of an engine that can keep requests."""
     return EngineLimits(name, 4096, None, (EOS,), remote=True, in_flight_updates=tuple(OnWeightUpdate))
 
 
@@ -185,7 +184,6 @@ class UpdatePlayer(CoreMachine):
     # ---------------------------------------------------------------- what may happen
 
     def one_event(self) -> None:
-        """Something happens."""
         possible = {
             self.ask_batch: self.core.step is None
             and (self.core.updates.half_updated is None or self.rng.random() < 0.05),
@@ -367,7 +365,6 @@ class UpdatePlayer(CoreMachine):
         return not state.quarantined and self.core.clock.current in state.loaded
 
     def revive(self) -> None:
-        """It is there again."""
         self.rng.choice([s for s in self.servers.values() if not s.alive]).alive = True
 
     def lose_weights(self) -> None:

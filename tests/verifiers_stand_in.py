@@ -16,8 +16,6 @@ import pytest
 
 
 class Data(dict):  # type: ignore[type-arg]
-    """Stands in for TaskData."""
-
     prompt_text = "#hello"
     model_validate = classmethod(lambda cls, data: cls(data))
 
@@ -26,8 +24,6 @@ class Data(dict):  # type: ignore[type-arg]
 
 
 class Task:
-    """Stands in for a Task."""
-
     def __init__(self, data: Data, config: Any = None) -> None:
         self.data, self.config = data, config
 
@@ -92,7 +88,6 @@ class Environment:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the package importable."""
     outer, inner = ModuleType("verifiers"), ModuleType("verifiers.v1")
     outer.__spec__ = ModuleSpec("verifiers", None)
     inner.EvalClientConfig = SimpleNamespace  # type: ignore[attr-defined]

@@ -271,11 +271,9 @@ class Rollouts:
 
     @property
     def dropped(self) -> dict[DropReason, int]:
-        """Tokens given up, by reason."""
         return {reason: count for reason, count in self.core.tokens.dropped.items() if count}
 
     def sample(self, group: int, index: int) -> Sample:
-        """A held sample."""
         return self.core.buffer.groups[group].samples[index]
 
     async def close(self) -> None:

@@ -98,19 +98,6 @@ class Loader:
         self._pass, self._at, self._resumed = state["pass"], state["at"], True
 
 
-class LoaderWithWorkers(Loader):
-    """One whose workers stay: each pass is by the same iterator, begun anew."""
-
-    _rest: Iterator[Any] = iter(())
-
-    def __iter__(self) -> Iterator[Any]:
-        self._rest = super().__iter__()
-        return self
-
-    def __next__(self) -> Any:
-        return next(self._rest)
-
-
 class Engine(SimulatedEngine):
     """0.5 ms a token, so that steps end in the middle of responses; with what OpenRLHF's actor adds to an engine."""
 
@@ -200,7 +187,6 @@ class Run:
             self.rollouts.hand_over(lambda: [engine.receive() for engine in self.engines] and None)
 
     def episode(self) -> None:
-        """To its end."""
         while self.step():
             pass
 
@@ -217,7 +203,6 @@ class Handle:
         return SimpleNamespace(remote=lambda *args: self._threads.submit(method, *args))
 
     def end(self) -> None:
-        """Its threads end with what they do."""
         self._threads.shutdown()
 
 

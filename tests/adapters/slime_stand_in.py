@@ -31,8 +31,6 @@ from . import modules
 
 
 class Status(Enum):
-    """As slime names them."""
-
     PENDING = "pending"
     COMPLETED = "completed"
     TRUNCATED = "truncated"
@@ -105,7 +103,6 @@ def build_processor_kwargs(multimodal_inputs: dict[str, Any] | None = None) -> d
 
 
 def load_processor(name_or_path: str, **kwargs: Any) -> Any:
-    """By name."""
     return None if name_or_path == "text" else tiny_processor()
 
 
@@ -153,8 +150,6 @@ class DataSource:
 
 @dataclass
 class RolloutFnTrainOutput:
-    """What a rollout for training returns."""
-
     samples: list[list[Sample]]
     metrics: dict[str, Any] | None = None
 
@@ -186,7 +181,6 @@ class Tokenizer:
 
 
 def load_tokenizer(name_or_path: str, **kwargs: Any) -> Any:
-    """By name."""
     return tiny_processor().tokenizer if name_or_path == "seeing" else Tokenizer()
 
 
@@ -197,17 +191,14 @@ def load_function(path: str) -> Any:
 
 
 async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
-    """The reward of one sample."""
     return await load_function(args.custom_rm_path)(args, sample, **kwargs)
 
 
 async def batched_async_rm(args: Namespace, samples: list[Sample], **kwargs: Any) -> Any:
-    """The rewards of a group."""
     return await load_function(args.custom_rm_path)(args, samples, **kwargs)
 
 
 async def apply_rollout_sample_hooks(args: Namespace, value: Sample, **kwargs: Any) -> Sample:
-    """Each hook, in order."""
     for path in args.rollout_sample_hook_path:
         result = load_function(path)(args, value)
         value = value if result is None else result
@@ -369,7 +360,6 @@ class Run:
         return groups
 
     def samples(self, rollout_id: int) -> list[Sample]:
-        """Of all groups."""
         return [sample for group in self(rollout_id) for sample in group]
 
     @property

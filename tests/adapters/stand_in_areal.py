@@ -108,8 +108,6 @@ class Server:
         return said | {"reason": "abort" if cut else "stop" if tokens[-1] == EOS else "length"}
 
     def end_all(self) -> None:
-        """Every request that runs."""
-
         def end() -> None:
             live, self.live = list(self.live), {}
             self.ended += len(live)
@@ -119,16 +117,6 @@ class Server:
         if self.loop is not None:
             self.loop.call_soon_threadsafe(end)
 
-    def pay(self) -> None:
-        """What came late arrives now."""
-
-        def end() -> None:
-            owed, self.owed = self.owed, []
-            for one in owed:
-                one.set_result(None)
-
-        assert self.loop is not None
-        self.loop.call_soon_threadsafe(end)
 
 
 SERVER: list[Server] = []
@@ -345,7 +333,6 @@ class Workflow:
 
 
 def request(input_ids: list[int], gconfig: Any) -> Any:
-    """A ModelRequest."""
     made = SimpleNamespace(input_ids=input_ids, gconfig=gconfig, image_data=[], vision_msg_vllm=None, tokenizer=None)
     made.processor, made.metadata = None, {}
     made.copy = lambda: SimpleNamespace(**{k: v for k, v in vars(made).items() if k != "copy"})
@@ -414,5 +401,4 @@ def install(monkeypatch: pytest.MonkeyPatch, *, spmd: bool = True) -> dict[str, 
 
 
 def rows(count: int = ROWS) -> list[dict[str, Any]]:
-    """A data set."""
     return [{"row": number, "messages": [{"role": "user", "content": f"row {number}"}]} for number in range(count)]

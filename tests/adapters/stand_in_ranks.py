@@ -7,8 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
-from rank_threads import Store, beside
+from rank_threads import OnePlace, Store, beside
 
 import april
 
@@ -85,3 +86,21 @@ def on_all_ranks(count: int, work: Callable[[int, Meeting], Any]) -> list[Any]:
     for error in sorted(errors, key=lambda error: isinstance(error, (Alone, april.RankError))):
         raise error
     return outcomes
+
+
+def in_threads(monkeypatch: pytest.MonkeyPatch, *, alone: Callable[..., Any] | None = None) -> None:
+    """Ranks of TRL meet through a store of their own, where torch has one for the processes of a trainer.
+
+    ``alone`` makes the scheduler of a single rank.
+    """
+
+    def scheduler_of(trainer: Any, config: april.Config, address: None, **arguments: Any) -> Any:
+        ranks = trainer.accelerator
+        if alone is not None and ranks.num_processes == 1:
+            return alone(trainer, config, address, **arguments)
+        place = OnePlace(
+            rank=ranks.process_index, world_size=ranks.num_processes, address="127.0.0.1:0", store=ranks.meeting.store
+        )
+        return april.RankScheduler(config, ranks=place, **arguments)
+
+    monkeypatch.setattr("april.adapters.trl.trainer.scheduler_of", scheduler_of)

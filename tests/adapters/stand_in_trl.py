@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict, deque
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import numpy as np
+import pytest
 import torch
 
 from april.driver.user_code import is_async
@@ -39,7 +40,6 @@ def prompts(count: int) -> Rows:
 
 
 def conversations(count: int) -> Rows:
-    """The prompts as messages."""
     rows = [row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in prompts(count)]
     return Rows(rows)
 
@@ -50,6 +50,13 @@ def parse_response(tokenizer: Any, ids: list[int], prefix: Any = None, tools: An
     arguments = [{"n": after} for mark, after in pairwise(ids) if mark in CALLS]
     calls = [{"type": "function", "function": {"name": "look", "arguments": a}} for a in arguments]
     return said | {"tool_calls": calls} if calls else said
+
+
+def install_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module of trl in which its parser is."""
+    module = ModuleType("trl.chat_template_utils")
+    module.parse_response = parse_response  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "trl.chat_template_utils", module)
 
 
 class Words:
@@ -196,7 +203,3 @@ class GRPOTrainer:
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         pass
-
-
-def ints(rows: Any) -> list[list[int]]:
-    return [np.asarray(row).tolist() for row in rows]

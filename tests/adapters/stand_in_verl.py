@@ -245,7 +245,6 @@ class Trainer:
         return self.april.scheduler._driver.core  # type: ignore[no-any-return]
 
     def ledgers(self) -> dict[str, dict[str, Any]]:
-        """Of tokens and prompts."""
         return {name: book.as_dict() for name, book in self.april.ledger().items()}
 
     # ---------------------------------------------------------------- hands
@@ -349,8 +348,6 @@ class Trainer:
         return held
 
     def close(self) -> None:
-        """End what still waits."""
-
         async def end() -> None:
             await self.april.close()
             tasks = [*self.worker.tasks, *self.run.tasks]

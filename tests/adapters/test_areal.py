@@ -57,7 +57,6 @@ def trained_rows(trainer: Any) -> list[int]:
 
 
 def ledgers(trainer: Any) -> dict[str, dict[str, Any]]:
-    """april's books."""
     return {name: book.as_dict() for name, book in trainer._april.rollouts.scheduler.ledger().items()}
 
 
@@ -96,14 +95,11 @@ def test_experts_are_those_of_the_step_that_read_each_token(trainer: Make, gener
 
 def test_continuous_generation_goes_on_while_the_trainer_trains(trainer: Make) -> None:
     """A batch ends nothing, places are filled without anybody asking, and only the weight update ends what runs."""
-    run = trainer(held=lambda row, so_far: row >= areal.GROUPS, rollout__max_concurrent_rollouts=6)
-    seen: list[int] = []
 
-    def while_training() -> None:
-        run.server.until_live(6 * areal.SAMPLES)
-        seen.extend((run.server.ended, ledgers(run)["prompts"]["observed"]))
+    def look(run: Any) -> list[int]:
+        return [run.server.ended, ledgers(run)["prompts"]["observed"]]
 
-    run.train(run.workflow, 1, while_training=while_training)
+    run, seen = while_training(trainer, look)
     assert seen == [0, areal.GROUPS + 6]
     assert run.server.ended >= 6 * areal.SAMPLES
     assert torch.equal(run.trained[0][0]["versions"].unique(), torch.tensor([-1, 0]))
@@ -111,18 +107,28 @@ def test_continuous_generation_goes_on_while_the_trainer_trains(trainer: Make) -
 
 def test_a_pause_ends_what_is_at_the_servers(trainer: Make) -> None:
     """Before it returns, so that weights may change; nothing begins before the end of the pause."""
+
+    def look(run: Any) -> list[int]:
+        run.rollout.pause()
+        seen = [len(run.server.live), run._april.rollouts._servers.busy]
+        run.rollout.resume()
+        run.server.until_live(6 * areal.SAMPLES)
+        return seen
+
+    assert while_training(trainer, look)[1] == [0, 0]
+
+
+def while_training(trainer: Make, look: Callable[[Any], list[int]]) -> tuple[Any, list[int]]:
+    """A trainer after one step, and what ``look`` has seen during it, with all places taken by requests that go on."""
     run = trainer(held=lambda row, so_far: row >= areal.GROUPS, rollout__max_concurrent_rollouts=6)
     seen: list[int] = []
 
-    def while_training() -> None:
+    def full() -> None:
         run.server.until_live(6 * areal.SAMPLES)
-        run.rollout.pause()
-        seen.extend((len(run.server.live), run._april.rollouts._servers.busy))
-        run.rollout.resume()
-        run.server.until_live(6 * areal.SAMPLES)
+        seen.extend(look(run))
 
-    run.train(run.workflow, 1, while_training=while_training)
-    assert seen == [0, 0]
+    run.train(run.workflow, 1, while_training=full)
+    return run, seen
 
 
 def asks(run: Any) -> Any:

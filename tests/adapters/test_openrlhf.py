@@ -617,7 +617,6 @@ class SeeingLoader(Loader):
         self._at = len(order) + 1
 
     def images(self, number: int) -> Any:
-        """One of a prompt."""
         image = image_of(number)
         path = self.folder / f"{number}.png"
         path.write_bytes(encoded(image))

@@ -575,7 +575,6 @@ def test_a_hook_that_rewrites_a_response_is_told() -> None:
 
 
 def shorten(args: Any, sample: Sample) -> None:
-    """A sample hook."""
     sample.tokens = sample.tokens[:-1]
 
 
@@ -683,7 +682,6 @@ def test_a_reward_sees_the_images() -> None:
 
 
 async def counts_images(args: Any, sample: Sample, **kwargs: Any) -> float:
-    """A reward function."""
     return float(len((sample.multimodal_inputs or {}).get("images") or ()))
 
 

@@ -52,7 +52,6 @@ class Fleet(ServerThread):
         return self
 
     def restart(self) -> None:
-        """A process of slime."""
         host, _, port = self.router.url.removeprefix("http://").partition(":")
         self.args = namespace(sglang_router_ip=host, sglang_router_port=int(port), rollout_max_response_len=self.cap)
         vars(self.args).update(self.flags)  # some of them the stand-in does not know

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from models_that_see import IMAGE, VIDEO, apart_seeing, opened, picture, tiny_processor, tiny_vision_model
-from rank_threads import OnePlace
 
 import april
 from april.adapters import trl as adapter
@@ -27,7 +26,7 @@ from april.core.versions import FIRST_VERSION
 from april.engines.protocol import Chunk
 
 from . import stand_in_trl as trl
-from .stand_in_ranks import Meeting, RankAccelerator, on_all_ranks
+from .stand_in_ranks import Meeting, RankAccelerator, in_threads, on_all_ranks
 
 SETTINGS: dict[str, Any] = {"over_sampling_batch_size": 6, "engine": {"kind": "transformers", "stream_interval": 4}}
 ROWS = 12
@@ -42,22 +41,11 @@ def multimodal(messages: list[dict[str, Any]], images: list[Any]) -> list[dict[s
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TRL's way to show images; and a store of the ranks' own, where torch has one for the processes of a trainer."""
+    """TRL's way to show images, and ranks that are threads."""
     module = ModuleType("trl.data_utils")
     module.prepare_multimodal_messages = multimodal  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "trl.data_utils", module)
-    alone = trainers.scheduler_of
-
-    def scheduler_of(trainer: Any, config: april.Config, address: None, **arguments: Any) -> Any:
-        ranks = trainer.accelerator
-        if ranks.num_processes == 1:
-            return alone(trainer, config, address, **arguments)
-        place = OnePlace(
-            rank=ranks.process_index, world_size=ranks.num_processes, address="127.0.0.1:0", store=ranks.meeting.store
-        )
-        return april.RankScheduler(config, ranks=place, **arguments)
-
-    monkeypatch.setattr(trainers, "scheduler_of", scheduler_of)
+    in_threads(monkeypatch, alone=trainers.scheduler_of)
 
 
 class SeeingTrainer(trl.GRPOTrainer):
@@ -100,7 +88,6 @@ def train(
     steps: int, *, ranks: int = 1, folder: Path | None = None, resume: Path | None = None,
     prepare: Callable[[Any], None] = lambda made: None,
 ) -> list[Any]:  # fmt: skip
-    """The trainers of all ranks, trained to ``steps``."""
     models = [tiny_vision_model() for _ in range(ranks)]
 
     def run(rank: int, meeting: Meeting) -> Any:

@@ -5,19 +5,16 @@ The real package is run on two real ranks by ``make test-adapters``.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from fake_servers.vllm import FakeVllmServer
-from rank_threads import OnePlace
 from server_fixtures import KNOWN, ServerThread
 from tiny_models import tiny_model
 
@@ -27,7 +24,7 @@ from april.adapters.trl import trainer as trainers
 from april.adapters.trl.checkpoint import BUFFER_FILE, STATE_FILE, buffer_file
 
 from . import stand_in_trl as trl
-from .stand_in_ranks import Meeting, RankAccelerator, on_all_ranks
+from .stand_in_ranks import Meeting, RankAccelerator, in_threads, on_all_ranks
 
 Trainer = adapter.april_trainer(trl.GRPOTrainer)
 PARTIALS: dict[str, Any] = {"over_sampling_batch_size": 6, "engine": {"kind": "transformers", "stream_interval": 4}}
@@ -35,18 +32,7 @@ THREES: dict[str, Any] = {"num_generations": 2, "generation_batch_size": 6}
 """Three groups of two: the second one is on both ranks."""
 
 
-@pytest.fixture(autouse=True)
-def one_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They meet through a store of their own, where torch has one for the processes of a trainer."""
-
-    def scheduler_of(trainer: Any, config: april.Config, address: None, **arguments: Any) -> Any:
-        ranks = trainer.accelerator
-        place = OnePlace(
-            rank=ranks.process_index, world_size=ranks.num_processes, address="127.0.0.1:0", store=ranks.meeting.store
-        )
-        return april.RankScheduler(config, ranks=place, **arguments)
-
-    monkeypatch.setattr(trainers, "scheduler_of", scheduler_of)
+meeting_of_threads = pytest.fixture(autouse=True)(in_threads)
 
 
 def train(
@@ -111,9 +97,7 @@ class Room:
 
 def test_environments_are_on_rank_0_and_every_rank_has_its_rows_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts, messages and rewards of training and of evaluations; nobody asks reward functions once more."""
-    module = ModuleType("trl.chat_template_utils")
-    module.parse_response = trl.parse_response  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "trl.chat_template_utils", module)
+    trl.install_parser(monkeypatch)
     asked: list[int] = []
     rows = [dict(row) for row in trl.conversations(4)]
 

@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -31,12 +29,7 @@ PARTIALS: dict[str, Any] = {
 EXAMPLES: dict[str, Any] = {"max_completion_length": 120}
 
 
-@pytest.fixture(autouse=True)
-def parser(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The module of trl in which its parser is."""
-    module = ModuleType("trl.chat_template_utils")
-    module.parse_response = trl.parse_response  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "trl.chat_template_utils", module)
+parser = pytest.fixture(autouse=True)(trl.install_parser)
 
 
 def look(n: int) -> str:

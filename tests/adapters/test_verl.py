@@ -23,7 +23,6 @@ from april.testing import run_virtual
 
 Make = Callable[..., Trainer]
 failures: Counter[tuple[int, int]] = Counter()
-N, SIZE = 3, 6
 TRTLLM = {"actor_rollout_ref__rollout__name": "trtllm"}
 REPLAY = {"actor_rollout_ref__rollout__enable_rollout_routing_replay": True}
 PAD, VIDEO = 7, 8
@@ -47,7 +46,6 @@ def half_long(row: int, sample: int) -> int:
 
 @pytest.fixture
 def trainer() -> Iterator[Make]:
-    """A maker of trainers that are closed at the end."""
     made: list[Trainer] = []
 
     def make(length_of: Callable[[int, int], int] = mixed, **more: Any) -> Trainer:
@@ -320,18 +318,6 @@ def test_prompts_that_verls_queue_has_not_are_named(trainer: Make, tmp_path: Pat
         trainer().load(tmp_path, mine | {"queue": {u: r for u, r in mine["queue"].items() if u != uid}})
 
 
-# ---------------------------------------------------------------- quorum and samples that fail
-
-
-def reward_of(row: int, sample: int, response: list[int]) -> float:
-    """Names row and sample."""
-    return row + sample / 100
-
-
-QUORUM: dict[str, Any] = {
-    "april__group_quorum": 0.5, "algorithm__adv_estimator": "april_grpo", "actor_rollout_ref__rollout__n": SIZE,
-    "reward_of": reward_of,
-}  # fmt: skip
 # ---------------------------------------------------------------- TensorRT-LLM: budgets of its own
 
 

@@ -73,7 +73,6 @@ def sdks() -> list[Case]:
 
 
 def javascript() -> list[Case]:
-    """The same for JavaScript."""
     where = envs.of_npm("sdks-js")
     node = [str(where / "node_modules" / ".bin" / "node"), str(PROGRAMS / "sdks.mjs"), str(where)]
     return [
@@ -84,7 +83,6 @@ def javascript() -> list[Case]:
 
 
 def frameworks() -> list[Case]:
-    """Agent frameworks from the package index."""
     python = str(environment(envs.FRAMEWORKS) / "bin" / "python")
     found = {"openai-agents": ("chat", "responses"), "pydantic-ai": ("chat", "responses", "messages")}
     files = {"openai-agents": "openai_agents.py", "pydantic-ai": "pydantic_agent.py"}
@@ -151,7 +149,6 @@ def _harness(
 
 
 def mini() -> list[Case]:
-    """mini-swe-agent, with litellm in it."""
     python = environment(envs.MINI) / "bin" / "python"
     command = [
         str(python.with_name("mini")), "--task", TASK, "--yolo", "--exit-immediately", "--model", "openai/policy",

@@ -46,7 +46,6 @@ def of_npm(name: str, within: Path = ROOT / ".venv") -> Path:
 
 
 def version_of(python: Path, package: str) -> str:
-    """The version of a package in an environment."""
     look = f"from importlib.metadata import version; print(version({package!r}))"
     return subprocess.run([str(python), "-c", look], capture_output=True, text=True, check=True).stdout.strip()
 

@@ -17,8 +17,6 @@ class Wrong(Exception):
 
 
 class Figures(NamedTuple):
-    """Counts of a case."""
-
     tokens: int
     versions: int
     cuts: int

@@ -298,15 +298,14 @@ class FakeRequest:
 
     def stopped(self) -> Any:
         """The finish of a request that has stopped at its last token."""
-        raise NotImplementedError
+        return "stop"
 
     def used_up(self) -> Any:
         """The finish of a request whose budget is used."""
-        raise NotImplementedError
+        return "length"
 
     def aborted(self) -> Any:
-        """The finish of a request that was aborted."""
-        raise NotImplementedError
+        return "abort"
 
 
 @dataclass(slots=True)
@@ -501,7 +500,6 @@ class FakeServer(Generic[R]):
         return None
 
     def _usage(self, run: R) -> list[str]:
-        """Events of a stream that have the usage alone."""
         return []
 
     async def _early(self, request: web.Request) -> web.StreamResponse | None:
@@ -534,7 +532,6 @@ class FakeServer(Generic[R]):
 
     @property
     def url(self) -> str:
-        """Address on loopback."""
         return f"http://127.0.0.1:{self._port}"
 
     async def close(self) -> None:
@@ -826,7 +823,6 @@ async def spaces(request: web.Request, response: web.StreamResponse | None) -> w
 
 
 def cut(request: web.Request) -> web.Response:
-    """Break the connection of a request."""
     if request.transport is not None:
         request.transport.abort()
     return web.Response()

@@ -46,8 +46,6 @@ class CompletionRun(FakeVllmRun):
 
 
 class TrtllmRun(CompletionRun):
-    """One request at TensorRT-LLM."""
-
     EOS_ALONE = True
 
 

@@ -29,8 +29,6 @@ FORCED_INTERVAL = 50
 
 @dataclass(slots=True, eq=False)
 class FakeSglangRun(FakeRequest):
-    """One request at the server."""
-
     MIN_TOKENS, MAX_TOKENS = "min_new_tokens", "max_new_tokens"
 
     queue_abort: bool = False
@@ -601,7 +599,6 @@ class FakeSglangRouter:
         return self.url
 
     async def close(self) -> None:
-        """Close the port and all connections."""
         if self._session is not None:
             await self._session.close()
         if self._runner is not None:

@@ -26,8 +26,6 @@ HARMLESS = (RequestFault.ABORT_UNSEEN, RequestFault.UNASKED_ABORT, RequestFault.
 
 @dataclass(slots=True, eq=False)
 class FakeVllmRun(FakeRequest):
-    """One request at the server."""
-
     MIN_TOKENS, MAX_TOKENS = "min_tokens", "max_tokens"
 
     token_route: bool = True
@@ -48,15 +46,6 @@ class FakeVllmRun(FakeRequest):
         if self.logprobs_mode == "processed" and narrow and temperature:
             return 0.0
         return logprob if self.logprobs_mode == "raw" or temperature in (0.0, 1.0) else logprob * 0.8
-
-    def stopped(self) -> str:
-        return "stop"
-
-    def used_up(self) -> str:
-        return "length"
-
-    def aborted(self) -> str:
-        return "abort"
 
     def answer(self, said: Parts, model: str, *, spans: bool) -> dict[str, Any]:
         """What is said, in the shape of the request's route."""

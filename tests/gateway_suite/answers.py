@@ -6,8 +6,9 @@ import asyncio
 
 from april.testing.conformance.subject import Broken, Figures
 from tests.gateway_suite.bench import Bench, equal, promise, recomputed, settle, traced, versions_of, whole
-from tests.gateway_suite.client import Talk
+from tests.gateway_suite.client import Said, Talk
 from tests.gateway_suite.script import TOKENIZER, says
+from tests.gateway_suite.subject import Door
 
 LONG_TALK = Talk(("please #long",))
 
@@ -52,11 +53,17 @@ async def refusals_are_waited_for(bench: Bench) -> Figures:
     return {"refusals": await subject.refused() - before}
 
 
-@promise(3, "After the death of an engine in the middle of a call the answer goes on: no token is lost or doubled.")
-async def deaths_lose_nothing(bench: Bench) -> Figures:
+async def _held(bench: Bench) -> tuple[Door, asyncio.Task[Said]]:
+    """A long call, of which the engine has begun to answer and goes no further."""
     door = await bench.subject.open()
     await bench.subject.hold()
     task = await bench.begin(door, bench.dialects[0], LONG_TALK)
+    return door, task
+
+
+@promise(3, "After the death of an engine in the middle of a call the answer goes on: no token is lost or doubled.")
+async def deaths_lose_nothing(bench: Bench) -> Figures:
+    _, task = await _held(bench)
     await bench.subject.kill()
     await bench.caught(1, task)
     await bench.subject.release()
@@ -68,9 +75,7 @@ async def deaths_lose_nothing(bench: Bench) -> Figures:
 
 @promise(4, "A weight update in mid-call leaves one answer, and every token has the version of its weights.")
 async def tokens_have_versions(bench: Bench) -> Figures:
-    door = await bench.subject.open()
-    await bench.subject.hold()
-    task = await bench.begin(door, bench.dialects[0], LONG_TALK)
+    door, task = await _held(bench)
     await bench.subject.update()
     await bench.caught(1, task)
     await bench.subject.release()
@@ -88,9 +93,7 @@ async def tokens_have_versions(bench: Bench) -> Figures:
 
 @promise(5, "The tokens that are trained are those in the engine's own record, with its log-probabilities.")
 async def tokens_are_the_engines(bench: Bench) -> Figures:
-    door = await bench.subject.open()
-    await bench.subject.hold()
-    task = await bench.begin(door, bench.dialects[0], LONG_TALK)
+    door, task = await _held(bench)
     await bench.subject.abort()
     await bench.subject.release()
     await bench.answered(task)
@@ -102,9 +105,7 @@ async def tokens_are_the_engines(bench: Bench) -> Figures:
 
 @promise(6, "The log-probability of every trained token is that under the weights of its version.")
 async def logprobs_are_those_of_versions(bench: Bench) -> Figures:
-    door = await bench.subject.open()
-    await bench.subject.hold()
-    task = await bench.begin(door, bench.dialects[0], LONG_TALK)
+    door, task = await _held(bench)
     await bench.subject.update()
     await bench.subject.release()
     await bench.answered(task)

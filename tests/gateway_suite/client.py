@@ -56,11 +56,9 @@ class Dialect(Protocol):
         ...
 
     def whole(self, body: Any) -> Said:
-        """Read an answer."""
         ...
 
     def stream(self, events: Sequence[SseEvent]) -> Said:
-        """Read a stream."""
         ...
 
 
@@ -75,7 +73,6 @@ class Chat:
     route = "/chat/completions"
 
     def body(self, talk: Talk, max_tokens: int | None, *, rewritten: bool) -> Json:
-        """The request."""
         messages: list[Json] = [{"role": "system", "content": talk.system}] if talk.system else []
         for turn in talk.turns:
             if isinstance(turn, str):
@@ -96,7 +93,6 @@ class Chat:
         return {"model": "policy", "messages": messages, **tools, **limit}
 
     def whole(self, body: Any) -> Said:
-        """Read a ``chat.completion``."""
         choice = body["choices"][0]
         return self._said(body["id"], choice["message"], choice["finish_reason"], body["usage"])
 
@@ -109,7 +105,6 @@ class Chat:
         )  # fmt: skip
 
     def stream(self, events: Sequence[SseEvent]) -> Said:
-        """Read chunks."""
         name, text, finish, usage = "", "", "", {"prompt_tokens": 0, "completion_tokens": 0}
         calls: dict[int, list[str]] = {}
         for _, data in events:
@@ -142,7 +137,6 @@ class Text:
         return {"model": "policy", "prompt": "\n".join(filter(None, texts)), "max_tokens": max_tokens or 2000}
 
     def whole(self, body: Any) -> Said:
-        """Read a ``text_completion``."""
         choice, usage = body["choices"][0], body["usage"]
         return Said(
             id=body["id"], text=choice["text"], calls=(), finish=choice["finish_reason"],
@@ -150,7 +144,6 @@ class Text:
         )  # fmt: skip
 
     def stream(self, events: Sequence[SseEvent]) -> Said:
-        """Read chunks."""
         if not events or events[-1][1] != "[DONE]":
             raise Broken(f"the stream of {self.route} does not end with [DONE]")
         chunks = [data for _, data in events[:-1]]
@@ -166,7 +159,6 @@ class Messages:
     route = "/messages"
 
     def body(self, talk: Talk, max_tokens: int | None, *, rewritten: bool) -> Json:
-        """The request."""
         messages: list[Json] = []
         for turn in talk.turns:
             if isinstance(turn, str):
@@ -188,7 +180,6 @@ class Messages:
         return {"model": "policy", "max_tokens": max_tokens or 2000, "messages": messages, **system, **tools}
 
     def whole(self, body: Any) -> Said:
-        """Read a ``message``."""
         blocks = body["content"]
         finishes = {"end_turn": "stop", "stop_sequence": "stop", "max_tokens": "length", "tool_use": "tool_calls"}
         return Said(
@@ -199,7 +190,6 @@ class Messages:
         )  # fmt: skip
 
     def stream(self, events: Sequence[SseEvent]) -> Said:
-        """Read the events of a message."""
         message: Json = {"usage": {}}
         blocks: dict[int, Json] = {}
         for name, data in events:
@@ -228,7 +218,6 @@ class Responses:
     route = "/responses"
 
     def body(self, talk: Talk, max_tokens: int | None, *, rewritten: bool) -> Json:
-        """The request."""
         items: list[Json] = []
         for turn in talk.turns:
             if isinstance(turn, str):
@@ -252,7 +241,6 @@ class Responses:
         )
 
     def whole(self, body: Any) -> Said:
-        """Read a ``response``."""
         texts, calls = [], []
         for item in body["output"]:
             if item["type"] == "message":
@@ -292,7 +280,6 @@ class Reply:
 
     @property
     def text(self) -> str:
-        """The body as text."""
         return self.raw.decode(errors="replace")
 
     @property

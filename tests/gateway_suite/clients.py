@@ -164,8 +164,6 @@ def _refused(reply: Reply, what: str, names: tuple[str, ...]) -> None:
 
 
 class _Heard(logging.Handler):
-    """What is logged meanwhile."""
-
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
         self.texts: list[str] = []

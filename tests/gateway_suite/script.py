@@ -16,40 +16,35 @@ MARKS = [
 ]  # fmt: skip
 MERGED = "th"
 EOS = MARKS.index("<|im_end|>")
-FIRST = len(MARKS) + 1
-VOCAB = FIRST + 128
-WORDS = [*MARKS, MERGED]
+VOCAB = len(MARKS) + 1 + 128
 
 
 class Tokenizer:
-    """What ``renderers`` and april need of a tokenizer."""
-
     name_or_path = "toy"
     unk_token_id = None
     pad_token_id = 0
     eos_token_id = EOS
     all_special_ids = tuple(range(len(MARKS)))
+    merged: tuple[str, ...] = (MERGED,)
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
-        """The ids of marks."""
         if isinstance(tokens, list):
             return [self.convert_tokens_to_ids(token) for token in tokens]
         return MARKS.index(tokens) if tokens in MARKS else None
 
     def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
         """Marks and "th" are one token, other characters (ASCII) one each."""
-        ids, at = [], 0
+        words, ids, at = [*MARKS, *self.merged], [], 0
         while at < len(text):
-            word = next((w for w in WORDS if text.startswith(w, at)), None)
-            ids.append(WORDS.index(word) if word else FIRST + ord(text[at]) % 128)
+            word = next((w for w in words if text.startswith(w, at)), None)
+            ids.append(words.index(word) if word else len(words) + ord(text[at]) % 128)
             at += len(word) if word else 1
         return ids
 
     def decode(self, ids: Any, skip_special_tokens: bool = False, **_: Any) -> str:
-        """Undo :meth:`encode`."""
         ids = [ids] if isinstance(ids, int) else list(ids)
-        words = [*([""] * len(MARKS) if skip_special_tokens else MARKS), MERGED]
-        return "".join(words[i] if i < len(words) else chr(i - FIRST) for i in ids)
+        words = [*([""] * len(MARKS) if skip_special_tokens else MARKS), *self.merged]
+        return "".join(words[i] if i < len(words) else chr(i - len(words)) for i in ids)
 
 
 TOKENIZER = Tokenizer()

@@ -76,7 +76,6 @@ class HeldEngine(FakeEngine):
             del self.standing[attempt_id]
 
     def go_on(self) -> None:
-        """Let all that stands go on."""
         for waiting in self.standing.values():
             if not waiting.done():
                 waiting.set_result(None)
@@ -97,7 +96,6 @@ class HeldEngine(FakeEngine):
         return Health(ok=False, detail="paused") if self.refuses else await super().health()
 
     async def close(self) -> None:
-        """End."""
         await super().close()
         self.go_on()
 
@@ -302,7 +300,6 @@ class Subject:
         )  # fmt: skip
 
     async def fail(self, door: Door) -> None:
-        """The rollout function raises."""
         session = self._sessions[door.id]
         session.loop.call_soon_threadsafe(session.over.set_exception, RolloutError("the environment is gone"))
 
@@ -361,16 +358,13 @@ class Subject:
         await self._until(lambda: self._updates > updates)
 
     async def unavailable(self) -> None:
-        """All engines refuse."""
         for engine in self._engines:
             engine.refuses = True
 
     async def refused(self) -> int:
-        """Requests that they have refused."""
         return sum(engine.refused for engine in self._engines)
 
     async def available(self) -> None:
-        """They serve again."""
         for engine in self._engines:
             engine.refuses = False
 

@@ -64,7 +64,6 @@ async def _largest_error(engine: TransformersEngine, requests: list[Request], wh
 
 
 def main() -> None:
-    """One rank."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,))

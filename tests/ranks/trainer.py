@@ -210,7 +210,6 @@ class Rank:
 
 
 def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Of one rank."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kind", choices=["ddp", "fsdp2"], required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -224,7 +223,6 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """One rank."""
     options = options_of()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
-import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,10 +19,10 @@ import typer
 from april.errors import AprilError
 from april.testing.conformance import Report, semantics_matrix
 from tests.real_engines.commands import router_server, sglang_server, vllm_server
-from tests.real_engines.environments import ROOT, SGLANG, VLLM, CannotInstall, environment
+from tests.real_engines.environments import ROOT, SGLANG, VLLM, environment
 from tests.real_engines.kill import NotKept, kill_one
 from tests.real_engines.models import CONTEXT, make_models
-from tests.real_engines.servers import Server, ServerFailed, free_ports, running, until_ready
+from tests.real_engines.servers import Server, emptied, end, free_ports, program, running, until_ready
 from tests.real_engines.suite import columns, test_column, test_in_process
 
 IN_PROCESS = "vllm in process"
@@ -56,15 +53,10 @@ def main(
     out: Annotated[Path, typer.Option(help="Where reports and logs go.")] = ROOT / "runs" / "engines",
 ) -> None:
     """vLLM over HTTP with and without developer routes and in process, SGLang, its router, and the OpenAI route."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that all servers are stopped then, too
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    emptied(out)
     clock = Clock()
-    try:
+    with program():
         reports, wrong = _everything(only, aborts, out.resolve(), clock)
-    except (CannotInstall, ServerFailed) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
     if reports:
         matrix = semantics_matrix(reports)
         (out / "matrix.md").write_text(matrix, "utf-8")
@@ -72,9 +64,7 @@ def main(
     (out / "minutes.json").write_text(json.dumps(clock.minutes, indent=1) + "\n", "utf-8")
     print("minutes: " + ", ".join(f"{part} {minutes:.1f}" for part, minutes in clock.minutes.items()))
     wrong += [f"{r.engine}: {v}" for r in reports for v in r.failed]
-    for line in wrong:
-        print(f"BROKEN: {line}")
-    raise typer.Exit(1 if wrong else 0)
+    end(wrong)
 
 
 def _everything(only: list[str] | None, aborts: int, out: Path, clock: Clock) -> tuple[list[Report], list[str]]:

@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
-import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -31,9 +28,9 @@ from april.core.versions import PolicyVersion
 from april.engines.kinds.factory import open_servers
 from april.engines.protocol import Engine, Request
 from tests.real_engines.commands import sglang_server, vllm_server
-from tests.real_engines.environments import HERE, ROOT, CannotInstall
+from tests.real_engines.environments import HERE, ROOT
 from tests.real_engines.models import make_models
-from tests.real_engines.servers import Server, ServerFailed, free_ports, running, until_ready
+from tests.real_engines.servers import Server, emptied, end, free_ports, program, running, until_ready
 
 UPDATES, RANK, ALPHA, CONTEXT, BOUND = 8, 8, 16, 1024, 1e-4
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -114,7 +111,6 @@ class Found:
         self.versions.add(n)
 
     def figures(self) -> dict[str, Any]:
-        """As they are printed."""
         return {
             "tokens": self.tokens, "versions": len(self.versions), "largest difference": self.worst,
             "to the version before": self.apart,
@@ -275,10 +271,8 @@ def main(
     out: Annotated[Path, typer.Option(help="Where models, adapters and logs go.")] = ROOT / "runs" / "adapters",
 ) -> None:
     """Hold the server and april to it."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
-    shutil.rmtree(out / kind, ignore_errors=True)
-    (out / kind).mkdir(parents=True)
-    try:
+    emptied(out / kind)
+    with program():
         models = make_models(out / kind / "models")
         model = models["first"]
         (port,) = free_ports(1)
@@ -297,12 +291,7 @@ def main(
                 figures, broken = part()
                 print(f"{kind}, {name}: {figures}", flush=True)
                 wrong += broken
-    except (CannotInstall, ServerFailed) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
-    for line in wrong:
-        print(f"BROKEN: {line}")
-    raise typer.Exit(1 if wrong else 0)
+    end(wrong)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,6 @@ async def _session(client: AsyncOpenAI, number: int, door: list[str], turns: int
 
 
 async def main() -> None:
-    """Ask, and tell."""
     asked = json.load(sys.stdin)
     doors, turns, asks = asked["doors"], asked["turns"], asked["asks"]
     async with AsyncOpenAI(api_key="none", base_url=doors[0][0], max_retries=0, timeout=600.0) as client:

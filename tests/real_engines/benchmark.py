@@ -7,7 +7,6 @@ Needs the machine for itself, and some ten minutes.
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 from typing import Annotated
@@ -15,9 +14,9 @@ from typing import Annotated
 import typer
 
 from tests.real_engines.commands import sglang_server, vllm_server
-from tests.real_engines.environments import ROOT, CannotInstall
+from tests.real_engines.environments import ROOT
 from tests.real_engines.models import CONTEXT, VOCAB_SIZE, make_models
-from tests.real_engines.servers import ServerFailed, free_ports, running, until_ready
+from tests.real_engines.servers import free_ports, program, running, until_ready
 
 IN_FLIGHT = 256
 """Room for all that abort_latency sends; the schedules of real_engines need 64."""
@@ -31,13 +30,12 @@ def main(
     train: Annotated[float, typer.Option(min=0, help="Its time, in batches at the server's limit.")] = 1.0,
 ) -> None:
     """Tables go to the terminal, everything else to runs/real_engines/KIND.json and its like."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the server is stopped then, too
     out = ROOT / "runs" / "real_engines"
     out.mkdir(parents=True, exist_ok=True)
     models = make_models(out / "models", eos=False)
     (port,) = free_ports(1)
     log = out / f"{kind}.log"
-    try:
+    with program():
         if kind == "sglang":
             server = sglang_server(
                 kind, models["first"], port, log, context=CONTEXT, in_flight=IN_FLIGHT, room=IN_FLIGHT * CONTEXT
@@ -68,9 +66,6 @@ def main(
                     str(models["first"]), str(models["second"]), "--server-group", str(server.group), "--json",
                     str(out / f"{kind}-continuous.json"),
                 )  # fmt: skip
-    except (CannotInstall, ServerFailed) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
     raise typer.Exit(code)
 
 

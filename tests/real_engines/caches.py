@@ -9,9 +9,6 @@ keys by tokens alone. vLLM's connectors that offload to the host's memory start 
 from __future__ import annotations
 
 import json
-import shutil
-import signal
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,11 +19,11 @@ from transformers.utils.logging import disable_progress_bar
 
 import april
 from april.errors import ConfigError
-from tests.real_engines.environments import ROOT, CannotInstall
+from tests.real_engines.environments import ROOT
 from tests.real_engines.keep import BOUND, Weights, metric, prompts_of, server_of
 from tests.real_engines.models import make_models
 from tests.real_engines.replay import Replay
-from tests.real_engines.servers import ServerFailed, running, until_ready
+from tests.real_engines.servers import emptied, end, program, running, until_ready
 
 RUNS = ("resubmit", "resubmit", "keep", "keep", "recompute", "recompute", "resubmit", "recompute", "keep", "resubmit")
 """Modes of the runs, in order: each of the nine pairs of modes follows each other once."""
@@ -40,28 +37,21 @@ def main(
 ) -> None:
     """Some two minutes on two cores."""
     assert len(set(pairwise(RUNS))) == 9
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the server is stopped then, too
     disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(1)
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    emptied(out)
     found: dict[str, Any] = {}
-    try:
+    with program():
         weights = Weights(make_models(out / "models")["first"], out / "weights")
         found["runs"] = figures = runs(weights, out)
         print(f"  {json.dumps(figures)}", flush=True)
         found[BY_TOKENS] = refused(weights, out)
         print(f"  {BY_TOKENS}: {found[BY_TOKENS]}", flush=True)
-    except (CannotInstall, ServerFailed) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
     (out / "caches.json").write_text(json.dumps(found, indent=1) + "\n", "utf-8")
     wrong = [] if figures["largest error"] <= BOUND else [f"tokens are off by {figures['largest error']:.1e}"]
     wrong += [] if figures["tokens found in the cache"] else ["nothing was found in the cache"]
     wrong += [] if "KV connector" in found[BY_TOKENS] else [f"{BY_TOKENS} was not refused"]
-    for line in wrong:
-        print(f"BROKEN: {line}", flush=True)
-    raise typer.Exit(1 if wrong else 0)
+    end(wrong)
 
 
 def runs(weights: Weights, out: Path) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
-import signal
 import sys
 import threading
 import time
@@ -40,8 +39,8 @@ from benchmarks.study import countdown as task
 from benchmarks.study.training import Settings
 from benchmarks.study.warmup import build_model
 from tests.real_engines.commands import sglang_server, vllm_server
-from tests.real_engines.environments import ROOT, CannotInstall
-from tests.real_engines.servers import Server, ServerFailed, free_ports, running, until_ready
+from tests.real_engines.environments import ROOT
+from tests.real_engines.servers import Server, emptied, free_ports, program, running, until_ready
 
 CONTEXT = 512
 assert CONTEXT >= MAX_LEN, "the demo's longest response must fit"
@@ -268,13 +267,11 @@ def settings_on(kind: str) -> DemoSettings:
 
 def main(kind: Annotated[str, typer.Argument(help="vllm or sglang")]) -> None:
     """Run the demo; exit code 1 if a check does not hold."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the server is stopped then, too
     settings, out = settings_on(kind), ROOT / "runs" / f"demo-{kind}"
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    emptied(out)
     # its weights are replaced before the first token; what counts is the shape
     write_model(build_model(0, for_servers=True), out / "model")
-    try:
+    with program():
         server = _server(kind, out, settings.slots)
         with running([server]):
             until_ready([server])
@@ -288,9 +285,6 @@ def main(kind: Annotated[str, typer.Argument(help="vllm or sglang")]) -> None:
             except AprilError as error:
                 print(f"the demo failed: {error}", file=sys.stderr)
             log = server.last_lines()
-    except (CannotInstall, ServerFailed) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
     if not holds:
         print(f"the end of the server's log:\n{log}", file=sys.stderr)
         raise typer.Exit(1)

@@ -45,7 +45,6 @@ class Recipe:
 
     @property
     def digest(self) -> str:
-        """Of everything that decides what is installed."""
         lists = [(HERE / word).read_text("utf-8") for call in self.pip for word in call if word.endswith(".txt")]
         lists += [(HERE / self.hook).read_text("utf-8")] if self.hook else []
         decides = (self.pip, self.pretended, self.python_of, lists, sys.version_info[:2])

@@ -18,8 +18,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import signal
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -35,9 +33,9 @@ import april
 from april.core.batch import DeliveredSample
 from april.core.versions import PolicyVersion
 from tests.real_engines.commands import sglang_server
-from tests.real_engines.environments import ROOT, CannotInstall
+from tests.real_engines.environments import ROOT
 from tests.real_engines.models import CONTEXT, VOCAB_SIZE, make_experts
-from tests.real_engines.servers import ServerFailed, free_ports, running, until_ready
+from tests.real_engines.servers import emptied, end, free_ports, program, running, until_ready
 
 NEAR = 1e-4
 """Difference of two numbers of a router, in float32 of the order of 1, within which rounding decides."""
@@ -155,12 +153,10 @@ def main(
     bound: Annotated[float, typer.Option(help="Nats by which log-probabilities may differ.")] = BOUND,
 ) -> None:
     """Some three minutes on two cores, most of which SGLang takes to start."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the server is stopped then, too
     disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(1)
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
-    try:
+    emptied(out)
+    with program():
         if url:
             if model is None:
                 raise typer.BadParameter("a server of yours needs the directory of its model", param_hint="--model")
@@ -170,9 +166,6 @@ def main(
             weights = Weights(make_experts(out / "model"), out / "weights")
             samples, figures = at_sglang(weights, out / "model", updates, room, out)
         found = compare(weights, samples, near) | figures
-    except (CannotInstall, ServerFailed) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
     print(json.dumps(found, indent=1))
     wrong = [
         why for why, broken in (
@@ -184,9 +177,7 @@ def main(
              found["largest difference of a log-probability"] > bound),
         ) if broken
     ]  # fmt: skip
-    for line in wrong:
-        print(f"BROKEN: {line}", flush=True)
-    raise typer.Exit(1 if wrong else 0)
+    end(wrong)
 
 
 Figures = dict[str, Any]

@@ -34,8 +34,6 @@ SLOW_S = 1.0
 
 @dataclass(slots=True)
 class Plan:
-    """One fault."""
-
     route: str
     fault: Fault
     skip: int = 0

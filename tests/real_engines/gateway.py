@@ -8,9 +8,6 @@ Writes a report into ``runs/engines``; ends with status 1 if a promise is broken
 from __future__ import annotations
 
 import asyncio
-import shutil
-import signal
-import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -38,10 +35,10 @@ from tests.gateway_suite.promises import PROMISES
 from tests.gateway_suite.script import LONG_WORDS, word_of
 from tests.gateway_suite.subject import Attempt, Door, Row, Subject
 from tests.real_engines.commands import sglang_server, vllm_server
-from tests.real_engines.environments import ROOT, SGLANG_VERSION, VLLM_VERSION, CannotInstall
+from tests.real_engines.environments import ROOT, SGLANG_VERSION, VLLM_VERSION
 from tests.real_engines.models import CONTEXT, make_models
 from tests.real_engines.scripted import HOLD, LIFT
-from tests.real_engines.servers import Server, ServerFailed, free_ports, running, until_ready
+from tests.real_engines.servers import Server, emptied, free_ports, program, running, until_ready
 
 STREAMED = 4
 """Tokens per event: so an answer that is held has begun."""
@@ -87,7 +84,6 @@ class WatchedEngine(RecordingEngine):
         self.paths: dict[PolicyVersion, str] = {}
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        """Serve one request."""
         self.running.add(request.attempt_id)
         try:
             async with aclosing(super().generate(request)) as chunks:
@@ -99,7 +95,6 @@ class WatchedEngine(RecordingEngine):
             self.running.discard(request.attempt_id)
 
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
-        """Load them, and remember them."""
         await super().update_weights(version, path)
         if path is not None:
             self._behind.now = self.paths[version] = path
@@ -191,7 +186,6 @@ class RealSubject(Subject):
         return self._call(lambda: sum(engine.held for engine in self._watched))
 
     async def release(self) -> None:
-        """Undo it."""
         self.behind.hold.unlink(missing_ok=True)
 
     async def unavailable(self) -> None:
@@ -199,7 +193,6 @@ class RealSubject(Subject):
         self.behind.proxy.refuses = True
 
     async def refused(self) -> int:
-        """Requests that it has refused."""
         return self.behind.proxy.refused
 
     async def available(self) -> None:
@@ -219,7 +212,6 @@ class RealSubject(Subject):
 
 
 def scripted_server(kind: str, model: Path, out: Path, hold: Path | None = None) -> Server:
-    """A server of that kind with the script."""
     (port,) = free_ports(1)
     log = out / f"gateway-{kind}.log"
     if kind == "vllm":
@@ -255,20 +247,15 @@ def main(
     out: Annotated[Path, typer.Option(help="Where report and logs go.")] = ROOT / "runs" / "engines",
 ) -> None:
     """The twenty promises on one server."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the server is stopped then, too
     out = out.resolve() / f"gateway-{kind}"
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    emptied(out)
     hold = out / "hold"
     models = make_models(out / "models")
-    try:
+    with program():
         server = scripted_server(kind, models["first"], out, hold)
         with running([server]):
             until_ready([server])
             report = asyncio.run(_suite(kind, server, models, hold, only or []))
-    except (CannotInstall, ServerFailed) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
     (out / "report.json").write_bytes(report.json())
     Console(width=150).print(report.table())
     passed = sum(v.outcome is Outcome.PASSED for v in report.verdicts)

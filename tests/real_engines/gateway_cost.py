@@ -16,8 +16,6 @@ import asyncio
 import json
 import os
 import re
-import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -33,11 +31,11 @@ import typer
 from transformers import AutoTokenizer
 
 import april
-from tests.real_engines.environments import ROOT, CannotInstall
+from tests.real_engines.environments import ROOT
 from tests.real_engines.gateway import scripted_server
 from tests.real_engines.models import EOS, make_models
 from tests.real_engines.scripted import ANSWER
-from tests.real_engines.servers import Server, ServerFailed, running, until_ready
+from tests.real_engines.servers import Server, emptied, program, running, until_ready
 
 SAYS = "the answer is 56, a tiny model counts to 7 and then to 49, then " * 4
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -123,7 +121,6 @@ class Doors:
         self.waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
 
     async def __call__(self, prompt: april.Prompt, llm: april.LLM) -> None:
-        """One sample."""
         loop = asyncio.get_running_loop()
         over = loop.create_future()
         self.waiting.append((loop, over))
@@ -133,7 +130,6 @@ class Doors:
         await over
 
     def end(self) -> None:
-        """All agents have gone."""
         waiting, self.waiting, self.open = self.waiting, [], []
         self.all_open.clear()
         for loop, over in waiting:
@@ -179,22 +175,17 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Of each arm, after one that is not counted.")] = 3,
 ) -> None:
     """Print a table of medians; everything goes to runs/engines/gateway-cost-KIND.json."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the server is stopped then, too
     out = ROOT / "runs" / "engines" / f"gateway-cost-{kind}"
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    emptied(out)
     model = make_models(out / "models")["first"]
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     answer = [*tokenizer.encode(SAYS.strip()), EOS]
-    try:
+    with program():
         server = scripted_server(kind, model, out)
         server.environment[ANSWER] = ",".join(map(str, answer))
         with running([server]):
             until_ready([server])
             found = _rounds(kind, server, tokenizer, sessions, turns, rounds)
-    except (CannotInstall, ServerFailed) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
     _show(kind, found, len(answer), sessions, turns)
     rows = {arm: [{name: getattr(c, name) for name in Cost.__slots__} for c in found[arm]] for arm in ARMS}
     (out / "cost.json").write_text(json.dumps(rows, indent=1) + "\n", "utf-8")

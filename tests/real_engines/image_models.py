@@ -75,7 +75,6 @@ def change(model: Any, seed: int, step: float = 0.1) -> None:
 
 
 def tokenizer() -> Any:
-    """With its chat template."""
     bpe = Tokenizer(tokenizer_models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -110,7 +109,6 @@ class _Processor(Qwen2_5_VLProcessor):
 
 
 def image_processor() -> Any:
-    """Its processor."""
     made: Any = _Processor
     return made(Qwen2VLImageProcessorPil(**sizes()), tokenizer(), None, chat_template=CHAT)
 

@@ -35,7 +35,6 @@ class NotKept(Exception):
 
 
 def main(where: Path, kind: str, urls: Sequence[str]) -> None:
-    """All batches that are left."""
     logging.basicConfig(level=logging.INFO)
     prompts = json.loads((where / "prompts.json").read_text("utf-8"))
     for i, prompt in enumerate(prompts):  # every other image by its bytes

@@ -90,7 +90,6 @@ def main(
 
 
 def run(kind: str, where: Path) -> dict[str, Any]:
-    """All of it; figures."""
     make_versions(where)
     make_prompts(where)
     servers = [server_of(kind, i, where, port) for i, port in enumerate(free_ports(2))]
@@ -104,7 +103,6 @@ def run(kind: str, where: Path) -> dict[str, Any]:
 
 
 def server_of(kind: str, number: int, where: Path, port: int) -> Server:
-    """A server of version 0."""
     log = where / f"server-{number}.log"
     if kind == "vllm":
         return vllm_server(f"vllm-{number}", where / "v0", port, log, open_routes=True, context=CONTEXT,

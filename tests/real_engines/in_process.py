@@ -17,7 +17,6 @@ from april.testing.conformance.servers import hugging_face, hugging_face_tokeniz
 
 
 def make_llm(model: str) -> Any:
-    """An ``AsyncLLM`` on the running loop."""
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 

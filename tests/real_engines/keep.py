@@ -15,8 +15,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -33,10 +31,10 @@ import april
 from april.core.batch import DeliveredSample
 from benchmarks.gpu.going_on import NothingMoves, going_on
 from tests.real_engines.commands import vllm_server
-from tests.real_engines.environments import ROOT, CannotInstall
+from tests.real_engines.environments import ROOT
 from tests.real_engines.models import CONTEXT, VOCAB_SIZE, make_models
 from tests.real_engines.replay import Replay
-from tests.real_engines.servers import Server, ServerFailed, free_ports, running, until_ready
+from tests.real_engines.servers import Server, emptied, free_ports, program, running, until_ready
 
 BOUND = 1e-4
 """Nats, float32 on both sides."""
@@ -86,14 +84,12 @@ def main(
     out: Annotated[Path, typer.Option(help="Where the report and logs go.")] = ROOT / "runs" / "keep",
 ) -> None:
     """Some five minutes on two cores, of which the costs take more than half."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the server is stopped then, too
     disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(1)
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    emptied(out)
     found: dict[str, Any] = {}
     wrong: list[str] = []
-    try:
+    with program(NothingMoves):
         weights = Weights(make_models(out / "models")["first"], out / "weights")
         for n in range(updates + 1):
             weights.directory(n)
@@ -106,9 +102,6 @@ def main(
             print(f"BROKEN: {line}", flush=True)
         if contexts:
             found["costs"] = costs([int(c) for c in contexts.split(",")], out)
-    except (CannotInstall, NothingMoves, ServerFailed) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
     (out / "keep.json").write_text(json.dumps(found, indent=1) + "\n", "utf-8")
     raise typer.Exit(1 if wrong else 0)
 

@@ -11,9 +11,6 @@ Ends with status 1 if a float32 server is off by more than FLOAT32_BOUND, or tok
 from __future__ import annotations
 
 import json
-import shutil
-import signal
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,15 +19,15 @@ import numpy as np
 import torch
 import typer
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 import april
 from april.core.batch import DeliveredSample
 from tests.real_engines.commands import sglang_server, vllm_server
-from tests.real_engines.environments import ROOT, CannotInstall
+from tests.real_engines.environments import ROOT
+from tests.real_engines.keep import Weights
 from tests.real_engines.pretrained import questions, smollm2
-from tests.real_engines.servers import Server, ServerFailed, free_ports, running, until_ready
+from tests.real_engines.servers import Server, emptied, end, free_ports, program, running, until_ready
 
 Errors = NDArray[np.float64]
 """Absolute differences of log-probabilities in nats, one per token."""
@@ -38,8 +35,6 @@ Errors = NDArray[np.float64]
 CONTEXT = 1024
 RESPONSE_LEN = 96
 STEPS = 4
-NOISE_OF_AN_UPDATE = 0.02
-"""Share of each weight matrix's standard deviation that an update adds at random."""
 FLOAT32_BOUND = 2e-3
 """Nats. Thirty layers, sums in another order; a wrong key or position is off by more than 0.1."""
 BEHIND_A_CUT = 8
@@ -52,12 +47,10 @@ def main(
     out: Annotated[Path, typer.Option(help="Where the report and logs go.")] = ROOT / "runs" / "precision",
 ) -> None:
     """Both servers in both precisions; some five minutes each on two cores."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the server is stopped then, too
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    emptied(out)
     found: dict[str, dict[str, Any]] = {}
-    try:
+    with program():
         weights = Weights(smollm2(), out / "weights")
         for kind in only or ["vllm", "sglang"]:
             for precision in dtype or ["float32", "bfloat16"]:
@@ -66,43 +59,9 @@ def main(
                 found[name] = measure(kind, precision, weights, out)
                 print(f"  {json.dumps(found[name])}", flush=True)
                 (out / "precision.json").write_text(json.dumps(found, indent=1) + "\n", "utf-8")
-    except (CannotInstall, ServerFailed) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
     print(table(found))
     wrong = [f"{name}: {reason}" for name, figures in found.items() for reason in judge(name, figures)]
-    for line in wrong:
-        print(f"BROKEN: {line}")
-    raise typer.Exit(1 if wrong else 0)
-
-
-class Weights:
-    """Directories of a model after so many updates; update 0 is the model itself."""
-
-    def __init__(self, model: Path, where: Path) -> None:
-        self.model, self._where = model, where
-
-    def directory(self, n: int) -> Path:
-        """Written when first asked for."""
-        if n == 0:
-            return self.model
-        target = self._where / f"update_{n}"
-        if not target.is_dir():
-            shutil.copytree(self.model, target)
-            self.load(n, torch.float32).save_pretrained(target)
-        return target
-
-    def load(self, n: int, dtype: torch.dtype) -> Any:
-        """The model after ``n`` updates, ready for a forward pass."""
-        model: Any = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32, use_safetensors=True)
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for _ in range(n):
-                for weight in model.parameters():
-                    if weight.ndim == 2:
-                        noise = torch.randn(weight.shape, generator=generator)
-                        weight.add_(noise, alpha=NOISE_OF_AN_UPDATE * float(weight.std()))
-        return model.to(dtype).eval()
+    end(wrong)
 
 
 def measure(kind: str, precision: str, weights: Weights, out: Path) -> dict[str, Any]:
@@ -150,8 +109,8 @@ def compare(samples: Sequence[DeliveredSample], weights: Weights, dtype: torch.d
     to_float32, to_own, noise, rounding, behind_cuts = [], [], [], [], []
     for n in sorted({segment.version.n for sample in samples for segment in sample.segments}):
         rows = [s for s in samples if (s.versions[:, 1] == n).any()]
-        exact = list(one_by_one(weights.load(n, torch.float32), rows))
-        model = weights.load(n, dtype)
+        exact = list(one_by_one(weights.load(n), rows))
+        model = weights.load(n).to(dtype)
         single, together = list(one_by_one(model, rows)), padded(model, rows)
         for row, fp32, own, pad in zip(rows, exact, single, together, strict=True):
             at = row.versions[:, 1] == n

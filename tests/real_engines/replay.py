@@ -31,8 +31,6 @@ Keys = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """One response, replayed."""
-
     errors: NDArray[np.float64]
     """Absolute differences to what was delivered, nats, per token."""
     kept: NDArray[np.bool_]
@@ -118,7 +116,6 @@ class Replay:
 
 
 def _first(keys: Keys, count: int) -> Keys:
-    """Those of the first ``count`` tokens."""
     kept = []
     for number, tokens in keys:
         if count > 0:

@@ -107,7 +107,6 @@ class VllmScript(AdapterLogitsProcessor):  # type: ignore[misc]
     long = False
 
     def apply(self, logits: Any) -> Any:
-        """The logits of all requests of a step."""
         self.long = False
         logits = super().apply(logits)
         if self.long:

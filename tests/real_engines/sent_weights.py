@@ -126,7 +126,6 @@ class Heard(logging.Handler):
         self.said: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a line."""
         self.said.append(record.getMessage())
 
 
@@ -149,7 +148,6 @@ def proxies_before(servers: Sequence[Server]) -> Iterator[list[FaultProxy]]:
 
 
 def sent(model: Any) -> WeightSource:
-    """The model in several buckets."""
     return WeightSource(model, bucket_bytes=BUCKET_BYTES)
 
 
@@ -307,7 +305,6 @@ def trainer(model: str, urls: Sequence[str]) -> None:
 
 
 def main(only: str = "") -> int:
-    """All of it; 1 if a promise is broken."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that all servers are stopped then, too
     with tempfile.TemporaryDirectory() as folder:
         model = make_models(Path(folder))["first"]

@@ -7,15 +7,20 @@ process of it survives, whatever happened inside.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
+
+from tests.real_engines.environments import CannotInstall
 
 START_S = 600.0
 """Longest start; a minute or two on two cores."""
@@ -49,7 +54,6 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Its address."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
@@ -61,7 +65,6 @@ class Server:
 
     @property
     def age_s(self) -> float:
-        """Since it was started."""
         return time.monotonic() - self._started
 
     def start(self) -> None:
@@ -106,7 +109,6 @@ class Server:
             self._process.wait(longest_s)
 
     def last_lines(self) -> str:
-        """The end of its log."""
         with suppress(OSError):
             return "\n".join(self.log.read_text("utf-8", errors="replace").splitlines()[-SHOWN_LINES:])
         return ""
@@ -144,9 +146,38 @@ def until_ready(servers: Sequence[Server]) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of this machine that nobody listens on now."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
             one.bind(("127.0.0.1", 0))
         return [one.getsockname()[1] for one in sockets]
+
+
+@contextmanager
+def program(*errors: type[Exception]) -> Iterator[None]:
+    """A check, which stops its servers at SIGTERM; what cannot be installed or started, and ``errors``, exit with 1."""
+    import typer
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    expected: tuple[type[Exception], ...] = (CannotInstall, ServerFailed, *errors)
+    try:
+        yield
+    except expected as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
+def emptied(directory: Path) -> Path:
+    """The directory, made anew."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    return directory
+
+
+def end(wrong: Sequence[str]) -> NoReturn:
+    """Print what is wrong, and exit with 1 if anything is."""
+    import typer
+
+    for line in wrong:
+        print(f"BROKEN: {line}", flush=True)
+    raise typer.Exit(1 if wrong else 0)

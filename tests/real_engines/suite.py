@@ -27,8 +27,6 @@ PATIENCE_S = 240.0
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column of the matrix."""
-
     name: str
     kind: str
     """Of the engine configuration."""
@@ -77,7 +75,6 @@ async def test_column(column: Column, models: dict[str, Path], aborts: int) -> R
 
 
 def tell(verdict: Verdict | None) -> None:
-    """One line per verdict."""
     if verdict is not None:
         print(f"  {verdict} [{verdict.wall_s:.1f} s]", flush=True)
 

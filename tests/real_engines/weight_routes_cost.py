@@ -35,8 +35,6 @@ MB = 1 << 20
 
 @dataclass
 class Cost:
-    """Of one update."""
-
     save_s: float
     update_s: float
     sender_cpu_s: float

@@ -13,7 +13,6 @@ TOOLS = ("pytest", "pytest-asyncio")
 
 
 def main(directory: Path = ROOT / ".venv" / "exporters") -> int:
-    """Exit code of the checks."""
     python = directory / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(directory)], check=True)

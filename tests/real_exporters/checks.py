@@ -25,7 +25,6 @@ class Words:
     """A tokenizer with text that some would take for markup."""
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        """One word each."""
         return " ".join(f"<b>{i}</b>" for i in ids)
 
 

@@ -115,7 +115,6 @@ def trainer_of(base: Any, watch: Watch) -> Any:
 
 
 def main() -> dict[str, Any]:
-    """The run; what was seen."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--steps", type=int, required=True)

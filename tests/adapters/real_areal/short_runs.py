@@ -31,7 +31,6 @@ class Seen:
 
     @property
     def prompts(self) -> list[int]:
-        """Trained ones, in their order."""
         return [prompt for step in self.steps for prompt in step["prompts"]]
 
     def total(self, name: str) -> int:

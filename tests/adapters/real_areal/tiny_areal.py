@@ -55,7 +55,6 @@ def one_rank() -> None:
 
 
 def model(directory: Path) -> str:
-    """The directory of the first weights."""
     path = directory / "model"
     if not path.is_dir():
         tiny.model().save_pretrained(path)

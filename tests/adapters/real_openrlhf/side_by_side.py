@@ -87,7 +87,6 @@ def load(seen: Seen, begin: float, end: float) -> tuple[float, float]:
 
 
 def main(arguments: list[str]) -> int:
-    """Rounds of all arms."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--steps", type=int, default=14)

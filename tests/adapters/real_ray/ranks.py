@@ -67,11 +67,9 @@ class Trained:
         self.died = 0
 
     def add(self, rank: int, pid: int, batch: int, samples: list[Any]) -> None:
-        """One share."""
         self.shares.append((rank, pid, batch, samples))
 
     def may_die(self) -> bool:
-        """Once."""
         self.died += 1
         return self.died == 1
 
@@ -80,7 +78,6 @@ class Trained:
         return self.died
 
     def all(self) -> list[tuple[int, int, int, list[Any]]]:
-        """Everything."""
         return self.shares
 
 

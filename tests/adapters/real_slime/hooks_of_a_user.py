@@ -34,7 +34,6 @@ def mark(args: Any, sample: Any) -> None:
 
 
 def last_is_removed(args: Any, groups: list[list[Any]]) -> None:
-    """A filter of what is delivered."""
     groups[-1][-1].remove_sample = True
 
 

@@ -29,7 +29,6 @@ def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str
 
 
 def ask(surroundings: tuple[str, Path], *flags: str, **settings: Any) -> Any:
-    """One rollout."""
     trainer = Trainer("slime")
     args = trainer.arguments(*surroundings, [*OVER, *flags])
     for name, value in settings.items():

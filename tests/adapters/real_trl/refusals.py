@@ -88,7 +88,6 @@ EXAMPLES = Path(__file__).parents[3] / "examples" / "trl"
 
 
 def load(name: str) -> Any:
-    """What an example defines."""
     return SimpleNamespace(**runpy.run_path(str(EXAMPLES / f"{name}.py")))
 
 

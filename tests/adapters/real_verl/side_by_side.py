@@ -133,7 +133,6 @@ def run(arm: str, directory: Path, steps: int, resume: str) -> Outcome:
 
 
 def main(arguments: list[str]) -> int:
-    """One arm after the other."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--steps", type=int, default=12)

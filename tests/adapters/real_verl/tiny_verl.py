@@ -105,8 +105,6 @@ def surroundings(directory: Path, **more: str) -> dict[str, str]:
 
 @dataclass
 class Outcome:
-    """What a run left."""
-
     status: int
     log: str
     metrics: list[dict[str, Any]]

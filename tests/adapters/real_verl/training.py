@@ -21,7 +21,6 @@ FP32_LIMIT, BF16_LIMIT = 1e-3, 0.1
 
 
 def rows_of(outcome: Outcome) -> list[dict[str, Any]]:
-    """Everything trained."""
     return [row | {"step": step["step"]} for step in outcome.trained for row in step["rows"]]
 
 
@@ -186,7 +185,6 @@ QUORUM = (
 
 
 def name_of(row: dict[str, Any]) -> str:
-    """Of its rollout."""
     return str(row["key"].rpartition("_")[0])
 
 
