@@ -17,7 +17,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, ParamSpec, Protocol, Self, TypeVar, cast
 
-from april.agents.chat import ALIVE_S, COMMIT_S
+from april.agents.chat import COMMIT_S, KEEPALIVE_S
 from april.agents.gateway import Gateway
 from april.config.engine_fit import check_engines, doubts_of, fits
 from april.config.settings import Config
@@ -163,7 +163,7 @@ class RolloutScheduler(BatchIterator):
         processor: Any = None,
         renderer: Any = None,
         commit_s: float = COMMIT_S,
-        alive_s: float = ALIVE_S,
+        alive_s: float = KEEPALIVE_S,
         check: bool = False,
         record: str | os.PathLike[str] | RunRecord | None = None,
         progress: Any = None,

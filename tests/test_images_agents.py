@@ -19,10 +19,10 @@ pytest.importorskip("PIL")
 pytest.importorskip("renderers")
 
 import april
-from april.agents.endpoint import Endpoint, Opened, Place
+from april.agents.endpoint import Endpoint, ServedSession, SessionAddress
 from april.agents.session import Session
-from april.agents.sight import Sight
-from april.agents.template import Template
+from april.agents.sight import MessageImages
+from april.agents.template import ChatTemplate
 from april.config.images import ImagesConfig
 from april.core.attachments import Placed
 from april.core.tape import Float32, Int32
@@ -92,7 +92,7 @@ class Model:
 class World:
     """An endpoint with a session, and what a client may send there."""
 
-    door: Opened
+    door: ServedSession
     model: Model
     http: aiohttp.ClientSession
 
@@ -109,11 +109,11 @@ async def world(prompt: Prompt | None = None, *, blind: bool = False) -> AsyncIt
     endpoint, model = Endpoint(), Model()
     endpoint.start()
     prompt = Prompt(np.array([1], np.int32)) if prompt is None else prompt
-    sight = None if blind else Sight(way_in(), way_in().reader.strangers(), prompt)
-    template = Template(tiny_tokenizer(), None, None if blind else way_in())
+    sight = None if blind else MessageImages(way_in(), way_in().reader.for_clients(), prompt)
+    template = ChatTemplate(tiny_tokenizer(), None, None if blind else way_in())
     try:
         async with aiohttp.ClientSession() as http:
-            yield World(Place(endpoint).open(Session(model, template, 1 << 20, (), sight)), model, http)
+            yield World(SessionAddress(endpoint).open(Session(model, template, 1 << 20, (), sight)), model, http)
     finally:
         await asyncio.to_thread(endpoint.stop)
 

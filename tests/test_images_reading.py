@@ -27,7 +27,7 @@ from april.config.images import ImagesConfig
 from april.engines.attachments import attachment_bytes
 from april.errors import ConfigError
 from april.images import fetching
-from april.images.reading import Picture, Reader
+from april.images.reading import ImageReader, Picture
 
 RED = encoded()
 DATA_URL = "data:image/png;base64," + base64.b64encode(RED).decode()
@@ -35,7 +35,7 @@ DATA_URL = "data:image/png;base64," + base64.b64encode(RED).decode()
 
 def read(item: Any, *, paths: bool = True, **limits: Any) -> Picture:
     """One image, within these limits."""
-    return Reader(ImagesConfig(**limits), paths=paths).read(item, "prompt 3, image 1")
+    return ImageReader(ImagesConfig(**limits), paths=paths).read(item, "prompt 3, image 1")
 
 
 def refused(item: Any, sentence: str, **options: Any) -> None:
@@ -159,7 +159,7 @@ def test_base64_of_common_writers() -> None:
     urls = [f"data:image/png;base64,{body}" for body in bodies]
     urls += [f" \n{urls[0]}", f"data:image/png;charset=utf-8;base64,{text}", f"DATA:image/png; BASE64 ;a=b,{text}"]
     given: list[Any] = [*urls, *({"type": "base64", "data": body} for body in bodies)]
-    reader = Reader(ImagesConfig()).strangers()
+    reader = ImageReader(ImagesConfig()).for_clients()
     assert {reader.read(item, "an image").attachment.data for item in given} == {data}
 
 
@@ -301,4 +301,4 @@ def test_without_the_package_the_sentence_says_how_to_get_it(monkeypatch: pytest
     """Pillow is an extra."""
     monkeypatch.setattr("april.text.install_command.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"an image needs PIL: pip install .*\[images\]"):
-        Reader(ImagesConfig())
+        ImageReader(ImagesConfig())

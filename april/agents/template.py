@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Parsed:
+class ParsedAnswer:
     """The content of generated tokens: text, reasoning, and tool calls (id or None, name, JSON of an object)."""
 
     text: str
@@ -29,7 +29,7 @@ class Parsed:
     calls: tuple[tuple[str | None, str, str], ...]
 
 
-class Template:
+class ChatTemplate:
     """The chat template of a model.
 
     Args:
@@ -139,12 +139,12 @@ class Template:
             return None
         return text
 
-    def parse(self, tokens: list[int], prompt: list[int], tools: Tools) -> Parsed:
+    def parse(self, tokens: list[int], prompt: list[int], tools: Tools) -> ParsedAnswer:
         """Parse generated tokens; a malformed tool call stays in the text, as it was written."""
         try:
             parsed = self._renderer.parse_response(tokens, tools=list(tools) or None, prompt_ids=prompt)
         except (ValueError, RecursionError):  # such as numbers with thousands of digits, or brackets thousands deep
-            return Parsed(self._tokenizer.decode(tokens[:-1]), "", ())
+            return ParsedAnswer(self._tokenizer.decode(tokens[:-1]), "", ())
         text, calls = parsed.content, []
         for call in parsed.tool_calls:
             arguments = json_object(call.arguments) if call.status is self._ok else None
@@ -152,7 +152,7 @@ class Template:
                 text += call.raw
             else:
                 calls.append((call.id, call.name, arguments))
-        return Parsed(text=text, reasoning=parsed.reasoning_content or "", calls=tuple(calls))
+        return ParsedAnswer(text=text, reasoning=parsed.reasoning_content or "", calls=tuple(calls))
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text without any chat template (``/v1/completions``)."""

@@ -21,7 +21,7 @@ from april.engines.attachments import attachment_bytes
 from april.errors import ConfigError
 from april.images.borders import Borders
 from april.images.chats import some
-from april.images.reading import IMAGE, Picture, Reader
+from april.images.reading import IMAGE, ImageReader, Picture
 from april.text.install_command import require
 from april.text.server_text import clean
 
@@ -59,7 +59,7 @@ class Images:
 
     def __init__(self, processor: Any, limits: ImagesConfig | None = None) -> None:
         self.limits = ImagesConfig() if limits is None else limits
-        self.reader = Reader(self.limits)
+        self.reader = ImageReader(self.limits)
         self.processor = processor = loaded(processor)
         self.name = type(processor).__name__
         self.tokenizer: Any = getattr(processor, "tokenizer", None)

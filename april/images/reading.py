@@ -53,7 +53,7 @@ class Picture(NamedTuple):
     """Tokens that the model reads in place of the image, if it was placed before."""
 
 
-class Reader:
+class ImageReader:
     """Reads images, within limits.
 
     Args:
@@ -66,9 +66,9 @@ class Reader:
         self._limits = limits
         self._paths = paths
 
-    def strangers(self) -> Reader:
+    def for_clients(self) -> ImageReader:
         """Return the reader for images in client requests, which may not be file paths."""
-        return Reader(self._limits, paths=False)
+        return ImageReader(self._limits, paths=False)
 
     def check_count(self, count: int, where: str) -> None:
         """Raise ConfigError if a conversation has too many images."""

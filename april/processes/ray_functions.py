@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-from april.agents.llm_calls import LLMCalls, ServedLLM
+from april.agents.llm_calls import LLMServer, RemoteLLM
 from april.driver.detokenizer import Detokenizer
 from april.driver.llm import LLM, as_coroutine
 from april.driver.rewards import Response
@@ -176,8 +176,8 @@ class _Pool:
 
 
 @functools.cache
-def _calls() -> LLMCalls:
-    return LLMCalls(need_ray().util.get_node_ip_address())
+def _calls() -> LLMServer:
+    return LLMServer(need_ray().util.get_node_ip_address())
 
 
 def _leaving(value: Any) -> Any:
@@ -211,7 +211,7 @@ class _PlainActor:
     def _come(self, value: Any) -> Any:
         if isinstance(value, list):
             return [self._come(item) for item in value]
-        if isinstance(value, ServedLLM):
+        if isinstance(value, RemoteLLM):
             return value.open(self._http)
         return replace(value, detokenizer=self._detokenizer) if isinstance(value, Response) else value
 

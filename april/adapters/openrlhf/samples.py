@@ -19,7 +19,7 @@ from april.core.batch import Batch, DeliveredSample
 from april.core.types import FinishReason, Prompt, SampleId
 from april.driver.rewards import Response
 from april.errors import ConfigError, RolloutError
-from april.images.reading import Reader
+from april.images.reading import ImageReader
 
 OF_BATCH = ("off_policy_share", "staleness_mean", "staleness_max", "aborted_attempts", "resumed_attempts",
             "reprefill_tokens", "carried_groups", "surplus_groups", "held_tokens", "step_s", "trainer_wait_s",
@@ -229,7 +229,7 @@ class ShownImages:
                 "--data.max_images_per_prompt is for models that see, and this one has no image processor; leave it out"
             )
         self.processor, self.tokenizer = processor, processor.tokenizer
-        self._reader = Reader(limits)
+        self._reader = ImageReader(limits)
         self._last: tuple[int, Any] | None = None
 
     def kept(self, images: list[Any]) -> list[Any]:

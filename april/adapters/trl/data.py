@@ -25,7 +25,7 @@ from april.core.tape import Float32
 from april.driver.user_code import is_async
 from april.engines.attachments import attachment_bytes
 from april.errors import CheckpointError, ConfigError, RolloutError
-from april.images.reading import Reader
+from april.images.reading import ImageReader
 
 log = logging.getLogger("april")
 EPSILON = 1e-4
@@ -324,7 +324,7 @@ def evaluated(trainer: Any, rows: Sequence[list[int]], shown: Sequence[Sequence[
         rows: token ids of the prompts of all ranks.
         shown: images of each of this rank's rows.
     """
-    reader = Reader(ImagesConfig())
+    reader = ImageReader(ImagesConfig())
     read = [
         [reader.read(image, f"row {i}, image {j}").attachment for j, image in enumerate(images or (), 1)]
         for i, images in enumerate(shown)
