@@ -43,7 +43,7 @@ from april.engines.kinds.factory import create_engines
 from april.engines.protocol import Engine
 from april.errors import AprilError, ConfigError, DataExhausted, RolloutError, SchedulerClosed
 from april.export import Exporter
-from april.images.placing import Images
+from april.images.placing import ImagePlacer
 from april.record.file import RunRecord
 from april.view.observers import Observers
 from april.weights.adapter_updates import AdapterUpdates
@@ -188,7 +188,7 @@ class RolloutScheduler(BatchIterator):
         self.config = config
         for doubt in doubts_of(config):
             log.warning("%s", doubt)
-        images = None if processor is None else Images(processor, config.images)
+        images = None if processor is None else ImagePlacer(processor, config.images)
         tokenizer = images.tokenizer if images is not None and tokenizer is None else tokenizer
         detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         if config.sampling.stop and detokenizer is None:
@@ -607,7 +607,7 @@ class RolloutScheduler(BatchIterator):
         if self._update is call:
             self._update = None
             if self._adapted is not None:
-                self._adapters.done(self._engines, self._thread.call)
+                self._adapters.remove_unused(self._engines, self._thread.call)
             self._adapted = None
         return version
 

@@ -27,7 +27,7 @@ from april.config.images import ImagesConfig
 from april.core.attachments import Placed
 from april.core.tape import Float32, Int32
 from april.core.types import FinishReason, Prompt
-from april.images.placing import Images
+from april.images.placing import ImagePlacer
 from april.testing import FakeEngine, rollouts, run_virtual
 
 RED, TALL = encoded(), encoded(picture(140, 300))
@@ -51,9 +51,9 @@ def asks(*content: Any) -> list[dict[str, Any]]:
 
 
 @cache
-def way_in() -> Images:
+def way_in() -> ImagePlacer:
     """Of the tiny model."""
-    return Images(tiny_processor(), ImagesConfig(max_per_prompt=8))
+    return ImagePlacer(tiny_processor(), ImagesConfig(max_per_prompt=8))
 
 
 def by_processor(messages: list[dict[str, Any]], *pictures: Any) -> list[int]:
@@ -357,6 +357,6 @@ def test_a_chat_goes_on_with_the_prompt_and_its_image() -> None:
             said = [*tiny_tokenizer().encode("a cat"), END]
             assert sample.tokens[sample.loss_mask == 1].tolist() == said * 2
             tall = (sample.tokens == IMAGE_ID) & (sample.loss_mask == 0)
-            assert tall.sum() == way_in()._count(300, 140)
+            assert tall.sum() == way_in()._token_count(300, 140)
 
     run_virtual(program())

@@ -42,7 +42,7 @@ from april.core.state import RolloutCore
 from april.driver.loop_thread import LoopThread
 from april.engines.kinds import factory
 from april.record.replay import replay
-from april.record.standing import Standing, Waits
+from april.record.standing import RunStatus, WaitReason
 from april.testing import FakeEngine, Fault, FaultScript, conformance, run_virtual
 from april.view.progress import Line
 from april.view.run_data import read_run
@@ -644,8 +644,8 @@ def test_the_line_is_drawn_as_on_the_page(code: list[Block]) -> None:
     line = Line()
     moment: dict[str, Any] = {
         "step": 12, "ready": 17, "target": 32, "whole_groups": True, "in_flight": 186, "partials": 41, "oldest": 2,
-        "engines": {"e": 186}, "waits": Waits.FUNCTIONS.value,
+        "engines": {"e": 186}, "waits": WaitReason.FUNCTIONS.value,
     }  # fmt: skip
     for passed in (0, 24, 34):
-        line.add(float(passed), Standing(observed=12_300 * passed, **moment))
+        line.add(float(passed), RunStatus(observed=12_300 * passed, **moment))
     assert str(line) == code[0].text.strip()

@@ -17,7 +17,7 @@ from pages import COMMANDS, EXECUTED, PAGES, ROOT, YAML, blocks, settings_page, 
 
 import april
 from april.auto import auto_run
-from april.auto.question import Answer, Question
+from april.auto.question import TuningAnswer, TuningQuestion
 from april.core.state import STEP_METRICS
 from april.core.types import DropReason
 from april.engines.protocol import Capabilities, Engine
@@ -236,9 +236,9 @@ class _NoLabel(SimulatedEngine):
 class AsItIs:
     """Instead of a simulation: it should stay so."""
 
-    async def ask(self, question: Question) -> Answer:
+    async def ask(self, question: TuningQuestion) -> TuningAnswer:
         """Answer at once."""
-        return Answer(best=question.now, tokens_per_s=1.0, off_policy_share=0.0, speed_up=1.0, share_now=0.0)
+        return TuningAnswer(best=question.now, tokens_per_s=1.0, off_policy_share=0.0, speed_up=1.0, share_now=0.0)
 
     def close(self) -> None:
         """Nothing to end."""

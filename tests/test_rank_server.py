@@ -58,7 +58,7 @@ class Rank:
 
 
 @contextmanager
-def served(returns: bool = False, **timeouts: float) -> Iterator[tuple[RankServer, Conducted]]:
+def served(returns: bool = False, **timeouts: float) -> Iterator[tuple[RankServer, ServedScheduler]]:
     """A server of two ranks."""
     given: dict[str, Any] = {"rank_timeout_s": 30.0} | timeouts
     server = RankServer(april.Ranks(world_size=2, address="127.0.0.1:0", token=TOKEN, **given), allow_rejoin=returns)
@@ -83,7 +83,7 @@ async def until(there: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
-def alive(program: Callable[[RankServer, Conducted], Awaitable[None]], returns: bool = False) -> None:
+def alive(program: Callable[[RankServer, ServedScheduler], Awaitable[None]], returns: bool = False) -> None:
     """Run a program on the loop of a server."""
     with served(returns) as (server, scheduler):
         server.thread.submit(lambda: _within(program(server, scheduler))).result()

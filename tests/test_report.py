@@ -74,9 +74,9 @@ def test_the_age_of_a_request_is_that_of_its_sample(run: tuple[Path, Simulation]
     first: dict[tuple[int, int], float] = {}
     ages = []
     lines = lines_of(run[0], ["AttemptEnded"])
-    assert next(lines).what == "Record"
+    assert next(lines).kind == "Record"
     for line in lines:
-        _, group, index, _, age, began, _, generated = line.parts["ran"]
+        _, group, index, _, age, began, _, generated = line.fields["ran"]
         if (group, index) in first:
             ages.append(age)
             assert age == sum(first[group, index] < at <= began for at in data.updates_s)

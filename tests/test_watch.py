@@ -26,7 +26,7 @@ from april.core import events as ev
 from april.core.types import Prompt
 from april.record.file import lines_of
 from april.record.replay import replay
-from april.record.standing import Standing, Waits, standing_of
+from april.record.standing import RunStatus, WaitReason, run_status
 from april.view import progress
 from april.view.bars import EVERY_S, bars
 from april.view.progress import Line, Progress, WrittenLines, progress_on
@@ -66,14 +66,14 @@ def screen_of(path: Path, silent_s: float = 0.0) -> str:
 
 def test_how_the_run_stands_is_in_its_record(record: Path) -> None:
     """Every few seconds a line, which a replay passes over; the last is that of the end."""
-    said = [line for line in lines_of(record, ["Standing"]) if line.what == "Standing"]
+    said = [line for line in lines_of(record, ["Standing"]) if line.kind == "Standing"]
     assert len(said) > 10
     times = [line.time_s for line in said]
     assert all(later - earlier >= 5.0 for earlier, later in pairwise(times))
-    assert [line.parts["step"] for line in said] == sorted(line.parts["step"] for line in said)
-    assert said[-1].parts["observed"] <= replay(record).core.observed_tokens()
-    assert max(line.parts["in_flight"] for line in said) > 0
-    assert max(line.parts["partials"] for line in said) > 0
+    assert [line.fields["step"] for line in said] == sorted(line.fields["step"] for line in said)
+    assert said[-1].fields["observed"] <= replay(record).core.observed_tokens()
+    assert max(line.fields["in_flight"] for line in said) > 0
+    assert max(line.fields["partials"] for line in said) > 0
 
 
 def test_a_record_is_followed_as_it_grows(record: Path, tmp_path: Path, follower: Callable[[Path], Follower]) -> None:
@@ -204,13 +204,13 @@ def test_a_missing_record_is_an_error(tmp_path: Path, which: str) -> None:
 # The line of progress: there where somebody looks, gone with the wait; long waits in logs; no batch is lost.
 
 
-def standing(**changes: Any) -> Standing:
+def standing(**changes: Any) -> RunStatus:
     """Some moment."""
     given: dict[str, Any] = {
         "step": 3, "ready": 2, "target": 8, "whole_groups": True, "in_flight": 40, "partials": 0, "oldest": 0,
-        "observed": 1000, "waits": Waits.RESPONSES.value, "engines": {"e0": 40},
+        "observed": 1000, "waits": WaitReason.RESPONSES.value, "engines": {"e0": 40},
     }  # fmt: skip
-    return Standing(**given | changes)
+    return RunStatus(**given | changes)
 
 
 def terminal(**options: Any) -> Console:
@@ -244,7 +244,7 @@ def test_the_line_says_how_the_step_stands() -> None:
     assert str(line) == ""
     line.add(10.0, standing())
     assert str(line) == "step 3  2/8 groups  0 s  40 in flight"
-    line.add(14.0, standing(ready=5, observed=9000, partials=1, oldest=1, in_flight=0, waits=Waits.FUNCTIONS.value))
+    line.add(14.0, standing(ready=5, observed=9000, partials=1, oldest=1, in_flight=0, waits=WaitReason.FUNCTIONS.value))
     assert str(line) == (
         "step 3  5/8 groups  4 s  2.0k tok/s  0 in flight  1 partial, oldest 1 update  waits for functions and rewards"
     )
@@ -257,28 +257,28 @@ async def test_what_stands_there_is_what_the_core_has() -> None:
     """At every moment of a run: requests in flight, complete groups, tokens, and partials of older weights."""
     run = Rollouts(table({(0, 0): 3, (1, 0): 30, (2, 0): 40}, 5), n=1, over=3, max_staleness=5)
     core = run.driver.core
-    assert standing_of(core) == Standing(
+    assert run_status(core) == RunStatus(
         step=0, ready=0, target=1, whole_groups=True, in_flight=0, partials=0, oldest=0, observed=0,
-        waits=Waits.TRAINER.value, engines={"e0": 0},
+        waits=WaitReason.TRAINER.value, engines={"e0": 0},
     )  # fmt: skip
     asked = asyncio.create_task(run.driver.next_batch())
     await asyncio.sleep(2.5)
-    now = standing_of(core)
-    assert (now.in_flight, now.partials, now.waits, now.engines) == (3, 0, Waits.RESPONSES, {"e0": 3})
+    now = run_status(core)
+    assert (now.in_flight, now.partials, now.waits, now.engines) == (3, 0, WaitReason.RESPONSES, {"e0": 3})
     assert now.observed == core.observed_tokens() == 0  # the engine hands over nothing before a request ends
     await asked
-    assert (standing_of(core).step, standing_of(core).waits) == (1, Waits.TRAINER)
-    assert standing_of(core).observed == core.observed_tokens() == 9
+    assert (run_status(core).step, run_status(core).waits) == (1, WaitReason.TRAINER)
+    assert run_status(core).observed == core.observed_tokens() == 9
     await run.driver.update_weights()
     asked = asyncio.create_task(run.driver.next_batch())
     await asyncio.sleep(1.5)
-    now = standing_of(core)
+    now = run_status(core)
     assert (now.partials, now.oldest) == (2, 1)
     await asked
     run.driver.post(ev.PauseRequested())
     asked = asyncio.create_task(run.driver.next_batch())
     await asyncio.sleep(1)
-    assert standing_of(core).waits == Waits.PAUSE
+    assert run_status(core).waits == WaitReason.PAUSE
     run.driver.post(ev.Resumed())
     await asked
 

@@ -16,7 +16,7 @@ from april.engines.protocol import Capabilities, LogprobKind
 from april.engines.weight_routes import GLOO, Handshake, Meeting, TensorSpec
 from april.errors import ConfigError, EngineError, EngineUnreachable
 from april.testing.virtual_clock import VirtualClockLoop
-from april.weights.sender import EARLIER, WeightSender
+from april.weights.sender import WORKER_LIMIT_SHARE, WeightSender
 from april.weights.source import WeightSource
 
 LIMIT_S = 10.0
@@ -252,7 +252,7 @@ def test_one_of_two_engines_fails(phase: str, how: str) -> None:
     assert list(desk.sender.left_out) == ["bad"]
     fate = desk.sender.left_out["bad"]
     assert fate.why.startswith(f"engine bad failed {SAYS[phase]}")
-    assert fate.torn == (phase in ("receive", "finish") or (phase == "begin" and how != "refuses"))
+    assert fate.partially_updated == (phase in ("receive", "finish") or (phase == "begin" and how != "refuses"))
     assert desk.got_all(good)
     assert bad.asked.count(phase) == 1 + (phase == "receive")
     assert all(group.closed for group in desk.groups[:-1])
@@ -264,7 +264,7 @@ def test_the_only_engine_fails(phase: str) -> None:
     desk = Desk(Receiver("only", fails=(phase, "refuses", 0)))
     with pytest.raises(EngineError, match=f"engine only failed {SAYS[phase].replace('tensor b', 'tensor a')}"):
         desk.send()
-    assert desk.sender.left_out["only"].torn == (phase in ("receive", "finish"))
+    assert desk.sender.left_out["only"].partially_updated == (phase in ("receive", "finish"))
     assert desk.engines[0].asked[-1] == "leave"
 
 
@@ -279,7 +279,7 @@ def test_a_slow_engine_is_waited_for(phase: str) -> None:
 
 def test_a_hung_engine_is_told_from_those_that_wait_for_it() -> None:
     """Workers give up before the limit of their call, so who has not answered then is who hangs."""
-    assert EARLIER < 1
+    assert WORKER_LIMIT_SHARE < 1
     desk = Desk(Receiver("good"), Receiver("hung", fails=("receive", "hangs", 1)), Receiver("well"))
     desk.send()
     assert list(desk.sender.left_out) == ["hung"]
@@ -302,7 +302,7 @@ def test_what_an_engine_got_in_an_earlier_round_counts() -> None:
     desk = Desk(Receiver("bad", fails=("receive", "refuses", 1)), Receiver("good", fails=("ranks", "refuses", 1)))
     with pytest.raises(EngineError, match=r"engine bad failed to take tensor b.*good failed to say how many workers"):
         desk.send()
-    assert {name: fate.torn for name, fate in desk.sender.left_out.items()} == {"bad": True, "good": True}
+    assert {name: fate.partially_updated for name, fate in desk.sender.left_out.items()} == {"bad": True, "good": True}
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -328,7 +328,7 @@ def interrupted_at_the_end(ask: Callable[..., Any]) -> Callable[..., Any]:
     """As ``ask``, with an interrupt where engines are to leave the group."""
 
     def asks(desk: Desk, calls: Sequence[Any]) -> Any:
-        if calls[0].__name__ == "_left":
+        if calls[0].__name__ == "_leave_group":
             for call in calls:
                 call.close()
             raise KeyboardInterrupt
@@ -350,7 +350,7 @@ def test_an_iterator_cannot_be_sent_again() -> None:
     desk = Desk(Receiver("bad", fails=("receive", "refuses", 1)), Receiver("good"))
     with pytest.raises(EngineError, match=r"engine bad failed to take tensor b.*iterator: give a module"):
         desk.send(iter(WEIGHTS.items()))
-    assert {name: fate.torn for name, fate in desk.sender.left_out.items()} == {"bad": True, "good": True}
+    assert {name: fate.partially_updated for name, fate in desk.sender.left_out.items()} == {"bad": True, "good": True}
 
 
 def test_what_the_weights_raise_is_raised() -> None:
@@ -364,7 +364,7 @@ def test_what_the_weights_raise_is_raised() -> None:
         desk = Desk(Receiver("a"))
         with pytest.raises(OSError, match="offloaded"):
             desk.send(weights(good))
-        assert {n: f.torn for n, f in desk.sender.left_out.items()} == {"a": torn}
+        assert {n: f.partially_updated for n, f in desk.sender.left_out.items()} == {"a": torn}
         assert desk.engines[0].asked[-1] == "leave"
 
 

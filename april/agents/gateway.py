@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from april.agents.endpoint import Endpoint, SessionAddress
     from april.agents.session import FunctionChat, GenerateFunction, Session
     from april.agents.template import ChatTemplate
-    from april.images.placing import Images
+    from april.images.placing import ImagePlacer
 
 
 log = logging.getLogger("april")
@@ -50,7 +50,7 @@ class Gateway:
     renderer: Any = None
     commit_s: float = COMMIT_S
     alive_s: float = KEEPALIVE_S
-    images: Images | None = None
+    images: ImagePlacer | None = None
     _endpoint: Endpoint | None = None
     _template: ChatTemplate | None = None
     _warned: bool = False

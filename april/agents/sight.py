@@ -13,8 +13,8 @@ from april.core.attachments import Placed
 from april.core.tape import Int32
 from april.core.types import Prompt
 from april.errors import ConfigError
-from april.images.chats import is_image, of_part
-from april.images.placing import Images
+from april.images.chats import is_image, image_of_part
+from april.images.placing import ImagePlacer
 from april.images.reading import ImageReader, Picture
 
 REQUEST = "the request"
@@ -29,7 +29,7 @@ class MessageImages:
         prompt: prompt of the sample; parts ``{"type": "image"}`` without content stand for its images, in order.
     """
 
-    def __init__(self, images: Images, reader: ImageReader, prompt: Prompt) -> None:
+    def __init__(self, images: ImagePlacer, reader: ImageReader, prompt: Prompt) -> None:
         self._images = images
         self._reader = reader
         self._prompt = prompt
@@ -41,7 +41,7 @@ class MessageImages:
         return await in_thread(self._read, messages)
 
     def _read(self, messages: Sequence[Message]) -> list[Message]:
-        prompt_pictures = iter(self._images.of_prompt(self._prompt.token_ids, self._prompt.attached))
+        prompt_pictures = iter(self._images.prompt_pictures(self._prompt.token_ids, self._prompt.attached))
         parts = [part for message in messages for part in _images_in(message)]
         try:
             self._reader.check_count(len(parts), REQUEST)
@@ -53,7 +53,7 @@ class MessageImages:
         return [_with_pictures(message, pictures) for message in messages]
 
     def _read_part(self, part: Message, prompt_pictures: Iterator[Picture], where: str) -> Picture:
-        item = of_part(part, where)
+        item = image_of_part(part, where)
         return _next_prompt_picture(prompt_pictures, where) if item is None else self._reader.read(item, where)
 
     def place(
@@ -62,7 +62,7 @@ class MessageImages:
         """Return all tokens and attachments; images of ``new_messages`` go after the first ``placed_tokens`` tokens."""
         pictures = [part["picture"] for message in new_messages for part in _images_in(message)]
         try:
-            return self._images.place_behind(np.array(token_ids, np.int32), placed_tokens, attached, pictures, REQUEST)
+            return self._images.place_after(np.array(token_ids, np.int32), placed_tokens, attached, pictures, REQUEST)
         except ConfigError as error:
             raise RequestError(str(error)) from error
 

@@ -17,7 +17,7 @@ from april.images.chats import MARK, is_image
 from april.text.install_command import require
 
 if TYPE_CHECKING:
-    from april.images.placing import Images
+    from april.images.placing import ImagePlacer
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class ChatTemplate:
         images: renders messages with images, by the chat template of the model's processor.
     """
 
-    def __init__(self, tokenizer: Any, config: Any = None, images: Images | None = None) -> None:
+    def __init__(self, tokenizer: Any, config: Any = None, images: ImagePlacer | None = None) -> None:
         require("an agent's messages", "renderers", extra="agents")
         import renderers
 
@@ -131,7 +131,7 @@ class ChatTemplate:
     def _text(self, messages: list[dict[str, Any]], tools: Tools, go_on: bool) -> str | None:
         try:
             if self._images is not None:
-                return self._images.text(messages, list(tools) or None, go_on=go_on)
+                return self._images.text(messages, list(tools) or None, add_answer_start=go_on)
             text: str = self._tokenizer.apply_chat_template(
                 messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=go_on
             )

@@ -51,7 +51,7 @@ from april.driver.rewards import Response, checked_reward, checked_rewards, chec
 from april.driver.user_calls import Call, UserCalls
 from april.driver.user_code import FailureLog, FunctionLost, describe_with_place, kind_of, place_of
 from april.errors import ConfigError, RolloutError, SchedulerClosed, UsageError
-from april.images.placing import Images
+from april.images.placing import ImagePlacer
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class UserFunctions:
     detokenizer: Detokenizer | None = None
     doors: Doors | None = None
     """Server of endpoints for clients of rollout functions; None means that there is none."""
-    images: Images | None = None
+    images: ImagePlacer | None = None
     """Reader of images; None means that no conversation has images."""
 
 
@@ -346,7 +346,7 @@ class SampleFunctions:
 
         def placed() -> tuple[Int32, tuple[Placed, ...]]:
             pictures = reader.read(images, "llm.generate")
-            return reader.place_behind(token_ids, have, known, pictures, "llm.generate: what is new")
+            return reader.place_after(token_ids, have, known, pictures, "llm.generate: what is new")
 
         try:
             return await in_thread(placed) if images else placed()

@@ -22,7 +22,7 @@ from urllib.request import url2pathname
 from april.config.images import ImagesConfig, InState
 from april.core.attachments import Attachment
 from april.errors import ConfigError
-from april.images.fetching import fetched
+from april.images.fetching import fetch_image
 from april.text.install_command import require
 from april.text.server_text import clean
 
@@ -30,26 +30,26 @@ IMAGE = "image"
 """Kind of the attachments that are made here."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Image formats that are read; PIL's decoders for other formats never see data from clients."""
-_SAME_EVERYWHERE = ("RGB", "L")
+_PLAIN_MODES = ("RGB", "L")
 """PIL modes that every reader converts to the same three channels."""
 _ORIENTATION = 0x0112
-_PARTS = ("image_url", "image", "input_image", "url", "source", "data")
+_IMAGE_FIELDS = ("image_url", "image", "input_image", "url", "source", "data")
 """Fields in which a content part holds its image, in chats of OpenAI, Anthropic and transformers."""
-_SENT = 'a data: URL in image_url, or a source of {"type": "base64", "data": ...}'
+_CLIENT_FORMS = 'a data: URL in image_url, or a source of {"type": "base64", "data": ...}'
 """Forms in which clients send images, for error messages."""
 _URL_SAFE = bytes.maketrans(b"-_", b"+/")
 _NO_BASE64 = re.compile(rb"[^A-Za-z0-9+/]")
-_known: weakref.WeakValueDictionary[tuple[str, bool], Attachment] = weakref.WeakValueDictionary()
-_knowing = threading.Lock()
+_attachments: weakref.WeakValueDictionary[tuple[str, bool], Attachment] = weakref.WeakValueDictionary()
+_attachments_lock = threading.Lock()
 
 
 class Picture(NamedTuple):
-    """An image that was read, and the size from its header; 0 x 0 if ``stand_in`` is known."""
+    """An image that was read, and the size from its header; 0 x 0 if ``placed_tokens`` is known."""
 
     attachment: Attachment
     height: int
     width: int
-    stand_in: tuple[int, ...] = ()
+    placed_tokens: tuple[int, ...] = ()
     """Tokens that the model reads in place of the image, if it was placed before."""
 
 
@@ -58,7 +58,7 @@ class ImageReader:
 
     Args:
         limits: limits on images.
-        paths: True if files may be named; False for clients, which may send only bytes and allowed URLs.
+        allow_paths: True if files may be named; False for clients, which may send only bytes and allowed URLs.
     """
 
     def __init__(self, limits: ImagesConfig, *, paths: bool = True) -> None:
@@ -102,7 +102,7 @@ class ImageReader:
             return self._of_text(item, where, decode)
         if isinstance(item, Mapping):
             return self._of_mapping(item, where, decode)
-        forms = "bytes, a path, a PIL.Image, a data: URL, or a mapping with bytes or path" if self._paths else _SENT
+        forms = "bytes, a path, a PIL.Image, a data: URL, or a mapping with bytes or path" if self._allow_paths else _CLIENT_FORMS
         raise ConfigError(f"{where} is of type {type(item).__name__}; give {forms}")
 
     # ---------------------------------------------------------------- forms
@@ -115,13 +115,13 @@ class ImageReader:
             return self._of_file(os.fspath(path), where, decode)
         if item.get("type") == "base64" and isinstance(item.get("data"), str):
             return self._of_data(self._of_base64(item["data"], where), "", where, decode)
-        for name in _PARTS:
+        for name in _IMAGE_FIELDS:
             if (inner := item.get(name)) is not None and not (isinstance(inner, Mapping) and inner is item):
                 return self.read(inner, where, decode=decode)
         forms = 'bytes, {"bytes": ...}, {"path": ...}, or a content part with image_url or source'
         raise ConfigError(
             f"{where} is a mapping with {', '.join(clean(k, 32) for k in list(item)[:8]) or 'nothing in it'}; give "
-            f"{forms if self._paths else _SENT}"
+            f"{forms if self._allow_paths else _CLIENT_FORMS}"
         )
 
     def _of_text(self, text: str, where: str, decode: bool) -> Picture:
@@ -131,7 +131,7 @@ class ImageReader:
             return self._of_data(self._of_data_url(url, where), "", where, decode)
         if scheme in ("http", "https"):
             limits = self._limits
-            return self._of_data(fetched(url, limits.hosts, limits.max_bytes, where), "", where, decode)
+            return self._of_data(fetch_image(url, limits.hosts, limits.max_bytes, where), "", where, decode)
         if scheme == "file" and self._paths:
             named = urlsplit(url)
             if named.netloc not in ("", "localhost"):
@@ -221,8 +221,8 @@ class ImageReader:
         attachment = Attachment.of(IMAGE, data, path)
         if path and self._limits.in_state is InState.REFERENCE:
             attachment = Attachment(IMAGE, attachment.digest, attachment.size, None, path)
-        with _knowing:
-            return Picture(_known.setdefault((attachment.digest, attachment.data is None), attachment), height, width)
+        with _attachments_lock:
+            return Picture(_attachments.setdefault((attachment.digest, attachment.data is None), attachment), height, width)
 
     def _checked(self, data: bytes, path: str, where: str, decode: bool) -> tuple[bytes, str, tuple[int, int]]:
         """Return the bytes (encoded anew if readers would differ), the path of their file, and (height, width)."""
@@ -238,7 +238,7 @@ class ImageReader:
                 orientation = image.getexif().get(_ORIENTATION, 1)
                 clear = "transparency" in image.info
                 (width, height) = image.size
-                if image.mode not in _SAME_EVERYWHERE or orientation != 1 or clear:
+                if image.mode not in _PLAIN_MODES or orientation != 1 or clear:
                     lies = orientation in (5, 6, 7, 8)
                     return _as_png(image, where), "", (width, height) if lies else (height, width)
                 if decode:
@@ -286,7 +286,7 @@ def _as_png(image: Any, where: str) -> bytes:
         if "A" in upright.getbands() or "transparency" in upright.info:
             white = Image.new("RGBA", upright.size, (255, 255, 255, 255))
             upright = Image.alpha_composite(white, upright.convert("RGBA"))
-        upright = upright if upright.mode in _SAME_EVERYWHERE else upright.convert("RGB")
+        upright = upright if upright.mode in _PLAIN_MODES else upright.convert("RGB")
         upright.info = {}
         upright.save(buffer, "PNG", compress_level=1)
     except ConfigError:

@@ -37,7 +37,7 @@ from april.engines.protocol import Engine, GathersWeights, ShowsWeights
 from april.engines.served.client import connect_april
 from april.engines.weight_routes import TakesTensors
 from april.errors import AprilError, ConfigError, RankError, RolloutError, SchedulerClosed
-from april.images.placing import loaded
+from april.images.placing import load_processor
 from april.processes.rank_client import RankClient
 from april.processes.rank_content import QUERY_RESULTS, CALL_RESULTS, without_repetition, with_repetition, plain_value, refuse_not_plain, unpack_call
 from april.processes.rank_engines import RankEngines, shares_trainer_weights
@@ -368,7 +368,7 @@ class RankScheduler(BatchIterator, SchedulerQueries):
     ) -> None:
         if not isinstance(config, Config) or not isinstance(ranks, Ranks):
             raise ConfigError("RankScheduler needs an april.Config and an april.Ranks, such as april.Ranks.of_torch()")
-        processor = loaded(processor)
+        processor = load_processor(processor)
         if tokenizer is None:
             tokenizer = getattr(processor, "tokenizer", None)
         if ranks.rank == 0:

@@ -13,7 +13,7 @@ from typing import Any
 from april.driver.user_code import call_user_code
 from april.errors import RolloutError
 from april.processes.rank_server import RunOnAllRanks
-from april.weights.source import Bucket, Portion, Weights, WeightSource, weight_source
+from april.weights.source import Bucket, UngatheredBucket, Weights, WeightSource, weight_source
 
 INSPECT, BEGIN, READ = "looking at the weights", "beginning with the weights", "drawing of the weights"
 COMPARE, GATHER = "comparing of the weights", "gathering of a bucket of the weights"
@@ -36,8 +36,8 @@ class RankWeights:
     def __init__(self, given: Any, *, is_sender: bool, make_copy: Callable[[WeightSource], CopyBucket | None]) -> None:
         self._given, self._is_sender, self._make_copy = given, is_sender, make_copy
         self.source: WeightSource | None = None
-        self._portions: Iterator[Portion] | None = None
-        self.portion: Portion | None = None
+        self._portions: Iterator[UngatheredBucket] | None = None
+        self.portion: UngatheredBucket | None = None
         """The portion that was read and is not gathered yet."""
         self.bucket: Bucket | None = None
         """The bucket that was gathered last, if this rank sends."""
@@ -52,7 +52,7 @@ class RankWeights:
             assert isinstance(found, WeightSource)
             self.source = found
         elif step == BEGIN:
-            self._portions = self._require_source().portions()
+            self._portions = self._require_source().ungathered_buckets()
         elif step == READ:
             if self._portions is None:
                 raise RolloutError("weight_update was interrupted in the middle of sending weights; call it again")
@@ -71,13 +71,13 @@ class RankWeights:
         source, portion = self._require_source(), self._require_portion()
         self.portion = None
         if self._is_sender:
-            self.bucket = source.gathered(portion)
+            self.bucket = source.gather(portion)
         elif (take := self._make_copy(source)) is not None:
-            bucket = source.gathered(portion)
+            bucket = source.gather(portion)
             take(bucket)
             bucket.tensors.clear()
         else:
-            source.take_part(portion)
+            source.gather_for_others(portion)
         portion.items.clear()
 
     def _require_source(self) -> WeightSource:
@@ -85,7 +85,7 @@ class RankWeights:
             raise RolloutError("weight_update was interrupted in the middle of sending weights; call it again")
         return self.source
 
-    def _require_portion(self) -> Portion:
+    def _require_portion(self) -> UngatheredBucket:
         assert self.portion is not None
         return self.portion
 
@@ -126,7 +126,7 @@ class GatheredWeights(Weights):
             bucket.tensors.clear()
 
 
-def _portion_names(portion: Portion | None) -> str:
+def _portion_names(portion: UngatheredBucket | None) -> str:
     if portion is None:
         return "nothing"
     names = [item.name for item in portion.items]

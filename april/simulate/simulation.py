@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from april.auto.auto_work import AutoWork, Decision
-from april.auto.question import Answer, Question
+from april.auto.auto_work import AutoTuner, Decision
+from april.auto.question import TuningAnswer, TuningQuestion
 from april.core import commands as do
 from april.core import events as ev
 from april.core.batch import Batch
@@ -346,7 +346,7 @@ class Simulation:
         prompt_len: int = 128,
         train_s: float = 0.0,
         fetch_ahead: int = 0,
-        choose: Callable[[Question], Answer] | None = None,
+        choose: Callable[[TuningQuestion], TuningAnswer] | None = None,
         most_in_flight: int | None = None,
         shares_prompts: bool = False,
         failing: float = 0.0,
@@ -384,7 +384,7 @@ class Simulation:
         self._recorder = None
         if record is not None:
             self._recorder = Recorder(record, self.core, lambda: self.now, self._requests)
-        self._auto, self._choose = AutoWork(self.core) if choose else None, choose
+        self._auto, self._choose = AutoTuner(self.core) if choose else None, choose
         observers = [o for o in (self._recorder, self._requests if choose or record else None) if o is not None]
         self._pump = EventPump(self.core, {
             **self.engines.executors,
@@ -425,17 +425,17 @@ class Simulation:
     def _ask_for_better(self) -> None:
         """Ask for better ``auto`` settings if that is due."""
         auto = self._auto
-        if auto is None or self._choose is None or not auto.asks:
+        if auto is None or self._choose is None or not auto.question_due:
             return
         fitted = (fit(Requests.of(ended)) for _, ended in self._requests)
         question = auto.question(found for found in fitted if found is not None)
         if question is not None:
-            self._apply_decision(auto.answered(question, self._choose(question)))
+            self._apply_decision(auto.decide(question, self._choose(question)))
 
     def _apply_decision(self, decision: Decision | None) -> None:
         """Log a decision and change the settings accordingly; None does nothing."""
         if decision is not None:
-            log.info("auto, after %d batches: %s", len(self.result.steps), decision.words)
+            log.info("auto, after %d batches: %s", len(self.result.steps), decision.text)
             if (change := decision.change) is not None:
                 self._pump.post(change)
 
@@ -525,9 +525,9 @@ class Simulation:
         self._batch, self._waited = command.batch, self._times.delivered(self.now)
         whole = replace(command.batch, metrics={**command.batch.metrics, **self._waited})
         if self._recorder is not None:
-            self._recorder.delivered(whole)
+            self._recorder.record_batch(whole)
         if self._auto is not None:
-            self._apply_decision(self._auto.delivered(whole))
+            self._apply_decision(self._auto.add_batch(whole))
             self._waited |= self._auto.metrics()
 
     def _fail(self, command: do.Fail) -> None:

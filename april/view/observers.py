@@ -19,7 +19,7 @@ from april.driver.rollout_driver import RolloutDriver
 from april.driver.user_code import describe
 from april.errors import ConfigError
 from april.export import Exporter, choose_samples, texts_of
-from april.record.standing import standing_of
+from april.record.standing import run_status
 from april.view.progress import Tell, progress_on
 
 log = logging.getLogger("april")
@@ -83,7 +83,7 @@ class Observers:
         def look() -> None:
             driver = self.driver
             driver.local.streams.catch_up()  # count tokens that have arrived but are not read yet
-            tell(driver.now(), standing_of(driver.core, driver.long_waits.waited_s))
+            tell(driver.now(), run_status(driver.core, driver.long_waits.waited_s))
 
         self._thread.call_later(look)
 

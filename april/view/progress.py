@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from april.errors import ConfigError
-from april.record.standing import Standing, Waits
+from april.record.standing import RunStatus, WaitReason
 from april.text.install_command import require
 from april.text.server_text import clean
 
@@ -39,7 +39,7 @@ ANSWER_S = 1.0
 _SHOWN = threading.Lock()
 """Held while a line is shown: a process shows one at a time."""
 
-Tell = Callable[[float, Standing], None]
+Tell = Callable[[float, RunStatus], None]
 
 
 class Line:
@@ -52,10 +52,10 @@ class Line:
     def __init__(self, window_s: float = WINDOW_S) -> None:
         self._window_s = window_s
         self._seen: deque[tuple[float, int]] = deque()
-        self._latest: Standing | None = None
+        self._latest: RunStatus | None = None
         self._began = self._waits_since = 0.0
 
-    def add(self, time_s: float, standing: Standing) -> None:
+    def add(self, time_s: float, standing: RunStatus) -> None:
         """Add the state of the run at ``time_s``, which must not decrease from call to call."""
         if self._latest is not None and standing.observed < self._latest.observed:
             self._seen.clear()  # a saved state was loaded
@@ -91,7 +91,7 @@ class Line:
         parts.append(f"{now.in_flight} in flight")
         if now.partials:
             parts.append(f"{now.partials} partial, oldest {now.oldest} update{'' if now.oldest == 1 else 's'}")
-        if now.waits != Waits.RESPONSES:  # the usual wait is not worth a mention
+        if now.waits != WaitReason.RESPONSES:  # the usual wait is not worth a mention
             waited = time_s - self._waits_since
             verb = "waited" if over else "waits"
             parts.append(f"{verb} for {clean(now.waits, 100)}{f' ({waited:.0f} s)' if waited >= LEAST_WAIT_S else ''}")
@@ -197,7 +197,7 @@ class _Wait:
             self._ask(self._answered)
         return self._text
 
-    def _answered(self, time_s: float, standing: Standing) -> None:
+    def _answered(self, time_s: float, standing: RunStatus) -> None:
         self._line.add(time_s, standing)
         self._text, self._asked = str(self._line), False
 

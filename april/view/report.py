@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
-from april.auto.question import InWork
+from april.auto.question import WorkSettings
 from april.core.partial_buffer import Idle
 from april.core.run_times import bottleneck_of
 from april.text.server_text import printable
@@ -319,7 +319,7 @@ def _settings(run: RunData) -> str:
     last: tuple[Any, ...] = ()
     for batch in run.batches:
         settings, m = run.settings_at(batch), batch.metrics
-        now = (InWork.of(settings), settings.max_staleness, *run.there.at(batch.time_s))
+        now = (WorkSettings.of(settings), settings.max_staleness, *run.there.at(batch.time_s))
         if now == last:
             continue
         last = now

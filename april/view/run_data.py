@@ -24,13 +24,13 @@ from april.core.types import Refill, Work
 from april.driver.limit import Distance, distance_of
 from april.engines.simulated.fitted_cost import FittedCost, Requests, fit
 from april.errors import RecordError
-from april.record.file import BATCH, CLOSED, IN_THE_MIDDLE, LEARNING, OVER, end_of, lines_of, refuse_other_formats
-from april.record.plain import back
+from april.record.file import BATCH, CLOSED, NO_LAST_LINE, TRAINER_REPORT, CUT_OFF, end_text, lines_of, refuse_other_formats
+from april.record.plain import from_plain
 
 Floats = NDArray[np.float64]
 Slots = Annotated[int, msgspec.Meta(ge=0, le=10**12)]
 KINDS = (
-    BATCH, LEARNING, OVER, CLOSED, "AttemptEnded", "AttemptFailed", "SampleReturned", "UpdateRequested",
+    BATCH, TRAINER_REPORT, CUT_OFF, CLOSED, "AttemptEnded", "AttemptFailed", "SampleReturned", "UpdateRequested",
     "EnginesJoined", "EnginesLeft", "WorkChanged",
 )  # fmt: skip
 
@@ -194,7 +194,7 @@ class RunData:
     settings: CoreSettings
     there: EnginesThere
     seconds: float = 0.0
-    end: str = IN_THE_MIDDLE
+    end: str = NO_LAST_LINE
     batches: list[Batch] = field(default_factory=list)
     updates_s: list[float] = field(default_factory=list)
     engines: list[str] = field(default_factory=list)
@@ -250,7 +250,7 @@ def read_run(path: Path) -> RunData:
     """
     lines = lines_of(path, KINDS)
     line = next(lines)
-    head = line.parts
+    head = line.fields
     refuse_other_formats(path, head)
     batches: list[Batch] = []
     updates: list[float] = []
@@ -259,17 +259,17 @@ def read_run(path: Path) -> RunData:
     rows: list[tuple[float, ...]] = []
     finished: list[tuple[int, int]] = []
     reports: list[Report] = []
-    seconds, end = 0.0, IN_THE_MIDDLE
+    seconds, end = 0.0, NO_LAST_LINE
     try:
-        settings = back(head["settings"], CoreSettings)
+        settings = from_plain(head["settings"], CoreSettings)
         if any(abs(value) >= BEYOND for value in asdict(settings).values() if isinstance(value, int)):
             raise ValueError("a setting is too large")
         there = EnginesThere(msgspec.convert(head["engines"], _First), msgspec.convert(settings.max_in_flight, Slots))
         for line in lines:
-            parts, seconds = line.parts, msgspec.convert(line.time_s, _Time)
-            match line.what:
+            parts, seconds = line.fields, msgspec.convert(line.time_s, _Time)
+            match line.kind:
                 case "AttemptEnded" | "AttemptFailed":
-                    if line.what == "AttemptFailed":
+                    if line.kind == "AttemptFailed":
                         failures[str(parts.get("kind", "broke_off"))] += 1
                     if (ran := parts.get("ran")) is not None:
                         engine, _, _, evaluation, age, began, context, generated = msgspec.convert(ran, _Ran)
@@ -294,7 +294,7 @@ def read_run(path: Path) -> RunData:
                     if (most := parts.get("max_in_flight")) is not None:
                         there.most_changed(seconds, msgspec.convert(most, Slots))
                 case what:
-                    end = end_of(what, parts) or end
+                    end = end_text(what, parts) or end
     except RecordError:
         raise
     except (KeyError, TypeError, ValueError) as error:

@@ -22,8 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from april.errors import RecordError
-from april.record.file import BATCH, CLOSED, OVER, STANDING, Line, LineReader, end_of, refuse_other_formats
-from april.record.standing import Standing
+from april.record.file import BATCH, CLOSED, CUT_OFF, STATUS, Line, LineReader, end_text, refuse_other_formats
+from april.record.standing import RunStatus
 from april.text.server_text import clean
 from april.view.progress import Line as ProgressLine
 from april.view.progress import short
@@ -72,8 +72,8 @@ class Seen:
 
     lines: int = 0
     seconds: float = 0.0
-    standing: Standing | None = None
-    standings: list[tuple[float, Standing]] = field(default_factory=list)
+    standing: RunStatus | None = None
+    standings: list[tuple[float, RunStatus]] = field(default_factory=list)
     batches: deque[tuple[int, dict[str, float], str]] = field(default_factory=lambda: deque(maxlen=KEPT))
     dropped: Counter[str] = field(default_factory=Counter)
     end: str | None = None
@@ -92,7 +92,7 @@ class Follower:
         self._begin()
 
     def _begin(self) -> None:
-        self._reader = LineReader(self._path, (BATCH, OVER, CLOSED, STANDING))
+        self._reader = LineReader(self._path, (BATCH, CUT_OFF, CLOSED, STATUS))
         self._rest = b""
         self.seen = Seen()
 
@@ -156,20 +156,20 @@ class Follower:
         return (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino) or there.st_size < self._file.tell()
 
     def _add(self, line: Line) -> None:
-        seen, parts = self.seen, line.parts
+        seen, parts = self.seen, line.fields
         seen.seconds = line.time_s
         try:
             if line.number == 1:
                 refuse_other_formats(self._path, parts)
-            elif line.what == STANDING:
-                seen.standing = msgspec.convert(parts, Standing)
+            elif line.kind == STATUS:
+                seen.standing = msgspec.convert(parts, RunStatus)
                 seen.standings.append((line.time_s, seen.standing))
-            elif line.what == BATCH:
+            elif line.kind == BATCH:
                 metrics = {str(name): float(value) for name, value in parts["metrics"].items()}
                 seen.batches.append((int(parts["id"]), metrics, str(parts["bottleneck"])))
                 seen.dropped.update({n: int(v) for n, v in metrics.items() if _DROPPED in n and v})
             else:
-                seen.end = end_of(line.what, parts)
+                seen.end = end_text(line.kind, parts)
         except RecordError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:

@@ -52,7 +52,7 @@ class TorchSender:
 
     def connect(self, goes_on: Callable[[], None]) -> None:
         """Wait until the workers have joined; with NCCL they join at the first tensor."""
-        self._process_group = self._apart(self._make, goes_on)
+        self._process_group = self._run_in_thread(self._make, goes_on)
 
     def _make(self) -> Any:
         import torch
@@ -82,7 +82,7 @@ class TorchSender:
         ready = [t.detach().to("cpu" if self._backend == GLOO else "cuda").contiguous() for t in tensors]
         self._works = []
         # in a thread, as the first broadcast creates NCCL's group
-        self._apart(lambda: self._works.extend(self._process_group.broadcast([t], options) for t in ready), goes_on)
+        self._run_in_thread(lambda: self._works.extend(self._process_group.broadcast([t], options) for t in ready), goes_on)
         wait_until(lambda: all(work.is_completed() for work in self._works), goes_on)
         for work in self._works:
             work.wait()
@@ -108,7 +108,7 @@ class TorchSender:
         # no daemon for gloo, as a thread inside torch at Python's exit kills the process; NCCL may never return
         threading.Thread(target=end, name="april-group-ends", daemon=self._backend != GLOO).start()
 
-    def _apart(self, call: Callable[[], T], goes_on: Callable[[], None]) -> T:
+    def _run_in_thread(self, call: Callable[[], T], goes_on: Callable[[], None]) -> T:
         """Run a call in a thread, as it may block and cannot be cancelled; closing the store ends its wait."""
         import torch
 

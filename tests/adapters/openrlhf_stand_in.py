@@ -161,12 +161,12 @@ class Run:
         async def opened(actors: Any) -> list[Engine]:
             return self.engines
 
-        from april.adapters.common.data_loader import CarryingLoader
+        from april.adapters.common.data_loader import CheckpointedLoader
 
         config = config_of(self.args, own)
         tokenizer = tokenizer or Tokenizer()
         self.rollouts = Rollouts(self.args, config, tokenizer, [], open_engines=opened, check=True)
-        self.loader = CarryingLoader(self.loader, self.rollouts.save, self.rollouts.load)
+        self.loader = CheckpointedLoader(self.loader, self.rollouts.save, self.rollouts.load)
         self.rows: Any = None
         self.labels: list[str] = []
         """Of the groups that were delivered."""

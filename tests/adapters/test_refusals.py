@@ -369,7 +369,7 @@ def all_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "verl", ModuleType("verl"))
     monkeypatch.setitem(sys.modules, "verl.stand_in", there)
     monkeypatch.setattr(seams, "version_of", lambda package: "0.9.7")
-    monkeypatch.setattr(verl_checks, "SEAMS", {"verl.stand_in:A.sample": ("self", "steps")})
+    monkeypatch.setattr(verl_checks, "REQUIRED_FUNCTIONS", {"verl.stand_in:A.sample": ("self", "steps")})
     with openrlhf.installed(), slime.installed():
         yield monkeypatch
 
@@ -385,7 +385,7 @@ def slime_session() -> Any:
 PPO = "openrlhf.trainer.ppo_trainer"
 EXECUTOR = "areal.infra.workflow_executor.WorkflowExecutor"
 RM = "slime.rollout.rm_hub.async_rm"
-VERL_SEAMS = "april.adapters.verl.settings.SEAMS"
+VERL_SEAMS = "april.adapters.verl.settings.REQUIRED_FUNCTIONS"
 
 
 @pytest.mark.parametrize(("place", "other", "look", "sentence"), [

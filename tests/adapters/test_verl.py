@@ -15,7 +15,7 @@ import pytest
 
 from adapters.stand_in_verl import EOS, Trainer, generate, single_turn
 from april.adapters.common.media import digest_of, placed_media, runs_of
-from april.adapters.verl.calls import Asked, Calls, Done, Result, SampleGivenUp, Session, result_of
+from april.adapters.verl.calls import Asked, Calls, Done, ServerResult, SampleGivenUp, Session, result_of
 from april.core.versions import PolicyVersion
 from april.engines.simulated.synthetic_rows import synthetic_rows
 from april.errors import CheckpointError, RolloutError
@@ -70,7 +70,7 @@ def test_late_requests_neither_hang_the_step_nor_are_lost(trainer: Make) -> None
         run.update()
         run.validate(15.0)  # the server goes on with what waited at its gate
     tokens = run.ledgers()["tokens"]
-    late = sum(len(tokens) for _, _, _, tokens, *_ in run.servers.late())
+    late = sum(len(tokens) for _, _, _, tokens, *_ in run.servers.late_responses())
     assert tokens["observed"] == tokens["delivered"] + tokens["held"] == run.server.generated - late
     assert run.core.counters["fenced_attempts"] > 0
     assert max(Counter(run.trained).values()) == 1
@@ -278,7 +278,7 @@ def test_tokens_that_came_late_are_in_the_checkpoint(trainer: Make, tmp_path: Pa
     run.delay_s = 3.0  # longer than the step waits
     run.step()
     run.validate(10.0)
-    assert run.servers.late()
+    assert run.servers.late_responses()
     generated, mine = run.server.generated, run.save(tmp_path)
     again = trainer(lambda row, sample: 30 if row == 0 else 4)
     again.load(tmp_path, mine)
@@ -452,7 +452,7 @@ def test_what_a_server_says(dtype: Any) -> None:
     rows = np.arange(2 * 3 * 2, dtype=dtype).reshape(2, 3, 2) * dtype(20)
     output = SimpleNamespace(token_ids=[5, 6], log_probs=[-1.0, -1.0], stop_reason="completed", extra_fields={},
                              routed_experts=rows)  # fmt: skip
-    result: Result = result_of(1, output)
+    result: ServerResult = result_of(1, output)
     assert result.extras["routed_experts"].dtype == np.uint8
     assert np.array_equal(result.extras["routed_experts"], rows)
     assert len(result_of(1, output, 1).extras["routed_experts"]) == 1

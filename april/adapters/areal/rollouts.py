@@ -11,10 +11,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from april.adapters.common.data_loader import CarriedRows
+from april.adapters.common.data_loader import RowQueue
 from april.adapters.common.refusals import require_count
 from april.adapters.common.samples import is_masked
-from april.adapters.common.session import Deliveries, reading
+from april.adapters.common.session import Deliveries, checkpoint_errors
 from april.adapters.common.trainer_servers import TrainerServers
 from april.config.settings import Config
 from april.core.batch import DeliveredSample
@@ -48,7 +48,7 @@ class Prompts:
         """Number of the epoch that is being read, from 0."""
         self._batches: Iterator[Any] | None = None
         self._empty = 0
-        self.carried = CarriedRows(self._next)
+        self.carried = RowQueue(self._next)
 
     def __iter__(self) -> Prompts:
         return self
@@ -121,7 +121,7 @@ class Rollouts:
                 f"the weights went from {now} to {label} while requests were at the servers, so nobody knows which "
                 "weights wrote their tokens; pause before the weights change, and resume after it"
             )
-        self.deliveries.follow(self.scheduler, label)
+        self.deliveries.report_weights(self.scheduler, label)
         if not self._continuous and last is not None:
             self.scheduler.commit(last)
         batch = self.scheduler.next_batch()
@@ -143,7 +143,7 @@ class Rollouts:
 
     def resume(self, label: int) -> None:
         """Send requests again, with the weights to which the trainer gave the number ``label``."""
-        self.deliveries.follow(self.scheduler, label)
+        self.deliveries.report_weights(self.scheduler, label)
         self.scheduler.resume()
 
     def close(self) -> None:
@@ -205,18 +205,18 @@ class Rollouts:
             ahead = plain(ahead, "prompts")
         except CheckpointError as error:
             raise CheckpointError(f"{error}; let the data set give such, or set recover.mode to disabled") from None
-        content = {"state": state, "late": self._servers.late(), "ahead": ahead, "epoch": self.prompts.epoch}
+        content = {"state": state, "late": self._servers.late_responses(), "ahead": ahead, "epoch": self.prompts.epoch}
         write_state(path, KIND, content)
         return theirs
 
     def restore(self, path: Path) -> None:
         """Restore a saved state before the first batch. Raises CheckpointError if it is damaged or does not fit."""
         content = read_state(path, KIND)
-        with reading(f"april's state in {path}"):
+        with checkpoint_errors(f"april's state in {path}"):
             state = content["state"]
             for group in (*state["core"]["ready"], *state["core"]["waiting"]):
                 group["data"] = restored(group["data"])
             self.prompts.epoch = content["epoch"]
-            self.prompts.carried.go_on(state["prompts"]["position"], restored(content["ahead"]))
-            self._servers.go_on(content["late"])
+            self.prompts.carried.restore(state["prompts"]["position"], restored(content["ahead"]))
+            self._servers.restore(content["late"])
         self.scheduler.load_state_dict(state)  # the trainer has loaded the weights

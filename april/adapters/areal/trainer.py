@@ -27,11 +27,11 @@ from areal.utils.recover import RecoverHandler
 
 from april.adapters.areal.rollouts import CURRENT, Prompts, Rollouts, Trajectory
 from april.adapters.areal.settings import MAX_CONTEXT, config_of, refusals
-from april.adapters.common.data_loader import KEY, CarryingLoader
+from april.adapters.common.data_loader import KEY, CheckpointedLoader
 from april.adapters.common.media import placed_media
 from april.adapters.common.refusals import refuse
 from april.adapters.common.session import closing_on_error
-from april.adapters.common.trainer_servers import Result, TrainerServers
+from april.adapters.common.trainer_servers import ServerResult, TrainerServers
 from april.concurrency.worker_threads import in_thread
 from april.config.settings import Config
 from april.core.attachments import Placed
@@ -75,7 +75,7 @@ class Engine:
         self._inner, self._pauses = inner, pauses
         # a single engine, since AReaL itself balances requests over its servers
         self.servers = TrainerServers(
-            "areal", self._ask, lambda: in_thread(end_all), context=MAX_CONTEXT, eos_token_ids=ends,
+            "areal", self._ask, lambda: in_thread(end_all), max_context=MAX_CONTEXT, eos_token_ids=ends,
             attachments=("image",), extras=extras,
         )  # fmt: skip
 
@@ -130,7 +130,7 @@ class Engine:
             **({} if experts is None else {"routed_experts": experts.astype(np.int32)}),
         )
 
-    async def _ask(self, asked: Asked, token_ids: Int32, max_tokens: int) -> Result:
+    async def _ask(self, asked: Asked, token_ids: Int32, max_tokens: int) -> ServerResult:
         """Send a single engine request for april and return the result."""
         inner, sampling = self._inner, asked.request.gconfig
         label, pauses = inner.get_version(), self._pauses()
@@ -148,7 +148,7 @@ class Engine:
         if pauses != self._pauses() and len(tokens):
             # weights may have changed during the request, so the version of these tokens is unknown
             unused, tokens, logprobs = (len(tokens), DropReason.UNKNOWN_WEIGHTS), tokens[:0], logprobs[:0]
-        return Result(
+        return ServerResult(
             tokens=tokens, logprobs=logprobs, label=label, unused=unused,
             aborted=made.stop_reason == "abort" or unused is not None,
             # the server may have a lower limit of its own, which is unknown here
@@ -327,7 +327,7 @@ class PPOTrainer(ArealPPOTrainer):  # type: ignore[misc]
     def _create_dataloader(self, dataset: Any, dataset_config: Any, rank: int, world_size: int) -> Any:
         loader = super()._create_dataloader(dataset, dataset_config, rank, world_size)
         if dataset_config is self.config.train_dataset:
-            return CarryingLoader(loader, self._with_april, self._load_april)
+            return CheckpointedLoader(loader, self._with_april, self._load_april)
         return loader
 
     def _init_rollout(self, rollout_config: Any, is_eval: bool = False, lora_path: str | None = None) -> Any:

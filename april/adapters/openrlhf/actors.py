@@ -9,7 +9,7 @@ import logging
 import sys
 from typing import Any
 
-from april.adapters.common.data_loader import CarryingLoader
+from april.adapters.common.data_loader import CheckpointedLoader
 from april.adapters.common.refusals import require_count
 from april.adapters.openrlhf.arguments import config_of
 from april.adapters.openrlhf.framework import find, undecorated
@@ -62,7 +62,7 @@ class WithApril:
         stock = self.samples_generator
         config = config_of(stock.args, stock.args.april)
         self.april = rollouts = Rollouts(stock.args, config, stock.tokenizer, stock.vllm_engines)
-        self.prompts_dataloader = CarryingLoader(self.prompts_dataloader, rollouts.save, rollouts.load)
+        self.prompts_dataloader = CheckpointedLoader(self.prompts_dataloader, rollouts.save, rollouts.load)
         self.samples_generator = AprilSamplesGenerator(
             stock.strategy, self.prompts_dataloader, stock.eval_dataloader, stock.tokenizer, stock.vllm_engines
         )

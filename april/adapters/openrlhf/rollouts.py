@@ -17,7 +17,7 @@ import numpy as np
 
 from april.adapters.common.data_loader import KEY
 from april.adapters.common.kept_samples import KeptSamples
-from april.adapters.common.session import closing_on_error, reading
+from april.adapters.common.session import closing_on_error, checkpoint_errors
 from april.adapters.openrlhf.agents import Agents
 from april.adapters.openrlhf.samples import (
     Held,
@@ -172,7 +172,7 @@ class Rollouts:
         responses = list(responses_of(batch, self._scored, with_rewards=self._has_rewards, **of_images))
         for sample in batch.samples:
             self._scored.pop(sample.id, None)
-        self._kept.settle(self.scheduler.held_groups())
+        self._kept.forget_dropped(self.scheduler.held_groups())
         metrics = {name: round(value, 4) for name, value in batch.metrics.items()}
         log.info("april: batch %d under weights %s: %s", batch.id, batch.version, metrics)
         return responses, self._prompts.carried.drawn - before, False
@@ -297,13 +297,13 @@ class Rollouts:
         if saved is None:
             log.warning("the checkpoint was written without april: nothing in it is unfinished, and april begins anew")
             return False
-        with reading(CARRY):
+        with checkpoint_errors(CARRY):
             data = np.asarray(saved, np.uint8).tobytes()
         self._saved = unpack(KIND, data, "the loader's state")
         return bool(self._saved["prompts"]["ended"])
 
     def _restore(self, scheduler: RolloutScheduler, saved: dict[str, Any]) -> None:
-        with reading(CARRY):
+        with checkpoint_errors(CARRY):
             self._prompts.go_on(saved["state"]["prompts"]["position"], saved["prompts"])
             self._scored |= {SampleId(group, index): RewardResult(*said) for group, index, *said in saved["scored"]}
         scheduler.load_state_dict(saved["state"], transfer=lambda: None)  # the trainer has loaded the weights

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from april.adapters.common.data_loader import CarriedRows
+from april.adapters.common.data_loader import RowQueue
 from april.adapters.common.refusals import refuse_several_rows
-from april.adapters.common.samples import NOT_TRAINED, generated, pictures
+from april.adapters.common.samples import NOT_TRAINED, generated_segments, attached_pictures
 from april.config.images import ImagesConfig
 from april.core.batch import Batch, DeliveredSample
 from april.core.types import FinishReason, Prompt, SampleId
@@ -150,7 +150,7 @@ def trained_ranges(mask: Sequence[int], offset: int) -> list[tuple[int, int]]:
 
 def provenance(sample: DeliveredSample) -> dict[str, float]:
     """Return metrics of a sample's policy versions, as numbers that OpenRLHF can average."""
-    versions = [s.version.n for s in generated(sample.segments)]
+    versions = [s.version.n for s in generated_segments(sample.segments)]
     return {
         "april/versions": float(len(set(versions))),
         "april/version_first": float(min(versions, default=0)),
@@ -176,7 +176,7 @@ class Prompts:
     ) -> None:
         self._encode, self._images = encode, images
         self._rows: Iterator[Any] = iter(())
-        self.carried = CarriedRows(self._next)
+        self.carried = RowQueue(self._next)
         self.ended = False
         """True once the current episode has no more prompts."""
 
@@ -214,7 +214,7 @@ class Prompts:
 
     def go_on(self, position: int, saved: Mapping[str, Any]) -> None:
         """Restore the prompts that had been drawn after ``position``."""
-        self.carried.go_on(position, [list(row) for row in saved["ahead"]])
+        self.carried.restore(position, [list(row) for row in saved["ahead"]])
 
 
 class ShownImages:
@@ -253,7 +253,7 @@ class ShownImages:
 
     def _made(self, row: DeliveredSample) -> dict[str, Any]:
         made = self.processor(
-            text=[row.prompt.data["prompt"]], images=pictures(row.attached), add_special_tokens=False,
+            text=[row.prompt.data["prompt"]], images=attached_pictures(row.attached), add_special_tokens=False,
             return_tensors="pt",
         )  # fmt: skip
         if made["input_ids"][0].tolist() != row.prompt.token_ids.tolist():

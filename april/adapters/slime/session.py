@@ -15,7 +15,7 @@ from typing import Any
 
 from april.adapters.common.kept_samples import KeptSamples
 from april.adapters.common.refusals import refuse
-from april.adapters.common.session import closing_on_error, reading
+from april.adapters.common.session import closing_on_error, checkpoint_errors
 from april.adapters.slime.arguments import agent_path, config_of, router_url, warn_of
 from april.adapters.slime.framework import Framework
 from april.adapters.slime.functions import FunctionEngine
@@ -104,7 +104,7 @@ class Session:
         while len(self._batches) > NAMED_BATCHES:
             del self._batches[min(self._batches)]
         groups = self._groups_of(batch)
-        self._kept.settle(self.scheduler.held_groups())
+        self._kept.forget_dropped(self.scheduler.held_groups())
         dropped, judged = self._hooks.drain()
         args, load = self._args, self._framework.load_function
         if getattr(args, "rollout_sample_filter_path", None):
@@ -297,7 +297,7 @@ class Session:
         return read_state(path, KIND)
 
     def _restore(self, saved: dict[str, Any]) -> None:
-        with reading("april's carry"):
+        with checkpoint_errors("april's carry"):
             self._groups.go_on(saved["state"]["prompts"]["position"], saved["ahead"])
             lag = int(saved["lag"])
             self._weights.names = {PolicyVersion(i, n): (label, began) for i, n, label, began in saved["names"]}

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from april.adapters.common.refusals import refuse
-from april.adapters.common.samples import pictures
+from april.adapters.common.samples import attached_pictures
 from april.adapters.trl.ranks import of_all_ranks
 from april.config.images import ImagesConfig
 from april.core.attachments import Placed
@@ -309,7 +309,7 @@ def put_back(row: dict[str, Any], attached: Sequence[Placed]) -> None:
     """Replace a row's images by the ones from which its responses were generated, as april has read them."""
     if not attached:
         return
-    opened = pictures(attached, None)
+    opened = attached_pictures(attached, None)
     if "images" in row:
         row["images"] = opened
     else:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from april.adapters.common.trainer_servers import Result
+from april.adapters.common.trainer_servers import ServerResult
 from april.core.attachments import NO_EXTRAS, Extras, Placed
 from april.core.tape import Float32, Int32
 from april.core.types import DropReason
@@ -29,8 +29,8 @@ _failures = FailureLog()
 
 def result_of(
     offset: int, output: Any, cut_at: int | None = None, sampling: Mapping[str, Any] = MappingProxyType({})
-) -> Result:
-    """Convert a server's TokenOutput to a Result; the label of its weights is the trainer's global step.
+) -> ServerResult:
+    """Convert a server's TokenOutput to a ServerResult; the label of its weights is the trainer's global step.
 
     ``offset`` is the number of tokens that were sent, and ``sampling`` the request's sampling parameters. ``cut_at`` is
     the token limit for servers that exceed it: tokens beyond it are cut off and counted; None for all others.
@@ -49,7 +49,7 @@ def result_of(
         unused = len(tokens) - cut_at, DropReason.OVER_BUDGET
         tokens, logprobs = tokens[:cut_at], logprobs[:cut_at]
     rows = getattr(output, "routed_experts", None)
-    return Result(
+    return ServerResult(
         tokens=tokens,
         logprobs=logprobs,
         label=None if label is None else int(label),

@@ -19,15 +19,15 @@ from verl.utils.tokenizer import get_processor_token_id
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from april.adapters.common.installed_trainer import plain_class
-from april.adapters.common.media import KINDS, placed_media
+from april.adapters.common.installed_trainer import undecorated_class
+from april.adapters.common.media import MEDIA_KINDS, placed_media
 from april.adapters.verl import calls  # as a module: Ray cannot pickle a context variable with the class
 from april.adapters.verl.calls import Asked, Calls, Done, Message, Session, fields_of
 from april.adapters.verl.settings import UNBANNED
 from april.concurrency.worker_threads import in_thread
 from april.core.attachments import Placed
 
-MEDIA = (*(f"{kind}_data" for kind in KINDS), "mm_processor_output")
+MEDIA = (*(f"{kind}_data" for kind in MEDIA_KINDS), "mm_processor_output")
 """Arguments of verl's client that are sent as Ray references, so that the trainer's process never loads them."""
 
 
@@ -68,7 +68,7 @@ class Client(FullyAsyncLLMServerClient):  # type: ignore[misc]
         session = calls.CURRENT.get()
         if session is None:
             return await super().generate(request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs)
-        media = {kind: kwargs.get(f"{kind}_data") for kind in KINDS}
+        media = {kind: kwargs.get(f"{kind}_data") for kind in MEDIA_KINDS}
         attached: tuple[Placed, ...] = ()
         if any(media.values()):
             attached = await in_thread(placed_media, prompt_ids, media, self.stands)
@@ -103,7 +103,7 @@ def worker_class() -> Any:
 
     It is a new class on each call so that Ray pickles it by value: its base, verl's class, cannot be found by name.
     """
-    base = plain_class(AgentLoopWorkerTQ)
+    base = undecorated_class(AgentLoopWorkerTQ)
 
     class AgentLoopWorker(base):  # type: ignore[valid-type, misc]
         """Worker that starts an agent loop of training when april's scheduler starts its sample."""

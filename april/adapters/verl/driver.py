@@ -82,7 +82,7 @@ class Sampler(ReplayBufferAsync):  # type: ignore[misc]
             return self._batch_of(partition_id, lambda key: key.split("_")[0] in uids, uids), {}
         before = time.monotonic()
         require_count(batch_size, self.settings.config.rollout_batch_size)
-        self.rollouts.deliveries.follow(self.scheduler, global_steps - 1)
+        self.rollouts.deliveries.report_weights(self.scheduler, global_steps - 1)
         delivery = self.rollouts.delivered(self.scheduler.next_batch(), self.scheduler)
         names = {name_of(*rollout) for rollout in delivery.rollouts}
         batch = self._batch_of(partition_id, lambda key: _name_of(key) in names, delivery.settled, delivery.held)

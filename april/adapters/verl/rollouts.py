@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from april.adapters.common.media import KINDS
+from april.adapters.common.media import MEDIA_KINDS
 from april.adapters.common.samples import is_masked
-from april.adapters.common.session import Deliveries, reading
-from april.adapters.common.trainer_servers import Result, TrainerServers
+from april.adapters.common.session import Deliveries, checkpoint_errors
+from april.adapters.common.trainer_servers import ServerResult, TrainerServers
 from april.adapters.verl.calls import Asked, Done, Ended, result_of
 from april.adapters.verl.settings import RunSettings
 from april.core.batch import Batch
@@ -49,14 +49,14 @@ def servers_of(
 ) -> TrainerServers:  # fmt: skip
     """Wrap verl's servers as one engine; ``send`` sends a single request and returns verl's TokenOutput."""
 
-    async def ask(asked: Asked, token_ids: Int32, max_tokens: int) -> Result:
+    async def ask(asked: Asked, token_ids: Int32, max_tokens: int) -> ServerResult:
         output = await send(asked, token_ids.tolist(), max_tokens)
         asked.note(output)
         return result_of(len(token_ids), output, max_tokens if settings.overruns else None, asked.options)
 
     return TrainerServers(
-        "verl", ask, end_all, context=settings.context - 1, places=settings.places, eos_token_ids=eos_token_ids,
-        attachments=KINDS, extras=settings.config.extras,
+        "verl", ask, end_all, max_context=settings.context - 1, max_in_flight=settings.places, eos_token_ids=eos_token_ids,
+        attachments=MEDIA_KINDS, extras=settings.config.extras,
     )  # fmt: skip
 
 
@@ -64,7 +64,7 @@ class Prompts:
     """Iterates over verl's prompts (uids, without tokens); ``fetch(count)`` makes verl :meth:`offer` that many more."""
 
     resumes = True
-    attachments = KINDS
+    attachments = MEDIA_KINDS
 
     def __init__(self, fetch: Callable[[int], None]) -> None:
         self._fetch = fetch
@@ -321,7 +321,7 @@ class Rollouts:
         known = {*self._groups.values(), *(group["data"]["uid"] for group in _groups_in(state))}
         waiting = [uid for uid in self.prompts.rows if uid not in known]
         waiting += [uid for uid, _ in self.prompts.offered]
-        write_state(folder / STATE_FILE, FILE_KIND, {"state": state, "late": self._servers.late(), "waiting": waiting})
+        write_state(folder / STATE_FILE, FILE_KIND, {"state": state, "late": self._servers.late_responses(), "waiting": waiting})
 
     def read(self, folder: Path, stored: Mapping[str, Mapping[int, Sequence[str]]]) -> tuple[dict[str, Any], list[str]]:
         """Return the scheduler's saved state, and the uids of prompts that were offered but not drawn.
@@ -332,7 +332,7 @@ class Rollouts:
         Raises CheckpointError if the state is damaged or belongs to another checkpoint.
         """
         saved = read_state(folder / STATE_FILE, FILE_KIND)
-        with reading("the state"):
+        with checkpoint_errors("the state"):
             core, groups = saved["state"]["core"], _groups_in(saved["state"])
             if missing := [uid for g in groups if (uid := g["data"]["uid"]) not in stored]:
                 raise CheckpointError(
@@ -348,7 +348,7 @@ class Rollouts:
             if core["settings"]["group_quorum"] == 1 and Work.QUORUM not in core["settings"]["auto"]:
                 core["waiting"] += [g for g in core["ready"] if g in again]
                 core["ready"] = [g for g in core["ready"] if g not in again]
-            self._servers.go_on(saved["late"])
+            self._servers.restore(saved["late"])
             parts = {name: saved["state"][name] for name in ("core", "prompts", "sampling")}
             waiting = [str(uid) for uid in saved["waiting"]]
             self._groups = {group["id"]: group["data"]["uid"] for group in groups}
@@ -362,7 +362,7 @@ class Rollouts:
         held = list(self._groups.values())
         self.prompts.rows = dict(zip(held, rows(held), strict=True))
         self.prompts.offer(zip(waiting, rows(waiting), strict=True))
-        self.deliveries.skip(scheduler.ledger())
+        self.deliveries.skip_dropped(scheduler.ledger())
         log.info("april goes on with %d prompts", len(held))
         return held
 
