@@ -19,9 +19,9 @@ from typing import Any, ParamSpec, Protocol, Self, TypeVar, cast
 
 from april.agents.chat import COMMIT_S, KEEPALIVE_S
 from april.agents.gateway import Gateway
-from april.config.engine_fit import check_engines, doubts_of, fits
+from april.config.engine_fit import check_engines, fits, warnings_of
 from april.config.settings import Config
-from april.config.values import MOST, shown, without_contents
+from april.config.values import LARGEST_INT, shown_value, without_contents
 from april.core.batch import Batch
 from april.core.ledger import Ledger
 from april.core.types import Prompt, SampleId
@@ -43,7 +43,7 @@ from april.engines.kinds.factory import create_engines
 from april.engines.protocol import Engine
 from april.errors import AprilError, ConfigError, DataExhausted, RolloutError, SchedulerClosed
 from april.export import Exporter
-from april.images.placing import ImagePlacer
+from april.images.image_placer import ImagePlacer
 from april.record.file import RunRecord
 from april.view.observers import Observers
 from april.weights.adapter_updates import AdapterUpdates
@@ -186,7 +186,7 @@ class RolloutScheduler(BatchIterator):
         if engines is not None and (isinstance(engines, str) or not isinstance(engines, Sequence)):
             raise ConfigError(f"engines must be a list of engine objects, got {type(engines).__name__}")
         self.config = config
-        for doubt in doubts_of(config):
+        for doubt in warnings_of(config):
             log.warning("%s", doubt)
         images = None if processor is None else ImagePlacer(processor, config.images)
         tokenizer = images.tokenizer if images is not None and tokenizer is None else tokenizer
@@ -259,7 +259,7 @@ class RolloutScheduler(BatchIterator):
             self._thread.call(lambda: self._driver.local.spawn(follow()))
         self._observers.driver = self._driver
         recorder = self._driver.recorder
-        ends = [*(() if recorder is None else (recorder.end,)), *self._observers.ends]
+        ends = [*(() if recorder is None else (recorder.end,)), *self._observers.close_functions]
         self._close_abandoned = partial(close_abandoned, self._engines, self._driver.local.worker_threads, ends)
         dropped = partial(self._close_abandoned, dropped=True)
         self._dropped = weakref.finalize(self, self._thread.begin_to_stop, dropped)
@@ -478,8 +478,8 @@ class RolloutScheduler(BatchIterator):
         for name, value, least in (("n_samples", n_samples, 1), ("max_tokens", limit, 1), ("seed", seed, 0)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"evaluate: {name} must be a whole number and at least {least}, got {value!r}")
-            if value > MOST and name != "seed":
-                raise ConfigError(f"evaluate: {name} must be at most {MOST:,}, got {without_contents(value)}")
+            if value > LARGEST_INT and name != "seed":
+                raise ConfigError(f"evaluate: {name} must be at most {LARGEST_INT:,}, got {without_contents(value)}")
         base = self._sampling
         sampling = replace(
             base,
@@ -773,8 +773,8 @@ def check_functions(
         raise ConfigError("give reward or group_reward, not both")
     if group_reward is not None and config.delivers_parts:
         raise ConfigError(
-            f"group_reward scores whole groups, and group_quorum={shown(config.group_quorum)} delivers parts of them; "
-            "give reward, or set group_quorum: 1"
+            f"group_reward scores whole groups, and group_quorum={shown_value(config.group_quorum)} delivers parts of "
+            "them; give reward, or set group_quorum: 1"
         )
     check_function("rollout", rollout, PARAMETERS["rollout"])
     check_signatures(reward=reward, group_reward=group_reward, filter=filter)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from april.auto.question import SMALLEST_QUORUM, TuningAnswer, WorkSettings, TuningQuestion
+from april.auto.question import SMALLEST_QUORUM, TuningAnswer, TuningQuestion, WorkSettings
 from april.core.types import Refill, Work
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.response_lengths import LognormalLengths, ResponseLengths
@@ -152,7 +152,10 @@ def cases(steps: int) -> dict[str, Case]:
 
 
 def simulation(
-    case: Case, schedule: Schedule, chooser: Callable[[TuningQuestion], TuningAnswer] | None = None, most: int | None = None
+    case: Case,
+    schedule: Schedule,
+    chooser: Callable[[TuningQuestion], TuningAnswer] | None = None,
+    most: int | None = None,
 ) -> Simulation:
     """One run."""
     w = case.workload

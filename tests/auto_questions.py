@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from april.auto.question import TuningAnswer, WorkSettings, TuningQuestion
+from april.auto.question import TuningAnswer, TuningQuestion, WorkSettings
 from april.core.settings import CoreSettings
 from april.core.types import OnStale, Refill, Work
 from april.engines.simulated.decode_cost import DecodeCost
@@ -40,8 +40,8 @@ class Watched(Simulation):
     """A simulation whose chooser answers as it is told, and remembers what it was asked."""
 
     def __init__(
-        self, told: Callable[[TuningQuestion], TuningAnswer], lengths: ResponseLengths | None = None, *, train_s: float = 2.0,
-        fetch_ahead: int = 0, cost: DecodeCost = COST, **settings: Any,
+        self, told: Callable[[TuningQuestion], TuningAnswer], lengths: ResponseLengths | None = None, *,
+        train_s: float = 2.0, fetch_ahead: int = 0, cost: DecodeCost = COST, **settings: Any,
     ) -> None:  # fmt: skip
         self.asked: list[tuple[int, TuningQuestion]] = []
         values: dict[str, Any] = {

@@ -43,7 +43,7 @@ class Store:
 class OnePlace(april.Ranks):
     """Ranks of one process meet under one name: they count their groups together."""
 
-    def meeting_point(self) -> Any:
+    def rendezvous(self) -> Any:
         point = super().rendezvous()
         point._key = "ranks"
         return point

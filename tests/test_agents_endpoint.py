@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 from toy_chat import ToyTokenizer
 
+from april.agents.chat_template import ChatTemplate
 from april.agents.endpoint import MAX_BODY_BYTES, SMALL_BODY_BYTES, Endpoint, ServedSession, SessionAddress
 from april.agents.session import Session
-from april.agents.template import ChatTemplate
 from april.core.tape import Float32, Int32
 from april.core.types import FinishReason
 from april.errors import RolloutError
@@ -532,7 +532,7 @@ async def own(prompt, llm):
     await llm.generate()
 
 def loaded():
-    return [name in sys.modules for name in ("renderers", "april.agents.endpoint", "april.agents.template")]
+    return [name in sys.modules for name in ("renderers", "april.agents.endpoint", "april.agents.chat_template")]
 
 engine = FakeEngine("e", vocab_size=VOCAB, eos_token_id=EOS)
 common = dict(engines=[engine], tokenizer=TOKENIZER, reward=lambda prompt, response: 0.0, RUNS)

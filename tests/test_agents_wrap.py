@@ -52,7 +52,7 @@ async def test_a_program_ends_with_its_sample_and_so_does_what_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process group is ended when the function is cancelled, a child that ignores SIGTERM included."""
-    monkeypatch.setattr("april.agents.wrap.TERMINATE_S", 0.05)
+    monkeypatch.setattr("april.agents.rollout_functions.TERMINATE_S", 0.05)
     pid = tmp_path / "pid"
     child = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
     child += f"open({str(pid)!r} + '.new', 'w').write(str(os.getpid())); os.rename({str(pid)!r} + '.new', {str(pid)!r})"
@@ -79,7 +79,7 @@ async def test_what_a_program_leaves_running_does_not_keep_its_sample() -> None:
 
 async def test_the_last_of_what_a_program_writes_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each stream; a program that does not read what it is given is no error."""
-    monkeypatch.setattr("april.agents.wrap.MAX_OUTPUT_BYTES", 4)
+    monkeypatch.setattr("april.agents.rollout_functions.MAX_OUTPUT_BYTES", 4)
     code = "import sys; sys.stdout.write('abcdefgh'); sys.stderr.write('12345')"
     found = await program(python(code), stdin=lambda p: "x" * 300_000)(prompt(), LLM)
     assert found == ProgramResult(0, "efgh", "2345")

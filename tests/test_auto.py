@@ -18,11 +18,11 @@ import pytest
 from auto_questions import BETTER, NOW, Watched, answer, question, stays
 
 import april
-from april.auto import auto_run
-from april.auto.auto_run import ChooserProcess
-from april.auto.auto_work import LONGEST_WAIT, SETTLING_BATCHES, MAX_STEP
-from april.auto.batches import BATCHES, LATEST_BATCHES, LengthWindow, Speeds
-from april.auto.question import TuningAnswer, WorkSettings, TuningQuestion
+from april.auto import run_tuning
+from april.auto.batch_windows import BATCHES, LATEST_BATCHES, LengthWindow, Speeds
+from april.auto.question import TuningAnswer, TuningQuestion, WorkSettings
+from april.auto.run_tuning import ChooserProcess
+from april.auto.tuner import LONGEST_WAIT, MAX_STEP, SETTLING_BATCHES
 from april.core import events as ev
 from april.core.types import Refill, Work
 from april.engines.simulated.decode_cost import DecodeCost
@@ -303,7 +303,7 @@ def test_a_run_on_virtual_time_is_answered(
     """Its clock stands still meanwhile, so it is the same every time; what goes wrong is a warning, as elsewhere."""
 
     def answered(program: str) -> list[float]:
-        monkeypatch.setattr(auto_run, "COMMAND", ("-c", program))
+        monkeypatch.setattr(run_tuning, "COMMAND", ("-c", program))
         return [metrics["auto_over_sampling_batch_size"] for metrics in scheduled(5)]
 
     assert answered(TELLS)[1:] == [4.0, 7.0, 7.0, 7.0]
@@ -375,7 +375,7 @@ def asking(
 ) -> tuple[list[dict[str, float]], Oracle]:
     """The same, and the oracle that is asked."""
     oracle = Oracle(best)
-    monkeypatch.setattr(auto_run, "ChooserProcess", lambda: oracle)
+    monkeypatch.setattr(run_tuning, "ChooserProcess", lambda: oracle)
     return scheduled(batches, **options), oracle
 
 
@@ -405,10 +405,14 @@ def test_the_run_goes_on_while_it_is_answered(
     ("best", "patience_s", "why"), [(None, 9.0, "nobody knows"), (BETTER, 0.5, "better failed: TimeoutError")]
 )
 def test_no_answer_leaves_everything_as_it_is(
-    best: WorkSettings | None, patience_s: float, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    best: WorkSettings | None,
+    patience_s: float,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A chooser that fails or hangs is a warning, and another question later."""
-    monkeypatch.setattr(auto_run, "ANSWER_TIMEOUT_S", patience_s)
+    monkeypatch.setattr(run_tuning, "ANSWER_TIMEOUT_S", patience_s)
     found, oracle = asking(monkeypatch, best, 10)
     assert {m["auto_over_sampling_batch_size"] for m in found} == {4.0}
     assert oracle.asked >= 2

@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("renderers")
 from april.agents import endpoint, session
 from april.agents.chat import RequestError
+from april.agents.chat_template import ChatTemplate
 from april.agents.dialects import OpenAIChat, OpenAIText
-from april.agents.template import ChatTemplate
 from april.testing.conformance import Outcome
 from tests.gateway_suite.bench import Promise
 from tests.gateway_suite.promises import PROMISES

@@ -19,15 +19,15 @@ pytest.importorskip("PIL")
 pytest.importorskip("renderers")
 
 import april
+from april.agents.chat_template import ChatTemplate
 from april.agents.endpoint import Endpoint, ServedSession, SessionAddress
+from april.agents.message_images import MessageImages
 from april.agents.session import Session
-from april.agents.sight import MessageImages
-from april.agents.template import ChatTemplate
 from april.config.images import ImagesConfig
 from april.core.attachments import Placed
 from april.core.tape import Float32, Int32
 from april.core.types import FinishReason, Prompt
-from april.images.placing import ImagePlacer
+from april.images.image_placer import ImagePlacer
 from april.testing import FakeEngine, rollouts, run_virtual
 
 RED, TALL = encoded(), encoded(picture(140, 300))

@@ -29,7 +29,7 @@ from april.driver.prompt_reader import PromptReader
 from april.driver.prompt_source import PromptSource
 from april.engines.protocol import Capabilities
 from april.errors import CheckpointError, ConfigError
-from april.images.placing import ImagePlacer
+from april.images.image_placer import ImagePlacer
 from april.testing import FakeEngine, rollouts, run_virtual
 
 RED, BLUE = encoded(), encoded(picture(color=(0, 0, 255)))

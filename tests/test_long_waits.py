@@ -17,7 +17,7 @@ from april.core.settings import EngineLimits
 from april.core.state import RolloutCore
 from april.core.types import Prompt
 from april.driver.long_waits import WARN_AFTER_S, LongWaits
-from april.record.standing import WaitReason, wait_text
+from april.record.run_status import WaitReason, wait_text
 
 pytestmark = on_virtual_time
 

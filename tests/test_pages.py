@@ -16,14 +16,14 @@ import test_page_python  # noqa: F401 - as above
 from pages import COMMANDS, EXECUTED, PAGES, ROOT, YAML, blocks, settings_page, text_of
 
 import april
-from april.auto import auto_run
+from april.auto import run_tuning
 from april.auto.question import TuningAnswer, TuningQuestion
 from april.core.state import STEP_METRICS
 from april.core.types import DropReason
 from april.engines.protocol import Capabilities, Engine
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine
-from april.simulate.show import ROWS
+from april.simulate.report_tables import ROWS
 from april.testing import Audit, FaultKind, conformance, rollouts, run_virtual
 from april.testing.fault_script import AT_TOKENS
 from tests.adapters import environments as trainers
@@ -262,7 +262,7 @@ def emitted() -> set[str]:
                 await run.weight_update(transfer=lambda: None)
             return keys
 
-    with mock.patch.object(auto_run, "ChooserProcess", AsItIs):
+    with mock.patch.object(run_tuning, "ChooserProcess", AsItIs):
         return run_virtual(program())
 
 

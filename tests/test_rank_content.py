@@ -11,7 +11,7 @@ import pytest
 from april.core.attachments import Attachment, Placed
 from april.core.types import EngineFinish, FinishReason, Prompt, SampleId
 from april.driver.rewards import Conversation, EvaluationResult, Response
-from april.processes.rank_content import without_repetition, with_repetition, pack_call, unpack_call
+from april.processes.rank_packing import pack_call, unpack_call, with_repetition, without_repetition
 from april.serialization.own_values import pack, unpack
 from april.serialization.plain_values import why_not_plain
 

@@ -16,7 +16,7 @@ from april.errors import RankError
 from april.processes.heartbeats import Heartbeats
 from april.processes.rank_client import RankClient
 from april.processes.rank_messages import CallRequest, CallResult, Joined, Step
-from april.processes.rank_server import PIECE_BYTES, RunOnAllRanks, RankServer
+from april.processes.rank_server import PIECE_BYTES, RankServer, RunOnAllRanks
 
 TOKEN = april.new_token()
 Made = Callable[[RunOnAllRanks], Any]
@@ -47,7 +47,9 @@ class Rank:
         self.joined: Joined = server.join(number, server._ranks.world_size - 1 - number)
         self.requests = 0
 
-    def ask(self, call: int, what: str = "next_batch()", carried: int = 0, **more: Any) -> asyncio.Task[Step | CallResult]:
+    def ask(
+        self, call: int, what: str = "next_batch()", carried: int = 0, **more: Any
+    ) -> asyncio.Task[Step | CallResult]:
         """Come to a call; the answer is the task's."""
         self.requests += 1
         asked = CallRequest(

@@ -20,10 +20,10 @@ from rank_threads import CONFIG, PATIENCE_S, beside, cut, cut_server, engine
 import april
 from april.driver.loop_thread import LoopThread
 from april.errors import RankError
-from april.processes.rank_content import pack_call, unpack_call
+from april.processes.rank_packing import pack_call, unpack_call
 from april.processes.rank_server import RankServer
 from april.processes.ranks import Ranks
-from april.processes.ray_run import CLOSE_S, ActorScheduler, SchedulerActor, Run, scheduler
+from april.processes.ray_run import CLOSE_S, ActorScheduler, Run, SchedulerActor, scheduler
 
 
 class Gone(Exception):

@@ -33,8 +33,8 @@ from april.driver.llm import LLM
 from april.engines.protocol import Chunk, Request
 from april.errors import ConfigError, InvariantError, RecordError, RolloutError
 from april.record import file as record_file
+from april.record.event_values import NAME_FIELDS, exception_name, from_plain, to_plain
 from april.record.file import RecordFile, RunRecord
-from april.record.plain import NAME_FIELDS, from_plain, to_plain, exception_name
 from april.record.replay import replay
 
 pytestmark = on_virtual_time
@@ -77,7 +77,7 @@ def faulty(seed: int) -> type[RecordingEngine]:
     rng = np.random.default_rng(seed)
 
     class Faulty(RecordingEngine):
-        def alter(self, request: Request, chunk: Chunk) -> Chunk:
+        def alter_chunk(self, request: Request, chunk: Chunk) -> Chunk:
             if rng.random() < 0.03:
                 raise ConnectionError(f"reset by {SECRET}")
             return chunk

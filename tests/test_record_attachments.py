@@ -13,7 +13,7 @@ from virtual_rollouts import on_virtual_time
 import april
 from april.core.attachments import Attachment, Placed
 from april.core.types import Prompt
-from april.record.plain import without_content, with_blank_content
+from april.record.event_values import with_blank_content, without_content
 from april.record.replay import replay
 from april.testing import FaultScript, rollouts
 from april.testing.fault_script import ROW_FAULTS, STREAM_FAULTS

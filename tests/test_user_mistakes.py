@@ -21,7 +21,7 @@ from real_schedulers import config, engine, scheduler
 from tiny_models import tiny_model
 
 import april
-from april.config.engine_fit import doubts_of
+from april.config.engine_fit import warnings_of
 from april.core import batch as batches
 from april.core.sampling import SamplingParams
 from april.core.types import Prompt
@@ -219,8 +219,8 @@ def test_doubtful_settings(changes: dict[str, Any], said: str, caplog: pytest.Lo
     """They work, and the scheduler says once what they mean; others are not spoken of."""
     run(2, config=small_config(**changes))
     assert [said in message for message in caplog.messages] == [True]
-    assert not list(doubts_of(small_config()))
-    assert not list(doubts_of(small_config(over_sampling_batch_size=4)))
+    assert not list(warnings_of(small_config()))
+    assert not list(warnings_of(small_config(over_sampling_batch_size=4)))
 
 
 def test_too_few_prompts_for_a_batch(caplog: pytest.LogCaptureFixture) -> None:

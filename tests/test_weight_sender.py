@@ -13,7 +13,7 @@ import torch
 from april.core.events import NotGiven
 from april.driver.weight_update import WeightUpdate
 from april.engines.protocol import Capabilities, LogprobKind
-from april.engines.weight_routes import GLOO, Handshake, Meeting, TensorSpec
+from april.engines.weight_transfer import GLOO, GroupInvitation, Handshake, TensorSpec
 from april.errors import ConfigError, EngineError, EngineUnreachable
 from april.testing.virtual_clock import VirtualClockLoop
 from april.weights.sender import WORKER_LIMIT_SHARE, WeightSender
@@ -44,7 +44,7 @@ class Receiver:
     capabilities: Capabilities = CAPABILITIES
     handshake: Handshake = Handshake.APRIL
     asked: list[str] = field(default_factory=list)
-    meetings: list[Meeting] = field(default_factory=list)
+    meetings: list[GroupInvitation] = field(default_factory=list)
     got: dict[str, TensorSpec] = field(default_factory=dict)
     group: Group | None = None
     whole = True
@@ -70,7 +70,7 @@ class Receiver:
         await self._call("ranks")
         return self.size
 
-    async def join(self, meeting: Meeting) -> None:
+    async def join(self, meeting: GroupInvitation) -> None:
         self.meetings.append(meeting)
         self.got.clear()
         await self._call("join")
@@ -152,11 +152,11 @@ class Desk:
 
     def open(
         self, backend: str, handshake: Handshake, address: str, size: int, timeout_s: float, bucket_bytes: int
-    ) -> tuple[Group, Meeting]:
+    ) -> tuple[Group, GroupInvitation]:
         self.opened.append((backend, handshake, address, size))
         members = [e for e in self.engines if e.name in self.left and e.handshake is handshake]
         self.groups.append(Group(self.loop, members))
-        return self.groups[-1], Meeting(
+        return self.groups[-1], GroupInvitation(
             address=address, port=1, world_size=size, rank_offset=1, group=f"g{len(self.groups)}", backend=backend,
             timeout_s=timeout_s, bucket_bytes=bucket_bytes,
         )  # fmt: skip

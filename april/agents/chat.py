@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeGuard
 
 from april.core.tape import Float32, Int32
-from april.images.chats import is_image
+from april.images.chat_images import is_image
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from april.agents.chat import DISTRIBUTION, Answer, ChatRequest, RequestError, checked_content, has_images, text_of
-from april.images.chats import MARK
+from april.images.chat_images import MARK
 
 Json = dict[str, Any]
 SseEvent = tuple[str, Any]

@@ -19,10 +19,10 @@ from april.driver.llm import Completion, Door, Sheltered
 from april.errors import ConfigError
 
 if TYPE_CHECKING:
+    from april.agents.chat_template import ChatTemplate
     from april.agents.endpoint import Endpoint, SessionAddress
     from april.agents.session import FunctionChat, GenerateFunction, Session
-    from april.agents.template import ChatTemplate
-    from april.images.placing import ImagePlacer
+    from april.images.image_placer import ImagePlacer
 
 
 log = logging.getLogger("april")
@@ -67,7 +67,12 @@ class Gateway:
 
     def load(self) -> None:
         """Import what ``llm.base_url`` and ``llm.chat`` need; a later import would block the event loop."""
-        names = ["april.agents.endpoint", "april.agents.session", "april.agents.sight", "april.agents.template"]
+        names = [
+            "april.agents.endpoint",
+            "april.agents.session",
+            "april.agents.message_images",
+            "april.agents.chat_template",
+        ]
         if self.tokenizer is not None and find_spec(RENDERERS) is not None:
             names.append(RENDERERS)  # it imports all types of openai, which takes a second or two
         for name in names:
@@ -129,9 +134,9 @@ class Gateway:
 
     def _session(self, generate: GenerateFunction, behind: Sheltered, *, from_clients: bool) -> Session:
         """Create a session; ``from_clients`` means that requests come from HTTP clients, which may not name files."""
+        from april.agents.chat_template import ChatTemplate  # needs the package renderers, which most users do without
+        from april.agents.message_images import MessageImages
         from april.agents.session import Session
-        from april.agents.sight import MessageImages
-        from april.agents.template import ChatTemplate  # needs the package renderers, which most users do without
 
         if self.tokenizer is not None and self._template is None:
             self._template = ChatTemplate(self.tokenizer, self.renderer, self.images)

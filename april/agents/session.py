@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from april.agents.chat import Answer, ChatRequest, Message, RequestError, ToolCall, Tools, message_key
+from april.agents.chat_template import ChatTemplate, ParsedAnswer
 from april.agents.dialects import checked_messages, checked_tools
-from april.agents.sight import MessageImages, refuse_images
-from april.agents.template import ChatTemplate, ParsedAnswer
+from april.agents.message_images import MessageImages, refuse_images
 from april.core.attachments import Placed
 from april.core.tape import Float32, Int32
 from april.core.types import FinishReason

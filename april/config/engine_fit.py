@@ -120,7 +120,7 @@ def _wrong_logprobs(temperature: float, engines: Mapping[str, Capabilities]) -> 
             )
 
 
-def doubts_of(config: Config) -> Iterator[str]:
+def warnings_of(config: Config) -> Iterator[str]:
     """Yield a warning for each setting that is allowed but may not be intended."""
     n, over = config.rollout_batch_size, config.groups_in_work
     if over < n:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from april.core.event_pump import KEPT, RequestLog, RequestSums
 from april.core.partial_buffer import Idle
 from april.engines.simulated.decode_cost import DecodeCost
-from april.engines.simulated.fitted_cost import FEWEST, FittedCost, Requests, fit
+from april.engines.simulated.fitted_cost import MIN_REQUESTS, FittedCost, Requests, fit
 
 GROUPS: dict[str, tuple[Idle, ...]] = {
     "bubble": (Idle.OVER_SAMPLING, Idle.PROMPTS, Idle.FUNCTIONS),
@@ -105,7 +105,8 @@ class EngineCosts:
             self._fitted.pop(gone, None)
         due = [
             (name, ended) for name, ended in self._requests
-            if self._requests.count(name) >= max(FEWEST, min(1.5 * (seen := self._seen.get(name, 0)), seen + KEPT))
+            if self._requests.count(name)
+            >= max(MIN_REQUESTS, min(1.5 * (seen := self._seen.get(name, 0)), seen + KEPT))
         ]  # fmt: skip
         for name, ended in due[:FITS_AT_A_TIME]:
             self._seen[name] = self._requests.count(name)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from april.core.state import RolloutCore
 from april.core.weight_updates import IDLE, Phase
-from april.record.standing import EVALUATION, RESPONSES, TRAINER, WaitReason, wait_text, wait_reason
+from april.record.run_status import EVALUATION, RESPONSES, TRAINER, WaitReason, wait_reason, wait_text
 
 log = logging.getLogger("april")
 

@@ -13,11 +13,11 @@ import numpy as np
 from april.core.attachments import Placed
 from april.core.types import Prompt
 from april.errors import ConfigError
-from april.images.chats import extract_images
+from april.images.chat_images import extract_images
 from april.text.server_text import clean
 
 if TYPE_CHECKING:
-    from april.images.placing import ImagePlacer
+    from april.images.image_placer import ImagePlacer
 
 MESSAGES = (
     'give a text as messages, {"messages": [{"role": "user", "content": text}]}, with tokenizer=, or as token ids, '

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from april.auto.auto_run import RunTuning
+from april.auto.run_tuning import RunTuning
 from april.core import commands as do
 from april.core import events as ev
 from april.core import snapshot
@@ -56,7 +56,7 @@ from april.errors import (
 )
 from april.record.file import RunRecord
 from april.record.recorder import Recorder
-from april.record.standing import WaitReason
+from april.record.run_status import WaitReason
 from april.serialization.plain_values import plain, restored
 
 log = logging.getLogger("april")

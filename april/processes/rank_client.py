@@ -15,9 +15,20 @@ from april.driver.loop_thread import LoopThread
 from april.driver.user_code import describe
 from april.errors import ConfigError, RankError, SchedulerClosed
 from april.processes.heartbeats import Heartbeats
-from april.processes.rank_messages import HEARTBEAT, CallRequest, GroupFailed, CallResult, Joined, RankClosed, Query, Step, error_from_message, silence_message
+from april.processes.rank_messages import (
+    HEARTBEAT,
+    CallRequest,
+    CallResult,
+    GroupFailed,
+    Joined,
+    Query,
+    RankClosed,
+    Step,
+    error_from_message,
+    silence_message,
+)
 from april.processes.rank_server import DRAIN_S, RankServer
-from april.processes.ranks import Rendezvous, Ranks
+from april.processes.ranks import Ranks, Rendezvous
 from april.serialization.own_values import pack, unpack
 
 RECONNECT_S = 0.2
@@ -170,9 +181,13 @@ class RankClient:
 
     # ---------------------------------------------------------------- calls and looks
 
-    def exchange(self, call_number: int, call_text: str, steps_done: int, arguments: bytes = b"", step_result: bytes = b"") -> Step | CallResult:
+    def exchange(
+        self, call_number: int, call_text: str, steps_done: int, arguments: bytes = b"", step_result: bytes = b""
+    ) -> Step | CallResult:
         """Call :meth:`april.processes.rank_server.RankServer.exchange`; an interrupt takes the rank out of the call."""
-        answer: Step | CallResult = self._wait_for(lambda: self._exchange(call_number, call_text, steps_done, None, arguments, step_result))
+        answer: Step | CallResult = self._wait_for(
+            lambda: self._exchange(call_number, call_text, steps_done, None, arguments, step_result)
+        )
         return answer
 
     def report_failure(self, call_number: int, call_text: str, steps_done: int, error: BaseException) -> None:
@@ -195,11 +210,17 @@ class RankClient:
         return ended.content
 
     async def _exchange(
-        self, call_number: int, call_text: str, steps_done: int, error: str | None, arguments: bytes = b"", step_result: bytes = b""
+        self,
+        call_number: int,
+        call_text: str,
+        steps_done: int,
+        error: str | None,
+        arguments: bytes = b"",
+        step_result: bytes = b"",
     ) -> Step | CallResult:
         request = CallRequest(
-            rank=self._ranks.rank, session=self._session_id, request=0, call_number=call_number, call_text=call_text, steps_done=steps_done,
-            error=error, arguments=arguments, step_result=step_result,
+            rank=self._ranks.rank, session=self._session_id, request=0, call_number=call_number, call_text=call_text,
+            steps_done=steps_done, error=error, arguments=arguments, step_result=step_result,
         )  # fmt: skip
         if self._server is None:
             return await self._post("/call", request)

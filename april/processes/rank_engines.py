@@ -63,7 +63,7 @@ class RankEngines:
         return self._thread.run(work)
 
     def close(self, release_timeout_s: float = 0.0) -> None:
-        """Close the engines, once the scheduler has released them or after ``release_timeout_s`` seconds; idempotent."""
+        """Close the engines once the scheduler has released them, or after ``release_timeout_s``; idempotent."""
         ended = False
         try:
             if self._thread.alive and self._thread.here:

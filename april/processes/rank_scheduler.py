@@ -35,16 +35,24 @@ from april.driver.tracebacks import shorten
 from april.driver.user_code import call_user_code, refuse_inside_user_code
 from april.engines.protocol import Engine, GathersWeights, ShowsWeights
 from april.engines.served.client import connect_april
-from april.engines.weight_routes import TakesTensors
+from april.engines.weight_transfer import TakesTensors
 from april.errors import AprilError, ConfigError, RankError, RolloutError, SchedulerClosed
-from april.images.placing import load_processor
+from april.images.image_placer import load_processor
 from april.processes.rank_client import RankClient
-from april.processes.rank_content import QUERY_RESULTS, CALL_RESULTS, without_repetition, with_repetition, plain_value, refuse_not_plain, unpack_call
 from april.processes.rank_engines import RankEngines, shares_trainer_weights
 from april.processes.rank_messages import Step, error_from_message
-from april.processes.rank_server import RunOnAllRanks, RankServer
-from april.processes.rank_weights import STEPS, RankWeights, CopyBucket, GatheredWeights
-from april.processes.ranks import Rendezvous, Ranks
+from april.processes.rank_packing import (
+    CALL_RESULTS,
+    QUERY_RESULTS,
+    plain_value,
+    refuse_not_plain,
+    unpack_call,
+    with_repetition,
+    without_repetition,
+)
+from april.processes.rank_server import RankServer, RunOnAllRanks
+from april.processes.rank_weights import STEPS, CopyBucket, GatheredWeights, RankWeights
+from april.processes.ranks import Ranks, Rendezvous
 from april.scheduler import BatchIterator, RolloutScheduler
 from april.serialization.own_values import pack, unpack
 from april.weights.source import Bucket, WeightSource
@@ -199,13 +207,15 @@ class SharedScheduler(RolloutScheduler):
 
     Args:
         split_by: how batches are split.
-        crosses_processes: True if prompts' data is sent to other processes with the responses, so that it must be plain.
+        crosses_processes: True if prompts' data goes to other processes with the responses, so that it must be plain.
         options: options of the RolloutScheduler.
     """
 
     _gathers = True
 
-    def __init__(self, config: Config, *, ranks: Ranks, split_by: SplitBy, crosses_processes: bool, **options: Any) -> None:
+    def __init__(
+        self, config: Config, *, ranks: Ranks, split_by: SplitBy, crosses_processes: bool, **options: Any
+    ) -> None:
         self._ranks, self._split_by, self._crosses_processes = ranks, split_by, crosses_processes
         self._refuse_prompt = refuse_unsendable if crosses_processes else None
         super().__init__(config, **options)
@@ -405,7 +415,9 @@ class RankScheduler(BatchIterator, SchedulerQueries):
             finally:
                 rendezvous.publish(address)
         try:
-            self._scheduler = SharedScheduler(self.config, ranks=self.ranks, split_by=split_by, crosses_processes=several, **options)
+            self._scheduler = SharedScheduler(
+                self.config, ranks=self.ranks, split_by=split_by, crosses_processes=several, **options
+            )
             self._check_data(self._scheduler, options["prompts"])
         except Exception as error:
             server.set_scheduler(error)
@@ -495,7 +507,9 @@ class RankScheduler(BatchIterator, SchedulerQueries):
         return _MethodCall(call_text=f"{method}({argument_texts})", method=method, arguments=arguments, weights=weights)
 
     def _weights_to_send(self, given: Any) -> RankWeights | None:
-        return None if given is None else RankWeights(given, is_sender=self.ranks.rank == 0, make_copy=self._copy_function)
+        return (
+            None if given is None else RankWeights(given, is_sender=self.ranks.rank == 0, make_copy=self._copy_function)
+        )
 
     def _copy_function(self, source: WeightSource) -> CopyBucket | None:
         """Return a function that copies a bucket into this rank's engines with own models; None if there are none."""
@@ -553,7 +567,9 @@ class RankScheduler(BatchIterator, SchedulerQueries):
         self._client.raise_group_error()
         call = self._pending
         if call is not None and call.has_caller:
-            raise RolloutError(f"{call_text} was called while {call.call_text} is waited for; make one call after the other")
+            raise RolloutError(
+                f"{call_text} was called while {call.call_text} is waited for; make one call after the other"
+            )
         if call is None or call.call_text != call_text:
             # takes the place of an interrupted call: the other ranks are told that the calls differ
             call = PendingCall(self._client.next_call if call is None else call.number, call_text)
@@ -575,7 +591,9 @@ class RankScheduler(BatchIterator, SchedulerQueries):
         arguments = self._packed_arguments(method_call)
         try:
             while True:
-                answer = self._client.exchange(call.number, call.call_text, call.steps_done, arguments, call.step_result)
+                answer = self._client.exchange(
+                    call.number, call.call_text, call.steps_done, arguments, call.step_result
+                )
                 if not isinstance(answer, Step):
                     break
                 try:
@@ -644,7 +662,9 @@ class RankScheduler(BatchIterator, SchedulerQueries):
         with ExitStack() as ends:  # all of them in reverse order, even if one is interrupted
             if self._rank_engines is not None:
                 # rank 0 must end its scheduler before these engines disappear
-                ends.callback(self._rank_engines.close, 0.0 if error is not None or broken is not None else ENGINE_RELEASE_S)
+                ends.callback(
+                    self._rank_engines.close, 0.0 if error is not None or broken is not None else ENGINE_RELEASE_S
+                )
             if self._server is not None:
                 ends.callback(self._server.stop)
             if self._scheduler is not None:

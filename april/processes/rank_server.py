@@ -25,9 +25,20 @@ from april.core.batch import Batch
 from april.driver.loop_thread import LoopThread, Reply
 from april.driver.user_code import describe
 from april.errors import RankError, SchedulerClosed
-from april.processes.addresses import listening_socket, format_address
+from april.processes.addresses import format_address, listening_socket
 from april.processes.heartbeats import Heartbeats
-from april.processes.rank_messages import HEARTBEAT, CallRequest, GroupFailed, CallResult, Joined, RankClosed, Query, Step, silence_message, error_message
+from april.processes.rank_messages import (
+    HEARTBEAT,
+    CallRequest,
+    CallResult,
+    GroupFailed,
+    Joined,
+    Query,
+    RankClosed,
+    Step,
+    error_message,
+    silence_message,
+)
 from april.processes.ranks import Ranks
 from april.serialization.own_values import pack, unpack
 
@@ -94,8 +105,8 @@ class RankServer:
     Args:
         ranks: number of ranks, and how long they wait.
         name: name of the process that has the scheduler, for messages.
-        allow_rejoin: True if lost ranks may come back and are sent the answers that they missed. False if rank 0 is in this
-            process, and the server ends with it.
+        allow_rejoin: True if lost ranks may come back and are sent the answers that they missed. False if rank 0 is in
+            this process, and the server ends with it.
     """
 
     def __init__(self, ranks: Ranks, *, name: str = "rank 0", allow_rejoin: bool = False) -> None:
@@ -155,7 +166,13 @@ class RankServer:
         async def listen() -> str:
             listening = listening_socket(self._ranks.address)
             app = web.Application(middlewares=[require_token], client_max_size=0)
-            app.add_routes([web.get("/line", self._serve_websocket), web.post("/call", self._handle_call), web.post("/look", self._handle_query)])
+            app.add_routes(
+                [
+                    web.get("/line", self._serve_websocket),
+                    web.post("/call", self._handle_call),
+                    web.post("/look", self._handle_query),
+                ]
+            )
             self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=DRAIN_S, access_log=None)
             await self._runner.setup()
             await web.SockSite(self._runner, listening, backlog=128 + self._ranks.world_size).start()
@@ -198,7 +215,9 @@ class RankServer:
         self._fail_group(f"{self._name} has closed its scheduler", (0,))
         if self._request_tasks:
             await asyncio.wait(self._request_tasks, timeout=DRAIN_S)
-        await asyncio.gather(*self._send_tasks, *(line.close() for line in self._websockets.values()), return_exceptions=True)
+        await asyncio.gather(
+            *self._send_tasks, *(line.close() for line in self._websockets.values()), return_exceptions=True
+        )
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -292,7 +311,9 @@ class RankServer:
         if error:
             self._fail_group(f"rank {rank} has ended with an error: {error}", (rank,))
         elif (found := next(((r, what) for r, what in waiting if r != rank), None)) is not None:
-            self._fail_group(f"rank {rank} closed its scheduler in the middle of {found[1]} of rank {found[0]}", (rank,))
+            self._fail_group(
+                f"rank {rank} closed its scheduler in the middle of {found[1]} of rank {found[0]}", (rank,)
+            )
         self._check_waiters()
 
     # ---------------------------------------------------------------- a call
@@ -349,7 +370,8 @@ class RankServer:
                 call.call_texts.pop(rank, None)
             raise
         await self._wait_until(
-            lambda: call.results is not None or len(call.steps) > steps_done, lambda: self._fail_late_in_step(call, rank)
+            lambda: call.results is not None or len(call.steps) > steps_done,
+            lambda: self._fail_late_in_step(call, rank),
         )
         return call.results[rank] if call.results is not None else Step(*call.steps[steps_done])
 
@@ -379,23 +401,26 @@ class RankServer:
         other = next((r for r, text in others.items() if text != call_text), None)
         if other is not None and call.results is not None and self._allow_rejoin:
             raise RankError(
-                f"rank {rank} was started anew and makes another call than all ranks have made there: {call_text} in place "
-                f"of {others[other]}"
+                f"rank {rank} was started anew and makes another call than all ranks have made there: {call_text} in "
+                f"place of {others[other]}"
             )
         if other is not None and call.started:
             self._fail_group(
-                f"rank {rank} was interrupted in {others[other]} and called {call_text} instead, which the others did not; a "
-                "call that was interrupted must be made again",
+                f"rank {rank} was interrupted in {others[other]} and called {call_text} instead, which the others did "
+                "not; a call that was interrupted must be made again",
                 (rank,),
             )
         elif other is not None:
             self._fail_group(
-                f"the ranks make different calls at the same place: rank {other} {others[other]}, rank {rank} {call_text}. "
-                "Every rank must make the same calls, in the same order and with the same arguments",
+                f"the ranks make different calls at the same place: rank {other} {others[other]}, rank {rank} "
+                f"{call_text}. Every rank must make the same calls, in the same order and with the same arguments",
                 (other, rank),
             )
         elif self._closed_ranks and not call.started:
-            self._fail_group(f"{_rank_names(self._closed_ranks)} closed before {call_text}, which {_rank_names({rank})} waits for", self._closed_ranks)
+            self._fail_group(
+                f"{_rank_names(self._closed_ranks)} closed before {call_text}, which {_rank_names({rank})} waits for",
+                self._closed_ranks,
+            )
         if (broken := self._group_error_copy()) is not None and (other is not None or not call.started):
             raise broken
 
@@ -490,7 +515,9 @@ class RankServer:
 
     def _fail_missing(self, missing: Collection[int], where: str) -> None:
         late_s = self._ranks.rank_timeout_s
-        self._fail_group(f"{_rank_names(missing)} did not come to {where} within {late_s:g} s (rank_timeout_s)", missing)
+        self._fail_group(
+            f"{_rank_names(missing)} did not come to {where} within {late_s:g} s (rank_timeout_s)", missing
+        )
 
     def _fail_group(self, sentence: str, ranks: Iterable[int]) -> None:
         """Stop all ranks for good with one error; ``ranks`` are those that caused it."""

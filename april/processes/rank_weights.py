@@ -61,8 +61,8 @@ class RankWeights:
         elif step == COMPARE:
             if self.portion is None or self.portion.digest() != content:
                 raise RolloutError(
-                    f"weights: this rank has {_portion_names(self.portion)} next, and rank 0 has something else; every rank "
-                    "must give the same names, shapes and dtypes in the same order"
+                    f"weights: this rank has {_portion_names(self.portion)} next, and rank 0 has something else; every "
+                    "rank must give the same names, shapes and dtypes in the same order"
                 )
         else:
             self._gather()

@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-from april.agents.llm_calls import LLMServer, RemoteLLM
+from april.agents.remote_llm import LLMServer, RemoteLLM
 from april.driver.detokenizer import Detokenizer
 from april.driver.llm import LLM, as_coroutine
 from april.driver.rewards import Response
@@ -133,7 +133,9 @@ class _Pool:
         self, function: Any, actors: int, options: Mapping[str, Any], detokenizer: Any, *, side_by_side: bool
     ) -> None:
         most = options.get("max_concurrency", MAX_CONCURRENT_CALLS if side_by_side else 1)
-        kind = require_ray().remote(**{**options, "max_concurrency": most})(_AsyncActor if side_by_side else _PlainActor)
+        kind = require_ray().remote(**{**options, "max_concurrency": most})(
+            _AsyncActor if side_by_side else _PlainActor
+        )
         self._make, self._side_by_side = functools.partial(kind.remote, function, detokenizer), side_by_side
         self._actors = {number: self._make() for number in range(actors)}
         self._free: asyncio.Queue[int] = asyncio.Queue()

@@ -18,8 +18,8 @@ from april.core.batch import SplitBy
 from april.engines.protocol import Engine
 from april.errors import AprilError, ConfigError, EngineError, RankError, SchedulerClosed
 from april.processes.rank_client import RankClient
-from april.processes.rank_content import QUERY_RESULTS, pack_call, pack_failure
-from april.processes.rank_scheduler import SchedulerQueries, SharedScheduler, RankScheduler
+from april.processes.rank_packing import QUERY_RESULTS, pack_call, pack_failure
+from april.processes.rank_scheduler import RankScheduler, SchedulerQueries, SharedScheduler
 from april.processes.rank_server import RankServer
 from april.processes.ranks import Ranks
 from april.processes.ray_functions import require_ray
@@ -61,7 +61,9 @@ class SchedulerActor:
 
         def make() -> SharedScheduler:
             made = None if engines is None else list(engines())
-            return SharedScheduler(config, ranks=ranks, split_by=split_by, engines=made, crosses_processes=True, **options)
+            return SharedScheduler(
+                config, ranks=ranks, split_by=split_by, engines=made, crosses_processes=True, **options
+            )
 
         try:
             self.server = RankServer(replace(ranks, address=self._address), name="the core", allow_rejoin=True)
@@ -141,7 +143,10 @@ class ActorScheduler(RankScheduler):
 
     def _method_call(self, method: str, bound: inspect.BoundArguments) -> Any:
         method_call = super()._method_call(method, bound)
-        if method == "weight_update" and method_call.arguments.get("path") is method_call.arguments.get("transfer") is None:
+        if (
+            method == "weight_update"
+            and method_call.arguments.get("path") is method_call.arguments.get("transfer") is None
+        ):
             raise ConfigError(
                 "weight_update: the engines of a run are in other processes and cannot read the trainer's model in "
                 "place; give path=, or transfer="

@@ -26,9 +26,9 @@ from april.core.state import RolloutCore
 from april.core.tape import SegmentKind
 from april.core.types import Chain
 from april.core.versions import VersionClock
-from april.record.file import BATCH, CLOSED, FORMAT, HEAD, TRAINER_REPORT, CUT_OFF, STATUS, STATE, RecordFile, RunRecord
-from april.record.plain import without_content, to_plain, exception_name
-from april.record.standing import run_status
+from april.record.event_values import exception_name, to_plain, without_content
+from april.record.file import BATCH, CLOSED, CUT_OFF, FORMAT, HEAD, STATE, STATUS, TRAINER_REPORT, RecordFile, RunRecord
+from april.record.run_status import run_status
 from april.version import __version__
 
 log = logging.getLogger("april")
@@ -205,4 +205,14 @@ class Recorder:
         if request is None:
             return {}
         began = round(request.began_s - self._lines.began_s, 6)
-        return {"ran": [request.engine, *request.sample, int(request.evaluation), request.age, began, request.context, request.generated]}
+        return {
+            "ran": [
+                request.engine,
+                *request.sample,
+                int(request.evaluation),
+                request.age,
+                began,
+                request.context,
+                request.generated,
+            ]
+        }

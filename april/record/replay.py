@@ -19,19 +19,19 @@ from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
 from april.core.tape import AttemptTape
 from april.errors import CheckpointError, InvariantError, RecordError
+from april.record.event_values import blank_extras, from_plain, with_blank_content
 from april.record.file import (
     BATCH,
     CLOSED,
-    NO_LAST_LINE,
-    TRAINER_REPORT,
     CUT_OFF,
-    STATUS,
+    NO_LAST_LINE,
     STATE,
+    STATUS,
+    TRAINER_REPORT,
     end_text,
     lines_of,
     refuse_other_formats,
 )  # fmt: skip
-from april.record.plain import from_plain, with_blank_content, blank_extras
 from april.record.recorder import DecisionDigest
 from april.version import __version__
 

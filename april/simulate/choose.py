@@ -12,14 +12,14 @@ from dataclasses import replace
 
 import msgspec
 
-from april.auto.question import GAIN, TuningAnswer, WorkSettings, TuningQuestion
+from april.auto.question import GAIN, TuningAnswer, TuningQuestion, WorkSettings
 from april.core.types import Refill, Work
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.response_lengths import TraceLengths
-from april.simulate.plan import QUORUMS, SAME, Row, Space, plan
+from april.simulate.plan import EQUAL_SPEED, QUORUMS, CandidateResult, SearchSpace, plan
 from april.simulate.workload import MOST_IN_FLIGHT, Placement, Schedule, Workload
 
-YOUNGER = 0.5
+MIN_SHARE_REDUCTION = 0.5
 """At equal speed, settings are changed if that brings the off-policy share below this factor times the current one."""
 MARGIN = 0.97
 """New settings must keep to this factor times the limit of the off-policy share, so that noise does not undo them."""
@@ -44,11 +44,13 @@ def choose(question: TuningQuestion) -> TuningAnswer:
     is_now = base.schedule == space.base and space.base.quorum == q.now.group_quorum
     within = base.off_policy_share <= q.max_off_policy_share
     if is_now and within and best.tokens_per_s < (1.0 + GAIN) * base.tokens_per_s:
-        as_fast = [row for row in found.rows if row.long and row.tokens_per_s >= (1.0 - SAME) * base.tokens_per_s]
+        as_fast = [
+            row for row in found.rows if row.long and row.tokens_per_s >= (1.0 - EQUAL_SPEED) * base.tokens_per_s
+        ]
         youngest = min(as_fast, key=lambda row: row.off_policy_share)
-        best = youngest if youngest.off_policy_share < YOUNGER * base.off_policy_share else base
+        best = youngest if youngest.off_policy_share < MIN_SHARE_REDUCTION * base.off_policy_share else base
     return TuningAnswer(
-        best=q.now if is_now and best is base else _in_work(q, best),
+        best=q.now if is_now and best is base else _work_settings(q, best),
         tokens_per_s=best.tokens_per_s, off_policy_share=best.off_policy_share,
         speed_up=best.tokens_per_s / base.tokens_per_s, share_now=base.off_policy_share,
     )  # fmt: skip
@@ -67,7 +69,7 @@ def workload_of(q: TuningQuestion) -> Workload:
     )  # fmt: skip
 
 
-def space_of(q: TuningQuestion) -> Space:
+def space_of(q: TuningQuestion) -> SearchSpace:
     """Return the space of settings that the question leaves free."""
     mode = q.max_staleness if q.continuous else None
     places = min(q.places, MOST_IN_FLIGHT)
@@ -80,10 +82,10 @@ def space_of(q: TuningQuestion) -> Space:
         over=now.over_sampling_batch_size, refill=now.refill, in_flight=min(now.max_in_flight, places),
         continuous=mode, quorum=max(now.group_quorum, min(quorums)) if Work.QUORUM in q.free else now.group_quorum,
     )  # fmt: skip
-    return Space(base=base, free=q.free, quorums=quorums, places=places, continuous=(mode,), below=q.below)
+    return SearchSpace(base=base, free=q.free, quorums=quorums, places=places, continuous=(mode,), below=q.below)
 
 
-def _in_work(q: TuningQuestion, row: Row) -> WorkSettings:
+def _work_settings(q: TuningQuestion, row: CandidateResult) -> WorkSettings:
     s = row.schedule
     chosen = WorkSettings(
         over_sampling_batch_size=s.over if s.refill is Refill.NONE else q.groups,

@@ -1,7 +1,7 @@
 """Runs the real core on virtual time, without asyncio: all tokens are blank, but counts and times are exact.
 
 Every decision is made by :class:`april.core.state.RolloutCore`; the engines are discrete-event models
-(:mod:`april.engines.simulated.clockwork`). The same arguments give the same result, to the last bit, on every
+(:mod:`april.engines.simulated.decoder_model`). The same arguments give the same result, to the last bit, on every
 Python version and for every hash seed.
 """
 
@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from april.auto.auto_work import AutoTuner, Decision
 from april.auto.question import TuningAnswer, TuningQuestion
+from april.auto.tuner import AutoTuner, Decision
 from april.core import commands as do
 from april.core import events as ev
 from april.core.batch import Batch
@@ -30,8 +30,8 @@ from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
 from april.core.types import Attempt, EngineFinish, OnWeightUpdate, Prompt, SampleId
 from april.core.versions import PolicyVersion
-from april.engines.simulated.clockwork import SimulatedDecoder
 from april.engines.simulated.decode_cost import DecodeCost
+from april.engines.simulated.decoder_model import SimulatedDecoder
 from april.engines.simulated.fitted_cost import Requests, fit
 from april.engines.simulated.response_lengths import ResponseLengths, uniforms
 from april.errors import InvariantError, RolloutError
@@ -40,13 +40,13 @@ from april.record.recorder import Recorder
 
 
 @dataclass(slots=True)
-class _Running:
+class _RunningAttempt:
     """An attempt in a decoder. ``count``: tokens that it generates if it is not aborted."""
 
     attempt: Attempt
     count: int
     complete: bool
-    had: int = 0
+    on_tape: int = 0
     """Number of its tokens that are already on the tape: those from before a weight update during the attempt."""
 
 
@@ -82,7 +82,7 @@ class SimulatedEngines:
         self._length, self._now, self._version, self._post = length, now, version, post
         self._blank = np.zeros(longest, np.int32)
         self._blank_logprobs = np.zeros(longest, np.float32)
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, _RunningAttempt] = {}
         self._order = {name: place for place, name in enumerate(decoders)}
         self._touched: set[str] = set()
         """Engines whose next event may have changed since it was put on the agenda."""
@@ -145,7 +145,7 @@ class SimulatedEngines:
             cached = len(attempt.call.chain.prompt) if group in there else 0
             there.add(group)
         self.decoders[attempt.engine].add(attempt.id, len(attempt.request.token_ids), count, cached)
-        self._running[attempt.id] = _Running(attempt, count, complete=count == left)
+        self._running[attempt.id] = _RunningAttempt(attempt, count, complete=count == left)
 
     def _abort(self, command: do.Abort) -> None:
         self._advance(command.engine)
@@ -162,7 +162,7 @@ class SimulatedEngines:
             for attempt_id, running in self._running.items():
                 if running.attempt.engine == command.engine:
                     self._append(running, self.decoders[command.engine].tokens_of(attempt_id))
-                    silent += [] if running.had else [attempt_id]
+                    silent += [] if running.on_tape else [attempt_id]
         done = ev.CallResult.DONE
         self._post(ev.EngineCallEnded(command.engine, command.call, done, silent=tuple(silent)))
 
@@ -174,9 +174,9 @@ class SimulatedEngines:
     def _called(self, command: do.LoadEngine | do.ResumeEngine) -> None:
         self._post(ev.EngineCallEnded(command.engine, command.call, ev.CallResult.DONE))
 
-    def _append(self, running: _Running, count: int) -> None:
+    def _append(self, running: _RunningAttempt, count: int) -> None:
         """Append the attempt's new tokens to its tape, so that ``count`` of its tokens are on it."""
-        new, running.had = count - running.had, count
+        new, running.on_tape = count - running.on_tape, count
         running.attempt.tape.append(self._blank[:new], self._blank_logprobs[:new], self._version())
 
 
@@ -397,7 +397,7 @@ class Simulation:
         }, IGNORED, observers)  # fmt: skip
         self._rewards = SimulatedRewards(reward_s, rewards_at_once, lambda s: self._pump.post(self._score(s)))
         self._trainer = SimulatedTrainer(train_s, fetch_ahead)
-        self._asked = False
+        self._batch_requested = False
         self._batch: Batch | None = None
         self._waited: dict[str, float] = {}
         """Metrics that say how the time before ``_batch`` was spent."""
@@ -411,10 +411,10 @@ class Simulation:
         """Simulate until ``steps`` more batches are delivered. Raises RolloutError if the core gives up."""
         for _ in range(steps):
             while (batch := self._batch) is None:
-                self._ask_or_wait()
-            self._batch, self._asked = None, False
+                self._request_or_wait()
+            self._batch, self._batch_requested = None, False
             self._record(batch)
-            self._ask_for_better()
+            self._ask_for_settings()
             self._trainer.add(batch, self.now)
             if self._trainer.ends_s <= self.now:  # training takes no time
                 self._update_weights()
@@ -422,7 +422,7 @@ class Simulation:
         self.result.digest = self._digest.hexdigest()
         return self.result
 
-    def _ask_for_better(self) -> None:
+    def _ask_for_settings(self) -> None:
         """Ask for better ``auto`` settings if that is due."""
         auto = self._auto
         if auto is None or self._choose is None or not auto.question_due:
@@ -444,9 +444,9 @@ class Simulation:
         if self._recorder is not None:
             self._recorder.close()
 
-    def _ask_or_wait(self) -> None:
-        if not self._asked and self._trainer.wants_more:
-            self._asked = True
+    def _request_or_wait(self) -> None:
+        if not self._batch_requested and self._trainer.wants_more:
+            self._batch_requested = True
             self._pump.post(ev.StepRequested())
             self._times.look(self.now)
             return

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from april.engines.protocol import Engine
-from april.engines.weight_routes import Handshake, ReceivesWeights, TakesTensors, TensorSpec
+from april.engines.weight_transfer import Handshake, ReceivesWeights, TakesTensors, TensorSpec
 from april.errors import AprilError, ConfigError, EngineError, EngineUnreachable
 from april.weights.group import Group, open_group
 from april.weights.source import Bucket, Weights
@@ -148,8 +148,8 @@ class WeightSender:
                 self.left_out |= transfer.outcomes(remaining)
                 self.outcome_known = True
                 raise EngineError(
-                    f"{_failure_sentence(blamed)}; the others cannot be sent the weights again, as they were given as an "
-                    "iterator: give a module, a mapping, or what can be gone through again"
+                    f"{_failure_sentence(blamed)}; the others cannot be sent the weights again, as they were given as "
+                    "an iterator: give a module, a mapping, or what can be gone through again"
                 )
         self.outcome_known = True
         if names and self.left_out.keys() == set(names):
@@ -194,7 +194,9 @@ class _Round:
         self._call_all("to put the weights into use", lambda name: self._receiver(name).finish(), self._receivers)
 
     def _form_groups(self) -> None:
-        ranks = self._call_all("to say how many workers it has", lambda name: self._receiver(name).ranks(), self._receivers)
+        ranks = self._call_all(
+            "to say how many workers it has", lambda name: self._receiver(name).ranks(), self._receivers
+        )
         groups: dict[tuple[str, Handshake], _EngineGroup] = {}
         for name in self._receivers:
             key = self._engine(name).capabilities.collective[0], self._receiver(name).handshake
@@ -210,7 +212,12 @@ class _Round:
             size += ranks[name]
         address = _reachable_address(self._receiver(name).sender_address for name in engine_group.engines)
         engine_group.group, meeting = sender.open_group(
-            engine_group.backend, engine_group.handshake, address, size, WORKER_LIMIT_SHARE * sender.limit_s, self._source.bucket_bytes
+            engine_group.backend,
+            engine_group.handshake,
+            address,
+            size,
+            WORKER_LIMIT_SHARE * sender.limit_s,
+            self._source.bucket_bytes,
         )
         group = engine_group.group
         assert group is not None
@@ -253,7 +260,9 @@ class _Round:
         assert isinstance(engine, ReceivesWeights)
         return engine
 
-    def _call_all(self, phase: str, call: Callable[[str], Coroutine[Any, Any, Any]], names: Sequence[str]) -> dict[str, Any]:
+    def _call_all(
+        self, phase: str, call: Callable[[str], Coroutine[Any, Any, Any]], names: Sequence[str]
+    ) -> dict[str, Any]:
         """Make a call to each engine and return the answers."""
         return self._call_with_local_work(phase, call, names, lambda goes_on: None)
 
@@ -337,7 +346,12 @@ class _Round:
     def outcomes(self, names: Iterable[str]) -> dict[str, EngineWithoutWeights]:
         """Return what each of these engines has, after the round has ended."""
         why = f"the transfer was broken off when engines were {self._calls.phase}"
-        return {name: EngineWithoutWeights(self._errors.get(name, why), partially_updated=name in self._sender.partially_updated) for name in names}
+        return {
+            name: EngineWithoutWeights(
+                self._errors.get(name, why), partially_updated=name in self._sender.partially_updated
+            )
+            for name in names
+        }
 
 
 async def _with_time_limit(

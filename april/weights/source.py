@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from april.engines.weight_routes import TensorSpec
+from april.engines.weight_transfer import TensorSpec
 from april.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -318,7 +318,9 @@ def _without_inserted(name: str) -> str:
 
 def _unwrapped(module: Any) -> Any:
     """Return the model without torch's wrappers; raises ConfigError if its tensors cannot be sent as weights."""
-    while (wrapper := next((_WRAPPED_ATTRIBUTE[k] for k in _kinds(module) if k in _WRAPPED_ATTRIBUTE), None)) is not None:
+    while (
+        wrapper := next((_WRAPPED_ATTRIBUTE[k] for k in _kinds(module) if k in _WRAPPED_ATTRIBUTE), None)
+    ) is not None:
         module = getattr(module, wrapper)
     if "FullyShardedDataParallel" in _kinds(module):
         raise ConfigError(

@@ -20,7 +20,7 @@ from real_schedulers import LENGTHS, VOCAB
 
 import april.adapters.openrlhf
 from april.adapters.openrlhf.arguments import config_of
-from april.adapters.openrlhf.rollouts import Rollouts
+from april.adapters.openrlhf.rollouts import OpenRLHFRollouts
 from april.engines.protocol import Chunk, Request
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine, by_sample_key
@@ -165,7 +165,7 @@ class Run:
 
         config = config_of(self.args, own)
         tokenizer = tokenizer or Tokenizer()
-        self.rollouts = Rollouts(self.args, config, tokenizer, [], open_engines=opened, check=True)
+        self.rollouts = OpenRLHFRollouts(self.args, config, tokenizer, [], open_engines=opened, check=True)
         self.loader = CheckpointedLoader(self.loader, self.rollouts.save, self.rollouts.load)
         self.rows: Any = None
         self.labels: list[str] = []

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from adapters import stand_in_areal as areal
-from april.adapters.areal.rollouts import CURRENT
-from april.adapters.common.media import digest_of
+from april.adapters.areal.rollouts import CURRENT_LLM
+from april.adapters.common.placed_media import digest_of
 from april.core.types import DropReason, FinishReason, SampleId
 from april.driver.llm import Completion
 from april.errors import CheckpointError, ConfigError, RolloutError
@@ -330,7 +330,7 @@ class Call:
         gconfig = SimpleNamespace(**sampling, new=lambda **new: SimpleNamespace(**{**sampling, **new}))
 
         async def program() -> Any:
-            CURRENT.set(self.policy)  # type: ignore[arg-type]
+            CURRENT_LLM.set(self.policy)  # type: ignore[arg-type]
             request = areal.request([50, 3], gconfig)
             vars(request).update(self.more)
             return await self.engine.agenerate(request)

@@ -14,8 +14,16 @@ import numpy as np
 import pytest
 
 from adapters.stand_in_verl import EOS, Trainer, generate, single_turn
-from april.adapters.common.media import digest_of, placed_media, runs_of
-from april.adapters.verl.calls import Asked, Calls, Done, ServerResult, SampleGivenUp, Session, result_of
+from april.adapters.common.placed_media import digest_of, placed_media, runs_of
+from april.adapters.verl.agent_loop_calls import (
+    AgentLoopSession,
+    GenerateCall,
+    GenerateResult,
+    SampleGivenUp,
+    ServerResult,
+    WorkerCalls,
+    result_of,
+)
 from april.core.versions import PolicyVersion
 from april.engines.simulated.synthetic_rows import synthetic_rows
 from april.errors import CheckpointError, RolloutError
@@ -97,10 +105,10 @@ def test_groups_without_a_signal_are_replaced(trainer: Make) -> None:
 def test_several_turns_are_one_partial_rollout(trainer: Make) -> None:
     """Two calls with a tool between them, cut over updates: tokens of the tool are in no span."""
 
-    async def two_turns(session: Session, prompt: list[int]) -> list[int]:
-        first: Done = await generate(session, prompt, 9)
+    async def two_turns(session: AgentLoopSession, prompt: list[int]) -> list[int]:
+        first: GenerateResult = await generate(session, prompt, 9)
         tool = [70, 71]
-        second: Done = await generate(session, [*prompt, *first.tokens.tolist(), *tool], 20)
+        second: GenerateResult = await generate(session, [*prompt, *first.tokens.tolist(), *tool], 20)
         return [*first.tokens.tolist(), *tool, *second.tokens.tolist()]
 
     run = trainer(lambda row, sample: 26 if row < 2 else 12)
@@ -121,15 +129,15 @@ def test_an_agent_loop_that_was_replaced_is_not_heard(trainer: Make) -> None:
     told: list[int] = []
     """Those that were told that it goes on without them."""
 
-    async def with_a_slow_tool(session: Session, prompt: list[int]) -> list[int]:
+    async def with_a_slow_tool(session: AgentLoopSession, prompt: list[int]) -> list[int]:
         me = prompt[1], prompt[2]
         lives[me] += 1
         life = lives[me]
-        first: Done = await generate(session, prompt, 3)
+        first: GenerateResult = await generate(session, prompt, 3)
         if prompt[1] == 0 and lives[me] < 3:
             await asyncio.sleep(25.0)
         try:
-            second: Done = await generate(session, [*prompt, *first.tokens.tolist()], 20)
+            second: GenerateResult = await generate(session, [*prompt, *first.tokens.tolist()], 20)
         except SampleGivenUp:
             told.append(life)
             raise
@@ -156,7 +164,7 @@ def test_an_agent_loop_that_was_replaced_is_not_heard(trainer: Make) -> None:
 def test_an_agent_loop_without_a_call_is_told(trainer: Make) -> None:
     """Groups that fail in a row end the step with the last reason."""
 
-    async def silent(session: Session, prompt: list[int]) -> list[int]:
+    async def silent(session: AgentLoopSession, prompt: list[int]) -> list[int]:
         return []
 
     run = trainer()
@@ -187,7 +195,7 @@ def test_too_old_tokens(trainer: Make, on_stale: str) -> None:
 # ---------------------------------------------------------------- mishaps
 
 
-async def with_a_cancelled_tool(session: Session, prompt: list[int]) -> list[int]:
+async def with_a_cancelled_tool(session: AgentLoopSession, prompt: list[int]) -> list[int]:
     """A CancelledError from within: for row 2 once, for row 1 always."""
     failures[prompt[1], 0] += 1
     if prompt[1] == 1 or (prompt[1] == 2 and failures[2, 0] == 1):
@@ -195,7 +203,7 @@ async def with_a_cancelled_tool(session: Session, prompt: list[int]) -> list[int
     return await single_turn(session, prompt)
 
 
-async def in_a_hurry(session: Session, prompt: list[int]) -> list[int]:
+async def in_a_hurry(session: AgentLoopSession, prompt: list[int]) -> list[int]:
     """For row 1, a timeout around a call, after which it goes on or asks again."""
     if prompt[1] != 1:
         return await single_turn(session, prompt)
@@ -206,7 +214,7 @@ async def in_a_hurry(session: Session, prompt: list[int]) -> list[int]:
     return done.tokens.tolist()
 
 
-async def parallel(session: Session, prompt: list[int]) -> list[int]:
+async def parallel(session: AgentLoopSession, prompt: list[int]) -> list[int]:
     """For row 1, two calls at the same time, which are refused: one response per sample."""
     if prompt[1] == 1:
         await asyncio.gather(*(generate(session, prompt, 9) for _ in range(2)))
@@ -248,7 +256,7 @@ def test_a_dropped_group_holds_up_no_step(trainer: Make) -> None:
 def test_a_dropped_prompt_is_not_asked_again_after_a_restart(trainer: Make, tmp_path: Path) -> None:
     """It was dropped between a batch and its checkpoint, so it is still in verl's queue."""
 
-    async def with_a_slow_tool(session: Session, prompt: list[int]) -> list[int]:
+    async def with_a_slow_tool(session: AgentLoopSession, prompt: list[int]) -> list[int]:
         if prompt[1] == 1 and session.index == 0:
             await asyncio.sleep(3.0)  # three times, and the step ends at 8
             raise ValueError("broken")
@@ -340,8 +348,8 @@ def test_long_responses_are_cut_to_their_limit_and_none_is_lost(trainer: Make) -
     ones are."""
     by_length: Counter[bool] = Counter()
 
-    async def single_call(session: Session, prompt: list[int]) -> list[int]:
-        done: Done = await generate(session, prompt, 40)
+    async def single_call(session: AgentLoopSession, prompt: list[int]) -> list[int]:
+        done: GenerateResult = await generate(session, prompt, 40)
         by_length[done.by_length] += prompt[1] % 2
         return done.tokens.tolist()
 
@@ -478,7 +486,7 @@ def test_a_rollout_that_sees_another_image_after_a_restart_begins_anew(trainer: 
     """Their tokens are equal: what was said of the one is no answer about the other. With the same image it goes on."""
 
     def looks_at(picture: bytes) -> Any:
-        async def rollout(session: Session, prompt: list[int]) -> list[int]:
+        async def rollout(session: AgentLoopSession, prompt: list[int]) -> list[int]:
             attached = placed_media(prompt, {"image": [picture]}, {"image": 50})
             assert len(attached) == 1
             done = await generate(session, prompt, 40, attached=attached)
@@ -505,7 +513,7 @@ def test_a_rollout_that_sees_another_image_after_a_restart_begins_anew(trainer: 
 def test_a_generated_placeholder_is_dropped_by_name(trainer: Make) -> None:
     """A server without bans may write one; the actor could not read the row, so it is generated again."""
 
-    async def rollout(session: Session, prompt: list[int]) -> list[int]:
+    async def rollout(session: AgentLoopSession, prompt: list[int]) -> list[int]:
         done = await generate(session, prompt, 40, banned_ids=(PAD,))
         return [int(token) for token in done.tokens]
 
@@ -519,7 +527,7 @@ def test_a_generated_placeholder_is_dropped_by_name(trainer: Make) -> None:
 
 # ---------------------------------------------------------------- workers
 
-ASKED = Asked(token_ids=[1, 2, 3], sampling={})
+ASKED = GenerateCall(token_ids=[1, 2, 3], sampling={})
 
 
 def said_by(agent_loop: Callable[[Any], Awaitable[None]], *told: Any) -> tuple[list[Any], list[str]]:
@@ -530,7 +538,7 @@ def said_by(agent_loop: Callable[[Any], Awaitable[None]], *told: Any) -> tuple[l
         forgotten.extend(keys)
 
     async def program() -> list[Any]:
-        calls = Calls()
+        calls = WorkerCalls()
         calls.begin(7, "u0", 1, ["u0_1_0"])
         task = asyncio.ensure_future(calls.run(7, agent_loop, forget))
         said = []

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from april.adapters.common.data_loader import RowQueue
+from april.adapters.common.deliveries import Deliveries, checkpoint_errors
 from april.adapters.common.refusals import require_count
 from april.adapters.common.samples import is_masked
-from april.adapters.common.session import Deliveries, checkpoint_errors
 from april.adapters.common.trainer_servers import TrainerServers
 from april.config.settings import Config
 from april.core.batch import DeliveredSample
@@ -28,11 +28,11 @@ from april.serialization.state_file import read_state, write_state
 
 KIND = "areal"
 Trajectory = dict[str, Any]
-CURRENT: ContextVar[LLM | None] = ContextVar("april_llm", default=None)
+CURRENT_LLM: ContextVar[LLM | None] = ContextVar("april_llm", default=None)
 """april's LLM handle for the running workflow; None if april does not run it, as in an evaluation."""
 
 
-class Prompts:
+class ArealPrompts:
     """Iterates endlessly over the rows of AReaL's loader, as prompts without tokens.
 
     Each epoch has its own order, which stays the same after a restart.
@@ -50,7 +50,7 @@ class Prompts:
         self._empty = 0
         self.carried = RowQueue(self._next)
 
-    def __iter__(self) -> Prompts:
+    def __iter__(self) -> ArealPrompts:
         return self
 
     def __next__(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class Prompts:
             self.epoch += 1
 
 
-class Rollouts:
+class ArealRollouts:
     """Makes one rank's training batches; created when the first batch is asked for.
 
     Args:
@@ -89,7 +89,7 @@ class Rollouts:
     """
 
     def __init__(
-        self, config: Config, servers: TrainerServers, end_all: Callable[[], None], prompts: Prompts,
+        self, config: Config, servers: TrainerServers, end_all: Callable[[], None], prompts: ArealPrompts,
         episode: Callable[[Any], Awaitable[Trajectory | None]], join: Callable[[list[Trajectory]], Trajectory],
         accepts: Callable[[Trajectory], bool] | None, *, check: bool = False,
     ) -> None:  # fmt: skip
@@ -126,12 +126,12 @@ class Rollouts:
             self.scheduler.commit(last)
         batch = self.scheduler.next_batch()
         if not self._continuous:
-            self._end_what_runs_on()
+            self._abort_remaining()
         groups = groupby(batch.samples, key=lambda row: row.id.group)
         joined = [self._joined([*rows]) for _, rows in groups]
         return joined, self.deliveries.metrics(batch, self.scheduler.ledger())
 
-    def _end_what_runs_on(self) -> None:
+    def _abort_remaining(self) -> None:
         """End all requests at the servers if there are any; AReaL's servers cannot end single ones."""
         if self._servers.busy:
             self._end_all()
@@ -139,7 +139,7 @@ class Rollouts:
     def pause(self) -> None:
         """End april's requests at the servers and send none until :meth:`resume`."""
         self.scheduler.pause()
-        self._end_what_runs_on()
+        self._abort_remaining()
 
     def resume(self, label: int) -> None:
         """Send requests again, with the weights to which the trainer gave the number ``label``."""
@@ -170,7 +170,7 @@ class Rollouts:
     # ---------------------------------------------------------------- on the scheduler's event loop
 
     async def _rollout(self, prompt: Prompt, llm: LLM) -> list[Trajectory | None]:
-        CURRENT.set(llm)
+        CURRENT_LLM.set(llm)
         try:
             return [await self._episode(prompt.data["row"])]
         finally:

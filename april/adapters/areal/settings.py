@@ -6,7 +6,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from april.adapters.common.installed_trainer import import_trainer, require_functions
-from april.adapters.common.refusals import Refusal, distorting_settings, divided_groups, greedy_sampling, misplaced_settings, refuse
+from april.adapters.common.refusals import (
+    Refusal,
+    distorting_settings,
+    divided_groups,
+    greedy_sampling,
+    misplaced_settings,
+    refuse,
+)
 from april.config.settings import Config
 from april.config.values import AUTO
 from april.core.types import Work

@@ -75,16 +75,16 @@ class TrainerServers:
     unused: Callable[[int, DropReason], None] = staticmethod(lambda count, reason: None)
 
     def __init__(
-        self, name: str, send: Callable[[Any, Int32, int], Awaitable[ServerResult]], abort_all: Callable[[], Awaitable[None]], *,
-        max_context: int, max_in_flight: int | None = None, eos_token_ids: Sequence[int] = (), attachments: Sequence[str] = (),
-        extras: Sequence[str] = (),
+        self, name: str, send: Callable[[Any, Int32, int], Awaitable[ServerResult]],
+        abort_all: Callable[[], Awaitable[None]], *, max_context: int, max_in_flight: int | None = None,
+        eos_token_ids: Sequence[int] = (), attachments: Sequence[str] = (), extras: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self.name, self._send_to_server, self._abort_all = name, send, abort_all
         self.capabilities = Capabilities(
             logprob_kind=LogprobKind.TEMPERATURE, vocab_size=ANY_TOKEN,
             max_context=max_context + 1,  # prompts have no tokens when they are drawn
-            eos_token_ids=tuple(eos_token_ids), max_in_flight=max_in_flight, abort_means=AbortMeans.PAUSE, streams=False,
-            honours_seeds=False, attachments=tuple(attachments), extras=tuple(extras), answers_late=True,
+            eos_token_ids=tuple(eos_token_ids), max_in_flight=max_in_flight, abort_means=AbortMeans.PAUSE,
+            streams=False, honours_seeds=False, attachments=tuple(attachments), extras=tuple(extras), answers_late=True,
         )  # fmt: skip
         self.requests: dict[SampleId, Any] = {}
         """Data of each sample's current call that ``send`` needs besides the tokens."""
@@ -211,7 +211,7 @@ class TrainerServers:
         ]  # fmt: skip
 
     def restore(self, saved: Sequence[Sequence[Any]]) -> None:
-        """Restore the responses that :meth:`late_responses` returned; raises ValueError, TypeError and the like for bad data."""
+        """Restore the responses that :meth:`late_responses` returned; raises ValueError, TypeError and the like."""
         for group, index, offset, tokens, logprobs, version, aborted, own_end, extras in saved:
             result = ServerResult(
                 tokens=np.array(tokens, np.int32), logprobs=np.array(logprobs, np.float32), label=None,

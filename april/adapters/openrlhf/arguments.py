@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from april.adapters.common.refusals import Refusal, distorting_settings, divided_groups, greedy_sampling, mapping_of, misplaced_settings, refuse
+from april.adapters.common.refusals import (
+    Refusal,
+    distorting_settings,
+    divided_groups,
+    greedy_sampling,
+    mapping_of,
+    misplaced_settings,
+    refuse,
+)
 from april.config.settings import Config, read_yaml
 from april.core.types import GenerationMode, OnStale
 from april.errors import ConfigError

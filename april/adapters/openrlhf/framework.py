@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from april.adapters.common.installed_trainer import import_trainer, undecorated_class, require_functions, version_of
+from april.adapters.common.installed_trainer import import_trainer, require_functions, undecorated_class, version_of
 from april.errors import ConfigError
 
 TESTED_VERSION = "0.11.2"

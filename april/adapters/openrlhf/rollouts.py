@@ -1,7 +1,8 @@
 """Runs the rollouts of an OpenRLHF training: a scheduler over its prompts, a batch per step, state in checkpoints.
 
 Invariant: no engine has a request from april while OpenRLHF changes weights. Stepwise, there are none between two calls
-of :meth:`Rollouts.next`, so engines may sleep then; continuous, :meth:`Rollouts.hand_over` pauses the engines.
+of :meth:`OpenRLHFRollouts.next`, so engines may sleep then; continuous, :meth:`OpenRLHFRollouts.hand_over` pauses
+the engines.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from april.adapters.common.data_loader import KEY
+from april.adapters.common.deliveries import checkpoint_errors, closing_on_error
 from april.adapters.common.kept_samples import KeptSamples
-from april.adapters.common.session import closing_on_error, checkpoint_errors
 from april.adapters.openrlhf.agents import Agents
 from april.adapters.openrlhf.samples import (
     Held,
-    Prompts,
+    OpenRLHFPrompts,
     RewardResult,
     ShownImages,
     judged_text,
@@ -60,7 +61,7 @@ async def connect(actors: Sequence[Any]) -> list[OpenRLHFEngine]:
     return [OpenRLHFEngine(actor, f"vllm{i}", capabilities_of(plain)) for i, (actor, plain) in pairs]
 
 
-class TransferElsewhere:
+class TransferThread:
     """Splits a weight update into two calls, :meth:`begin` and :meth:`end`, for the process that writes the weights.
 
     ``hand_over(transfer)`` must pause generation, call ``transfer``, and resume when that returns.
@@ -97,7 +98,7 @@ log = logging.getLogger("april")
 KIND, CARRY = "openrlhf", "april's carry in the checkpoint"
 
 
-class Rollouts:
+class OpenRLHFRollouts:
     """Makes the training batches of one OpenRLHF trainer.
 
     Args:
@@ -124,7 +125,7 @@ class Rollouts:
         """Last delivered batch."""
         self.ledger: dict[str, Ledger] = {}
         """april's ledgers at the end of the run."""
-        self._prompts = Prompts(self._encode, None if self._shown is None else self._shown.kept)
+        self._prompts = OpenRLHFPrompts(self._encode, None if self._shown is None else self._shown.kept)
         self._scored: Held = {}
         self._agents = Agents(args, self._tokenizer, self._scored) if args.train.agent_func_path else None
         self._rows: Iterator[Any] | None = None

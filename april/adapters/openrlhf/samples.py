@@ -13,13 +13,13 @@ import numpy as np
 
 from april.adapters.common.data_loader import RowQueue
 from april.adapters.common.refusals import refuse_several_rows
-from april.adapters.common.samples import NOT_TRAINED, generated_segments, attached_pictures
+from april.adapters.common.samples import NOT_TRAINED, attached_pictures, generated_segments
 from april.config.images import ImagesConfig
 from april.core.batch import Batch, DeliveredSample
 from april.core.types import FinishReason, Prompt, SampleId
 from april.driver.rewards import Response
 from april.errors import ConfigError, RolloutError
-from april.images.reading import ImageReader
+from april.images.image_reader import ImageReader
 
 OF_BATCH = ("off_policy_share", "staleness_mean", "staleness_max", "aborted_attempts", "resumed_attempts",
             "reprefill_tokens", "carried_groups", "surplus_groups", "held_tokens", "step_s", "trainer_wait_s",
@@ -160,7 +160,7 @@ def provenance(sample: DeliveredSample) -> dict[str, float]:
     }
 
 
-class Prompts:
+class OpenRLHFPrompts:
     """Iterates over the prompts of the current episode, in april's own thread.
 
     Args:
@@ -184,7 +184,7 @@ class Prompts:
         """Start an episode, or the rest of one after a restart."""
         self._rows, self.ended = rows, False
 
-    def __iter__(self) -> Prompts:
+    def __iter__(self) -> OpenRLHFPrompts:
         return self
 
     def __next__(self) -> Any:

@@ -25,7 +25,7 @@ from april.core.tape import Float32
 from april.driver.user_code import is_async
 from april.engines.attachments import attachment_bytes
 from april.errors import CheckpointError, ConfigError, RolloutError
-from april.images.reading import ImageReader
+from april.images.image_reader import ImageReader
 
 log = logging.getLogger("april")
 EPSILON = 1e-4

@@ -18,9 +18,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from april.adapters.common.deliveries import closing_on_error
 from april.adapters.common.installed_trainer import require_functions
 from april.adapters.common.refusals import mapping_of, refuse, refuse_several_rows, require_count
-from april.adapters.common.session import closing_on_error
 from april.adapters.trl import checkpoint
 from april.adapters.trl.checks import REQUIRED_FUNCTIONS, TESTED_VERSION, config_for, refusals
 from april.adapters.trl.data import (

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from april.adapters.common import installed_trainer as seams
-from april.adapters.common.refusals import Refusal, distorting_settings, greedy_sampling, mapping_of, misplaced_settings, refuse
+from april.adapters.common.refusals import (
+    Refusal,
+    distorting_settings,
+    greedy_sampling,
+    mapping_of,
+    misplaced_settings,
+    refuse,
+)
 from april.config.settings import Config
 from april.engines.protocol import ROUTED_EXPERTS
 

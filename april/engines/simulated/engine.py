@@ -32,14 +32,14 @@ from april.engines.protocol import (
     OnWeightUpdate,
     Request,
 )
-from april.engines.simulated.clockwork import Finished, SimulatedDecoder
 from april.engines.simulated.decode_cost import DecodeCost
-from april.engines.simulated.mixing import STEP, splitmix64
+from april.engines.simulated.decoder_model import Finished, SimulatedDecoder
+from april.engines.simulated.random_bits import STEP, splitmix64
 from april.engines.simulated.response_lengths import ResponseLengths
 from april.engines.simulated.synthetic_rows import rows_of_attempt
 from april.errors import EngineError
 
-TURNS = 8
+LOOP_TURNS = 8
 """Event-loop iterations in which callers can read their pending chunks."""
 _LOWEST_LOGPROB = 4.0
 
@@ -227,7 +227,7 @@ class SimulatedEngine(WithoutWeights):
         """Pause as :meth:`pause` does, with requests and their cache kept; callers first receive all decoded tokens."""
         await self.pause()
         self._hand_over_all()
-        for _ in range(TURNS):
+        for _ in range(LOOP_TURNS):
             if any(not stream.outbox.empty() for stream in self._streams.values()):
                 await asyncio.sleep(0)
 

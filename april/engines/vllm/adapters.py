@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from april.engines.http.http_client import HttpClient
-from april.engines.http.own_adapters import KEEPS_ADAPTER, Loaded
+from april.engines.http.loaded_adapters import UNLOAD_FAILED, LoadedAdapter
 from april.engines.http.server_probe import is_listed
 from april.engines.http.wire import error_text
 from april.errors import EngineBusy, EngineError
@@ -22,7 +22,7 @@ NEEDED = (
 )
 
 
-async def load_adapter(client: HttpClient, adapter: Loaded) -> None:
+async def load_adapter(client: HttpClient, adapter: LoadedAdapter) -> None:
     """Load an adapter; nothing else changes there. Raises EngineError unless the server confirms and lists it."""
     body = {"lora_name": adapter.name, "lora_path": adapter.path}
     reply = await client.call("POST", LOAD, body, timeout_s=LOAD_S)
@@ -37,7 +37,7 @@ async def load_adapter(client: HttpClient, adapter: Loaded) -> None:
         )
 
 
-async def unload_adapter(client: HttpClient, adapter: Loaded) -> bool:
+async def unload_adapter(client: HttpClient, adapter: LoadedAdapter) -> bool:
     """Unload an adapter; if it may still be there, log a warning and return False."""
     try:
         reply = await client.call("POST", UNLOAD, {"lora_name": adapter.name}, timeout_s=UNLOAD_S, retry=True)
@@ -46,5 +46,5 @@ async def unload_adapter(client: HttpClient, adapter: Loaded) -> bool:
         why = f"it answered {reply.status}, {error_text(reply.body)}"
     except EngineError as error:
         why = str(error)
-    log.warning(KEEPS_ADAPTER, client.url, adapter.name, why)
+    log.warning(UNLOAD_FAILED, client.url, adapter.name, why)
     return False

@@ -15,7 +15,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from april.engines.groups.gloo import GlooReceiver
-from april.engines.weight_routes import TensorSpec
+from april.engines.weight_transfer import TensorSpec
 
 
 @dataclass

@@ -36,8 +36,8 @@ from april.engines.http.server_probe import (
 from april.engines.http.server_process import ServerMetrics, read_metrics
 from april.engines.http.token_rows import (
     NO_EXPERTS,
+    InvalidRows,
     Routing,
-    WrongRows,
     experts_of_npy,
     routing_of,
 )
@@ -373,7 +373,7 @@ class _VllmProbe(ServerProbe):
             choices = read_json(reply.body, TokenReply).choices or []
             text = choices[0].routed_experts if choices else None
             rows = None if text is None else experts_of_npy(text)
-        except (NotJson, WrongRows) as error:
+        except (NotJson, InvalidRows) as error:
             raise WireError(f"{where} answers with {error}") from None
         if rows is None:
             return None

@@ -26,32 +26,32 @@ from april.engines.protocol import AbortMeans, Capabilities, Chunk, Engine, Engi
 from april.errors import AprilError, EngineError, WireError
 from april.testing.conformance.subject import (
     Answer,
-    Broken,
     Figures,
     NotOffered,
     NotTested,
     Outcome,
+    PromiseBroken,
     Subject,
     Verdict,
     Weights,
     Witness,
 )
-from april.testing.records import HandedOver
+from april.testing.records import YieldedChunks
 from april.weights.sender import WeightSender
 from april.weights.source import weight_source
 
-Held = tuple[Request, Int32, EngineFinish | None]
+ClientTokens = tuple[Request, Int32, EngineFinish | None]
 """A request, the tokens that the client has of it, and how it ended."""
 
 
-def compare(wire: Witness | None, held: Iterable[Held], means: AbortMeans) -> Figures:
+def compare_with_wire(wire: Witness | None, held: Iterable[ClientTokens], means: AbortMeans) -> Figures:
     """Compare the tokens that the client has with those on the wire; no figures without a witness.
 
     ``lost`` counts tokens of answers that the client had to read to the end, but does not have. ``never read`` counts
     tokens that were sent to a client that had disconnected, which is how some engines abort (``means``).
 
     Raises:
-        Broken: a token is lost, or the client has tokens that were not sent.
+        PromiseBroken: a token is lost, or the client has tokens that were not sent.
     """
     if wire is None:
         return {}
@@ -62,7 +62,7 @@ def compare(wire: Witness | None, held: Iterable[Held], means: AbortMeans) -> Fi
             answer = _answer_of(wire.answers(request), tokens, count)
             if answer is None:
                 sent = max((len(a.tokens) for a in wire.answers(request)), default=0)
-                raise Broken(
+                raise PromiseBroken(
                     f"request {request.attempt_id} holds {len(tokens)} tokens that are not the {sent} that were sent"
                 )
             count[id(answer)] = len(tokens)
@@ -80,7 +80,7 @@ def compare(wire: Witness | None, held: Iterable[Held], means: AbortMeans) -> Fi
             else:
                 lost += more
     if lost:
-        raise Broken(f"{lost} of {seen} tokens are lost: they were sent, and are not held")
+        raise PromiseBroken(f"{lost} of {seen} tokens are lost: they were sent, and are not held")
     return {"lost": 0, "never read": never_read, "seen on the wire": seen}
 
 
@@ -96,15 +96,15 @@ def _answer_of(answers: Iterable[Answer], tokens: Int32, taken: dict[int, int]) 
 
 T = TypeVar("T")
 
-ASK_AGAIN_S = 0.25
+ABORT_AGAIN_S = 0.25
 """Seconds between two requests for the same abort, as in april."""
 SILENCE_S = 0.5
 """Seconds without a token after which a working engine is assumed to yield tokens only at the end."""
-LOOK_S = 0.004
+POLL_S = 0.004
 """Seconds between two polls of a condition that signals no change."""
 
 
-class Reading(HandedOver):
+class ReadRequest(YieldedChunks):
     """A request that is read to its end in its own task."""
 
     def __init__(self, engine: Engine, request: Request) -> None:
@@ -139,26 +139,28 @@ class Reading(HandedOver):
         return self.chunks[-1].finish if self.chunks else None
 
     def check(self, limits: Capabilities, newest: PolicyVersion) -> None:
-        """Raise Broken unless the chunks keep the contract and the response ended where it may end."""
+        """Raise PromiseBroken unless the chunks keep the contract and the response ended where it may end."""
         oldest, room, finish = None, self.request.sampling.max_tokens, None
         for chunk in self.chunks:
             if finish is not None:
-                raise Broken(f"request {self.id}: a chunk came after the one that ended the stream ({finish})")
+                raise PromiseBroken(f"request {self.id}: a chunk came after the one that ended the stream ({finish})")
             try:
                 check_chunk(chunk, limits.vocab_size, room, oldest, newest)
             except WireError as error:
-                raise Broken(f"request {self.id}: {error}") from None
+                raise PromiseBroken(f"request {self.id}: {error}") from None
             oldest, room, finish = chunk.version, room - len(chunk.tokens), chunk.finish
         if finish is not None and finish not in set(EngineFinish):
-            raise Broken(f"request {self.id}: {finish!r} is no finish reason")
+            raise PromiseBroken(f"request {self.id}: {finish!r} is no finish reason")
         if self.task.done() and self.error is None and finish is None:
-            raise Broken(f"request {self.id}: the stream ended after {self.count} tokens without a finish reason")
+            raise PromiseBroken(
+                f"request {self.id}: the stream ended after {self.count} tokens without a finish reason"
+            )
         if finish is not None and self.count:
             last, eos = int(self.tokens[-1]), limits.eos_token_ids
             try:
                 check_end(self.chunks[-1], self.request, self.count, last, limits.max_context, eos)
             except WireError as error:
-                raise Broken(f"request {self.id}: {error}") from None
+                raise PromiseBroken(f"request {self.id}: {error}") from None
 
 
 class Bench:
@@ -175,7 +177,7 @@ class Bench:
         self._run = os.urandom(8).hex()
         self._numbers = itertools.count(1)
         self._seeds = itertools.count(10**6)
-        self._readings: list[Reading] = []
+        self._readings: list[ReadRequest] = []
 
     # ---------------------------------------------------------------- requests
 
@@ -224,7 +226,7 @@ class Bench:
             stream=stream,
         )
 
-    def again(self, request: Request, count: int | None = None) -> Request:
+    def copy_of(self, request: Request, count: int | None = None) -> Request:
         """Copy the request under another id; limited to its first ``count`` tokens if EOS cannot end it before."""
         sampling = request.sampling
         if not sampling.temperature:
@@ -233,53 +235,53 @@ class Bench:
             sampling = replace(sampling, max_tokens=count, min_tokens=count)
         return replace(request, attempt_id=self.new_id(), sampling=sampling)
 
-    def start(self, request: Request, engine: Engine | None = None) -> Reading:
+    def start(self, request: Request, engine: Engine | None = None) -> ReadRequest:
         """Begin to read a request."""
-        reading = Reading(engine or self.engine, request)
+        reading = ReadRequest(engine or self.engine, request)
         self._readings.append(reading)
         return reading
 
-    async def whole(self, requests: Iterable[Request], engine: Engine | None = None) -> list[Reading]:
+    async def run_complete(self, requests: Iterable[Request], engine: Engine | None = None) -> list[ReadRequest]:
         """Run requests that must complete; return them after their ends."""
         readings = [self.start(r, engine) for r in requests]
-        await self.ended(readings)
-        self.no_error(readings)
+        await self.wait_for_ends(readings)
+        self.require_no_errors(readings)
         return readings
 
     # ---------------------------------------------------------------- waits
 
-    async def within(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
-        """Return the result of a call; raises Broken if it takes too long or fails."""
+    async def with_timeout(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
+        """Return the result of a call; raises PromiseBroken if it takes too long or fails."""
         try:
             async with asyncio.timeout(self.subject.patience_s):
                 return await coroutine
         except TimeoutError:
-            raise Broken(f"{what} did not return in {self.subject.patience_s:g} s") from None
+            raise PromiseBroken(f"{what} did not return in {self.subject.patience_s:g} s") from None
         except EngineError as error:
-            raise Broken(f"{what} failed: {error}") from error
+            raise PromiseBroken(f"{what} failed: {error}") from error
 
-    async def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait until the condition holds; raises Broken after the subject's patience."""
+    async def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait until the condition holds; raises PromiseBroken after the subject's patience."""
         deadline = asyncio.get_running_loop().time() + self.subject.patience_s
         while not condition():
             if asyncio.get_running_loop().time() > deadline:
-                raise Broken(f"after {self.subject.patience_s:g} s {what}")
-            await asyncio.sleep(LOOK_S)
+                raise PromiseBroken(f"after {self.subject.patience_s:g} s {what}")
+            await asyncio.sleep(POLL_S)
 
-    async def ended(self, readings: Sequence[Reading]) -> None:
-        """Wait until all streams have ended; raises Broken if one hangs or breaks the contract."""
+    async def wait_for_ends(self, readings: Sequence[ReadRequest]) -> None:
+        """Wait until all streams have ended; raises PromiseBroken if one hangs or breaks the contract."""
         if readings:
             await asyncio.wait([r.task for r in readings], timeout=self.subject.patience_s)
         late = [r for r in readings if not r.task.done()]
         if late:
-            raise Broken(
+            raise PromiseBroken(
                 f"{len(late)} of {len(readings)} requests had not ended after {self.subject.patience_s:g} s, the first "
                 f"of them {late[0].id} with {late[0].count} tokens"
             )
         for reading in readings:
             reading.check(self.engine.capabilities, self.version)
 
-    async def end(self, readings: Sequence[Reading], everything: bool = False) -> None:
+    async def abort_until_ended(self, readings: Sequence[ReadRequest], everything: bool = False) -> None:
         """Abort requests, repeating the abort as april does, until all have ended."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.subject.patience_s
@@ -287,11 +289,11 @@ class Bench:
             if loop.time() > deadline:
                 break
             ids = None if everything else [r.id for r in left]
-            await self.within(self.engine.abort(ids), "abort")
-            await asyncio.wait([r.task for r in left], timeout=ASK_AGAIN_S)
-        await self.ended(readings)
+            await self.with_timeout(self.engine.abort(ids), "abort")
+            await asyncio.wait([r.task for r in left], timeout=ABORT_AGAIN_S)
+        await self.wait_for_ends(readings)
 
-    async def caught(self, readings: Sequence[Reading], every: bool = True) -> None:
+    async def wait_for_tokens(self, readings: Sequence[ReadRequest], every: bool = True) -> None:
         """Wait until all (``every=False``: any) have tokens, but not long if an engine yields them only at the end."""
         loop = asyncio.get_running_loop()
         began, enough = loop.time(), all if every else any
@@ -301,18 +303,18 @@ class Bench:
                 return
             if waited > self.subject.patience_s / 4:
                 return
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     async def load(self) -> int | None:
         """Return the number of requests that the engine reports as running or waiting; None if it reports none."""
-        health = await self.within(self.engine.health(), "health")
+        health = await self.with_timeout(self.engine.health(), "health")
         if health.load is not None:
             return health.load.running + health.load.waiting
         counters = [health.counters.get(name) for name in ("running", "active", "waiting")]
         known = [int(c) for c in counters if c is not None]
         return sum(known) if known else None
 
-    async def idle(self) -> str:
+    async def wait_until_idle(self) -> str:
         """Wait until the engine reports no requests; return the last reported number as text."""
         load = await self.load()
         if load is None:
@@ -320,30 +322,30 @@ class Bench:
         deadline = asyncio.get_running_loop().time() + self.subject.patience_s
         while load:
             if asyncio.get_running_loop().time() > deadline:
-                raise Broken(f"after {self.subject.patience_s:g} s the engine still works on {load} requests")
-            await asyncio.sleep(ASK_AGAIN_S)
+                raise PromiseBroken(f"after {self.subject.patience_s:g} s the engine still works on {load} requests")
+            await asyncio.sleep(ABORT_AGAIN_S)
             load = await self.load() or 0
         return "0"
 
-    async def well(self) -> None:
+    async def require_healthy(self) -> None:
         """Check that the engine is healthy and serves a request."""
-        health = await self.within(self.engine.health(), "health")
+        health = await self.with_timeout(self.engine.health(), "health")
         if not health.ok:
-            raise Broken(f"the engine is not well afterwards: {health.detail}")
-        await self.whole([self.request(0, 4)])
+            raise PromiseBroken(f"the engine is not well afterwards: {health.detail}")
+        await self.run_complete([self.request(0, 4)])
 
     # ---------------------------------------------------------------- weights
 
     async def load_weights(self, weights: Weights) -> None:
         """Load other weights as the next version; the engine must have nothing in flight."""
-        await self.within(self.engine.pause(), "pause")
+        await self.with_timeout(self.engine.pause(), "pause")
         await self.next_version(weights)
-        await self.within(self.engine.resume(), "resume")
+        await self.with_timeout(self.engine.resume(), "resume")
 
     async def next_version(self, weights: Weights) -> None:
         """Update a paused engine to the next version."""
         version = PolicyVersion(self.version.incarnation, self.version.n + 1)
-        await self.within(self.engine.update_weights(version, weights.path), "update_weights")
+        await self.with_timeout(self.engine.update_weights(version, weights.path), "update_weights")
         self.version, self.weights = version, weights
 
     async def send_weights(self, weights: Weights) -> None:
@@ -355,12 +357,12 @@ class Bench:
             return [_Call(asyncio.run_coroutine_threadsafe(call, loop)) for call in calls]
 
         sender = WeightSender({engine.name: engine}, ask, self.subject.patience_s)
-        await self.within(engine.pause(), "pause")
-        await self.within(asyncio.to_thread(sender.send, weight_source(tensors), [engine.name]), "a transfer")
+        await self.with_timeout(engine.pause(), "pause")
+        await self.with_timeout(asyncio.to_thread(sender.send, weight_source(tensors), [engine.name]), "a transfer")
         await self.next_version(replace(weights, path=None))
-        await self.within(engine.resume(), "resume")
+        await self.with_timeout(engine.resume(), "resume")
 
-    async def tidy(self) -> None:
+    async def clean_up(self) -> None:
         """Clean up after a check: cancel all requests, restore the first weights."""
         tasks = [r.task for r in self._readings if not r.task.done()]
         for task in tasks:
@@ -373,21 +375,21 @@ class Bench:
 
     # ---------------------------------------------------------------- expectations
 
-    def compared(self, readings: Iterable[Reading]) -> Figures:
+    def compare_with_wire(self, readings: Iterable[ReadRequest]) -> Figures:
         """Compare the responses with the witness's record, if there is a witness."""
         held = [(r.request, r.tokens, r.finish) for r in readings]
-        return compare(self.subject.wire, held, self.engine.capabilities.abort_means)
+        return compare_with_wire(self.subject.wire, held, self.engine.capabilities.abort_means)
 
-    def no_error(self, readings: Iterable[Reading]) -> None:
-        """Raise Broken if one of the requests failed."""
+    def require_no_errors(self, readings: Iterable[ReadRequest]) -> None:
+        """Raise PromiseBroken if one of the requests failed."""
         for reading in readings:
             if reading.error is not None:
-                raise Broken(
+                raise PromiseBroken(
                     f"request {reading.id} failed after {reading.count} tokens: {type(reading.error).__name__}: "
                     f"{reading.error}"
                 )
 
-    def needs_greedy(self) -> None:
+    def require_greedy_repeats(self) -> None:
         """Raise NotTested if greedy responses are not reproducible."""
         if not self.subject.greedy_repeats:
             raise NotTested("greedy responses do not repeat exactly on this engine (greedy_repeats=False)")
@@ -422,23 +424,23 @@ def _tensors(weights: Weights) -> dict[str, Any]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def same(got: Int32, wanted: Int32, what: str) -> None:
-    """Raise Broken, with the position, unless ``got`` is a prefix of ``wanted``."""
+def require_prefix(got: Int32, wanted: Int32, what: str) -> None:
+    """Raise PromiseBroken, with the position, unless ``got`` is a prefix of ``wanted``."""
     count = min(len(got), len(wanted))
     differs = np.flatnonzero(got[:count] != wanted[:count])
     if differs.size or len(got) > len(wanted):
         where = int(differs[0]) if differs.size else count
-        raise Broken(
+        raise PromiseBroken(
             f"{what}: token {where} of {len(got)} is {got[where]}, not "
             + (f"{wanted[where]} as in the uncut response" if where < count else f"the end after {count} tokens")
         )
 
 
-def equal(got: Int32, wanted: Int32, what: str) -> None:
-    """Raise Broken unless both are the same tokens."""
-    same(got, wanted, what)
+def require_equal(got: Int32, wanted: Int32, what: str) -> None:
+    """Raise PromiseBroken unless both are the same tokens."""
+    require_prefix(got, wanted, what)
     if len(got) != len(wanted):
-        raise Broken(f"{what}: {len(got)} tokens, and the uncut response has {len(wanted)}")
+        raise PromiseBroken(f"{what}: {len(got)} tokens, and the uncut response has {len(wanted)}")
 
 
 LONGEST_CHECK = 20
@@ -479,7 +481,7 @@ class Check:
                 async with limit:
                     figures = await self.body(bench)
             finally:
-                await bench.tidy()
+                await bench.clean_up()
         except NotOffered as error:
             outcome, detail = Outcome.NOT_OFFERED, str(error)
         except NotTested as error:
@@ -487,7 +489,7 @@ class Check:
         except TimeoutError:
             outcome = Outcome.FAILED
             detail = f"the check had not ended after {LONGEST_CHECK * bench.subject.patience_s:g} s; an engine hangs"
-        except Broken as error:
+        except PromiseBroken as error:
             outcome, detail = Outcome.FAILED, str(error)
         except AprilError as error:
             outcome, detail = Outcome.FAILED, f"{type(error).__name__}: {error}"

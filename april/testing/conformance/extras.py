@@ -9,8 +9,8 @@ import numpy as np
 
 from april.core.attachments import wrong_rows
 from april.engines.protocol import EngineFinish, Request
-from april.testing.conformance.bench import Bench, Reading, check, same
-from april.testing.conformance.subject import Broken, Figures, NotOffered, NotTested
+from april.testing.conformance.bench import Bench, ReadRequest, check, require_prefix
+from april.testing.conformance.subject import Figures, NotOffered, NotTested, PromiseBroken
 
 LENGTH = 24
 CUT = 9
@@ -19,22 +19,22 @@ _ENOUGH = 0.9
 """Share of rows that must be equal when tokens are read again: rounding may decide between two experts."""
 
 
-def _wanting(bench: Bench, request: Request, start: int = 0) -> Request:
+def _with_extras(bench: Bench, request: Request, start: int = 0) -> Request:
     return replace(request, extras=bench.engine.capabilities.extras, extras_from=start)
 
 
-def _require_rows(readings: Sequence[Reading]) -> None:
+def _require_rows(readings: Sequence[ReadRequest]) -> None:
     """Check that each request got all its rows with the last chunk, and none before."""
     for reading in readings:
         if any(chunk.extras for chunk in reading.chunks[:-1]):
-            raise Broken(f"request {reading.id}: rows came before the end")
+            raise PromiseBroken(f"request {reading.id}: rows came before the end")
         if not reading.count:
             continue
         found, request = reading.chunks[-1].extras, reading.request
         if not found and reading.finish is EngineFinish.ABORT:
             continue
         if wrong := wrong_rows(found, request.extras, request.rows_wanted(reading.count)):
-            raise Broken(f"request {reading.id}: its {reading.count} tokens came with {wrong}")
+            raise PromiseBroken(f"request {reading.id}: its {reading.count} tokens came with {wrong}")
 
 
 @check("Rows that are asked for (extras) come with a request's last chunk, one for each token that was read; those of "
@@ -44,27 +44,27 @@ async def extras(bench: Bench) -> Figures:
     if not names:
         need = bench.engine.capabilities.extras_need
         raise NotOffered(need or "the engine gives no rows with its tokens")
-    bench.needs_greedy()
-    uncut = await bench.whole(_wanting(bench, bench.request(i, LENGTH)) for i in range(FEW))
+    bench.require_greedy_repeats()
+    uncut = await bench.run_complete(_with_extras(bench, bench.request(i, LENGTH)) for i in range(FEW))
     _require_rows(uncut)
-    for reading in await bench.whole([bench.request(0, CUT)]):
+    for reading in await bench.run_complete([bench.request(0, CUT)]):
         if any(chunk.extras for chunk in reading.chunks):
-            raise Broken(f"request {reading.id}: rows came that nobody had asked for")
+            raise PromiseBroken(f"request {reading.id}: rows came that nobody had asked for")
     worst = 1.0
     for i, whole in enumerate(uncut):
         if whole.count <= CUT:
             continue
         start = len(whole.request.token_ids) + CUT - 1
         request = bench.request(i, LENGTH, response=whole.tokens[:CUT])
-        (rest,) = await bench.whole([_wanting(bench, request, start)])
+        (rest,) = await bench.run_complete([_with_extras(bench, request, start)])
         _require_rows([rest])
-        same(np.concatenate((whole.tokens[:CUT], rest.tokens)), whole.tokens, "a response with rows, resumed")
+        require_prefix(np.concatenate((whole.tokens[:CUT], rest.tokens)), whole.tokens, "a response with rows, resumed")
         for name in names:
             again, first = rest.chunks[-1].extras[name], whole.chunks[-1].extras[name][start:]
             equal = (again == first).reshape(len(first), -1).all(1).mean()
             worst = min(worst, float(equal))
             if equal < _ENOUGH:
-                raise Broken(
+                raise PromiseBroken(
                     f"request {rest.id} goes on from token {start}, and {equal:.0%} of its rows of {name} are those of "
                     "the same tokens in a request that was not cut: they are of other tokens"
                 )
@@ -75,10 +75,10 @@ async def extras(bench: Bench) -> Figures:
 
 async def _cut(bench: Bench) -> Figures:
     """Check that aborted requests have rows for all tokens, or none."""
-    readings = [bench.start(_wanting(bench, bench.request(i))) for i in range(FEW)]
-    await bench.caught(readings)
-    await bench.end(readings)
-    bench.no_error(readings)
+    readings = [bench.start(_with_extras(bench, bench.request(i))) for i in range(FEW)]
+    await bench.wait_for_tokens(readings)
+    await bench.abort_until_ended(readings)
+    bench.require_no_errors(readings)
     _require_rows(readings)
     cut = [r for r in readings if r.finish is EngineFinish.ABORT and r.count]
     if not cut:

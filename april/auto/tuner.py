@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from april.auto.batches import LATEST_BATCHES as SEEN
-from april.auto.batches import LengthWindow, Speeds
-from april.auto.question import GAIN, SMALLEST_QUORUM, TuningAnswer, WorkSettings, TuningQuestion
+from april.auto.batch_windows import LATEST_BATCHES as SEEN
+from april.auto.batch_windows import LengthWindow, Speeds
+from april.auto.question import GAIN, SMALLEST_QUORUM, TuningAnswer, TuningQuestion, WorkSettings
 from april.core.batch import Batch, rows_by_sample
 from april.core.events import WorkChanged
 from april.core.run_times import pace
@@ -173,7 +173,7 @@ class AutoTuner:
         if not found or not self._prompts:
             return None
         core, s = self._core, self._core.settings
-        told = all(fitted.told for fitted in found)
+        told = all(fitted.slope_known for fitted in found)
         known = [fitted.cost if told else fitted.at_best for fitted in found]
         cost = [(c.base_s, c.per_sequence_s, c.per_kv_token_s, c.per_prefill_token_s) for c in known]
         self._since_asked, self._wait = 0, min(2 * self._wait, LONGEST_WAIT)
@@ -181,11 +181,12 @@ class AutoTuner:
         slots = sum(limit for limit in limits if limit) if all(limits) else 1 << 30
         train_s, ahead = pace(self._steps)
         base, sequence, token, prefill = (float(value) for value in np.mean(cost, axis=0))
+        most = self._max_off_policy_share
         return TuningQuestion(
             groups=s.rollout_batch_size, samples=s.n_samples_per_prompt, max_response_len=s.max_response_len,
             prompt_len=max(1, round(float(np.mean(self._prompts)))),
             max_staleness=min(core.leases.bound, s.max_age), on_stale=s.on_stale,
-            max_off_policy_share=self._max_off_policy_share * self._share_correction if self._max_off_policy_share < 1.0 else 1.0,
+            max_off_policy_share=most * self._share_correction if most < 1.0 else 1.0,
             continuous=s.generation is GenerationMode.CONTINUOUS,
             train_s=train_s, fetch_ahead=ahead if train_s else 0,
             engines=len(core.engines.states), cost=(base, sequence, token, prefill), lengths=self._lengths.rows,

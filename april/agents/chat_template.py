@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from april.agents.chat import Message, RequestError, Tools, has_images, text_of
 from april.errors import ConfigError
-from april.images.chats import MARK, is_image
+from april.images.chat_images import MARK, is_image
 from april.text.install_command import require
 
 if TYPE_CHECKING:
-    from april.images.placing import ImagePlacer
+    from april.images.image_placer import ImagePlacer
 
 
 @dataclass(frozen=True, slots=True)

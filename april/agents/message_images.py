@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from april.agents.chat import UNSUPPORTED_PART, Message, RequestError, has_images
-from april.concurrency.worker_threads import in_thread
+from april.concurrency.worker_threads import run_in_thread
 from april.core.attachments import Placed
 from april.core.tape import Int32
 from april.core.types import Prompt
 from april.errors import ConfigError
-from april.images.chats import is_image, image_of_part
-from april.images.placing import ImagePlacer
-from april.images.reading import ImageReader, Picture
+from april.images.chat_images import image_of_part, is_image
+from april.images.image_placer import ImagePlacer
+from april.images.image_reader import ImageReader, Picture
 
 REQUEST = "the request"
 
@@ -38,7 +38,7 @@ class MessageImages:
         """Return the messages, in which each image part now has its ``picture``; raises RequestError."""
         if not any(has_images(message.get("content")) for message in messages):
             return messages
-        return await in_thread(self._read, messages)
+        return await run_in_thread(self._read, messages)
 
     def _read(self, messages: Sequence[Message]) -> list[Message]:
         prompt_pictures = iter(self._images.prompt_pictures(self._prompt.token_ids, self._prompt.attached))

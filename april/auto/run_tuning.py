@@ -14,8 +14,8 @@ from typing import Protocol
 
 import msgspec
 
-from april.auto.auto_work import AutoTuner, Decision
 from april.auto.question import TuningAnswer, TuningQuestion
+from april.auto.tuner import AutoTuner, Decision
 from april.core import events as ev
 from april.core.batch import Batch
 from april.core.state import RolloutCore

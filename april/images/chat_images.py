@@ -95,8 +95,8 @@ def extract_images(
         return plain, rest
     if used_count != given_count:
         raise ConfigError(
-            f'{where} has {counted(given_count, "image")} beside its messages ("images"), and {counted(used_count, "part")} '
-            '{"type": "image"} in them; give one for each'
+            f'{where} has {counted(given_count, "image")} beside its messages ("images"), and '
+            f'{counted(used_count, "part")} {{"type": "image"}} in them; give one for each'
         )
     return plain, found
 

@@ -122,7 +122,7 @@ class Speeds:
 
     @property
     def changed(self) -> bool:
-        """True if the latest :data:`LATEST_BATCHES` batches differ significantly in speed from at least as many before them."""
+        """True if the latest :data:`LATEST_BATCHES` differ significantly in speed from at least as many before them."""
         if len(self) < 2 * LATEST_BATCHES:
             return False
         batches = list(self._batches)

@@ -61,7 +61,9 @@ class ImageTextCodec:
     def _text(self, tokens: Sequence[int]) -> str:
         return self._decode(tokens) if tokens else ""
 
-    def expand(self, ids: Int32, positions: Sequence[int], replacements: Sequence[Replacement]) -> tuple[Int32, list[ReplacedSpan]]:
+    def expand(
+        self, ids: Int32, positions: Sequence[int], replacements: Sequence[Replacement]
+    ) -> tuple[Int32, list[ReplacedSpan]]:
         """Replace the placeholders at these ``positions``; return all tokens, and the place of each image."""
         out: list[int] = []
         places: list[ReplacedSpan] = []
@@ -73,7 +75,11 @@ class ImageTextCodec:
             tail = replacements[k - 1].text_after if k else ""
             head = replacements[k].text_before if k < len(positions) else ""
             if k and k < len(positions) and len(gap) < 2 and not self._special.intersection(gap):
-                before, middle, after = _MergedTokens(self._encode(tail + self._text(gap) + head), gap), [], _MergedTokens([], [])
+                before, middle, after = (
+                    _MergedTokens(self._encode(tail + self._text(gap) + head), gap),
+                    [],
+                    _MergedTokens([], []),
+                )
             else:
                 before = self._tokenize_side(gap[:1], tail, after=True)
                 rest = gap[len(before.merged) :]
@@ -108,7 +114,10 @@ class ImageTextCodec:
         spans, position = [], 0
         for replacement in replacements:
             places = np.flatnonzero(ids[position:] == replacement.tokens[0]) + position
-            start = next((int(i) for i in places if np.array_equal(ids[i : i + len(replacement.tokens)], replacement.tokens)), None)
+            start = next(
+                (int(i) for i in places if np.array_equal(ids[i : i + len(replacement.tokens)], replacement.tokens)),
+                None,
+            )
             if start is None:
                 return None
             position = start + len(replacement.tokens)
@@ -122,7 +131,9 @@ class ImageTextCodec:
             if found is None:
                 return None
             out += [*found, *([placeholder] if k < len(spans) else [])]
-        again, _ = self.expand(np.array(out, np.int32), [i for i, t in enumerate(out) if t == placeholder], replacements)
+        again, _ = self.expand(
+            np.array(out, np.int32), [i for i, t in enumerate(out) if t == placeholder], replacements
+        )
         return np.array(out, np.int32) if np.array_equal(again, ids) else None
 
     def _strip_text(self, gap: list[int], tail: str, head: str) -> list[int] | None:

@@ -19,9 +19,9 @@ from april.config.images import ImagesConfig
 from april.core.attachments import Attachment, Placed
 from april.engines.attachments import attachment_bytes
 from april.errors import ConfigError
-from april.images.borders import ImageTextCodec
-from april.images.chats import counted
-from april.images.reading import IMAGE, ImageReader, Picture
+from april.images.chat_images import counted
+from april.images.image_reader import IMAGE, ImageReader, Picture
+from april.images.image_text import ImageTextCodec
 from april.text.install_command import require
 from april.text.server_text import clean
 
@@ -105,7 +105,9 @@ class ImagePlacer:
         runs = all((ids == self._placeholder_id).all() for ids in alone)
         if not self._special_ids.issuperset(int(ids[i]) for ids in alone for i in (0, -1)):
             self._text_codec = ImageTextCodec(lambda text: self.encode(text).tolist(), self._decode, self._special_ids)
-        self._counts_tokens = runs and [self._token_count(*size) for size in _TRIAL_SIZES] == [len(ids) for ids in alone]
+        self._counts_tokens = runs and [self._token_count(*size) for size in _TRIAL_SIZES] == [
+            len(ids) for ids in alone
+        ]
         texts = [f"a{mark}b{mark}c", self._trial_chat()]
         for text in filter(None, texts):
             theirs = self._processor_tokens(text, _TRIAL_SIZES)
@@ -161,7 +163,7 @@ class ImagePlacer:
             return np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
     def text(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, add_answer_start: bool = True) -> str:
-        """Return what the chat template writes for messages; ``add_answer_start`` adds the start of the assistant's answer."""
+        """Return what the chat template writes for messages; ``add_answer_start`` adds the start of an answer."""
         with self._lock:
             write = self.processor if getattr(self.processor, "chat_template", None) else self.tokenizer
             options = {"add_generation_prompt": add_answer_start, **({"tools": tools} if tools else {})}
@@ -231,7 +233,12 @@ class ImagePlacer:
         )
 
     def _place_with_text(
-        self, text_codec: ImageTextCodec, ids: Int32, pictures: Sequence[Picture], replacements: Sequence[Int32], where: str
+        self,
+        text_codec: ImageTextCodec,
+        ids: Int32,
+        pictures: Sequence[Picture],
+        replacements: Sequence[Int32],
+        where: str,
     ) -> tuple[Int32, tuple[Placed, ...]]:
         """Do the work of :meth:`place` for a processor that writes text around its images."""
         with self._lock:
@@ -306,8 +313,8 @@ class ImagePlacer:
         whole = sum(int((tokens == self._placeholder_id).sum()) for tokens in replacements)
         remedy = f"one placeholder for each image, or all {whole} that {self.name} makes of them"
         return (
-            f"{where} has {counted(found, 'placeholder')} {mark} (id {self._placeholder_id}) and {counted(images, 'image')}; give it "
-            f"{remedy if images else 'an image (in images) for each placeholder'}"
+            f"{where} has {counted(found, 'placeholder')} {mark} (id {self._placeholder_id}) and "
+            f"{counted(images, 'image')}; give it {remedy if images else 'an image (in images) for each placeholder'}"
         )
 
 

@@ -148,7 +148,7 @@ def _item_without_content(key: str, item: Any) -> Any:
 
 
 def with_blank_content(state: Any) -> Any:
-    """Undo :func:`without_content`: return a snapshot with zeros as tokens and log-probabilities and extras without columns."""
+    """Undo :func:`without_content`: return a snapshot with zeros as tokens and log-probabilities, and empty extras."""
     if isinstance(state, dict):
         if state.keys() == {"length"}:
             return bytes(4 * state["length"])

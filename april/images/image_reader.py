@@ -22,7 +22,7 @@ from urllib.request import url2pathname
 from april.config.images import ImagesConfig, InState
 from april.core.attachments import Attachment
 from april.errors import ConfigError
-from april.images.fetching import fetch_image
+from april.images.image_fetching import fetch_image
 from april.text.install_command import require
 from april.text.server_text import clean
 
@@ -61,14 +61,14 @@ class ImageReader:
         allow_paths: True if files may be named; False for clients, which may send only bytes and allowed URLs.
     """
 
-    def __init__(self, limits: ImagesConfig, *, paths: bool = True) -> None:
+    def __init__(self, limits: ImagesConfig, *, allow_paths: bool = True) -> None:
         require("an image", "PIL", extra="images")
         self._limits = limits
-        self._paths = paths
+        self._allow_paths = allow_paths
 
     def for_clients(self) -> ImageReader:
         """Return the reader for images in client requests, which may not be file paths."""
-        return ImageReader(self._limits, paths=False)
+        return ImageReader(self._limits, allow_paths=False)
 
     def check_count(self, count: int, where: str) -> None:
         """Raise ConfigError if a conversation has too many images."""
@@ -93,28 +93,32 @@ class ImageReader:
         if isinstance(item, Picture):
             return item
         if hasattr(item, "save") and hasattr(item, "getbands"):  # a PIL.Image, without importing it
-            return self._of_data(self._encoded(item, where), "", where, decode)
+            return self._make_picture(self._encode_pil_image(item, where), "", where, decode)
         if isinstance(item, (bytes, bytearray, memoryview)):
-            return self._of_data(bytes(item), "", where, decode)
+            return self._make_picture(bytes(item), "", where, decode)
         if isinstance(item, os.PathLike):
-            return self._of_file(os.fspath(item), where, decode)
+            return self._read_file(os.fspath(item), where, decode)
         if isinstance(item, str):
-            return self._of_text(item, where, decode)
+            return self._read_text(item, where, decode)
         if isinstance(item, Mapping):
-            return self._of_mapping(item, where, decode)
-        forms = "bytes, a path, a PIL.Image, a data: URL, or a mapping with bytes or path" if self._allow_paths else _CLIENT_FORMS
+            return self._read_mapping(item, where, decode)
+        forms = (
+            "bytes, a path, a PIL.Image, a data: URL, or a mapping with bytes or path"
+            if self._allow_paths
+            else _CLIENT_FORMS
+        )
         raise ConfigError(f"{where} is of type {type(item).__name__}; give {forms}")
 
     # ---------------------------------------------------------------- forms
 
-    def _of_mapping(self, item: Mapping[str, Any], where: str, decode: bool) -> Picture:
+    def _read_mapping(self, item: Mapping[str, Any], where: str, decode: bool) -> Picture:
         data, path = item.get("bytes"), item.get("path")
         if isinstance(data, (bytes, bytearray, memoryview)):
-            return self._of_data(bytes(data), "", where, decode)
+            return self._make_picture(bytes(data), "", where, decode)
         if isinstance(path, (str, os.PathLike)) and path:
-            return self._of_file(os.fspath(path), where, decode)
+            return self._read_file(os.fspath(path), where, decode)
         if item.get("type") == "base64" and isinstance(item.get("data"), str):
-            return self._of_data(self._of_base64(item["data"], where), "", where, decode)
+            return self._make_picture(self._decode_base64(item["data"], where), "", where, decode)
         for name in _IMAGE_FIELDS:
             if (inner := item.get(name)) is not None and not (isinstance(inner, Mapping) and inner is item):
                 return self.read(inner, where, decode=decode)
@@ -124,33 +128,33 @@ class ImageReader:
             f"{forms if self._allow_paths else _CLIENT_FORMS}"
         )
 
-    def _of_text(self, text: str, where: str, decode: bool) -> Picture:
+    def _read_text(self, text: str, where: str, decode: bool) -> Picture:
         url = text.lstrip()
         scheme = url[:8].partition(":")[0].lower() if ":" in url[:8] else ""
         if scheme == "data":
-            return self._of_data(self._of_data_url(url, where), "", where, decode)
+            return self._make_picture(self._decode_data_url(url, where), "", where, decode)
         if scheme in ("http", "https"):
             limits = self._limits
-            return self._of_data(fetch_image(url, limits.hosts, limits.max_bytes, where), "", where, decode)
-        if scheme == "file" and self._paths:
+            return self._make_picture(fetch_image(url, limits.hosts, limits.max_bytes, where), "", where, decode)
+        if scheme == "file" and self._allow_paths:
             named = urlsplit(url)
             if named.netloc not in ("", "localhost"):
                 raise ConfigError(f"{where}: {clean(text, 100)} is a file of another machine; give a path of this one")
-            return self._of_file(url2pathname(named.path), where, decode)
-        if not self._paths:
+            return self._read_file(url2pathname(named.path), where, decode)
+        if not self._allow_paths:
             raise ConfigError(f"{where}: a client sends an image as a data: URL or in base64, not as {clean(text, 40)}")
-        return self._of_file(text, where, decode)
+        return self._read_file(text, where, decode)
 
-    def _of_data_url(self, url: str, where: str) -> bytes:
+    def _decode_data_url(self, url: str, where: str) -> bytes:
         head, comma, body = url.partition(",")
         if not comma:
             raise ConfigError(f"{where} is a data: URL without a comma, which has no content; was it cut?")
         if "base64" in [parameter.strip() for parameter in head.lower().split(";")[1:]]:
-            return self._of_base64(body, where)
+            return self._decode_base64(body, where)
         self._check_size(len(body) // 3, where)
         return unquote_to_bytes(body)
 
-    def _of_base64(self, text: str, where: str) -> bytes:
+    def _decode_base64(self, text: str, where: str) -> bytes:
         """Decode base64 as any common writer makes it: in lines, URL-safe, or without padding.
 
         A blank within a line is refused, as it may have been a plus sign.
@@ -172,9 +176,9 @@ class ImageReader:
             return base64.b64decode(coded + b"=" * (-len(coded) % 4))
         raise ConfigError(f"{where} is no base64; was it cut, or encoded twice ({why})?")
 
-    def _of_file(self, path: str, where: str, decode: bool) -> Picture:
+    def _read_file(self, path: str, where: str, decode: bool) -> Picture:
         named = f"{where} ({clean(path, 100)})"
-        if not self._paths:
+        if not self._allow_paths:
             raise ConfigError(f"{where}: a client sends an image as a data: URL or in base64, not as a path")
         try:
             with open(path, "rb") as file:
@@ -188,9 +192,9 @@ class ImageReader:
                 raise
             why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise ConfigError(f"{named} cannot be read: {why}") from None
-        return self._of_data(data, str(Path(path).absolute()), named, decode)
+        return self._make_picture(data, str(Path(path).absolute()), named, decode)
 
-    def _encoded(self, image: Any, where: str) -> bytes:
+    def _encode_pil_image(self, image: Any, where: str) -> bytes:
         width, height = image.size
         self._check_pixels(width, height, where)
         if _is_animated(image):
@@ -215,16 +219,18 @@ class ImageReader:
                 "make it smaller, or raise that"
             )
 
-    def _of_data(self, data: bytes, path: str, where: str, decode: bool) -> Picture:
+    def _make_picture(self, data: bytes, path: str, where: str, decode: bool) -> Picture:
         self._check_size(len(data), where)
-        data, path, (height, width) = self._checked(data, path, where, decode)
+        data, path, (height, width) = self._check_content(data, path, where, decode)
         attachment = Attachment.of(IMAGE, data, path)
         if path and self._limits.in_state is InState.REFERENCE:
             attachment = Attachment(IMAGE, attachment.digest, attachment.size, None, path)
         with _attachments_lock:
-            return Picture(_attachments.setdefault((attachment.digest, attachment.data is None), attachment), height, width)
+            return Picture(
+                _attachments.setdefault((attachment.digest, attachment.data is None), attachment), height, width
+            )
 
-    def _checked(self, data: bytes, path: str, where: str, decode: bool) -> tuple[bytes, str, tuple[int, int]]:
+    def _check_content(self, data: bytes, path: str, where: str, decode: bool) -> tuple[bytes, str, tuple[int, int]]:
         """Return the bytes (encoded anew if readers would differ), the path of their file, and (height, width)."""
         from PIL import Image, UnidentifiedImageError
 

@@ -34,8 +34,8 @@ RESPONSES, ENDS, UPDATE, EVALUATION = WaitReason.RESPONSES, WaitReason.ENDS, Wai
 TRAINER, BOUND = WaitReason.TRAINER, WaitReason.BOUND
 _REASON_WHILE_IDLE = {
     Idle.UPDATE: WaitReason.UPDATE, Idle.PAUSE: WaitReason.PAUSE, Idle.EVALUATION: WaitReason.EVALUATION,
-    Idle.TRAINER: WaitReason.TRAINER, Idle.BOUND: WaitReason.BOUND, Idle.STOP: WaitReason.ENDS, Idle.ENGINES: WaitReason.ENGINES,
-    Idle.FUNCTIONS: WaitReason.FUNCTIONS, Idle.PROMPTS: WaitReason.PROMPTS,
+    Idle.TRAINER: WaitReason.TRAINER, Idle.BOUND: WaitReason.BOUND, Idle.STOP: WaitReason.ENDS,
+    Idle.ENGINES: WaitReason.ENGINES, Idle.FUNCTIONS: WaitReason.FUNCTIONS, Idle.PROMPTS: WaitReason.PROMPTS,
 }  # fmt: skip
 """Reason for the wait, by the cause of idle places, while no request is in flight."""
 
