@@ -152,11 +152,9 @@ def cases(steps: int) -> dict[str, Case]:
 
 
 def simulation(
-    case: Case,
-    schedule: Schedule,
-    chooser: Callable[[TuningQuestion], TuningAnswer] | None = None,
+    case: Case, schedule: Schedule, chooser: Callable[[TuningQuestion], TuningAnswer] | None = None,
     most: int | None = None,
-) -> Simulation:
+) -> Simulation:  # fmt: skip
     """One run."""
     w = case.workload
     settings = w.core_settings(schedule)

@@ -405,12 +405,9 @@ def test_the_run_goes_on_while_it_is_answered(
     ("best", "patience_s", "why"), [(None, 9.0, "nobody knows"), (BETTER, 0.5, "better failed: TimeoutError")]
 )
 def test_no_answer_leaves_everything_as_it_is(
-    best: WorkSettings | None,
-    patience_s: float,
-    why: str,
-    monkeypatch: pytest.MonkeyPatch,
+    best: WorkSettings | None, patience_s: float, why: str, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-) -> None:
+) -> None:  # fmt: skip
     """A chooser that fails or hangs is a warning, and another question later."""
     monkeypatch.setattr(run_tuning, "ANSWER_TIMEOUT_S", patience_s)
     found, oracle = asking(monkeypatch, best, 10)

@@ -306,10 +306,7 @@ def test_the_longest_waits_can_be_waited_for(changes: dict[str, float]) -> None:
 def test_the_largest_numbers_go_into_a_checkpoint() -> None:
     """In msgpack too, in which adapters write it."""
     largest = {
-        "seed": LARGEST_SEED,
-        "max_in_flight": LARGEST_INT,
-        "max_staleness": LARGEST_INT,
-        "max_resumes": LARGEST_INT,
+        "seed": LARGEST_SEED, "max_in_flight": LARGEST_INT, "max_staleness": LARGEST_INT, "max_resumes": LARGEST_INT
     }
     config = Config(rollout_batch_size=3, n_samples_per_prompt=2, max_response_len=100, **largest)
     with scheduler(config=config) as rollouts:

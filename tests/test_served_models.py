@@ -298,8 +298,7 @@ async def test_the_doctor_says_it(kind: str) -> None:
     base = KINDS[kind][2]
     async with listening(server) as url:
         for report in (
-            await examine_urls([url], None, TimeLimits()),
-            await examine_config(config(kind, url), TimeLimits()),
+            await examine_urls([url], None, TimeLimits()), await examine_config(config(kind, url), TimeLimits())
         ):
             assert report.verdict is Verdict.UNUSABLE
         assert "set it to policy to train that adapter" in report.servers[0].findings[-1].sentence

@@ -375,13 +375,7 @@ def test_a_long_wait_writes_lines_ever_more_rarely(
     lines._goes_on = goes_on
     lines._write(goes_on)
     assert pauses == [
-        10.0,
-        progress.STATE_TIMEOUT_S,
-        20.0,
-        progress.STATE_TIMEOUT_S,
-        40.0,
-        progress.STATE_TIMEOUT_S,
-        80.0,
+        10.0, progress.STATE_TIMEOUT_S, 20.0, progress.STATE_TIMEOUT_S, 40.0, progress.STATE_TIMEOUT_S, 80.0
     ]
     written = capsys.readouterr().err.splitlines()
     assert [line.split("  ")[:2] for line in written] == [["april: step 3", "2/8 groups"]] * 3

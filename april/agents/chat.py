@@ -17,9 +17,7 @@ from april.images.chat_images import is_image
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 Finish = Literal["stop", "length", "tool_calls"]
-UNSUPPORTED_PART = (
-    "content: a part of type {!r} is not supported; april takes text, and images with processor= of the model"
-)
+NOT_READ = "content: a part of type {!r} is not supported; april takes text, and images with processor= of the model"
 COMMIT_S = 5.0
 """Seconds in which an error still gets its own HTTP status; then 200 and keep-alive bytes are sent."""
 KEEPALIVE_S = 10.0
@@ -152,7 +150,7 @@ def text_of(content: Any) -> str:
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in TEXT_PARTS:
-            raise RequestError(UNSUPPORTED_PART.format(kind))
+            raise RequestError(NOT_READ.format(kind))
         if is_image({**part, "type": None}):
             raise RequestError(f"content: a part of type {kind!r} has an image; give the image a part of its own")
         texts.append(str(part.get(TEXT_PARTS[kind]) or ""))

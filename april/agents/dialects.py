@@ -101,7 +101,7 @@ IGNORED = (
 """Fields that are accepted and have no effect."""
 
 
-def checked_messages(value: Any) -> list[Json]:
+def read_messages(value: Any) -> list[Json]:
     """Return a conversation in OpenAI's format; raises RequestError."""
     if not isinstance(value, list) or not value:
         raise RequestError("messages must be a list that is not empty")
@@ -134,7 +134,7 @@ NON_CONTENT_FIELDS = (
 """Fields in which other endpoints accept media next to a message's content; here they are refused."""
 
 
-def checked_tools(value: Any) -> list[Json]:
+def read_tools(value: Any) -> list[Json]:
     """Return tool definitions in OpenAI's format; raises RequestError."""
     tools = []
     for i, tool in enumerate(value or ()):
@@ -163,8 +163,8 @@ class OpenAIChat:
     def read(self, body: Json) -> ChatRequest:
         """Read a request."""
         b = RequestBody(body)
-        messages = checked_messages(b.take("messages", list))
-        tools = choose_tools(b.take("tool_choice", (str, dict)), checked_tools(b.take("tools", list)))
+        messages = read_messages(b.take("messages", list))
+        tools = choose_tools(b.take("tool_choice", (str, dict)), read_tools(b.take("tools", list)))
         limit = b.take("max_completion_tokens", int)
         limit = b.take("max_tokens", int, limit) if limit is None else limit
         options = b.take("stream_options", dict, {})
@@ -317,8 +317,8 @@ class Anthropic:
         if thinking not in ("disabled", "enabled", "adaptive"):
             raise RequestError(f"thinking: {thinking!r} is not supported")
         request = ChatRequest(
-            messages=checked_messages(messages),
-            tools=choose_tools(choice, checked_tools(tools)),
+            messages=read_messages(messages),
+            tools=choose_tools(choice, read_tools(tools)),
             sampling=b.sampling(b.take("max_tokens", int), "stop_sequences"),
             stream=b.take("stream", bool, False),
             model=b.take("model", str, ""),

@@ -286,9 +286,8 @@ class Endpoint:
             transport = request.transport
             if transport is None or transport.is_closing():
                 return response
-            answer_task.sending_connections.append(
-                transport
-            )  # before the last byte: a client that has read it may leave before this continues
+            # before the last byte: a client that has read it may leave before this continues
+            answer_task.sending_connections.append(transport)
             try:
                 await response.write(encoded)
                 await response.write_eof()

@@ -67,12 +67,7 @@ class Gateway:
 
     def load(self) -> None:
         """Import what ``llm.base_url`` and ``llm.chat`` need; a later import would block the event loop."""
-        names = [
-            "april.agents.endpoint",
-            "april.agents.session",
-            "april.agents.message_images",
-            "april.agents.chat_template",
-        ]
+        names = [f"april.agents.{name}" for name in ("endpoint", "session", "message_images", "chat_template")]
         if self.tokenizer is not None and find_spec(RENDERERS) is not None:
             names.append(RENDERERS)  # it imports all types of openai, which takes a second or two
         for name in names:
@@ -82,7 +77,7 @@ class Gateway:
         """Serve one more sample at an HTTP endpoint; ``place`` is needed for a server other than this process's own."""
         from april.agents.endpoint import SessionAddress  # loads a web server, so it is imported only for an endpoint
 
-        generate = self._generate_function(behind, from_clients=True)
+        generate = self._generator(behind, from_clients=True)
 
         async def generate_on_driver_loop(
             ids: Int32, changes: Mapping[str, Any], attached: tuple[Placed, ...] | None = None
@@ -97,13 +92,10 @@ class Gateway:
         """Return what answers ``llm.chat`` for one more sample: a session on the running loop, without a server."""
         from april.agents.session import FunctionChat
 
-        return FunctionChat(
-            self._session(self._generate_function(behind, from_clients=False), behind, from_clients=False)
-        )
+        generate = self._generator(behind, from_clients=False)
+        return FunctionChat(self._session(generate, behind, from_clients=False))
 
-    def _generate_function(
-        self, behind: Sheltered, *, from_clients: bool
-    ) -> Callable[..., Coroutine[Any, Any, Completion]]:
+    def _generator(self, behind: Sheltered, *, from_clients: bool) -> Callable[..., Coroutine[Any, Any, Completion]]:
         async def generate(
             ids: Int32, changes: Mapping[str, Any], attached: tuple[Placed, ...] | None = None
         ) -> Completion:

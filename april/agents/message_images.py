@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from april.agents.chat import UNSUPPORTED_PART, Message, RequestError, has_images
+from april.agents.chat import NOT_READ, Message, RequestError, has_images
 from april.concurrency.worker_threads import run_in_thread
 from april.core.attachments import Placed
 from april.core.tape import Int32
@@ -45,9 +45,8 @@ class MessageImages:
         parts = [part for message in messages for part in _images_in(message)]
         try:
             self._reader.check_count(len(parts), REQUEST)
-            pictures = iter(
-                [self._read_part(part, prompt_pictures, f"{REQUEST}, image {i}") for i, part in enumerate(parts, 1)]
-            )
+            read = [self._read_part(part, prompt_pictures, f"{REQUEST}, image {i}") for i, part in enumerate(parts, 1)]
+            pictures = iter(read)
         except ConfigError as error:
             raise RequestError(str(error)) from error
         return [_with_pictures(message, pictures) for message in messages]
@@ -90,4 +89,4 @@ def refuse_images(messages: Sequence[Message]) -> None:
     """Raise RequestError if a message has an image, for a model without an image reader."""
     for message in messages:
         for part in _images_in(message):
-            raise RequestError(UNSUPPORTED_PART.format(part.get("type")))
+            raise RequestError(NOT_READ.format(part.get("type")))

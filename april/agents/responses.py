@@ -12,9 +12,9 @@ from april.agents.dialects import (
     OpenAIChat,
     RequestBody,
     SseEvent,
-    checked_messages,
-    checked_tools,
     choose_tools,
+    read_messages,
+    read_tools,
 )
 
 
@@ -34,8 +34,8 @@ class OpenAIResponses(OpenAIChat):
         if text.get("type") != "text":
             raise RequestError("text.format: only text is supported")
         request = ChatRequest(
-            messages=checked_messages(messages),
-            tools=choose_tools(b.take("tool_choice", (str, dict)), checked_tools(tools)),
+            messages=read_messages(messages),
+            tools=choose_tools(b.take("tool_choice", (str, dict)), read_tools(tools)),
             sampling=b.sampling(b.take("max_output_tokens", int), "stop"),
             stream=b.take("stream", bool, False),
             model=b.take("model", str, ""),

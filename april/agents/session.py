@@ -19,7 +19,7 @@ import numpy as np
 
 from april.agents.chat import Answer, ChatRequest, Message, RequestError, ToolCall, Tools, message_key
 from april.agents.chat_template import ChatTemplate, ParsedAnswer
-from april.agents.dialects import checked_messages, checked_tools
+from april.agents.dialects import read_messages, read_tools
 from april.agents.message_images import MessageImages, refuse_images
 from april.core.attachments import Placed
 from april.core.tape import Float32, Int32
@@ -121,12 +121,9 @@ class Conversations:
     """
 
     def __init__(
-        self,
-        template: ChatTemplate,
-        earlier_answers: Sequence[Answered],
-        build_message: MessageBuilder,
+        self, template: ChatTemplate, earlier_answers: Sequence[Answered], build_message: MessageBuilder,
         message_images: MessageImages | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._template = template
         self._message_images = message_images
         self._answered_by_digest: dict[str, deque[_AnsweredConversation]] = {}
@@ -181,9 +178,8 @@ class Conversations:
         ``ids`` are its tokens, and ``prompt_length`` is the number of tokens before the answer. ``digest`` is that
         of the conversation, the answer's message included. ``attached`` lists what is attached to the tokens.
         """
-        self._answered_by_digest.setdefault(digest, deque(maxlen=MAX_ANSWERS_PER_TEXT)).append(
-            _AnsweredConversation(ids, prompt_length, attached)
-        )
+        known = self._answered_by_digest.setdefault(digest, deque(maxlen=MAX_ANSWERS_PER_TEXT))
+        known.append(_AnsweredConversation(ids, prompt_length, attached))
 
     def digest(self, messages: Sequence[Message], tools: Tools) -> str:
         """Return the digest of a conversation."""
@@ -251,9 +247,8 @@ class Session:
         if self.template is None:
             self.conversations = None
         else:
-            self.conversations = Conversations(
-                self.template, self.earlier_answers, self._build_message, self.message_images
-            )
+            answers, images = self.earlier_answers, self.message_images
+            self.conversations = Conversations(self.template, answers, self._build_message, images)
 
     def submit(self, request: ChatRequest, digest: str, *, retry: bool) -> AnswerTask:
         """Return the pending answer to a request: that of an earlier equal request, or a new one.
@@ -377,9 +372,7 @@ class FunctionChat:
         """Return the answer to a conversation; raises UsageError if the request is refused."""
         self._request_count += 1
         try:
-            request = ChatRequest(
-                messages=checked_messages(list(messages)), tools=checked_tools(tools), sampling=sampling
-            )
+            request = ChatRequest(messages=read_messages(list(messages)), tools=read_tools(tools), sampling=sampling)
             answer_task = self.session.submit(request, f"chat {self._request_count}", retry=False)
             answer = await asyncio.shield(answer_task.task)  # a caller that is cancelled has not received the answer
         except RequestError as error:

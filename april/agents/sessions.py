@@ -121,9 +121,8 @@ class Sessions:
             "group": llm.sample_id.group, "index": llm.sample_id.index, "evaluation": llm.life.evaluation,
             "data": dict(prompt.data),
         }  # fmt: skip
-        session = _OpenSession(
-            name, key, description, llm.life.resumed, loop, loop.create_future(), loop.create_future()
-        )
+        started, outcome = loop.create_future(), loop.create_future()
+        session = _OpenSession(name, key, description, llm.life.resumed, loop, started, outcome)
         llm.door(SessionAddress(endpoint, name, key, partial(session.assign, by_request=True)))
         self._open_sessions[name] = session
         if session.resumed:
@@ -176,9 +175,8 @@ class Sessions:
         run_id = f"{prompt.epoch}/{prompt.position}/{sample}/{life.restarts}"
         if life.evaluation is not None:
             run_id = f"evaluation {secrets.token_hex(8)}"
-        digests = [
-            hmac.new(self.key.encode(), f"{what} {run_id}".encode(), hashlib.sha256) for what in ("session", "agent")
-        ]
+        key, parts = self.key.encode(), ("session", "agent")
+        digests = [hmac.new(key, f"{part} {run_id}".encode(), hashlib.sha256) for part in parts]
         return f"{sample.group}-{sample.index}-{digests[0].hexdigest()[:16]}", digests[1].hexdigest()[:32]
 
     # ---------------------------------------------------------------- the orchestrator's
@@ -196,11 +194,7 @@ class Sessions:
     def _description(request: web.Request, session: _OpenSession) -> dict[str, Any]:
         url = f"{request.scheme}://{request.host}/{session.id}/v1"
         return {
-            "id": session.id,
-            "base_url": url,
-            "api_key": session.key,
-            **session.description,
-            "taken": session.taken,
+            "id": session.id, "base_url": url, "api_key": session.key, **session.description, "taken": session.taken
         }
 
     async def _open(self, request: web.Request) -> web.Response:
@@ -214,9 +208,8 @@ class Sessions:
 
     async def _list(self, request: web.Request) -> web.Response:
         self._check(request)
-        return web.json_response(
-            {"sessions": [self._description(request, w) for w in list(self._open_sessions.values())]}
-        )
+        sessions = [self._description(request, session) for session in list(self._open_sessions.values())]
+        return web.json_response({"sessions": sessions})
 
     async def _end(self, request: web.Request) -> web.Response:
         self._check(request)

@@ -181,12 +181,12 @@ class AutoTuner:
         slots = sum(limit for limit in limits if limit) if all(limits) else 1 << 30
         train_s, ahead = pace(self._steps)
         base, sequence, token, prefill = (float(value) for value in np.mean(cost, axis=0))
-        most = self._max_off_policy_share
+        limit = self._max_off_policy_share
         return TuningQuestion(
             groups=s.rollout_batch_size, samples=s.n_samples_per_prompt, max_response_len=s.max_response_len,
             prompt_len=max(1, round(float(np.mean(self._prompts)))),
             max_staleness=min(core.leases.bound, s.max_age), on_stale=s.on_stale,
-            max_off_policy_share=most * self._share_correction if most < 1.0 else 1.0,
+            max_off_policy_share=limit * self._share_correction if limit < 1.0 else 1.0,
             continuous=s.generation is GenerationMode.CONTINUOUS,
             train_s=train_s, fetch_ahead=ahead if train_s else 0,
             engines=len(core.engines.states), cost=(base, sequence, token, prefill), lengths=self._lengths.rows,

@@ -14,7 +14,7 @@ from april.config.engines import AddressedEngineConfig, ServerEngineConfig, Sgla
 from april.config.settings import Config
 from april.doctor.findings import CONFIGURATION, Finding, Level, Report, ServerReport, abilities
 from april.doctor.reach import (
-    missing_finding,
+    missing,
     not_probed,
     paused_finding,
     resting_finding,
@@ -103,7 +103,7 @@ async def examine_config(config: Config, patience: TimeLimits) -> Report:
     try:
         key = api_key(engine)
     except ConfigError as error:
-        return Report([], [missing_finding("key", str(error), f"export {engine.api_key_env}=...")])
+        return Report([], [missing("key", str(error), f"export {engine.api_key_env}=...")])
     temperature = config.sampling.temperature
     examinations = [Examination(url, key, engine, patience, temperature) for url in engine.urls]
     routers = []
@@ -148,10 +148,10 @@ class Examination:
             self.found.model = next(iter(self.identity.models), None)
             await self._examine(client, self.identity)
         except ConfigError as error:
-            self.found.findings.append(missing_finding("offer", str(error), self._unreported_advice()))
+            self.found.findings.append(missing("offer", str(error), self._unreported_advice()))
         except EngineError as error:
             advice = "look at the server's log, and call april doctor again"
-            self.found.findings.append(missing_finding("offer", str(error), advice))
+            self.found.findings.append(missing("offer", str(error), advice))
         finally:
             await client.close()
 
@@ -166,7 +166,7 @@ class Examination:
         """Add a finding that the time limit was reached."""
         sentence = f"{self.found.url} had not said in {self._patience.total_s:g} s what it can do"
         advice = "is it drowned in requests? look at its log, and call april doctor again"
-        self.found.findings.append(missing_finding("time", sentence, advice))
+        self.found.findings.append(missing("time", sentence, advice))
 
     async def _identify(self, client: HttpClient) -> Finding | None:
         url, patience = self.found.url, self._patience

@@ -182,7 +182,7 @@ def _restricted_finding(c: Capabilities, field: str) -> Finding:
     return _of_limit(_SUBJECTS[field], why or Limit(CAUSES[field][-1], "The server does not offer it"))
 
 
-def _ok_finding(subject: str, sentence: str) -> Finding:
+def _ok(subject: str, sentence: str) -> Finding:
     return Finding(subject, Level.OK, sentence)
 
 
@@ -192,43 +192,39 @@ def _abort(c: Capabilities) -> Finding:
         return Finding("abort", Level.LIMITED, nothing, NO_REMEDY, "responses can be cut and continued")
     if c.abort_means is not AbortMeans.BY_ID or c.cause("abort_means") is not None:
         return _restricted_finding(c, "abort_means")
-    return _ok_finding("abort", "each request by its id; its tokens are handed over")
+    return _ok("abort", "each request by its id; its tokens are handed over")
 
 
 def _versions(c: Capabilities) -> Finding:
     if not c.verifies_weights:
         return _restricted_finding(c, "verifies_weights")
     if c.version_spans:
-        return _ok_finding("versions", "replies say which weights made which token")
-    return _ok_finding("versions", "known from when a request was sent: april ends all requests before weights change")
+        return _ok("versions", "replies say which weights made which token")
+    return _ok("versions", "known from when a request was sent: april ends all requests before weights change")
 
 
 def _logprobs(c: Capabilities, temperature: float | None) -> Finding:
     if (sentence := _EXACT_LOGPROBS.get(c.logprob_kind)) is not None:
-        return _ok_finding("log-probabilities", sentence)
+        return _ok("log-probabilities", sentence)
     if temperature == 1:
-        return _ok_finding("log-probabilities", "right at sampling.temperature 1, and at no other")
+        return _ok("log-probabilities", "right at sampling.temperature 1, and at no other")
     return _restricted_finding(c, "logprob_kind")
 
 
 def _weights(c: Capabilities) -> Finding:
     if c.updates_from_disk:
         sent = f" or sent from the trainer over {' or '.join(c.collective)} (weights)," if c.collective else ""
-        return _ok_finding("new weights", f"from a directory (weight_update(path)),{sent} or by a transfer of your own")
+        return _ok("new weights", f"from a directory (weight_update(path)),{sent} or by a transfer of your own")
     cause = c.cause("updates_from_disk")
     if cause is not None and cause.code is LimitCode.ADAPTERS_ONLY:
-        return _ok_finding(
-            "new weights", "adapters (LoRA) from a directory; whole weights not, as requests name an adapter"
-        )
+        return _ok("new weights", "adapters (LoRA) from a directory; whole weights not, as requests name an adapter")
     return _restricted_finding(c, "updates_from_disk")
 
 
 def _in_flight(c: Capabilities) -> Finding:
     """Return a finding on what on_weight_update can be, and on what would allow more."""
     if c.in_flight_updates:
-        return _ok_finding(
-            "in flight", f"on_weight_update: {', '.join([OnWeightUpdate.RESUBMIT, *c.in_flight_updates])}"
-        )
+        return _ok("in flight", f"on_weight_update: {', '.join([OnWeightUpdate.RESUBMIT, *c.in_flight_updates])}")
     why = next((limit for code in CUTS for limit in c.limits if limit.code is code), None)
     remedy = "" if why is None or not why.remedy else f"; to keep them over an update, {why.remedy}"
     cut = f"requests are cut at a weight update (on_weight_update: resubmit){remedy}"
@@ -240,11 +236,7 @@ def _adapters(c: Capabilities) -> list[Finding]:
     if c.adapters is not None:
         rank = "" if c.adapters.max_rank is None else f" up to rank {c.adapters.max_rank}"
         slots = "" if c.adapters.slots is None else f", {c.adapters.slots} at the same time"
-        return [
-            _ok_finding(
-                "adapters", f"LoRA policies are loaded as such{rank}{slots}, from a directory and beside requests"
-            )
-        ]
+        return [_ok("adapters", f"LoRA policies are loaded as such{rank}{slots}, from a directory and beside requests")]
     if not c.adapters_need:
         return []
     taken = f"none are taken; a LoRA policy is sent merged, as a whole model; for adapters {c.adapters_need}"
@@ -253,14 +245,14 @@ def _adapters(c: Capabilities) -> list[Finding]:
 
 def _extras(c: Capabilities) -> list[Finding]:
     """Return a finding on extras, such as routed experts, if the server returns any with its tokens."""
-    return [_ok_finding("extras", f"{', '.join(c.extras)}: rows come with the tokens, for extras")] if c.extras else []
+    return [_ok("extras", f"{', '.join(c.extras)}: rows come with the tokens, for extras")] if c.extras else []
 
 
 def _attachments(c: Capabilities) -> list[Finding]:
     """Return a finding on images and other attachments, if the server's model accepts any."""
     if c.attachments:
         bans = "and what stands for them is never generated" if c.bans else "and what stands for them may be generated"
-        return [_ok_finding("images", f"{', '.join(c.attachments)}: they come with prompts that have some, {bans}")]
+        return [_ok("images", f"{', '.join(c.attachments)}: they come with prompts that have some, {bans}")]
     if not c.attachments_need:
         return []
     sentence = f"none are taken, though its model takes some; for prompts that have some, {c.attachments_need}"
@@ -270,27 +262,25 @@ def _attachments(c: Capabilities) -> list[Finding]:
 def _ends(c: Capabilities, given: bool) -> Finding:
     if c.eos_token_ids:
         ids = ", ".join(map(str, c.eos_token_ids))
-        return _ok_finding(
-            "ends", f"a response ends with token{'s' * (len(c.eos_token_ids) > 1)} {ids}, or with a stop id"
-        )
+        return _ok("ends", f"a response ends with token{'s' * (len(c.eos_token_ids) > 1)} {ids}, or with a stop id")
     if given:
-        return _ok_finding("ends", "no id but a stop id ends a response, as engine.eos_token_ids says")
+        return _ok("ends", "no id but a stop id ends a response, as engine.eos_token_ids says")
     return _restricted_finding(c, "eos_token_ids")
 
 
 def _streaming(c: Capabilities) -> Finding:
     if c.streams:
-        return _ok_finding("if it dies", "april can hold tokens as they are made (max_token_loss)")
+        return _ok("if it dies", "april can hold tokens as they are made (max_token_loss)")
     sentence = "tokens of its running requests are made again; engine.max_token_loss bounds how many"
     return Finding("if it dies", Level.REMARK, sentence)
 
 
 def _seeds(c: Capabilities) -> Finding:
     if c.honours_seeds:
-        return _ok_finding("seeds", "the same seed gives the same tokens")
+        return _ok("seeds", "the same seed gives the same tokens")
     return Finding("seeds", Level.REMARK, "not honoured: runs do not repeat; nothing else depends on them")
 
 
 def _size(c: Capabilities) -> Finding:
     slots = "" if c.max_in_flight is None else f", {c.max_in_flight} requests at the same time"
-    return _ok_finding("size", f"context of {c.max_context} tokens, vocabulary of {c.vocab_size}{slots}")
+    return _ok("size", f"context of {c.max_context} tokens, vocabulary of {c.vocab_size}{slots}")

@@ -33,7 +33,7 @@ _RESUME = {
 }
 
 
-def missing_finding(subject: str, sentence: str, advice: str) -> Finding:
+def missing(subject: str, sentence: str, advice: str) -> Finding:
     """Return a finding of level MISSING: april cannot work with the server."""
     return Finding(subject, Level.MISSING, sentence, advice)
 
@@ -49,14 +49,14 @@ def not_probed(url: str, identity: Identity, settings: Any, *, key_given: bool) 
     if identity.needs_key:
         return _key_refused(url, key_given)
     if kind in _NO_ENGINE:
-        return missing_finding("kind", *_NO_ENGINE[kind])
+        return missing("kind", *_NO_ENGINE[kind])
     return _other_kind(settings, kind)
 
 
 def paused_finding(url: str, kind: ServerKind, said: str) -> Finding:
     """Return a finding for a server of a known kind that reports itself that it answers no requests."""
     sentence = f"the server takes requests and answers none: it is paused, asleep or loading ({said})"
-    return missing_finding("paused", sentence, _RESUME[kind].format(url=url))
+    return missing("paused", sentence, _RESUME[kind].format(url=url))
 
 
 def resting_finding(url: str, said: str) -> Finding:
@@ -65,17 +65,13 @@ def resting_finding(url: str, said: str) -> Finding:
         "wait until it does, and call april doctor again; a TensorRT-LLM that is paused goes on with "
         "resume_generation() of its AsyncLLM, and one that sleeps with /resume_memory"
     )
-    return missing_finding("busy", f"{url} takes no requests for now ({said})", advice)
+    return missing("busy", f"{url} takes no requests for now ({said})", advice)
 
 
 def router_findings(identity: Identity, settings: SglangEngineConfig) -> list[Finding]:
     """Check that ``engine.router`` is a router and knows exactly the servers that ``engine.urls`` names."""
     if identity.kind is not ServerKind.ROUTER:
-        return [
-            missing_finding(
-                "kind", f"engine.router is no sglang-router ({identity.kind.value})", "name it in engine.urls"
-            )
-        ]
+        return [missing("kind", f"engine.router is no sglang-router ({identity.kind.value})", "name it in engine.urls")]
     workers = [url.rstrip("/") for url in identity.workers]
     unknown = [url for url in workers if url not in settings.urls]
     idle = [url for url in settings.urls if url not in workers]
@@ -84,14 +80,10 @@ def router_findings(identity: Identity, settings: SglangEngineConfig) -> list[Fi
             f"the router sends requests to {', '.join(unknown)}, which engine.urls does not name: april could neither "
             "abort them nor give it weights"
         )
-        return [
-            missing_finding(
-                "workers", sentence, "add it to engine.urls, as seen from here, or take it out of the router"
-            )
-        ]
+        return [missing("workers", sentence, "add it to engine.urls, as seen from here, or take it out of the router")]
     if idle:
         advice = "start the router with all of engine.urls as --worker-urls; just started, it needs some seconds"
-        return [missing_finding("workers", f"the router does not know {', '.join(idle)}", advice)]
+        return [missing("workers", f"the router does not know {', '.join(idle)}", advice)]
     return [Finding("workers", Level.OK, f"the router's workers are those of engine.urls: {', '.join(workers)}")]
 
 
@@ -107,19 +99,17 @@ def _router_alone(url: str, identity: Identity) -> Finding:
         "this is an sglang-router: it passes requests on, but no aborts, pauses and weight updates, which go to its "
         f"workers: {listed}"
     )
-    return missing_finding("kind", sentence, "give april the workers' addresses too, as seen from here")
+    return missing("kind", sentence, "give april the workers' addresses too, as seen from here")
 
 
 def _key_refused(url: str, key_given: bool) -> Finding:
     if key_given:
-        return missing_finding(
-            "key", f"{url} refuses the key", "give the one that the server was started with (--api-key)"
-        )
+        return missing("key", f"{url} refuses the key", "give the one that the server was started with (--api-key)")
     advice = (
         "put it into an environment variable and name that: april doctor --api-key-env NAME, and in the configuration "
         "engine.api_key_env: NAME"
     )
-    return missing_finding("key", f"{url} wants a key (it answers 401 or 403)", advice)
+    return missing("key", f"{url} wants a key (it answers 401 or 403)", advice)
 
 
 def _other_kind(settings: Any, kind: ServerKind) -> Finding | None:
@@ -127,7 +117,7 @@ def _other_kind(settings: Any, kind: ServerKind) -> Finding | None:
     if settings is None or isinstance(settings, SETTINGS[kind]) or settings.kind == ServerKind.OPENAI.value:
         return None  # every kind also has the OpenAI routes
     sentence = f"engine.kind is {settings.kind}, and the server is {kind.value}"
-    return missing_finding("kind", sentence, f"write engine.kind: {kind.value}")
+    return missing("kind", sentence, f"write engine.kind: {kind.value}")
 
 
 _REACH = "reach"
@@ -142,21 +132,19 @@ async def why_unreachable(url: str, timeout_s: float) -> Finding | None:
         async with asyncio.timeout(timeout_s):
             await _addresses(host, port)
     except TimeoutError:
-        return missing_finding(_REACH, f"the name {host} was not resolved in {timeout_s:g} s", _CHECK_NAME)
+        return missing(_REACH, f"the name {host} was not resolved in {timeout_s:g} s", _CHECK_NAME)
     except OSError as error:
-        return missing_finding(
-            _REACH, f"the name {host} does not resolve ({clean(error.strerror or error)})", _CHECK_NAME
-        )
+        return missing(_REACH, f"the name {host} does not resolve ({clean(error.strerror or error)})", _CHECK_NAME)
     try:
         async with asyncio.timeout(timeout_s):
             _, writer = await asyncio.open_connection(host, port)
     except TimeoutError:
-        return missing_finding(
+        return missing(
             _REACH, f"{host} does not answer on port {port} in {timeout_s:g} s",
             "look at the address, at firewalls between here and there, and whether the machine is up",
         )  # fmt: skip
     except ConnectionRefusedError:
-        return missing_finding(
+        return missing(
             _REACH, f"nothing listens on port {port} of {host}",
             "start the server, or correct the port; vLLM opens its port only when the model is loaded, which takes "
             "minutes; a server that listens on 127.0.0.1 is closed to other machines (start it with --host 0.0.0.0, "
@@ -164,7 +152,7 @@ async def why_unreachable(url: str, timeout_s: float) -> Finding | None:
         )  # fmt: skip
     except OSError as error:
         why = clean(error.strerror or error)
-        return missing_finding(_REACH, f"no connection to port {port} of {host} ({why})", "look at the address")
+        return missing(_REACH, f"no connection to port {port} of {host} ({why})", "look at the address")
     await _close(writer)
     return None
 
@@ -203,24 +191,22 @@ async def why_no_http(url: str, error: EngineError, timeout_s: float) -> Finding
     """Return a finding on why an open port does not respond like an HTTP server. ``error`` is that of the request."""
     parts = urlsplit(url)
     if not isinstance(error, EngineUnreachable):  # a redirect, or an endless response
-        return missing_finding(
-            _HTTP_SUBJECT, str(error), "is this the server itself, or a proxy or web site before it?"
-        )
+        return missing(_HTTP_SUBJECT, str(error), "is this the server itself, or a proxy or web site before it?")
     if not error.why:
-        return missing_finding(
+        return missing(
             _HTTP_SUBJECT, f"{url} accepts connections and gives no answer in {timeout_s:g} s",
             "the server is hung or drowned in requests: look at its log, restart it",
         )  # fmt: skip
     if error.distrusted:
-        return missing_finding(
+        return missing(
             _HTTP_SUBJECT, f"the certificate of {url} is not trusted ({error.distrusted})",
             "give the environment variable SSL_CERT_FILE the certificate of its authority",
         )  # fmt: skip
     other = await _other_scheme(url, timeout_s)
     if other is not None:
         sentence = f"the server speaks {other.upper()}, and the address says {parts.scheme}"
-        return missing_finding(_HTTP_SUBJECT, sentence, f"write {other}://{parts.netloc}")
-    return missing_finding(_HTTP_SUBJECT, f"{url} does not speak HTTP ({error.why})", "is this the right port?")
+        return missing(_HTTP_SUBJECT, sentence, f"write {other}://{parts.netloc}")
+    return missing(_HTTP_SUBJECT, f"{url} does not speak HTTP ({error.why})", "is this the right port?")
 
 
 async def _other_scheme(url: str, timeout_s: float) -> str | None:

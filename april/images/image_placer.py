@@ -233,13 +233,9 @@ class ImagePlacer:
         )
 
     def _place_with_text(
-        self,
-        text_codec: ImageTextCodec,
-        ids: Int32,
-        pictures: Sequence[Picture],
-        replacements: Sequence[Int32],
+        self, text_codec: ImageTextCodec, ids: Int32, pictures: Sequence[Picture], replacements: Sequence[Int32],
         where: str,
-    ) -> tuple[Int32, tuple[Placed, ...]]:
+    ) -> tuple[Int32, tuple[Placed, ...]]:  # fmt: skip
         """Do the work of :meth:`place` for a processor that writes text around its images."""
         with self._lock:
             parts = [text_codec.split(tokens) for tokens in replacements]

@@ -102,11 +102,8 @@ class ImageReader:
             return self._read_text(item, where, decode)
         if isinstance(item, Mapping):
             return self._read_mapping(item, where, decode)
-        forms = (
-            "bytes, a path, a PIL.Image, a data: URL, or a mapping with bytes or path"
-            if self._allow_paths
-            else _CLIENT_FORMS
-        )
+        forms = "bytes, a path, a PIL.Image, a data: URL, or a mapping with bytes or path"
+        forms = forms if self._allow_paths else _CLIENT_FORMS
         raise ConfigError(f"{where} is of type {type(item).__name__}; give {forms}")
 
     # ---------------------------------------------------------------- forms
@@ -226,9 +223,8 @@ class ImageReader:
         if path and self._limits.in_state is InState.REFERENCE:
             attachment = Attachment(IMAGE, attachment.digest, attachment.size, None, path)
         with _attachments_lock:
-            return Picture(
-                _attachments.setdefault((attachment.digest, attachment.data is None), attachment), height, width
-            )
+            known = _attachments.setdefault((attachment.digest, attachment.data is None), attachment)
+            return Picture(known, height, width)
 
     def _check_content(self, data: bytes, path: str, where: str, decode: bool) -> tuple[bytes, str, tuple[int, int]]:
         """Return the bytes (encoded anew if readers would differ), the path of their file, and (height, width)."""

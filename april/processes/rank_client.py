@@ -14,19 +14,8 @@ import msgspec
 from april.driver.loop_thread import LoopThread
 from april.driver.user_code import describe
 from april.errors import ConfigError, RankError, SchedulerClosed
+from april.processes import rank_messages as messages
 from april.processes.heartbeats import Heartbeats
-from april.processes.rank_messages import (
-    HEARTBEAT,
-    CallRequest,
-    CallResult,
-    GroupFailed,
-    Joined,
-    Query,
-    RankClosed,
-    Step,
-    error_from_message,
-    silence_message,
-)
 from april.processes.rank_server import DRAIN_S, RankServer
 from april.processes.ranks import Ranks, Rendezvous
 from april.serialization.own_values import pack, unpack
@@ -107,11 +96,13 @@ class RankClient:
                 try:
                     async with asyncio.timeout(deadline_s):
                         line = await session.ws_connect(place, max_msg_size=0, timeout=closing)
-                        joined = unpack(await line.receive_bytes(), Joined)
+                        joined = unpack(await line.receive_bytes(), messages.Joined)
                     break
                 except (*CONNECTION_ERRORS, TypeError) as error:  # TypeError: the server has closed the connection
                     if rendezvous.server_listens or loop.time() > end:
-                        why = silence_message(deadline_s) if isinstance(error, TimeoutError) else describe(error)
+                        why = (
+                            messages.silence_message(deadline_s) if isinstance(error, TimeoutError) else describe(error)
+                        )
                         raise RankError(f"{self._name} cannot be reached: {why}", (0,)) from None
                 await asyncio.sleep(RECONNECT_S)
             self._session_id, self.next_call, self._websocket = joined.session, joined.call, line
@@ -124,8 +115,12 @@ class RankClient:
     async def _read_websocket(self, websocket: aiohttp.ClientWebSocketResponse) -> None:
         async for message in websocket:
             self._heartbeats.note_beat(0, asyncio.get_running_loop().time())
-            if message.type is aiohttp.WSMsgType.BINARY and message.data != HEARTBEAT and self._group_error is None:
-                broken = unpack(message.data, GroupFailed)
+            if (
+                message.type is aiohttp.WSMsgType.BINARY
+                and message.data != messages.HEARTBEAT
+                and self._group_error is None
+            ):
+                broken = unpack(message.data, messages.GroupFailed)
                 self._group_error = RankError(broken.sentence, broken.ranks)
         if self._lost_reason is None:
             self._mark_lost("the connection was closed")
@@ -139,10 +134,10 @@ class RankClient:
         if self._lost_reason is not None:
             return
         if list(self._heartbeats.silent_peers(loop.time())):
-            self._mark_lost(silence_message(self._ranks.rank_deadline_s))
+            self._mark_lost(messages.silence_message(self._ranks.rank_deadline_s))
             self._sender = loop.create_task(self._disconnect())
             return
-        self._sender = loop.create_task(self._send(websocket, HEARTBEAT))
+        self._sender = loop.create_task(self._send(websocket, messages.HEARTBEAT))
         loop.call_later(self._heartbeats.interval_s, self._check_heartbeats, websocket)
 
     def _mark_lost(self, why: str) -> None:
@@ -166,7 +161,7 @@ class RankClient:
             if self._lost_reason is None:
                 self._lost_reason = "this rank has closed its scheduler"
             if self._websocket is not None:
-                await self._send(self._websocket, pack(RankClosed("" if error is None else describe(error))))
+                await self._send(self._websocket, pack(messages.RankClosed("" if error is None else describe(error))))
                 await self._websocket.close()
             await self._disconnect()
 
@@ -183,9 +178,9 @@ class RankClient:
 
     def exchange(
         self, call_number: int, call_text: str, steps_done: int, arguments: bytes = b"", step_result: bytes = b""
-    ) -> Step | CallResult:
+    ) -> messages.Step | messages.CallResult:
         """Call :meth:`april.processes.rank_server.RankServer.exchange`; an interrupt takes the rank out of the call."""
-        answer: Step | CallResult = self._wait_for(
+        answer: messages.Step | messages.CallResult = self._wait_for(
             lambda: self._exchange(call_number, call_text, steps_done, None, arguments, step_result)
         )
         return answer
@@ -198,27 +193,22 @@ class RankClient:
 
     def query(self, method: str, *arguments: Any) -> bytes:
         """Return the server's answer to a question; raises the server's error, or RankError if the server is gone."""
-        look = Query(method, list(arguments))
+        look = messages.Query(method, list(arguments))
         try:
             pack(look)
         except TypeError as error:
             raise ConfigError(f"{method}: an argument cannot go to {self._name}: {error}") from None
         ended = self._wait_for(lambda: self._post("/look", look))
-        assert isinstance(ended, CallResult)
+        assert isinstance(ended, messages.CallResult)
         if ended.error is not None:
-            raise error_from_message(ended.error)
+            raise messages.error_from_message(ended.error)
         return ended.content
 
     async def _exchange(
-        self,
-        call_number: int,
-        call_text: str,
-        steps_done: int,
-        error: str | None,
-        arguments: bytes = b"",
+        self, call_number: int, call_text: str, steps_done: int, error: str | None, arguments: bytes = b"",
         step_result: bytes = b"",
-    ) -> Step | CallResult:
-        request = CallRequest(
+    ) -> messages.Step | messages.CallResult:  # fmt: skip
+        request = messages.CallRequest(
             rank=self._ranks.rank, session=self._session_id, request=0, call_number=call_number, call_text=call_text,
             steps_done=steps_done, error=error, arguments=arguments, step_result=step_result,
         )  # fmt: skip
@@ -226,21 +216,23 @@ class RankClient:
             return await self._post("/call", request)
         return await self._server.exchange(msgspec.structs.replace(request, request=next(self._requests)))
 
-    async def _post(self, route: str, request: CallRequest | Query) -> Step | CallResult:
+    async def _post(
+        self, route: str, request: messages.CallRequest | messages.Query
+    ) -> messages.Step | messages.CallResult:
         """Send a request; repeat it if its answer is lost while the server lives, which then answers as before."""
         task = asyncio.current_task()
         assert task is not None
         self._pending_requests.add(task)
         try:
             while True:
-                if isinstance(request, CallRequest):
+                if isinstance(request, messages.CallRequest):
                     request.request = next(self._requests)
                 try:
                     if self._http is None or self._http.closed:
                         raise self._lost_error(route)
                     async with self._http.post(route, data=pack(request)) as response:
                         response.raise_for_status()
-                        return unpack(await response.read(), Step | CallResult)  # type: ignore[arg-type]
+                        return unpack(await response.read(), messages.Step | messages.CallResult)  # type: ignore[arg-type]
                 except aiohttp.ClientResponseError as error:
                     raise RankError(f"{self._name} does not answer: {describe(error)}", (0,)) from None
                 except CONNECTION_ERRORS:

@@ -38,18 +38,10 @@ from april.engines.served.client import connect_april
 from april.engines.weight_transfer import TakesTensors
 from april.errors import AprilError, ConfigError, RankError, RolloutError, SchedulerClosed
 from april.images.image_placer import load_processor
+from april.processes import rank_packing as packing
 from april.processes.rank_client import RankClient
 from april.processes.rank_engines import RankEngines, shares_trainer_weights
 from april.processes.rank_messages import Step, error_from_message
-from april.processes.rank_packing import (
-    CALL_RESULTS,
-    QUERY_RESULTS,
-    plain_value,
-    refuse_not_plain,
-    unpack_call,
-    with_repetition,
-    without_repetition,
-)
 from april.processes.rank_server import RankServer, RunOnAllRanks
 from april.processes.rank_weights import STEPS, CopyBucket, GatheredWeights, RankWeights
 from april.processes.ranks import Ranks, Rendezvous
@@ -233,7 +225,7 @@ class SharedScheduler(RolloutScheduler):
         """Make a call; return its result and the content for each rank, which rank 0 in this process does not need."""
         hand_over = partial(on_all, TRANSFER)
         if isinstance(request, bytes):
-            method, arguments = unpack_call(request, hand_over)
+            method, arguments = packing.unpack_call(request, hand_over)
         else:
             method, arguments = request.method, dict(request.arguments)
             if callable(arguments.get("transfer")):
@@ -253,7 +245,7 @@ class SharedScheduler(RolloutScheduler):
         if isinstance(result, Batch):
             if self._crosses_processes:
                 for prompt in {s.id.group: s.prompt for s in result.samples}.values():
-                    refuse_not_plain(prompt)
+                    packing.refuse_not_plain(prompt)
             parts = result.split(self._ranks.shares, self._split_by)
             packed = {share: pack(parts[share]) for share in set(shares[here:])}
             return parts[shares[0]], [packed.get(share, b"") for share in shares]
@@ -261,7 +253,7 @@ class SharedScheduler(RolloutScheduler):
         if isinstance(result, PolicyVersion):
             content = result, packed_weight_sample(self.engines)
         elif isinstance(result, EvaluationResult):
-            content = without_repetition(result)
+            content = packing.without_repetition(result)
         return result, [pack(content)] * len(shares)
 
     def _add_rank_engines(self, offers: Mapping[int, bytes], key: str) -> None:
@@ -274,7 +266,7 @@ class SharedScheduler(RolloutScheduler):
 
     def query(self, method: str, arguments: list[Any]) -> bytes:
         """Answer a question of a rank in another process."""
-        if method not in QUERY_RESULTS:
+        if method not in packing.QUERY_RESULTS:
             raise RolloutError(f"a rank cannot ask for {method}")
         return pack(self.value_of(method, *arguments))
 
@@ -315,7 +307,7 @@ class SchedulerQueries:
 
     def record_report(self, batch_id: int, report: Mapping[str, float]) -> None:
         """Add the report on this rank's share to the record; see :meth:`april.RolloutScheduler.record_report`."""
-        self._query("record_report", batch_id, {name: plain_value(value) for name, value in report.items()})
+        self._query("record_report", batch_id, {name: packing.plain_value(value) for name, value in report.items()})
 
     def story(self, group: int, index: int) -> str:
         """Return a sample's history as text; see :meth:`april.RolloutScheduler.story`."""
@@ -492,7 +484,7 @@ class RankScheduler(BatchIterator, SchedulerQueries):
     def _query(self, method: str, *arguments: Any) -> Any:
         if self._scheduler is not None:
             return self._scheduler.value_of(method, *arguments)
-        return unpack(self._client.query(method, *arguments), QUERY_RESULTS[method])
+        return unpack(self._client.query(method, *arguments), packing.QUERY_RESULTS[method])
 
     # ---------------------------------------------------------------- what the calls are
 
@@ -631,10 +623,10 @@ class RankScheduler(BatchIterator, SchedulerQueries):
 
     def _unpack_result(self, method: str, content: bytes) -> Any:
         """Unpack the result of a call of a scheduler in another process."""
-        kind: Any = CALL_RESULTS.get(method)
+        kind: Any = packing.CALL_RESULTS.get(method)
         result = unpack(content, kind)
         if isinstance(result, EvaluationResult):
-            return with_repetition(result, self._detokenizer)
+            return packing.with_repetition(result, self._detokenizer)
         if not isinstance(result, tuple):
             return result
         version, first = result
@@ -693,7 +685,7 @@ class RankScheduler(BatchIterator, SchedulerQueries):
 def refuse_unsendable(prompt: Prompt) -> None:
     """Raise ConfigError for a prompt whose data cannot be sent to other ranks."""
     try:
-        refuse_not_plain(prompt)
+        packing.refuse_not_plain(prompt)
     except RolloutError as error:
         raise ConfigError(str(error)) from None
 
@@ -702,7 +694,7 @@ def _argument_text(name: str, value: Any) -> str:
     """Return an argument as text, which the ranks compare; a long one is its beginning and a digest."""
     if name in OBJECT_ARGUMENTS and value is not None and not isinstance(value, str):
         return "given"
-    text = repr(plain_value(value))
+    text = repr(packing.plain_value(value))
     return text if len(text) <= MAX_ARGUMENT_CHARS else f"{text[:MAX_ARGUMENT_CHARS]}... ({_text_digest(text)})"
 
 

@@ -25,20 +25,9 @@ from april.core.batch import Batch
 from april.driver.loop_thread import LoopThread, Reply
 from april.driver.user_code import describe
 from april.errors import RankError, SchedulerClosed
+from april.processes import rank_messages as messages
 from april.processes.addresses import format_address, listening_socket
 from april.processes.heartbeats import Heartbeats
-from april.processes.rank_messages import (
-    HEARTBEAT,
-    CallRequest,
-    CallResult,
-    GroupFailed,
-    Joined,
-    Query,
-    RankClosed,
-    Step,
-    error_message,
-    silence_message,
-)
 from april.processes.ranks import Ranks
 from april.serialization.own_values import pack, unpack
 
@@ -93,7 +82,7 @@ class CollectiveCall:
         """Number of steps that were over when a restarted rank joined, by rank."""
         self.step_error: RankError | None = None
         """Error of a step that failed."""
-        self.results: Sequence[CallResult] | None = None
+        self.results: Sequence[messages.CallResult] | None = None
         """Answer to each rank, once the call has ended."""
         self.batch_id: int | None = None
         """Number of the batch that the call has delivered."""
@@ -168,11 +157,10 @@ class RankServer:
             app = web.Application(middlewares=[require_token], client_max_size=0)
             app.add_routes(
                 [
-                    web.get("/line", self._serve_websocket),
-                    web.post("/call", self._handle_call),
+                    web.get("/line", self._serve_websocket), web.post("/call", self._handle_call),
                     web.post("/look", self._handle_query),
                 ]
-            )
+            )  # fmt: skip
             self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=DRAIN_S, access_log=None)
             await self._runner.setup()
             await web.SockSite(self._runner, listening, backlog=128 + self._ranks.world_size).start()
@@ -223,14 +211,14 @@ class RankServer:
 
     # ---------------------------------------------------------------- ranks come and go
 
-    def join(self, rank: int, share: int) -> Joined:
+    def join(self, rank: int, share: int) -> messages.Joined:
         """Add a rank, which gets this share of each batch."""
         session = self._sessions[rank] = next(self._session_ids)
         self.shares[rank], self._latest_calls[rank] = share, self._next_call
         self._closed_ranks.discard(rank)
         if (timer := self._rejoin_timers.pop(rank, None)) is not None:
             timer.cancel()
-        return Joined(session, self._next_call)
+        return messages.Joined(session, self._next_call)
 
     async def _serve_websocket(self, request: web.Request) -> web.StreamResponse:
         rank, share = int(request.query["rank"]), int(request.query["share"])
@@ -249,14 +237,14 @@ class RankServer:
                 self._websockets[rank] = websocket
                 self._heartbeats.note_beat(rank, asyncio.get_running_loop().time())
             if self.group_error is not None:
-                await self._send(websocket, pack(GroupFailed(str(self.group_error), self.group_error.ranks)))
+                await self._send(websocket, pack(messages.GroupFailed(str(self.group_error), self.group_error.ranks)))
             async for message in websocket:
                 if self._sessions.get(rank) != joined.session:
                     break  # another process has taken its place
                 self._heartbeats.note_beat(rank, asyncio.get_running_loop().time())
-                if message.type is WSMsgType.BINARY and message.data != HEARTBEAT:
+                if message.type is WSMsgType.BINARY and message.data != messages.HEARTBEAT:
                     has_left = True
-                    self._note_closed(rank, unpack(message.data, RankClosed).error)
+                    self._note_closed(rank, unpack(message.data, messages.RankClosed).error)
         finally:  # also runs when the connection is lost, which cancels this handler
             if self._sessions.get(rank) == joined.session:
                 self._remove_rank(rank, "" if has_left else "the connection was closed")
@@ -265,11 +253,11 @@ class RankServer:
     def _disconnect_replaced(self, rank: int) -> None:
         """Disconnect a rank that was restarted while it seems to be connected still."""
         if (websocket := self._websockets.get(rank)) is not None:
-            message = GroupFailed(f"rank {rank} has attached anew, and is not here any more", (rank,))
+            message = messages.GroupFailed(f"rank {rank} has attached anew, and is not here any more", (rank,))
             self._in_background(self._disconnect(websocket, pack(message)))
         self._remove_rank(rank, "it was started anew")
 
-    async def _disconnect(self, websocket: web.WebSocketResponse, message: bytes = HEARTBEAT) -> None:
+    async def _disconnect(self, websocket: web.WebSocketResponse, message: bytes = messages.HEARTBEAT) -> None:
         await self._send(websocket, message)
         await websocket.close()
 
@@ -278,9 +266,9 @@ class RankServer:
         loop = asyncio.get_running_loop()
         for rank in list(self._heartbeats.silent_peers(loop.time())):
             self._in_background(self._disconnect(self._websockets[rank]))
-            self._remove_rank(rank, silence_message(self._ranks.rank_deadline_s))
+            self._remove_rank(rank, messages.silence_message(self._ranks.rank_deadline_s))
         for websocket in self._websockets.values():
-            self._in_background(self._send(websocket, HEARTBEAT))
+            self._in_background(self._send(websocket, messages.HEARTBEAT))
         loop.call_later(self._heartbeats.interval_s, self._check_heartbeats)
 
     def _remove_rank(self, rank: int, why: str) -> None:
@@ -319,17 +307,21 @@ class RankServer:
     # ---------------------------------------------------------------- a call
 
     async def _handle_call(self, request: web.Request) -> web.StreamResponse:
-        return await self._respond(request, self.exchange(unpack(await request.read(), CallRequest)))
+        return await self._respond(request, self.exchange(unpack(await request.read(), messages.CallRequest)))
 
     async def _handle_query(self, request: web.Request) -> web.StreamResponse:
-        query = unpack(await request.read(), Query)
+        query = unpack(await request.read(), messages.Query)
 
-        async def answer() -> CallResult:
-            return CallResult(await asyncio.to_thread(self._require_scheduler().query, query.method, query.arguments))
+        async def answer() -> messages.CallResult:
+            return messages.CallResult(
+                await asyncio.to_thread(self._require_scheduler().query, query.method, query.arguments)
+            )
 
         return await self._respond(request, answer())
 
-    async def _respond(self, request: web.Request, work: Awaitable[Step | CallResult]) -> web.StreamResponse:
+    async def _respond(
+        self, request: web.Request, work: Awaitable[messages.Step | messages.CallResult]
+    ) -> web.StreamResponse:
         task = asyncio.current_task()
         assert task is not None
         self._request_tasks.add(task)
@@ -337,7 +329,7 @@ class RankServer:
             try:
                 result = await work
             except Exception as error:
-                result = CallResult(error=error_message(error, self._name))
+                result = messages.CallResult(error=messages.error_message(error, self._name))
             content = pack(result)
             response = web.StreamResponse()
             response.content_length = len(content)
@@ -349,13 +341,13 @@ class RankServer:
         finally:
             self._request_tasks.discard(task)
 
-    async def exchange(self, request: CallRequest) -> Step | CallResult:
+    async def exchange(self, request: messages.CallRequest) -> messages.Step | messages.CallResult:
         """Return what a rank that has joined a call must do next; raises RankError."""
         rank, call = request.rank, self._register(request)
         steps_done = request.steps_done + call.steps_before_join.get(rank, 0)
         if request.error is not None:
             self._fail_step(rank, call, steps_done, request.error)
-            return CallResult()
+            return messages.CallResult()
         if 0 < steps_done == len(call.steps):
             call.step_results[rank] = request.step_result
             self._check_waiters()
@@ -373,9 +365,9 @@ class RankServer:
             lambda: call.results is not None or len(call.steps) > steps_done,
             lambda: self._fail_late_in_step(call, rank),
         )
-        return call.results[rank] if call.results is not None else Step(*call.steps[steps_done])
+        return call.results[rank] if call.results is not None else messages.Step(*call.steps[steps_done])
 
-    def _register(self, request: CallRequest) -> CollectiveCall:
+    def _register(self, request: messages.CallRequest) -> CollectiveCall:
         """Note a request of a rank, and return its call; raises RankError."""
         rank, latest = request.rank, (request.session, request.request)
         if self._sessions.get(rank) != request.session:
@@ -439,14 +431,14 @@ class RankServer:
             results: dict[int, bytes] = self._wait_for(lambda: self._run_step(call, step, content))
             return results
 
-        def execute() -> tuple[list[CallResult], int | None, Collection[int]]:
+        def execute() -> tuple[list[messages.CallResult], int | None, Collection[int]]:
             try:
                 result, contents = self._require_scheduler().execute(request, run_on_all, self.shares)
                 self.last_outcome = result, None
-                answers = [CallResult(content) for content in contents]
+                answers = [messages.CallResult(content) for content in contents]
             except Exception as error:
                 result, self.last_outcome = None, (None, error)
-                answers = [CallResult(error=error_message(error, self._name))] * len(self._all_ranks)
+                answers = [messages.CallResult(error=messages.error_message(error, self._name))] * len(self._all_ranks)
             out = self._require_scheduler().uncommitted_batches if self._allow_rejoin else ()
             return answers, result.id if isinstance(result, Batch) else None, out
 
@@ -527,7 +519,7 @@ class RankServer:
         if self._allow_rejoin and not self._closing:
             log.warning("the ranks do not go on together: %s", sentence)
         for websocket in self._websockets.values():
-            self._in_background(self._send(websocket, pack(GroupFailed(sentence, self.group_error.ranks))))
+            self._in_background(self._send(websocket, pack(messages.GroupFailed(sentence, self.group_error.ranks))))
         self._check_waiters()
 
     def _group_error_copy(self) -> RankError | None:

@@ -31,7 +31,7 @@ FORMAT = 5
 OLDEST_FORMAT = 4
 """Oldest format that this april can read."""
 HEAD, STATE, CUT_OFF, CLOSED, BATCH, STATUS = "Record", "State", "Over", "Closed", "Batch", "Standing"
-TRAINER_REPORT = "Learning"
+REPORT = "Learning"
 """Kinds of lines that hold no event of the core."""
 NO_LAST_LINE = "in the middle: the process was killed, or still runs"
 """Words on the end of a record that has no last line."""

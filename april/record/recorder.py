@@ -27,7 +27,7 @@ from april.core.tape import SegmentKind
 from april.core.types import Chain
 from april.core.versions import VersionClock
 from april.record.event_values import exception_name, to_plain, without_content
-from april.record.file import BATCH, CLOSED, CUT_OFF, FORMAT, HEAD, STATE, STATUS, TRAINER_REPORT, RecordFile, RunRecord
+from april.record.file import BATCH, CLOSED, CUT_OFF, FORMAT, HEAD, REPORT, STATE, STATUS, RecordFile, RunRecord
 from april.record.run_status import run_status
 from april.version import __version__
 
@@ -162,7 +162,7 @@ class Recorder:
     def record_report(self, batch_id: int, report: Mapping[str, float]) -> None:
         """Record the trainer's report on a batch, for readers of the record."""
         parts = {"id": batch_id, "report": {name: float(f"{value:.6g}") for name, value in report.items()}}
-        self._lines.add(TRAINER_REPORT, lambda: parts)
+        self._lines.add(REPORT, lambda: parts)
 
     def close(self) -> None:
         """Record the end of the run."""
@@ -207,12 +207,7 @@ class Recorder:
         began = round(request.began_s - self._lines.began_s, 6)
         return {
             "ran": [
-                request.engine,
-                *request.sample,
-                int(request.evaluation),
-                request.age,
-                began,
-                request.context,
+                request.engine, *request.sample, int(request.evaluation), request.age, began, request.context,
                 request.generated,
             ]
-        }
+        }  # fmt: skip

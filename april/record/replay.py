@@ -25,9 +25,9 @@ from april.record.file import (
     CLOSED,
     CUT_OFF,
     NO_LAST_LINE,
+    REPORT,
     STATE,
     STATUS,
-    TRAINER_REPORT,
     end_text,
     lines_of,
     refuse_other_formats,
@@ -125,7 +125,7 @@ def replay(path: Path, *, whole_story: bool = False, watch: EventObserver | None
 
 def _replay_line(run: Replay, time_s: float, kind: str, fields: Any, watch: EventObserver | None) -> None:
     core = run.core
-    if kind in (BATCH, STATUS, TRAINER_REPORT):  # for readers
+    if kind in (BATCH, STATUS, REPORT):  # for readers
         return
     if kind == CLOSED:
         core.validate()

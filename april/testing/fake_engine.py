@@ -465,14 +465,9 @@ class FakeEngine(WithoutWeights):
             said, length = said[:-1], least
         vocab_size = self._capabilities.vocab_size
         drawn = fake_response(
-            with_attachment_ids(request),
-            request.sample_key,
-            length,
-            vocab_size,
-            self._eos,
-            stop_ids,
+            with_attachment_ids(request), request.sample_key, length, vocab_size, self._eos, stop_ids,
             request.sampling.banned_ids,
-        )
+        )  # fmt: skip
         return np.concatenate((said, drawn[len(said) :]))
 
     def _length(self, request: Request) -> int:

@@ -262,8 +262,7 @@ def staleness(run: RunData, name: str) -> str:
         left.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
         style_axes(left, "off-policy share of the trained tokens", "batch")
         for metric, words, ink in (
-            ("staleness_max", "oldest", Colour.AGE4),
-            ("staleness_mean", "mean of the responses", Colour.AGE1),
+            ("staleness_max", "oldest", Colour.AGE4), ("staleness_mean", "mean of the responses", Colour.AGE1)
         ):
             steps, values = _over_steps(run.batches, metric, points)
             right.plot(steps, values, color=ink.hex, linewidth=1.4, label=words, marker=mark, markersize=3)

@@ -25,21 +25,12 @@ from april.driver.limit import Distance, distance_of
 from april.engines.simulated.fitted_cost import FittedCost, Requests, fit
 from april.errors import RecordError
 from april.record.event_values import from_plain
-from april.record.file import (
-    BATCH,
-    CLOSED,
-    CUT_OFF,
-    NO_LAST_LINE,
-    TRAINER_REPORT,
-    end_text,
-    lines_of,
-    refuse_other_formats,
-)
+from april.record.file import BATCH, CLOSED, CUT_OFF, NO_LAST_LINE, REPORT, end_text, lines_of, refuse_other_formats
 
 Floats = NDArray[np.float64]
 Slots = Annotated[int, msgspec.Meta(ge=0, le=10**12)]
 KINDS = (
-    BATCH, TRAINER_REPORT, CUT_OFF, CLOSED, "AttemptEnded", "AttemptFailed", "SampleReturned", "UpdateRequested",
+    BATCH, REPORT, CUT_OFF, CLOSED, "AttemptEnded", "AttemptFailed", "SampleReturned", "UpdateRequested",
     "EnginesJoined", "EnginesLeft", "WorkChanged",
 )  # fmt: skip
 

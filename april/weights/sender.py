@@ -212,13 +212,9 @@ class _Round:
             size += ranks[name]
         address = _reachable_address(self._receiver(name).sender_address for name in engine_group.engines)
         engine_group.group, meeting = sender.open_group(
-            engine_group.backend,
-            engine_group.handshake,
-            address,
-            size,
-            WORKER_LIMIT_SHARE * sender.limit_s,
+            engine_group.backend, engine_group.handshake, address, size, WORKER_LIMIT_SHARE * sender.limit_s,
             self._source.bucket_bytes,
-        )
+        )  # fmt: skip
         group = engine_group.group
         assert group is not None
         self._call_with_local_work(
@@ -346,12 +342,8 @@ class _Round:
     def outcomes(self, names: Iterable[str]) -> dict[str, EngineWithoutWeights]:
         """Return what each of these engines has, after the round has ended."""
         why = f"the transfer was broken off when engines were {self._calls.phase}"
-        return {
-            name: EngineWithoutWeights(
-                self._errors.get(name, why), partially_updated=name in self._sender.partially_updated
-            )
-            for name in names
-        }
+        partial = self._sender.partially_updated
+        return {name: EngineWithoutWeights(self._errors.get(name, why), name in partial) for name in names}
 
 
 async def _with_time_limit(

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from april.adapters.verl.agent_loop_calls import (
+from april.adapters.verl.agent_calls import (
     AgentLoopSession,
     GenerateCall,
     GenerateResult,

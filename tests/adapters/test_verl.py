@@ -15,7 +15,7 @@ import pytest
 
 from adapters.stand_in_verl import EOS, Trainer, generate, single_turn
 from april.adapters.common.placed_media import digest_of, placed_media, runs_of
-from april.adapters.verl.agent_loop_calls import (
+from april.adapters.verl.agent_calls import (
     AgentLoopSession,
     GenerateCall,
     GenerateResult,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from april.testing.conformance.subject import Figures, PromiseBroken
+from april.testing.conformance.subject import Broken, Figures
 from tests.gateway_suite.bench import Bench, equal, promise, recomputed, settle, traced, versions_of, whole
 from tests.gateway_suite.client import Talk
 from tests.gateway_suite.script import TOKENIZER, says
@@ -35,7 +35,7 @@ async def refusals_are_waited_for(bench: Bench) -> Figures:
 
     async def refused() -> bool:
         if ended := [task for task in tasks if task.done()]:
-            raise PromiseBroken(f"a client was answered while the engine refused everything: {ended[0].result()}")
+            raise Broken(f"a client was answered while the engine refused everything: {ended[0].result()}")
         return await subject.refused() > before
 
     await bench.until(refused, "a refusal of the engine")
@@ -80,7 +80,7 @@ async def tokens_have_versions(bench: Bench) -> Figures:
     versions = versions_of(row)
     different = len({str(v) for v, trained in zip(versions, row.mask, strict=True) if trained})
     if different < 2:
-        raise PromiseBroken("all tokens have one version, and weights were updated between them")
+        raise Broken("all tokens have one version, and weights were updated between them")
     made = [v for a in await bench.subject.record(door) for v in a.versions]
     equal([str(v) for v, t in zip(versions, row.mask, strict=True) if t], [str(v) for v in made], "the versions")
     return {"versions": different}
@@ -134,8 +134,6 @@ async def restarts_lose_nothing(bench: Bench) -> Figures:
     count = traced(ended.rows, attempts)
     equal(count, first.completion_tokens + said.completion_tokens, "the trained tokens")
     if not any(ended.dropped.values()):
-        raise PromiseBroken(
-            f"{unclaimed.completion_tokens} tokens that nobody asked for again are not named as dropped"
-        )
+        raise Broken(f"{unclaimed.completion_tokens} tokens that nobody asked for again are not named as dropped")
     equal(count + sum(ended.dropped.values()), sum(len(a.tokens) for a in attempts), "tokens trained and dropped")
     return {"tokens before": before, "dropped": sum(ended.dropped.values())}

@@ -15,7 +15,7 @@ import aiohttp
 import numpy as np
 
 from april.errors import AprilError
-from april.testing.conformance.subject import Figures, Outcome, PromiseBroken, Verdict
+from april.testing.conformance.subject import Broken, Figures, Outcome, Verdict
 from tests.gateway_suite.client import DIALECTS, Reply, Said, Talk
 from tests.gateway_suite.script import LONG
 from tests.gateway_suite.subject import Attempt, Door, Row, Subject
@@ -80,21 +80,21 @@ class Bench:
         self, door: Door, dialect: str, talk: Talk, headers: Mapping[str, str] = {}, *, max_tokens: int | None = None,
         stream: bool = False, rewritten: bool = False,
     ) -> Said:  # fmt: skip
-        """The answer to a conversation; raises PromiseBroken for anything but an answer."""
+        """The answer to a conversation; raises Broken for anything but an answer."""
         body = self.body(dialect, talk, max_tokens=max_tokens, stream=stream, rewritten=rewritten)
         reply = await self.send(door, DIALECTS[dialect].route, body, headers)
         return self.read(dialect, reply, stream=stream)
 
     @staticmethod
     def read(dialect: str, reply: Reply, *, stream: bool = False) -> Said:
-        """What a reply says; raises PromiseBroken for anything but an answer."""
+        """What a reply says; raises Broken for anything but an answer."""
         if reply.status != 200 or reply.cut:
             got = f"HTTP {reply.status} {reply.cut} {reply.text.strip()[:200]}".strip()
-            raise PromiseBroken(f"{dialect}: the client got {got}")
+            raise Broken(f"{dialect}: the client got {got}")
         try:
             return DIALECTS[dialect].stream(list(reply.events())) if stream else DIALECTS[dialect].whole(reply.json)
         except (KeyError, TypeError, IndexError, ValueError) as error:
-            raise PromiseBroken(f"{dialect}: no answer can be read ({error!r}): {reply.text.strip()[:200]}") from error
+            raise Broken(f"{dialect}: no answer can be read ({error!r}): {reply.text.strip()[:200]}") from error
 
     def start(self, waited: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run beside the promise, which ends it in any case."""
@@ -117,13 +117,13 @@ class Bench:
     # ---------------------------------------------------------------- waits
 
     async def until(self, condition: Callable[[], Awaitable[bool]], what: str) -> None:
-        """Wait for something; raises PromiseBroken where it does not happen."""
+        """Wait for something; raises Broken where it does not happen."""
         try:
             async with asyncio.timeout(self.subject.patience_s):
                 while not await condition():  # noqa: ASYNC110 - a gateway tells nobody what happens in it
                     await asyncio.sleep(LOOK_S)
         except TimeoutError:
-            raise PromiseBroken(f"{what} did not happen in {self.subject.patience_s:g} s") from None
+            raise Broken(f"{what} did not happen in {self.subject.patience_s:g} s") from None
 
     async def caught(self, count: int, *tasks: asyncio.Task[Any]) -> None:
         """Wait until so many requests stand still; a client of ``tasks`` that has an answer by then has half of one."""
@@ -131,7 +131,7 @@ class Bench:
         async def there() -> bool:
             for task in tasks:
                 if task.done():
-                    raise PromiseBroken(f"a client was answered before its answer was whole: {task.result()}")
+                    raise Broken(f"a client was answered before its answer was whole: {task.result()}")
             return await self.subject.held() == count
 
         await self.until(there, f"{count} answers under way")
@@ -142,7 +142,7 @@ class Bench:
             async with asyncio.timeout(self.subject.patience_s):
                 return list(await asyncio.gather(*tasks))
         except TimeoutError:
-            raise PromiseBroken(f"a client had no answer after {self.subject.patience_s:g} s") from None
+            raise Broken(f"a client had no answer after {self.subject.patience_s:g} s") from None
 
     # ---------------------------------------------------------------- what is right
 
@@ -168,19 +168,19 @@ async def settle() -> None:
 
 
 def equal(found: Any, wanted: Any, what: str) -> None:
-    """Raise PromiseBroken unless both are the same."""
+    """Raise Broken unless both are the same."""
     if found != wanted:
-        raise PromiseBroken(f"{what}: {str(found)[:300]} instead of {str(wanted)[:300]}")
+        raise Broken(f"{what}: {str(found)[:300]} instead of {str(wanted)[:300]}")
 
 
 def whole(said: Said, text: str = LONG) -> None:
-    """Raise PromiseBroken unless this is the whole answer, and ends as one."""
+    """Raise Broken unless this is the whole answer, and ends as one."""
     equal(said.text, text, "the answer")
     equal(said.finish, "stop", "the reason of its end")
 
 
 def traced(rows: Sequence[Row], attempts: Sequence[Attempt]) -> int:
-    """The number of trained tokens, each in the engine's record behind the same tokens; raises PromiseBroken."""
+    """The number of trained tokens, each in the engine's record behind the same tokens; raises Broken."""
     by_context: dict[tuple[int, ...], list[Attempt]] = {}
     for attempt in attempts:
         by_context.setdefault(tuple(attempt.context), []).append(attempt)
@@ -189,7 +189,7 @@ def traced(rows: Sequence[Row], attempts: Sequence[Attempt]) -> int:
         ids, first = [*row.prompt, *row.tokens], len(row.prompt)
         if not len(row.tokens) == len(row.logprobs) == len(row.mask):
             lengths = f"{len(row.logprobs)} log-probabilities, {len(row.mask)} marks"
-            raise PromiseBroken(f"a row of {len(row.tokens)} tokens has {lengths}")
+            raise Broken(f"a row of {len(row.tokens)} tokens has {lengths}")
         at = 0
         while at < len(row.tokens):
             if not row.mask[at]:
@@ -198,9 +198,7 @@ def traced(rows: Sequence[Row], attempts: Sequence[Attempt]) -> int:
             made = by_context.get(tuple(ids[: first + at]), [])
             got = max((_common(row, at, attempt) for attempt in made), default=0)
             if not got:
-                raise PromiseBroken(
-                    f"token {at} of a row is trained and was not generated behind the {first + at} before it"
-                )
+                raise Broken(f"token {at} of a row is trained and was not generated behind the {first + at} before it")
             at, count = at + got, count + got
     return count
 
@@ -217,14 +215,14 @@ def _common(row: Row, at: int, attempt: Attempt) -> int:
 
 
 def versions_of(row: Row) -> Sequence[Any]:
-    """The version of each token; raises PromiseBroken where they are not as many as those."""
+    """The version of each token; raises Broken where they are not as many as those."""
     if len(row.versions) != len(row.tokens):
-        raise PromiseBroken("the row does not say under which weights its tokens were generated")
+        raise Broken("the row does not say under which weights its tokens were generated")
     return row.versions
 
 
 def recomputed(subject: Subject, rows: Sequence[Row]) -> Figures:
-    """Log-probabilities that agree with those computed again, and the largest difference; raises PromiseBroken."""
+    """Log-probabilities that agree with those computed again, and the largest difference; raises Broken."""
     count, most = 0, 0.0
     for row in rows:
         versions_of(row)
@@ -232,7 +230,7 @@ def recomputed(subject: Subject, rows: Sequence[Row]) -> Figures:
         found = np.array(row.logprobs, np.float32)[trained]
         most = float(np.abs(found - subject.recompute(row)[trained]).max(initial=most))
         if not most <= subject.tolerance:  # no number is no agreement
-            raise PromiseBroken(f"log-probabilities are up to {most:.2g} from those of the versions that the row says")
+            raise Broken(f"log-probabilities are up to {most:.2g} from those of the versions that the row says")
         count += len(trained)
     return {"log-probabilities": count, "largest difference": most}
 
@@ -265,7 +263,7 @@ class Promise:
                     figures = await self.body(bench)
         except TimeoutError:
             outcome, detail = Outcome.FAILED, f"it had not ended after {limit:g} s; the gateway hangs"
-        except PromiseBroken as error:
+        except Broken as error:
             outcome, detail = Outcome.FAILED, str(error)
         except AprilError as error:
             outcome, detail = Outcome.FAILED, f"{type(error).__name__}: {error}"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from april.testing.conformance.subject import PromiseBroken
+from april.testing.conformance.subject import Broken
 from tests.gateway_suite.script import TOOL
 
 Json = dict[str, Any]
@@ -125,7 +125,7 @@ class Chat:
                     parts[1] += call["function"].get("name") or ""
                     parts[2] += call["function"].get("arguments") or ""
         if not events or events[-1][1] != "[DONE]":
-            raise PromiseBroken(f"the stream of {self.route} does not end with [DONE]")
+            raise Broken(f"the stream of {self.route} does not end with [DONE]")
         made = [{"id": i, "function": {"name": n, "arguments": a}} for i, n, a in calls.values()]
         return self._said(name, {"content": text, "tool_calls": made}, finish, usage)
 
@@ -152,7 +152,7 @@ class Text:
     def stream(self, events: Sequence[SseEvent]) -> Said:
         """Read chunks."""
         if not events or events[-1][1] != "[DONE]":
-            raise PromiseBroken(f"the stream of {self.route} does not end with [DONE]")
+            raise Broken(f"the stream of {self.route} does not end with [DONE]")
         chunks = [data for _, data in events[:-1]]
         choices = [choice for chunk in chunks for choice in chunk["choices"]]
         finishes = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
@@ -215,7 +215,7 @@ class Messages:
                 case "message_delta":
                     message |= data["delta"] | {"usage": {**message["usage"], **data["usage"]}}
         if not events or events[-1][0] != "message_stop":
-            raise PromiseBroken("the stream of /messages does not end with message_stop")
+            raise Broken("the stream of /messages does not end with message_stop")
         for block in blocks.values():
             if block["type"] == "tool_use":
                 block["input"] = json.loads(block["json"] or "{}")
@@ -269,11 +269,11 @@ class Responses:
     def stream(self, events: Sequence[SseEvent]) -> Said:
         """Read the events of a response: its end has all of it, which the deltas must agree with."""
         if not events or events[-1][0] not in ("response.completed", "response.incomplete"):
-            raise PromiseBroken("the stream of /responses does not end with response.completed or response.incomplete")
+            raise Broken("the stream of /responses does not end with response.completed or response.incomplete")
         said = self.whole(events[-1][1]["response"])
         deltas = "".join(d["delta"] for name, d in events if name == "response.output_text.delta")
         if deltas != said.text:
-            raise PromiseBroken(f"the deltas of /responses say {deltas!r}, its end {said.text!r}")
+            raise Broken(f"the deltas of /responses say {deltas!r}, its end {said.text!r}")
         return said
 
 

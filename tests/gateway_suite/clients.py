@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from april.testing.conformance.subject import Figures, PromiseBroken
+from april.testing.conformance.subject import Broken, Figures
 from tests.gateway_suite.answers import LONG_TALK
 from tests.gateway_suite.bench import RETRY, Bench, equal, promise, settle, whole
 from tests.gateway_suite.client import DIALECTS, Reply, Talk
@@ -24,7 +24,7 @@ PINGS = 3
 
 
 async def _joined(bench: Bench, *, hangs_up: bool) -> Figures:
-    """Ask, and ask again with the same bytes; raises PromiseBroken unless both are one generation."""
+    """Ask, and ask again with the same bytes; raises Broken unless both are one generation."""
     for dialect in bench.dialects:
         door = await bench.subject.open()
         await bench.subject.hold()
@@ -85,7 +85,7 @@ async def silence_is_bounded(bench: Bench) -> Figures:
                     while len(signs) < count + 1:  # noqa: ASYNC110 - bytes come on this loop
                         await asyncio.sleep(interval / 10)
             except TimeoutError:
-                raise PromiseBroken(f"{dialect}: nothing came for much longer than {interval:g} s") from None
+                raise Broken(f"{dialect}: nothing came for much longer than {interval:g} s") from None
         await bench.subject.release()
         (reply,) = await bench.answered(task)
         whole(bench.read(dialect, reply, stream=stream))
@@ -115,11 +115,9 @@ async def failures_are_no_answers(bench: Bench) -> Figures:
         late += 1
         if stream:
             if not any(name == "error" or (isinstance(d, dict) and d.get("error")) for name, d in reply.events()):
-                raise PromiseBroken(f"{dialect}: a stream that failed ends without an error: {reply.text[-200:]!r}")
+                raise Broken(f"{dialect}: a stream that failed ends without an error: {reply.text[-200:]!r}")
         elif not reply.cut:
-            raise PromiseBroken(
-                f"{dialect}: a body that failed is {reply.text.strip()[:200]!r}, as if it were an answer"
-            )
+            raise Broken(f"{dialect}: a body that failed is {reply.text.strip()[:200]!r}, as if it were an answer")
     return {"failures after the 200": late}
 
 
@@ -148,7 +146,7 @@ async def refusals_have_names(bench: Bench) -> Figures:
                 sent = body if isinstance(body, bytes) else json.dumps(body).encode()
                 reply = await bench.send(door, DIALECTS[dialect].route, sent, key=key)
             except aiohttp.ClientError as error:
-                raise PromiseBroken(f"{dialect}, {what}: the connection broke ({type(error).__name__})") from error
+                raise Broken(f"{dialect}, {what}: the connection broke ({type(error).__name__})") from error
             _refused(reply, f"{dialect}, {what}", names)
             refused += 1
         whole(await bench.ask(door, dialect, Talk(("#hello",))), "hi")
@@ -156,13 +154,13 @@ async def refusals_have_names(bench: Bench) -> Figures:
 
 
 def _refused(reply: Reply, what: str, names: tuple[str, ...]) -> None:
-    """Raise PromiseBroken unless this is a refusal that says why, and that a client does not try again."""
+    """Raise Broken unless this is a refusal that says why, and that a client does not try again."""
     if not 400 <= reply.status < 500:
-        raise PromiseBroken(f"{what}: HTTP {reply.status} {reply.text.strip()[:200]}")
+        raise Broken(f"{what}: HTTP {reply.status} {reply.text.strip()[:200]}")
     if reply.status in (408, 409, 429) and reply.headers.get("x-should-retry") != "false":
-        raise PromiseBroken(f"{what}: HTTP {reply.status} is tried again by clients")
+        raise Broken(f"{what}: HTTP {reply.status} is tried again by clients")
     if not any(name.lower() in reply.text.lower() for name in names):
-        raise PromiseBroken(f"{what}: HTTP {reply.status} does not name it: {reply.text.strip()[:200]}")
+        raise Broken(f"{what}: HTTP {reply.status} does not name it: {reply.text.strip()[:200]}")
 
 
 class _Heard(logging.Handler):
@@ -194,7 +192,7 @@ async def shapes_agree(bench: Bench) -> Figures:
         for logger, before in zip(loggers, levels, strict=True):
             logger.setLevel(before)
     if told := [text for text in heard.texts if secret in text]:
-        raise PromiseBroken(f"a log has a word of a prompt: {told[0][:200]}")
+        raise Broken(f"a log has a word of a prompt: {told[0][:200]}")
     await _loopback_only(await bench.subject.open())
     return {"answers": answers, "lines of logs": len(heard.texts)}
 
@@ -220,7 +218,7 @@ async def _shapes(bench: Bench, secret: str) -> int:
             equal(counted, (len(attempt.context), len(attempt.tokens)), f"{dialect}: the counts of tokens")
             ids = [plain.id, *(call[0] for call in plain.calls)]
             if not all(ids) or len(set(ids)) < len(ids):
-                raise PromiseBroken(f"{dialect}: ids are missing or equal: {ids}")
+                raise Broken(f"{dialect}: ids are missing or equal: {ids}")
             answers += 2
         door = await bench.subject.open()
         body = {**json.loads(bench.body(dialect, Talk((f"{secret} #hello",)))), "frobnicate": 1}
@@ -229,11 +227,11 @@ async def _shapes(bench: Bench, secret: str) -> int:
 
 
 async def _loopback_only(door: Door) -> None:
-    """Raise PromiseBroken if the session can be reached from elsewhere."""
+    """Raise Broken if the session can be reached from elsewhere."""
     at = urlsplit(door.base_url)
     host = at.hostname or ""
     if not (host == "localhost" or ipaddress.ip_address(host).is_loopback):
-        raise PromiseBroken(f"the session's address is {host}")
+        raise Broken(f"the session's address is {host}")
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
             asked.connect(("192.0.2.1", 9))  # sends nothing: only the route is looked up
@@ -247,4 +245,4 @@ async def _loopback_only(door: Door) -> None:
     except OSError:
         return
     writer.close()
-    raise PromiseBroken(f"the gateway also listens on {own}")
+    raise Broken(f"the gateway also listens on {own}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from april.testing.conformance.subject import Figures, PromiseBroken
+from april.testing.conformance.subject import Broken, Figures
 from tests.gateway_suite.answers import LONG_TALK
 from tests.gateway_suite.bench import Bench, equal, promise, traced, whole
 from tests.gateway_suite.client import Said, Talk
@@ -11,11 +11,11 @@ from tests.gateway_suite.subject import Door
 
 
 async def _continues(bench: Bench, door: Door, what: str) -> int:
-    """Raise PromiseBroken unless the session's last request begins with the request before it and its answer."""
+    """Raise Broken unless the session's last request begins with the request before it and its answer."""
     attempts = await bench.subject.record(door)
     before = [*attempts[-2].context, *attempts[-2].tokens]
     if list(attempts[-1].context[: len(before)]) != before:
-        raise PromiseBroken(f"{what}: the next turn does not begin with the tokens of the one before it and its answer")
+        raise Broken(f"{what}: the next turn does not begin with the tokens of the one before it and its answer")
     return len(before)
 
 
@@ -25,7 +25,7 @@ TOOL_TALK = Talk(("#add",), tools=True)
 def _back(said: Said) -> tuple[Said | tuple[str, str], ...]:
     """What a client sends behind an answer that calls a tool: the answer, and the result."""
     if not said.calls:
-        raise PromiseBroken(f"the model has called a tool, and the client is told {said.meaning}")
+        raise Broken(f"the model has called a tool, and the client is told {said.meaning}")
     return said, (said.calls[0][0], "3 #hello")
 
 
@@ -63,7 +63,7 @@ async def cut_calls_are_no_calls(bench: Bench) -> Figures:
         said = await bench.ask(door, dialect, TOOL_TALK, max_tokens=budget)
         equal((said.finish, said.calls), ("length", ()), f"{dialect}: the reason of the end, and the calls")
         if CALL[len("<tool_call>\n") : -40] not in said.text:
-            raise PromiseBroken(f"{dialect}: of a call that was cut the client sees {said.text!r}")
+            raise Broken(f"{dialect}: of a call that was cut the client sees {said.text!r}")
     return {"budget": budget}
 
 
@@ -77,7 +77,7 @@ async def cuts_are_not_continued(bench: Bench) -> Figures:
     attempts = await bench.subject.record(door)
     before = [*attempts[-2].context, *attempts[-2].tokens]
     if list(attempts[-1].context[: len(before)]) == before:
-        raise PromiseBroken("the next turn goes on behind the tokens of an answer that was cut")
+        raise Broken("the next turn goes on behind the tokens of an answer that was cut")
     return {"cut after": said.completion_tokens}
 
 
@@ -129,5 +129,5 @@ async def gone_clients_are_named(bench: Bench) -> Figures:
     made = sum(len(a.tokens) for a in attempts)
     equal(sum(ended.dropped.values()), made - wanted, f"tokens that are named as dropped ({dict(ended.dropped)})")
     if made > 2 * wanted:
-        raise PromiseBroken(f"{made - wanted} tokens were generated for a client that is gone")
+        raise Broken(f"{made - wanted} tokens were generated for a client that is gone")
     return {f"dropped: {why}": count for why, count in ended.dropped.items()}

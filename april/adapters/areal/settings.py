@@ -6,14 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from april.adapters.common.installed_trainer import import_trainer, require_functions
-from april.adapters.common.refusals import (
-    Refusal,
-    distorting_settings,
-    divided_groups,
-    greedy_sampling,
-    misplaced_settings,
-    refuse,
-)
+from april.adapters.common.refusals import Refusal, distorting, divided_groups, greedy, misplaced, refuse
 from april.config.settings import Config
 from april.config.values import AUTO
 from april.core.types import Work
@@ -119,7 +112,7 @@ def refusals(config: Any, own: Mapping[str, Any]) -> Iterator[Refusal]:
     rollout, actor, sampling = config.rollout, config.actor, config.gconfig
     shown = "april[{!r}]"
     # fmt: off
-    yield from misplaced_settings(own, "AReaL", DECIDED, (*APRIL_SETTINGS, *HERE), shown)
+    yield from misplaced(own, "AReaL", DECIDED, (*APRIL_SETTINGS, *HERE), shown)
     yield from divided_groups(own, "AReaL", "gconfig.n_samples rows", shown)
     for name in Work:
         yield (own.get(name) == AUTO, f"april[{str(name)!r}]='auto'",
@@ -136,7 +129,7 @@ def refusals(config: Any, own: Mapping[str, Any]) -> Iterator[Refusal]:
            "AReaL trains adapters in its single-controller mode only, where april is not", "set it to false")
     yield (getattr(getattr(rollout, "agent", None), "mode", None) == "online", "rollout.agent.mode",
            "online has no prompts that april could count", "use inline or a workflow")
-    yield greedy_sampling(sampling.greedy or sampling.temperature == 0, "gconfig.greedy (or temperature 0)")
+    yield greedy(sampling.greedy or sampling.temperature == 0, "gconfig.greedy (or temperature 0)")
     yield (sampling.use_beam_search, "gconfig.use_beam_search",
            "beams have no log-probability of their own to train on", "set it to false")
     if own.get("allow_mismatch"):
@@ -147,7 +140,7 @@ def refusals(config: Any, own: Mapping[str, Any]) -> Iterator[Refusal]:
            "servers with --logprobs-mode processed_logprobs and say april={'allow_mismatch': True}")
     neutral = {"top_p": sampling.top_p >= 1, "top_k": sampling.top_k >= NEUTRAL_TOP_K,
                "frequency_penalty": sampling.frequency_penalty == 0}
-    yield from distorting_settings({f"gconfig.{name}={getattr(sampling, name):g}": not is_neutral
+    yield from distorting({f"gconfig.{name}={getattr(sampling, name):g}": not is_neutral
                            for name, is_neutral in neutral.items()}, ", or say april={'allow_mismatch': True}")
     older = rollout.max_head_offpolicyness > 0
     yield (older and actor.recompute_logprob and not actor.use_decoupled_loss,

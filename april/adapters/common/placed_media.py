@@ -21,10 +21,9 @@ WITH_TRAINER = "with the trainer"
 
 
 def placed_media(
-    token_ids: Sequence[int] | NDArray[Any],
-    media: Mapping[str, Sequence[Any] | None],
+    token_ids: Sequence[int] | NDArray[Any], media: Mapping[str, Sequence[Any] | None],
     placeholder_ids: Mapping[str, int],
-) -> tuple[Placed, ...]:
+) -> tuple[Placed, ...]:  # fmt: skip
     """Return the media of a conversation as attachments, each at the run of placeholder tokens that stands for it.
 
     Args:

@@ -30,7 +30,7 @@ def mapping_of(settings: Any, where: str) -> dict[str, Any]:
     return {str(name): value for name, value in settings.items()}
 
 
-def misplaced_settings(
+def misplaced(
     own: Iterable[str], trainer: str, decided: Mapping[str, str], known: Sequence[str] | None = None,
     shown: str = "april.{}",
 ) -> Iterator[Refusal]:  # fmt: skip
@@ -42,14 +42,14 @@ def misplaced_settings(
             yield name not in known, shown.format(name), "there is no such setting", f"there are {', '.join(known)}"
 
 
-def distorting_settings(settings: Mapping[str, Any], instead: str = "") -> Iterator[Refusal]:
+def distorting(settings: Mapping[str, Any], instead: str = "") -> Iterator[Refusal]:
     """Yield refusals of sampling settings (name -> True if used) that the trainer's log-probabilities leave out."""
     for setting, applies in settings.items():
         why = f"this is not part of the log-probabilities {_RECOMPUTED}, so its ratios would be wrong"
         yield applies, setting, why, f"leave it out{instead}"
 
 
-def greedy_sampling(applies: Any, setting: str, instead: str = "") -> Refusal:
+def greedy(applies: Any, setting: str, instead: str = "") -> Refusal:
     """Return the refusal of temperature 0, for :func:`refuse`; ``applies`` is true if it is set."""
     why = "greedy samples of a group are all equal, and the trainer recomputes log_softmax(logits / temperature)"
     return applies, setting, why, f"use a positive temperature{instead}"

@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from april.adapters.common.refusals import (
-    Refusal,
-    distorting_settings,
-    divided_groups,
-    greedy_sampling,
-    mapping_of,
-    misplaced_settings,
-    refuse,
-)
+from april.adapters.common.refusals import Refusal, distorting, divided_groups, greedy, mapping_of, misplaced, refuse
 from april.config.settings import Config, read_yaml
 from april.core.types import GenerationMode, OnStale
 from april.errors import ConfigError
@@ -98,7 +90,7 @@ def _refusals(args: Any, own: Mapping[str, Any]) -> Iterator[Refusal]:
     rollout, agent, most = args.rollout, args.train.agent_func_path, args.rollout.max_new_tokens
     level = getattr(args.algo.advantage, "is_correction_level", None)
     # fmt: off
-    yield from misplaced_settings(own, "OpenRLHF", DECIDED)
+    yield from misplaced(own, "OpenRLHF", DECIDED)
     yield (not args.vllm.num_engines, "--vllm.num_engines is missing or 0",
            "april generates on OpenRLHF's vLLM engines", "give their number")
     yield (agent and not agent.endswith(".py"), f"--train.agent_func_path {agent}",
@@ -113,13 +105,13 @@ def _refusals(args: Any, own: Mapping[str, Any]) -> Iterator[Refusal]:
            "--rollout.vllm_generate_batch_size is not --rollout.batch_size",
            "more is OpenRLHF's own over-sampling, which waits for all of it, and less is not a whole step",
            f"leave it out and set {PREFIX}over_sampling_batch_size")
-    yield greedy_sampling(rollout.temperature == 0, "--rollout.temperature 0")
+    yield greedy(rollout.temperature == 0, "--rollout.temperature 0")
     yield (level is None, "this OpenRLHF has no --algo.advantage.is_correction_level", "april's adapter needs it",
            "install 0.11.2")
     yield (level == "off", "--algo.advantage.is_correction_level is off (OpenRLHF's default)",
            "tokens of older weights would be trained as if the present ones had written them",
            "add --algo.advantage.is_correction_level token")
-    yield from distorting_settings({f"--rollout.top_p {rollout.top_p:g}": rollout.top_p != 1})
+    yield from distorting({f"--rollout.top_p {rollout.top_p:g}": rollout.top_p != 1})
     yield (own.get("weights") == "disk", "april.weights disk", "OpenRLHF sends its weights to its engines itself",
            "leave it out")
     yield (own.get("allow_mismatch"), "april.allow_mismatch",

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from april.adapters.common.refusals import Refusal, greedy_sampling, mapping_of, misplaced_settings, refuse
+from april.adapters.common.refusals import Refusal, greedy, mapping_of, misplaced, refuse
 from april.adapters.slime.samples import HOOK, method_of
 from april.config.settings import Config
 from april.config.values import shown_value
@@ -112,7 +112,7 @@ def warn_of(args: Any, config: Config) -> None:
 
 def _own_settings(args: Any) -> dict[str, Any]:
     own = mapping_of(getattr(args, "april", None) or None, "april: in --custom-config-path")
-    refuse(misplaced_settings(own, "slime", DECIDED))
+    refuse(misplaced(own, "slime", DECIDED))
     return own
 
 
@@ -163,7 +163,7 @@ def _refusals(args: Any, own_function: bool) -> Iterator[Refusal]:
     if own_function:
         return
     instead = f", or let slime itself talk to the servers: --custom-generate-function-path {OWN_GENERATE}"
-    yield greedy_sampling(args.rollout_temperature == 0, "--rollout-temperature 0", instead)
+    yield greedy(args.rollout_temperature == 0, "--rollout-temperature 0", instead)
     for setting, applies in (
         (f"--rollout-top-p {args.rollout_top_p}", args.rollout_top_p != 1),
         (f"--rollout-top-k {args.rollout_top_k}", args.rollout_top_k not in (-1, None)),

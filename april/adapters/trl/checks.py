@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from april.adapters.common.installed_trainer import import_trainer
-from april.adapters.common.refusals import Refusal, distorting_settings, greedy_sampling, refuse
+from april.adapters.common.refusals import Refusal, distorting, greedy, refuse
 from april.adapters.trl.data import column_of, of_row, require_shown, tokenizer_of
 from april.adapters.trl.ranks import UNREADABLE, sharding_of, why_not_sent, why_unmerged
 from april.config.engines import EngineConfig, OpenAIEngineConfig, TransformersEngineConfig
@@ -39,7 +39,7 @@ def require_trl() -> Any:
 def config_for(given: Config | Mapping[str, Any], trainer: Any) -> Config:
     """Return april's settings, completed from GRPOConfig. Raises ConfigError if the two contradict each other."""
     args = trainer.args
-    refuse([greedy_sampling(args.temperature == 0, "GRPOConfig.temperature=0")])
+    refuse([greedy(args.temperature == 0, "GRPOConfig.temperature=0")])
     groups = args.generation_batch_size // args.num_generations
     theirs = {
         "rollout_batch_size": ("generation_batch_size / num_generations", groups),
@@ -84,7 +84,7 @@ def refusals(trainer: Any, config: Config, *, servers: bool, filters: bool) -> I
     for name in ("use_vllm", "use_transformers_continuous_batching"):
         yield (getattr(args, name), f"{name}=True", "april generates, on the engine of its own configuration",
                f"leave {name} out")
-    yield from distorting_settings({f"GRPOConfig.{name}={getattr(args, name)}": getattr(args, name) not in neutral
+    yield from distorting({f"GRPOConfig.{name}={getattr(args, name)}": getattr(args, name) not in neutral
                            for name, neutral in _SAMPLING.items()})
     yield (args.generation_kwargs, f"GRPOConfig.generation_kwargs={sorted(args.generation_kwargs or ())}",
            "april generates", "see april's sampling")

@@ -21,8 +21,8 @@ from verl.workers.rollout.replica import TokenOutput
 
 from april.adapters.common.installed_trainer import undecorated_class
 from april.adapters.common.placed_media import MEDIA_KINDS, placed_media
-from april.adapters.verl import agent_loop_calls  # as a module: Ray cannot pickle a context variable with the class
-from april.adapters.verl.agent_loop_calls import (
+from april.adapters.verl import agent_calls  # as a module: Ray cannot pickle a context variable with the class
+from april.adapters.verl.agent_calls import (
     AgentLoopSession,
     GenerateCall,
     GenerateResult,
@@ -72,7 +72,7 @@ class AprilServerClient(FullyAsyncLLMServerClient):  # type: ignore[misc]
         self, request_id, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any
     ) -> Any:
         """Return a complete response as TokenOutput; ``extra_fields`` has the oldest and the newest weight version."""
-        session = agent_loop_calls.CURRENT_SESSION.get()
+        session = agent_calls.CURRENT_SESSION.get()
         if session is None:
             return await super().generate(request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs)
         media = {kind: kwargs.get(f"{kind}_data") for kind in MEDIA_KINDS}
@@ -159,7 +159,7 @@ def worker_class() -> Any:
             await self._april.run(prompt.pop("april_session"), agent_loop, forget)
 
         async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
-            session = None if validate else agent_loop_calls.CURRENT_SESSION.get()
+            session = None if validate else agent_calls.CURRENT_SESSION.get()
             outputs = output if isinstance(output, list) else [output]
             if session is not None:
                 for one in outputs:

@@ -21,7 +21,7 @@ from april.adapters.common.deliveries import Deliveries, checkpoint_errors
 from april.adapters.common.placed_media import MEDIA_KINDS
 from april.adapters.common.samples import is_masked
 from april.adapters.common.trainer_servers import ServerResult, TrainerServers
-from april.adapters.verl.agent_loop_calls import AgentLoopResult, GenerateCall, GenerateResult, result_of
+from april.adapters.verl.agent_calls import AgentLoopResult, GenerateCall, GenerateResult, result_of
 from april.adapters.verl.settings import RunSettings
 from april.core.batch import Batch
 from april.core.numbers import held_reward, wrong_reward

@@ -7,14 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from april.adapters.common import installed_trainer as seams
-from april.adapters.common.refusals import (
-    Refusal,
-    distorting_settings,
-    greedy_sampling,
-    mapping_of,
-    misplaced_settings,
-    refuse,
-)
+from april.adapters.common.refusals import Refusal, distorting, greedy, mapping_of, misplaced, refuse
 from april.config.settings import Config
 from april.engines.protocol import ROUTED_EXPERTS
 
@@ -171,7 +164,7 @@ def refusals(config: Any, own: dict[str, Any]) -> Iterator[Refusal]:
     april_grpo, scored_later, filters = _own_estimator(config), _scored_later(config), _filter_metric(config)
     own_reward_gpus = "set reward.reward_model.enable_resource_pool=True"
     # fmt: off
-    yield from misplaced_settings(own, "verl", DECIDED, (*OURS, *HERE))
+    yield from misplaced(own, "verl", DECIDED, (*OURS, *HERE))
     yield (quorum not in (None, 1) and not april_grpo and estimator not in WITHOUT_GROUPS,
            f"april.group_quorum={quorum}",
            f"it delivers groups in parts, and algorithm.adv_estimator={estimator} compares rows of the same batch",
@@ -184,11 +177,11 @@ def refusals(config: Any, own: dict[str, Any]) -> Iterator[Refusal]:
     yield (not v1 or mode != "colocate_async", f"trainer.use_v1={v1}, trainer.v1.trainer_mode={mode}",
            "april continues partial rollouts in the v1 trainer's colocate_async mode",
            "switch it on with +april=verl, and set neither")
-    yield from distorting_settings({f"{rollout}.{name}={value}": value not in neutral
+    yield from distorting({f"{rollout}.{name}={value}": value not in neutral
                            for name, neutral in (("top_p", (1.0, None)), ("top_k", (-1, 0, None)))
                            for value in [select(config, f"{rollout}.{name}")]},
                           " (validation has its own under val_kwargs)")
-    yield greedy_sampling(temperature == 0, f"{rollout}.temperature=0")
+    yield greedy(temperature == 0, f"{rollout}.temperature=0")
     yield (not select(config, f"{rollout}.do_sample", True), f"{rollout}.do_sample=False",
            "greedy samples of a group are all equal", "leave it out")
     yield (not select(config, f"{rollout}.calculate_log_probs", False), f"{rollout}.calculate_log_probs=False",

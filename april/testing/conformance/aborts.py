@@ -12,7 +12,7 @@ from april.engines.protocol import EngineFinish, Int32
 from april.errors import EngineError
 from april.testing.conformance.bench import Bench, ReadRequest, check, require_equal, require_prefix
 from april.testing.conformance.scheduler_checks import failover
-from april.testing.conformance.subject import Figures, NotTested, PromiseBroken
+from april.testing.conformance.subject import Broken, Figures, NotTested
 
 FEW = 8
 BURST = 300
@@ -38,7 +38,7 @@ async def _require_accounted(bench: Bench, readings: Sequence[ReadRequest]) -> F
     if bench.subject.greedy_repeats:
         for reading in readings:
             if reading.finish is not EngineFinish.ABORT and reading.count < reading.request.sampling.min_tokens:
-                raise PromiseBroken(f"request {reading.id} ended with {reading.finish} after {reading.count} tokens")
+                raise Broken(f"request {reading.id} ended with {reading.finish} after {reading.count} tokens")
         longest: dict[int, ReadRequest] = {}
         for reading in readings:
             number = _number(reading)
@@ -76,7 +76,7 @@ async def abort_running(bench: Bench) -> Figures:
             raise NotTested(
                 f"no request could be caught: all {len(readings)} were complete; raise Subject.long_tokens"
             )
-        raise PromiseBroken(f"no partial had a token: {figures}")
+        raise Broken(f"no partial had a token: {figures}")
     return figures
 
 
@@ -91,7 +91,7 @@ async def abort_queued(bench: Bench) -> Figures:
     figures = await _require_accounted(bench, waiting)
     others = sum(r.finish is EngineFinish.ABORT for r in first)
     if others:
-        raise PromiseBroken(f"{others} of {ahead} requests ended with ABORT, and nobody had asked for it")
+        raise Broken(f"{others} of {ahead} requests ended with ABORT, and nobody had asked for it")
     await bench.abort_until_ended(first)
     bench.require_no_errors(first)
     return figures | {"ahead of them": ahead}
@@ -128,10 +128,10 @@ async def abort_just_finished(bench: Bench) -> Figures:
     await bench.wait_for_ends([bystander])
     figures = await _require_accounted(bench, [*readings, bystander])
     if bystander.finish is EngineFinish.ABORT:
-        raise PromiseBroken("a request ended with ABORT, and only others had been aborted")
+        raise Broken("a request ended with ABORT, and only others had been aborted")
     (later,) = await bench.run_complete([bench.request(0, 8, attempt_id=unknown)])
     if later.finish is EngineFinish.ABORT:
-        raise PromiseBroken("an id was aborted before it was used, and the request that came later ended with ABORT")
+        raise Broken("an id was aborted before it was used, and the request that came later ended with ABORT")
     return figures
 
 
@@ -153,7 +153,7 @@ async def prefix_free_ids(bench: Bench) -> Figures:
         await bench.wait_for_ends(others)
         for other in others:
             if other.finish is EngineFinish.ABORT:
-                raise PromiseBroken(f"the abort of {target.id} has ended {other.id} after {other.count} tokens")
+                raise Broken(f"the abort of {target.id} has ended {other.id} after {other.count} tokens")
         bench.require_no_errors(started)
         if bench.subject.greedy_repeats:
             fresh = await bench.run_complete(bench.copy_of(r.request) for r in others)
@@ -186,9 +186,7 @@ async def abort_burst(bench: Bench) -> Figures:
         await bench.abort_until_ended(readings, everything)
         bench.require_no_errors(readings)
         if asked_for >= BURST // 2 and not any(r.finish is EngineFinish.ABORT for r in readings):
-            raise PromiseBroken(
-                f"an abort of {'all' if everything else 'their ids'} ended none of {asked_for} requests"
-            )
+            raise Broken(f"an abort of {'all' if everything else 'their ids'} ended none of {asked_for} requests")
         bench.say(f"{BURST} requests ended, asked for {'as all' if everything else 'by id'}")
         for name, value in (_ends(readings) | bench.compare_with_wire(readings)).items():
             figures[name] = int(figures.get(name, 0)) + int(value)
@@ -244,7 +242,7 @@ async def disconnect(bench: Bench) -> Figures:
         reading.task.cancel()
     await asyncio.wait([r.task for r in leaves], timeout=bench.subject.patience_s)
     if hanging := sum(not r.task.done() for r in leaves):
-        raise PromiseBroken(f"{hanging} of {FEW} readers could not leave")
+        raise Broken(f"{hanging} of {FEW} readers could not leave")
     await bench.wait_for_ends([stays])
     bench.require_no_errors([stays])
     left = await bench.wait_until_idle()
@@ -283,20 +281,18 @@ async def server_killed(bench: Bench) -> Figures:
     broken = [r for r in readings if r.error is not None]
     for reading in readings:
         if reading.error is None and reading.count < reading.request.sampling.max_tokens:
-            raise PromiseBroken(f"a stream of the dead server ended with {reading.finish} after {reading.count} tokens")
+            raise Broken(f"a stream of the dead server ended with {reading.finish} after {reading.count} tokens")
     for reading in broken:
         if not isinstance(reading.error, EngineError):
-            raise PromiseBroken(
-                f"a stream raised {type(reading.error).__name__} ({reading.error}) instead of an EngineError"
-            )
+            raise Broken(f"a stream raised {type(reading.error).__name__} ({reading.error}) instead of an EngineError")
     for reading, whole in zip(readings, uncut, strict=False):
         require_prefix(reading.tokens, whole.tokens, f"request {reading.id}, read before the death")
     after = bench.start(bench.request(0, 4))
     await bench.wait_for_ends([after])
     if not isinstance(after.error, EngineError):
-        raise PromiseBroken(f"a request to the dead server ended with {after.finish} and {after.error!r}")
+        raise Broken(f"a request to the dead server ended with {after.finish} and {after.error!r}")
     if (await bench.with_timeout(bench.engine.health(), "health")).ok:
-        raise PromiseBroken("the dead engine calls itself well")
+        raise Broken("the dead engine calls itself well")
     if not broken:
         raise NotTested("all requests were complete before the server died; raise Subject.long_tokens")
     return {"broken off": len(broken), "tokens read before": sum(r.count for r in broken)} | figures

@@ -8,7 +8,7 @@ import numpy as np
 
 from april.engines.protocol import EngineFinish, Request
 from april.testing.conformance.bench import Bench, ReadRequest, check, require_equal, require_prefix
-from april.testing.conformance.subject import Figures, NotOffered, NotTested, PromiseBroken, Shown, Weights
+from april.testing.conformance.subject import Broken, Figures, NotOffered, NotTested, Shown, Weights
 from april.testing.conformance.tokens import asked_kind, expected
 from april.testing.conformance.weights import other_weights
 
@@ -55,7 +55,7 @@ async def attached(bench: Bench) -> Figures:
             require_equal(other.tokens, first.tokens, f"prompt {i} with the same attachments again")
     answers = {tuple(first.tokens.tolist()) for first in firsts}
     if len(answers) < len(firsts):
-        raise PromiseBroken(
+        raise Broken(
             f"{len(firsts)} prompts with other attachments got {len(answers)} different answers of {LENGTH} tokens: "
             "what is attached is not read, or something else is taken for it"
         )
@@ -113,7 +113,7 @@ def _against_reference(bench: Bench, weights: Weights, readings: list[ReadReques
             for of in (logits, without)
         ))  # fmt: skip
     if not worst <= bench.subject.tolerance:
-        raise PromiseBroken(
+        raise Broken(
             f"log-probabilities of prompts with attachments differ by up to {worst:.3g} nats from the reference: other "
             "weights, or those of before, have read what is attached, or something else was read"
         )
@@ -133,10 +133,8 @@ async def banned_ids(bench: Bench) -> Figures:
             again = bench.copy_of(request)
             (held,) = await bench.run_complete([replace(again, sampling=replace(again.sampling, banned_ids=never))])
             if came := set(never) & set(held.tokens.tolist()):
-                raise PromiseBroken(
-                    f"{len(never)} ids were banned, and {len(came)} of them came, {min(came)} for instance"
-                )
+                raise Broken(f"{len(never)} ids were banned, and {len(came)} of them came, {min(came)} for instance")
             if held.count != request.sampling.max_tokens and held.finish is not EngineFinish.STOP:
-                raise PromiseBroken(f"a response with banned ids ended with {held.finish} after {held.count} tokens")
+                raise Broken(f"a response with banned ids ended with {held.finish} after {held.count} tokens")
             banned += len(never)
     return {"banned": banned, "responses": 2 * SAMPLES}

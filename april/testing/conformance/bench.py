@@ -26,11 +26,11 @@ from april.engines.protocol import AbortMeans, Capabilities, Chunk, Engine, Engi
 from april.errors import AprilError, EngineError, WireError
 from april.testing.conformance.subject import (
     Answer,
+    Broken,
     Figures,
     NotOffered,
     NotTested,
     Outcome,
-    PromiseBroken,
     Subject,
     Verdict,
     Weights,
@@ -51,7 +51,7 @@ def compare_with_wire(wire: Witness | None, held: Iterable[ClientTokens], means:
     tokens that were sent to a client that had disconnected, which is how some engines abort (``means``).
 
     Raises:
-        PromiseBroken: a token is lost, or the client has tokens that were not sent.
+        Broken: a token is lost, or the client has tokens that were not sent.
     """
     if wire is None:
         return {}
@@ -62,7 +62,7 @@ def compare_with_wire(wire: Witness | None, held: Iterable[ClientTokens], means:
             answer = _answer_of(wire.answers(request), tokens, count)
             if answer is None:
                 sent = max((len(a.tokens) for a in wire.answers(request)), default=0)
-                raise PromiseBroken(
+                raise Broken(
                     f"request {request.attempt_id} holds {len(tokens)} tokens that are not the {sent} that were sent"
                 )
             count[id(answer)] = len(tokens)
@@ -80,7 +80,7 @@ def compare_with_wire(wire: Witness | None, held: Iterable[ClientTokens], means:
             else:
                 lost += more
     if lost:
-        raise PromiseBroken(f"{lost} of {seen} tokens are lost: they were sent, and are not held")
+        raise Broken(f"{lost} of {seen} tokens are lost: they were sent, and are not held")
     return {"lost": 0, "never read": never_read, "seen on the wire": seen}
 
 
@@ -139,28 +139,26 @@ class ReadRequest(YieldedChunks):
         return self.chunks[-1].finish if self.chunks else None
 
     def check(self, limits: Capabilities, newest: PolicyVersion) -> None:
-        """Raise PromiseBroken unless the chunks keep the contract and the response ended where it may end."""
+        """Raise Broken unless the chunks keep the contract and the response ended where it may end."""
         oldest, room, finish = None, self.request.sampling.max_tokens, None
         for chunk in self.chunks:
             if finish is not None:
-                raise PromiseBroken(f"request {self.id}: a chunk came after the one that ended the stream ({finish})")
+                raise Broken(f"request {self.id}: a chunk came after the one that ended the stream ({finish})")
             try:
                 check_chunk(chunk, limits.vocab_size, room, oldest, newest)
             except WireError as error:
-                raise PromiseBroken(f"request {self.id}: {error}") from None
+                raise Broken(f"request {self.id}: {error}") from None
             oldest, room, finish = chunk.version, room - len(chunk.tokens), chunk.finish
         if finish is not None and finish not in set(EngineFinish):
-            raise PromiseBroken(f"request {self.id}: {finish!r} is no finish reason")
+            raise Broken(f"request {self.id}: {finish!r} is no finish reason")
         if self.task.done() and self.error is None and finish is None:
-            raise PromiseBroken(
-                f"request {self.id}: the stream ended after {self.count} tokens without a finish reason"
-            )
+            raise Broken(f"request {self.id}: the stream ended after {self.count} tokens without a finish reason")
         if finish is not None and self.count:
             last, eos = int(self.tokens[-1]), limits.eos_token_ids
             try:
                 check_end(self.chunks[-1], self.request, self.count, last, limits.max_context, eos)
             except WireError as error:
-                raise PromiseBroken(f"request {self.id}: {error}") from None
+                raise Broken(f"request {self.id}: {error}") from None
 
 
 class Bench:
@@ -251,30 +249,30 @@ class Bench:
     # ---------------------------------------------------------------- waits
 
     async def with_timeout(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
-        """Return the result of a call; raises PromiseBroken if it takes too long or fails."""
+        """Return the result of a call; raises Broken if it takes too long or fails."""
         try:
             async with asyncio.timeout(self.subject.patience_s):
                 return await coroutine
         except TimeoutError:
-            raise PromiseBroken(f"{what} did not return in {self.subject.patience_s:g} s") from None
+            raise Broken(f"{what} did not return in {self.subject.patience_s:g} s") from None
         except EngineError as error:
-            raise PromiseBroken(f"{what} failed: {error}") from error
+            raise Broken(f"{what} failed: {error}") from error
 
     async def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait until the condition holds; raises PromiseBroken after the subject's patience."""
+        """Wait until the condition holds; raises Broken after the subject's patience."""
         deadline = asyncio.get_running_loop().time() + self.subject.patience_s
         while not condition():
             if asyncio.get_running_loop().time() > deadline:
-                raise PromiseBroken(f"after {self.subject.patience_s:g} s {what}")
+                raise Broken(f"after {self.subject.patience_s:g} s {what}")
             await asyncio.sleep(POLL_S)
 
     async def wait_for_ends(self, readings: Sequence[ReadRequest]) -> None:
-        """Wait until all streams have ended; raises PromiseBroken if one hangs or breaks the contract."""
+        """Wait until all streams have ended; raises Broken if one hangs or breaks the contract."""
         if readings:
             await asyncio.wait([r.task for r in readings], timeout=self.subject.patience_s)
         late = [r for r in readings if not r.task.done()]
         if late:
-            raise PromiseBroken(
+            raise Broken(
                 f"{len(late)} of {len(readings)} requests had not ended after {self.subject.patience_s:g} s, the first "
                 f"of them {late[0].id} with {late[0].count} tokens"
             )
@@ -322,7 +320,7 @@ class Bench:
         deadline = asyncio.get_running_loop().time() + self.subject.patience_s
         while load:
             if asyncio.get_running_loop().time() > deadline:
-                raise PromiseBroken(f"after {self.subject.patience_s:g} s the engine still works on {load} requests")
+                raise Broken(f"after {self.subject.patience_s:g} s the engine still works on {load} requests")
             await asyncio.sleep(ABORT_AGAIN_S)
             load = await self.load() or 0
         return "0"
@@ -331,7 +329,7 @@ class Bench:
         """Check that the engine is healthy and serves a request."""
         health = await self.with_timeout(self.engine.health(), "health")
         if not health.ok:
-            raise PromiseBroken(f"the engine is not well afterwards: {health.detail}")
+            raise Broken(f"the engine is not well afterwards: {health.detail}")
         await self.run_complete([self.request(0, 4)])
 
     # ---------------------------------------------------------------- weights
@@ -381,10 +379,10 @@ class Bench:
         return compare_with_wire(self.subject.wire, held, self.engine.capabilities.abort_means)
 
     def require_no_errors(self, readings: Iterable[ReadRequest]) -> None:
-        """Raise PromiseBroken if one of the requests failed."""
+        """Raise Broken if one of the requests failed."""
         for reading in readings:
             if reading.error is not None:
-                raise PromiseBroken(
+                raise Broken(
                     f"request {reading.id} failed after {reading.count} tokens: {type(reading.error).__name__}: "
                     f"{reading.error}"
                 )
@@ -425,22 +423,22 @@ def _tensors(weights: Weights) -> dict[str, Any]:
 
 
 def require_prefix(got: Int32, wanted: Int32, what: str) -> None:
-    """Raise PromiseBroken, with the position, unless ``got`` is a prefix of ``wanted``."""
+    """Raise Broken, with the position, unless ``got`` is a prefix of ``wanted``."""
     count = min(len(got), len(wanted))
     differs = np.flatnonzero(got[:count] != wanted[:count])
     if differs.size or len(got) > len(wanted):
         where = int(differs[0]) if differs.size else count
-        raise PromiseBroken(
+        raise Broken(
             f"{what}: token {where} of {len(got)} is {got[where]}, not "
             + (f"{wanted[where]} as in the uncut response" if where < count else f"the end after {count} tokens")
         )
 
 
 def require_equal(got: Int32, wanted: Int32, what: str) -> None:
-    """Raise PromiseBroken unless both are the same tokens."""
+    """Raise Broken unless both are the same tokens."""
     require_prefix(got, wanted, what)
     if len(got) != len(wanted):
-        raise PromiseBroken(f"{what}: {len(got)} tokens, and the uncut response has {len(wanted)}")
+        raise Broken(f"{what}: {len(got)} tokens, and the uncut response has {len(wanted)}")
 
 
 LONGEST_CHECK = 20
@@ -489,7 +487,7 @@ class Check:
         except TimeoutError:
             outcome = Outcome.FAILED
             detail = f"the check had not ended after {LONGEST_CHECK * bench.subject.patience_s:g} s; an engine hangs"
-        except PromiseBroken as error:
+        except Broken as error:
             outcome, detail = Outcome.FAILED, str(error)
         except AprilError as error:
             outcome, detail = Outcome.FAILED, f"{type(error).__name__}: {error}"

@@ -10,7 +10,7 @@ import numpy as np
 from april.core.attachments import wrong_rows
 from april.engines.protocol import EngineFinish, Request
 from april.testing.conformance.bench import Bench, ReadRequest, check, require_prefix
-from april.testing.conformance.subject import Figures, NotOffered, NotTested, PromiseBroken
+from april.testing.conformance.subject import Broken, Figures, NotOffered, NotTested
 
 LENGTH = 24
 CUT = 9
@@ -27,14 +27,14 @@ def _require_rows(readings: Sequence[ReadRequest]) -> None:
     """Check that each request got all its rows with the last chunk, and none before."""
     for reading in readings:
         if any(chunk.extras for chunk in reading.chunks[:-1]):
-            raise PromiseBroken(f"request {reading.id}: rows came before the end")
+            raise Broken(f"request {reading.id}: rows came before the end")
         if not reading.count:
             continue
         found, request = reading.chunks[-1].extras, reading.request
         if not found and reading.finish is EngineFinish.ABORT:
             continue
         if wrong := wrong_rows(found, request.extras, request.rows_wanted(reading.count)):
-            raise PromiseBroken(f"request {reading.id}: its {reading.count} tokens came with {wrong}")
+            raise Broken(f"request {reading.id}: its {reading.count} tokens came with {wrong}")
 
 
 @check("Rows that are asked for (extras) come with a request's last chunk, one for each token that was read; those of "
@@ -49,7 +49,7 @@ async def extras(bench: Bench) -> Figures:
     _require_rows(uncut)
     for reading in await bench.run_complete([bench.request(0, CUT)]):
         if any(chunk.extras for chunk in reading.chunks):
-            raise PromiseBroken(f"request {reading.id}: rows came that nobody had asked for")
+            raise Broken(f"request {reading.id}: rows came that nobody had asked for")
     worst = 1.0
     for i, whole in enumerate(uncut):
         if whole.count <= CUT:
@@ -64,7 +64,7 @@ async def extras(bench: Bench) -> Figures:
             equal = (again == first).reshape(len(first), -1).all(1).mean()
             worst = min(worst, float(equal))
             if equal < _ENOUGH:
-                raise PromiseBroken(
+                raise Broken(
                     f"request {rest.id} goes on from token {start}, and {equal:.0%} of its rows of {name} are those of "
                     "the same tokens in a request that was not cut: they are of other tokens"
                 )

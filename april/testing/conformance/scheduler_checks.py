@@ -20,7 +20,7 @@ from april.driver.llm import LLM
 from april.engines.protocol import Chunk, Engine, EngineFinish, Int32, Request
 from april.errors import EngineError
 from april.testing.conformance.bench import Bench, check, compare_with_wire, require_prefix
-from april.testing.conformance.subject import Figures, NotTested, PromiseBroken
+from april.testing.conformance.subject import Broken, Figures, NotTested
 from april.testing.recording_engine import RecordingEngine
 from april.testing.same_loop import Rollouts, rollouts
 
@@ -94,7 +94,7 @@ async def _response(bench: Bench, config: Config, engine: _AlteringEngine, promp
         batch = await bench.with_timeout(run.next_batch(), "a step of one response")
         ledger = run.ledger()["tokens"]
         if not ledger.balanced or ledger.observed != engine.tokens:
-            raise PromiseBroken(f"the engine handed {engine.tokens} tokens over and april's ledger says {ledger}")
+            raise Broken(f"the engine handed {engine.tokens} tokens over and april's ledger says {ledger}")
         return batch.samples[0].tokens, batch.samples[0].finish
 
 
@@ -120,10 +120,10 @@ async def stop_strings(bench: Bench) -> Figures:
         engine = _recorded(bench, cut=lambda r, cut=cut: None if r.response_offset else cut)
         tokens, finish = await _response(bench, _greedy(LENGTH, stop=["never said", stop]), engine, prompt)
         if len(tokens) != end or finish is not FinishReason.STOP:
-            raise PromiseBroken(f"cut after {cut} tokens, it ended with {finish} after {len(tokens)} tokens, not {end}")
+            raise Broken(f"cut after {cut} tokens, it ended with {finish} after {len(tokens)} tokens, not {end}")
         require_prefix(tokens, uncut, f"the response cut after {cut} tokens")
         if any(r.sampling.stop for r in engine.requests.values()):
-            raise PromiseBroken("the engine was given a stop string")
+            raise Broken("the engine was given a stop string")
     return {"cuts": len(cuts), "honoured": len(cuts), "tokens in the string": end - begin}
 
 
@@ -156,9 +156,9 @@ async def eos_at_a_cut(bench: Bench) -> Figures:
         tokens, finish = await _response(bench, config, engine, prompt)
         attempts = len(engine.requests)
         if finish is not FinishReason.STOP or tokens.tolist() != ids[:end]:
-            raise PromiseBroken(f"cut after {cut} of {end} tokens, it ended with {finish} after {len(tokens)} tokens")
+            raise Broken(f"cut after {cut} of {end} tokens, it ended with {finish} after {len(tokens)} tokens")
         if attempts != (1 if cut == end else 2):
-            raise PromiseBroken(f"cut after {cut} of {end} tokens, the response took {attempts} requests")
+            raise Broken(f"cut after {cut} of {end} tokens, the response took {attempts} requests")
     return {"cuts": 3, "stop token": ids[end - 1]}
 
 
@@ -210,12 +210,10 @@ async def thousand_aborts(bench: Bench) -> Figures:
         ledger = run.ledger()["tokens"]
         handed_over = engine.tokens
         if not ledger.balanced or ledger.observed != handed_over:
-            raise PromiseBroken(
-                f"the engine handed {handed_over} tokens over and april's ledger says {ledger.as_dict()}"
-            )
+            raise Broken(f"the engine handed {handed_over} tokens over and april's ledger says {ledger.as_dict()}")
         corrupt = {str(k): v for k, v in ledger.dropped.items() if v and k is not DropReason.AFTER_STOP}
         if corrupt:
-            raise PromiseBroken(f"april dropped tokens: {corrupt}")
+            raise Broken(f"april dropped tokens: {corrupt}")
     held = [(request, engine.got(i), engine.ends[i]) for i, request in engine.requests.items()]
     figures: Figures = {
         "aborted": engine.aborted, "requests": len(held), "weight updates": updates,
@@ -254,7 +252,7 @@ def _exact(batch: Batch, engines: Sequence[_AlteringEngine]) -> int:
         parts = sorted(attempts[sample.id], key=lambda part: (part[0], len(part[1])))
         got = np.concatenate([tokens for _, tokens in parts])
         if not np.array_equal(got, sample.tokens):
-            raise PromiseBroken(
+            raise Broken(
                 f"sample {sample.id}: {len(sample.tokens)} tokens were delivered, and its {len(parts)} requests got "
                 f"{len(got)}, or others"
             )
@@ -290,11 +288,11 @@ async def failover(bench: Bench, death: Callable[[], Awaitable[None]]) -> Figure
     await second.engine.close()
     both = first.tokens + second.tokens
     if not ledger.balanced or ledger.observed != both:
-        raise PromiseBroken(f"the engines handed {both} tokens over and april's ledger says {ledger.as_dict()}")
+        raise Broken(f"the engines handed {both} tokens over and april's ledger says {ledger.as_dict()}")
     if dropped := {str(k): v for k, v in ledger.dropped.items() if v}:
-        raise PromiseBroken(f"april dropped tokens: {dropped}")
+        raise Broken(f"april dropped tokens: {dropped}")
     if len(batch.samples) != KILL_GROUPS * SAMPLES:
-        raise PromiseBroken(f"{len(batch.samples)} of {KILL_GROUPS * SAMPLES} responses were finished")
+        raise Broken(f"{len(batch.samples)} of {KILL_GROUPS * SAMPLES} responses were finished")
     _exact(batch, engines)
     return {"responses": len(batch.samples), "cut off": len(at_death), "their tokens, kept": sum(at_death.values())}
 

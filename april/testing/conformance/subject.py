@@ -14,7 +14,7 @@ from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.engines.protocol import Engine, Float32, Request
 
 
-class PromiseBroken(Exception):
+class Broken(Exception):
     """Raised if a promise is broken; the message says how."""
 
 

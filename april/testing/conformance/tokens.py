@@ -11,7 +11,7 @@ from april.core.sampling import LogprobKind
 from april.engines.protocol import EngineFinish, Float32, Int32, Request
 from april.errors import EngineError
 from april.testing.conformance.bench import Bench, Check, ReadRequest, check, require_equal, require_prefix
-from april.testing.conformance.subject import Figures, NotOffered, NotTested, PromiseBroken, Reference
+from april.testing.conformance.subject import Broken, Figures, NotOffered, NotTested, Reference
 
 WAVES = 12
 ENDING = 32
@@ -24,9 +24,9 @@ async def budgets(bench: Bench) -> Figures:
     for reading in await bench.run_complete([bench.request(i, count) for i, count in enumerate(asked)]):
         if reading.count != reading.request.sampling.max_tokens:
             most = reading.request.sampling.max_tokens
-            raise PromiseBroken(f"{reading.count} tokens came where max_tokens and min_tokens were {most}")
+            raise Broken(f"{reading.count} tokens came where max_tokens and min_tokens were {most}")
         if reading.finish not in (EngineFinish.LENGTH, EngineFinish.STOP):
-            raise PromiseBroken(f"a response that used its budget up ended with {reading.finish}")
+            raise Broken(f"a response that used its budget up ended with {reading.finish}")
     (free,) = await bench.run_complete([bench.request(0, 64, forced=False)])
     tokens = free.tokens
     # a token that would end the response early, if min_tokens did not forbid it
@@ -37,7 +37,7 @@ async def budgets(bench: Bench) -> Figures:
         sampling = replace(request.sampling, stop_token_ids=(early,), min_tokens=20)
         (late,) = await bench.run_complete([replace(request, sampling=sampling)])
         if late.count < 20 or early in late.tokens[:19].tolist():
-            raise PromiseBroken(f"a stop token ended the response after {late.count} tokens of at least 20")
+            raise Broken(f"a stop token ended the response after {late.count} tokens of at least 20")
         held_back = late.count
     return {"budgets": len(asked), "with a stop token held back": held_back}
 
@@ -57,7 +57,7 @@ async def _natural_end(bench: Bench) -> ReadRequest:
             if reading.finish is EngineFinish.STOP:
                 return reading
             if inside := eos & set(reading.tokens.tolist()):
-                raise PromiseBroken(f"the response went on behind EOS ({inside}), and ended with {reading.finish}")
+                raise Broken(f"the response went on behind EOS ({inside}), and ended with {reading.finish}")
     raise NotTested(f"no response ended by itself in {seen} tokens; give Subject.ending_prompts")
 
 
@@ -66,13 +66,11 @@ async def eos_in_tokens(bench: Bench) -> Figures:
     reading = await _natural_end(bench)
     eos, tokens = bench.engine.capabilities.eos_token_ids, reading.tokens
     if not len(tokens):
-        raise PromiseBroken("a response ended with STOP and no token: its EOS is missing")
+        raise Broken("a response ended with STOP and no token: its EOS is missing")
     if eos and tokens[-1] not in eos:
-        raise PromiseBroken(
-            f"a response ended with STOP, and its last token is {tokens[-1]}, none of the EOS ids {eos}"
-        )
+        raise Broken(f"a response ended with STOP, and its last token is {tokens[-1]}, none of the EOS ids {eos}")
     if set(tokens[:-1].tolist()) & set(eos):
-        raise PromiseBroken("EOS came before the last token")
+        raise Broken("EOS came before the last token")
     if not eos and bench.weights.reference is None:
         return {"tokens": reading.count, "eos ids": "the engine does not name them"}
     return {"tokens": reading.count, "eos": int(tokens[-1]), "its log-probability": float(reading.logprobs[-1])}
@@ -91,9 +89,7 @@ async def stop_token_ids(bench: Bench) -> Figures:
         request = bench.request(number, 48, forced=False, stop_token_ids=(tokens[stop],))
         (ended,) = await bench.run_complete([request])
         if ended.finish is not EngineFinish.STOP:
-            raise PromiseBroken(
-                f"a response with stop token {tokens[stop]} ended with {ended.finish}, {ended.count} tokens"
-            )
+            raise Broken(f"a response with stop token {tokens[stop]} ended with {ended.finish}, {ended.count} tokens")
         _stopped_at(bench, ended, tokens, stop)
         tried += 1
     if not tried:
@@ -104,14 +100,12 @@ async def stop_token_ids(bench: Bench) -> Figures:
 def _stopped_at(bench: Bench, ended: ReadRequest, tokens: list[int], stop: int) -> None:
     got = ended.tokens.tolist()
     if not got or got[-1] != tokens[stop]:
-        raise PromiseBroken(f"the stop token {tokens[stop]} is not the last token of the {len(got)} of its response")
+        raise Broken(f"the stop token {tokens[stop]} is not the last token of the {len(got)} of its response")
     if got.count(tokens[stop]) > 1:
-        raise PromiseBroken(f"the response went on behind the stop token {tokens[stop]}")
+        raise Broken(f"the response went on behind the stop token {tokens[stop]}")
     if got != tokens[: stop + 1]:
         # only engines whose tokens depend on the stop ids may differ here; they too must end with the stop token
-        raise PromiseBroken(
-            f"the response is not the greedy one up to the stop token: {len(got)} tokens, not {stop + 1}"
-        )
+        raise Broken(f"the response is not the greedy one up to the stop token: {len(got)} tokens, not {stop + 1}")
 
 
 @check("The same seed gives the same tokens, and another seed others.")
@@ -126,7 +120,7 @@ async def seeds(bench: Bench) -> Figures:
     repeats = await bench.run_complete(again)
     different = {tuple(r.tokens.tolist()) for r in await bench.run_complete(others)}
     if len(different) < len(others):
-        raise PromiseBroken(f"{len(others)} seeds gave {len(different)} different responses of 32 tokens to one prompt")
+        raise Broken(f"{len(others)} seeds gave {len(different)} different responses of 32 tokens to one prompt")
     if not honoured:
         why = bench.engine.capabilities.cause("honours_seeds")
         sentence = "honours_seeds is False" if why is None else why.sentence
@@ -137,15 +131,15 @@ async def seeds(bench: Bench) -> Figures:
 
 
 async def _refused(bench: Bench, request: Request, what: str) -> str:
-    """Raise PromiseBroken unless the engine refuses the request before any token; return the error's type."""
+    """Raise Broken unless the engine refuses the request before any token; return the error's type."""
     reading = bench.start(request)
     await bench.wait_for_ends([reading])
     if reading.error is None:
-        raise PromiseBroken(f"{what} was served: {reading.count} tokens, ended with {reading.finish}")
+        raise Broken(f"{what} was served: {reading.count} tokens, ended with {reading.finish}")
     if not isinstance(reading.error, EngineError):
-        raise PromiseBroken(f"{what} raised {type(reading.error).__name__} ({reading.error}) instead of an EngineError")
+        raise Broken(f"{what} raised {type(reading.error).__name__} ({reading.error}) instead of an EngineError")
     if reading.count:
-        raise PromiseBroken(f"{what} gave {reading.count} tokens before it was refused")
+        raise Broken(f"{what} gave {reading.count} tokens before it was refused")
     return type(reading.error).__name__
 
 
@@ -159,7 +153,7 @@ async def over_long_input(bench: Bench) -> Figures:
         raised = await _refused(bench, request, f"a prompt of {length} tokens")
     (full,) = await bench.run_complete([bench.request(0, 4, prompt=np.resize(bench.prompt(), context - 4))])
     if full.count != 4:
-        raise PromiseBroken(f"{context - 4} tokens of prompt leave room for 4, and {full.count} came")
+        raise Broken(f"{context - 4} tokens of prompt leave room for 4, and {full.count} came")
     await bench.require_healthy()
     return {"context": context, "refused with": raised}
 
@@ -191,7 +185,7 @@ async def duplicate_id(bench: Bench) -> Figures:
     if not running:
         raise NotTested("the first request was complete before the second could be sent; raise Subject.long_tokens")
     if first.finish is EngineFinish.ABORT:
-        raise PromiseBroken("the first request ended with ABORT")
+        raise Broken("the first request ended with ABORT")
     if bench.subject.greedy_repeats:
         (uncut,) = await bench.run_complete([bench.copy_of(first.request, first.count)])
         require_prefix(first.tokens, uncut.tokens, "the first request")
@@ -262,7 +256,7 @@ def _check(name: str, promise: str, temperature: float, top_p: float) -> Check:
                 if max(largest_difference(other, reference, r, temperature, top_p) for r in readings)
                 <= bench.subject.tolerance
             ]
-            raise PromiseBroken(
+            raise Broken(
                 f"log-probabilities declared as {kind} differ from the reference by up to {worst:.3g} nats"
                 + (f"; they are those of the kind {' or '.join(fits)}" if fits else "")
             )

@@ -11,7 +11,7 @@ import numpy as np
 
 from april.engines.protocol import EngineFinish, Float32, KeepsRequests, OnWeightUpdate
 from april.testing.conformance.bench import Bench, ReadRequest, check
-from april.testing.conformance.subject import Figures, NotOffered, NotTested, PromiseBroken, Weights
+from april.testing.conformance.subject import Broken, Figures, NotOffered, NotTested, Weights
 from april.testing.conformance.tokens import asked_kind, expected
 
 FEW = 6
@@ -34,7 +34,7 @@ def other_weights(bench: Bench) -> Weights:
 def greedy_under(
     bench: Bench, reading: ReadRequest, weights: Weights, what: str, start: int = 0, end: int | None = None
 ) -> None:
-    """Raise PromiseBroken unless tokens ``start`` to ``end`` are the greedy ones under ``weights``."""
+    """Raise Broken unless tokens ``start`` to ``end`` are the greedy ones under ``weights``."""
     tokens, forbidden = reading.tokens[:end], list(bench.engine.capabilities.eos_token_ids)
     if weights.reference is None or len(tokens) <= start:
         return
@@ -44,32 +44,30 @@ def greedy_under(
     short = logits.max(axis=1) - logits[np.arange(len(mine)), mine]
     wrong = np.flatnonzero(short > NEAR_TIE)
     if wrong.size:
-        raise PromiseBroken(
+        raise Broken(
             f"{what}: token {start + int(wrong[0])} of {len(tokens)} is not the greedy one of these weights "
             f"({float(short[wrong[0]]):.3g} below it); other weights, or the cache of others, have made it"
         )
 
 
 def all_of(readings: Sequence[ReadRequest], version: object, what: str) -> None:
-    """Raise PromiseBroken unless all tokens of these requests carry this version."""
+    """Raise Broken unless all tokens of these requests carry this version."""
     for reading in readings:
         strange = {str(v) for v in reading.versions if v != version}
         if strange:
-            raise PromiseBroken(f"{what} carry version {', '.join(sorted(strange))} instead of {version}")
+            raise Broken(f"{what} carry version {', '.join(sorted(strange))} instead of {version}")
 
 
 def in_order(readings: Sequence[ReadRequest], before: object, after: object, what: str = "") -> int:
-    """Raise PromiseBroken unless the old version comes before the new one; return how many requests have both."""
+    """Raise Broken unless the old version comes before the new one; return how many requests have both."""
     both = 0
     for reading in readings:
         versions = reading.versions
         old = versions.count(before)  # type: ignore[arg-type]
         if versions != [before] * old + [after] * (len(versions) - old):
-            raise PromiseBroken(
-                f"{what}request {reading.id} carries {sorted(set(map(str, versions)))} in another order"
-            )
+            raise Broken(f"{what}request {reading.id} carries {sorted(set(map(str, versions)))} in another order")
         if reading.finish is not EngineFinish.ABORT and reading.count != reading.request.sampling.max_tokens:
-            raise PromiseBroken(f"{what}request {reading.id} ended with {reading.finish} after {reading.count} tokens")
+            raise Broken(f"{what}request {reading.id} ended with {reading.finish} after {reading.count} tokens")
         both += 0 < old < len(versions)
     return both
 
@@ -108,7 +106,7 @@ async def version_exactness(bench: Bench) -> Figures:
             greedy_under(bench, reading, other, "after the update")
     if other.reference is not None:
         if not changed:
-            raise PromiseBroken("all greedy responses are the same under both weights: nothing was loaded")
+            raise Broken("all greedy responses are the same under both weights: nothing was loaded")
         difference = await _difference_under(bench, other)
     figures: Figures = {"responses changed": changed, "of": FEW, "resumed over it": len(resumed)}
     if other.reference is not None:
@@ -126,7 +124,7 @@ async def _difference_under(bench: Bench, weights: Weights) -> float:
         logits = weights.reference(r.request.token_ids.tolist(), r.tokens.tolist())
         worst = max(worst, float(np.abs(expected(asked, logits, r.tokens, 1.0, 1.0)[0] - r.logprobs).max(initial=0.0)))
     if not worst <= bench.subject.tolerance:
-        raise PromiseBroken(f"after the update log-probabilities differ from the new weights by up to {worst:.3g} nats")
+        raise Broken(f"after the update log-probabilities differ from the new weights by up to {worst:.3g} nats")
     return worst
 
 
@@ -150,7 +148,7 @@ async def sent_weights(bench: Bench) -> Figures:
     figures: Figures = {"responses changed": changed, "of": FEW}
     if other.reference is not None:
         if not changed:
-            raise PromiseBroken("all greedy responses are the same under both weights: nothing was loaded")
+            raise Broken("all greedy responses are the same under both weights: nothing was loaded")
         figures["largest difference to the new weights"] = await _difference_under(bench, other)
     return figures
 
@@ -189,10 +187,10 @@ async def pause_and_resume(bench: Bench) -> Figures:
     await asyncio.sleep(QUIET_S)
     grown = sum(r.count for r in running) - sum(then)
     if grown:
-        raise PromiseBroken(f"{grown} tokens came {QUIET_S} s and more after pause had returned")
+        raise Broken(f"{grown} tokens came {QUIET_S} s and more after pause had returned")
     came = sum(r.count for r in late)
     if came or any(r.task.done() for r in late):
-        raise PromiseBroken(f"requests sent while the engine was paused got {came} tokens, or ended")
+        raise Broken(f"requests sent while the engine was paused got {came} tokens, or ended")
     # abort one of the waiting requests meanwhile
     given_up = late.pop()
     await bench.abort_until_ended([given_up])
@@ -201,17 +199,17 @@ async def pause_and_resume(bench: Bench) -> Figures:
     await bench.wait_for_ends([*running, *late])
     bench.require_no_errors([*running, *late, given_up])
     if given_up.count:
-        raise PromiseBroken("a request that was aborted while the engine was paused has tokens")
+        raise Broken("a request that was aborted while the engine was paused has tokens")
     for reading in late:
         if reading.count != reading.request.sampling.max_tokens:
-            raise PromiseBroken(f"a request that waited ended with {reading.finish} after {reading.count} tokens")
+            raise Broken(f"a request that waited ended with {reading.finish} after {reading.count} tokens")
     if bench.subject.greedy_repeats:
         uncut = await bench.run_complete(bench.copy_of(r.request) for r in running)
         for reading, whole in zip(running, uncut, strict=True):
             if not np.array_equal(reading.tokens, whole.tokens[: reading.count]):
-                raise PromiseBroken(f"request {reading.id} is not the uncut response around a pause")
+                raise Broken(f"request {reading.id} is not the uncut response around a pause")
             if reading.finish is not EngineFinish.ABORT and reading.count != whole.count:
-                raise PromiseBroken(f"request {reading.id} ended with {reading.finish} after {reading.count} tokens")
+                raise Broken(f"request {reading.id} ended with {reading.finish} after {reading.count} tokens")
     figures: Figures = {"kept over the pause": kept, "ended by it": FEW - kept, "waited": len(late)}
     return figures | bench.compare_with_wire([*running, *late])
 
@@ -224,7 +222,7 @@ async def kept_over_an_update(bench: Bench) -> Figures:
         raise NotOffered("requests are cut at a weight update")
     engine = bench.engine
     if not isinstance(engine, KeepsRequests):
-        raise PromiseBroken(f"it declares {', '.join(modes)} and has no pause_in_flight")
+        raise Broken(f"it declares {', '.join(modes)} and has no pause_in_flight")
     figures: Figures = {}
     for mode in modes:
         new, before, old = other_weights(bench), bench.version, bench.weights
@@ -296,7 +294,7 @@ async def adapter_versions(bench: Bench) -> Figures:
         for reading in resumed:
             greedy_under(bench, reading, weights[-1], f"request {reading.id}, resumed")
     if len({tuple(readings[-1].tokens[: LENGTH // 2].tolist()) for readings in running}) < len(running):
-        raise PromiseBroken("requests under different adapters say the same: nothing was loaded")
+        raise Broken("requests under different adapters say the same: nothing was loaded")
     if alive < len(running):
         raise NotTested("all requests of a version were complete before the next one; raise Subject.long_tokens")
     compared = bench.compare_with_wire([*chain.from_iterable(running), *resumed])
