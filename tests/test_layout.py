@@ -87,7 +87,7 @@ def test_every_engine_is_one_package() -> None:
     """Protocols, a base class, engines by name, groups of workers, a package per kind, and one that servers share."""
     entries = {path.name for path in (PACKAGE / "engines").iterdir()} - {"__init__.py", "__pycache__"}
     kinds = {"vllm", "sglang", "openai", "transformers", "simulated", "served"}
-    modules = {"protocol.py", "base.py", "attachments.py", "weight_routes.py"}
+    modules = {"protocol.py", "base.py", "attachments.py", "weight_transfer.py"}
     assert entries == {*modules, "groups", "kinds", "http", *kinds}
     for path in (PACKAGE / "engines" / "http").glob("*.py"):
         for name in imports(path):

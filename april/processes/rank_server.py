@@ -203,9 +203,8 @@ class RankServer:
         self._fail_group(f"{self._name} has closed its scheduler", (0,))
         if self._request_tasks:
             await asyncio.wait(self._request_tasks, timeout=DRAIN_S)
-        await asyncio.gather(
-            *self._send_tasks, *(line.close() for line in self._websockets.values()), return_exceptions=True
-        )
+        closing = [websocket.close() for websocket in self._websockets.values()]
+        await asyncio.gather(*self._send_tasks, *closing, return_exceptions=True)
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -299,9 +298,8 @@ class RankServer:
         if error:
             self._fail_group(f"rank {rank} has ended with an error: {error}", (rank,))
         elif (found := next(((r, what) for r, what in waiting if r != rank), None)) is not None:
-            self._fail_group(
-                f"rank {rank} closed its scheduler in the middle of {found[1]} of rank {found[0]}", (rank,)
-            )
+            other, call_text = found
+            self._fail_group(f"rank {rank} closed its scheduler in the middle of {call_text} of rank {other}", (rank,))
         self._check_waiters()
 
     # ---------------------------------------------------------------- a call

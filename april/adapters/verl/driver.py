@@ -125,7 +125,7 @@ class Sampler(ReplayBufferAsync):  # type: ignore[misc]
 
 
 def _calls_of(actor: Any) -> Any:
-    """Return the remote methods of a worker's Ray actor, under the names of :class:`.calls.Calls`."""
+    """Return the remote methods of a worker's Ray actor, under the names of :class:`.agent_calls.WorkerCalls`."""
     return SimpleNamespace(
         begin=actor.april_begin.remote, messages=actor.april_messages.remote, answer=actor.april_answer.remote
     )

@@ -424,9 +424,8 @@ class ResponseStream(BufferedStream):
         """Decide whether the response is complete, and set the reader's failure if it is not."""
         if reader.progress is ReadProgress.WRONG:
             return
-        sure = (
-            reader.progress is ReadProgress.DONE or self._closing or not (self._streamed and self._endpoint.marks_end)
-        )
+        needs_mark = self._streamed and self._endpoint.marks_end
+        sure = reader.progress is ReadProgress.DONE or self._closing or not needs_mark
         if reader.finish is not None and sure:
             return
         where = f"{self._endpoint.client.url}{self._endpoint.route}"
