@@ -83,7 +83,7 @@ class World(HttpClient):
 
     needed = staticmethod(lambda: True)
 
-    async def since(self, began_s: float, *, broken: Any) -> None:
+    async def wait_since(self, began_s: float, *, broken: Any) -> None:
         if not await asyncio.shield(self.weights):
             raise EngineError("other weights")
         self.confirmed = True
