@@ -41,7 +41,7 @@ class Dialect(Protocol):
         ...
 
 
-class RequestBody:
+class JsonBody:
     """The fields of a request body; :meth:`refuse_rest` refuses every field that was neither taken nor ignored."""
 
     def __init__(self, body: Any) -> None:
@@ -162,7 +162,7 @@ class OpenAIChat:
 
     def read(self, body: Json) -> ChatRequest:
         """Read a request."""
-        b = RequestBody(body)
+        b = JsonBody(body)
         messages = read_messages(b.take("messages", list))
         tools = choose_tools(b.take("tool_choice", (str, dict)), read_tools(b.take("tools", list)))
         limit = b.take("max_completion_tokens", int)
@@ -240,7 +240,7 @@ class OpenAIText(OpenAIChat):
 
     def read(self, body: Json) -> ChatRequest:
         """Read a request."""
-        b = RequestBody(body)
+        b = JsonBody(body)
         prompt = b.take("prompt", (str, list))
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
             prompt = prompt[0]
@@ -306,7 +306,7 @@ class Anthropic:
 
     def read(self, body: Json) -> ChatRequest:
         """Read a request."""
-        b = RequestBody(body)
+        b = JsonBody(body)
         system = text_of(b.take("system", (str, list)))
         messages = [{"role": "system", "content": system}] if system else []
         for i, message in enumerate(b.take("messages", list, [])):

@@ -6,16 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from april.agents.chat import Answer, ChatRequest, RequestError
-from april.agents.dialects import (
-    IGNORED,
-    Json,
-    OpenAIChat,
-    RequestBody,
-    SseEvent,
-    choose_tools,
-    read_messages,
-    read_tools,
-)
+from april.agents.dialects import IGNORED, Json, JsonBody, OpenAIChat, SseEvent, choose_tools, read_messages, read_tools
 
 
 class OpenAIResponses(OpenAIChat):
@@ -23,7 +14,7 @@ class OpenAIResponses(OpenAIChat):
 
     def read(self, body: Json) -> ChatRequest:
         """Read a request."""
-        b = RequestBody(body)
+        b = JsonBody(body)
         instructions = b.take("instructions", str)
         given = b.take("input", (str, list))
         items = [{"role": "user", "content": given}] if isinstance(given, str) else given

@@ -105,9 +105,8 @@ class ImagePlacer:
         runs = all((ids == self._placeholder_id).all() for ids in alone)
         if not self._special_ids.issuperset(int(ids[i]) for ids in alone for i in (0, -1)):
             self._text_codec = ImageTextCodec(lambda text: self.encode(text).tolist(), self._decode, self._special_ids)
-        self._counts_tokens = runs and [self._token_count(*size) for size in _TRIAL_SIZES] == [
-            len(ids) for ids in alone
-        ]
+        lengths = [len(ids) for ids in alone]
+        self._counts_tokens = runs and [self._token_count(*size) for size in _TRIAL_SIZES] == lengths
         texts = [f"a{mark}b{mark}c", self._trial_chat()]
         for text in filter(None, texts):
             theirs = self._processor_tokens(text, _TRIAL_SIZES)

@@ -75,9 +75,8 @@ class ImageTextCodec:
             tail = replacements[k - 1].text_after if k else ""
             head = replacements[k].text_before if k < len(positions) else ""
             if k and k < len(positions) and len(gap) < 2 and not self._special.intersection(gap):
-                before, middle, after = (
-                    _MergedTokens(self._encode(tail + self._text(gap) + head), gap), [], _MergedTokens([], [])
-                )
+                before, after = _MergedTokens(self._encode(tail + self._text(gap) + head), gap), _MergedTokens([], [])
+                middle = []
             else:
                 before = self._tokenize_side(gap[:1], tail, after=True)
                 rest = gap[len(before.merged) :]
@@ -112,10 +111,8 @@ class ImageTextCodec:
         spans, position = [], 0
         for replacement in replacements:
             places = np.flatnonzero(ids[position:] == replacement.tokens[0]) + position
-            start = next(
-                (int(i) for i in places if np.array_equal(ids[i : i + len(replacement.tokens)], replacement.tokens)),
-                None,
-            )
+            tokens = replacement.tokens
+            start = next((int(i) for i in places if np.array_equal(ids[i : i + len(tokens)], tokens)), None)
             if start is None:
                 return None
             position = start + len(replacement.tokens)
@@ -129,10 +126,9 @@ class ImageTextCodec:
             if found is None:
                 return None
             out += [*found, *([placeholder] if k < len(spans) else [])]
-        again, _ = self.expand(
-            np.array(out, np.int32), [i for i, t in enumerate(out) if t == placeholder], replacements
-        )
-        return np.array(out, np.int32) if np.array_equal(again, ids) else None
+        collapsed, positions = np.array(out, np.int32), [i for i, t in enumerate(out) if t == placeholder]
+        again, _ = self.expand(collapsed, positions, replacements)
+        return collapsed if np.array_equal(again, ids) else None
 
     def _strip_text(self, gap: list[int], tail: str, head: str) -> list[int] | None:
         """Return the tokens between two images without the images' own text; None if that text is missing."""

@@ -100,9 +100,8 @@ class RankClient:
                     break
                 except (*CONNECTION_ERRORS, TypeError) as error:  # TypeError: the server has closed the connection
                     if rendezvous.server_listens or loop.time() > end:
-                        why = (
-                            messages.silence_message(deadline_s) if isinstance(error, TimeoutError) else describe(error)
-                        )
+                        silent = isinstance(error, TimeoutError)
+                        why = messages.silence_message(deadline_s) if silent else describe(error)
                         raise RankError(f"{self._name} cannot be reached: {why}", (0,)) from None
                 await asyncio.sleep(RECONNECT_S)
             self._session_id, self.next_call, self._websocket = joined.session, joined.call, line
@@ -115,11 +114,8 @@ class RankClient:
     async def _read_websocket(self, websocket: aiohttp.ClientWebSocketResponse) -> None:
         async for message in websocket:
             self._heartbeats.note_beat(0, asyncio.get_running_loop().time())
-            if (
-                message.type is aiohttp.WSMsgType.BINARY
-                and message.data != messages.HEARTBEAT
-                and self._group_error is None
-            ):
+            heartbeat = message.type is not aiohttp.WSMsgType.BINARY or message.data == messages.HEARTBEAT
+            if not heartbeat and self._group_error is None:
                 broken = unpack(message.data, messages.GroupFailed)
                 self._group_error = RankError(broken.sentence, broken.ranks)
         if self._lost_reason is None:

@@ -499,9 +499,9 @@ class RankScheduler(BatchIterator, SchedulerQueries):
         return _MethodCall(call_text=f"{method}({argument_texts})", method=method, arguments=arguments, weights=weights)
 
     def _weights_to_send(self, given: Any) -> RankWeights | None:
-        return (
-            None if given is None else RankWeights(given, is_sender=self.ranks.rank == 0, make_copy=self._copy_function)
-        )
+        if given is None:
+            return None
+        return RankWeights(given, is_sender=self.ranks.rank == 0, make_copy=self._copy_function)
 
     def _copy_function(self, source: WeightSource) -> CopyBucket | None:
         """Return a function that copies a bucket into this rank's engines with own models; None if there are none."""

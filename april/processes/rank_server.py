@@ -155,12 +155,9 @@ class RankServer:
         async def listen() -> str:
             listening = listening_socket(self._ranks.address)
             app = web.Application(middlewares=[require_token], client_max_size=0)
-            app.add_routes(
-                [
-                    web.get("/line", self._serve_websocket), web.post("/call", self._handle_call),
-                    web.post("/look", self._handle_query),
-                ]
-            )  # fmt: skip
+            app.router.add_get("/line", self._serve_websocket)
+            app.router.add_post("/call", self._handle_call)
+            app.router.add_post("/look", self._handle_query)
             self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=DRAIN_S, access_log=None)
             await self._runner.setup()
             await web.SockSite(self._runner, listening, backlog=128 + self._ranks.world_size).start()
@@ -311,9 +308,8 @@ class RankServer:
         query = unpack(await request.read(), messages.Query)
 
         async def answer() -> messages.CallResult:
-            return messages.CallResult(
-                await asyncio.to_thread(self._require_scheduler().query, query.method, query.arguments)
-            )
+            scheduler = self._require_scheduler()
+            return messages.CallResult(await asyncio.to_thread(scheduler.query, query.method, query.arguments))
 
         return await self._respond(request, answer())
 
@@ -407,10 +403,8 @@ class RankServer:
                 (other, rank),
             )
         elif self._closed_ranks and not call.started:
-            self._fail_group(
-                f"{_rank_names(self._closed_ranks)} closed before {call_text}, which {_rank_names({rank})} waits for",
-                self._closed_ranks,
-            )
+            closed = self._closed_ranks
+            self._fail_group(f"{_rank_names(closed)} closed before {call_text}, which rank {rank} waits for", closed)
         if (broken := self._group_error_copy()) is not None and (other is not None or not call.started):
             raise broken
 

@@ -61,9 +61,8 @@ class SchedulerActor:
 
         def make() -> SharedScheduler:
             made = None if engines is None else list(engines())
-            return SharedScheduler(
-                config, ranks=ranks, split_by=split_by, engines=made, crosses_processes=True, **options
-            )
+            named = {**options, "ranks": ranks, "split_by": split_by, "engines": made}
+            return SharedScheduler(config, crosses_processes=True, **named)
 
         try:
             self.server = RankServer(replace(ranks, address=self._address), name="the core", allow_rejoin=True)
@@ -143,10 +142,8 @@ class ActorScheduler(RankScheduler):
 
     def _method_call(self, method: str, bound: inspect.BoundArguments) -> Any:
         method_call = super()._method_call(method, bound)
-        if (
-            method == "weight_update"
-            and method_call.arguments.get("path") is method_call.arguments.get("transfer") is None
-        ):
+        given = method_call.arguments
+        if method == "weight_update" and given.get("path") is given.get("transfer") is None:
             raise ConfigError(
                 "weight_update: the engines of a run are in other processes and cannot read the trainer's model in "
                 "place; give path=, or transfer="

@@ -194,9 +194,8 @@ class _Round:
         self._call_all("to put the weights into use", lambda name: self._receiver(name).finish(), self._receivers)
 
     def _form_groups(self) -> None:
-        ranks = self._call_all(
-            "to say how many workers it has", lambda name: self._receiver(name).ranks(), self._receivers
-        )
+        phase = "to say how many workers it has"
+        ranks = self._call_all(phase, lambda name: self._receiver(name).ranks(), self._receivers)
         groups: dict[tuple[str, Handshake], _EngineGroup] = {}
         for name in self._receivers:
             key = self._engine(name).capabilities.collective[0], self._receiver(name).handshake

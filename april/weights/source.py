@@ -318,10 +318,8 @@ def _without_inserted(name: str) -> str:
 
 def _unwrapped(module: Any) -> Any:
     """Return the model without torch's wrappers; raises ConfigError if its tensors cannot be sent as weights."""
-    while (
-        wrapper := next((_WRAPPED_ATTRIBUTE[k] for k in _kinds(module) if k in _WRAPPED_ATTRIBUTE), None)
-    ) is not None:
-        module = getattr(module, wrapper)
+    while (kind := next((k for k in _kinds(module) if k in _WRAPPED_ATTRIBUTE), None)) is not None:
+        module = getattr(module, _WRAPPED_ATTRIBUTE[kind])
     if "FullyShardedDataParallel" in _kinds(module):
         raise ConfigError(
             "weights: FSDP1 keeps the parameters of a layer in one flat tensor; use FSDP2 (fully_shard), or give an "

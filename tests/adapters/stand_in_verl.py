@@ -16,8 +16,8 @@ import numpy as np
 
 from april.adapters.verl.agent_calls import (
     AgentLoopSession,
-    GenerateCall,
-    GenerateResult,
+    LLMCall,
+    LLMResult,
     Message,
     WorkerCalls,
     fields_of,
@@ -178,7 +178,7 @@ class Worker:
     async def messages(self) -> list[Message]:
         return await self._calls.messages()
 
-    async def answer(self, answers: Sequence[tuple[int, GenerateResult | str | None]]) -> None:
+    async def answer(self, answers: Sequence[tuple[int, LLMResult | str | None]]) -> None:
         self._calls.answer(answers)
 
     async def _agent_loop(self, session: AgentLoopSession) -> None:
@@ -266,7 +266,7 @@ class Trainer:
             offered.append((uid, uid))
         self.run.prompts.offer(offered)
 
-    async def _send(self, asked: GenerateCall, token_ids: list[int], max_tokens: int) -> Any:
+    async def _send(self, asked: LLMCall, token_ids: list[int], max_tokens: int) -> Any:
         if self.way_s:
             await asyncio.sleep(self.way_s)
         output = await self.server.generate(token_ids, max_tokens)
@@ -376,10 +376,10 @@ OUTPUTS: dict[tuple[str, int], dict[str, Any]] = {}
 async def generate(
     session: AgentLoopSession, prompt: list[int], max_tokens: int, attached: tuple[Placed, ...] = (),
     banned_ids: tuple[int, ...] = (),
-) -> GenerateResult:  # fmt: skip
+) -> LLMResult:  # fmt: skip
     """A call, as verl's client makes it."""
     sampling = {"max_tokens": max_tokens, "temperature": 1.0, "banned_ids": banned_ids}
-    return await session.generate(GenerateCall(token_ids=prompt, sampling=sampling, attached=attached))
+    return await session.generate(LLMCall(token_ids=prompt, sampling=sampling, attached=attached))
 
 
 async def single_turn(session: AgentLoopSession, prompt: list[int]) -> list[int]:

@@ -17,8 +17,8 @@ from adapters.stand_in_verl import EOS, Trainer, generate, single_turn
 from april.adapters.common.placed_media import digest_of, placed_media, runs_of
 from april.adapters.verl.agent_calls import (
     AgentLoopSession,
-    GenerateCall,
-    GenerateResult,
+    LLMCall,
+    LLMResult,
     SampleGivenUp,
     ServerResult,
     WorkerCalls,
@@ -106,9 +106,9 @@ def test_several_turns_are_one_partial_rollout(trainer: Make) -> None:
     """Two calls with a tool between them, cut over updates: tokens of the tool are in no span."""
 
     async def two_turns(session: AgentLoopSession, prompt: list[int]) -> list[int]:
-        first: GenerateResult = await generate(session, prompt, 9)
+        first: LLMResult = await generate(session, prompt, 9)
         tool = [70, 71]
-        second: GenerateResult = await generate(session, [*prompt, *first.tokens.tolist(), *tool], 20)
+        second: LLMResult = await generate(session, [*prompt, *first.tokens.tolist(), *tool], 20)
         return [*first.tokens.tolist(), *tool, *second.tokens.tolist()]
 
     run = trainer(lambda row, sample: 26 if row < 2 else 12)
@@ -133,11 +133,11 @@ def test_an_agent_loop_that_was_replaced_is_not_heard(trainer: Make) -> None:
         me = prompt[1], prompt[2]
         lives[me] += 1
         life = lives[me]
-        first: GenerateResult = await generate(session, prompt, 3)
+        first: LLMResult = await generate(session, prompt, 3)
         if prompt[1] == 0 and lives[me] < 3:
             await asyncio.sleep(25.0)
         try:
-            second: GenerateResult = await generate(session, [*prompt, *first.tokens.tolist()], 20)
+            second: LLMResult = await generate(session, [*prompt, *first.tokens.tolist()], 20)
         except SampleGivenUp:
             told.append(life)
             raise
@@ -349,7 +349,7 @@ def test_long_responses_are_cut_to_their_limit_and_none_is_lost(trainer: Make) -
     by_length: Counter[bool] = Counter()
 
     async def single_call(session: AgentLoopSession, prompt: list[int]) -> list[int]:
-        done: GenerateResult = await generate(session, prompt, 40)
+        done: LLMResult = await generate(session, prompt, 40)
         by_length[done.by_length] += prompt[1] % 2
         return done.tokens.tolist()
 
@@ -527,7 +527,7 @@ def test_a_generated_placeholder_is_dropped_by_name(trainer: Make) -> None:
 
 # ---------------------------------------------------------------- workers
 
-ASKED = GenerateCall(token_ids=[1, 2, 3], sampling={})
+ASKED = LLMCall(token_ids=[1, 2, 3], sampling={})
 
 
 def said_by(agent_loop: Callable[[Any], Awaitable[None]], *told: Any) -> tuple[list[Any], list[str]]:

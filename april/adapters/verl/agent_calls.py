@@ -71,7 +71,7 @@ Span = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateResult:
+class LLMResult:
     """Complete response of a call, from all its requests: ``tokens`` int32 [k] and ``logprobs`` float32 [k].
 
     ``extras`` has one row for each token of the conversation so far except the last. ``preempted`` and ``cached`` are
@@ -88,7 +88,7 @@ class GenerateResult:
     cached: int | None = None
 
 
-def fields_of(done: GenerateResult, spans: tuple[Span, ...]) -> dict[str, Any]:
+def fields_of(done: LLMResult, spans: tuple[Span, ...]) -> dict[str, Any]:
     """Return the fields of a TokenOutput for a complete response; ``spans`` cover the conversation so far."""
     steps = [n for *_, n in spans]
     return {
@@ -108,7 +108,7 @@ def fields_of(done: GenerateResult, spans: tuple[Span, ...]) -> dict[str, Any]:
 
 
 @dataclass(slots=True, kw_only=True)
-class GenerateCall:
+class LLMCall:
     """An agent loop's call for the response to ``token_ids``.
 
     ``options`` (verl's sampling parameters) and ``request_id`` (for verl's load balancer) are passed on unread;
@@ -164,7 +164,7 @@ class AgentLoopSession:
         """Keys under which this run has stored its trajectory."""
         self.given_up = False
         self._calls = calls
-        self._answer: asyncio.Future[GenerateResult | str] | None = None
+        self._answer: asyncio.Future[LLMResult | str] | None = None
         self._left = False
 
     def provenance(self, prompt: int, response: int) -> tuple[list[list[Any]], int | None, int | None]:
@@ -174,7 +174,7 @@ class AgentLoopSession:
         steps = [n for *_, n in kept]
         return [[s, e, f"{i}.{n}"] for s, e, i, n in kept], min(steps, default=None), max(steps, default=None)
 
-    async def generate(self, asked: GenerateCall) -> GenerateResult:
+    async def generate(self, asked: LLMCall) -> LLMResult:
         """Send a call to the scheduler and return the complete response, however many requests it took.
 
         Raises:
@@ -212,7 +212,7 @@ class AgentLoopSession:
         if self._left or self._answer is not None:
             raise RolloutError(GIVEN_UP)
 
-    def receive(self, answer: GenerateResult | str | None) -> None:
+    def receive(self, answer: LLMResult | str | None) -> None:
         """Complete the pending call with an answer or an error's text; None means that this agent loop must give up."""
         self.given_up |= answer is None
         if self._answer is not None and not self._answer.done():
@@ -222,7 +222,7 @@ class AgentLoopSession:
 CURRENT_SESSION: ContextVar[AgentLoopSession | None] = ContextVar("april_session", default=None)
 """Session of the running agent loop; None if april did not start it, as in a validation."""
 
-Message = tuple[int, GenerateCall | AgentLoopResult | tuple[str, str]]
+Message = tuple[int, LLMCall | AgentLoopResult | tuple[str, str]]
 """Message of a session: (number of the session, its call, end, or failure as (text, kind))."""
 
 
@@ -238,7 +238,7 @@ class WorkerCalls:
         """Create a session, which :meth:`run` will run."""
         self._sessions[number] = AgentLoopSession(self, number, uid, index, stored)
 
-    def post(self, number: int, what: GenerateCall | AgentLoopResult | tuple[str, str]) -> None:
+    def post(self, number: int, what: LLMCall | AgentLoopResult | tuple[str, str]) -> None:
         """Queue a message of a session for the scheduler's process."""
         self._messages.append((number, what))
         self._posted.set()
@@ -250,7 +250,7 @@ class WorkerCalls:
         messages, self._messages = self._messages, []
         return messages
 
-    def answer(self, answers: Sequence[tuple[int, GenerateResult | str | None]]) -> None:
+    def answer(self, answers: Sequence[tuple[int, LLMResult | str | None]]) -> None:
         """Pass answers to their sessions; answers to sessions that have ended are ignored."""
         for number, answer in answers:
             if (session := self._sessions.get(number)) is not None:

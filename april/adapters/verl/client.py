@@ -22,14 +22,7 @@ from verl.workers.rollout.replica import TokenOutput
 from april.adapters.common.installed_trainer import undecorated_class
 from april.adapters.common.placed_media import MEDIA_KINDS, placed_media
 from april.adapters.verl import agent_calls  # as a module: Ray cannot pickle a context variable with the class
-from april.adapters.verl.agent_calls import (
-    AgentLoopSession,
-    GenerateCall,
-    GenerateResult,
-    Message,
-    WorkerCalls,
-    fields_of,
-)
+from april.adapters.verl.agent_calls import AgentLoopSession, LLMCall, LLMResult, Message, WorkerCalls, fields_of
 from april.adapters.verl.settings import UNBANNED
 from april.concurrency.worker_threads import run_in_thread
 from april.core.attachments import Placed
@@ -43,7 +36,7 @@ def limit_of(sampling: Mapping[str, Any]) -> str:
     return next((k for k in ("max_tokens", "max_new_tokens") if sampling.get(k) is not None), "max_tokens")
 
 
-async def ask_servers(client: LLMServerClient, asked: GenerateCall, token_ids: list[int], max_tokens: int) -> Any:
+async def ask_servers(client: LLMServerClient, asked: LLMCall, token_ids: list[int], max_tokens: int) -> Any:
     """Send one request through verl's own ``client`` and return its TokenOutput."""
     sampling = {**asked.options, limit_of(asked.options): max_tokens}
     return await LLMServerClient.generate(
@@ -86,7 +79,7 @@ class AprilServerClient(FullyAsyncLLMServerClient):  # type: ignore[misc]
             "banned_ids": tuple(sorted(set(self.placeholder_ids.values()))),
         }  # fmt: skip
         done = await session.generate(
-            GenerateCall(
+            LLMCall(
                 token_ids=np.asarray(prompt_ids, np.int32), sampling=sampling, options=sampling_params,
                 request_id=request_id, attached=attached,
                 media={k: ray.put(v) if k in MEDIA and v is not None else v for k, v in kwargs.items()},
@@ -127,7 +120,7 @@ def worker_class() -> Any:
         async def april_messages(self) -> list[Message]:
             return await self._april.messages()
 
-        async def april_answer(self, answers: Sequence[tuple[int, GenerateResult | str | None]]) -> None:
+        async def april_answer(self, answers: Sequence[tuple[int, LLMResult | str | None]]) -> None:
             self._april.answer(answers)
 
         async def april_validate(self, rows: Any) -> None:

@@ -21,7 +21,7 @@ from april.adapters.common.deliveries import Deliveries, checkpoint_errors
 from april.adapters.common.placed_media import MEDIA_KINDS
 from april.adapters.common.samples import is_masked
 from april.adapters.common.trainer_servers import ServerResult, TrainerServers
-from april.adapters.verl.agent_calls import AgentLoopResult, GenerateCall, GenerateResult, result_of
+from april.adapters.verl.agent_calls import AgentLoopResult, LLMCall, LLMResult, result_of
 from april.adapters.verl.settings import RunSettings
 from april.core.batch import Batch
 from april.core.numbers import held_reward, wrong_reward
@@ -44,12 +44,12 @@ Rollout = tuple[str, int]
 
 
 def servers_of(
-    settings: RunSettings, send: Callable[[GenerateCall, list[int], int], Awaitable[Any]],
+    settings: RunSettings, send: Callable[[LLMCall, list[int], int], Awaitable[Any]],
     end_all: Callable[[], Awaitable[None]], eos_token_ids: Sequence[int],
 ) -> TrainerServers:  # fmt: skip
     """Wrap verl's servers as one engine; ``send`` sends a single request and returns verl's TokenOutput."""
 
-    async def ask(asked: GenerateCall, token_ids: Int32, max_tokens: int) -> ServerResult:
+    async def ask(asked: LLMCall, token_ids: Int32, max_tokens: int) -> ServerResult:
         output = await send(asked, token_ids.tolist(), max_tokens)
         asked.note(output)
         return result_of(len(token_ids), output, max_tokens if settings.overruns else None, asked.options)
@@ -100,7 +100,7 @@ class _Worker:
         self._remote = calls
         self.sessions: dict[int, _Session] = {}
         self._listening: asyncio.Task[None] | None = None
-        self._answers: list[tuple[int, GenerateResult | str | None]] = []
+        self._answers: list[tuple[int, LLMResult | str | None]] = []
         self.tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, session: _Session, row: Any, stored: Sequence[str]) -> None:
@@ -110,7 +110,7 @@ class _Worker:
         llm, uid = session.llm, session.uid
         self._spawn(self._remote.begin(row, session.number, uid, llm.sample_id.index, stored), session)
 
-    def answer(self, number: int, answer: GenerateResult | str | None) -> None:
+    def answer(self, number: int, answer: LLMResult | str | None) -> None:
         """Queue an answer; all answers of one iteration of the event loop are sent in a single call."""
         if not self._answers:
             asyncio.get_running_loop().call_soon(self._send)
@@ -155,8 +155,8 @@ class _Session:
         self.outcome: asyncio.Future[AgentLoopResult] = asyncio.get_running_loop().create_future()
         self._calls: set[asyncio.Task[None]] = set()
 
-    def receive(self, message: GenerateCall | AgentLoopResult | tuple[str, str]) -> None:
-        if isinstance(message, GenerateCall):
+    def receive(self, message: LLMCall | AgentLoopResult | tuple[str, str]) -> None:
+        if isinstance(message, LLMCall):
             task = asyncio.get_running_loop().create_task(self._answer(message))
             self._calls.add(task)
             task.add_done_callback(self._calls.discard)
@@ -169,10 +169,10 @@ class _Session:
         if not self.outcome.done():
             self.outcome.set_exception(FailedElsewhere(text, kind))
 
-    async def _answer(self, asked: GenerateCall) -> None:
+    async def _answer(self, asked: LLMCall) -> None:
         self._servers.requests[self.llm.sample_id] = asked
         try:
-            answer: GenerateResult | str = _done(
+            answer: LLMResult | str = _done(
                 await self.llm.forward(asked.token_ids, asked.sampling, asked.attached), asked
             )
         except Exception as error:
@@ -189,7 +189,7 @@ class _Session:
         self._servers.forget(self.llm.sample_id)
 
 
-def _done(completion: Completion, asked: GenerateCall) -> GenerateResult:
+def _done(completion: Completion, asked: LLMCall) -> LLMResult:
     at = len(completion.conversation) - len(completion.tokens)
     changes = np.flatnonzero(np.any(np.diff(completion.versions, axis=0), axis=1)) + 1
     ends = [0, *changes.tolist(), len(completion.tokens)]
@@ -197,7 +197,7 @@ def _done(completion: Completion, asked: GenerateCall) -> GenerateResult:
         (at + start, at + end, *completion.versions[start].tolist())
         for start, end in itertools.pairwise(ends) if start < end
     )  # fmt: skip
-    return GenerateResult(
+    return LLMResult(
         tokens=completion.tokens, logprobs=completion.logprobs, spans=spans, resumes=completion.resumes,
         by_length=completion.finish is FinishReason.LENGTH, extras=completion.extras, preempted=asked.preempted,
         cached=asked.cached,
