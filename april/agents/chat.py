@@ -22,8 +22,6 @@ COMMIT_S = 5.0
 """Seconds in which an error still gets its own HTTP status; then 200 and keep-alive bytes are sent."""
 KEEPALIVE_S = 10.0
 """Seconds between two writes that keep the connection of a slow answer alive."""
-
-
 DISTRIBUTION: Mapping[str, Sequence[Any]] = {
     "temperature": (), "top_p": (), "top_k": (-1, 0), "min_p": (0,), "top_a": (0,), "typical_p": (1,),
     "min_tokens": (0,), "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,),

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from april.agents.session import FunctionChat, GenerateFunction, Session
     from april.images.image_placer import ImagePlacer
 
-
 log = logging.getLogger("april")
 RENDERERS = "renderers"
 """Package that converts messages to tokens."""

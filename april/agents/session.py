@@ -55,7 +55,6 @@ class GenerateFunction(Protocol):
     ) -> Awaitable[GenerationResult]: ...
 
 
-
 MAX_ANSWERS_PER_TEXT = 8
 """Most answers that are remembered for one conversation and one answer text, as their tokens may differ."""
 

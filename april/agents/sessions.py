@@ -193,9 +193,8 @@ class Sessions:
     @staticmethod
     def _description(request: web.Request, session: _OpenSession) -> dict[str, Any]:
         url = f"{request.scheme}://{request.host}/{session.id}/v1"
-        return {
-            "id": session.id, "base_url": url, "api_key": session.key, **session.description, "taken": session.taken
-        }
+        address = {"id": session.id, "base_url": url, "api_key": session.key}
+        return {**address, **session.description, "taken": session.taken}
 
     async def _open(self, request: web.Request) -> web.Response:
         self._check(request)

@@ -76,7 +76,7 @@ class ImageTextCodec:
             head = replacements[k].text_before if k < len(positions) else ""
             if k and k < len(positions) and len(gap) < 2 and not self._special.intersection(gap):
                 before, after = _MergedTokens(self._encode(tail + self._text(gap) + head), gap), _MergedTokens([], [])
-                middle = []
+                middle = list[int]()
             else:
                 before = self._tokenize_side(gap[:1], tail, after=True)
                 rest = gap[len(before.merged) :]

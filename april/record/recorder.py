@@ -205,9 +205,5 @@ class Recorder:
         if request is None:
             return {}
         began = round(request.began_s - self._lines.began_s, 6)
-        return {
-            "ran": [
-                request.engine, *request.sample, int(request.evaluation), request.age, began, request.context,
-                request.generated,
-            ]
-        }  # fmt: skip
+        r, evaluation = request, int(request.evaluation)
+        return {"ran": [r.engine, *r.sample, evaluation, r.age, began, r.context, r.generated]}

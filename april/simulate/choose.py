@@ -44,9 +44,8 @@ def choose(question: TuningQuestion) -> TuningAnswer:
     is_now = base.schedule == space.base and space.base.quorum == q.now.group_quorum
     within = base.off_policy_share <= q.max_off_policy_share
     if is_now and within and best.tokens_per_s < (1.0 + GAIN) * base.tokens_per_s:
-        as_fast = [
-            row for row in found.rows if row.long and row.tokens_per_s >= (1.0 - EQUAL_SPEED) * base.tokens_per_s
-        ]
+        least = (1.0 - EQUAL_SPEED) * base.tokens_per_s
+        as_fast = [row for row in found.rows if row.long and row.tokens_per_s >= least]
         youngest = min(as_fast, key=lambda row: row.off_policy_share)
         best = youngest if youngest.off_policy_share < MIN_SHARE_REDUCTION * base.off_policy_share else base
     return TuningAnswer(

@@ -38,9 +38,8 @@ def workload_of(path: Path) -> Workload:
     settings = run.settings
     lengths = lengths_of(run)
     if run.finished.size < MIN_RESPONSES:
-        raise RecordError(
-            f"{path}: {run.finished.size} responses came to their end; {MIN_RESPONSES} are needed to plan"
-        )
+        count = run.finished.size
+        raise RecordError(f"{path}: {count} responses came to their end; {MIN_RESPONSES} are needed to plan")
     first = run.context[(run.age == 0) & ~run.evaluation]
     # the first step is not typical: it began with nothing in flight
     train_s, ahead = pace(batch.metrics for batch in run.batches[1:])

@@ -94,9 +94,8 @@ class ProgressLine:
         if now.waits != WaitReason.RESPONSES:  # the usual wait is not worth a mention
             waited = time_s - self._waits_since
             verb = "waited" if over else "waits"
-            parts.append(
-                f"{verb} for {clean(now.waits, 100)}{f' ({waited:.0f} s)' if waited >= MIN_SHOWN_WAIT_S else ''}"
-            )
+            seconds = f" ({waited:.0f} s)" if waited >= MIN_SHOWN_WAIT_S else ""
+            parts.append(f"{verb} for {clean(now.waits, 100)}{seconds}")
         return "  ".join(parts)
 
 

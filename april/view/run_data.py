@@ -301,9 +301,8 @@ def read_run(path: Path) -> RunData:
         kind = "ValueError" if isinstance(error, ValueError) else type(error).__name__
         raise RecordError(f"line {line.number} of {path} is not valid: {kind}: {error}") from None
     if not batches and not rows:
-        raise RecordError(
-            f"{path} has no batch and no request that ended: there is nothing to show{_older_record(path)}"
-        )
+        older = _older_record(path)
+        raise RecordError(f"{path} has no batch and no request that ended: there is nothing to show{older}")
     columns = np.array(rows, np.float64).reshape(-1, 7).T
     lengths = np.array(finished, np.int64).reshape(-1, 2).T
     run = RunData(

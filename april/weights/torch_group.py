@@ -82,9 +82,8 @@ class TorchSender:
         ready = [t.detach().to("cpu" if self._backend == GLOO else "cuda").contiguous() for t in tensors]
         self._works = []
         # in a thread, as the first broadcast creates NCCL's group
-        self._run_in_thread(
-            lambda: self._works.extend(self._process_group.broadcast([t], options) for t in ready), goes_on
-        )
+        works = (self._process_group.broadcast([t], options) for t in ready)
+        self._run_in_thread(lambda: self._works.extend(works), goes_on)
         poll_until(lambda: all(work.is_completed() for work in self._works), goes_on)
         for work in self._works:
             work.wait()

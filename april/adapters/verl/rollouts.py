@@ -172,9 +172,8 @@ class _Session:
     async def _answer(self, asked: LLMCall) -> None:
         self._servers.requests[self.llm.sample_id] = asked
         try:
-            answer: LLMResult | str = _done(
-                await self.llm.forward(asked.token_ids, asked.sampling, asked.attached), asked
-            )
+            completion = await self.llm.forward(asked.token_ids, asked.sampling, asked.attached)
+            answer: LLMResult | str = _done(completion, asked)
         except Exception as error:
             answer = describe(error)
         self._worker.answer(self.number, answer)
@@ -323,9 +322,8 @@ class VerlRollouts:
         known = {*self._groups.values(), *(group["data"]["uid"] for group in _groups_in(state))}
         waiting = [uid for uid in self.prompts.rows if uid not in known]
         waiting += [uid for uid, _ in self.prompts.offered]
-        write_state(
-            folder / STATE_FILE, FILE_KIND, {"state": state, "late": self._servers.late_responses(), "waiting": waiting}
-        )
+        late = self._servers.late_responses()
+        write_state(folder / STATE_FILE, FILE_KIND, {"state": state, "late": late, "waiting": waiting})
 
     def read(self, folder: Path, stored: Mapping[str, Mapping[int, Sequence[str]]]) -> tuple[dict[str, Any], list[str]]:
         """Return the scheduler's saved state, and the uids of prompts that were offered but not drawn.

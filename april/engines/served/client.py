@@ -404,9 +404,8 @@ async def connect_april(config: AprilEngineConfig) -> list[ServedEngine]:
 
     async def connect(client: HttpClient) -> ServedEngine:
         me = secrets.token_hex(8)
-        began = await _answer_of(
-            client, "begin", pack(EngineCall(client=me, present=config.first_weights == "present"))
-        )
+        call = EngineCall(client=me, present=config.first_weights == "present")
+        began = await _answer_of(client, "begin", pack(call))
         kind = _ReadsPaths if began.reads_paths else ServedEngine
         return kind(client, config, began, me)
 

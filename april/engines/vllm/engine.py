@@ -163,9 +163,8 @@ class VllmEngine(TransferEngine):
         # without developer routes, the trainer has loaded the weights and emptied the cache
         if self.facts.developer_routes:
             async with self._stands_still or self._other_clients_paused():
-                mark = (
-                    await self._load(path, version) if path is not None else await self._check_weights_written(version)
-                )
+                load = self._check_weights_written(version) if path is None else self._load(path, version)
+                mark = await load
                 if self._keeps is None:
                     await self._empty_cache()
                 else:  # it was emptied at the pause, or salts keep old and new keys apart

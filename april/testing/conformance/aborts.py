@@ -45,9 +45,8 @@ async def _require_accounted(bench: Bench, readings: Sequence[ReadRequest]) -> F
             if number not in longest or longest[number].count < reading.count:
                 longest[number] = reading
         cut = {number: r for number, r in longest.items() if r.count}
-        uncut = dict(
-            zip(cut, await bench.run_complete(bench.copy_of(r.request, r.count) for r in cut.values()), strict=True)
-        )
+        copies = await bench.run_complete(bench.copy_of(r.request, r.count) for r in cut.values())
+        uncut = dict(zip(cut, copies, strict=True))
         for r in readings:
             if r.count:
                 require_prefix(r.tokens, uncut[_number(r)].tokens, f"the partial of request {r.id}")

@@ -72,9 +72,8 @@ async def attached_and_resumed(bench: Bench) -> Figures:
         if whole.count <= CUT:
             continue
         (rest,) = await bench.run_complete([_shown(bench, prompt, 0, response=whole.tokens[:CUT])])
-        require_prefix(
-            np.concatenate((whole.tokens[:CUT], rest.tokens)), whole.tokens, "a response with attachments, resumed"
-        )
+        joined = np.concatenate((whole.tokens[:CUT], rest.tokens))
+        require_prefix(joined, whole.tokens, "a response with attachments, resumed")
         resumed += 1
     if not resumed:
         raise NotTested(f"no response had more than {CUT} tokens; give other prompts")
