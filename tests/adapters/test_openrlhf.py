@@ -315,7 +315,7 @@ class Training:
             self.rollouts.append(OpenRLHFRollouts(*args, open_engines=opened, check=True))
             return self.rollouts[-1]
 
-        monkeypatch.setattr(actors, "Rollouts", made)
+        monkeypatch.setattr(actors, "OpenRLHFRollouts", made)
         args = namespace(train__async_enable=kind == "async", **flags)
         args.april = settings
         strategy = SimpleNamespace(args=args, update=lambda samples: update(self))

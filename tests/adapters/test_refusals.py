@@ -315,7 +315,7 @@ def test_names_that_an_adapter_does_not_have(name: str) -> None:
 def test_importing_adapters_loads_no_trainer() -> None:
     """Nor torch or Ray; what verl's driver and workers run by is imported here, too."""
     names = (
-        "trl", "areal", "verl", "openrlhf", "slime", "shared", "verl.calls", "verl.rollouts", "verl.settings"
+        "trl", "areal", "verl", "openrlhf", "slime", "common", "verl.agent_calls", "verl.rollouts", "verl.settings"
     )  # fmt: skip
     code = f"""import importlib, sys
 for name in {[f"april.adapters.{name}" for name in names]}:
