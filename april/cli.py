@@ -90,12 +90,12 @@ def doctor(
 
     Exit code 0: april can use them. 1: it cannot, or they were not reached. 2: the command line or the file is wrong.
     """
-    from april.doctor.examine import Patience
+    from april.doctor.examine import TimeLimits
     from april.doctor.run import examine, present
 
     each = min(4.0, timeout / 3)
     with _sentences(usage=(ConfigError,)):
-        report = examine(urls or [], config, api_key_env, Patience(timeout, each, each))
+        report = examine(urls or [], config, api_key_env, TimeLimits(timeout, each, each))
     raise typer.Exit(present(report, as_json))
 
 
@@ -141,7 +141,7 @@ def report(
     if find_spec("matplotlib") is None:
         console.print(f"the report needs matplotlib: {install('plot')}", soft_wrap=True)
         raise typer.Exit(1)
-    from april.view.report import Findings, healthy, helped, page
+    from april.view.report import ReportFigures, off_policy_sentence, page, speed_up_sentence
     from april.view.run_data import read_run
 
     with _sentences(out):
@@ -150,14 +150,14 @@ def report(
             for path in paths:
                 status.update(Text(f"reading {printable(str(path))}"))
                 runs.append(read_run(path))
-            found = [Findings.of(run) for run in runs]
+            found = [ReportFigures.of(run) for run in runs]
             status.update("drawing")
             text = page(runs, found)
         write_atomic(out, text.encode())
     for run, each in zip(runs, found, strict=True):
         of = f" of {run.path}" if len(runs) > 1 else ""
-        console.print(printable(f"Did april help{of}? {helped(each.gain)}"), soft_wrap=True)
-        console.print(printable(f"The health of learning{of}: {healthy(each.health)}"), soft_wrap=True)
+        console.print(printable(f"Did april help{of}? {speed_up_sentence(each.gain)}"), soft_wrap=True)
+        console.print(printable(f"The health of learning{of}: {off_policy_sentence(each.health)}"), soft_wrap=True)
     console.print(f"wrote {printable(str(out))}", soft_wrap=True)
 
 
@@ -259,8 +259,8 @@ def simulate(
     With --train-time the whole training loop is simulated, and continuous generation too.
     """
     given = {name: value for name, value in locals().items() if name != "out"}
+    from april.simulate.report_tables import headline, loop_table, mode_table, sweep_table, verdict
     from april.simulate.run import simulate as run
-    from april.simulate.show import headline, loop_table, mode_table, sweep_table, verdict
     from april.simulate.workload import Workload
     from april.view.bars import bars
 
@@ -288,7 +288,7 @@ def simulate(
     try:
         write_atomic(written[0], (json.dumps(report, indent=1) + "\n").encode())
         if find_spec("matplotlib"):
-            from april.simulate.figure import draw, draw_loop
+            from april.simulate.simulation_figures import draw, draw_loop
 
             written.append(out / "simulate.png")
             (draw if train_time is None else draw_loop)(report, runs, written[1])

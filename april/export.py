@@ -19,7 +19,7 @@ from april.driver.detokenizer import Detokenizer
 from april.text.install_command import require
 
 PREFIX = "april/"
-LONGEST = 1200
+MAX_TEXT_CHARS = 1200
 """Most characters of a prompt or a response that are shown."""
 _ONE_LINE = {
     "MLflow": "mlflow.log_metrics({n.replace('//', ''): v for n, v in named(batch.metrics).items()}, step=batch.id)",
@@ -188,7 +188,7 @@ class WandB:
 # ---------------------------------------------------------------- sample texts
 
 
-def sample_texts(batch: Batch, tokenizer: Any, k: int = 4, *, longest: int = LONGEST) -> list[SampleText]:
+def sample_texts(batch: Batch, tokenizer: Any, k: int = 4, *, longest: int = MAX_TEXT_CHARS) -> list[SampleText]:
     """Return ``k`` responses of a batch as text, from the lowest reward to the highest; the choice is deterministic.
 
     Args:
@@ -214,7 +214,9 @@ def choose_samples(batch: Batch, k: int) -> list[DeliveredSample]:
     return [ordered[int(row)] for row in rows]
 
 
-def texts_of(samples: Sequence[DeliveredSample], detokenizer: Detokenizer, longest: int = LONGEST) -> list[SampleText]:
+def texts_of(
+    samples: Sequence[DeliveredSample], detokenizer: Detokenizer, longest: int = MAX_TEXT_CHARS
+) -> list[SampleText]:
     """Return the texts of samples."""
     return [
         SampleText(

@@ -17,10 +17,10 @@ from functools import partial
 from types import TracebackType
 from typing import Any, ParamSpec, Protocol, Self, TypeVar, cast
 
-from april.agents.chat import ALIVE_S, COMMIT_S
+from april.agents.chat import COMMIT_S, KEEPALIVE_S
 from april.agents.gateway import Gateway
 from april.config.settings import Config
-from april.config.values import MOST, shown, without_contents
+from april.config.values import LARGEST_INT, shown_value, without_contents
 from april.core.batch import Batch
 from april.core.ledger import Ledger
 from april.core.types import Prompt, SampleId
@@ -38,12 +38,12 @@ from april.driver.tracebacks import shorten
 from april.driver.user_calls import WorkerThreads
 from april.driver.user_code import PARAMETERS, check_function, check_signatures, is_async, refuse_inside_user_code
 from april.driver.weight_update import TrainerUpdate
-from april.engines.fit import check_engines, doubts_of, fits
+from april.engines.fit import check_engines, fits, warnings_of
 from april.engines.kinds.factory import create_engines
 from april.engines.protocol import Engine
 from april.errors import AprilError, ConfigError, DataExhausted, RolloutError, SchedulerClosed
 from april.export import Exporter
-from april.images.placing import Images
+from april.images.image_placer import ImagePlacer
 from april.record.file import RunRecord
 from april.view.observers import Observers
 from april.weights.adapter_updates import AdapterUpdates
@@ -163,7 +163,7 @@ class RolloutScheduler(BatchIterator):
         processor: Any = None,
         renderer: Any = None,
         commit_s: float = COMMIT_S,
-        alive_s: float = ALIVE_S,
+        alive_s: float = KEEPALIVE_S,
         check: bool = False,
         record: str | os.PathLike[str] | RunRecord | None = None,
         progress: Any = None,
@@ -186,9 +186,9 @@ class RolloutScheduler(BatchIterator):
         if engines is not None and (isinstance(engines, str) or not isinstance(engines, Sequence)):
             raise ConfigError(f"engines must be a list of engine objects, got {type(engines).__name__}")
         self.config = config
-        for doubt in doubts_of(config):
+        for doubt in warnings_of(config):
             log.warning("%s", doubt)
-        images = None if processor is None else Images(processor, config.images)
+        images = None if processor is None else ImagePlacer(processor, config.images)
         tokenizer = images.tokenizer if images is not None and tokenizer is None else tokenizer
         detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         if config.sampling.stop and detokenizer is None:
@@ -259,7 +259,7 @@ class RolloutScheduler(BatchIterator):
             self._thread.call(lambda: self._driver.executor.spawn(follow()))
         self._observers.driver = self._driver
         recorder = self._driver.recorder
-        ends = [*(() if recorder is None else (recorder.end,)), *self._observers.ends]
+        ends = [*(() if recorder is None else (recorder.end,)), *self._observers.close_functions]
         self._close_abandoned = partial(close_abandoned, self._engines, self._driver.executor.worker_threads, ends)
         dropped = partial(self._close_abandoned, dropped=True)
         self._dropped = weakref.finalize(self, self._thread.request_stop, dropped)
@@ -478,8 +478,8 @@ class RolloutScheduler(BatchIterator):
         for name, value, least in (("n_samples", n_samples, 1), ("max_tokens", limit, 1), ("seed", seed, 0)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"evaluate: {name} must be a whole number and at least {least}, got {value!r}")
-            if value > MOST and name != "seed":
-                raise ConfigError(f"evaluate: {name} must be at most {MOST:,}, got {without_contents(value)}")
+            if value > LARGEST_INT and name != "seed":
+                raise ConfigError(f"evaluate: {name} must be at most {LARGEST_INT:,}, got {without_contents(value)}")
         base = self._sampling
         sampling = replace(
             base,
@@ -607,7 +607,7 @@ class RolloutScheduler(BatchIterator):
         if self._update is call:
             self._update = None
             if self._adapted is not None:
-                self._adapters.done(self._engines, self._thread.call)
+                self._adapters.remove_unused(self._engines, self._thread.call)
             self._adapted = None
         return version
 
@@ -773,8 +773,8 @@ def check_functions(
         raise ConfigError("give reward or group_reward, not both")
     if group_reward is not None and config.delivers_parts:
         raise ConfigError(
-            f"group_reward scores whole groups, and group_quorum={shown(config.group_quorum)} delivers parts of them; "
-            "give reward, or set group_quorum: 1"
+            f"group_reward scores whole groups, and group_quorum={shown_value(config.group_quorum)} delivers parts of "
+            "them; give reward, or set group_quorum: 1"
         )
     check_function("rollout", rollout, PARAMETERS["rollout"])
     check_signatures(reward=reward, group_reward=group_reward, filter=filter)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from april.auto.question import SMALLEST_QUORUM, Answer, InWork, Question
+from april.auto.question import SMALLEST_QUORUM, TuningAnswer, TuningQuestion, WorkSettings
 from april.core.types import Refill, Work
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.response_lengths import LognormalLengths, ResponseLengths
@@ -152,8 +152,9 @@ def cases(steps: int) -> dict[str, Case]:
 
 
 def simulation(
-    case: Case, schedule: Schedule, chooser: Callable[[Question], Answer] | None = None, most: int | None = None
-) -> Simulation:
+    case: Case, schedule: Schedule, chooser: Callable[[TuningQuestion], TuningAnswer] | None = None,
+    most: int | None = None,
+) -> Simulation:  # fmt: skip
     """One run."""
     w = case.workload
     settings = w.core_settings(schedule)
@@ -219,7 +220,7 @@ def continuous(case: Case) -> bool:
 
 def name_of(s: Schedule) -> str:
     """In a few words."""
-    work = InWork(
+    work = WorkSettings(
         over_sampling_batch_size=s.over, refill=s.refill, max_in_flight=s.in_flight, group_quorum=s.quorum
     )  # fmt: skip
     return str(work)
@@ -247,7 +248,7 @@ def one(name: str, case: Case) -> None:
     asked: list[float] = []
     told: list[str] = []
 
-    def timed(question: Question) -> Answer:
+    def timed(question: TuningQuestion) -> TuningAnswer:
         began = time.process_time()
         answer = choose(question)
         asked.append(time.process_time() - began)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from april.auto.question import Answer, InWork, Question
+from april.auto.question import TuningAnswer, TuningQuestion, WorkSettings
 from april.core.settings import CoreSettings
 from april.core.types import OnStale, Refill, Work
 from april.engines.simulated.decode_cost import DecodeCost
@@ -14,11 +14,11 @@ from april.engines.simulated.response_lengths import LognormalLengths, ResponseL
 from april.simulate.simulation import Simulation
 
 COST = DecodeCost(1e-2, 1e-4, 1e-7, 1e-5)
-NOW = InWork(over_sampling_batch_size=4, refill=Refill.NONE, max_in_flight=16, group_quorum=1.0)
+NOW = WorkSettings(over_sampling_batch_size=4, refill=Refill.NONE, max_in_flight=16, group_quorum=1.0)
 BETTER = replace(NOW, over_sampling_batch_size=7, max_in_flight=28, group_quorum=0.75)
 
 
-def question(**changes: Any) -> Question:
+def question(**changes: Any) -> TuningQuestion:
     """Of a small run."""
     values: dict[str, Any] = {
         "groups": 4, "samples": 4, "max_response_len": 400, "prompt_len": 8, "max_staleness": 3,
@@ -27,28 +27,28 @@ def question(**changes: Any) -> Question:
         "cost": (1e-2, 1e-4, 1e-7, 1e-5), "lengths": [[10, 20, 40, 160], [20, 20, 30, 300], [8, 9, 10, 40]],
         "places": 64, "free": tuple(Work), "now": NOW,
     }  # fmt: skip
-    return Question(**(values | changes))
+    return TuningQuestion(**(values | changes))
 
 
-def answer(best: InWork = BETTER, **changes: Any) -> Answer:
+def answer(best: WorkSettings = BETTER, **changes: Any) -> TuningAnswer:
     values = {"tokens_per_s": 100.0, "off_policy_share": 0.5, "speed_up": 1.4, "share_now": 0.0}
-    return Answer(best=best, **(values | changes))
+    return TuningAnswer(best=best, **(values | changes))
 
 
 class Watched(Simulation):
     """A simulation whose chooser answers as it is told, and remembers what it was asked."""
 
     def __init__(
-        self, told: Callable[[Question], Answer], lengths: ResponseLengths | None = None, *, train_s: float = 2.0,
-        fetch_ahead: int = 0, cost: DecodeCost = COST, **settings: Any,
+        self, told: Callable[[TuningQuestion], TuningAnswer], lengths: ResponseLengths | None = None, *,
+        train_s: float = 2.0, fetch_ahead: int = 0, cost: DecodeCost = COST, **settings: Any,
     ) -> None:  # fmt: skip
-        self.asked: list[tuple[int, Question]] = []
+        self.asked: list[tuple[int, TuningQuestion]] = []
         values: dict[str, Any] = {
             "rollout_batch_size": 4, "n_samples_per_prompt": 4, "over_sampling_batch_size": 4, "max_in_flight": 16,
             "max_response_len": 4000, "has_reward": False, "auto": tuple(Work),
         }  # fmt: skip
 
-        def asked(question: Question) -> Answer:
+        def asked(question: TuningQuestion) -> TuningAnswer:
             self.asked.append((len(self.result.steps), question))
             return told(question)
 
@@ -58,6 +58,6 @@ class Watched(Simulation):
         )  # fmt: skip
 
 
-def stays(q: Question) -> Answer:
+def stays(q: TuningQuestion) -> TuningAnswer:
     """Nothing better."""
     return answer(q.now, speed_up=1.0)

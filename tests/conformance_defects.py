@@ -54,7 +54,7 @@ def altered(
     if request is not None:
         body["alter_request"] = request
     if chunk is not None:
-        body["alter"] = lambda self, _, came: chunk(self, came)
+        body["alter_chunk"] = lambda self, _, came: chunk(self, came)
     if abort is not None:
 
         async def aborts(self: Any, attempt_ids: Sequence[str] | None = None) -> None:
@@ -149,7 +149,7 @@ GivesRowsUnasked = altered(
 class MixesRows(Sound):
     """Rows of a request that goes on are those of the tokens before."""
 
-    def alter(self, request: Request, chunk: Chunk) -> Chunk:
+    def alter_chunk(self, request: Request, chunk: Chunk) -> Chunk:
         if not request.extras_from:
             return chunk
         return replace(chunk, extras={name: np.roll(rows, 1, 0) for name, rows in chunk.extras.items()})

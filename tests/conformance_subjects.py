@@ -18,7 +18,7 @@ from april.engines.transformers.engine import TransformersEngine
 from april.testing import FakeEngine
 from april.testing.conformance import Reference, Shown, Subject, Weights
 from april.testing.conformance.subject import Seen
-from april.testing.records import as_read, conversation
+from april.testing.records import conversation, with_attachment_ids
 
 LONG, SHORT = 120, 9
 ENDS = 3
@@ -29,7 +29,7 @@ ENDING = ((ENDS, 6, 7), (ENDS, 9))
 
 def says(request: Request) -> Int32:
     """What a fake model answers: the same tokens to the same conversation of the same sample, none of them a stop."""
-    before = as_read(request)
+    before = with_attachment_ids(request)
     seed = [*before.tolist(), *(request.sample_key or (0, 0))]
     count = SHORT if before[0] == ENDS else 4 * LONG
     allowed = np.setdiff1d(np.arange(1, 1000), request.sampling.banned_ids)

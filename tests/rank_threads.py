@@ -43,8 +43,8 @@ class Store:
 class OnePlace(april.Ranks):
     """Ranks of one process meet under one name: they count their groups together."""
 
-    def meeting_point(self) -> Any:
-        point = super().meeting_point()
+    def rendezvous(self) -> Any:
+        point = super().rendezvous()
         point._key = "ranks"
         return point
 
@@ -64,7 +64,7 @@ def cut(rollouts: RankScheduler) -> None:
     """What the others see when this rank's process is killed."""
     server, client = rollouts._server, rollouts._client
     if server is None:
-        connector: Any = client._session and client._session.connector
+        connector: Any = client._http and client._http.connector
         client.thread.call(lambda: [connection.transport.abort() for connection in connector._acquired])
     else:
         cut_server(server)

@@ -31,9 +31,9 @@ from server_fixtures import (
 
 import april
 from april.core.versions import FIRST_VERSION, PolicyVersion
-from april.doctor.examine import Patience, examine_config, examine_urls
+from april.doctor.examine import TimeLimits, examine_config, examine_urls
 from april.doctor.findings import Level
-from april.engines.http.own_adapters import OwnAdapters, is_ours
+from april.engines.http.loaded_adapters import LoadedAdapters, is_ours
 from april.engines.http.server_probe import choose_model
 from april.engines.http.weight_labels import WeightLabels
 from april.engines.kinds.factory import open_servers
@@ -369,11 +369,11 @@ def test_names_of_april_are_no_models() -> None:
 
 def test_no_name_is_given_twice() -> None:
     """Not even to the same version of an update that failed."""
-    own = OwnAdapters(WeightLabels())
-    names = [own.fresh(version(1), "p").name for _ in range(3)]
+    own = LoadedAdapters(WeightLabels())
+    names = [own.new_adapter(version(1), "p").name for _ in range(3)]
     assert len(set(names)) == 3
     assert all(map(is_ours, names))
-    assert own.send("a") is None
+    assert own.note_request("a") is None
     assert own.base == FIRST_VERSION
 
 
@@ -525,7 +525,7 @@ async def test_the_doctor_says_whether_adapters_are_taken(kind: str, takes: bool
     """Up to which rank and how many at a time, or with which flags they would be; no promise depends on it."""
     server = KINDS[kind][0](loras=FakeAdapters() if takes else None)
     async with listening(server) as url:
-        report = await examine_urls([url], None, Patience())
+        report = await examine_urls([url], None, TimeLimits())
     (found,) = [f for f in report.all if f.subject == "adapters"]
     if takes:
         assert (found.level, "up to rank 16, 2 at the same time" in found.sentence) == (Level.OK, True)
@@ -541,7 +541,7 @@ async def test_the_doctor_on_an_adapter_of_the_start(kind: str) -> None:
     async with listening(server) as url:
         engine = settings(kind, url, model="policy").model_dump(exclude_none=True)
         report = await examine_config(
-            april.Config(rollout_batch_size=2, max_response_len=50, engine=engine), Patience()
+            april.Config(rollout_batch_size=2, max_response_len=50, engine=engine), TimeLimits()
         )
     (found,) = [f for f in report.all if f.subject == "new weights"]
     assert (found.level, found.sentence[:29]) == (Level.OK, "adapters (LoRA) from a direct")

@@ -140,7 +140,7 @@ def test_directories_of_servers_elsewhere(tmp_path: Path) -> None:
     adapter = adapter_of(Adapted())
     paths = [directories.write(adapter) for _ in range(4)]
     assert len(set(paths)) == 4
-    directories.keep({paths[0]})
+    directories.remove_others({paths[0]})
     assert [Path(p).exists() for p in paths] == [True, False, True, True]
     directories.close()
     directories.close()

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 from toy_chat import ToyTokenizer
 
-from april.agents.endpoint import LARGEST_BODY, SMALL_BODY, Endpoint, Opened, Place
+from april.agents.chat_template import ChatTemplate
+from april.agents.endpoint import MAX_BODY_BYTES, SMALL_BODY_BYTES, Endpoint, ServedSession, SessionAddress
 from april.agents.session import Session
-from april.agents.template import Template
 from april.core.tape import Float32, Int32
 from april.core.types import FinishReason
 from april.errors import RolloutError
@@ -70,7 +70,7 @@ class World:
     """An endpoint with one open session, a model behind it and a client before it."""
 
     endpoint: Endpoint
-    door: Opened
+    door: ServedSession
     model: Model
     http: aiohttp.ClientSession
 
@@ -96,10 +96,10 @@ async def world(says: str = "hi<|im_end|>", *, waits: bool = False, **options: A
         model.may.set()
     endpoint = Endpoint(**options)
     endpoint.start()
-    template = Template(TOY, renderers.Qwen3RendererConfig(enable_thinking=False))
+    template = ChatTemplate(TOY, renderers.Qwen3RendererConfig(enable_thinking=False))
     try:
         async with aiohttp.ClientSession() as http:
-            yield World(endpoint, Place(endpoint).open(Session(model, template, 1 << 20)), model, http)
+            yield World(endpoint, SessionAddress(endpoint).open(Session(model, template, 1 << 20)), model, http)
     finally:
         await asyncio.to_thread(endpoint.stop)
 
@@ -169,14 +169,14 @@ async def test_a_client_that_hung_up_and_asks_again_gets_the_answer() -> None:
         first = asyncio.create_task(w.ask("chat/completions"))
         await until(lambda: len(w.model.asked) == 1)
         first.cancel()
-        (asked,) = next(iter(w.door.session.asked.values()))
+        (asked,) = next(iter(w.door.session.requests.values()))
         await until(lambda: not asked.clients)
         w.may()
         await until(asked.task.done)
-        assert w.door.session.heard() == []
+        assert w.door.session.received_calls() == []
         status, body = await w.ask("chat/completions")
         assert (status, words("chat/completions", body), len(w.model.asked)) == (200, "hi", 1)
-        assert w.door.session.heard() == [1]
+        assert w.door.session.received_calls() == [1]
 
 
 async def test_an_answer_that_nobody_waits_for_is_given_up() -> None:
@@ -184,13 +184,13 @@ async def test_an_answer_that_nobody_waits_for_is_given_up() -> None:
     async with world(waits=True, grace_s=0.0) as w:
         first = asyncio.create_task(w.ask("chat/completions"))
         await until(lambda: len(w.model.asked) == 1)
-        (asked,) = next(iter(w.door.session.asked.values()))
+        (asked,) = next(iter(w.door.session.requests.values()))
         first.cancel()
         await until(asked.task.done)
         assert asked.task.cancelled()
         w.may()
         assert (await w.ask("chat/completions", x_stainless_retry_count="1"))[0] == 200
-        assert w.door.session.heard() == [2]
+        assert w.door.session.received_calls() == [2]
 
 
 async def test_sessions_of_a_client_are_told_apart() -> None:
@@ -292,7 +292,7 @@ async def test_keys_addresses_and_sizes() -> None:
         async with w.http.post(f"{w.endpoint.url}/nobody/v1/chat/completions", json=CHAT) as response:
             assert response.status == 404
         headers = {"x-api-key": w.door.key}
-        large = BytesIO(bytes(LARGEST_BODY + 1))
+        large = BytesIO(bytes(MAX_BODY_BYTES + 1))
         async with w.http.post(f"{w.door.url}/messages", data=large, headers=headers) as response:
             assert response.status == 413
         async with w.http.post(f"{w.door.url}/messages", data=b"{", headers=headers) as response:
@@ -307,11 +307,11 @@ async def test_one_client_for_several_sessions_names_each() -> None:
     async with world() as w:
         other = Model("other<|im_end|>")
         other.may.set()
-        second = Place(w.endpoint).open(Session(other, w.door.session.template, 1 << 20))
-        url, key = w.door.by_name()
-        assert second.by_name() == (url, key)
-        w.door.name("a")
-        second.name("b")
+        second = SessionAddress(w.endpoint).open(Session(other, w.door.session.template, 1 << 20))
+        url, key = w.door.shared_address()
+        assert second.shared_address() == (url, key)
+        w.door.register_name("a")
+        second.register_name("b")
 
         async def ask(body: Any, headers: Mapping[str, str], route: str = "messages") -> tuple[int, Any]:
             async with w.http.post(f"{url}/{route}", json=body, headers=headers) as response:
@@ -326,7 +326,7 @@ async def test_one_client_for_several_sessions_names_each() -> None:
         assert (status, "'c'" in body["error"]["message"]) == (404, True)
         assert (await ask(ANTHROPIC, right))[0] == 404
         assert (await ask(ANTHROPIC, right, "messages/count_tokens"))[0] == 200
-        w.endpoint.shut(second, "it is over")
+        w.endpoint.close_session(second, "it is over")
         assert (await ask(ANTHROPIC, right | {"X-Session-ID": "b"}))[0] == 404
         assert (await ask(ANTHROPIC, right | {"X-Session-ID": "a"}))[0] == 200
 
@@ -363,7 +363,7 @@ QUOTE = "a secret of the prompt"
 WRONG: dict[str, tuple[Any, str, int, str]] = {
     "compressed": (gzip.compress(asks()), "Content-Encoding: gzip", 200, "hi"),
     "says that it is compressed": (QUOTE.encode(), "Content-Encoding: gzip", 400, "cannot be decoded"),
-    "grows when it is read": (gzip.compress(bytes(LARGEST_BODY + 1)), "Content-Encoding: gzip", 413, "larger than"),
+    "grows when it is read": (gzip.compress(bytes(MAX_BODY_BYTES + 1)), "Content-Encoding: gzip", 413, "larger than"),
     "half a pair": (asks(messages=[{"role": "user", "content": QUOTE + "\ud800"}]), "", 400, "surrogate"),
     "half a pair in bytes": (b'{"messages": "' + b"\xed\xa0\x80" + b'"}', "", 400, "not JSON"),
     "deep": (b"[" * 10**5, "", 400, "not JSON"),
@@ -412,7 +412,7 @@ async def test_a_body_for_which_the_context_has_no_room_is_not_tokenised() -> No
     """It would keep everybody waiting; a body of a megabyte is read whatever the context is."""
     async with world() as w:
         w.door.session.max_context = 64
-        answer = await sends(w, wire(w, asks(messages=[{"role": "user", "content": "x" * SMALL_BODY}])))
+        answer = await sends(w, wire(w, asks(messages=[{"role": "user", "content": "x" * SMALL_BODY_BYTES}])))
         assert answer.startswith(b"HTTP/1.1 413 ")
         assert b"x-should-retry: false" in answer
         assert (await w.ask("chat/completions"))[0] == 200
@@ -424,7 +424,7 @@ async def test_what_fails_is_not_kept() -> None:
         w.model.fails = RolloutError("no chain is left")
         for _ in range(3):
             assert (await w.ask("chat/completions"))[0] == 400
-        assert list(w.door.session.asked.values()) == [[]]
+        assert list(w.door.session.requests.values()) == [[]]
 
 
 async def test_a_session_that_is_shut_answers_nothing_any_more() -> None:
@@ -432,7 +432,7 @@ async def test_a_session_that_is_shut_answers_nothing_any_more() -> None:
     async with world(waits=True) as w:
         asking = asyncio.create_task(w.ask("chat/completions"))
         await until(lambda: len(w.model.asked) == 1)
-        assert w.endpoint.shut(w.door, "its rollout function has ended") == []
+        assert w.endpoint.close_session(w.door, "its rollout function has ended") == []
         assert (await asking)[0] == 410
         assert (await w.ask("chat/completions"))[0] == 404
 
@@ -525,7 +525,7 @@ async def own(prompt, llm):
     await llm.generate()
 
 def loaded():
-    return [name in sys.modules for name in ("renderers", "april.agents.endpoint", "april.agents.template")]
+    return [name in sys.modules for name in ("renderers", "april.agents.endpoint", "april.agents.chat_template")]
 
 engine = FakeEngine("e", vocab_size=VOCAB, eos_token_id=EOS)
 common = dict(engines=[engine], tokenizer=TOKENIZER, reward=lambda prompt, response: 0.0, RUNS)

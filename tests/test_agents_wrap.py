@@ -20,7 +20,7 @@ from april.testing import FakeEngine, conversation
 from tests.gateway_suite.script import EOS, TOKENIZER, VOCAB, reply
 
 renderers = pytest.importorskip("renderers")
-DOOR = SimpleNamespace(url="http://127.0.0.1:1/x/v1", key="k", accepted=True, refused="")
+DOOR = SimpleNamespace(url="http://127.0.0.1:1/x/v1", key="k", has_accepted_requests=True, last_refusal="")
 LLM: Any = SimpleNamespace(door=lambda: DOOR)
 
 
@@ -50,7 +50,7 @@ async def test_a_program_ends_with_its_sample_and_so_does_what_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process group is ended when the function is cancelled, a child that ignores SIGTERM included."""
-    monkeypatch.setattr("april.agents.wrap.PATIENCE_S", 0.05)
+    monkeypatch.setattr("april.agents.rollout_functions.TERMINATE_S", 0.05)
     pid = tmp_path / "pid"
     child = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
     child += f"open({str(pid)!r} + '.new', 'w').write(str(os.getpid())); os.rename({str(pid)!r} + '.new', {str(pid)!r})"
@@ -77,7 +77,7 @@ async def test_what_a_program_leaves_running_does_not_keep_its_sample() -> None:
 
 async def test_the_last_of_what_a_program_writes_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each stream; a program that does not read what it is given is no error."""
-    monkeypatch.setattr("april.agents.wrap.MOST_OUTPUT", 4)
+    monkeypatch.setattr("april.agents.rollout_functions.MAX_OUTPUT_BYTES", 4)
     code = "import sys; sys.stdout.write('abcdefgh'); sys.stderr.write('12345')"
     found = await program(python(code), stdin=lambda p: "x" * 300_000)(prompt(), LLM)
     assert found == ProgramResult(0, "efgh", "2345")
@@ -203,12 +203,12 @@ def test_an_episode_that_failed_is_a_sample_that_failed(package: None) -> None:
 async def test_what_is_served_comes_and_goes_with_those_who_play(package: None) -> None:
     """It is up once for all who play at once, and again for those who come after the last has left."""
     wrapped = Verifiers(environment := Environment())
-    async with wrapped._serving:
-        async with wrapped._serving:
+    async with wrapped._servers:
+        async with wrapped._servers:
             assert environment.up == 1
         assert environment.up == 1
     assert environment.up == 0
-    async with wrapped._serving:
+    async with wrapped._servers:
         assert (environment.up, environment.served) == (1, 2)
 
 

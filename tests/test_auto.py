@@ -18,11 +18,11 @@ import pytest
 from auto_questions import BETTER, NOW, Watched, answer, question, stays
 
 import april
-from april.auto import auto_run
-from april.auto.auto_run import ChooserProcess
-from april.auto.auto_work import MOST, SETTLING, STEP
-from april.auto.batches import BATCHES, LATEST, LengthWindow, Speeds
-from april.auto.question import Answer, InWork, Question
+from april.auto import run_tuning
+from april.auto.batch_windows import BATCHES, LATEST_BATCHES, LengthWindow, Speeds
+from april.auto.question import TuningAnswer, TuningQuestion, WorkSettings
+from april.auto.run_tuning import ChooserProcess
+from april.auto.tuner import LONGEST_WAIT, MAX_STEP, SETTLING_BATCHES
 from april.core import events as ev
 from april.core.types import Refill, Work
 from april.engines.simulated.decode_cost import DecodeCost
@@ -66,7 +66,7 @@ def test_a_question_is_about_the_run_as_it_is() -> None:
     assert np.allclose(q.cost[:2], (1e-2, 1e-4), rtol=0.2)
     assert abs(q.train_s - 2.0) < 1e-6
     assert first.train_s == q.train_s
-    assert msgspec.json.decode(msgspec.json.encode(q), type=Question) == q
+    assert msgspec.json.decode(msgspec.json.encode(q), type=TuningQuestion) == q
 
 
 def test_longer_responses_are_asked_about_at_once() -> None:
@@ -129,7 +129,7 @@ def test_too_many_old_tokens_are_asked_about_early() -> None:
     assert early[0][0] == 6  # its turn, before anything could be known
     at, q = early[1]
     assert at < 14
-    seen = [s.metrics["off_policy_share"] for s in run.result.steps[2 + SETTLING : at]]
+    seen = [s.metrics["off_policy_share"] for s in run.result.steps[2 + SETTLING_BATCHES : at]]
     assert min(seen) > 0.3
     assert q.max_off_policy_share < 0.3
 
@@ -140,15 +140,15 @@ def test_where_nothing_is_better_old_tokens_are_asked_about_in_turn() -> None:
     run = Watched(lambda q: answer(better, share_now=1.0), max_off_policy_share=0.3)
     run.run(60)
     early = [at for at, _ in run.asked][2]
-    assert [at for at, _ in run.asked] == [2, 6, early, early + 16, early + 16 + MOST]
+    assert [at for at, _ in run.asked] == [2, 6, early, early + 16, early + 16 + LONGEST_WAIT]
 
 
 def test_a_few_old_batches_are_chance() -> None:
     """Small batches differ: a share that keeps the limit on average is not lowered for one window that does not."""
     run = Watched(lambda q: answer(replace(BETTER, group_quorum=1.0), share_now=1.0), max_off_policy_share=0.6)
     shares = [s.metrics["off_policy_share"] for s in run.run(60).steps]
-    assert np.mean(shares[2 + SETTLING :]) < 0.6
-    assert max(np.mean(shares[i : i + SETTLING]) for i in range(2 + SETTLING, 30)) > 0.6
+    assert np.mean(shares[2 + SETTLING_BATCHES :]) < 0.6
+    assert max(np.mean(shares[i : i + SETTLING_BATCHES]) for i in range(2 + SETTLING_BATCHES, 30)) > 0.6
     assert [at for at, _ in run.asked] == [2, 6, 14, 30]
 
 
@@ -156,7 +156,7 @@ def test_where_any_share_will_do_none_is_too_old() -> None:
     """More old tokens than were expected make no limit where the configuration has none."""
     run = Watched(lambda q: answer(off_policy_share=0.1))
     run.run(20)
-    assert min(s.metrics["off_policy_share"] for s in run.result.steps[2 + SETTLING :]) > 0.1
+    assert min(s.metrics["off_policy_share"] for s in run.result.steps[2 + SETTLING_BATCHES :]) > 0.1
     assert len(run.asked) > 2
     assert {q.max_off_policy_share for _, q in run.asked} == {1.0}
 
@@ -169,7 +169,7 @@ LINEAR = DecodeCost(1e-6, 1e-3, 0.0, 1e-6)
 """More in flight brings nothing."""
 
 
-def insists(q: Question) -> Answer:
+def insists(q: TuningQuestion) -> TuningAnswer:
     """It is better, whatever is seen."""
     return answer(BETTER if q.now != BETTER else q.now, speed_up=1.4 if q.now != BETTER else 1.0)
 
@@ -194,7 +194,7 @@ def test_another_speed_is_noticed_and_the_same_is_not(factor: float) -> None:
             speeds.add(batch(1000.0, rng.lognormvariate(0.0, 0.15)), 0.0)
             assert not speeds.changed
         noticed = False
-        for _ in range(LATEST + 2):
+        for _ in range(LATEST_BATCHES + 2):
             speeds.add(batch(1000.0, rng.lognormvariate(0.0, 0.15) / factor), 0.0)
             noticed |= speeds.changed
         assert noticed
@@ -231,7 +231,7 @@ def test_what_nobody_can_tell_is_tried_in_a_small_step() -> None:
     """At most a quarter more in flight, or one group; once it is told, as far as is best."""
     run = Watched(stays, SAME)
     run.run(3)
-    assert [(q.told, q.below) for _, q in run.asked] == [(False, int(STEP * 16) + 1)]
+    assert [(q.told, q.below) for _, q in run.asked] == [(False, int(MAX_STEP * 16) + 1)]
     told = Watched(stays)
     told.run(3)
     assert [(q.told, q.below) for _, q in told.asked] == [(True, None)]
@@ -301,7 +301,7 @@ def test_a_run_on_virtual_time_is_answered(
     """Its clock stands still meanwhile, so it is the same every time; what goes wrong is a warning, as elsewhere."""
 
     def answered(program: str) -> list[float]:
-        monkeypatch.setattr(auto_run, "COMMAND", ("-c", program))
+        monkeypatch.setattr(run_tuning, "COMMAND", ("-c", program))
         return [metrics["auto_over_sampling_batch_size"] for metrics in scheduled(5)]
 
     assert answered(TELLS)[1:] == [4.0, 7.0, 7.0, 7.0]
@@ -333,10 +333,10 @@ async def test_nobody_waits_for_an_answer_at_the_end(cancelled: bool) -> None:
 class Oracle:
     """A chooser that answers after a second, or fails."""
 
-    def __init__(self, best: InWork | None) -> None:
+    def __init__(self, best: WorkSettings | None) -> None:
         self.best, self.asked, self.closed = best, 0, False
 
-    async def ask(self, question: Question) -> Answer:
+    async def ask(self, question: TuningQuestion) -> TuningAnswer:
         self.asked += 1
         await asyncio.sleep(1.0)
         if self.best is None:
@@ -368,10 +368,10 @@ def scheduled(batches: int, **options: Any) -> list[dict[str, float]]:
 
 
 def asking(
-    monkeypatch: pytest.MonkeyPatch, best: InWork | None, batches: int, **options: Any
+    monkeypatch: pytest.MonkeyPatch, best: WorkSettings | None, batches: int, **options: Any
 ) -> tuple[list[dict[str, float]], Oracle]:
     oracle = Oracle(best)
-    monkeypatch.setattr(auto_run, "ChooserProcess", lambda: oracle)
+    monkeypatch.setattr(run_tuning, "ChooserProcess", lambda: oracle)
     return scheduled(batches, **options), oracle
 
 
@@ -401,10 +401,11 @@ def test_the_run_goes_on_while_it_is_answered(
     ("best", "patience_s", "why"), [(None, 9.0, "nobody knows"), (BETTER, 0.5, "better failed: TimeoutError")]
 )
 def test_no_answer_leaves_everything_as_it_is(
-    best: InWork | None, patience_s: float, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    best: WorkSettings | None, patience_s: float, why: str, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     """A chooser that fails or hangs is a warning, and another question later."""
-    monkeypatch.setattr(auto_run, "PATIENCE_S", patience_s)
+    monkeypatch.setattr(run_tuning, "ANSWER_TIMEOUT_S", patience_s)
     found, oracle = asking(monkeypatch, best, 10)
     assert {m["auto_over_sampling_batch_size"] for m in found} == {4.0}
     assert oracle.asked >= 2
@@ -425,7 +426,7 @@ def test_no_answer_leaves_everything_as_it_is(
     ],
 )
 def test_an_answer_that_cannot_be_changes_nothing(
-    wrong: InWork, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    wrong: WorkSettings, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The core takes what it is told, so it is told nothing that would end or starve the run."""
     with pytest.raises(ValueError, match=f"not possible .*{why}"):

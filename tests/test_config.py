@@ -28,10 +28,10 @@ from april.config.engines import (
 )
 from april.config.flags import settings_of
 from april.config.settings import Config
-from april.config.values import LONGEST_S, MOST
+from april.config.values import LARGEST_INT, LONGEST_S
 from april.core.sampling import SamplingParams
 from april.core.types import OnLongPrompt, OnStale, Refill
-from april.doctor.examine import Patience
+from april.doctor.examine import TimeLimits
 from april.doctor.run import examine
 from april.engines.http.server_probe import client_of
 from april.engines.kinds.factory import create_engines
@@ -276,7 +276,7 @@ def with_value(path: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(("path", "kind"), counts_and_waits(), ids=lambda p: str(p))
 def test_too_much_is_refused_by_name(path: str, kind: str) -> None:
     """Whatever is counted has a limit, and so has every wait; numbers that Python refuses to print have it too."""
-    most = LARGEST_SEED if path == "seed" else MOST
+    most = LARGEST_SEED if path == "seed" else LARGEST_INT
     values = [LONGEST_S * 2, 1e300] if kind == "seconds" else [most + 1, 2**64, 10**5000]
     for value in values:
         with pytest.raises(ConfigError, match=path) as refused:
@@ -304,7 +304,9 @@ def test_the_longest_waits_can_be_waited_for(changes: dict[str, float]) -> None:
 
 def test_the_largest_numbers_go_into_a_checkpoint() -> None:
     """In msgpack too, in which adapters write it."""
-    largest = {"seed": LARGEST_SEED, "max_in_flight": MOST, "max_staleness": MOST, "max_resumes": MOST}
+    largest = {
+        "seed": LARGEST_SEED, "max_in_flight": LARGEST_INT, "max_staleness": LARGEST_INT, "max_resumes": LARGEST_INT
+    }
     config = Config(rollout_batch_size=3, n_samples_per_prompt=2, max_response_len=100, **largest)
     with scheduler(config=config) as rollouts:
         rollouts.next_batch()
@@ -440,7 +442,7 @@ def test_a_key_that_no_header_can_hold(key: str, kind: str, monkeypatch: pytest.
         client_of(URLS[0], config.engine)
     assert CANARY not in str(caught.value)
     with pytest.raises(ConfigError, match="the key of the server"):
-        examine([URLS[0]], None, "KEY_OF_A_TEST", Patience())
+        examine([URLS[0]], None, "KEY_OF_A_TEST", TimeLimits())
 
 
 # ---------------------------------------------------------------- import april

@@ -12,22 +12,22 @@ import pytest
 from raw_servers import Answer, http, raw_server
 
 from april.doctor import reach
-from april.doctor.examine import Patience, examine_urls
-from april.doctor.findings import Examined, Finding, Level, Report, Verdict
+from april.doctor.examine import TimeLimits, examine_urls
+from april.doctor.findings import Finding, Level, Report, ServerReport, Verdict
 from april.errors import EngineUnreachable
 
-LONG = Patience(total_s=60.0, reach_s=60.0, answer_s=60.0)
+LONG = TimeLimits(total_s=60.0, reach_s=60.0, answer_s=60.0)
 """For servers that answer: nothing depends on how fast this machine is."""
 SHORT = replace(LONG, answer_s=0.2)
 """For servers that answer nothing, however long one waits."""
 MODELS = {"object": "list", "data": [{"id": "tiny", "owned_by": "vllm", "max_model_len": 4096}]}
 
 
-def report_of(*urls: str, key: str | None = None, patience: Patience = LONG) -> Report:
+def report_of(*urls: str, key: str | None = None, patience: TimeLimits = LONG) -> Report:
     return asyncio.run(examine_urls(urls, key, patience))
 
 
-def only(report: Report) -> tuple[Examined, Finding]:
+def only(report: Report) -> tuple[ServerReport, Finding]:
     """The server and the one finding about it: april cannot use it."""
     (server,) = report.servers
     (finding,) = server.findings
@@ -37,7 +37,7 @@ def only(report: Report) -> tuple[Examined, Finding]:
     return server, finding
 
 
-def examined(answer: Answer, *, key: str | None = None, patience: Patience = LONG) -> tuple[Examined, Finding]:
+def examined(answer: Answer, *, key: str | None = None, patience: TimeLimits = LONG) -> tuple[ServerReport, Finding]:
     with raw_server(answer) as server:
         return only(report_of(server.url, key=key, patience=patience))
 
@@ -93,7 +93,7 @@ def test_a_certificate_that_is_not_trusted() -> None:
     """What is wrong with it, and where the authority's goes."""
     error = EngineUnreachable("GET https://h/version failed", why="TLS", distrusted="self-signed certificate")
 
-    finding = asyncio.run(reach.why_no_talk("https://h", error, 1.0))
+    finding = asyncio.run(reach.why_no_http("https://h", error, 1.0))
 
     assert "the certificate of https://h is not trusted" in finding.sentence
     assert "self-signed certificate" in finding.sentence
@@ -120,7 +120,7 @@ ROOT = "is this the right port? the address must be the server's root, without /
     ],
     ids=["silent", "half an answer", "no time", "404 page", "page for all", "proxy alone", "database"],
 )
-def test_the_same_answer_to_everything(answer: Any, patience: Patience, sentence: str, advice: str) -> None:
+def test_the_same_answer_to_everything(answer: Any, patience: TimeLimits, sentence: str, advice: str) -> None:
     """Hung, drowned, another web server, a proxy whose server is down, no web server at all: each has its sentence."""
     server, finding = examined(lambda path: answer, patience=patience)
     assert finding.sentence.startswith(sentence.format(url=server.url))

@@ -18,11 +18,11 @@ from server_fixtures import listening
 
 import april
 from april.core.sampling import LogprobKind
-from april.doctor.examine import Patience, examine_config, examine_urls
+from april.doctor.examine import TimeLimits, examine_config, examine_urls
 from april.doctor.findings import Level, Report, Verdict
 from april.engines.openai.wire import TokenShape
 
-PATIENT = Patience(60.0, 60.0, 60.0)
+PATIENT = TimeLimits(60.0, 60.0, 60.0)
 """Nothing depends on how fast this machine is."""
 
 

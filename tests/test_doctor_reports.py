@@ -21,8 +21,8 @@ from april.cli import app
 from april.core.engine_limits import Limit, LimitCode
 from april.core.sampling import LogprobKind
 from april.doctor import examine
-from april.doctor.examine import Patience, examine_config, examine_urls
-from april.doctor.findings import Examined, Finding, Level, Report, Verdict, abilities, verdict_of
+from april.doctor.examine import TimeLimits, examine_config, examine_urls
+from april.doctor.findings import Finding, Level, Report, ServerReport, Verdict, abilities, verdict_of
 from april.engines.http.server_probe import ServerFacts
 from april.engines.protocol import AbortMeans, Capabilities, OnWeightUpdate
 
@@ -38,7 +38,7 @@ RAW = Limit(
     ("--logprobs-mode processed_logprobs",),
 )  # fmt: skip
 SMALL: dict[str, Any] = {"rollout_batch_size": 4, "max_response_len": 100}
-PATIENT = Patience(60.0, 60.0, 60.0)
+PATIENT = TimeLimits(60.0, 60.0, 60.0)
 """Nothing depends on how fast this machine is."""
 
 
@@ -128,7 +128,7 @@ def test_each_capability_has_its_line(change: dict[str, Any], subject: str, leve
 
 def test_the_worst_server_decides() -> None:
     """Exact only if all are; not usable as soon as one is not."""
-    good, limited, bad = (Examined(url=n, findings=[Finding("x", level, "x")]) for n, level in
+    good, limited, bad = (ServerReport(url=n, findings=[Finding("x", level, "x")]) for n, level in
                           (("a", Level.OK), ("b", Level.LIMITED), ("c", Level.MISSING)))  # fmt: skip
     assert Report([good]).verdict is Verdict.EXACT
     assert Report([good, limited]).verdict is Verdict.LIMITED

@@ -203,11 +203,11 @@ class BreaksOff(RecordingEngine):
         self.after, self.times = after, times
 
     def over(self, request: Request) -> bool:
-        over = self.times > 0 and sum(len(c.tokens) for c in self.handed_over[request.attempt_id]) >= self.after
+        over = self.times > 0 and sum(len(c.tokens) for c in self.yielded[request.attempt_id]) >= self.after
         self.times -= over
         return over
 
-    def alter(self, request: Request, chunk: Chunk) -> Chunk:
+    def alter_chunk(self, request: Request, chunk: Chunk) -> Chunk:
         if self.error is not None and self.over(request):
             raise self.error("connection reset")
         return chunk
@@ -282,7 +282,7 @@ async def test_wrong_numbers_are_rejected_and_never_delivered(kind: str, caplog:
     class Liar(RecordingEngine):
         lies = 0
 
-        def alter(self, request: Request, chunk: Chunk) -> Chunk:
+        def alter_chunk(self, request: Request, chunk: Chunk) -> Chunk:
             if self.lies < 2 and len(chunk.tokens) > 1 and len(request.token_ids) > 3:
                 self.lies += 1
                 return wrong(chunk)
@@ -298,7 +298,7 @@ async def test_wrong_numbers_are_rejected_and_never_delivered(kind: str, caplog:
     while not any(s.id == (0, 0) for s in delivered):
         delivered += (await rollouts.step()).samples
     assert engine.lies == 2
-    lied = [len(c.tokens) for r, cs in engine.handed_over.items() for c in cs if engine.requests[r].response_offset]
+    lied = [len(c.tokens) for r, cs in engine.yielded.items() for c in cs if engine.requests[r].response_offset]
     assert rollouts.dropped == {DropReason.CORRUPT: lied[0] + lied[1]}
     sample = delivered[-1]
     assert sample.segments[0].count == 8
@@ -311,7 +311,7 @@ async def test_versions_that_go_back_are_rejected() -> None:
     """No token is older than the weights that its engine had confirmed, in new samples either; they are corrupt."""
 
     class Old(RecordingEngine):
-        def alter(self, request: Request, chunk: Chunk) -> Chunk:
+        def alter_chunk(self, request: Request, chunk: Chunk) -> Chunk:
             if not self.old:
                 return chunk
             self.said += len(chunk.tokens)
@@ -445,7 +445,7 @@ async def test_an_abort_of_everything_hits_nothing_that_is_sent_later() -> None:
     batch = await rollouts.step()
     assert batch.metrics["attempts"] == 2
     assert batch.metrics["aborted_attempts"] == 1  # the straggler at the end of this step
-    assert [len(c) for c in rollouts.engines[0].handed_over.values()] == [1] * 4
+    assert [len(c) for c in rollouts.engines[0].yielded.values()] == [1] * 4
 
 
 async def test_an_attempt_that_is_aborted_before_it_was_sent_is_never_sent() -> None:
@@ -535,7 +535,7 @@ async def test_random_faults_lose_nothing(seed: int) -> None:
     rng = np.random.default_rng(seed)
 
     class Faulty(RecordingEngine):
-        def alter(self, request: Request, chunk: Chunk) -> Chunk:
+        def alter_chunk(self, request: Request, chunk: Chunk) -> Chunk:
             luck = rng.random()
             if luck < 0.01:
                 raise ConnectionError("reset")

@@ -12,7 +12,7 @@ from socket_clock import run_with_sockets
 from virtual_rollouts import on_virtual_time
 
 import april
-from april.adapters.common.trainer_servers import Result, TrainerServers
+from april.adapters.common.trainer_servers import ServerResult, TrainerServers
 from april.core.ledger import DropReason
 from april.driver.engine_roster import EngineRoster, open_found, urls_of
 from april.engines.served.server import EngineServer, serve
@@ -59,12 +59,12 @@ async def test_an_engine_that_is_added_works_from_then_on() -> None:
 async def test_tokens_that_an_engine_has_for_no_request_are_in_the_books() -> None:
     """Whether it is there from the start or was added; alone, such an engine tells nobody."""
 
-    async def ask(asked: Any, token_ids: Any, most: int) -> Result:
+    async def ask(asked: Any, token_ids: Any, most: int) -> ServerResult:
         raise OSError("unused")
 
     async def end_all() -> None: ...
 
-    a, b = (TrainerServers(name, ask, end_all, context=1000) for name in "ab")
+    a, b = (TrainerServers(name, ask, end_all, max_context=1000) for name in "ab")
     a.unused(1, DropReason.LATE)
     async with run_of(a) as run:
         await run.scheduler.aadd_engine(b)

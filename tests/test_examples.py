@@ -19,7 +19,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import april
 from april.record.replay import replay
-from april.view.health import health_of
+from april.view.off_policy_summary import off_policy_summary
 from april.view.run_data import read_run
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -59,7 +59,7 @@ def loaded(name: str) -> ModuleType:
 
 def reports_in(record: Path) -> int:
     """Number of batches of which a record says how far off they were, once per batch."""
-    health = health_of(read_run(record))
+    health = off_policy_summary(read_run(record))
     return 0 if health is None else health.batches
 
 

@@ -147,8 +147,8 @@ def test_an_exporter_that_hangs_holds_nothing_up(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batches come, others get theirs, what it does not take is counted, and the end does not wait for ever."""
-    monkeypatch.setattr(observers, "CLOSE_PATIENCE_S", 0.01)
-    monkeypatch.setattr(observers, "MOST_WAITING", 2)
+    monkeypatch.setattr(observers, "CLOSE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(observers, "MAX_WAITING_BATCHES", 2)
     logged = threading.Semaphore(0)
 
     class Told(Kept):
@@ -174,7 +174,7 @@ def test_an_interrupted_close_is_gone_on_with(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A second Ctrl-C inside it: the next close ends the exporters, and whatever is closed again says nothing new."""
-    monkeypatch.setattr(observers, "CLOSE_PATIENCE_S", 0.01)
+    monkeypatch.setattr(observers, "CLOSE_TIMEOUT_S", 0.01)
     hanging, well, before = Hanging(), Kept(), threading.enumerate()
     rollouts = scheduler(exporters=[hanging, well])
     batch = rollouts.next_batch()

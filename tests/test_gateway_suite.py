@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("renderers")
 from april.agents import endpoint, session
 from april.agents.chat import RequestError
+from april.agents.chat_template import ChatTemplate
 from april.agents.dialects import OpenAIChat, OpenAIText
-from april.agents.template import Template
 from april.testing.conformance import Outcome
 from tests.gateway_suite.bench import Promise
 from tests.gateway_suite.promises import PROMISES
@@ -53,8 +53,8 @@ def breaks(*names: str) -> Callable[[Callable[[Patch], None]], Callable[[Patch],
 
 def read_as(patch: Patch, change: Callable[[Any], Any]) -> None:
     """Change each answer before a client has it."""
-    read = session.Session._read
-    patch.setattr(session.Session, "_read", lambda self, *rest: change(read(self, *rest)))
+    read = session.Session._parse_answer
+    patch.setattr(session.Session, "_parse_answer", lambda self, *rest: change(read(self, *rest)))
 
 
 def row_as(patch: Patch, **change: Callable[[Row], Any]) -> None:
@@ -98,7 +98,7 @@ def versions_are_those_of_the_end(patch: Patch) -> None:
 
 @breaks("turns_append", "sampled_tokens_stay")
 def history_is_written_anew(patch: Patch) -> None:
-    patch.setattr(Template, "extend", lambda self, *_: None)
+    patch.setattr(ChatTemplate, "extend", lambda self, *_: None)
 
 
 @breaks("cut_calls_are_no_calls")
@@ -121,14 +121,18 @@ def a_cut_answer_is_gone_on_with(patch: Patch) -> None:
 
 @breaks("retries_join", "answers_are_kept")
 def every_request_is_new(patch: Patch) -> None:
-    ask, numbers = session.Session.ask, itertools.count()
-    patch.setattr(session.Session, "ask", lambda self, r, digest, retry: ask(self, r, str(next(numbers)), retry=False))
+    ask, numbers = session.Session.submit, itertools.count()
+    patch.setattr(
+        session.Session, "submit", lambda self, r, digest, retry: ask(self, r, str(next(numbers)), retry=False)
+    )
 
 
 @breaks("equal_requests_are_two")
 def equal_requests_join(patch: Patch) -> None:
-    ask = session.Session.ask
-    patch.setattr(session.Session, "ask", lambda self, request, digest, retry: ask(self, request, digest, retry=True))
+    ask = session.Session.submit
+    patch.setattr(
+        session.Session, "submit", lambda self, request, digest, retry: ask(self, request, digest, retry=True)
+    )
 
 
 @breaks("silence_is_bounded")
@@ -137,14 +141,14 @@ def nothing_keeps_a_connection(patch: Patch) -> None:
         await asked.task
         return await reply(self, request, dialect, wanted, asked)
 
-    reply = endpoint.Endpoint._reply
-    patch.setattr(endpoint.Endpoint, "_reply", silent)
+    reply = endpoint.Endpoint._send_answer
+    patch.setattr(endpoint.Endpoint, "_send_answer", silent)
 
 
 @breaks("failures_are_no_answers")
 def a_stream_just_ends(patch: Patch) -> None:
-    event = endpoint._event
-    patch.setattr(endpoint, "_event", lambda said: b"" if said[0] == "error" else event(said))
+    event = endpoint._encode_event
+    patch.setattr(endpoint, "_encode_event", lambda said: b"" if said[0] == "error" else event(said))
 
 
 @breaks("gone_clients_are_named")
@@ -165,7 +169,7 @@ def ids_are_drawn(patch: Patch) -> None:
 
 @breaks("refusals_have_names")
 def any_number_of_messages(patch: Patch) -> None:
-    patch.setattr(endpoint, "MOST_MESSAGES", 10**9)
+    patch.setattr(endpoint, "MAX_MESSAGES", 10**9)
 
 
 @breaks("shapes_agree")

@@ -19,15 +19,15 @@ pytest.importorskip("PIL")
 pytest.importorskip("renderers")
 
 import april
-from april.agents.endpoint import Endpoint, Opened, Place
+from april.agents.chat_template import ChatTemplate
+from april.agents.endpoint import Endpoint, ServedSession, SessionAddress
+from april.agents.message_images import MessageImages
 from april.agents.session import Session
-from april.agents.sight import Sight
-from april.agents.template import Template
 from april.config.images import ImagesConfig
 from april.core.attachments import Placed
 from april.core.tape import Float32, Int32
 from april.core.types import FinishReason, Prompt
-from april.images.placing import Images
+from april.images.image_placer import ImagePlacer
 from april.testing import FakeEngine, rollouts, run_virtual
 
 RED, TALL = encoded(), encoded(picture(140, 300))
@@ -49,8 +49,8 @@ def asks(*content: Any) -> list[dict[str, Any]]:
 
 
 @cache
-def way_in() -> Images:
-    return Images(tiny_processor(), ImagesConfig(max_per_prompt=8))
+def way_in() -> ImagePlacer:
+    return ImagePlacer(tiny_processor(), ImagesConfig(max_per_prompt=8))
 
 
 def by_processor(messages: list[dict[str, Any]], *pictures: Any) -> list[int]:
@@ -86,7 +86,7 @@ class Model:
 class World:
     """An endpoint with a session, and what a client may send there."""
 
-    door: Opened
+    door: ServedSession
     model: Model
     http: aiohttp.ClientSession
 
@@ -102,11 +102,11 @@ async def world(prompt: Prompt | None = None, *, blind: bool = False) -> AsyncIt
     endpoint, model = Endpoint(), Model()
     endpoint.start()
     prompt = Prompt(np.array([1], np.int32)) if prompt is None else prompt
-    sight = None if blind else Sight(way_in(), way_in().reader.strangers(), prompt)
-    template = Template(tiny_tokenizer(), None, None if blind else way_in())
+    sight = None if blind else MessageImages(way_in(), way_in().reader.for_clients(), prompt)
+    template = ChatTemplate(tiny_tokenizer(), None, None if blind else way_in())
     try:
         async with aiohttp.ClientSession() as http:
-            yield World(Place(endpoint).open(Session(model, template, 1 << 20, (), sight)), model, http)
+            yield World(SessionAddress(endpoint).open(Session(model, template, 1 << 20, (), sight)), model, http)
     finally:
         await asyncio.to_thread(endpoint.stop)
 
@@ -350,6 +350,6 @@ def test_a_chat_goes_on_with_the_prompt_and_its_image() -> None:
             said = [*tiny_tokenizer().encode("a cat"), END]
             assert sample.tokens[sample.loss_mask == 1].tolist() == said * 2
             tall = (sample.tokens == IMAGE_ID) & (sample.loss_mask == 0)
-            assert tall.sum() == way_in()._count(300, 140)
+            assert tall.sum() == way_in()._token_count(300, 140)
 
     run_virtual(program())

@@ -29,7 +29,7 @@ from april.driver.prompt_reader import PromptReader
 from april.driver.prompt_source import PromptSource
 from april.engines.protocol import Capabilities
 from april.errors import CheckpointError, ConfigError
-from april.images.placing import Images
+from april.images.image_placer import ImagePlacer
 from april.testing import FakeEngine, rollouts, run_virtual
 
 RED, BLUE = encoded(), encoded(picture(color=(0, 0, 255)))
@@ -37,8 +37,8 @@ TALL = encoded(picture(140, 300))
 MARK = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
-def images(**limits: Any) -> Images:
-    return Images(tiny_processor(), ImagesConfig(**limits))
+def images(**limits: Any) -> ImagePlacer:
+    return ImagePlacer(tiny_processor(), ImagesConfig(**limits))
 
 
 def reader() -> PromptReader:
@@ -81,7 +81,7 @@ def test_some_of_the_images_may_be_placed_already() -> None:
     more = np.concatenate((first, way_in.encode(f"c{MARK}")))
     ids, placed = way_in.place(more, read, "prompt 0")
     assert ids.tolist() == by_processor(f"a{MARK}bc{MARK}", picture(), picture(140, 300))
-    behind, both = way_in.place_behind(more, len(first), placed[:1], read[1:], "prompt 0")
+    behind, both = way_in.place_after(more, len(first), placed[:1], read[1:], "prompt 0")
     assert behind.tolist() == ids.tolist()
     assert both == placed
 
@@ -132,7 +132,7 @@ class Odd:
 def test_a_processor_that_cannot_be_followed(processor: Any, sentence: str) -> None:
     """One that makes other tokens than april is found at the start, by trying it, and refused by name."""
     with pytest.raises(ConfigError, match=sentence):
-        Images(processor)
+        ImagePlacer(processor)
 
 
 def test_structured_processors() -> None:
@@ -148,7 +148,7 @@ def test_structured_processors() -> None:
         ),
         tokenizer=tokenizer, image_seq_len=4,
     )  # fmt: skip
-    way_in = Images(made)
+    way_in = ImagePlacer(made)
     shown = [picture(100, 60), picture(60, 60)]
     ids, placed = way_in.place(way_in.encode("a<image>b<image>"), way_in.read(shown, "prompt 0"), "prompt 0")
     theirs = made(text=["a<image>b<image>"], images=[shown], add_special_tokens=False)["input_ids"][0]
@@ -171,7 +171,7 @@ IMAGE = "<start_of_image>"
 def test_text_around_an_image_is_put_together_with_what_is_beside_it(text: str) -> None:
     """As Gemma's processor does: line breaks become one token with those of the conversation, on either side."""
     made = tiny_gemma()
-    way_in = Images(made)
+    way_in = ImagePlacer(made)
     shown = [picture(50 + i, 60) for i in range(text.count(IMAGE))]
     read = way_in.read(shown, "prompt 0")
     asked = way_in.encode(text)
@@ -183,7 +183,7 @@ def test_text_around_an_image_is_put_together_with_what_is_beside_it(text: str) 
     again, same = way_in.place(ids, read, "prompt 0")
     assert again.tolist() == ids.tolist()
     assert same == placed
-    assert [p.attachment for p in way_in.of_prompt(ids, placed)] == [p.attachment for p in placed]
+    assert [p.attachment for p in way_in.prompt_pictures(ids, placed)] == [p.attachment for p in placed]
     for wrong in (ids[:-1] if text == IMAGE else np.append(ids, soft), np.append(asked, way_in.encode(IMAGE))):
         with pytest.raises(ConfigError, match="prompt 0 has"):
             way_in.place(wrong, read, "prompt 0")

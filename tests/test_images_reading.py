@@ -26,15 +26,15 @@ import april
 from april.config.images import ImagesConfig
 from april.engines.attachments import attachment_bytes
 from april.errors import ConfigError
-from april.images import fetching
-from april.images.reading import Picture, Reader
+from april.images import image_fetching
+from april.images.image_reader import ImageReader, Picture
 
 RED = encoded()
 DATA_URL = "data:image/png;base64," + base64.b64encode(RED).decode()
 
 
 def read(item: Any, *, paths: bool = True, **limits: Any) -> Picture:
-    return Reader(ImagesConfig(**limits), paths=paths).read(item, "prompt 3, image 1")
+    return ImageReader(ImagesConfig(**limits), allow_paths=paths).read(item, "prompt 3, image 1")
 
 
 def refused(item: Any, sentence: str, **options: Any) -> None:
@@ -158,7 +158,7 @@ def test_base64_of_common_writers() -> None:
     urls = [f"data:image/png;base64,{body}" for body in bodies]
     urls += [f" \n{urls[0]}", f"data:image/png;charset=utf-8;base64,{text}", f"DATA:image/png; BASE64 ;a=b,{text}"]
     given: list[Any] = [*urls, *({"type": "base64", "data": body} for body in bodies)]
-    reader = Reader(ImagesConfig()).strangers()
+    reader = ImageReader(ImagesConfig()).for_clients()
     assert {reader.read(item, "an image").attachment.data for item in given} == {data}
 
 
@@ -285,19 +285,19 @@ def test_an_image_is_fetched_from_a_host_that_is_named() -> None:
 )  # fmt: skip
 def test_a_private_address_must_be_named_itself(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name below an allowed one that leads inside is refused, before a connection is made."""
-    monkeypatch.setattr(fetching.socket, "getaddrinfo", lambda *a, **k: [(0, 0, 0, "", (address, 80))])
-    monkeypatch.setattr(fetching.socket, "create_connection", lambda *a: pytest.fail("connected"))
+    monkeypatch.setattr(image_fetching.socket, "getaddrinfo", lambda *a, **k: [(0, 0, 0, "", (address, 80))])
+    monkeypatch.setattr(image_fetching.socket, "create_connection", lambda *a: pytest.fail("connected"))
     refused("http://evil.example.com/a.png", "which is not a public address", hosts=("*.example.com",))
 
 
 @pytest.mark.parametrize("address", ["1.1.1.1", "2606:4700::1111", "64:ff9b::101:101"])
 def test_a_public_address_is_one_in_every_form(address: str) -> None:
     """Also behind a gateway from version 6 to version 4."""
-    assert fetching._is_public(address)
+    assert image_fetching._is_public(address)
 
 
 def test_without_the_package_the_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pillow is an extra."""
     monkeypatch.setattr("april.text.install_command.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"an image needs PIL: pip install .*\[images\]"):
-        Reader(ImagesConfig())
+        ImageReader(ImagesConfig())

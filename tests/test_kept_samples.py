@@ -14,10 +14,10 @@ def test_a_group_that_was_dropped_is_there_for_one_more_batch() -> None:
     """A state that was taken just before the drop asks for its samples just after it; what is held stays."""
     table: dict[SampleId, Any] = {HELD: "a", DROPPED: "b"}
     kept = KeptSamples(table)
-    kept.settle({1})
+    kept.forget_dropped({1})
     assert table == {HELD: "a", DROPPED: "b"}
     for _ in range(5):
-        kept.settle({1})
+        kept.forget_dropped({1})
         assert table == {HELD: "a"}
 
 
@@ -26,11 +26,11 @@ def test_what_comes_after_the_drop_goes_too() -> None:
     first: dict[SampleId, Any] = {DROPPED: "a"}
     second: dict[SampleId, Any] = {}
     kept = KeptSamples(first, second)
-    kept.settle({1})
+    kept.forget_dropped({1})
     late = second[DROPPED._replace(index=1)] = "late"
-    kept.settle({1})
+    kept.forget_dropped({1})
     assert (first, list(second.values())) == ({}, [late])
-    kept.settle({1})
+    kept.forget_dropped({1})
     assert second == {}
 
 
@@ -38,6 +38,6 @@ def test_a_group_that_was_drawn_after_the_look_at_the_books_stays() -> None:
     """Its first reward may come before the tables are looked at."""
     table: dict[SampleId, Any] = {HELD: "a", SampleId(5, 0): "new"}
     kept = KeptSamples(table)
-    kept.settle({1})
-    kept.settle({1, 5})
+    kept.forget_dropped({1})
+    kept.forget_dropped({1, 5})
     assert len(table) == 2

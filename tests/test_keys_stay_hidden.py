@@ -18,7 +18,7 @@ from responses import openai_reader, sglang_reader, vllm_reader
 from rich.console import Console
 
 import april
-from april.doctor.examine import Patience, examine_urls
+from april.doctor.examine import TimeLimits, examine_urls
 from april.doctor.run import show
 from april.engines.http.http_client import HttpClient
 from april.engines.http.response_reader import ResponseReader
@@ -156,7 +156,7 @@ DOCTORED: dict[str, dict[str, bytes]] = {
 def test_doctor(what: str) -> None:
     """Nor in its report, nor in its JSON."""
     routes = DOCTORED.get(what)
-    patience = Patience(total_s=60.0, reach_s=60.0, answer_s=60.0)
+    patience = TimeLimits(total_s=60.0, reach_s=60.0, answer_s=60.0)
     with raw_server(lambda path: ANSWERS[what] if routes is None else routes.get(path, http(404))) as server:
         report = asyncio.run(examine_urls([server.url], KEY, patience))
     out = io.StringIO()

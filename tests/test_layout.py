@@ -87,7 +87,7 @@ def test_every_engine_is_one_package() -> None:
     """Protocols, abilities, a base class, engines by name, groups of workers, a package per kind, one for servers."""
     entries = {path.name for path in (PACKAGE / "engines").iterdir()} - {"__init__.py", "__pycache__"}
     kinds = {"vllm", "sglang", "openai", "transformers", "simulated", "served"}
-    modules = {"abilities.py", "fit.py", "protocol.py", "base.py", "attachments.py", "weight_routes.py"}
+    modules = {"abilities.py", "fit.py", "protocol.py", "base.py", "attachments.py", "weight_transfer.py"}
     assert entries == {*modules, "groups", "kinds", "http", *kinds}
     for path in (PACKAGE / "engines" / "http").glob("*.py"):
         for name in imports(path):

@@ -17,7 +17,7 @@ from april.core.sampling import SamplingParams
 from april.core.settings import EngineLimits
 from april.core.types import Prompt
 from april.driver.long_waits import WARN_AFTER_S, LongWaits
-from april.record.standing import Waits, waits_for
+from april.record.run_status import WaitReason, wait_text
 
 pytestmark = on_virtual_time
 
@@ -143,7 +143,7 @@ async def test_whatever_is_waited_for_is_named_once_and_no_timer_is_left(
     (text,) = said(caplog)
     assert text.startswith(sentence)
     assert told == [6.0]
-    assert waits.current_wait == f"waits for {waits_for(core)}, for 3600 s"
+    assert waits.current_wait == f"waits for {wait_text(core)}, for 3600 s"
     assert not asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
 
 
@@ -175,7 +175,7 @@ async def test_a_shorter_limit_counts_although_a_longer_one_runs(
     """A wait is told of after 6 s and warned of after 60, whatever was waited for before it, and how long at most."""
     core = RolloutCore(settings(n=1, samples=1), [EngineLimits("e0", 4096, None, (2,))])
     told: list[float] = []
-    waits = LongWaits(core, now, 60.0, {Waits.PROMPTS: patience_s}, lambda _: told.append(now()))
+    waits = LongWaits(core, now, 60.0, {WaitReason.PROMPTS: patience_s}, lambda _: told.append(now()))
     core.handle(ev.StepRequested())
     waits.update()
     await asyncio.sleep(20)

@@ -51,7 +51,7 @@ def run_until_it_stops(there: asyncio.AbstractEventLoop) -> None:
 @pytest.fixture(autouse=True)
 def look_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The patience with a loop that says nothing is short."""
-    monkeypatch.setattr(loop_relay, "LOOK_AGAIN_S", 0.001)
+    monkeypatch.setattr(loop_relay, "POLL_S", 0.001)
 
 
 @pytest.mark.parametrize("closing", [False, True], ids=["reading", "closing"])
@@ -96,7 +96,7 @@ async def test_what_a_loop_has_handed_over_before_its_stop_comes_through(
 ) -> None:
     """The patience ends with the items on their way and their loop stopped: they come first, then the error; or the end
     itself, for a request that is whole is not taken for one that broke off."""
-    monkeypatch.setattr(loop_relay, "LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(loop_relay, "POLL_S", 0.0)
     with another_loop() as there:
 
         async def items() -> AsyncGenerator[int, None]:
@@ -116,7 +116,7 @@ async def test_what_a_loop_has_handed_over_before_its_stop_comes_through(
 
 async def test_a_result_given_before_the_stop_of_its_loop_comes_through(monkeypatch: pytest.MonkeyPatch) -> None:
     """A single call likewise, also where its loop gets to it between the end of a wait and the look at the loop."""
-    monkeypatch.setattr(loop_relay, "LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(loop_relay, "POLL_S", 0.0)
     with another_loop() as there:
 
         async def work() -> str:

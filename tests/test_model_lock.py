@@ -14,7 +14,7 @@ from test_shared_weights import _broken_stream, _config
 from tiny_models import apart, at_call, tiny_engine, tiny_model, tiny_request
 
 import april
-from april.concurrency.model_lock import turns_of
+from april.concurrency.model_lock import model_lock_of
 from april.errors import ConfigError, RolloutError, UsageError, WeightsInUse
 
 IDS = torch.tensor([[3, 4, 5]])
@@ -145,7 +145,7 @@ async def test_nothing_is_generated_while_the_model_is_held() -> None:
             await asyncio.sleep(0)
         assert engine.stats.generated_tokens == 0
         assert not quiet.done()
-        assert "test_nothing_is_generated_while_the_model_is_held" in turns_of(model).holder
+        assert "test_nothing_is_generated_while_the_model_is_held" in model_lock_of(model).holder
     assert len((await request).tokens) == 9
     await quiet
     async with april.hold_model(model):  # and with nothing to generate

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from april.engines.weight_routes import TensorSpec
+from april.engines.weight_transfer import TensorSpec
 from april.weights.nccl import FLOAT32, SUM, UINT8, UNIQUE_ID_BYTES, NcclSender
 
 ID = bytes([7]) * UNIQUE_ID_BYTES

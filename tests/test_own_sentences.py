@@ -25,7 +25,7 @@ PATTERNS = {"compile", "search", "match", "fullmatch", "findall", "finditer", "s
 WORD = re.compile(r"[^\W\d_]{4}")
 """What has no four letters in a row is no word of a sentence."""
 ALLOWED = {
-    ("adapters/common/session.py", "response_len"): "names of metrics",
+    ("adapters/common/deliveries.py", "response_len"): "names of metrics",
     ("adapters/areal/settings.py", "max_in_flight"): "names of settings",
     ("adapters/areal/settings.py", "vllm"): "AReaL's names of backends",
     ("adapters/openrlhf/arguments.py", "images."): "names of settings",
@@ -34,7 +34,7 @@ ALLOWED = {
     ("agents/dialects.py", "input_schema"): "keys of a request",
     ("agents/dialects.py", "tool_calls"): "keys of a message",
     ("agents/responses.py", "status"): "keys of an item",
-    ("view/health.py", "kept"): "prefixes of metrics",
+    ("view/off_policy_summary.py", "kept"): "prefixes of metrics",
     ("corrections/importance.py", "torch."): "names of dtypes",
     ("core/snapshot.py", "auto"): "names of settings",
     ("core/snapshot.py", "prompt"): "keys of a state",
@@ -43,7 +43,7 @@ ALLOWED = {
     ("driver/prompt_reader.py", "attention_mask"): "keys of a user's row",
     ("driver/prompt_reader.py", "prompt"): "keys of a user's row",
     ("engines/http/wire.py", r"\bis (?:paused|asleep|sleeping)\b"): "what a server says",
-    ("images/reading.py", "base64"): "what a client sends",
+    ("images/image_reader.py", "base64"): "what a client sends",
     ("engines/kinds/identify.py", "/v1/models"): "routes that answered",
     ("engines/sglang/probe.py", "retract"): "pause modes",
     ("engines/sglang/worker.py", "retract"): "pause modes",
@@ -51,7 +51,7 @@ ALLOWED = {
     ("engines/vllm/probe.py", "speculation"): "keys of a server's settings",
     ("serialization/plain_values.py", "torch."): "names of dtypes",
     ("serialization/torch_arrays.py", "_mask"): "names of arrays",
-    ("view/pictures.py", "CAUSE"): "names of colours",
+    ("view/report_figures.py", "CAUSE"): "names of colours",
     ("serialization/own_values.py", "digest"): "the field of an attachment that has travelled",
     ("testing/recording_proxy.py", "token_id:"): "tokens as a server writes them",
 }

@@ -37,7 +37,7 @@ from april.engines.simulated.decode_cost import DecodeCost
 from april.record.file import RunRecord
 from april.simulate import plan, plan_run, profile, workload
 from april.simulate.simulation import Simulation
-from april.view import pictures
+from april.view import report_figures
 from tests.adapters import openrlhf_stand_in, slime_stand_in, stand_in_verl
 from tests.adapters.environments import TRL_VERSION
 from tests.real_engines import pretrained
@@ -62,10 +62,10 @@ SMALL = {
              "--processes", "1"],
 }  # fmt: skip
 """Words that stand behind those of the page, where they win, to be quick."""
-PROFILE = profile.Profile(cost=DecodeCost(0.01, 1e-4, 1e-7), requests=90, held_out=0.01, speeds={1: 90.0})
+PROFILE = profile.CostProfile(cost=DecodeCost(0.01, 1e-4, 1e-7), requests=90, held_out=0.01, speeds={1: 90.0})
 
 
-async def measured(*_: Any) -> profile.Profile:
+async def measured(*_: Any) -> profile.CostProfile:
     """Of a server, which takes time; tests/test_profile.py measures one."""
     return PROFILE
 
@@ -103,7 +103,7 @@ def place(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(workload, "LENGTH_SAMPLES", 2000)
     monkeypatch.setattr(plan_run, "find_spec", lambda name: None)
-    monkeypatch.setattr(pictures, "in_all_widths", lambda *drawn: "")
+    monkeypatch.setattr(report_figures, "in_all_widths", lambda *drawn: "")
     monkeypatch.setattr(profile, "profile", measured)
     for name, few in (("BRIEF", (3, 1)), ("LONG", (4, 1)), ("ROUNDS", 0)):
         monkeypatch.setattr(plan, name, few)

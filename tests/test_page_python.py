@@ -42,9 +42,9 @@ from april.core.rollout_core import RolloutCore
 from april.driver.loop_thread import LoopThread
 from april.engines.kinds import factory
 from april.record.replay import replay
-from april.record.standing import Standing, Waits
+from april.record.run_status import RunStatus, WaitReason
 from april.testing import FakeEngine, Fault, FaultScript, conformance, run_virtual
-from april.view.progress import Line
+from april.view.progress import ProgressLine
 from april.view.run_data import read_run
 from tests.adapters import stand_in_areal, stand_in_trl
 
@@ -638,11 +638,11 @@ def test_drawings_name_what_is_there(code: list[Block]) -> None:
 @executes("report.md-0")
 def test_the_line_is_drawn_as_on_the_page(code: list[Block]) -> None:
     """Step 12 after 34 s, with the figures of the page."""
-    line = Line()
+    line = ProgressLine()
     moment: dict[str, Any] = {
         "step": 12, "ready": 17, "target": 32, "whole_groups": True, "in_flight": 186, "partials": 41, "oldest": 2,
-        "engines": {"e": 186}, "waits": Waits.FUNCTIONS.value,
+        "engines": {"e": 186}, "waits": WaitReason.FUNCTIONS.value,
     }  # fmt: skip
     for passed in (0, 24, 34):
-        line.add(float(passed), Standing(observed=12_300 * passed, **moment))
+        line.add(float(passed), RunStatus(observed=12_300 * passed, **moment))
     assert str(line) == code[0].text.strip()

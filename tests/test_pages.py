@@ -16,14 +16,14 @@ import test_page_python  # noqa: F401 - as above
 from pages import COMMANDS, EXECUTED, PAGES, ROOT, YAML, blocks, settings_page, text_of
 
 import april
-from april.auto import auto_run
-from april.auto.question import Answer, Question
+from april.auto import run_tuning
+from april.auto.question import TuningAnswer, TuningQuestion
 from april.core.rollout_core import STEP_METRICS
 from april.core.types import DropReason
 from april.engines.protocol import Capabilities, Engine
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine
-from april.simulate.show import ROWS
+from april.simulate.report_tables import ROWS
 from april.testing import Audit, FaultKind, conformance, rollouts, run_virtual
 from april.testing.fault_script import AT_TOKENS
 from tests.adapters import environments as trainers
@@ -236,8 +236,8 @@ class _NoLabel(SimulatedEngine):
 class AsItIs:
     """Instead of a simulation: it should stay so."""
 
-    async def ask(self, question: Question) -> Answer:
-        return Answer(best=question.now, tokens_per_s=1.0, off_policy_share=0.0, speed_up=1.0, share_now=0.0)
+    async def ask(self, question: TuningQuestion) -> TuningAnswer:
+        return TuningAnswer(best=question.now, tokens_per_s=1.0, off_policy_share=0.0, speed_up=1.0, share_now=0.0)
 
     def close(self) -> None:
         """Nothing to end."""
@@ -261,7 +261,7 @@ def emitted() -> set[str]:
                 await run.weight_update(transfer=lambda: None)
             return keys
 
-    with mock.patch.object(auto_run, "ChooserProcess", AsItIs):
+    with mock.patch.object(run_tuning, "ChooserProcess", AsItIs):
         return run_virtual(program())
 
 

@@ -29,9 +29,9 @@ from april.simulate import plan as planning
 from april.simulate.choose import choose as answer
 from april.simulate.choose import space_of
 from april.simulate.choose import workload_of as asked_workload
-from april.simulate.observed import workload_of
-from april.simulate.plan import BRIEF, SAME, Row, Space, choose, coarse, plan
+from april.simulate.plan import BRIEF, EQUAL_SPEED, CandidateResult, SearchSpace, choose, coarse_grid, plan
 from april.simulate.plan_run import notes, settings
+from april.simulate.recorded_workload import workload_of
 from april.simulate.run import measure
 from april.simulate.workload import Placement, Schedule, Workload
 from april.testing import FakeEngine
@@ -40,14 +40,14 @@ from april.view.units import cost_of_a_step, three_digits
 SMALL = Workload(groups=8, samples=4, engines=2, max_response_len=2000, median_len=500)
 
 
-def expect(workload: Workload, schedule: Schedule, steps: int, ramp: int) -> Row:
+def expect(workload: Workload, schedule: Schedule, steps: int, ramp: int) -> CandidateResult:
     """One candidate, simulated for so many steps."""
     return planning._row(replace(workload, steps=steps, ramp=ramp), schedule)
 
 
-def row(over: int, speed: float, share: float, **changes: Any) -> Row:
+def row(over: int, speed: float, share: float, **changes: Any) -> CandidateResult:
     """One with N' groups."""
-    return Row(
+    return CandidateResult(
         schedule=Schedule(over, Refill.NONE, 8 * over), tokens_per_s=speed, off_policy_share=share,
         staleness_mean=share, staleness_max=1, step_s=1.0, held_tokens=0.0, long=True, **changes,
     )  # fmt: skip
@@ -55,7 +55,7 @@ def row(over: int, speed: float, share: float, **changes: Any) -> Row:
 
 def test_the_fastest_within_the_limit_is_chosen() -> None:
     """Of those as fast the youngest; without one within the limit the youngest of all."""
-    sync, some, more, most = row(8, 1.0, 0.0), row(10, 1.5, 0.3), row(16, 2.0, 0.7), row(24, 2.0 + SAME, 0.9)
+    sync, some, more, most = row(8, 1.0, 0.0), row(10, 1.5, 0.3), row(16, 2.0, 0.7), row(24, 2.0 + EQUAL_SPEED, 0.9)
     rows = [sync, some, more, most]
     assert choose(rows, 1.0) is more
     assert choose(rows, 0.7) is more
@@ -218,7 +218,7 @@ def test_whatever_a_run_was_its_plan_is_a_configuration(record: Path, tmp_path: 
     """Each schedule as the configuration that runs it; settings that made sense only before are not in its way."""
     run = april.Config(rollout_batch_size=8, n_samples_per_prompt=4, max_response_len=2000, seed=3, **changes)
     workload = workload_of(configured(record, tmp_path / "run.jsonl", run.to_mapping()))
-    for schedule in (*coarse(workload, Space.whole(workload)), Schedule(8, Refill.SAMPLE, 24, 5, 0.75)):
+    for schedule in (*coarse_grid(workload, SearchSpace.full(workload)), Schedule(8, Refill.SAMPLE, 24, 5, 0.75)):
         planned = april.Config(**yaml.safe_load(settings(workload, replace(row(8, 1.0, 0.0), schedule=schedule))))
         assert (planned.seed, planned.auto, planned.partial_rollout) == (3, (), True)
         assert planned.on_stale == workload.on_stale
@@ -281,7 +281,7 @@ def test_what_is_better_is_chosen_within_the_limit(monkeypatch: pytest.MonkeyPat
 def test_no_quorum_below_three_quarters_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """However fast it is, by auto and by a plan: trainings with 0.5 fell. A run whose checkpoint has it leaves it."""
     rows(monkeypatch, lambda s: (100.0 + 100.0 * (1.0 - s.quorum) + s.over, 0.1))
-    assert {s.quorum for s in coarse(SMALL, Space.whole(SMALL))} == {1.0, 0.75}
+    assert {s.quorum for s in coarse_grid(SMALL, SearchSpace.full(SMALL))} == {1.0, 0.75}
     now = replace(NOW, over_sampling_batch_size=12, max_in_flight=96, group_quorum=0.5)
     for q in (question(samples=8), question(samples=8, now=now)):
         found = answer(q)
@@ -295,7 +295,7 @@ def test_no_quorum_below_three_quarters_is_chosen(monkeypatch: pytest.MonkeyPatc
 def test_what_would_be_refused_is_not_proposed(on_stale: OnStale) -> None:
     """More groups than can be trained in time are no candidates, also where the configuration would take them."""
     q = question(max_staleness=1, on_stale=on_stale)
-    found = coarse(asked_workload(q), space_of(q))
+    found = coarse_grid(asked_workload(q), space_of(q))
     assert max(s.over for s in found if s.refill is Refill.NONE) == 8
 
 
@@ -304,7 +304,7 @@ def test_what_is_in_work_is_always_simulated(monkeypatch: pytest.MonkeyPatch) ->
     rows(monkeypatch, lambda s: (100.0 + s.over, 0.1))
     now = replace(NOW, group_quorum=0.5)
     q = question(now=now, samples=8, free=(Work.OVER_SAMPLING, Work.IN_FLIGHT))
-    assert coarse(asked_workload(q), space_of(q))[0] == space_of(q).base
+    assert coarse_grid(asked_workload(q), space_of(q))[0] == space_of(q).base
     found = answer(q)
     assert found.best.over_sampling_batch_size > 4
     assert found.speed_up == pytest.approx(112.0 / 104.0)
@@ -344,7 +344,7 @@ def test_signals_wait_while_processes_begin(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(process_pool, "ProcessPoolExecutor", Executor)
     with pytest.raises(KeyboardInterrupt):
         plan(SMALL, processes=2)
-    assert len(submitted) == len(coarse(SMALL, Space.whole(SMALL)))
+    assert len(submitted) == len(coarse_grid(SMALL, SearchSpace.full(SMALL)))
 
 
 def runs(pid: int) -> bool:

@@ -16,14 +16,14 @@ from typer.testing import CliRunner
 from april.cli import app
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine
-from april.simulate.profile import ROUNDS, Profile, points, profile, read_cost
+from april.simulate.profile import ROUNDS, CostProfile, in_flight_points, profile, read_cost
 from april.testing import run_virtual
 
 COST = DecodeCost(8e-3, 1.2e-4, 2e-7, 3e-5)
 
 
-def measured(engine: Any, **options: Any) -> Profile:
-    async def program() -> Profile:
+def measured(engine: Any, **options: Any) -> CostProfile:
+    async def program() -> CostProfile:
         try:
             values = {"most": 48, "tokens": 200} | options
             return await profile(engine, now=asyncio.get_running_loop().time, **values)
@@ -48,14 +48,14 @@ def test_the_cost_is_found() -> None:
     assert found.cost.per_prefill_token_s == pytest.approx(COST.per_prefill_token_s, rel=0.15)
     assert found.held_out < 0.03
     assert told[-1] == (ROUNDS * 7, ROUNDS * 7)
-    assert found.requests == (ROUNDS - 2) * sum(points(48))
-    assert list(found.speeds) == points(48)
+    assert found.requests == (ROUNDS - 2) * sum(in_flight_points(48))
+    assert list(found.speeds) == in_flight_points(48)
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     """The very numbers; anything else is refused in a sentence."""
     path = tmp_path / "below" / "profile.json"
-    Profile(cost=COST, requests=90, held_out=0.01, speeds={1: 90.0}).write(path)
+    CostProfile(cost=COST, requests=90, held_out=0.01, speeds={1: 90.0}).write(path)
     assert read_cost(path) == COST
     for text, sentence in (
         ("{}", "no format that this april knows"), ("[]", "no format"), ("{", "is not what april profile has written"),

@@ -16,7 +16,7 @@ from april.core.types import Prompt
 from april.driver.prompt_reader import as_prompt
 from april.driver.prompt_source import PromptSource
 from april.errors import CheckpointError, ConfigError
-from april.processes.rank_content import pack_call
+from april.processes.rank_packing import pack_call
 
 
 def drawn(source: PromptSource, count: int) -> tuple[list[list[int]], bool, str | None]:

@@ -17,7 +17,7 @@ import april
 from april.driver.prompt_reader import PromptReader
 from april.driver.prompt_source import PromptSource
 from april.errors import CheckpointError, ConfigError, UsageError
-from april.processes.rank_content import pack_call, unpack_call
+from april.processes.rank_packing import pack_call, unpack_call
 from april.record.replay import replay
 from april.testing import FakeEngine, Rollouts, conversation, rollouts, run_virtual
 from tests.gateway_suite.script import EOS, TOKENIZER, VOCAB, reply

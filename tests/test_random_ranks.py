@@ -107,7 +107,7 @@ class Life:
 
 async def until_broken(rollouts: RankScheduler) -> None:
     """As long as the others wait."""
-    while rollouts._client.broken is None:  # noqa: ASYNC110 - nobody tells
+    while rollouts._client.group_error is None:  # noqa: ASYNC110 - nobody tells
         await asyncio.sleep(0.01)
 
 

@@ -89,7 +89,7 @@ class CountingEngine(RecordingEngine):
     handed = 0
     faults = random.Random()
 
-    def alter(self, request: Request, chunk: Chunk) -> Chunk:
+    def alter_chunk(self, request: Request, chunk: Chunk) -> Chunk:
         if self.faults.random() < 0.01:
             raise ConnectionError("reset")
         self.handed += len(chunk.tokens)
@@ -135,7 +135,7 @@ class World:
             CountingEngine(length, "e0", max_running=60, check_prefix=False),
             CountingEngine(length, "e1", max_running=60, check_prefix=False, stream_interval_s=8.0),
         ]
-        self.records += [e.handed_over for e in self.engines]
+        self.records += [e.yielded for e in self.engines]
         scoring = {"group_reward": self.rewards} if self.together else {"reward": self.reward}
         self.rollouts = Rollouts(
             length, samples=SAMPLES, engines=self.engines, prompts=self.prompts, rollout=self.rollout,

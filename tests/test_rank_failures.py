@@ -137,7 +137,7 @@ def test_no_rank_is_missed_where_all_have_come_to_the_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Every rank generates, and leaves when rank 0's scheduler has ended: nothing is said of ranks that are gone."""
-    monkeypatch.setattr(scheduler, "FAREWELL_S", PATIENCE_S)
+    monkeypatch.setattr(scheduler, "ENGINE_RELEASE_S", PATIENCE_S)
     outcomes = run_ranks(lambda rollouts, rank: len(rollouts.next_batch()), 3, engines=lambda rank: [engine()])
 
     assert outcomes == [2, 2, 2]
@@ -212,7 +212,7 @@ def test_who_does_not_know_the_token_is_no_rank() -> None:
     stranger = april.Ranks(rank=1, world_size=2, address=address, token=april.new_token(), rank_timeout_s=0.1)
     client = RankClient(stranger)
     with pytest.raises(april.RankError, match=r"rank 0 cannot be reached: .*401"):
-        client.open(stranger.meeting_point())
+        client.join(stranger.rendezvous())
     client.close(None)
     assert not server._sessions
     server.close(ConnectionError("enough"))
@@ -255,10 +255,10 @@ def test_calls_in_wrong_places() -> None:
     def program(rollouts: RankScheduler, rank: int) -> Any:
         with inside_user_code(), pytest.raises(april.RolloutError, match="cannot be called inside"):
             rollouts.next_batch()
-        rollouts._open = rollouts._enter("next_batch()")
+        rollouts._pending = rollouts._pending_call("next_batch()")
         with pytest.raises(april.RolloutError, match="was called while next_batch"):
             rollouts.commit(0)
-        rollouts._open = None
+        rollouts._pending = None
         rollouts.next_batch()
         return rollouts
 

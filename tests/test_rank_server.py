@@ -15,27 +15,27 @@ import april
 from april.errors import RankError
 from april.processes.heartbeats import Heartbeats
 from april.processes.rank_client import RankClient
-from april.processes.rank_messages import Asked, Ended, Joined, Step
-from april.processes.rank_server import PIECE_BYTES, OnAll, RankServer
+from april.processes.rank_messages import CallRequest, CallResult, Joined, Step
+from april.processes.rank_server import PIECE_BYTES, RankServer, RunOnAllRanks
 
 TOKEN = april.new_token()
-Made = Callable[[OnAll], Any]
+Made = Callable[[RunOnAllRanks], Any]
 
 
-class Conducted:
+class ServedScheduler:
     """A scheduler whose calls do what a test says."""
 
     def __init__(self) -> None:
         self.make: Made = lambda on_all: None
         self.calls = 0
-        self.batches_out: list[int] = []
+        self.uncommitted_batches: list[int] = []
 
-    def carry_out(self, asked: Any, on_all: OnAll, shares: Sequence[int]) -> tuple[Any, Sequence[bytes]]:
+    def execute(self, request: Any, on_all: RunOnAllRanks, shares: Sequence[int]) -> tuple[Any, Sequence[bytes]]:
         self.calls += 1
         content = self.make(on_all) or b"call %d of share " % self.calls
         return None, [content + str(share).encode() for share in shares]
 
-    def look(self, method: str, arguments: list[Any]) -> bytes:
+    def query(self, method: str, arguments: list[Any]) -> bytes:
         return method.encode()
 
 
@@ -47,23 +47,25 @@ class Rank:
         self.joined: Joined = server.join(number, server._ranks.world_size - 1 - number)
         self.requests = 0
 
-    def ask(self, call: int, what: str = "next_batch()", carried: int = 0, **more: Any) -> asyncio.Task[Step | Ended]:
+    def ask(
+        self, call: int, what: str = "next_batch()", carried: int = 0, **more: Any
+    ) -> asyncio.Task[Step | CallResult]:
         """Come to a call; the answer is the task's."""
         self.requests += 1
-        asked = Asked(
-            rank=self.number, session=self.joined.session, number=call, what=what, carried=carried,
+        asked = CallRequest(
+            rank=self.number, session=self.joined.session, call_number=call, call_text=what, steps_done=carried,
             **{"request": self.requests} | more,
         )  # fmt: skip
         return asyncio.get_running_loop().create_task(self._server.exchange(asked))
 
 
 @contextmanager
-def served(returns: bool = False, **timeouts: float) -> Iterator[tuple[RankServer, Conducted]]:
+def served(returns: bool = False, **timeouts: float) -> Iterator[tuple[RankServer, ServedScheduler]]:
     """A server of two ranks."""
     given: dict[str, Any] = {"rank_timeout_s": 30.0} | timeouts
-    server = RankServer(april.Ranks(world_size=2, address="127.0.0.1:0", token=TOKEN, **given), returns=returns)
-    scheduler = Conducted()
-    server.begin(scheduler)
+    server = RankServer(april.Ranks(world_size=2, address="127.0.0.1:0", token=TOKEN, **given), allow_rejoin=returns)
+    scheduler = ServedScheduler()
+    server.set_scheduler(scheduler)
     try:
         yield server, scheduler
     finally:
@@ -83,7 +85,7 @@ async def until(there: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
-def alive(program: Callable[[RankServer, Conducted], Awaitable[None]], returns: bool = False) -> None:
+def alive(program: Callable[[RankServer, ServedScheduler], Awaitable[None]], returns: bool = False) -> None:
     """Run a program on the loop of a server."""
     with served(returns) as (server, scheduler):
         server.thread.submit(lambda: _within(program(server, scheduler))).result()
@@ -94,16 +96,16 @@ async def _within(work: Awaitable[None]) -> None:
         await work
 
 
-def ended(*answers: Step | Ended) -> list[bytes]:
+def ended(*answers: Step | CallResult) -> list[bytes]:
     """The contents of ends."""
-    assert all(isinstance(a, Ended) and a.error is None for a in answers), answers
+    assert all(isinstance(a, CallResult) and a.error is None for a in answers), answers
     return [a.content for a in answers]
 
 
 def test_an_answer_that_was_lost_is_given_again() -> None:
     """A call is made once, however often a rank asks for its end, until all have come to the next one."""
 
-    async def program(server: RankServer, scheduler: Conducted) -> None:
+    async def program(server: RankServer, scheduler: ServedScheduler) -> None:
         zero, one = Rank(server, 0), Rank(server, 1)
         for _ in range(2):
             assert ended(*await asyncio.gather(zero.ask(0), one.ask(0))) == [b"call 1 of share 1", b"call 1 of share 0"]
@@ -118,7 +120,7 @@ def test_an_answer_that_was_lost_is_given_again() -> None:
 def test_a_rank_that_was_interrupted_has_not_come() -> None:
     """It is missed until it asks again; where its old question ends only after that, it has come all the same."""
 
-    async def program(server: RankServer, scheduler: Conducted) -> None:
+    async def program(server: RankServer, scheduler: ServedScheduler) -> None:
         zero, one = Rank(server, 0), Rank(server, 1)
         old = one.ask(0)
         await a_turn()
@@ -126,7 +128,7 @@ def test_a_rank_that_was_interrupted_has_not_come() -> None:
         await a_turn()
         waits = zero.ask(0)
         await a_turn()
-        assert not server._calls[0].began
+        assert not server._calls[0].started
         zero_again = zero.ask(0)  # an interrupt, and its question comes before the end of the old one is heard
         await a_turn()
         waits.cancel()
@@ -139,7 +141,7 @@ def test_a_rank_that_was_interrupted_has_not_come() -> None:
 def test_a_question_that_was_overtaken_changes_nothing() -> None:
     """Two of a rank that cross on their way: the later one counts, and the other ranks are asked nothing."""
 
-    async def program(server: RankServer, scheduler: Conducted) -> None:
+    async def program(server: RankServer, scheduler: ServedScheduler) -> None:
         zero, one = Rank(server, 0), Rank(server, 1)
         new = one.ask(0, "commit(0)", request=8)
         await a_turn()
@@ -154,7 +156,7 @@ def test_a_question_that_was_overtaken_changes_nothing() -> None:
 def test_another_call_in_place_of_one_that_began_is_refused_for_all(over: bool) -> None:
     """The others have made it with that rank: its end is no answer to the other call."""
 
-    async def program(server: RankServer, scheduler: Conducted) -> None:
+    async def program(server: RankServer, scheduler: ServedScheduler) -> None:
         zero, one = Rank(server, 0), Rank(server, 1)
         scheduler.make = lambda on_all: None if over else on_all("transfer")
         waiting = [zero.ask(0), one.ask(0)]
@@ -169,8 +171,8 @@ def test_another_call_in_place_of_one_that_began_is_refused_for_all(over: bool) 
 def test_a_step_is_carried_out_by_all_before_the_call_goes_on() -> None:
     """Asked twice it is told twice, with what belongs to it, and it is done once."""
 
-    async def program(server: RankServer, scheduler: Conducted) -> None:
-        def make(on_all: OnAll) -> None:
+    async def program(server: RankServer, scheduler: ServedScheduler) -> None:
+        def make(on_all: RunOnAllRanks) -> None:
             on_all("transfer", b"first")
             on_all("transfer", b"second")
 
@@ -190,16 +192,16 @@ def test_a_step_is_carried_out_by_all_before_the_call_goes_on() -> None:
 def test_a_failed_step_is_told_before_the_end_of_the_rank_that_failed() -> None:
     """It raises in a transfer and its process ends: the others hear of the transfer, and afterwards of the end."""
 
-    async def program(server: RankServer, scheduler: Conducted) -> None:
+    async def program(server: RankServer, scheduler: ServedScheduler) -> None:
         zero, one = Rank(server, 0), Rank(server, 1)
         scheduler.make = lambda on_all: on_all("transfer")
         await asyncio.gather(zero.ask(0), one.ask(0))
         waits = zero.ask(0, carried=1)
         await a_turn()
         await one.ask(0, error="OSError: full")
-        server._leave(1, "OSError: full")
+        server._note_closed(1, "OSError: full")
         end = await waits
-        assert isinstance(end, Ended)
+        assert isinstance(end, CallResult)
         assert end.error == ("RankError", "the transfer of rank 1 raised OSError: full", (1,))
         with pytest.raises(RankError, match="rank 1 has ended with an error: OSError: full"):
             await zero.ask(1)
@@ -210,8 +212,8 @@ def test_a_failed_step_is_told_before_the_end_of_the_rank_that_failed() -> None:
 def test_what_the_scheduler_raises_is_told_to_all() -> None:
     """By its name where it is april's, else as rank 0's; the next call is made."""
 
-    async def program(server: RankServer, scheduler: Conducted) -> None:
-        def make(on_all: OnAll) -> None:
+    async def program(server: RankServer, scheduler: ServedScheduler) -> None:
+        def make(on_all: RunOnAllRanks) -> None:
             raise april.DataExhausted("no more") if scheduler.calls == 1 else ZeroDivisionError("a reward")
 
         scheduler.make = make
@@ -219,7 +221,7 @@ def test_what_the_scheduler_raises_is_told_to_all() -> None:
         by_rank_0 = "RankError", "rank 0 raised ZeroDivisionError: a reward", (0,)
         for call, told in enumerate((("DataExhausted", "no more", ()), by_rank_0)):
             for end in await asyncio.gather(*(r.ask(call) for r in ranks)):
-                assert isinstance(end, Ended)
+                assert isinstance(end, CallResult)
                 assert end.error == told
 
     alive(program)
@@ -228,16 +230,16 @@ def test_what_the_scheduler_raises_is_told_to_all() -> None:
 def test_a_rank_that_died_has_not_come_and_is_asked_for_what_is_left() -> None:
     """Where ranks come back: its question counts no more; the process in its place carries out only later steps."""
 
-    async def program(server: RankServer, scheduler: Conducted) -> None:
+    async def program(server: RankServer, scheduler: ServedScheduler) -> None:
         zero, one = Rank(server, 0), Rank(server, 1)
         one.ask(0)
         await a_turn()
-        server._gone(1, "it died")
+        server._remove_rank(1, "it died")
         waits = zero.ask(0)
         await a_turn()
-        assert not server._calls[0].began
+        assert not server._calls[0].started
 
-        def make(on_all: OnAll) -> None:
+        def make(on_all: RunOnAllRanks) -> None:
             on_all("transfer", b"first")
             on_all("transfer", b"second")
 
@@ -246,7 +248,7 @@ def test_a_rank_that_died_has_not_come_and_is_asked_for_what_is_left() -> None:
         assert list(await asyncio.gather(waits, one.ask(0))) == [Step("transfer", b"first")] * 2
         one.ask(0, carried=1)
         await a_turn()
-        server._gone(1, "it died")  # after it had carried out the first step
+        server._remove_rank(1, "it died")  # after it had carried out the first step
         again = Rank(server, 1)
         assert again.joined.call == 0
         comes = again.ask(0)
@@ -262,7 +264,7 @@ def ranks_of(server: RankServer, address: str) -> tuple[RankClient, RankClient]:
     there = april.Ranks(rank=1, world_size=2, address=address, token=TOKEN)
     zero, one = RankClient(here, server=server), RankClient(there)
     for client, ranks in ((zero, here), (one, there)):
-        client.open(ranks.meeting_point())
+        client.join(ranks.rendezvous())
     return zero, one
 
 
@@ -285,17 +287,17 @@ def test_a_rank_asks_again_where_a_connection_breaks_and_rank_0_lives() -> None:
         asks = one.thread.submit(lambda: one._exchange(0, "next_batch()", 0, None))
 
         async def broken() -> None:
-            await until(lambda: 1 in server._latest)
-            (task,) = server._answering
+            await until(lambda: 1 in server._latest_requests)
+            (task,) = server._request_tasks
             connections: Any = server._runner and server._runner.server
             for connection in connections.connections:
                 if connection._current_request.path == "/call":
                     connection.transport.abort()
-            await until(lambda: task not in server._answering)
+            await until(lambda: task not in server._request_tasks)
 
         server.thread.run(broken)
         assert ended(zero.exchange(0, "next_batch()", 0), asks.result()) == [b"call 1 of share 0", b"call 1 of share 1"]
-        assert (scheduler.calls, server.broken) == (1, None)
+        assert (scheduler.calls, server.group_error) == (1, None)
         one.close(None)
 
 
@@ -316,7 +318,7 @@ def test_the_end_does_not_wait_for_a_call_that_is_carried_out() -> None:
         assert not late
         assert isinstance(asks.error(), RankError)
         end = comes.result()
-        assert isinstance(end, Ended)
+        assert isinstance(end, CallResult)
         assert end.error == ("RankError", "rank 0 has ended with an error: ConnectionError: enough", (0,))
         one.close(None)
 
@@ -324,22 +326,22 @@ def test_the_end_does_not_wait_for_a_call_that_is_carried_out() -> None:
 def test_silence_is_death_after_the_deadline() -> None:
     """One is silent, another beats; if this process itself stood still, all begin anew."""
     beats = Heartbeats[int](6.0)
-    beats.hear(1, 0.0)
-    beats.hear(2, 0.0)
+    beats.note_beat(1, 0.0)
+    beats.note_beat(2, 0.0)
     for now in range(1, 9):
-        beats.hear(2, float(now))
-        assert list(beats.silent(float(now))) == ([1] if now >= 6 else [])
+        beats.note_beat(2, float(now))
+        assert list(beats.silent_peers(float(now))) == ([1] if now >= 6 else [])
     beats.forget(1)
-    assert list(beats.silent(9.0)) == []
-    assert list(beats.silent(100.0)) == []
-    assert list(beats.silent(102.0)) == []
-    assert list(beats.silent(104.0)) == []
-    assert list(beats.silent(106.5)) == [2]
+    assert list(beats.silent_peers(9.0)) == []
+    assert list(beats.silent_peers(100.0)) == []
+    assert list(beats.silent_peers(102.0)) == []
+    assert list(beats.silent_peers(104.0)) == []
+    assert list(beats.silent_peers(106.5)) == [2]
 
 
 def test_a_rank_of_which_nothing_is_heard_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its connections stand, and it gives no sign of life: it is named after rank_deadline_s, not rank_timeout_s."""
-    monkeypatch.setattr(RankClient, "_tick", lambda self, line: None)
+    monkeypatch.setattr(RankClient, "_check_heartbeats", lambda self, line: None)
     with served(rank_deadline_s=0.3) as (server, _):
         zero, one = ranks_of(server, server.listen(TOKEN))
         with pytest.raises(RankError, match=r"rank 1 is gone: nothing was heard of it for 0\.3 s \(rank_deadline_s\)"):

@@ -16,7 +16,7 @@ from rank_threads import PATIENCE_S, engine, raised, run_ranks
 
 from april.core.versions import PolicyVersion
 from april.engines.simulated.engine import SimulatedEngine
-from april.engines.weight_routes import TensorSpec
+from april.engines.weight_transfer import TensorSpec
 from april.errors import EngineError
 from april.processes.rank_scheduler import RankScheduler
 

@@ -35,14 +35,14 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     """In the place of the package; the server of this process ends with the test."""
     stand_in = StandIn()
     monkeypatch.setitem(sys.modules, "ray", stand_in)
-    ray_functions._calls.cache_clear()
+    ray_functions._llm_server.cache_clear()
     yield stand_in
     GO_ON.set()
     for actor in stand_in.actors:
         actor.end()
-    if ray_functions._calls.cache_info().currsize:
-        ray_functions._calls().endpoint.stop()
-        ray_functions._calls.cache_clear()
+    if ray_functions._llm_server.cache_info().currsize:
+        ray_functions._llm_server().endpoint.stop()
+        ray_functions._llm_server.cache_clear()
 
 
 def engine() -> SimulatedEngine:
@@ -114,7 +114,7 @@ def test_rewards_and_filters_run_in_actors(ray: StandIn, functions: dict[str, An
     assert rows(made) == rows(batches(2, **functions, tokenizer=Characters()))
     assert all(s.reward == len(s.tokens) for batch in made for s in batch.samples)
     assert Characters.travelled == len(ray.actors) == 3
-    most = 1 if "reward" in functions else ray_functions.CALLS_AT_ONCE
+    most = 1 if "reward" in functions else ray_functions.MAX_CONCURRENT_CALLS
     assert {**ray.options[0]} == {"num_cpus": 1, "num_gpus": 1, "max_concurrency": most}
 
 

@@ -20,10 +20,10 @@ from rank_threads import CONFIG, PATIENCE_S, beside, cut, cut_server, engine
 import april
 from april.driver.loop_thread import LoopThread
 from april.errors import RankError
-from april.processes.rank_content import pack_call, unpack_call
+from april.processes.rank_packing import pack_call, unpack_call
 from april.processes.rank_server import RankServer
 from april.processes.ranks import Ranks
-from april.processes.ray_run import CLOSE_S, ActorScheduler, CoreActor, Run, scheduler
+from april.processes.ray_run import CLOSE_S, ActorScheduler, Run, SchedulerActor, scheduler
 
 
 class Gone(Exception):
@@ -120,7 +120,7 @@ class World:
     def __init__(self, ranks: int = 2, prompts: int = 8, **options: Any) -> None:
         group = Ranks(world_size=ranks, address="none", token="none", **{"rank_timeout_s": 30.0} | options)  # noqa: S106
         GO_ON.set()
-        self.core = CoreActor("127.0.0.1")
+        self.core = SchedulerActor("127.0.0.1")
         self._thread = LoopThread("actor")
         pool = concurrent.futures.ThreadPoolExecutor()  # as a loop of Ray's has it
         self._thread.call(lambda: asyncio.get_running_loop().set_default_executor(pool))
@@ -150,8 +150,8 @@ class World:
         """The end of a rank's process: its connection ends, and nothing comes from it any more."""
         cut(rank)
         client = rank._client
-        assert client._session is not None
-        client.thread.request_stop(client._session.close)
+        assert client._http is not None
+        client.thread.request_stop(client._http.close)
         client.thread.stop()
 
     def __enter__(self) -> World:
@@ -308,7 +308,7 @@ def test_a_rank_that_died_in_the_wait_for_a_batch(world: World) -> None:
     asks = threading.Thread(target=lambda: beside(one.next_batch))
     asks.start()
     server = world.server
-    server.thread.run(lambda: until(lambda: 0 in server._calls and server._calls[0].began))
+    server.thread.run(lambda: until(lambda: 0 in server._calls and server._calls[0].started))
     world.kill(one)
     GO_ON.set()
     asks.join()
@@ -400,7 +400,7 @@ def test_a_rank_that_attached_anew_is_told_so_in_its_old_place(world: World) -> 
     assert settled(shares) == EVERYTHING
     for old in ones[:-1]:
         client = old._client
-        client.thread.run(partial(until, lambda client=client: client.broken is not None))
+        client.thread.run(partial(until, lambda client=client: client.group_error is not None))
         with pytest.raises(RankError, match="rank 1 has attached anew") as caught:
             old.next_batch()
         assert caught.value.ranks == (1,)

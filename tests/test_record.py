@@ -33,8 +33,8 @@ from april.driver.llm import LLM
 from april.engines.protocol import Chunk, Request
 from april.errors import ConfigError, InvariantError, RecordError, RolloutError
 from april.record import file as record_file
+from april.record.event_values import NAME_FIELDS, exception_name, from_plain, to_plain
 from april.record.file import RecordFile, RunRecord
-from april.record.plain import NAMES, back, plain, what_raised
 from april.record.replay import replay
 
 pytestmark = on_virtual_time
@@ -76,7 +76,7 @@ def faulty(seed: int) -> type[RecordingEngine]:
     rng = np.random.default_rng(seed)
 
     class Faulty(RecordingEngine):
-        def alter(self, request: Request, chunk: Chunk) -> Chunk:
+        def alter_chunk(self, request: Request, chunk: Chunk) -> Chunk:
             if rng.random() < 0.03:
                 raise ConnectionError(f"reset by {SECRET}")
             return chunk
@@ -347,7 +347,7 @@ def test_a_record_that_cannot_go_on_ends_and_the_run_goes_on(
     elif how == "full":
         monkeypatch.setattr(record_file.os, "write", write)
     else:
-        monkeypatch.setattr(record_file, "MOST_WAITING", 5000)
+        monkeypatch.setattr(record_file, "MAX_WAITING_BYTES", 5000)
         monkeypatch.setattr(record_file, "WRITE_EVERY_S", 60.0)
     with caplog.at_level(logging.WARNING, "april"):
         rollouts = record(path, steps=6)
@@ -431,7 +431,7 @@ def example(kind: Any, name: str = "") -> Any:
     """A value of this type, with text that must not get into a record."""
     origin, inner = get_origin(kind), get_args(kind)
     if kind is str:
-        return "e0" if name in NAMES else f"ValueError: {SECRET}"
+        return "e0" if name in NAME_FIELDS else f"ValueError: {SECRET}"
     if kind in (int, float, bool):
         return {int: 7, float: 0.5, bool: True}[kind]
     if origin in (Union, types.UnionType):
@@ -458,26 +458,26 @@ def names_of(kind: type[Any]) -> set[str]:
 
 
 @pytest.mark.parametrize("kind", ev.Event.__subclasses__(), ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("text", [what_raised, lambda text: text])
+@pytest.mark.parametrize("text", [exception_name, lambda text: text])
 def test_every_event_goes_into_a_record_and_back(kind: type[Any], text: Callable[[str], str]) -> None:
     """All its numbers, states and names, no text and no token; a new kind of event needs nothing for that."""
     event = example(kind)
-    parts = json.loads(json.dumps(plain(event, text)))
-    again = back(parts, kind)
+    parts = json.loads(json.dumps(to_plain(event, text)))
+    again = from_plain(parts, kind)
     assert type(again) is kind
-    assert plain(again, text) == parts
+    assert to_plain(again, text) == parts
     assert set(parts) <= names_of(kind)
     assert json.dumps(parts).count('"e0"') == repr(event).count("'e0'")  # names are kept
-    if text is what_raised:
+    if text is exception_name:
         assert SECRET not in json.dumps(parts)
 
 
 def test_what_a_message_of_an_error_leaves_behind() -> None:
     """The name of the exception, if it has one."""
-    assert what_raised("engine http://10.0.0.1:8000: TimeoutError: no answer") == "TimeoutError"
-    assert what_raised("ValueError: a secret") == "ValueError"
-    assert what_raised("the reward is nan") == what_raised(f"{SECRET}Error") == "(left out)"
-    assert what_raised("") == ""
+    assert exception_name("engine http://10.0.0.1:8000: TimeoutError: no answer") == "TimeoutError"
+    assert exception_name("ValueError: a secret") == "ValueError"
+    assert exception_name("the reward is nan") == exception_name(f"{SECRET}Error") == "(left out)"
+    assert exception_name("") == ""
 
 
 # ---------------------------------------------------------------- numbers

@@ -13,7 +13,7 @@ from virtual_rollouts import on_virtual_time
 import april
 from april.core.attachments import Attachment, Placed
 from april.core.types import Prompt
-from april.record.plain import bare, filled
+from april.record.event_values import with_blank_content, without_content
 from april.record.replay import replay
 from april.testing import FaultScript, rollouts
 from april.testing.fault_script import ROW_FAULTS, STREAM_FAULTS
@@ -78,11 +78,11 @@ def test_a_state_in_a_record_has_no_image_and_no_row() -> None:
         "attachments": {image.digest: {"kind": "image", "size": 100, "data": image.data, "path": "/home/me/a.png"}},
         "waiting": [{"samples": [{"extras": {"read": ["<i8", [7, 2], bytes(112)]}, "tokens": bytes(12)}]}],
     }
-    left = bare(saved)
+    left = without_content(saved)
     assert left == {
         "attachments": {image.digest: ["image", 100]},
         "waiting": [{"samples": [{"extras": {"read": 7}, "tokens": {"length": 3}}]}],
     }
-    again = filled(msgspec.json.decode(msgspec.json.encode(left)))
+    again = with_blank_content(msgspec.json.decode(msgspec.json.encode(left)))
     assert again["attachments"][image.digest]["data"] is None
     assert again["waiting"][0]["samples"][0] == {"extras": {"read": ["|u1", [7, 0], b""]}, "tokens": bytes(12)}

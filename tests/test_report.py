@@ -20,10 +20,10 @@ from april.errors import RecordError
 from april.record.file import lines_of
 from april.record.replay import replay
 from april.simulate.simulation import Simulation
-from april.view import pictures
-from april.view.pictures import _over_steps
+from april.view import report_figures
 from april.view.report import page
-from april.view.run_data import Engine, EnginesThere, distance, limit_of, mean_busy, read_run
+from april.view.report_figures import _over_steps
+from april.view.run_data import EngineHistory, RecordedEngine, distance, limit_distance_of, mean_busy, read_run
 
 SCRIPT = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>"
 
@@ -74,9 +74,9 @@ def test_the_age_of_a_request_is_that_of_its_sample(run: tuple[Path, Simulation]
     first: dict[tuple[int, int], float] = {}
     ages = []
     lines = lines_of(run[0], ["AttemptEnded"])
-    assert next(lines).what == "Record"
+    assert next(lines).kind == "Record"
     for line in lines:
-        _, group, index, _, age, began, _, generated = line.parts["ran"]
+        _, group, index, _, age, began, _, generated = line.fields["ran"]
         if (group, index) in first:
             ages.append(age)
             assert age == sum(first[group, index] < at <= began for at in data.updates_s)
@@ -88,11 +88,11 @@ def test_the_age_of_a_request_is_that_of_its_sample(run: tuple[Path, Simulation]
 
 def test_places_by_hand() -> None:
     """Two for 10 s, five for 10 s, three for 20 s; then one at most, whoever comes; then nobody is there."""
-    there = EnginesThere([Engine("a", 2)], 9)
-    there.joined(10.0, [Engine("b", 3)])
+    there = EngineHistory([RecordedEngine("a", 2)], 9)
+    there.joined(10.0, [RecordedEngine("b", 3)])
     there.left(20.0, ["a"])
-    there.most_changed(40.0, 1)
-    there.joined(50.0, [Engine("a", 2), Engine("c")])
+    there.limit_changed(40.0, 1)
+    there.joined(50.0, [RecordedEngine("a", 2), RecordedEngine("c")])
     there.left(60.0, ["b", "a", "c"])
     assert there.place_s(0.0, 40.0) == 2 * 10 + 5 * 10 + 3 * 20
     assert there.place_s(5.0, 15.0) == 2 * 5 + 5 * 5
@@ -101,12 +101,12 @@ def test_places_by_hand() -> None:
     assert there.engine_s(50.0, 99.0) == 3 * 10
     assert there.place_s(7.0, 7.0) == there.engine_s(30.0, 20.0) == 0.0
     assert max(there.places) == 5
-    assert [there.usual(until) for until in (0.0, 15.0, 99.0, 999.0)] == [0, 1, 1, 0]
+    assert [there.median_count(until) for until in (0.0, 15.0, 99.0, 999.0)] == [0, 1, 1, 0]
     assert list(there.names) == ["a", "b", "c"]
-    more = EnginesThere([Engine("a"), Engine("b", 3)], 9)
+    more = EngineHistory([RecordedEngine("a"), RecordedEngine("b", 3)], 9)
     assert more.places == [9]
-    more.joined(10.0, [Engine("c"), Engine("d")])
-    assert [more.usual(until) for until in (19.0, 21.0)] == [2, 4]
+    more.joined(10.0, [RecordedEngine("c"), RecordedEngine("d")])
+    assert [more.median_count(until) for until in (19.0, 21.0)] == [2, 4]
 
 
 def test_the_distance_from_the_limit_adds_up(run: tuple[Path, Simulation]) -> None:
@@ -131,9 +131,9 @@ def test_the_distance_from_the_limit_adds_up(run: tuple[Path, Simulation]) -> No
 def quick(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Pictures of one width only; what was drawn, by its name."""
     figures: dict[str, Any] = {}
-    real = pictures.svg_of
-    monkeypatch.setattr(pictures, "WIDTHS", {"wide": 9.6})
-    monkeypatch.setattr(pictures, "svg_of", lambda of, name, what: real(figures.setdefault(name, of), name, what))
+    real = report_figures.svg_of
+    monkeypatch.setattr(report_figures, "WIDTHS", {"wide": 9.6})
+    monkeypatch.setattr(report_figures, "svg_of", lambda of, name, what: real(figures.setdefault(name, of), name, what))
     return figures
 
 
@@ -141,7 +141,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_a_limit_is_stated_only_where_the_fit_carries_it(run: tuple[Path, Simulation]) -> None:
     """A fit that misses, places that were never full, engines that became slower: said, and no figure stands alone."""
     sure = read_run(run[0])
-    found = limit_of(sure)
+    found = limit_distance_of(sure)
     assert found is not None
     assert found.doubt == ""
     text = page([sure])
@@ -149,7 +149,7 @@ def test_a_limit_is_stated_only_where_the_fit_carries_it(run: tuple[Path, Simula
     assert "Settings over the run" not in text  # nothing changed
     missed, empty, slower = (read_run(run[0]) for _ in range(3))
     missed.costs = {name: replace(cost, error=0.2) for name, cost in missed.costs.items()}
-    empty.there = EnginesThere([Engine("engine0"), Engine("engine1")], 50 * sure.places)
+    empty.engine_history = EngineHistory([RecordedEngine("engine0"), RecordedEngine("engine1")], 50 * sure.places)
     middle = float(np.median(slower.began_s))
     for times in (slower.began_s, slower.ended_s):
         times[times > middle] = middle + 3.0 * (times[times > middle] - middle)

@@ -13,10 +13,10 @@ import april
 from april.record.file import RunRecord
 from april.record.replay import replay
 from april.testing import FakeEngine
-from april.view.gain import Gain, gain_of
-from april.view.health import health_of
-from april.view.report import helped, page
-from april.view.run_data import RunData, limit_of, read_run
+from april.view.off_policy_summary import off_policy_summary
+from april.view.report import page, speed_up_sentence
+from april.view.run_data import RunData, limit_distance_of, read_run
+from april.view.speed_up import SpeedUp, speed_up_of
 
 REPORTS: list[dict[str, float]] = [
     {"ess_token": 0.9, "kl_k3": 0.01, "clip_share": 0.1, "tokens": 30.0,
@@ -35,11 +35,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def gain(path: Path, **changes: Any) -> Gain:
+def gain(path: Path, **changes: Any) -> SpeedUp:
     """What a record says, with other settings of the core."""
     data = read_run(path)
     data.settings = replace(data.settings, **changes)
-    return gain_of(data, limit_of(data))
+    return speed_up_of(data, limit_distance_of(data))
 
 
 def told(path: Path, target: Path, reports: list[dict[str, float]], each: int = 1) -> RunData:
@@ -63,7 +63,7 @@ def test_the_gain_is_that_against_a_run_that_was_synchronous(mode: str, tmp_path
     assert found.real == pytest.approx(real, rel=1e-4)
     assert found.sync == pytest.approx(sync, rel=0.03)
     assert found.factor > 1.1
-    words = helped(found)
+    words = speed_up_sentence(found)
     assert words.startswith(f"Yes: {found.factor:.2f}x the speed of synchronous steps")
     assert "simulated" in words
     assert words in page([read_run(tmp_path / mode)])
@@ -72,7 +72,7 @@ def test_the_gain_is_that_against_a_run_that_was_synchronous(mode: str, tmp_path
 def test_what_cannot_be_known_is_said(run: Path, tmp_path: Path) -> None:
     """A filter, responses that were given up, slow functions, a cost that does not fit, a record that is short."""
 
-    def metric(name: str, value: float) -> Gain:
+    def metric(name: str, value: float) -> SpeedUp:
         def change(line: list[Any]) -> list[Any]:
             if line[1] == "Batch":
                 line[2]["metrics"] |= {name: value}
@@ -81,20 +81,20 @@ def test_what_cannot_be_known_is_said(run: Path, tmp_path: Path) -> None:
         return gain(rewritten(run, tmp_path / f"{name}.jsonl", change))
 
     data = read_run(run)
-    limit = limit_of(data)
+    limit = limit_distance_of(data)
     assert limit is not None
     doubts = {
         "a filter rejected groups": gain(run, has_filter=True),
         "5% of the responses were given up": metric("length_unknown", 0.05),
         "waited for functions and prompts": metric("idle_functions", 0.5),
-        "it misses": gain_of(data, replace(limit, doubt="it misses")),
-        "too few requests, or too few batches": gain_of(data, None),
+        "it misses": speed_up_of(data, replace(limit, doubt="it misses")),
+        "too few requests, or too few batches": speed_up_of(data, None),
         "too few groups were finished": gain(run, n_samples_per_prompt=99),
     }
     for words, found in doubts.items():
         assert words in found.doubt
         assert found.sync == 0.0
-        assert helped(found) == f"It cannot be known from this record: {found.doubt}."
+        assert speed_up_sentence(found) == f"It cannot be known from this record: {found.doubt}."
 
 
 # ---------------------------------------------------------------- the health of learning
@@ -102,7 +102,7 @@ def test_what_cannot_be_known_is_said(run: Path, tmp_path: Path) -> None:
 
 def test_the_health_is_of_all_tokens_and_by_age(run: Path, tmp_path: Path) -> None:
     """Means over the tokens, whichever batch or share they are of; the ages in order."""
-    health = health_of(told(run, tmp_path / "told.jsonl", REPORTS))
+    health = off_policy_summary(told(run, tmp_path / "told.jsonl", REPORTS))
     assert health is not None
     assert [(row.name, row.tokens) for row in health.rows] == [
         ("all", 40.0), ("of the present weights", 20.0), ("12 updates old", 20.0)

@@ -15,7 +15,7 @@ from responses import sglang_reader
 
 from april.core.sampling import SamplingParams
 from april.engines.http import response_stream
-from april.engines.http.response_stream import Endpoint, EventSplitter, ResponseStream
+from april.engines.http.response_stream import EventSplitter, GenerateRoute, ResponseStream
 from april.engines.http.server_engine import Admission
 from april.engines.http.weight_labels import WeightLabels
 from april.engines.protocol import AbortMeans, EngineFinish, Request
@@ -56,7 +56,7 @@ class _Breaks:
 
 async def read(client: Any, *, needs_done: bool) -> tuple[list[int], EngineFinish | None, bool]:
     """Tokens, finish, and whether the break was raised."""
-    endpoint = Endpoint(
+    endpoint = GenerateRoute(
         client=client, route="/generate", admission=Admission(), labels=WeightLabels(),
         prepare=lambda *_: (sglang_reader(REQUEST.attempt_id), b"{}"), abort_means=AbortMeans.BY_ID,
         marks_end=needs_done,

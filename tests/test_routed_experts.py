@@ -25,7 +25,14 @@ from april.core.engine_limits import LimitCode
 from april.core.versions import PolicyVersion
 from april.doctor.findings import Level, abilities
 from april.engines.fit import why_unfit
-from april.engines.http.token_rows import Routing, WrongRows, experts_of_npy, experts_of_numbers, narrowed, routing_of
+from april.engines.http.token_rows import (
+    InvalidRows,
+    Routing,
+    experts_of_npy,
+    experts_of_numbers,
+    narrow_ids,
+    routing_of,
+)
 from april.engines.protocol import EngineFinish
 from april.engines.vllm.in_process import VllmInProcessEngine
 from april.errors import EngineError, WireError
@@ -161,10 +168,10 @@ async def test_rows_that_cannot_be_true_are_an_error_by_name(kind: str, said: Sa
 def test_an_id_beyond_the_experts_of_the_model() -> None:
     """Where their number is known, an id that none of them has is refused, and so are more than two bytes can name."""
     rows = np.array([[[0, 7]]], np.int32)
-    assert narrowed(rows, 8).dtype == np.uint8
+    assert narrow_ids(rows, 8).dtype == np.uint8
     for experts, words in ((7, "the expert 7, and they are numbered from 0 to 6"), (70_000, "the expert 7")):
-        with pytest.raises(WrongRows, match=words):
-            narrowed(rows, experts)
+        with pytest.raises(InvalidRows, match=words):
+            narrow_ids(rows, experts)
 
 
 def test_rows_by_columns() -> None:

@@ -57,7 +57,7 @@ def test_a_record_has_the_length_of_each_response() -> None:
     lines: list[Any] = []
     recorder = object.__new__(Recorder)
     recorder._lines = type("Lines", (), {"add": lambda self, kind, parts: lines.append(parts())})()  # type: ignore[assignment]
-    recorder.delivered(batch())
+    recorder.record_batch(batch())
     assert lines[0]["lengths"] == [9, 3, 3, 10]
 
 

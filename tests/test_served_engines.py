@@ -28,8 +28,8 @@ from april.engines.protocol import EngineFinish, FirstWeights, Health, OnWeightU
 from april.engines.served import server as served_server
 from april.engines.served.client import ServedEngine, connect_april
 from april.engines.served.server import EngineServer, serve
-from april.engines.served.wire import Call, Failure, Piece, Start, Tensors, unpacked
-from april.engines.weight_routes import TensorSpec
+from april.engines.served.wire import ChunkMessage, EngineCall, Failure, Start, Tensors, unpacked
+from april.engines.weight_transfer import TensorSpec
 from april.errors import ConfigError, EngineError, EngineUnreachable, WeightsGone
 from april.serialization.own_values import pack, unpack
 from april.testing import FakeEngine
@@ -86,11 +86,11 @@ async def some(got: Got) -> None:
     raise AssertionError("no tokens have come")
 
 
-async def said_of(server: EngineServer, name: str, call: Call) -> Any:
+async def said_of(server: EngineServer, name: str, call: EngineCall) -> Any:
     """What the server answers to a control call of anybody with the key."""
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as http:  # noqa: SIM117
         async with http.post(f"{server.url}/april/{name}", data=pack(call)) as reply:
-            return reply.status if reply.status != 200 else unpack(await reply.read(), served_server.Answer)
+            return reply.status if reply.status != 200 else unpack(await reply.read(), served_server.CallReply)
 
 
 # ---------------------------------------------------------------- who may ask
@@ -193,7 +193,7 @@ async def test_noise_ends_a_connection_and_nothing_else() -> None:
                 await line.send_bytes(noise)
                 assert (await line.receive()).type is aiohttp.WSMsgType.CLOSE
                 await line.close()
-            for route, body in (("pause", b"noise"), ("nothing", pack(Call())), ("line", b"")):
+            for route, body in (("pause", b"noise"), ("nothing", pack(EngineCall())), ("line", b"")):
                 async with http.post(f"{server.url}/april/{route}", data=body) as reply:
                     assert reply.status in (400, 404)
         assert (await read(client, request())).finish is not None
@@ -361,7 +361,7 @@ async def test_the_server_itself_refuses_what_its_client_should_not_ask() -> Non
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as http:
             line = await http.ws_connect(f"{server.url}/april/line/{client._session}?interval_s=1")
             await line.send_bytes(msgspec.msgpack.encode([pack(Start(request()))]))
-            (piece,) = unpacked((await line.receive()).data, Piece)
+            (piece,) = unpacked((await line.receive()).data, ChunkMessage)
             assert piece.failure is not None
             assert "no version" in piece.failure.message
             await line.close()
@@ -369,7 +369,7 @@ async def test_the_server_itself_refuses_what_its_client_should_not_ask() -> Non
                 await http.ws_connect(f"{server.url}/april/line/other?interval_s=1")
         for name in ("pause", "resume", "update", "end", "quiet", "content"):
             for session in ("", "other"):
-                answer = await said_of(server, name, Call(session, version=TWO, path="w://2"))
+                answer = await said_of(server, name, EngineCall(session, version=TWO, path="w://2"))
                 assert answer.failure.kind == "EngineUnreachable", name
         assert engine.weights == "torn"
 

@@ -17,7 +17,7 @@ from server_fixtures import listening, read, request, update
 
 import april
 from april.core.versions import FIRST_VERSION
-from april.doctor.examine import Patience, examine_config, examine_urls
+from april.doctor.examine import TimeLimits, examine_config, examine_urls
 from april.doctor.findings import Level, Verdict
 from april.engines.http.server_probe import choose_model
 from april.engines.kinds.factory import open_servers
@@ -296,16 +296,15 @@ async def test_the_doctor_says_it(kind: str) -> None:
     base = KINDS[kind][2]
     async with listening(server) as url:
         for report in (
-            await examine_urls([url], None, Patience()),
-            await examine_config(config(kind, url), Patience()),
+            await examine_urls([url], None, TimeLimits()), await examine_config(config(kind, url), TimeLimits())
         ):
             assert report.verdict is Verdict.UNUSABLE
         assert "set it to policy to train that adapter" in report.servers[0].findings[-1].sentence
-        report = await examine_config(config(kind, url, model="policy"), Patience())
+        report = await examine_config(config(kind, url, model="policy"), TimeLimits())
         (weights,) = [f for f in report.all if f.subject == "new weights"]
         assert report.servers[0].model == "policy"
         assert weights.level is Level.LIMITED
         assert weights.advice.startswith("hand a new adapter over") or kind == "openai"
-        report = await examine_config(config(kind, url, model=base), Patience())
+        report = await examine_config(config(kind, url, model=base), TimeLimits())
         assert report.verdict is not Verdict.UNUSABLE
         assert any("no adapter of it (policy)" in change for change in report.servers[0].changes)

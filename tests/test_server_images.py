@@ -340,7 +340,7 @@ async def test_a_server_that_always_misses_gets_everything_at_last() -> None:
         bodies.append(list(urls))
         raise RequestRefused("something is missing")
 
-    sent._know([red.digest], {})
+    sent._note_known([red.digest], {})
     with pytest.raises(RequestRefused, match="missing"):
         await sent.send("a", placed(red), post)
     assert bodies == [[], [red.digest]]
@@ -349,7 +349,7 @@ async def test_a_server_that_always_misses_gets_everything_at_last() -> None:
 
 async def test_only_so_many_digests_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those used last; an older one is sent again, which is always right."""
-    monkeypatch.setattr(sent_attachments, "REMEMBERED", 2)
+    monkeypatch.setattr(sent_attachments, "MAX_REMEMBERED", 2)
     sent, posts = SentAttachments(misses), Posts()
     one, two, three = (image(bytes([i])) for i in range(3))
     for a in (one, two, one, three, one, two):

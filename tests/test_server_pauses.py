@@ -121,7 +121,7 @@ async def test_a_sweep_waits_for_an_update() -> None:
         other = await beside("vllm", server)
         reading = await begun(server, read(other, request()))
         server.step()
-        async with engine._frozen():
+        async with engine._other_clients_paused():
             assert server.pause_mode == "keep"
             engine._admission.enter("a")
             sweeping = asyncio.create_task(engine.abort(["a"]))

@@ -47,7 +47,7 @@ def world(kind: str) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_restart_whose_metrics_fail(kind: str, fault: ControlFault, monkeypatch: pytest.MonkeyPatch) -> None:
     """No token of the start's weights gets the new version, neither while the metrics fail nor when they are well."""
-    monkeypatch.setattr(server_process, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(server_process, "IDENTITY_TIMEOUT_S", 0.01)
 
     async with world(kind) as (server, engine):
         await hand_over(server, engine, SECOND)
@@ -166,17 +166,17 @@ async def test_one_look_is_enough_for_many() -> None:
 
     confirmation = server_process.Confirmation(look, "one")
     now_s = asyncio.get_running_loop().time()
-    first = asyncio.create_task(confirmation.since(now_s))
+    first = asyncio.create_task(confirmation.wait_since(now_s))
     await until(lambda: len(looks) == 1)
-    others = [asyncio.create_task(confirmation.since(now_s)) for _ in range(9)]
-    late = asyncio.create_task(confirmation.since(now_s + 3600))
+    others = [asyncio.create_task(confirmation.wait_since(now_s)) for _ in range(9)]
+    late = asyncio.create_task(confirmation.wait_since(now_s + 3600))
     looks[0].set_result(True)
     await asyncio.gather(first, *others)
     await until(lambda: len(looks) == 2)
     late.cancel()
     await asyncio.gather(late, return_exceptions=True)
     # and a look that was cut off holds up nobody
-    again = asyncio.create_task(confirmation.since(now_s + 1e-9))
+    again = asyncio.create_task(confirmation.wait_since(now_s + 1e-9))
     await until(lambda: len(looks) == 3 or again.done())
     if not again.done():
         looks[2].set_result(False)
@@ -197,11 +197,11 @@ async def test_a_look_that_says_no_says_it_to_all(said: bool | None) -> None:
 
     confirmation = server_process.Confirmation(look, "one")
     now_s = asyncio.get_running_loop().time()
-    waiting = (confirmation.since(now_s, broken=lambda: True) for _ in range(50))
+    waiting = (confirmation.wait_since(now_s, broken=lambda: True) for _ in range(50))
     errors = await asyncio.gather(*waiting, return_exceptions=True)
     assert {type(error) for error in errors} == {EngineError}
     assert looks == 1
     # one that begins afterwards has a look of its own
     with pytest.raises(EngineError):
-        await confirmation.since(asyncio.get_running_loop().time() + 1e-9, broken=lambda: True)
+        await confirmation.wait_since(asyncio.get_running_loop().time() + 1e-9, broken=lambda: True)
     assert looks == 2

@@ -212,7 +212,7 @@ def test_a_restart_that_the_metrics_hide(scale_out: bool, well_again: bool, monk
     monkeypatch.setattr(engine_table, "PROBE_INTERVAL_S", 0.01)
     monkeypatch.setattr(server_process, "AGAIN_S", 0.01)
     monkeypatch.setattr(server_process, "CHECKS_APART_S", 0.0)
-    monkeypatch.setattr(server_process, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(server_process, "IDENTITY_TIMEOUT_S", 0.1)
     server = FakeVllmServer(developer=False, scale_out=scale_out, max_running=6, turns=20)
 
     def until_refused() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from april.engines.http.wire import NotJson, error_text, read_json
 from april.text import server_text
-from april.text.server_text import LOOKED_AT, clean, hide, quoted
+from april.text.server_text import MAX_SCANNED_CHARS, clean, hide, quoted
 
 KEY = "sk-Test/Key+77aa=="
 WRITTEN: dict[str, Callable[[str], str]] = {
@@ -81,7 +81,7 @@ def test_a_cut_leaves_no_part_of_a_key(how: str, shown: int) -> None:
     assert "sk" not in text.casefold()
 
 
-@pytest.mark.parametrize("before", range(LOOKED_AT - 20, LOOKED_AT + 1))
+@pytest.mark.parametrize("before", range(MAX_SCANNED_CHARS - 20, MAX_SCANNED_CHARS + 1))
 def test_the_end_of_what_is_looked_at_leaves_no_part_of_a_key(before: int) -> None:
     """White space before it is taken away, so that the end of what is looked at may be in the message."""
     assert "sk" not in clean(" " * before + KEY)

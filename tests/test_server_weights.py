@@ -27,7 +27,7 @@ from server_fixtures import (
 from april.core.versions import PolicyVersion
 from april.engines.protocol import EngineFinish
 from april.engines.sglang import engine as sglang
-from april.engines.sglang.worker import HalfUpdated
+from april.engines.sglang.worker import PartlyUpdated
 from april.errors import EngineError, EngineUnreachable
 
 V1 = PolicyVersion(0, 1)
@@ -256,7 +256,7 @@ async def test_what_fails_behind_new_weights_leaves_a_half_update(path: str | No
         server.unanswered = {route: 4}
         if path is not None and route == "/update_weight_version":
             server.relabels = False
-        with pytest.raises(HalfUpdated) as caught:
+        with pytest.raises(PartlyUpdated) as caught:
             await engine.update_weights(V1, path)
         assert isinstance(caught.value, EngineUnreachable)
         server.relabels, server.unanswered = True, {}

@@ -94,7 +94,7 @@ async def test_a_session_that_is_cancelled_begins_again_as_another() -> None:
 
 async def test_what_is_said_wrongly_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys, ids, rewards and bodies."""
-    monkeypatch.setattr("april.agents.sessions.LARGEST_BODY", 1000)
+    monkeypatch.setattr("april.agents.sessions.MAX_BODY_BYTES", 1000)
     async with outside() as (o, _):
         end = f"/sessions/{(await o.open())['id']}/end"
         for path, body, key, status in (

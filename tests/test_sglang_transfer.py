@@ -13,8 +13,8 @@ from server_fixtures import begun, beside, connected, listening, probed, read, r
 
 from april.core.versions import PolicyVersion
 from april.engines.kinds.factory import open_servers
-from april.engines.sglang.worker import HalfUpdated
-from april.engines.weight_routes import Handshake, Meeting, ReceivesWeights, TensorSpec
+from april.engines.sglang.worker import PartlyUpdated
+from april.engines.weight_transfer import GroupInvitation, Handshake, ReceivesWeights, TensorSpec
 from april.errors import EngineError
 
 V1, V2 = PolicyVersion(0, 1), PolicyVersion(0, 2)
@@ -28,15 +28,15 @@ PHASES = {
 """The call of each phase, in this order."""
 
 
-def meeting(workers: int = 1, **changes: Any) -> Meeting:
-    made: Any = Meeting(
+def meeting(workers: int = 1, **changes: Any) -> GroupInvitation:
+    made: Any = GroupInvitation(
         address="127.0.0.1", port=4711, world_size=workers + 1, rank_offset=1, group="april-g1", backend="gloo",
         timeout_s=60.0, bucket_bytes=1 << 20,
     )  # fmt: skip
     return replace(made, **changes)  # type: ignore[no-any-return]
 
 
-async def sent(engine: Any, at: Meeting | None = None) -> None:
+async def sent(engine: Any, at: GroupInvitation | None = None) -> None:
     """All phases of a transfer to an engine that is paused."""
     await engine.join(at or meeting(await engine.ranks()))
     await engine.begin()
@@ -280,7 +280,7 @@ async def test_a_server_that_restarts_behind_a_transfer() -> None:
         await engine.pause()
         await sent(engine)
         server._restart_at_once()
-        with pytest.raises(HalfUpdated, match="was started anew"):
+        with pytest.raises(PartlyUpdated, match="was started anew"):
             await engine.update_weights(V2)
         await engine.resume()
         assert server.label == "default"

@@ -17,9 +17,9 @@ from april.cli import app
 from april.core.types import OnStale, Refill
 from april.engines.simulated.decode_cost import limit_tokens_per_s
 from april.simulate import workload
-from april.simulate.figure import draw_loop
+from april.simulate.report_tables import verdict
 from april.simulate.run import RATIOS, measure, simulate
-from april.simulate.show import verdict
+from april.simulate.simulation_figures import draw_loop
 from april.simulate.workload import BOUNDS, Placement, Schedule, Workload
 from april.text.install_command import install
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from april.engines.simulated.clockwork import Finished, SimulatedDecoder
 from april.engines.simulated.decode_cost import DecodeCost, roofline
+from april.engines.simulated.decoder_model import Finished, SimulatedDecoder
 from april.engines.simulated.response_lengths import LognormalLengths
 
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from april.core import events as ev
 from april.core.event_pump import KEPT_REQUESTS, EndedRequest, ObservedCore, RequestLog
 from april.core.types import SampleId
-from april.engines.simulated.clockwork import SimulatedDecoder
 from april.engines.simulated.decode_cost import (
     DecodeCost,
     ModelSize,
@@ -23,7 +22,8 @@ from april.engines.simulated.decode_cost import (
     limit_tokens_per_s,
     roofline,
 )
-from april.engines.simulated.fitted_cost import FEWEST, FittedCost, Requests, fit, predicted_s
+from april.engines.simulated.decoder_model import SimulatedDecoder
+from april.engines.simulated.fitted_cost import MIN_REQUESTS, FittedCost, Requests, fit, predicted_s
 from april.engines.simulated.response_lengths import (
     ConstantLengths,
     LognormalLengths,
@@ -226,8 +226,8 @@ def test_too_little_is_no_fit() -> None:
     """Few requests, none with tokens, or such as take no time: None instead of a number."""
     workload, log = logged("sync", 1)
     (seen, *others) = (Requests.of(ended) for _, ended in log)
-    assert fit(seen[: FEWEST - 1]) is None
-    assert isinstance(fit(seen[: 4 * FEWEST]), FittedCost)
+    assert fit(seen[: MIN_REQUESTS - 1]) is None
+    assert isinstance(fit(seen[: 4 * MIN_REQUESTS]), FittedCost)
     none = np.zeros(len(seen))
     assert fit(Requests(seen.began_s, seen.ended_s, seen.context, none)) is None
     assert fit(Requests(seen.began_s, seen.began_s, seen.context, seen.generated)) is None

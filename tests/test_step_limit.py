@@ -103,10 +103,10 @@ def test_the_report_counts_engines_as_long_as_they_were_there(tmp_path: Path) ->
     steps = run_with_changes(tmp_path / "run.jsonl")
     data = read_run(tmp_path / "run.jsonl")
     assert len(data.engines) == 5
-    assert data.there.places[0] == 8
+    assert data.engine_history.places[0] == 8
     assert data.places == 32
     at = [batch.time_s for batch in data.batches]
-    assert data.there.engine_s(at[JOIN], at[CHANGE - 1]) == pytest.approx(4 * (at[CHANGE - 1] - at[JOIN]))
+    assert data.engine_history.engine_s(at[JOIN], at[CHANGE - 1]) == pytest.approx(4 * (at[CHANGE - 1] - at[JOIN]))
     assert data.engine_count == 4
     assert "Each of the 32 places" in page([data])
     for first, last in ((0, JOIN - 1), (JOIN, CHANGE - 1), (CHANGE, 23), (0, 23)):

@@ -203,8 +203,8 @@ class EndsOtherwise(Deaf):
 
     fault = ""
 
-    def alter(self, request: Request, chunk: Chunk) -> Chunk:
-        if not self.fault or sum(len(c.tokens) for c in self.handed_over[request.attempt_id]) < 10:
+    def alter_chunk(self, request: Request, chunk: Chunk) -> Chunk:
+        if not self.fault or sum(len(c.tokens) for c in self.yielded[request.attempt_id]) < 10:
             return chunk
         if self.fault == "raises":
             raise ConnectionError("reset")
@@ -335,7 +335,7 @@ async def test_evaluations_stop_too() -> None:
     (request,) = engine.requests.values()
     assert engine.aborts[-1][1] == (request.attempt_id,)
     # asked to end, and read to that end: closing the stream first would leave some engines generating
-    assert engine.handed_over[request.attempt_id][-1].finish is EngineFinish.ABORT
+    assert engine.yielded[request.attempt_id][-1].finish is EngineFinish.ABORT
     assert (request.stream, request.sampling.stop) == (True, ())
     assert rollouts.core.tokens.observed == 0
 

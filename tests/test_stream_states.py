@@ -20,7 +20,7 @@ from responses import asked, openai_reader, sglang_reader, vllm_reader
 
 from april.engines.http.http_client import HttpClient, ResponseBytes
 from april.engines.http.response_reader import ResponseReader
-from april.engines.http.response_stream import TRANSITIONS, Endpoint, ResponseStream, StreamState
+from april.engines.http.response_stream import TRANSITIONS, GenerateRoute, ResponseStream, StreamState
 from april.engines.http.server_engine import Admission
 from april.engines.http.weight_labels import WeightLabels
 from april.engines.openai.wire import TokenShape
@@ -83,7 +83,7 @@ class World(HttpClient):
 
     needed = staticmethod(lambda: True)
 
-    async def since(self, began_s: float, *, broken: Any) -> None:
+    async def wait_since(self, began_s: float, *, broken: Any) -> None:
         if not await asyncio.shield(self.weights):
             raise EngineError("other weights")
         self.confirmed = True
@@ -192,7 +192,7 @@ async def one_life(kind: str, seed: int) -> str:
     """Everything that happens to one request; returns how it ended."""
     rng = Random(seed)
     world, admission = World(kind, rng), Admission()
-    endpoint = Endpoint(
+    endpoint = GenerateRoute(
         client=world, route="/x", admission=admission, labels=WeightLabels(),
         prepare=lambda *_: (reader_of(kind), b"{}"), abort_means=MEANS[kind], marks_end=world.marked,
         confirmation=None if kind == "sglang" else world,  # type: ignore[arg-type]
@@ -252,7 +252,7 @@ async def one_life(kind: str, seed: int) -> str:
     if isinstance(outcome, BaseException) and not cancelled:
         raise outcome
 
-    assert not endpoint.open
+    assert not endpoint.open_streams
     assert not admission.inside
     # cancelled before it has begun, nobody has closed it
     assert stream.state is StreamState.CLOSED or (cancelled and stream.state is StreamState.WAITING)

@@ -12,7 +12,7 @@ from tiny_models import collect, tiny_engine, tiny_model, tiny_request
 
 import april
 from april.core.versions import PolicyVersion
-from april.engines.weight_routes import TakesTensors, TensorSpec
+from april.engines.weight_transfer import TakesTensors, TensorSpec
 from april.errors import ConfigError, EngineError
 from april.weights.source import WeightSource
 

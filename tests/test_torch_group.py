@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from april.engines.groups.gloo import GlooReceiver
-from april.engines.weight_routes import GLOO, Handshake, TensorSpec
+from april.engines.weight_transfer import GLOO, Handshake, TensorSpec
 from april.weights.group import open_group
 
 PEER = Path(__file__).parent / "torch_group_peer.py"

@@ -15,7 +15,7 @@ from seeds import seeds
 from virtual_rollouts import on_virtual_time
 
 from april import Config
-from april.adapters.common.trainer_servers import Result, TrainerServers
+from april.adapters.common.trainer_servers import ServerResult, TrainerServers
 from april.core.tape import Int32
 from april.core.types import Prompt, Refill
 from april.driver.llm import LLM
@@ -68,7 +68,7 @@ class Run:
         """Rows whose functions raise."""
 
     def new_servers(self) -> TrainerServers:
-        return TrainerServers("s", self._ask, self._end_all, context=1000, eos_token_ids=(EOS,))
+        return TrainerServers("s", self._ask, self._end_all, max_context=1000, eos_token_ids=(EOS,))
 
     @asynccontextmanager
     async def begun(self, state: Any = None) -> AsyncIterator[Run]:
@@ -78,7 +78,7 @@ class Run:
         ) as self.rollouts:
             self.driver = self.rollouts.scheduler._driver
             if state is not None:
-                self.servers.go_on(state["late"])
+                self.servers.restore(state["late"])
                 await self.rollouts.load_state_dict(state["april"])
             yield self
 
@@ -106,7 +106,7 @@ class Run:
         for aborted in self.live:
             aborted.set()
 
-    async def _ask(self, asked: str, token_ids: Int32, max_tokens: int) -> Result:
+    async def _ask(self, asked: str, token_ids: Int32, max_tokens: int) -> ServerResult:
         self.asked += 1
         weights, aborted, row, have = self.weights, asyncio.Event(), int(token_ids[1]), len(token_ids) - 2
         assert asked == f"row {row}"
@@ -143,12 +143,12 @@ class Run:
         await self.driver.resume()
 
     def state(self, through: int | None) -> Any:
-        return plain({"april": self.rollouts.state_dict(through), "late": self.servers.late()})
+        return plain({"april": self.rollouts.state_dict(through), "late": self.servers.late_responses()})
 
 
-def _result(tokens: list[int], weights: int, *, aborted: bool) -> Result:
+def _result(tokens: list[int], weights: int, *, aborted: bool) -> ServerResult:
     logprobs = np.full(len(tokens), -1.0 - weights / 1000, np.float32)
-    return Result(tokens=np.array(tokens, np.int32), logprobs=logprobs, label=weights, aborted=aborted)
+    return ServerResult(tokens=np.array(tokens, np.int32), logprobs=logprobs, label=weights, aborted=aborted)
 
 
 pytestmark = on_virtual_time
@@ -206,13 +206,13 @@ async def test_servers_that_take_nothing_are_asked_again() -> None:
     run = Run(lambda row: 3)
     ask, cut = run._ask, 4 * PLACES
 
-    async def cuts(asked: str, token_ids: Int32, max_tokens: int) -> Result:
+    async def cuts(asked: str, token_ids: Int32, max_tokens: int) -> ServerResult:
         if run.asked < cut:
             run.asked += 1
             return _result([], 0, aborted=True)
         return await ask(asked, token_ids, max_tokens)
 
-    run.servers._ask = cuts
+    run.servers._send_to_server = cuts
     async with run.begun():
         batch = await run.rollouts.next_batch()
     assert asyncio.get_running_loop().time() == pytest.approx(3.0 + 0.05 + 0.1 + 0.2 + 0.4)

@@ -18,10 +18,10 @@ from test_server_schedulers import check, hand_over, scheduler_over
 from april.config.settings import Config
 from april.core.sampling import LogprobKind
 from april.core.versions import PolicyVersion
-from april.doctor.examine import Patience, examine_config, examine_urls
+from april.doctor.examine import TimeLimits, examine_config, examine_urls
 from april.doctor.findings import Level, Report
 from april.engines.http.http_client import failure_of
-from april.engines.http.response_reader import Progress
+from april.engines.http.response_reader import ReadProgress
 from april.engines.http.server_process import parse_metrics
 from april.engines.openai.wire import TokenShape
 from april.engines.protocol import EngineFinish, EngineLoad
@@ -51,7 +51,7 @@ def test_its_exchange_is_read() -> None:
     assert np.concatenate([chunk.tokens for chunk in chunks]).tolist() == [217, 482]
     logprobs = np.concatenate([chunk.logprobs for chunk in chunks])
     assert logprobs.tolist() == np.array([-2.6949213948, -0.5], np.float32).tolist()
-    assert (chunks[-1].finish, reader.progress) == (EngineFinish.LENGTH, Progress.DONE)
+    assert (chunks[-1].finish, reader.progress) == (EngineFinish.LENGTH, ReadProgress.DONE)
 
 
 def trtllm(**options: Any) -> Any:
@@ -166,7 +166,7 @@ async def test_a_server_that_still_loads_is_busy() -> None:
 
 def report_of(server: FakeTrtllmServer, *, configured: bool) -> Report:
     async def program() -> Report:
-        patience = Patience(10.0, 3.0, 3.0)
+        patience = TimeLimits(10.0, 3.0, 3.0)
         async with listening(server) as url:
             if not configured:
                 return await examine_urls([url], None, patience)

@@ -28,7 +28,7 @@ from april.core.versions import PolicyVersion
 from april.driver import prompt_source
 from april.driver.prompt_reader import as_prompt
 from april.driver.rewards import checked_reward
-from april.engines.fit import doubts_of
+from april.engines.fit import warnings_of
 from april.engines.protocol import Chunk, Request
 from april.engines.transformers import model_support
 from april.engines.transformers.engine import TransformersEngine
@@ -218,8 +218,8 @@ def test_doubtful_settings(changes: dict[str, Any], said: str, caplog: pytest.Lo
     """They work, and the scheduler says once what they mean; others are not spoken of."""
     run(2, config=small_config(**changes))
     assert [said in message for message in caplog.messages] == [True]
-    assert not list(doubts_of(small_config()))
-    assert not list(doubts_of(small_config(over_sampling_batch_size=4)))
+    assert not list(warnings_of(small_config()))
+    assert not list(warnings_of(small_config(over_sampling_batch_size=4)))
 
 
 def test_too_few_prompts_for_a_batch(caplog: pytest.LogCaptureFixture) -> None:

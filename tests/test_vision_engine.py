@@ -239,13 +239,13 @@ async def test_models_and_processors_that_do_not_fit() -> None:
 
 def test_a_model_that_sees_otherwise_than_it_should_fails_its_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """Positions that are off by one behind an image: the trial has images in it."""
-    see = vision.Vision.see
+    see = vision.Vision.process
 
-    def off_by_one(self: Any, *arguments: Any) -> vision.Seen:
+    def off_by_one(self: Any, *arguments: Any) -> vision.ProcessedImages:
         seen = see(self, *arguments)
-        return vision.Seen(seen.pixels, seen.positions, seen.offset + 1)
+        return vision.ProcessedImages(seen.pixels, seen.positions, seen.offset + 1)
 
-    monkeypatch.setattr(vision.Vision, "see", off_by_one)
+    monkeypatch.setattr(vision.Vision, "process", off_by_one)
     with pytest.raises(ConfigError, match=r"differs from a full forward pass by .* of prompts with images"):
         _engine(tiny_vision_model(), tiny_processor())
 

@@ -27,7 +27,7 @@ from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.driver.rewards import Response
 from april.engines.protocol import EngineFinish, Request
 from april.engines.vllm.in_process import VllmInProcessEngine
-from april.engines.weight_routes import Handshake, Meeting, ReceivesWeights, TensorSpec
+from april.engines.weight_transfer import GroupInvitation, Handshake, ReceivesWeights, TensorSpec
 from april.errors import AttachmentError, ConfigError, EngineBusy, EngineError, RequestRefused, WireError
 
 PROMPT = [12, 20, 30]
@@ -173,12 +173,12 @@ async def test_pause_ends_requests_that_are_just_being_handed_over(own_loop: boo
 async def test_a_vllm_that_somebody_else_has_paused_is_busy(own_loop: bool) -> None:
     """The request waits elsewhere, and goes on after the resumption; three of them do not make an engine sick."""
     async with world(own_loop) as w:
-        await w.engine._there(lambda: w.llm.pause_generation(mode="abort", clear_cache=False))
+        await w.engine._call_on_llm_loop(lambda: w.llm.pause_generation(mode="abort", clear_cache=False))
         for _ in range(4):
             answer = await w.ask()
             assert isinstance(answer.error, EngineBusy)
             assert "Generation is paused" in str(answer.error)
-        await w.engine._there(w.llm.resume_generation)
+        await w.engine._call_on_llm_loop(w.llm.resume_generation)
         assert (await w.ask()).tokens == w.whole(PROMPT)
 
 
@@ -246,7 +246,7 @@ async def test_a_reload_counts_when_every_worker_has_returned_nothing(results: A
 
 V1, V2 = PolicyVersion(0, 1), PolicyVersion(0, 2)
 NEW = (TensorSpec("new", "bfloat16", (2, 3)),)
-AT = Meeting(
+AT = GroupInvitation(
     address="127.0.0.1", port=4711, world_size=7, rank_offset=1, group="g", backend="gloo", timeout_s=30.0,
     bucket_bytes=1 << 20,
 )  # fmt: skip
@@ -291,7 +291,7 @@ async def test_a_transfer_that_fails_leaves_no_doubt(call: str, kept: bool) -> N
     async with world(transfers="april_gloo") as w:
         await w.engine.pause()
         w.llm.transfers.clear()
-        w.engine._forgotten = True
+        w.engine._nothing_to_forget = True
         w.llm.fails = {call}
         with pytest.raises(EngineError, match=f"{call} died"):
             await transferred(w.engine, V1)

@@ -12,7 +12,7 @@ from server_fixtures import Got, begun, connected, listening, read, request, ser
 
 from april.core.versions import PolicyVersion
 from april.engines.kinds.factory import open_servers
-from april.engines.weight_routes import Handshake, Meeting, ReceivesWeights, TensorSpec
+from april.engines.weight_transfer import GroupInvitation, Handshake, ReceivesWeights, TensorSpec
 from april.errors import EngineError
 
 V1 = PolicyVersion(0, 1)
@@ -24,14 +24,14 @@ INFO = {
 }  # fmt: skip
 
 
-def meeting(backend: str, **others: Any) -> Meeting:
-    return Meeting(
+def meeting(backend: str, **others: Any) -> GroupInvitation:
+    return GroupInvitation(
         address="10.0.0.1", port=4567, world_size=9, rank_offset=3, group="april-g", backend=backend, timeout_s=75.0,
         bucket_bytes=1 << 20, **others,
     )  # fmt: skip
 
 
-async def send(engine: Any, how: Meeting) -> None:
+async def send(engine: Any, how: GroupInvitation) -> None:
     await engine.pause()
     await engine.join(how)
     await engine.begin()
@@ -55,7 +55,7 @@ async def send(engine: Any, how: Meeting) -> None:
     ids=["gloo", "nccl"],
 )  # fmt: skip
 @pytest.mark.parametrize("release", [32, 33])
-async def test_the_calls(release: int, transfers: str, how: Meeting, init: dict[str, Any]) -> None:
+async def test_the_calls(release: int, transfers: str, how: GroupInvitation, init: dict[str, Any]) -> None:
     """Joined, begun, received, finished, in vLLM's words; then caches emptied, the label set, requests right."""
     async with served("vllm", transfers=transfers, release=release) as (server, engine):
         assert isinstance(engine, ReceivesWeights)

@@ -26,11 +26,11 @@ from april.core import events as ev
 from april.core.types import Prompt
 from april.record.file import lines_of
 from april.record.replay import replay
-from april.record.standing import Standing, Waits, standing_of
+from april.record.run_status import RunStatus, WaitReason, run_status
 from april.view import progress
 from april.view.bars import EVERY_S, bars
-from april.view.progress import Line, Progress, WrittenLines, progress_on
-from april.view.watch import KEPT, Follower, Screen, watch
+from april.view.progress import PrintedProgress, ProgressLine, RedrawnProgress, progress_on
+from april.view.watch import SHOWN_BATCHES, RecordFollower, Screen, watch
 
 pytestmark = on_virtual_time
 
@@ -38,9 +38,9 @@ HOSTILE = "[bold red]x[/]\x1b[2J\x1b]0;owned\x07\u202e"
 
 
 @pytest.fixture
-def follower() -> Iterator[Callable[[Path], Follower]]:
+def follower() -> Iterator[Callable[[Path], RecordFollower]]:
     with ExitStack() as opened:
-        yield lambda path: opened.enter_context(closing(Follower(path)))
+        yield lambda path: opened.enter_context(closing(RecordFollower(path)))
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +54,10 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def screen_of(path: Path, silent_s: float = 0.0) -> str:
     """What somebody sees who looks at it."""
     screen = Screen(path)
-    while screen.look():
+    while screen.read_more():
         pass
     console = Console(file=io.StringIO(), force_terminal=True, width=300)
-    console.print(screen.drawn(silent_s))
+    console.print(screen.render(silent_s))
     screen.follower.close()
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -65,32 +65,34 @@ def screen_of(path: Path, silent_s: float = 0.0) -> str:
 
 def test_how_the_run_stands_is_in_its_record(record: Path) -> None:
     """Every few seconds a line, which a replay passes over; the last is that of the end."""
-    said = [line for line in lines_of(record, ["Standing"]) if line.what == "Standing"]
+    said = [line for line in lines_of(record, ["Standing"]) if line.kind == "Standing"]
     assert len(said) > 10
     times = [line.time_s for line in said]
     assert all(later - earlier >= 5.0 for earlier, later in pairwise(times))
-    assert [line.parts["step"] for line in said] == sorted(line.parts["step"] for line in said)
-    assert said[-1].parts["observed"] <= replay(record).core.observed_tokens()
-    assert max(line.parts["in_flight"] for line in said) > 0
-    assert max(line.parts["partials"] for line in said) > 0
+    assert [line.fields["step"] for line in said] == sorted(line.fields["step"] for line in said)
+    assert said[-1].fields["observed"] <= replay(record).core.observed_tokens()
+    assert max(line.fields["in_flight"] for line in said) > 0
+    assert max(line.fields["partials"] for line in said) > 0
 
 
-def test_a_record_is_followed_as_it_grows(record: Path, tmp_path: Path, follower: Callable[[Path], Follower]) -> None:
+def test_a_record_is_followed_as_it_grows(
+    record: Path, tmp_path: Path, follower: Callable[[Path], RecordFollower]
+) -> None:
     """In pieces of any size, cut anywhere, what is seen is what stands there; no line is read twice."""
     whole = follower(record)
-    while whole.look():
+    while whole.read_more():
         pass
     data, path = record.read_bytes(), tmp_path / "run.jsonl"
     growing = follower(path)
-    assert not growing.look()
+    assert not growing.read_more()
     assert not growing.exists
     with path.open("wb", buffering=0) as file:
         for at in range(0, len(data), 7919):
             file.write(data[at : at + 7919])
-            growing.look()
+            growing.read_more()
     assert growing.seen.lines == whole.seen.lines == len(data.splitlines())
     assert growing.seen.batches == whole.seen.batches
-    assert len(growing.seen.batches) == KEPT
+    assert len(growing.seen.batches) == SHOWN_BATCHES
     assert growing.seen.end == whole.seen.end == "the run was closed"
 
 
@@ -203,12 +205,12 @@ def test_a_missing_record_is_an_error(tmp_path: Path, which: str) -> None:
 # The line of progress: there where somebody looks, gone with the wait; long waits in logs; no batch is lost.
 
 
-def standing(**changes: Any) -> Standing:
+def standing(**changes: Any) -> RunStatus:
     given: dict[str, Any] = {
         "step": 3, "ready": 2, "target": 8, "whole_groups": True, "in_flight": 40, "partials": 0, "oldest": 0,
-        "observed": 1000, "waits": Waits.RESPONSES.value, "engines": {"e0": 40},
+        "observed": 1000, "waits": WaitReason.RESPONSES.value, "engines": {"e0": 40},
     }  # fmt: skip
-    return Standing(**given | changes)
+    return RunStatus(**given | changes)
 
 
 def terminal(**options: Any) -> Console:
@@ -238,11 +240,13 @@ def test_bars_become_lines_where_nothing_can_be_drawn() -> None:
 
 def test_the_line_says_how_the_step_stands() -> None:
     """The step and what it has, how long, how fast; partials and what it waits for, if there is something to say."""
-    line = Line()
+    line = ProgressLine()
     assert str(line) == ""
     line.add(10.0, standing())
     assert str(line) == "step 3  2/8 groups  0 s  40 in flight"
-    line.add(14.0, standing(ready=5, observed=9000, partials=1, oldest=1, in_flight=0, waits=Waits.FUNCTIONS.value))
+    line.add(
+        14.0, standing(ready=5, observed=9000, partials=1, oldest=1, in_flight=0, waits=WaitReason.FUNCTIONS.value)
+    )
     assert str(line) == (
         "step 3  5/8 groups  4 s  2.0k tok/s  0 in flight  1 partial, oldest 1 update  waits for functions and rewards"
     )
@@ -255,28 +259,28 @@ async def test_what_stands_there_is_what_the_core_has() -> None:
     """At every moment of a run: requests in flight, complete groups, tokens, and partials of older weights."""
     run = Rollouts(table({(0, 0): 3, (1, 0): 30, (2, 0): 40}, 5), n=1, over=3, max_staleness=5)
     core = run.driver.core
-    assert standing_of(core) == Standing(
+    assert run_status(core) == RunStatus(
         step=0, ready=0, target=1, whole_groups=True, in_flight=0, partials=0, oldest=0, observed=0,
-        waits=Waits.TRAINER.value, engines={"e0": 0},
+        waits=WaitReason.TRAINER.value, engines={"e0": 0},
     )  # fmt: skip
     asked = asyncio.create_task(run.driver.next_batch())
     await asyncio.sleep(2.5)
-    now = standing_of(core)
-    assert (now.in_flight, now.partials, now.waits, now.engines) == (3, 0, Waits.RESPONSES, {"e0": 3})
+    now = run_status(core)
+    assert (now.in_flight, now.partials, now.waits, now.engines) == (3, 0, WaitReason.RESPONSES, {"e0": 3})
     assert now.observed == core.observed_tokens() == 0  # the engine hands over nothing before a request ends
     await asked
-    assert (standing_of(core).step, standing_of(core).waits) == (1, Waits.TRAINER)
-    assert standing_of(core).observed == core.observed_tokens() == 9
+    assert (run_status(core).step, run_status(core).waits) == (1, WaitReason.TRAINER)
+    assert run_status(core).observed == core.observed_tokens() == 9
     await run.driver.update_weights()
     asked = asyncio.create_task(run.driver.next_batch())
     await asyncio.sleep(1.5)
-    now = standing_of(core)
+    now = run_status(core)
     assert (now.partials, now.oldest) == (2, 1)
     await asked
     run.driver.post(ev.PauseRequested())
     asked = asyncio.create_task(run.driver.next_batch())
     await asyncio.sleep(1)
-    assert standing_of(core).waits == Waits.PAUSE
+    assert run_status(core).waits == WaitReason.PAUSE
     run.driver.post(ev.Resumed())
     await asked
 
@@ -314,11 +318,11 @@ def test_the_line_is_there_while_a_batch_is_waited_for(own_loop: bool) -> None:
 def test_a_loop_that_is_busy_is_not_asked_again() -> None:
     """One question is out at most, however often the line is drawn."""
     asked: list[progress.Tell] = []
-    wait = progress._Wait(asked.append)
-    assert [str(wait.drawn()) for _ in range(5)] == [""] * 5
+    wait = progress._WaitDisplay(asked.append)
+    assert [str(wait.render()) for _ in range(5)] == [""] * 5
     assert len(asked) == 1
     asked[0](1.0, standing())
-    assert str(wait.drawn()) == "step 3  2/8 groups  0 s  40 in flight"
+    assert str(wait.render()) == "step 3  2/8 groups  0 s  40 in flight"
     assert len(asked) == 2
 
 
@@ -344,10 +348,10 @@ def test_nothing_is_drawn_where_nobody_looks(
     with scheduler() as run:
         run.next_batch()
     assert "step 0" not in capfd.readouterr().err
-    assert isinstance(progress_on(None, lambda tell: None), WrittenLines)
-    assert isinstance(progress_on(True, lambda tell: None), WrittenLines)
+    assert isinstance(progress_on(None, lambda tell: None), PrintedProgress)
+    assert isinstance(progress_on(True, lambda tell: None), PrintedProgress)
     monkeypatch.setattr(sys, "stderr", None)  # pythonw
-    assert isinstance(progress_on(None, lambda tell: None), WrittenLines)
+    assert isinstance(progress_on(None, lambda tell: None), PrintedProgress)
 
 
 def test_a_long_wait_writes_lines_ever_more_rarely(
@@ -364,11 +368,13 @@ def test_a_long_wait_writes_lines_ever_more_rarely(
             return len(pauses) > 6
 
     answers = iter(range(100))
-    lines = WrittenLines(lambda tell: tell(float(next(answers)), standing()))
+    lines = PrintedProgress(lambda tell: tell(float(next(answers)), standing()))
     goes_on: Any = GoesOn()
     lines._goes_on = goes_on
     lines._write(goes_on)
-    assert pauses == [10.0, progress.ANSWER_S, 20.0, progress.ANSWER_S, 40.0, progress.ANSWER_S, 80.0]
+    assert pauses == [
+        10.0, progress.STATE_TIMEOUT_S, 20.0, progress.STATE_TIMEOUT_S, 40.0, progress.STATE_TIMEOUT_S, 80.0
+    ]
     written = capsys.readouterr().err.splitlines()
     assert [line.split("  ")[:2] for line in written] == [["april: step 3", "2/8 groups"]] * 3
 
@@ -383,11 +389,11 @@ def test_where_it_is_shown_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("FORCE_COLOR", raising=False)
-    assert isinstance(progress_on(True, lambda tell: None), Progress)
+    assert isinstance(progress_on(True, lambda tell: None), RedrawnProgress)
     assert progress_on(False, lambda tell: None) is None
-    assert isinstance(progress_on(None, lambda tell: None), Progress)
+    assert isinstance(progress_on(None, lambda tell: None), RedrawnProgress)
     monkeypatch.setenv("TERM", "dumb")
-    assert isinstance(progress_on(None, lambda tell: None), WrittenLines)
+    assert isinstance(progress_on(None, lambda tell: None), PrintedProgress)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(progress, "find_spec", lambda name: None)
-    assert isinstance(progress_on(None, lambda tell: None), WrittenLines)
+    assert isinstance(progress_on(None, lambda tell: None), PrintedProgress)

@@ -13,10 +13,10 @@ import torch
 from april.core.events import TransferFailure
 from april.driver.weight_update import WeightUpdate
 from april.engines.protocol import Capabilities, LogprobKind
-from april.engines.weight_routes import GLOO, Handshake, Meeting, TensorSpec
+from april.engines.weight_transfer import GLOO, GroupInvitation, Handshake, TensorSpec
 from april.errors import ConfigError, EngineError, EngineUnreachable
 from april.testing.virtual_clock import VirtualClockLoop
-from april.weights.sender import EARLIER, WeightSender
+from april.weights.sender import WORKER_LIMIT_SHARE, WeightSender
 from april.weights.source import WeightSource
 
 LIMIT_S = 10.0
@@ -44,7 +44,7 @@ class Receiver:
     capabilities: Capabilities = CAPABILITIES
     handshake: Handshake = Handshake.APRIL
     asked: list[str] = field(default_factory=list)
-    meetings: list[Meeting] = field(default_factory=list)
+    meetings: list[GroupInvitation] = field(default_factory=list)
     got: dict[str, TensorSpec] = field(default_factory=dict)
     group: Group | None = None
     whole = True
@@ -70,7 +70,7 @@ class Receiver:
         await self._call("ranks")
         return self.size
 
-    async def join(self, meeting: Meeting) -> None:
+    async def join(self, meeting: GroupInvitation) -> None:
         self.meetings.append(meeting)
         self.got.clear()
         await self._call("join")
@@ -152,11 +152,11 @@ class Desk:
 
     def open(
         self, backend: str, handshake: Handshake, address: str, size: int, timeout_s: float, bucket_bytes: int
-    ) -> tuple[Group, Meeting]:
+    ) -> tuple[Group, GroupInvitation]:
         self.opened.append((backend, handshake, address, size))
         members = [e for e in self.engines if e.name in self.left and e.handshake is handshake]
         self.groups.append(Group(self.loop, members))
-        return self.groups[-1], Meeting(
+        return self.groups[-1], GroupInvitation(
             address=address, port=1, world_size=size, rank_offset=1, group=f"g{len(self.groups)}", backend=backend,
             timeout_s=timeout_s, bucket_bytes=bucket_bytes,
         )  # fmt: skip
@@ -252,7 +252,7 @@ def test_one_of_two_engines_fails(phase: str, how: str) -> None:
     assert list(desk.sender.left_out) == ["bad"]
     fate = desk.sender.left_out["bad"]
     assert fate.why.startswith(f"engine bad failed {SAYS[phase]}")
-    assert fate.torn == (phase in ("receive", "finish") or (phase == "begin" and how != "refuses"))
+    assert fate.partially_updated == (phase in ("receive", "finish") or (phase == "begin" and how != "refuses"))
     assert desk.got_all(good)
     assert bad.asked.count(phase) == 1 + (phase == "receive")
     assert all(group.closed for group in desk.groups[:-1])
@@ -264,7 +264,7 @@ def test_the_only_engine_fails(phase: str) -> None:
     desk = Desk(Receiver("only", fails=(phase, "refuses", 0)))
     with pytest.raises(EngineError, match=f"engine only failed {SAYS[phase].replace('tensor b', 'tensor a')}"):
         desk.send()
-    assert desk.sender.left_out["only"].torn == (phase in ("receive", "finish"))
+    assert desk.sender.left_out["only"].partially_updated == (phase in ("receive", "finish"))
     assert desk.engines[0].asked[-1] == "leave"
 
 
@@ -279,7 +279,7 @@ def test_a_slow_engine_is_waited_for(phase: str) -> None:
 
 def test_a_hung_engine_is_told_from_those_that_wait_for_it() -> None:
     """Workers give up before the limit of their call, so who has not answered then is who hangs."""
-    assert EARLIER < 1
+    assert WORKER_LIMIT_SHARE < 1
     desk = Desk(Receiver("good"), Receiver("hung", fails=("receive", "hangs", 1)), Receiver("well"))
     desk.send()
     assert list(desk.sender.left_out) == ["hung"]
@@ -311,7 +311,7 @@ def test_what_an_engine_got_in_an_earlier_round_counts(fails: Any, weights: tupl
     desk = Desk(Receiver("bad", fails=("receive", "refuses", 1)), Receiver("good", fails=fails))
     with pytest.raises(EngineError, match=rf"engine bad failed to take tensor b.*{said}"):
         desk.send(*weights)
-    assert {name: fate.torn for name, fate in desk.sender.left_out.items()} == {"bad": True, "good": True}
+    assert {name: fate.partially_updated for name, fate in desk.sender.left_out.items()} == {"bad": True, "good": True}
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -337,7 +337,7 @@ def interrupted_at_the_end(ask: Callable[..., Any]) -> Callable[..., Any]:
     """As ``ask``, with an interrupt where engines are to leave the group."""
 
     def asks(desk: Desk, calls: Sequence[Any]) -> Any:
-        if calls[0].__name__ == "_left":
+        if calls[0].__name__ == "_leave_group":
             for call in calls:
                 call.close()
             raise KeyboardInterrupt
@@ -365,7 +365,7 @@ def test_what_the_weights_raise_is_raised() -> None:
         desk = Desk(Receiver("a"))
         with pytest.raises(OSError, match="offloaded"):
             desk.send(weights(good))
-        assert {n: f.torn for n, f in desk.sender.left_out.items()} == {"a": torn}
+        assert {n: f.partially_updated for n, f in desk.sender.left_out.items()} == {"a": torn}
         assert desk.engines[0].asked[-1] == "leave"
 
 

@@ -148,11 +148,11 @@ def test_another_rank_keeps_nothing(one_rank: None) -> None:
             gathered.append(tuple(self.tensor.shape))
             return self.tensor.full_tensor()
 
-    for portion, other in zip(source.portions(), sender.portions(), strict=True):
+    for portion, other in zip(source.ungathered_buckets(), sender.ungathered_buckets(), strict=True):
         assert portion.digest() == other.digest()
         for item in portion.items:
             object.__setattr__(item, "tensor", Counted(item.tensor))
-        source.take_part(portion)
+        source.gather_for_others(portion)
     assert gathered == [(4, 4), (4,)]
 
 
@@ -160,7 +160,7 @@ def test_ranks_that_hold_other_tensors_differ_before_they_gather() -> None:
     """Name, shape and dtype of each, and the end: where one differs, a collective would hang."""
 
     def digests(*pairs: tuple[str, torch.Tensor]) -> list[bytes]:
-        return [portion.digest() for portion in WeightSource(list(pairs)).portions()]
+        return [portion.digest() for portion in WeightSource(list(pairs)).ungathered_buckets()]
 
     a, b = torch.zeros(2), torch.zeros(3)
     kinds = [[("a", a)], [("b", a)], [("a", b)], [("a", a.bfloat16())], [("a", a), ("b", b)]]

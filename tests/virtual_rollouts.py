@@ -108,7 +108,7 @@ class RecordingEngine(recording_engine.RecordingEngine):
     def tokens_of(self, sample: tuple[int, int]) -> list[int]:
         """Tokens handed over per attempt of one sample, in order."""
         return [
-            sum(len(c.tokens) for c in self.handed_over[attempt_id])
+            sum(len(c.tokens) for c in self.yielded[attempt_id])
             for attempt_id, request in self.requests.items()
             if request.sample_key == sample
         ]
@@ -248,7 +248,7 @@ class Rollouts:
                 continue
             rows = [
                 (int(t), float(p), c.version)
-                for c in engines[segment.engine].handed_over[segment.attempt_id]
+                for c in engines[segment.engine].yielded[segment.attempt_id]
                 for t, p in zip(c.tokens, c.logprobs, strict=True)
             ]
             first = used[segment.attempt_id]

@@ -6,16 +6,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from april.agents.rollout_functions import ProgramResult, batched, program
     from april.agents.sessions import Sessions
     from april.agents.verifiers import Verifiers
-    from april.agents.wrap import ProgramResult, batched, program
 
 _HOME_OF = {
     "Sessions": "april.agents.sessions",
     "Verifiers": "april.agents.verifiers",
-    "ProgramResult": "april.agents.wrap",
-    "batched": "april.agents.wrap",
-    "program": "april.agents.wrap",
+    "ProgramResult": "april.agents.rollout_functions",
+    "batched": "april.agents.rollout_functions",
+    "program": "april.agents.rollout_functions",
 }
 __all__ = ["ProgramResult", "Sessions", "Verifiers", "batched", "program"]
 

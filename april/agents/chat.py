@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeGuard
 
 from april.core.tape import Float32, Int32
-from april.images.chats import is_image
+from april.images.chat_images import is_image
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
@@ -20,10 +20,8 @@ Finish = Literal["stop", "length", "tool_calls"]
 NOT_READ = "content: a part of type {!r} is not supported; april takes text, and images with processor= of the model"
 COMMIT_S = 5.0
 """Seconds in which an error still gets its own HTTP status; then 200 and keep-alive bytes are sent."""
-ALIVE_S = 10.0
+KEEPALIVE_S = 10.0
 """Seconds between two writes that keep the connection of a slow answer alive."""
-
-
 DISTRIBUTION: Mapping[str, Sequence[Any]] = {
     "temperature": (), "top_p": (), "top_k": (-1, 0), "min_p": (0,), "top_a": (0,), "typical_p": (1,),
     "min_tokens": (0,), "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,),
@@ -161,27 +159,27 @@ TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refu
 """Types of text parts, each with the field that holds the text."""
 
 
-def key_of(message: Message) -> str:
+def message_key(message: Message) -> str:
     """Return a key of a message that stays the same when a client sends the message back.
 
     Clients add nulls, write "" for null, reformat arguments and drop the reasoning; the key ignores these changes.
     """
     calls = [
-        (call.get("id"), call["function"]["name"], _plain(call["function"]["arguments"]))
+        (call.get("id"), call["function"]["name"], _parsed_arguments(call["function"]["arguments"]))
         for call in message.get("tool_calls") or ()
     ]
-    said = [message["role"], _said(message.get("content")), calls, message.get("tool_call_id")]
-    return json.dumps(said, sort_keys=True, ensure_ascii=False)
+    key = [message["role"], _content_key(message.get("content")), calls, message.get("tool_call_id")]
+    return json.dumps(key, sort_keys=True, ensure_ascii=False)
 
 
-def _said(content: Any) -> Any:
+def _content_key(content: Any) -> Any:
     """Return the text of a message's content, or its parts with the hash of its bytes in place of each image."""
     if not has_images(content):
         return text_of(content)
     return [{"image": part["picture"].attachment.digest} if is_image(part) else part["text"] for part in content]
 
 
-def _plain(arguments: Any) -> Any:
+def _parsed_arguments(arguments: Any) -> Any:
     """Return the arguments as a value if they are JSON, otherwise unchanged."""
     if not isinstance(arguments, str):
         return arguments

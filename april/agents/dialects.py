@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from april.agents.chat import DISTRIBUTION, Answer, ChatRequest, RequestError, checked_content, has_images, text_of
-from april.images.chats import MARK
+from april.images.chat_images import MARK
 
 Json = dict[str, Any]
 SseEvent = tuple[str, Any]
@@ -28,7 +28,7 @@ class Dialect(Protocol):
         """Read a request; raises RequestError."""
         ...
 
-    def whole(self, answer: Answer, request: ChatRequest) -> Json:
+    def response_body(self, answer: Answer, request: ChatRequest) -> Json:
         """Return the body of an answer that is not streamed."""
         ...
 
@@ -41,17 +41,17 @@ class Dialect(Protocol):
         ...
 
 
-class Body:
-    """The fields of a request body; :meth:`end` refuses every field that was neither taken nor ignored."""
+class JsonBody:
+    """The fields of a request body; :meth:`refuse_rest` refuses every field that was neither taken nor ignored."""
 
     def __init__(self, body: Any) -> None:
         if not isinstance(body, dict):
             raise RequestError("the body must be a JSON object")
-        self._left: Json = {name: value for name, value in body.items() if value is not None}
+        self._unread: Json = {name: value for name, value in body.items() if value is not None}
 
     def take(self, name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
         """Remove a field and return its value, which must be of this type; ``default`` if it is missing or null."""
-        value = self._left.pop(name, None)
+        value = self._unread.pop(name, None)
         if value is None:
             return default
         kinds = kind if isinstance(kind, tuple) else (kind,)
@@ -63,37 +63,37 @@ class Body:
     def ignore(self, names: Iterable[str]) -> None:
         """Discard fields that have no effect on the answer."""
         for name in names:
-            self._left.pop(name, None)
+            self._unread.pop(name, None)
 
-    def neutral(self, **values: Any) -> None:
+    def ignore_neutral(self, **values: Any) -> None:
         """Accept fields with the one value that has no effect; raises RequestError for any other value."""
         for name, value in values.items():
-            given = self._left.pop(name, value)
+            given = self._unread.pop(name, value)
             if given != value:
                 raise RequestError(f"{name}={json.dumps(given)[:100]} is not supported; leave it out")
 
-    def end(self) -> None:
+    def refuse_rest(self) -> None:
         """Raise RequestError if a field is left over."""
-        if self._left:
-            raise RequestError(f"unknown or unsupported parameters: {', '.join(sorted(self._left))}")
+        if self._unread:
+            raise RequestError(f"unknown or unsupported parameters: {', '.join(sorted(self._unread))}")
 
     def sampling(self, limit: Any, stops: str) -> Json:
         """Return the sampling settings of the client; see :attr:`ChatRequest.sampling`."""
         stop = self.take(stops, (str, list))
         stop = [stop] if isinstance(stop, str) else stop
-        if stop is not None and not (len(stop) <= MOST_STOPS and all(isinstance(s, str) for s in stop)):
-            raise RequestError(f"{stops} must be a string or a list of up to {MOST_STOPS} strings")
+        if stop is not None and not (len(stop) <= MAX_STOP_STRINGS and all(isinstance(s, str) for s in stop)):
+            raise RequestError(f"{stops} must be a string or a list of up to {MAX_STOP_STRINGS} strings")
         found = {
             "max_tokens": limit,
             "temperature": self.take("temperature", (int, float)),
             "top_p": self.take("top_p", (int, float)),
             "stop": stop,
-            **{name: self._left.pop(name, None) for name in DISTRIBUTION if name not in ("temperature", "top_p")},
+            **{name: self._unread.pop(name, None) for name in DISTRIBUTION if name not in ("temperature", "top_p")},
         }
         return {name: value for name, value in found.items() if value is not None}
 
 
-MOST_STOPS = 64
+MAX_STOP_STRINGS = 64
 IGNORED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "parallel_tool_calls", "reasoning_effort", "verbosity", "prediction", "betas",
@@ -101,7 +101,7 @@ IGNORED = (
 """Fields that are accepted and have no effect."""
 
 
-def messages_of(value: Any) -> list[Json]:
+def read_messages(value: Any) -> list[Json]:
     """Return a conversation in OpenAI's format; raises RequestError."""
     if not isinstance(value, list) or not value:
         raise RequestError("messages must be a list that is not empty")
@@ -111,7 +111,7 @@ def messages_of(value: Any) -> list[Json]:
             raise RequestError(f"messages[{i}] must be an object whose role is one of {', '.join(ROLES)}")
         message = {**given, "role": "system" if given["role"] == "developer" else given["role"]}
         message["content"] = checked_content(message.get("content"))
-        for name in BESIDE_CONTENT:
+        for name in NON_CONTENT_FIELDS:
             if message.get(name):
                 raise RequestError(f"messages[{i}].{name} is not supported; images are parts of the content")
         if not isinstance(message.get("tool_calls") or [], list):
@@ -127,14 +127,14 @@ def messages_of(value: Any) -> list[Json]:
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-BESIDE_CONTENT = (
+NON_CONTENT_FIELDS = (
     "images", "image", "image_url", "image_urls", "audio", "audio_url", "input_audio", "video", "videos", "video_url",
     "file", "files", "attachments",
 )  # fmt: skip
 """Fields in which other endpoints accept media next to a message's content; here they are refused."""
 
 
-def tools_of(value: Any) -> list[Json]:
+def read_tools(value: Any) -> list[Json]:
     """Return tool definitions in OpenAI's format; raises RequestError."""
     tools = []
     for i, tool in enumerate(value or ()):
@@ -162,9 +162,9 @@ class OpenAIChat:
 
     def read(self, body: Json) -> ChatRequest:
         """Read a request."""
-        b = Body(body)
-        messages = messages_of(b.take("messages", list))
-        tools = choose_tools(b.take("tool_choice", (str, dict)), tools_of(b.take("tools", list)))
+        b = JsonBody(body)
+        messages = read_messages(b.take("messages", list))
+        tools = choose_tools(b.take("tool_choice", (str, dict)), read_tools(b.take("tools", list)))
         limit = b.take("max_completion_tokens", int)
         limit = b.take("max_tokens", int, limit) if limit is None else limit
         options = b.take("stream_options", dict, {})
@@ -179,18 +179,18 @@ class OpenAIChat:
             model=b.take("model", str, ""),
         )
         b.ignore((*IGNORED, "max_tokens"))
-        b.neutral(
+        b.ignore_neutral(
             n=1, top_logprobs=0, response_format={"type": "text"}, modalities=["text"], functions=[],
             function_call="none",
         )  # fmt: skip
-        b.end()
+        b.refuse_rest()
         return request
 
-    def whole(self, answer: Answer, request: ChatRequest) -> Json:
+    def response_body(self, answer: Answer, request: ChatRequest) -> Json:
         """Return the body of a ``chat.completion``."""
         choice: Json = {"index": 0, "message": {"refusal": None, **answer.message}, "finish_reason": answer.finish}
         choice["logprobs"] = {"content": self._logprobs(answer)} if request.logprobs else None
-        found = {**self._head(answer, request, "chat.completion"), "choices": [choice], "usage": usage_of(answer)}
+        found = {**self._head(answer, request, "chat.completion"), "choices": [choice], "usage": token_usage(answer)}
         if request.return_token_ids:
             found["prompt_token_ids"] = answer.prompt_ids.tolist()
             choice["token_ids"] = answer.tokens.tolist()
@@ -212,7 +212,7 @@ class OpenAIChat:
         yield "", {**head, "choices": [choice], **usage}
         yield "", {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": answer.finish}], **usage}
         if request.usage:
-            yield "", {**head, "choices": [], "usage": usage_of(answer)}
+            yield "", {**head, "choices": [], "usage": token_usage(answer)}
         yield "", "[DONE]"
 
     def error(self, error: RequestError) -> Json:
@@ -229,7 +229,7 @@ class OpenAIChat:
         return [{"token": f"token_id:{t}", "logprob": p, "bytes": None, "top_logprobs": []} for t, p in pairs]
 
 
-def usage_of(answer: Answer) -> Json:
+def token_usage(answer: Answer) -> Json:
     """Return the token counts in OpenAI's format."""
     prompt, completion = len(answer.prompt_ids), len(answer.tokens)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
@@ -240,7 +240,7 @@ class OpenAIText(OpenAIChat):
 
     def read(self, body: Json) -> ChatRequest:
         """Read a request."""
-        b = Body(body)
+        b = JsonBody(body)
         prompt = b.take("prompt", (str, list))
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
             prompt = prompt[0]
@@ -262,19 +262,19 @@ class OpenAIText(OpenAIChat):
             model=b.take("model", str, ""),
         )
         b.ignore(IGNORED)
-        b.neutral(n=1, best_of=1, echo=False, suffix="")
-        b.end()
+        b.ignore_neutral(n=1, best_of=1, echo=False, suffix="")
+        b.refuse_rest()
         return request
 
-    def whole(self, answer: Answer, request: ChatRequest) -> Json:
+    def response_body(self, answer: Answer, request: ChatRequest) -> Json:
         """Return the body of a ``text_completion``."""
-        return {**self._text(answer, request, answer.finish), "usage": usage_of(answer)}
+        return {**self._text(answer, request, answer.finish), "usage": token_usage(answer)}
 
     def stream(self, answer: Answer, request: ChatRequest) -> Iterator[SseEvent]:
         """Yield the text in one chunk, and the token counts if wanted."""
         yield "", self._text(answer, request, answer.finish)
         if request.usage:
-            yield "", {**self._text(answer, request, answer.finish), "choices": [], "usage": usage_of(answer)}
+            yield "", {**self._text(answer, request, answer.finish), "choices": [], "usage": token_usage(answer)}
         yield "", "[DONE]"
 
     @staticmethod
@@ -293,7 +293,7 @@ class OpenAIText(OpenAIChat):
         return {**head, "choices": [choice]}
 
 
-def refuse_marks(i: int, blocks: Iterable[Any]) -> None:
+def refuse_image_marks(i: int, blocks: Iterable[Any]) -> None:
     """Raise RequestError for an image block without a source: in Anthropic's format, its image was lost."""
     if any(block == MARK for block in blocks):
         raise RequestError(f"messages[{i}]: an image has no source; give it in base64 in source")
@@ -306,7 +306,7 @@ class Anthropic:
 
     def read(self, body: Json) -> ChatRequest:
         """Read a request."""
-        b = Body(body)
+        b = JsonBody(body)
         system = text_of(b.take("system", (str, list)))
         messages = [{"role": "system", "content": system}] if system else []
         for i, message in enumerate(b.take("messages", list, [])):
@@ -317,15 +317,15 @@ class Anthropic:
         if thinking not in ("disabled", "enabled", "adaptive"):
             raise RequestError(f"thinking: {thinking!r} is not supported")
         request = ChatRequest(
-            messages=messages_of(messages),
-            tools=choose_tools(choice, tools_of(tools)),
+            messages=read_messages(messages),
+            tools=choose_tools(choice, read_tools(tools)),
             sampling=b.sampling(b.take("max_tokens", int), "stop_sequences"),
             stream=b.take("stream", bool, False),
             model=b.take("model", str, ""),
         )
         b.ignore((*IGNORED, "context_management", "output_config"))
-        b.neutral(mcp_servers=[], container="")
-        b.end()
+        b.ignore_neutral(mcp_servers=[], container="")
+        b.refuse_rest()
         return request
 
     @staticmethod
@@ -348,7 +348,7 @@ class Anthropic:
             return
         if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
             raise RequestError(f"messages[{i}].content must be a string or a list of blocks")
-        refuse_marks(i, content)
+        refuse_image_marks(i, content)
         parts: list[Json] = []
         reasoning, calls, results = "", [], 0
         for part in content:
@@ -370,7 +370,7 @@ class Anthropic:
                 case "tool_result":
                     results += 1
                     result = part.get("content")
-                    refuse_marks(i, result if isinstance(result, list) else ())
+                    refuse_image_marks(i, result if isinstance(result, list) else ())
                     result = result if has_images(result) else text_of(result)
                     yield {"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": result}
                 case kind:
@@ -381,7 +381,7 @@ class Anthropic:
             found |= {"tool_calls": calls} if calls else {}
             yield found | ({"reasoning_content": reasoning} if reasoning else {})
 
-    def whole(self, answer: Answer, request: ChatRequest) -> Json:
+    def response_body(self, answer: Answer, request: ChatRequest) -> Json:
         """Return the body of a ``message``."""
         stop = "stop_sequence" if answer.stopped_by is not None else STOP_REASONS[answer.finish]
         usage = {"input_tokens": len(answer.prompt_ids), "output_tokens": len(answer.tokens)}
@@ -402,17 +402,17 @@ class Anthropic:
 
     def stream(self, answer: Answer, request: ChatRequest) -> Iterator[SseEvent]:
         """Yield the events of a message, with one delta for each block."""
-        whole = self.whole(answer, request)
+        whole = self.response_body(answer, request)
         start = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}
-        yield _named(type="message_start", message={**start, "usage": {**whole["usage"], "output_tokens": 1}})
+        yield named_event(type="message_start", message={**start, "usage": {**whole["usage"], "output_tokens": 1}})
         for i, block in enumerate(whole["content"]):
             empty, delta = EMPTY[block["type"]](block)
-            yield _named(type="content_block_start", index=i, content_block=empty)
-            yield _named(type="content_block_delta", index=i, delta=delta)
-            yield _named(type="content_block_stop", index=i)
+            yield named_event(type="content_block_start", index=i, content_block=empty)
+            yield named_event(type="content_block_delta", index=i, delta=delta)
+            yield named_event(type="content_block_stop", index=i)
         end = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
-        yield _named(type="message_delta", delta=end, usage=whole["usage"])
-        yield _named(type="message_stop")
+        yield named_event(type="message_delta", delta=end, usage=whole["usage"])
+        yield named_event(type="message_stop")
 
     def error(self, error: RequestError) -> Json:
         """Return the body of an Anthropic error."""
@@ -433,5 +433,5 @@ EMPTY: Mapping[str, Any] = {
 """For each block type, a function that returns its empty block for a stream, and the delta that fills it."""
 
 
-def _named(**data: Any) -> SseEvent:
+def named_event(**data: Any) -> SseEvent:
     return data["type"], data

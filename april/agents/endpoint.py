@@ -20,10 +20,10 @@ from typing import Any
 
 from aiohttp import web
 
-from april.agents.chat import ALIVE_S, COMMIT_S, Answer, ChatRequest, RequestError
+from april.agents.chat import COMMIT_S, KEEPALIVE_S, Answer, ChatRequest, RequestError
 from april.agents.dialects import Anthropic, Dialect, OpenAIChat, OpenAIText, SseEvent
 from april.agents.responses import OpenAIResponses
-from april.agents.session import Asked, Session
+from april.agents.session import AnswerTask, Session
 from april.text.server_text import clean
 
 log = logging.getLogger("april")
@@ -44,88 +44,88 @@ GRACE_S = 60.0
 """Seconds for which an answer is still generated after its client has left, in case the client asks again."""
 SHUTDOWN_S = 1.0
 """Seconds that clients have to read what is left when the server stops."""
-BY_NAME = "by-name"
+SHARED_PATH = "by-name"
 """Path that clients use instead of a session's own when they name the session in a header."""
-LARGEST_BODY = 32 << 20
-SMALL_BODY = 1 << 20
+MAX_BODY_BYTES = 32 << 20
+SMALL_BODY_BYTES = 1 << 20
 BYTES_PER_TOKEN = 32
-"""Bytes allowed for each token of the context: a body above this and SMALL_BODY is refused before it is tokenised."""
-MOST_MESSAGES = 4096
+"""Bytes allowed per token of the context: a body above this and SMALL_BODY_BYTES is refused without tokenising it."""
+MAX_MESSAGES = 4096
 NO_RETRY = {"x-should-retry": "false"}
 
 
 @dataclass(slots=True, eq=False)
-class Opened:
+class ServedSession:
     """A session with the path and key under which clients reach it."""
 
     session: Session
     endpoint: Endpoint
     path: str
     key: str
-    asked: Callable[[], None]
+    on_request: Callable[[], None]
     """Called when a client makes a request with the key."""
     names: list[str] = field(default_factory=list)
-    refused: str = ""
+    last_refusal: str = ""
     """Reason why the latest refused request was refused; empty if there is none."""
 
     @property
-    def accepted(self) -> bool:
+    def has_accepted_requests(self) -> bool:
         """True if at least one request was not refused."""
-        return any(self.session.asked.values())
+        return any(self.session.requests.values())
 
     @property
     def url(self) -> str:
         """Base URL for a client."""
         return f"{self.endpoint.url}/{self.path}/v1"
 
-    def by_name(self) -> tuple[str, str]:
+    def shared_address(self) -> tuple[str, str]:
         """Return base URL and key for a client of several sessions, which names one per request (``X-Session-ID``)."""
-        return f"{self.endpoint.url}/{BY_NAME}/v1", self.endpoint.key
+        return f"{self.endpoint.url}/{SHARED_PATH}/v1", self.endpoint.key
 
-    def name(self, name: str) -> None:
-        """Register this session under a name, for clients of :meth:`by_name`. May be called from any thread."""
+    def register_name(self, name: str) -> None:
+        """Register this session under a name, for clients of :meth:`shared_address`. May be called from any thread."""
         self.names.append(name)
-        self.endpoint._named[name] = self
+        self.endpoint._sessions_by_name[name] = self
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SessionAddress:
     """Where a session is served: the server, and a path and key to keep across restarts (random if empty)."""
 
     endpoint: Endpoint
     path: str = ""
     key: str = ""
-    asked: Callable[[], None] = lambda: None
+    on_request: Callable[[], None] = lambda: None
 
-    def open(self, session: Session) -> Opened:
+    def open(self, session: Session) -> ServedSession:
         """Serve a session, which may be used only on the server's loop from now on; returns its address and key."""
         path, key = self.path or secrets.token_hex(8), self.key or secrets.token_urlsafe(24)
-        return self.endpoint.add(Opened(session, self.endpoint, path, key, self.asked))
+        return self.endpoint.add_session(ServedSession(session, self.endpoint, path, key, self.on_request))
 
 
 @dataclass(slots=True, eq=False)
 class Endpoint:
-    """The HTTP server; ``add`` and ``shut`` may be called from any thread.
+    """The HTTP server; ``add_session`` and ``close_session`` may be called from any thread.
 
     Args:
         host: address to listen on.
         port: port to listen on; 0 means any free one.
         commit_s: see COMMIT_S.
-        alive_s: see ALIVE_S.
+        alive_s: see KEEPALIVE_S.
         grace_s: see GRACE_S.
         model: name of the model in ``/v1/models``.
-        more: function that adds further routes.
+        add_routes: function that adds further routes.
     """
 
     host: str = "127.0.0.1"
     port: int = 0
     commit_s: float = COMMIT_S
-    alive_s: float = ALIVE_S
+    alive_s: float = KEEPALIVE_S
     grace_s: float = GRACE_S
     model: str = "april"
-    more: Callable[[web.UrlDispatcher], None] = lambda router: None
-    _doors: dict[str, Opened] = field(default_factory=dict)
-    _named: dict[str, Opened] = field(default_factory=dict)
+    add_routes: Callable[[web.UrlDispatcher], None] = lambda router: None
+    _sessions_by_path: dict[str, ServedSession] = field(default_factory=dict)
+    _sessions_by_name: dict[str, ServedSession] = field(default_factory=dict)
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
     _thread: threading.Thread | None = None
@@ -140,20 +140,20 @@ class Endpoint:
         self._thread.start()
         asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
 
-    def add(self, door: Opened) -> Opened:
+    def add_session(self, served: ServedSession) -> ServedSession:
         """Serve a session at its address."""
-        self._doors[door.path] = door
-        return door
+        self._sessions_by_path[served.path] = served
+        return served
 
-    def shut(self, door: Opened, why: str) -> list[int]:
+    def close_session(self, served: ServedSession, why: str) -> list[int]:
         """Stop answering this session's requests; returns the numbers of calls whose answers a client has received."""
-        if self._doors.get(door.path) is door:
-            del self._doors[door.path]
-        for name in door.names:
-            self._named.pop(name, None)
+        if self._sessions_by_path.get(served.path) is served:
+            del self._sessions_by_path[served.path]
+        for name in served.names:
+            self._sessions_by_name.pop(name, None)
         if self._thread is not None:
-            self._loop.call_soon_threadsafe(door.session.close, why)
-        return door.session.heard()
+            self._loop.call_soon_threadsafe(served.session.close, why)
+        return served.session.received_calls()
 
     def stop(self) -> None:
         """Stop the server and wait for its thread to end."""
@@ -168,12 +168,12 @@ class Endpoint:
     # ---------------------------------------------------------------- on its loop
 
     async def _start(self) -> None:
-        app = web.Application(client_max_size=LARGEST_BODY, middlewares=[_by_name])
-        self.more(app.router)
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_responses])
+        self.add_routes(app.router)
         for base in ("/{path}", "/{path}/v1", "/{path}/v1/v1"):  # Anthropic's clients append /v1 themselves
             for route, dialect in ROUTES.items():
                 app.router.add_post(base + route, self._handler(dialect))
-            app.router.add_post(base + "/messages/count_tokens", self._count)
+            app.router.add_post(base + "/messages/count_tokens", self._count_tokens)
             app.router.add_get(base + "/models", self._models)
         # cancel a handler when its client leaves: whether a client still waits decides if an equal request is a retry
         self._runner = web.AppRunner(
@@ -186,95 +186,95 @@ class Endpoint:
         self.url = f"http://{host}:{self._runner.addresses[0][1]}"
 
     async def _stop(self) -> None:
-        for door in list(self._doors.values()):
-            door.session.close("april has ended")
-        self._doors.clear()
+        for served in list(self._sessions_by_path.values()):
+            served.session.close("april has ended")
+        self._sessions_by_path.clear()
         if self._runner is not None:
             await self._runner.cleanup()
 
-    def _door(self, request: web.Request) -> Opened:
+    def _session_of(self, request: web.Request) -> ServedSession:
         """Return the session that a request is for; raises RequestError if there is none or the key is wrong."""
-        by_name = request.match_info["path"] == BY_NAME
-        door = self._doors.get(request.match_info["path"])
-        if door is None and not by_name:
+        shared_path = request.match_info["path"] == SHARED_PATH
+        served = self._sessions_by_path.get(request.match_info["path"])
+        if served is None and not shared_path:
             raise RequestError("no sample has this address, or not any more", 404, "not_found_error")
-        check_key(request, self.key if door is None else door.key, "the API key is not that of this address")
+        check_key(request, self.key if served is None else served.key, "the API key is not that of this address")
         name = request.headers.get("X-Session-ID")
-        if door is None and name is None and request.path.endswith("count_tokens"):
-            door = next(iter(self._doors.values()), None)  # all sessions count tokens alike
-        door = door or self._named.get(name or "")
-        if door is None:
+        if served is None and name is None and request.path.endswith("count_tokens"):
+            served = next(iter(self._sessions_by_path.values()), None)  # all sessions count tokens alike
+        served = served or self._sessions_by_name.get(name or "")
+        if served is None:
             raise RequestError(
                 f"no sample has the name {name!r:.100} (X-Session-ID): the model {self.model!r} here is the policy, "
                 "which answers agents that are trained; another, such as a user simulator or a judge, needs a model of "
                 "its own in the environment's configuration", 404, "not_found_error",
             )  # fmt: skip
-        door.asked()
-        return door
+        served.on_request()
+        return served
 
     async def _models(self, request: web.Request) -> web.Response:
-        context = self._door(request).session.max_context
+        context = self._session_of(request).session.max_context
         model = {"id": self.model, "object": "model", "created": 0, "owned_by": "april"}
         return web.json_response({"object": "list", "data": [{**model, "max_model_len": context}]})
 
-    async def _count(self, request: web.Request) -> web.Response:
+    async def _count_tokens(self, request: web.Request) -> web.Response:
         """Answer Anthropic's request for the number of tokens in a conversation."""
-        session = self._door(request).session
-        wanted = ROUTES["/messages"].read(await body_of(request, _most_bytes(session)))
-        return web.json_response({"input_tokens": await session.count(wanted)})
+        session = self._session_of(request).session
+        chat_request = ROUTES["/messages"].read(await read_json_body(request, _max_body_bytes(session)))
+        return web.json_response({"input_tokens": await session.count_tokens(chat_request)})
 
     def _handler(self, dialect: Dialect) -> Callable[[web.Request], Any]:
         async def handle(request: web.Request) -> web.StreamResponse:
-            door = self._door(request)
-            session = door.session
+            served = self._session_of(request)
+            session = served.session
             try:
-                asked, wanted = await self._ask(session, dialect, request)
+                answer_task, chat_request = await self._submit(session, dialect, request)
             except RequestError as error:
-                door.refused = str(error)
+                served.last_refusal = str(error)
                 raise
-            asked.clients += 1
+            answer_task.clients += 1
             try:
-                return await self._reply(request, dialect, wanted, asked)
+                return await self._send_answer(request, dialect, chat_request, answer_task)
             except RequestError as error:
-                door.refused = str(error)
+                served.last_refusal = str(error)
                 raise
             finally:
-                asked.clients -= 1
-                if not asked.clients and not asked.task.done():
-                    self._loop.call_later(self.grace_s, session.leave, asked)
+                answer_task.clients -= 1
+                if not answer_task.clients and not answer_task.task.done():
+                    self._loop.call_later(self.grace_s, session.cancel_if_abandoned, answer_task)
 
         return handle
 
-    async def _ask(self, session: Session, dialect: Dialect, request: web.Request) -> tuple[Asked, ChatRequest]:
-        body = await body_of(request, _most_bytes(session))
-        wanted = dialect.read(body)
-        if len(wanted.messages) > MOST_MESSAGES:
-            raise RequestError(f"more than {MOST_MESSAGES} messages in one conversation")
+    async def _submit(self, session: Session, dialect: Dialect, request: web.Request) -> tuple[AnswerTask, ChatRequest]:
+        body = await read_json_body(request, _max_body_bytes(session))
+        chat_request = dialect.read(body)
+        if len(chat_request.messages) > MAX_MESSAGES:
+            raise RequestError(f"more than {MAX_MESSAGES} messages in one conversation")
         for stream in ("stream", "stream_options"):
             body.pop(stream, None)
         client = request.headers.get("X-Session-ID", "")
         try:
-            what = json.dumps([request.path, client, body], sort_keys=True, allow_nan=False)
+            identity = json.dumps([request.path, client, body], sort_keys=True, allow_nan=False)
         except ValueError:
             raise RequestError("the body is not JSON: it has a number that is not finite") from None
         retry = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-        return session.ask(wanted, hashlib.sha256(what.encode()).hexdigest(), retry=retry), wanted
+        return session.submit(chat_request, hashlib.sha256(identity.encode()).hexdigest(), retry=retry), chat_request
 
-    async def _reply(
-        self, request: web.Request, dialect: Dialect, wanted: ChatRequest, asked: Asked
+    async def _send_answer(
+        self, request: web.Request, dialect: Dialect, chat_request: ChatRequest, answer_task: AnswerTask
     ) -> web.StreamResponse:
         """Wait for the answer while keeping the connection alive, and send it."""
-        done, _ = await asyncio.wait([asked.task], timeout=self.commit_s)
+        done, _ = await asyncio.wait([answer_task.task], timeout=self.commit_s)
         response: web.StreamResponse | None = None
         if not done:
-            response = await _begin(request, wanted)
+            response = await _send_headers(request, chat_request)
             while not done:
-                await response.write(dialect.ping if wanted.stream else b"\n")
-                done, _ = await asyncio.wait([asked.task], timeout=self.alive_s)
-        written = b""
+                await response.write(dialect.ping if chat_request.stream else b"\n")
+                done, _ = await asyncio.wait([answer_task.task], timeout=self.alive_s)
+        encoded = b""
         try:
-            answer = asked.task.result()
-            written = _written(dialect, wanted, answer)
+            answer = answer_task.task.result()
+            encoded = _encode_answer(dialect, chat_request, answer)
         except asyncio.CancelledError:
             error = RequestError("this sample was given up: nothing of it is answered any more", 410, "session_closed")
         except RequestError as refused:
@@ -282,22 +282,23 @@ class Endpoint:
         except Exception as failure:
             error = RequestError(clean(str(failure) or type(failure).__name__), 400)
         else:
-            response = await _begin(request, wanted) if response is None else response
-            to = request.transport
-            if to is None or to.is_closing():
+            response = await _send_headers(request, chat_request) if response is None else response
+            transport = request.transport
+            if transport is None or transport.is_closing():
                 return response
-            asked.sending.append(to)  # before the last byte: a client that has read it may leave before this continues
+            # before the last byte: a client that has read it may leave before this continues
+            answer_task.sending_connections.append(transport)
             try:
-                await response.write(written)
+                await response.write(encoded)
                 await response.write_eof()
-                asked.heard = True
+                answer_task.answer_sent = True
             finally:
-                asked.sending.remove(to)
+                answer_task.sending_connections.remove(transport)
             return response
         if response is None:
             raise error
-        if wanted.stream:
-            await response.write(_event(("error", dialect.error(error))))
+        if chat_request.stream:
+            await response.write(_encode_event(("error", dialect.error(error))))
             await response.write_eof()
             return response
         # the 200 is sent already, so the error can only be reported by cutting the connection
@@ -315,7 +316,7 @@ ROUTES: dict[str, Dialect] = {
 
 
 @web.middleware
-async def _by_name(request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
+async def _errors_as_responses(request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
     """Turn every failure into an error of the request's dialect, without logging what was asked."""
     try:
         response: web.StreamResponse = await handler(request)
@@ -335,37 +336,37 @@ async def _by_name(request: web.Request, handler: Callable[[web.Request], Any]) 
     return web.json_response(dialect.error(error), status=error.status, headers=headers)
 
 
-def check_key(request: web.Request, key: str, why_not: str) -> None:
+def check_key(request: web.Request, key: str, error_text: str) -> None:
     """Raise RequestError for a request that does not carry the key."""
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     # a client may send both headers, one of them with a placeholder
     given = request.headers.get("x-api-key", ""), token.strip() if scheme.lower() == "bearer" else ""
     if not any(hmac.compare_digest(one.encode(errors="surrogateescape"), key.encode()) for one in given):
-        raise RequestError(why_not, 401, "authentication_error")
+        raise RequestError(error_text, 401, "authentication_error")
 
 
-def _most_bytes(session: Session) -> int:
+def _max_body_bytes(session: Session) -> int:
     """Return the bytes above which a body cannot fit into the context, whatever it contains."""
-    if session.sight is not None:
-        return LARGEST_BODY  # images may make up most of the body
-    return min(LARGEST_BODY, max(SMALL_BODY, BYTES_PER_TOKEN * session.max_context))
+    if session.message_images is not None:
+        return MAX_BODY_BYTES  # images may make up most of the body
+    return min(MAX_BODY_BYTES, max(SMALL_BODY_BYTES, BYTES_PER_TOKEN * session.max_context))
 
 
-async def body_of(request: web.Request, most: int) -> Any:
-    """Return the JSON of a request whose body has at most ``most`` bytes; raises RequestError."""
-    large = RequestError(f"the body is larger than {most:,} bytes, for which there is no room", 413)
-    if (request.content_length or 0) > most:
-        raise large
+async def read_json_body(request: web.Request, max_bytes: int) -> Any:
+    """Return the JSON of a request whose body has at most ``max_bytes`` bytes; raises RequestError."""
+    too_large = RequestError(f"the body is larger than {max_bytes:,} bytes, for which there is no room", 413)
+    if (request.content_length or 0) > max_bytes:
+        raise too_large
     try:
         raw = await request.read()
     except web.HTTPRequestEntityTooLarge:
-        raise large from None
+        raise too_large from None
     except (ConnectionError, asyncio.CancelledError):
         raise
     except Exception as error:  # whatever the decoder of the body raises
         raise RequestError(f"the body cannot be decoded: {type(error).__name__}") from None
-    if len(raw) > most:
-        raise large
+    if len(raw) > max_bytes:
+        raise too_large
     try:
         text = raw.decode()
         body = json.loads(text or "{}")
@@ -378,22 +379,22 @@ async def body_of(request: web.Request, most: int) -> Any:
     return body
 
 
-async def _begin(request: web.Request, wanted: ChatRequest) -> web.StreamResponse:
+async def _send_headers(request: web.Request, chat_request: ChatRequest) -> web.StreamResponse:
     """Send the headers of a 200 response."""
-    kind = "text/event-stream" if wanted.stream else "application/json"
+    kind = "text/event-stream" if chat_request.stream else "application/json"
     response = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-store"})
     await response.prepare(request)
     return response
 
 
-def _written(dialect: Dialect, wanted: ChatRequest, answer: Answer) -> bytes:
+def _encode_answer(dialect: Dialect, chat_request: ChatRequest, answer: Answer) -> bytes:
     """Return the answer's bytes as one piece, so that a client receives all of it or nothing."""
-    if wanted.stream:
-        return b"".join(map(_event, dialect.stream(answer, wanted)))
-    return json.dumps(dialect.whole(answer, wanted), allow_nan=False).encode()
+    if chat_request.stream:
+        return b"".join(map(_encode_event, dialect.stream(answer, chat_request)))
+    return json.dumps(dialect.response_body(answer, chat_request), allow_nan=False).encode()
 
 
-def _event(event: SseEvent) -> bytes:
+def _encode_event(event: SseEvent) -> bytes:
     name, data = event
     text = data if isinstance(data, str) else json.dumps(data, allow_nan=False)
     return (f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode()

@@ -12,23 +12,22 @@ from importlib.util import find_spec
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from april.agents.chat import ALIVE_S, COMMIT_S, DISTRIBUTION
+from april.agents.chat import COMMIT_S, DISTRIBUTION, KEEPALIVE_S
 from april.core.attachments import Placed
 from april.core.tape import Int32
 from april.driver.llm import ClientEndpoint, Completion, EndpointSample
 from april.errors import ConfigError
 
 if TYPE_CHECKING:
-    from april.agents.endpoint import Endpoint, Place
-    from april.agents.session import Chat, Generate, Session
-    from april.agents.template import Template
-    from april.images.placing import Images
-
+    from april.agents.chat_template import ChatTemplate
+    from april.agents.endpoint import Endpoint, SessionAddress
+    from april.agents.session import FunctionChat, GenerateFunction, Session
+    from april.images.image_placer import ImagePlacer
 
 log = logging.getLogger("april")
 RENDERERS = "renderers"
 """Package that converts messages to tokens."""
-OPTIONS = ("renderer", "commit_s", "alive_s")
+GATEWAY_OPTIONS = ("renderer", "commit_s", "alive_s")
 """Arguments of the scheduler that are passed on to the Gateway."""
 
 
@@ -40,7 +39,7 @@ class Gateway:
         tokenizer: tokenizer of the model; None means that clients can send only token ids.
         renderer: a ``renderers.RendererConfig``; None means the one for the tokenizer.
         commit_s: see COMMIT_S.
-        alive_s: see ALIVE_S.
+        alive_s: see KEEPALIVE_S.
         images: places the images of messages; None means that images are refused.
 
     Raises ConfigError for a renderer without a tokenizer, or times out of range.
@@ -49,10 +48,10 @@ class Gateway:
     tokenizer: Any = None
     renderer: Any = None
     commit_s: float = COMMIT_S
-    alive_s: float = ALIVE_S
-    images: Images | None = None
+    alive_s: float = KEEPALIVE_S
+    images: ImagePlacer | None = None
     _endpoint: Endpoint | None = None
-    _template: Template | None = None
+    _template: ChatTemplate | None = None
     _warned: bool = False
     """True once the user was told that a client asked for another sampling distribution."""
 
@@ -67,44 +66,49 @@ class Gateway:
 
     def load(self) -> None:
         """Import what ``llm.base_url`` and ``llm.chat`` need; a later import would block the event loop."""
-        names = ["april.agents.endpoint", "april.agents.session", "april.agents.sight", "april.agents.template"]
+        names = [f"april.agents.{name}" for name in ("endpoint", "session", "message_images", "chat_template")]
         if self.tokenizer is not None and find_spec(RENDERERS) is not None:
             names.append(RENDERERS)  # it imports all types of openai, which takes a second or two
         for name in names:
             import_module(name)
 
-    def open(self, sample: EndpointSample, place: Place | None = None) -> ClientEndpoint:
+    def open(self, sample: EndpointSample, place: SessionAddress | None = None) -> ClientEndpoint:
         """Serve one more sample at an HTTP endpoint; ``place`` is needed for a server other than this process's own."""
-        from april.agents.endpoint import Place  # loads a web server, so it is imported only for an endpoint
+        from april.agents.endpoint import SessionAddress  # loads a web server, so it is imported only for an endpoint
 
-        ask = self._asks(sample, strangers=True)
+        generate = self._generator(sample, from_clients=True)
 
-        async def ask_there(
+        async def generate_on_driver_loop(
             ids: Int32, changes: Mapping[str, Any], attached: tuple[Placed, ...] | None = None
         ) -> Completion:
-            asking = asyncio.run_coroutine_threadsafe(ask(ids, changes, attached), sample.loop)
-            return await asyncio.wrap_future(asking)
+            future = asyncio.run_coroutine_threadsafe(generate(ids, changes, attached), sample.loop)
+            return await asyncio.wrap_future(future)
 
-        session = self._session(ask_there, sample, strangers=True)
-        return (Place(self._served()) if place is None else place).open(session)
+        session = self._session(generate_on_driver_loop, sample, from_clients=True)
+        return (SessionAddress(self._own_endpoint()) if place is None else place).open(session)
 
-    def chat(self, sample: EndpointSample) -> Chat:
+    def chat(self, sample: EndpointSample) -> FunctionChat:
         """Return what answers ``llm.chat`` for one more sample: a session on the running loop, without a server."""
-        from april.agents.session import Chat
+        from april.agents.session import FunctionChat
 
-        return Chat(self._session(self._asks(sample, strangers=False), sample, strangers=False))
+        generate = self._generator(sample, from_clients=False)
+        return FunctionChat(self._session(generate, sample, from_clients=False))
 
-    def _asks(self, sample: EndpointSample, *, strangers: bool) -> Callable[..., Coroutine[Any, Any, Completion]]:
-        async def ask(ids: Int32, changes: Mapping[str, Any], attached: tuple[Placed, ...] | None = None) -> Completion:
+    def _generator(
+        self, sample: EndpointSample, *, from_clients: bool
+    ) -> Callable[..., Coroutine[Any, Any, Completion]]:
+        async def generate(
+            ids: Int32, changes: Mapping[str, Any], attached: tuple[Placed, ...] | None = None
+        ) -> Completion:
             plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in changes.items()}
-            other = self._overridden(plain, sample) if strangers else False
+            other = self._drop_distribution(plain, sample) if from_clients else False
             return await sample.generate(
                 replace(sample.sampling, **plain), ids, attached=attached, overridden=other
             )  # fmt: skip
 
-        return ask
+        return generate
 
-    def _overridden(self, changes: dict[str, Any], sample: EndpointSample) -> bool:
+    def _drop_distribution(self, changes: dict[str, Any], sample: EndpointSample) -> bool:
         """Remove distribution parameters from a client's changes; returns True if they ask for another distribution."""
         given = {name: changes.pop(name) for name in DISTRIBUTION if name in changes}
         same = {name: (*neutral, getattr(sample.sampling, name, None)) for name, neutral in DISTRIBUTION.items()}
@@ -121,21 +125,21 @@ class Gateway:
             )  # fmt: skip
         return bool(other)
 
-    def _session(self, generate: Generate, sample: EndpointSample, *, strangers: bool) -> Session:
-        """Create a session; ``strangers`` means that requests come from HTTP clients, which may not name files."""
+    def _session(self, generate: GenerateFunction, sample: EndpointSample, *, from_clients: bool) -> Session:
+        """Create a session; ``from_clients`` means that requests come from HTTP clients, which may not name files."""
+        from april.agents.chat_template import ChatTemplate  # needs the package renderers, which most users do without
+        from april.agents.message_images import MessageImages
         from april.agents.session import Session
-        from april.agents.sight import Sight
-        from april.agents.template import Template  # needs the package renderers, which most users do without
 
         if self.tokenizer is not None and self._template is None:
-            self._template = Template(self.tokenizer, self.renderer, self.images)
-        sight = None
+            self._template = ChatTemplate(self.tokenizer, self.renderer, self.images)
+        message_images = None
         if self.images is not None:
-            reader = self.images.reader.strangers() if strangers else self.images.reader
-            sight = Sight(self.images, reader, sample.prompt)
-        return Session(generate, self._template, sample.max_context, sample.answered, sight)
+            reader = self.images.reader.for_clients() if from_clients else self.images.reader
+            message_images = MessageImages(self.images, reader, sample.prompt)
+        return Session(generate, self._template, sample.max_context, sample.answered, message_images)
 
-    def _served(self) -> Endpoint:
+    def _own_endpoint(self) -> Endpoint:
         """Return this process's own server; start it if it is not running."""
         from april.agents.endpoint import Endpoint
 
@@ -147,7 +151,7 @@ class Gateway:
 
     def close_endpoint(self, endpoint: Any) -> Iterable[int]:
         """Stop answering this sample's requests; returns the numbers of calls whose answers a client has received."""
-        return endpoint.endpoint.shut(endpoint, "its rollout function has ended")  # type: ignore[no-any-return]
+        return endpoint.endpoint.close_session(endpoint, "its rollout function has ended")  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Stop the server."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from april.agents.chat import Answer, ChatRequest, RequestError
-from april.agents.dialects import IGNORED, Body, Json, OpenAIChat, SseEvent, choose_tools, messages_of, tools_of
+from april.agents.dialects import IGNORED, Json, JsonBody, OpenAIChat, SseEvent, choose_tools, read_messages, read_tools
 
 
 class OpenAIResponses(OpenAIChat):
@@ -14,7 +14,7 @@ class OpenAIResponses(OpenAIChat):
 
     def read(self, body: Json) -> ChatRequest:
         """Read a request."""
-        b = Body(body)
+        b = JsonBody(body)
         instructions = b.take("instructions", str)
         given = b.take("input", (str, list))
         items = [{"role": "user", "content": given}] if isinstance(given, str) else given
@@ -25,15 +25,15 @@ class OpenAIResponses(OpenAIChat):
         if text.get("type") != "text":
             raise RequestError("text.format: only text is supported")
         request = ChatRequest(
-            messages=messages_of(messages),
-            tools=choose_tools(b.take("tool_choice", (str, dict)), tools_of(tools)),
+            messages=read_messages(messages),
+            tools=choose_tools(b.take("tool_choice", (str, dict)), read_tools(tools)),
             sampling=b.sampling(b.take("max_output_tokens", int), "stop"),
             stream=b.take("stream", bool, False),
             model=b.take("model", str, ""),
         )
         b.ignore((*IGNORED, "include", "reasoning", "truncation", "max_tool_calls", "client_metadata"))
-        b.neutral(top_logprobs=0, background=False, previous_response_id="", conversation="")
-        b.end()
+        b.ignore_neutral(top_logprobs=0, background=False, previous_response_id="", conversation="")
+        b.refuse_rest()
         return request
 
     @staticmethod
@@ -73,7 +73,7 @@ class OpenAIResponses(OpenAIChat):
                     raise RequestError(f"input[{i}]: an item of type {kind!r} is not supported")
         return messages
 
-    def whole(self, answer: Answer, request: ChatRequest) -> Json:
+    def response_body(self, answer: Answer, request: ChatRequest) -> Json:
         """Return the body of a ``response``."""
         cut = answer.finish == "length"
         prompt, completion = len(answer.prompt_ids), len(answer.tokens)
@@ -108,7 +108,7 @@ class OpenAIResponses(OpenAIChat):
 
     def stream(self, answer: Answer, request: ChatRequest) -> Iterator[SseEvent]:
         """Yield the events of a response, with one delta for each item."""
-        for number, (name, data) in enumerate(self._events(self.whole(answer, request))):
+        for number, (name, data) in enumerate(self._events(self.response_body(answer, request))):
             yield name, {"type": name, "sequence_number": number, **data}
 
     @staticmethod

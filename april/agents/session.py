@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from april.agents.chat import Answer, ChatRequest, Message, RequestError, ToolCall, Tools, key_of
-from april.agents.dialects import messages_of, tools_of
-from april.agents.sight import Sight, refuse_images
-from april.agents.template import Parsed, Template
+from april.agents.chat import Answer, ChatRequest, Message, RequestError, ToolCall, Tools, message_key
+from april.agents.chat_template import ChatTemplate, ParsedAnswer
+from april.agents.dialects import read_messages, read_tools
+from april.agents.message_images import MessageImages, refuse_images
 from april.core.attachments import Placed
 from april.core.tape import Float32, Int32
 from april.core.types import FinishReason
@@ -28,7 +28,7 @@ from april.driver.llm import AnsweredCall
 from april.errors import UsageError
 
 
-class Generated(Protocol):
+class GenerationResult(Protocol):
     """The result of ``generate``: ``tokens`` int32 [T], ``logprobs`` float32 [T], finish reason, and call number."""
 
     @property
@@ -44,7 +44,7 @@ class Generated(Protocol):
     def number(self) -> int: ...
 
 
-class Generate(Protocol):
+class GenerateFunction(Protocol):
     """Continues token ids, with arguments of ``llm.generate``; returns when complete, however many steps that takes.
 
     ``attached`` lists what is attached to the token ids; None means what april already knows to be attached.
@@ -52,64 +52,63 @@ class Generate(Protocol):
 
     def __call__(
         self, ids: Int32, changes: Mapping[str, Any], attached: tuple[Placed, ...] | None = None
-    ) -> Awaitable[Generated]: ...
+    ) -> Awaitable[GenerationResult]: ...
 
 
-
-SAME_TEXT = 8
+MAX_ANSWERS_PER_TEXT = 8
 """Most answers that are remembered for one conversation and one answer text, as their tokens may differ."""
 
 
-SHELVES = 16
+MAX_RECENT_SEQUENCES = 16
 """Number of recent token arrays that are searched for one that a new sequence continues."""
 
 
 @dataclass(slots=True, eq=False)
-class _Shelf:
+class _TokenBuffer:
     ids: Int32
     count: int
 
 
-class _Shelves:
+class _SharedSequences:
     """Stores token sequences; a sequence that continues another needs memory only for what it adds."""
 
     def __init__(self) -> None:
-        self._latest: deque[_Shelf] = deque(maxlen=SHELVES)
+        self._buffers: deque[_TokenBuffer] = deque(maxlen=MAX_RECENT_SEQUENCES)
 
-    def keep(self, ids: Int32) -> Int32:
+    def share(self, ids: Int32) -> Int32:
         """Return the same ids in an array that other sequences share; it must not be modified."""
-        for shelf in reversed(self._latest):
-            both = min(shelf.count, len(ids))
-            if both and np.array_equal(shelf.ids[:both], ids[:both]):
-                return self._on(shelf, ids)
-        self._latest.append(_Shelf(ids, len(ids)))
+        for buffer in reversed(self._buffers):
+            common = min(buffer.count, len(ids))
+            if common and np.array_equal(buffer.ids[:common], ids[:common]):
+                return self._extended(buffer, ids)
+        self._buffers.append(_TokenBuffer(ids, len(ids)))
         return ids
 
     @staticmethod
-    def _on(shelf: _Shelf, ids: Int32) -> Int32:
-        if len(ids) > len(shelf.ids):
-            grown = np.empty(max(len(ids), 2 * len(shelf.ids)), np.int32)
-            grown[: shelf.count] = shelf.ids[: shelf.count]
-            shelf.ids = grown
-        if len(ids) > shelf.count:
-            shelf.ids[shelf.count : len(ids)] = ids[shelf.count :]
-            shelf.count = len(ids)
-        return shelf.ids[: len(ids)]
+    def _extended(buffer: _TokenBuffer, ids: Int32) -> Int32:
+        if len(ids) > len(buffer.ids):
+            grown = np.empty(max(len(ids), 2 * len(buffer.ids)), np.int32)
+            grown[: buffer.count] = buffer.ids[: buffer.count]
+            buffer.ids = grown
+        if len(ids) > buffer.count:
+            buffer.ids[buffer.count : len(ids)] = ids[buffer.count :]
+            buffer.count = len(ids)
+        return buffer.ids[: len(ids)]
 
 
-class _Known(NamedTuple):
+class _AnsweredConversation(NamedTuple):
     """A conversation that ended with an answer: all its tokens, the number of prompt tokens, and its attachments."""
 
     ids: Int32
-    prompt: int
+    prompt_length: int
     attached: tuple[Placed, ...] = ()
 
 
-Written = tuple[Int32, tuple[Placed, ...]]
+TokenizedConversation = tuple[Int32, tuple[Placed, ...]]
 """A conversation as tokens, with what is attached to them."""
 
 
-MessageOf = Callable[[str, Int32, Int32, Tools, Mapping[str, Any]], Message]
+MessageBuilder = Callable[[str, Int32, Int32, Tools, Mapping[str, Any]], Message]
 """Makes the message that the client has, from an answer's id, prompt and tokens, the tools and the sampling."""
 
 
@@ -121,63 +120,65 @@ class Conversations:
     """
 
     def __init__(
-        self, template: Template, answered: Sequence[AnsweredCall], message_of: MessageOf, sight: Sight | None = None
-    ) -> None:
+        self, template: ChatTemplate, earlier_answers: Sequence[AnsweredCall], build_message: MessageBuilder,
+        message_images: MessageImages | None = None,
+    ) -> None:  # fmt: skip
         self._template = template
-        self._sight = sight
-        self._known: dict[str, deque[_Known]] = {}
-        self._answered = answered
-        self._message_of = message_of
+        self._message_images = message_images
+        self._answered_by_digest: dict[str, deque[_AnsweredConversation]] = {}
+        self._earlier_answers = earlier_answers
+        self._build_message = build_message
 
-    def ids_of(self, messages: Sequence[Message], tools: Tools, sampling: Mapping[str, Any]) -> Written:
+    def tokenize(self, messages: Sequence[Message], tools: Tools, sampling: Mapping[str, Any]) -> TokenizedConversation:
         """Return the tokens of a request, which continue the longest known conversation, or are all rendered anew.
 
         Raises RequestError.
         """
         digests = self._digests(messages, tools)
-        if self._answered:
-            self._recall(messages, tools, sampling, digests)
-        return self._ids_of(messages, tools, digests)
+        if self._earlier_answers:
+            self._restore_earlier_answers(messages, tools, sampling, digests)
+        return self._tokenize(messages, tools, digests)
 
-    def _ids_of(self, messages: Sequence[Message], tools: Tools, digests: Sequence[str]) -> Written:
+    def _tokenize(self, messages: Sequence[Message], tools: Tools, digests: Sequence[str]) -> TokenizedConversation:
         for count in range(len(messages) - 1, 0, -1):
-            for ids, prompt, attached in reversed(self._known.get(digests[count - 1], ())):
+            for ids, prompt, attached in reversed(self._answered_by_digest.get(digests[count - 1], ())):
                 known = ids[:prompt].tolist(), ids[prompt:].tolist()
                 found = self._template.extend(*known, messages[:count], messages[count:], tools)
                 if found is None:
                     continue
-                if self._sight is None:
+                if self._message_images is None:
                     return np.array(found, np.int32), ()
                 if np.array_equal(found[: len(ids)], ids):  # the attachments keep their places
-                    return self._sight.place(found, len(ids), attached, messages[count:])
+                    return self._message_images.place(found, len(ids), attached, messages[count:])
         found = self._template.render(messages, tools)
-        if self._sight is None:
+        if self._message_images is None:
             return np.array(found, np.int32), ()
-        return self._sight.place(found, 0, (), messages)
+        return self._message_images.place(found, 0, (), messages)
 
-    def _recall(
+    def _restore_earlier_answers(
         self, messages: Sequence[Message], tools: Tools, sampling: Mapping[str, Any], digests: Sequence[str]
     ) -> None:
         """Recognise answers from before a restart when a client that has received them sends them back."""
         for i, message in enumerate(messages):
-            if message["role"] != "assistant" or not i or digests[i] in self._known:
+            if message["role"] != "assistant" or not i or digests[i] in self._answered_by_digest:
                 continue
-            prompt, attached = self._ids_of(messages[:i], tools, digests[:i])
-            same = [a.tokens[a.start : a.end] for a in self._answered if a.answers(prompt, attached)]
-            said = key_of(message)
-            for number, tokens in product(range(len(same)), same):
-                name = name_of(prompt, number, attached)
-                if key_of(self._message_of(name, prompt, tokens, tools, sampling)) == said:
+            prompt, attached = self._tokenize(messages[:i], tools, digests[:i])
+            candidates = [a.tokens[a.start : a.end] for a in self._earlier_answers if a.answers(prompt, attached)]
+            client_key = message_key(message)
+            for number, tokens in product(range(len(candidates)), candidates):
+                name = answer_id(prompt, number, attached)
+                if message_key(self._build_message(name, prompt, tokens, tools, sampling)) == client_key:
                     self.remember(digests[i], np.concatenate((prompt, tokens)), len(prompt), attached)
                     break
 
-    def remember(self, digest: str, ids: Int32, prompt: int, attached: tuple[Placed, ...] = ()) -> None:
+    def remember(self, digest: str, ids: Int32, prompt_length: int, attached: tuple[Placed, ...] = ()) -> None:
         """Remember a conversation that ends with an answer; partial answers are never remembered.
 
-        ``ids`` are its tokens, and ``prompt`` is the number of tokens before the answer. ``digest`` is that of the
-        conversation, the answer's message included. ``attached`` lists what is attached to the tokens.
+        ``ids`` are its tokens, and ``prompt_length`` is the number of tokens before the answer. ``digest`` is that
+        of the conversation, the answer's message included. ``attached`` lists what is attached to the tokens.
         """
-        self._known.setdefault(digest, deque(maxlen=SAME_TEXT)).append(_Known(ids, prompt, attached))
+        known = self._answered_by_digest.setdefault(digest, deque(maxlen=MAX_ANSWERS_PER_TEXT))
+        known.append(_AnsweredConversation(ids, prompt_length, attached))
 
     def digest(self, messages: Sequence[Message], tools: Tools) -> str:
         """Return the digest of a conversation."""
@@ -189,31 +190,31 @@ class Conversations:
         so_far = hashlib.sha256(json.dumps(list(tools), sort_keys=True).encode())
         digests = []
         for message in messages:
-            so_far.update(key_of(message).encode() + b"\0")
+            so_far.update(message_key(message).encode() + b"\0")
             digests.append(so_far.hexdigest())
         return digests
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
+class AnswerTask:
     """A request, and the task that answers it."""
 
     task: asyncio.Task[Answer] = field(init=False)
     clients: int = 0
     """Connections that wait for the answer or are reading it."""
-    heard: bool = False
+    answer_sent: bool = False
     """True once the whole answer was sent to a client."""
-    left: bool = False
+    abandoned: bool = False
     """True once its clients have left for good; later requests do not share its answer."""
-    sending: list[asyncio.WriteTransport] = field(default_factory=list)
+    sending_connections: list[asyncio.WriteTransport] = field(default_factory=list)
     """Connections to which the whole answer was written, but which may not have sent all of it yet."""
-    number: int | None = None
+    call_number: int | None = None
     """Number of the call that generated the answer; None before that."""
 
     @property
-    def reached(self) -> bool:
+    def was_received(self) -> bool:
         """True if a client has received the whole answer, as far as the write buffers of its connection show."""
-        return self.heard or any(not to.get_write_buffer_size() for to in list(self.sending))
+        return self.answer_sent or any(not to.get_write_buffer_size() for to in list(self.sending_connections))
 
 
 @dataclass(slots=True)
@@ -224,116 +225,119 @@ class Session:
         generate: function that continues token ids; cancelling it gives the call up.
         template: chat template of the model; None means that messages and texts are refused, and only token ids taken.
         max_context: number of tokens that the engines have room for.
-        answered: answers from before a restart, which a client may have received.
-        sight: reads the images in messages; None means that they are refused.
+        earlier_answers: answers from before a restart, which a client may have received.
+        message_images: reads the images in messages; None means that they are refused.
     """
 
-    generate: Generate
-    template: Template | None
+    generate: GenerateFunction
+    template: ChatTemplate | None
     max_context: int
-    answered: Sequence[AnsweredCall] = ()
-    sight: Sight | None = None
+    earlier_answers: Sequence[AnsweredCall] = ()
+    message_images: MessageImages | None = None
     conversations: Conversations | None = field(init=False)
-    asked: dict[str, list[Asked]] = field(default_factory=dict)
+    requests: dict[str, list[AnswerTask]] = field(default_factory=dict)
     """Requests by the digest of their body; retries are not listed again."""
-    closed: str = ""
+    close_reason: str = ""
     """Reason why requests are no longer answered; empty while they are."""
-    _counts: dict[str, int] = field(default_factory=dict)
-    _shelves: _Shelves = field(default_factory=_Shelves)
+    _answer_counts: dict[str, int] = field(default_factory=dict)
+    _shared_sequences: _SharedSequences = field(default_factory=_SharedSequences)
 
     def __post_init__(self) -> None:
         if self.template is None:
             self.conversations = None
         else:
-            self.conversations = Conversations(self.template, self.answered, self._message_of, self.sight)
+            answers, images = self.earlier_answers, self.message_images
+            self.conversations = Conversations(self.template, answers, self._build_message, images)
 
-    def ask(self, request: ChatRequest, digest: str, *, retry: bool) -> Asked:
+    def submit(self, request: ChatRequest, digest: str, *, retry: bool) -> AnswerTask:
         """Return the pending answer to a request: that of an earlier equal request, or a new one.
 
         The earlier one is shared if this request says that it is a retry, or if no client waits for the earlier one any
         more.
         """
-        if self.closed:
-            raise RequestError(self.closed, 410, "session_closed")
-        for earlier in self.asked.get(digest, ()):
-            over = earlier.reached or earlier.left or _failed(earlier.task)
-            if not over and (retry or not earlier.clients):
+        if self.close_reason:
+            raise RequestError(self.close_reason, 410, "session_closed")
+        for earlier in self.requests.get(digest, ()):
+            finished = earlier.was_received or earlier.abandoned or _failed(earlier.task)
+            if not finished and (retry or not earlier.clients):
                 return earlier
         if retry:  # the client may have lost an answer that looks delivered from here
-            for earlier in reversed(self.asked.get(digest, ())):
+            for earlier in reversed(self.requests.get(digest, ())):
                 if earlier.task.done() and not _failed(earlier.task):
                     return earlier
-        asked = Asked()
-        asked.task = asyncio.get_running_loop().create_task(self._answer(request, asked))
-        same = self.asked.setdefault(digest, [])
-        same.append(asked)
+        answer_task = AnswerTask()
+        answer_task.task = asyncio.get_running_loop().create_task(self._answer(request, answer_task))
+        equal_requests = self.requests.setdefault(digest, [])
+        equal_requests.append(answer_task)
         # forget a failed request: an equal one starts anew, and the failure would keep its arguments in memory
-        asked.task.add_done_callback(lambda task: same.remove(asked) if _failed(task) else None)
-        return asked
+        answer_task.task.add_done_callback(lambda task: equal_requests.remove(answer_task) if _failed(task) else None)
+        return answer_task
 
-    async def count(self, request: ChatRequest) -> int:
+    async def count_tokens(self, request: ChatRequest) -> int:
         """Return the number of tokens of a request; raises RequestError."""
-        return len(self._ids_of(await self._seen(request))[0])
+        return len(self._tokenize(await self._with_images(request))[0])
 
-    def heard(self) -> list[int]:
+    def received_calls(self) -> list[int]:
         """Return the numbers of calls whose answers a client has received. May be called from any thread."""
-        every = [a for several in list(self.asked.values()) for a in list(several)]
-        return [a.number for a in every if a.number is not None and a.reached]
+        every = [a for several in list(self.requests.values()) for a in list(several)]
+        return [a.call_number for a in every if a.call_number is not None and a.was_received]
 
-    def leave(self, asked: Asked) -> None:
+    def cancel_if_abandoned(self, answer_task: AnswerTask) -> None:
         """Cancel a request that is not answered yet, if no client waits for it any more."""
-        if not asked.clients and not asked.task.done():
-            asked.left = True
-            asked.task.cancel()
+        if not answer_task.clients and not answer_task.task.done():
+            answer_task.abandoned = True
+            answer_task.task.cancel()
 
     def close(self, why: str) -> None:
         """Stop answering for this reason, and cancel the requests in progress."""
-        self.closed = why
-        for asked in [a for several in self.asked.values() for a in several]:
-            asked.task.cancel()
+        self.close_reason = why
+        for answer_task in [a for several in self.requests.values() for a in several]:
+            answer_task.task.cancel()
 
-    async def _answer(self, request: ChatRequest, asked: Asked) -> Answer:
-        request = await self._seen(request)
-        prompt, attached = self._ids_of(request)
-        done = await self.generate(prompt, request.sampling, attached)
-        asked.number = done.number
-        whole = self._shelves.keep(np.concatenate((prompt, done.tokens)))
-        prompt = whole[: len(prompt)]
-        name = name_of(prompt, None, attached or ())
-        number = self._counts[name] = self._counts.get(name, -1) + 1
-        named = name_of(prompt, number, attached or ())
-        answer = self._read(request, named, prompt, done, done.tokens.tolist())
+    async def _answer(self, request: ChatRequest, answer_task: AnswerTask) -> Answer:
+        request = await self._with_images(request)
+        prompt, attached = self._tokenize(request)
+        generated = await self.generate(prompt, request.sampling, attached)
+        answer_task.call_number = generated.number
+        conversation_ids = self._shared_sequences.share(np.concatenate((prompt, generated.tokens)))
+        prompt = conversation_ids[: len(prompt)]
+        name = answer_id(prompt, None, attached or ())
+        number = self._answer_counts[name] = self._answer_counts.get(name, -1) + 1
+        answer_name = answer_id(prompt, number, attached or ())
+        answer = self._parse_answer(request, answer_name, prompt, generated, generated.tokens.tolist())
         if self.conversations is not None and request.token_ids is None and answer.finish != "length":
             digest = self.conversations.digest([*request.messages, answer.message], request.tools)
-            self.conversations.remember(digest, whole, len(prompt), attached or ())
+            self.conversations.remember(digest, conversation_ids, len(prompt), attached or ())
         return answer
 
-    def _message_of(
+    def _build_message(
         self, name: str, prompt: Int32, tokens: Int32, tools: Tools, sampling: Mapping[str, Any]
     ) -> Message:
-        done = _Recalled(tokens, np.empty(0, np.float32))
-        return self._read(ChatRequest(tools=tools, sampling=sampling), name, prompt, done, tokens.tolist()).message
+        request, answer = ChatRequest(tools=tools, sampling=sampling), _EarlierAnswer(tokens, np.empty(0, np.float32))
+        return self._parse_answer(request, name, prompt, answer, tokens.tolist()).message
 
-    async def _seen(self, request: ChatRequest) -> ChatRequest:
+    async def _with_images(self, request: ChatRequest) -> ChatRequest:
         """Return the request with its images read; raises RequestError."""
-        if self.sight is None:
+        if self.message_images is None:
             refuse_images(request.messages)
             return request
-        return replace(request, messages=await self.sight.read(request.messages))
+        return replace(request, messages=await self.message_images.read(request.messages))
 
-    def _ids_of(self, request: ChatRequest) -> tuple[Int32, tuple[Placed, ...] | None]:
+    def _tokenize(self, request: ChatRequest) -> tuple[Int32, tuple[Placed, ...] | None]:
         if request.token_ids:
             return np.array(request.token_ids, np.int32), None
         if self.template is None or self.conversations is None:
             raise RequestError("messages and texts need the model's tokenizer: give the scheduler tokenizer=...")
         if request.token_ids is not None:
             return np.array(self.template.encode(str(request.messages[0]["content"])), np.int32), None
-        return self.conversations.ids_of(request.messages, request.tools, request.sampling)
+        return self.conversations.tokenize(request.messages, request.tools, request.sampling)
 
-    def _read(self, request: ChatRequest, name: str, prompt: Int32, done: Generated, tokens: list[int]) -> Answer:
+    def _parse_answer(
+        self, request: ChatRequest, name: str, prompt: Int32, generated: GenerationResult, tokens: list[int]
+    ) -> Answer:
         """Return the generated tokens as the answer that the client gets."""
-        cut = done.finish is FinishReason.LENGTH
-        text, reasoning, calls = "", "", Parsed("", "", ()).calls
+        truncated = generated.finish is FinishReason.LENGTH
+        text, reasoning, calls = "", "", ParsedAnswer("", "", ()).calls
         if self.template is not None and request.token_ids is not None:
             text = self.template.decode(tokens)
         elif self.template is not None:
@@ -342,58 +346,56 @@ class Session:
         stops = request.sampling.get("stop") or ()
         found = [(text.find(stop), stop) for stop in stops if stop in text]
         stopped_by = None
-        if found and not cut:
+        if found and not truncated:
             at, stopped_by = min(found)
             text = text[:at]
-        answered = tuple(
-            ToolCall(number or f"call_{name}_{i}", called, said) for i, (number, called, said) in enumerate(calls)
+        tool_calls = tuple(
+            ToolCall(number or f"call_{name}_{i}", tool, arguments) for i, (number, tool, arguments) in enumerate(calls)
         )
         return Answer(
-            id=name, prompt_ids=prompt, tokens=done.tokens, logprobs=done.logprobs, text=text, reasoning=reasoning,
-            tool_calls=answered, stopped_by=stopped_by,
+            id=name, prompt_ids=prompt, tokens=generated.tokens, logprobs=generated.logprobs, text=text,
+            reasoning=reasoning, tool_calls=tool_calls, stopped_by=stopped_by,
             # a cut answer is "length" even after a complete tool call: the client must not take it for a finished turn
-            finish="length" if cut else "tool_calls" if answered else "stop",
+            finish="length" if truncated else "tool_calls" if tool_calls else "stop",
         )  # fmt: skip
 
 
 @dataclass(slots=True)
-class Chat:
+class FunctionChat:
     """``llm.chat`` of one sample: a session whose only client is the rollout function, which never retries."""
 
     session: Session
-    _asked: int = 0
+    _request_count: int = 0
 
     async def ask(self, messages: Sequence[Message], tools: Tools, sampling: Mapping[str, Any]) -> Answer:
         """Return the answer to a conversation; raises UsageError if the request is refused."""
-        self._asked += 1
+        self._request_count += 1
         try:
-            request = ChatRequest(
-                messages=messages_of(list(messages)), tools=tools_of(tools), sampling=sampling
-            )
-            asked = self.session.ask(request, f"chat {self._asked}", retry=False)
-            answer = await asyncio.shield(asked.task)  # a caller that is cancelled has not received the answer
+            request = ChatRequest(messages=read_messages(list(messages)), tools=read_tools(tools), sampling=sampling)
+            answer_task = self.session.submit(request, f"chat {self._request_count}", retry=False)
+            answer = await asyncio.shield(answer_task.task)  # a caller that is cancelled has not received the answer
         except RequestError as error:
             raise UsageError(f"llm.chat: {error}") from None
-        asked.heard = True
+        answer_task.answer_sent = True
         return answer
 
     def close(self) -> list[int]:
         """Stop answering; returns the numbers of calls whose answers the function has received."""
         self.session.close("its rollout function has ended")
-        return self.session.heard()
+        return self.session.received_calls()
 
 
-class _Recalled(NamedTuple):
+class _EarlierAnswer(NamedTuple):
     tokens: Int32
     logprobs: Float32
     finish: FinishReason = FinishReason.STOP
     number: int = 0
 
 
-def name_of(prompt: Int32, number: int | None = None, attached: Sequence[Placed] = ()) -> str:
+def answer_id(prompt: Int32, number: int | None = None, attached: Sequence[Placed] = ()) -> str:
     """Return the id of an answer, made of its prompt and its number among the prompt's answers; restarts keep it."""
-    asked = prompt.tobytes() + "".join(placed.attachment.digest for placed in attached).encode()
-    return hashlib.sha256(asked).hexdigest()[:16] + ("" if number is None else f"{number:02x}")
+    prompt_bytes = prompt.tobytes() + "".join(placed.attachment.digest for placed in attached).encode()
+    return hashlib.sha256(prompt_bytes).hexdigest()[:16] + ("" if number is None else f"{number:02x}")
 
 
 def _failed(task: asyncio.Task[Answer]) -> bool:

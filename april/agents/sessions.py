@@ -22,8 +22,8 @@ from typing import Any
 
 from aiohttp import web
 
-from april.agents.chat import ALIVE_S, COMMIT_S, RequestError
-from april.agents.endpoint import Endpoint, Place, body_of, check_key
+from april.agents.chat import COMMIT_S, KEEPALIVE_S, RequestError
+from april.agents.endpoint import Endpoint, SessionAddress, check_key, read_json_body
 from april.core.types import Prompt
 from april.driver.llm import LLM
 from april.driver.rewards import Response
@@ -31,42 +31,42 @@ from april.errors import RolloutError, UsageError
 
 RETRY_AFTER_S = 1
 """Seconds that an orchestrator is told to wait (Retry-After) when no sample is wanted."""
-REMEMBERED = 4096
+MAX_ENDED_SESSIONS = 4096
 """Number of ended sessions whose outcome is remembered, to answer repeated requests."""
-LARGEST_BODY = 1 << 20
+MAX_BODY_BYTES = 1 << 20
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
+class _OpenSession:
     """A sample whose rollout function waits for the orchestrator to end its session."""
 
     id: str
     key: str
-    shown: Mapping[str, Any]
+    description: Mapping[str, Any]
     resumed: bool
     """True if the sample ran before a restart: its old agent may come back, so no second agent is given the session."""
     loop: asyncio.AbstractEventLoop
-    given: asyncio.Future[None]
+    agent_started: asyncio.Future[None]
     """Resolved once an agent works on the sample."""
     outcome: asyncio.Future[dict[str, Any]]
     taken: bool = False
     """True once an agent has the session: it was handed out, or its agent has the key from before a restart."""
-    asked: bool = False
+    has_requested: bool = False
     """True once the agent has made a request."""
 
-    def take(self, *, asks: bool = False) -> None:
-        """Mark the session as taken by an agent, whose time counts from now on; ``asks``: it made a request."""
-        self.asked |= asks
+    def assign(self, *, by_request: bool = False) -> None:
+        """Mark the session as taken by an agent, whose time counts from now on; ``by_request``: it made a request."""
+        self.has_requested |= by_request
         if not self.taken:
             self.taken = True
-            self.loop.call_soon_threadsafe(_done, self.given, None)
+            self.loop.call_soon_threadsafe(_resolve, self.agent_started, None)
 
-    def end(self, outcome: dict[str, Any] | Exception) -> None:
+    def set_outcome(self, outcome: dict[str, Any] | Exception) -> None:
         """Pass the outcome, or the error, to the waiting rollout function."""
-        self.loop.call_soon_threadsafe(_done, self.outcome, outcome)
+        self.loop.call_soon_threadsafe(_resolve, self.outcome, outcome)
 
 
-def _done(future: asyncio.Future[Any], value: Any) -> None:
+def _resolve(future: asyncio.Future[Any], value: Any) -> None:
     if not future.done():
         future.set_exception(value) if isinstance(value, Exception) else future.set_result(value)
 
@@ -98,17 +98,17 @@ class Sessions:
     host: str = "127.0.0.1"
     port: int = 0
     commit_s: float = COMMIT_S
-    alive_s: float = ALIVE_S
+    alive_s: float = KEEPALIVE_S
     url: str = ""
-    _waiting: dict[str, _Waiting] = field(default_factory=dict, repr=False)
-    _free: deque[_Waiting] = field(default_factory=deque, repr=False)
+    _open_sessions: dict[str, _OpenSession] = field(default_factory=dict, repr=False)
+    _unassigned: deque[_OpenSession] = field(default_factory=deque, repr=False)
     _ended: OrderedDict[str, str] = field(default_factory=OrderedDict, repr=False)
     _endpoint: Endpoint | None = field(default=None, repr=False)
     _lock: Lock = field(default_factory=Lock, repr=False)
 
     def __post_init__(self) -> None:
         if not self.key:
-            self.key = secrets.token_urlsafe(24) if self.key_file is None else _kept(Path(self.key_file))
+            self.key = secrets.token_urlsafe(24) if self.key_file is None else _read_or_create_key(Path(self.key_file))
 
     # ---------------------------------------------------------------- the trainer's side
 
@@ -116,25 +116,26 @@ class Sessions:
         """Run a sample: wait until the orchestrator ends its session, and return the reward and output that it sent."""
         endpoint = self.start()
         loop = asyncio.get_running_loop()
-        name, key = self._names(prompt, llm)
-        shown = {
+        name, key = self._id_and_key(prompt, llm)
+        description = {
             "group": llm.sample_id.group, "index": llm.sample_id.index, "evaluation": llm.sample_run.evaluation,
             "data": dict(prompt.data),
         }  # fmt: skip
-        waiting = _Waiting(name, key, shown, llm.sample_run.resumed, loop, loop.create_future(), loop.create_future())
-        llm.endpoint(Place(endpoint, name, key, partial(waiting.take, asks=True)))
-        self._waiting[name] = waiting
-        if waiting.resumed:
-            waiting.take()
+        started, outcome = loop.create_future(), loop.create_future()
+        session = _OpenSession(name, key, description, llm.sample_run.resumed, loop, started, outcome)
+        llm.endpoint(SessionAddress(endpoint, name, key, partial(session.assign, by_request=True)))
+        self._open_sessions[name] = session
+        if session.resumed:
+            session.assign()
         else:
-            self._free.append(waiting)
+            self._unassigned.append(session)
         try:
             with llm.untimed():
-                await asyncio.wait((waiting.given, waiting.outcome), return_when=asyncio.FIRST_COMPLETED)
-            return await waiting.outcome
+                await asyncio.wait((session.agent_started, session.outcome), return_when=asyncio.FIRST_COMPLETED)
+            return await session.outcome
         finally:
-            if self._waiting.get(name) is waiting:
-                del self._waiting[name]
+            if self._open_sessions.get(name) is session:
+                del self._open_sessions[name]
 
     @staticmethod
     def reward(prompt: Prompt, response: Response) -> float:
@@ -148,7 +149,7 @@ class Sessions:
         """
         with self._lock:
             if self._endpoint is None:
-                endpoint = Endpoint(self.host, self.port, self.commit_s, self.alive_s, more=self._routes)
+                endpoint = Endpoint(self.host, self.port, self.commit_s, self.alive_s, add_routes=self._add_routes)
                 try:
                     endpoint.start()
                 except OSError as error:
@@ -164,22 +165,23 @@ class Sessions:
         if endpoint is not None:
             endpoint.stop()
 
-    def _names(self, prompt: Prompt, llm: LLM) -> tuple[str, str]:
+    def _id_and_key(self, prompt: Prompt, llm: LLM) -> tuple[str, str]:
         """Return the session's id and its agent's key, which are derived from ``key``: a restart does not change them.
 
         A sample that begins again gets a new session. So does a different prompt that gets the same group number after
         a restart. Sessions of evaluations get random ids, since they do not outlive the process.
         """
         sample, life = llm.sample_id, llm.sample_run
-        of = f"{prompt.epoch}/{prompt.position}/{sample}/{life.restarts}"
+        run_id = f"{prompt.epoch}/{prompt.position}/{sample}/{life.restarts}"
         if life.evaluation is not None:
-            of = f"evaluation {secrets.token_hex(8)}"
-        marks = [hmac.new(self.key.encode(), f"{what} {of}".encode(), hashlib.sha256) for what in ("session", "agent")]
-        return f"{sample.group}-{sample.index}-{marks[0].hexdigest()[:16]}", marks[1].hexdigest()[:32]
+            run_id = f"evaluation {secrets.token_hex(8)}"
+        key, parts = self.key.encode(), ("session", "agent")
+        digests = [hmac.new(key, f"{part} {run_id}".encode(), hashlib.sha256) for part in parts]
+        return f"{sample.group}-{sample.index}-{digests[0].hexdigest()[:16]}", digests[1].hexdigest()[:32]
 
     # ---------------------------------------------------------------- the orchestrator's
 
-    def _routes(self, router: web.UrlDispatcher) -> None:
+    def _add_routes(self, router: web.UrlDispatcher) -> None:
         router.add_post("/sessions", self._open)
         router.add_get("/sessions", self._list)
         router.add_post("/sessions/{id}/end", self._end)
@@ -189,22 +191,24 @@ class Sessions:
         check_key(request, self.key, "the key is not that of these sessions")
 
     @staticmethod
-    def _shown(request: web.Request, waiting: _Waiting) -> dict[str, Any]:
-        url = f"{request.scheme}://{request.host}/{waiting.id}/v1"
-        return {"id": waiting.id, "base_url": url, "api_key": waiting.key, **waiting.shown, "taken": waiting.taken}
+    def _description(request: web.Request, session: _OpenSession) -> dict[str, Any]:
+        url = f"{request.scheme}://{request.host}/{session.id}/v1"
+        address = {"id": session.id, "base_url": url, "api_key": session.key}
+        return {**address, **session.description, "taken": session.taken}
 
     async def _open(self, request: web.Request) -> web.Response:
         self._check(request)
-        while self._free:
-            waiting = self._free.popleft()
-            if self._waiting.get(waiting.id) is waiting and not waiting.taken:
-                waiting.take()
-                return web.json_response(self._shown(request, waiting))
+        while self._unassigned:
+            session = self._unassigned.popleft()
+            if self._open_sessions.get(session.id) is session and not session.taken:
+                session.assign()
+                return web.json_response(self._description(request, session))
         raise RequestError("no sample is wanted now", 429, "no_sample", retry=True, retry_s=RETRY_AFTER_S)
 
     async def _list(self, request: web.Request) -> web.Response:
         self._check(request)
-        return web.json_response({"sessions": [self._shown(request, w) for w in list(self._waiting.values())]})
+        sessions = [self._description(request, session) for session in list(self._open_sessions.values())]
+        return web.json_response({"sessions": sessions})
 
     async def _end(self, request: web.Request) -> web.Response:
         self._check(request)
@@ -212,37 +216,37 @@ class Sessions:
         reward = body.get("reward")
         if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
             raise RequestError(f"reward must be a finite number, got {reward!r:.100}")
-        return self._over(request, "ended", {"reward": float(reward), "output": body.get("output")})
+        return self._finish(request, "ended", {"reward": float(reward), "output": body.get("output")})
 
     async def _cancel(self, request: web.Request) -> web.Response:
         self._check(request)
         why = str((await self._body(request)).get("why", "no reason was given"))[:1000]
-        return self._over(request, "cancelled", RolloutError(f"the orchestrator cancelled the session: {why}"))
+        return self._finish(request, "cancelled", RolloutError(f"the orchestrator cancelled the session: {why}"))
 
     @staticmethod
     async def _body(request: web.Request) -> Mapping[str, Any]:
-        body = await body_of(request, LARGEST_BODY)
+        body = await read_json_body(request, MAX_BODY_BYTES)
         if not isinstance(body, dict):
             raise RequestError("the body must be a JSON object")
         return body
 
-    def _over(self, request: web.Request, how: str, outcome: dict[str, Any] | Exception) -> web.Response:
+    def _finish(self, request: web.Request, state: str, outcome: dict[str, Any] | Exception) -> web.Response:
         """Pass the outcome to the rollout function; a repeated request changes nothing."""
         name = request.match_info["id"]
-        waiting = self._waiting.get(name)
+        session = self._open_sessions.get(name)
         if name not in self._ended:
-            if waiting is None:
+            if session is None:
                 raise RequestError("there is no such session, or not any more: its sample was given up", 410, "gone")
-            if waiting.resumed and not waiting.asked and isinstance(outcome, dict):
+            if session.resumed and not session.has_requested and isinstance(outcome, dict):
                 outcome = RolloutError("its session was ended, and its agent has asked for nothing since a restart")
-            waiting.end(outcome)
-            self._ended[name] = how
-            while len(self._ended) > REMEMBERED:
+            session.set_outcome(outcome)
+            self._ended[name] = state
+            while len(self._ended) > MAX_ENDED_SESSIONS:
                 self._ended.popitem(last=False)
         return web.json_response({"id": name, "state": self._ended[name]})
 
 
-def _kept(path: Path) -> str:
+def _read_or_create_key(path: Path) -> str:
     """Return the key in a file that only its owner can read; create the file if it is missing.
 
     Raises UsageError if others can read the file, or if it is empty.

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any, cast
 
-from april.agents.endpoint import Opened
+from april.agents.endpoint import ServedSession
 from april.core.types import Prompt
 from april.driver.llm import LLM
 from april.driver.rewards import Response
@@ -39,7 +39,7 @@ class Verifiers:
         self.environment = environment
         self._tokenizer = tokenizer
         self._sampling = sampling
-        self._serving = _Serving(environment)
+        self._servers = _EnvironmentServers(environment)
 
     @property
     def prompts(self) -> _Prompts:
@@ -54,18 +54,18 @@ class Verifiers:
 
         kind = type(self.environment.taskset).task_type()
         task = kind(kind.data_type().model_validate(prompt.data["task"]), self.environment.config.taskset.task)
-        door = cast(Opened, llm.endpoint())
-        url, key = door.by_name()
+        door = cast(ServedSession, llm.endpoint())
+        url, key = door.shared_address()
         # one config for all samples, as verifiers keeps a client per config; the endpoint tells samples apart by name
         client = EvalClientConfig(base_url=url, headers={"Authorization": f"Bearer {key}", "x-api-key": key})
         context = ModelContext(door.endpoint.model, client, self._sampling or Sampling())
 
-        def began(trace: Any) -> None:
+        def on_trace(trace: Any) -> None:
             if trace.agent.trainable:  # the policy must not learn from the answers of other agents
-                door.name(trace.id)
+                door.register_name(trace.id)
 
-        async with self._serving:
-            episode = await self.environment.run_episode(task, context, on_trace=began)
+        async with self._servers:
+            episode = await self.environment.run_episode(task, context, on_trace=on_trace)
         if not episode.ok:
             failed = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
             raise RolloutError("; ".join(f"{e.type}: {e.message}" for e in failed) or "the episode is not ok")
@@ -95,7 +95,7 @@ class _Prompts:
             yield {"token_ids": self._tokenizer.encode(text), "task": task.data.model_dump(mode="json")}
 
 
-class _Serving:
+class _EnvironmentServers:
     """Runs the environment's servers from the first episode that enters to the last that leaves.
 
     They start and stop in one task of their own, since what they hold must be released in the task that acquired it.
@@ -103,25 +103,25 @@ class _Serving:
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment
-        self._inside = 0
+        self._episode_count = 0
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._door = asyncio.Lock()
-        self._over: asyncio.Event
-        self._up: asyncio.Future[None]
+        self._lock = asyncio.Lock()
+        self._stop: asyncio.Event
+        self._started: asyncio.Future[None]
         self._task: asyncio.Task[None]
 
     async def __aenter__(self) -> None:
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
-            if self._inside:
+            if self._episode_count:
                 raise UsageError("an environment of verifiers serves one scheduler at a time; load another one")
-            self._loop, self._door = loop, asyncio.Lock()
-        async with self._door:
-            self._inside += 1
-            if self._inside == 1:
-                self._over, self._up = asyncio.Event(), loop.create_future()
-                self._task = loop.create_task(self._serve(self._up))
-            up = self._up
+            self._loop, self._lock = loop, asyncio.Lock()
+        async with self._lock:
+            self._episode_count += 1
+            if self._episode_count == 1:
+                self._stop, self._started = asyncio.Event(), loop.create_future()
+                self._task = loop.create_task(self._run(self._started))
+            up = self._started
         try:
             await asyncio.shield(up)
         except BaseException:
@@ -129,22 +129,22 @@ class _Serving:
             raise
 
     async def __aexit__(self, *_: object) -> None:
-        await asyncio.shield(asyncio.ensure_future(self._leave()))
+        await asyncio.shield(asyncio.ensure_future(self._release()))
 
-    async def _leave(self) -> None:
-        async with self._door:  # an episode that begins now waits until the servers are down
-            self._inside -= 1
-            if not self._inside:
-                self._over.set()
+    async def _release(self) -> None:
+        async with self._lock:  # an episode that begins now waits until the servers are down
+            self._episode_count -= 1
+            if not self._episode_count:
+                self._stop.set()
                 await self._task
 
-    async def _serve(self, up: asyncio.Future[None]) -> None:
+    async def _run(self, started: asyncio.Future[None]) -> None:
         try:
             async with self._environment.serving():
-                up.set_result(None)
-                await self._over.wait()
+                started.set_result(None)
+                await self._stop.wait()
         except Exception as error:
-            if not up.done():
-                up.set_exception(error)
+            if not started.done():
+                started.set_exception(error)
             else:
                 log.warning("verifiers: what the environment served did not end well: %r", error)

@@ -16,7 +16,7 @@ SMALLEST_QUORUM = 0.75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InWork:
+class WorkSettings:
     """The settings that decide how much work is in flight, under their names in the configuration."""
 
     over_sampling_batch_size: int
@@ -25,11 +25,11 @@ class InWork:
     group_quorum: float
 
     @classmethod
-    def of(cls, settings: CoreSettings) -> InWork:
+    def of(cls, settings: CoreSettings) -> WorkSettings:
         """Return the current values of the core's settings."""
         return cls(**{str(name): getattr(settings, name) for name in Work})
 
-    def change(self, settings: CoreSettings) -> WorkChanged:
+    def change_event(self, settings: CoreSettings) -> WorkChanged:
         """Return the event that changes the ``auto`` ones among the core's settings to these values."""
         return WorkChanged(**{str(name): getattr(self, name) for name in settings.auto})
 
@@ -41,7 +41,7 @@ class InWork:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class TuningQuestion:
     """Description of a run, with the settings that may be changed.
 
     Attributes:
@@ -79,9 +79,9 @@ class Question:
     below: int | None = None
     told: bool = True
     free: tuple[Work, ...]
-    now: InWork
+    now: WorkSettings
 
-    def check(self, answer: Answer) -> None:
+    def check(self, answer: TuningAnswer) -> None:
         """Raise ValueError for an impossible answer; the core would not check its values."""
         best, free = answer.best, self.free
         figures = (answer.tokens_per_s, answer.off_policy_share, answer.speed_up, answer.share_now)
@@ -105,7 +105,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class TuningAnswer:
     """The best settings that the simulation found, with its predictions for them.
 
     Attributes:
@@ -116,7 +116,7 @@ class Answer:
         share_now: predicted off-policy share with the current settings.
     """
 
-    best: InWork
+    best: WorkSettings
     tokens_per_s: float
     off_policy_share: float
     speed_up: float

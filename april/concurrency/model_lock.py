@@ -22,15 +22,15 @@ from april.errors import ConfigError, RolloutError, UsageError
 
 log = logging.getLogger("april")
 
-PATIENCE_S = 10.0
+WARN_AFTER_S = 10.0
 """Seconds of waiting for a held model before a warning."""
-_held: ContextVar[tuple[tuple[ModelTurns, object], ...]] = ContextVar("april_held_models", default=())
+_held: ContextVar[tuple[tuple[FairModelLock, object], ...]] = ContextVar("april_held_models", default=())
 """Locks that the current context owns, each with the object that marks the owner."""
-_known: weakref.WeakKeyDictionary[Any, ModelTurns] = weakref.WeakKeyDictionary()
-_knowing = threading.RLock()
+_locks: weakref.WeakKeyDictionary[Any, FairModelLock] = weakref.WeakKeyDictionary()
+_locks_lock = threading.RLock()
 
 
-class ModelTurns:
+class FairModelLock:
     """A reentrant first-come-first-served lock on one model, for threads and event loops."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class ModelTurns:
         self.holder = ""
         """Function and line of the code that holds the lock; empty for a decoder or nobody."""
 
-    def ask(self, owner: object, wake: Callable[[], None], where: str = "") -> bool:
+    def request(self, owner: object, wake: Callable[[], None], where: str = "") -> bool:
         """Acquire the lock for ``owner`` if it is free; else queue it, and call ``wake`` from any thread once it is.
 
         Returns whether ``owner`` has the lock now.
@@ -54,7 +54,7 @@ class ModelTurns:
             self._queue.append((owner, wake, where))
             return False
 
-    def give(self, owner: object) -> None:
+    def release(self, owner: object) -> None:
         """Release the lock if ``owner`` has it, or remove ``owner`` from the queue."""
         with self._lock:
             if self._owner is not owner:
@@ -89,28 +89,28 @@ class ModelTurns:
         loop = asyncio.get_running_loop()
         woken = loop.create_future()
         try:
-            if not self.ask(owner, lambda: _wake(loop, woken), where):
+            if not self.request(owner, lambda: _wake(loop, woken), where):
                 await woken
         except BaseException:
-            self.give(owner)
+            self.release(owner)
             raise
         return self.owned_by(owner)
 
     async def free(self, name: str) -> None:
-        """Wait until nobody holds the lock; logs a warning for engine ``name`` after PATIENCE_S."""
+        """Wait until nobody holds the lock; logs a warning for engine ``name`` after WARN_AFTER_S."""
         telling = asyncio.get_running_loop().call_later(
-            PATIENCE_S,
+            WARN_AFTER_S,
             lambda: log.warning(
                 "%s: the model is held by april.hold_model() in %s for more than %g s; then the trainer gets it",
                 name,
                 self.holder,
-                PATIENCE_S,
+                WARN_AFTER_S,
             ),
         )
         me = object()
         try:
             await self.wait(me)
-            self.give(me)
+            self.release(me)
         finally:
             telling.cancel()
 
@@ -119,14 +119,14 @@ def _wake(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None
     loop.call_soon_threadsafe(lambda: None if future.done() else future.set_result(None))
 
 
-def turns_of(model: Any) -> ModelTurns:
+def model_lock_of(model: Any) -> FairModelLock:
     """Return the lock of ``model``; modules that contain each other share one lock."""
-    with _knowing:
-        turns = _known.get(model)
+    with _locks_lock:
+        turns = _locks.get(model)
         if turns is None:
             inside = set(map(id, model.modules()))
-            related = (t for m, t in _known.items() if id(m) in inside or any(part is model for part in m.modules()))
-            turns = _known[model] = next(related, None) or ModelTurns()
+            related = (t for m, t in _locks.items() if id(m) in inside or any(part is model for part in m.modules()))
+            turns = _locks[model] = next(related, None) or FairModelLock()
         return turns
 
 
@@ -146,7 +146,7 @@ class hold_model:
     def __init__(self, model: Any) -> None:
         if not callable(getattr(model, "modules", None)):
             raise ConfigError(f"hold_model: model must be a torch module, got {type(model).__name__}")
-        self._turns = turns_of(model)
+        self._turns = model_lock_of(model)
 
     def __enter__(self) -> Self:
         owner = self._mine()
@@ -159,13 +159,13 @@ class hold_model:
                 raise UsageError("hold_model: use `async with` in a coroutine, so that its event loop can go on")
             owner, woken = object(), threading.Event()
             try:
-                if not self._turns.ask(owner, woken.set, _caller()):
+                if not self._turns.request(owner, woken.set, _caller()):
                     woken.wait()
             except BaseException:
-                self._turns.give(owner)
+                self._turns.release(owner)
                 raise
         else:
-            self._turns.ask(owner, _nobody)
+            self._turns.request(owner, _no_owner)
         _held.set((*_held.get(), (self._turns, owner)))
         return self
 
@@ -175,7 +175,7 @@ class hold_model:
         held = _held.get()
         at = max(i for i, (turns, _) in enumerate(held) if turns is self._turns)
         _held.set((*held[:at], *held[at + 1 :]))
-        self._turns.give(held[at][1])
+        self._turns.release(held[at][1])
 
     async def __aenter__(self) -> Self:
         owner = self._mine()
@@ -183,7 +183,7 @@ class hold_model:
             owner = object()
             await self._turns.wait(owner, _caller())
         else:
-            self._turns.ask(owner, _nobody)
+            self._turns.request(owner, _no_owner)
         _held.set((*_held.get(), (self._turns, owner)))
         return self
 
@@ -197,7 +197,7 @@ class hold_model:
         return next((o for turns, o in _held.get() if turns is self._turns and turns.owned_by(o)), None)
 
 
-def _nobody() -> None:
+def _no_owner() -> None:
     """Do nothing; never called, as an owner that has the lock does not wait for it."""
 
 

@@ -31,7 +31,7 @@ def process_pool(processes: int, set_up: Callable[..., object] | None = None, *a
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def ignore_interrupts() -> Iterator[None]:
     """Delay SIGINT and SIGTERM until the end of the block; does nothing outside of the main thread.
 
     Work is submitted inside such a block, as a half-started process could neither be terminated nor waited for.
@@ -52,7 +52,7 @@ def undisturbed() -> Iterator[None]:
 
 
 @contextmanager
-def sigterm_unwinds() -> Iterator[None]:
+def sigterm_as_exception() -> Iterator[None]:
     """Make SIGTERM raise SystemExit, so that the worker processes end first and leave no semaphores behind."""
 
     def unwind(number: int, frame: object) -> NoReturn:

@@ -10,13 +10,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def threads_wake(loop: asyncio.AbstractEventLoop) -> bool:
+def can_be_woken(loop: asyncio.AbstractEventLoop) -> bool:
     """Return whether threads can wake the loop; one with a virtual clock skips ahead instead of waiting for threads."""
     return bool(getattr(loop, "threads_wake_it", True))
 
 
-async def in_thread(function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+async def run_in_thread(function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
     """Run a function in a worker thread and return its result; runs it inline if threads cannot wake the loop."""
-    if threads_wake(asyncio.get_running_loop()):
+    if can_be_woken(asyncio.get_running_loop()):
         return await asyncio.to_thread(function, *arguments, **named)
     return function(*arguments, **named)

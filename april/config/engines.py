@@ -7,7 +7,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, field_validator, model_validator
 
-from april.config.mistakes import Mistake, Named, contradiction
+from april.config.mistakes import Mistake, SettingName, contradiction
 from april.config.values import (
     Model,
     NonNegativeFloat,
@@ -20,7 +20,7 @@ from april.config.values import (
 from april.errors import ConfigError
 from april.text.server_text import clean, hide, quoted
 
-EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - refused in the address of a server
+ANY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104 - refused in the address of a server
 """Addresses that a server can listen on, but under which no client can reach it."""
 
 
@@ -40,9 +40,9 @@ def checked_url(url: str) -> str:
     except ValueError:  # a wrong port
         right = False
     if not right or parts.path not in ("", "/") or parts.query or parts.fragment or parts.username or parts.password:
-        instead = clean(_instead(url, parts, right))
+        instead = clean(_suggested_url(url, parts, right))
         raise ConfigError(f"an engine's URL must look like http://host:port, got {quoted(_shown(url), 100)}{instead}")
-    if parts.hostname in EVERYWHERE:
+    if parts.hostname in ANY_ADDRESS:
         port = "" if parts.port is None else f":{parts.port}"
         raise ConfigError(
             f"{parts.hostname} in {quoted(url, 100)} is where a server listens, not where it is reached; write "
@@ -63,7 +63,7 @@ def _shown(url: str) -> str:
     return f"{rest[:end]}{rest[end : end + 1]}..." if end < len(rest) else rest
 
 
-def _instead(url: str, parts: SplitResult, right: bool) -> str:
+def _suggested_url(url: str, parts: SplitResult, right: bool) -> str:
     """Return advice on what to write instead of a wrong address; empty if a part of it may be secret."""
     if parts.query or parts.fragment or "@" in url:
         return ""
@@ -173,7 +173,7 @@ class AddressedEngineConfig(Model):
     def _one_of_each(self) -> Self:
         double = sorted({url for url in self.urls if self.urls.count(url) > 1})
         if double:
-            raise Mistake(Named("engine.urls"), f" names {double[0]} twice; each server is one engine")
+            raise Mistake(SettingName("engine.urls"), f" names {double[0]} twice; each server is one engine")
         if self.api_key is not None and self.api_key_env is not None:
             raise contradiction(self, "engine.api_key and {engine.api_key_env} are both given; leave out api_key")
         return self

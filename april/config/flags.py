@@ -18,13 +18,13 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from april.config.mistakes import Named, WrongSettings
+from april.config.mistakes import SettingName, WrongSettings
 from april.config.settings import Config, read_yaml
-from april.config.values import LISTS, shown, without_contents
+from april.config.values import LIST_TYPES, shown_value, without_contents
 from april.errors import ConfigError
 
 FILE_FLAG = "--april-config"
-MARK = "april_arguments"
+NOT_GIVEN = "april_arguments"
 """Attribute of the namespace from which config_from_arguments learns how the flags were added; plain data."""
 SCALARS = (str, int, float, Enum, Path)
 
@@ -71,7 +71,7 @@ def add_april_arguments(
     """
     if not isinstance(parser, argparse.ArgumentParser):
         raise ConfigError(f"add_april_arguments: needs an argparse.ArgumentParser, got {type(parser).__name__}")
-    if parser.get_default(MARK) is not None:
+    if parser.get_default(NOT_GIVEN) is not None:
         raise ConfigError("add_april_arguments: this parser has april's flags already; call it once")
     if not re.fullmatch(r"(\w[\w.-]*)?", prefix):
         raise ConfigError(f"add_april_arguments: prefix {prefix!r} cannot begin a flag; use something like 'april-'")
@@ -96,7 +96,7 @@ def add_april_arguments(
                 group.add_argument(flag, dest=dest, default=argparse.SUPPRESS, **flag_options(setting))
     except argparse.ArgumentError as error:
         raise ConfigError(f"add_april_arguments: {error}; give april's flags a prefix") from None
-    parser.set_defaults(**{MARK: {"prefix": prefix, "trainer": of_trainer}})
+    parser.set_defaults(**{NOT_GIVEN: {"prefix": prefix, "trainer": of_trainer}})
     return parser
 
 
@@ -106,7 +106,7 @@ def config_from_arguments(args: argparse.Namespace) -> Config:
     Raises:
         ConfigError: one sentence per mistake, with the flags as they are typed.
     """
-    mark = getattr(args, MARK, None)
+    mark = getattr(args, NOT_GIVEN, None)
     if mark is None:
         raise ConfigError("args come from a parser without april's flags; call april.add_april_arguments(parser) first")
     settings = {s.path: s for s in settings_of()}
@@ -128,16 +128,17 @@ def config_from_arguments(args: argparse.Namespace) -> Config:
         in_file = _look_up(values, path)
         if in_file is not None and in_file != value:
             raise ConfigError(
-                f"{flag} is {shown(value)} in the trainer, but {file} says {path}: {shown(in_file)}; make them equal"
+                f"{flag} is {shown_value(value)} in the trainer, but {file} says {path}: {shown_value(in_file)}; make "
+                "them equal"
             )
         typed[path] = value
     for path, value in typed.items():
-        _place(values, path, value)
+        _set_nested(values, path, value)
     for path in typed:
         chooser, kinds = settings[path].chooser, settings[path].kinds
         if chooser:
             kind = _look_up(values, chooser) or settings[chooser].default
-            _place(values, chooser, kind)
+            _set_nested(values, chooser, kind)
             if kind in settings[chooser].kinds and kind not in kinds:
                 raise ConfigError(f"{flags[path]} belongs to {flags[chooser]} {' or '.join(kinds)}, not to {kind}")
     try:
@@ -175,13 +176,13 @@ def _look_up(values: Mapping[str, Any], path: str) -> Any:
     return (values.get(section, {}) if section else values).get(name)
 
 
-def _place(values: dict[str, Any], path: str, value: Any) -> None:
+def _set_nested(values: dict[str, Any], path: str, value: Any) -> None:
     section, _, name = path.rpartition(".")
     (values.setdefault(section, {}) if section else values)[name] = value
 
 
 def _as_typed(
-    setting: Named, flags: Mapping[str, str], settings: Mapping[str, Setting], of_trainer: Mapping[str, list[str]]
+    setting: SettingName, flags: Mapping[str, str], settings: Mapping[str, Setting], of_trainer: Mapping[str, list[str]]
 ) -> str:
     """Return a setting as typed: ``--sampling-top-p 0.5`` for ``sampling.top_p=0.5``. Without a flag, as in a file."""
     flag = flags.get(setting.path)
@@ -227,7 +228,7 @@ def _alternatives(models: list[type[BaseModel]], parent: str, discriminator: str
         annotation: Any = Union[tuple(setting.annotation for setting in members.values())]  # noqa: UP007 - at run time
         setting = Setting(path=path, annotation=annotation, help="", kinds=tuple(members))
         if path == chooser:
-            yield replace(setting, help=f"Which one. (default: {shown(chosen)})", default=chosen)
+            yield replace(setting, help=f"Which one. (default: {shown_value(chosen)})", default=chosen)
             continue
         by_text = {s.help: ", ".join(members) for s in members.values()}
         parts = by_text.items() if len(by_text) == 1 else [(s.help, kind) for kind, s in members.items()]
@@ -252,7 +253,7 @@ def typed_as(annotation: Any) -> Literal["one", "many", "switch"] | None:
     for leaf in leaves:
         if get_origin(leaf) is Literal or (isinstance(leaf, type) and issubclass(leaf, SCALARS)):
             return "one"
-        if get_origin(leaf) in LISTS and typed_as(get_args(leaf)[0]) == "one":
+        if get_origin(leaf) in LIST_TYPES and typed_as(get_args(leaf)[0]) == "one":
             return "many"
     return None
 
@@ -261,7 +262,7 @@ def _sentence(info: FieldInfo) -> str:
     text = " ".join((info.description or "").replace("`", "").split())
     if info.is_required():
         return f"{text} (required)".lstrip()
-    return f"{text} (default: {shown(info.get_default(call_default_factory=True))})".lstrip()
+    return f"{text} (default: {shown_value(info.get_default(call_default_factory=True))})".lstrip()
 
 
 def flag_options(setting: Setting) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from string import Formatter
 
-from april.config.values import shown
+from april.config.values import shown_value
 from april.errors import ConfigError
 
 _OTHER_DISTRIBUTION = "changes the distribution, and a trainer's recomputed log-probabilities could not match"
@@ -92,7 +92,7 @@ NO_SETTINGS: dict[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class SettingName:
     """A setting as it is named in a sentence."""
 
     path: str
@@ -111,11 +111,11 @@ class Named:
 class Mistake(ValueError):
     """A sentence about a mistake. As text, it names settings as in a file."""
 
-    def __init__(self, *parts: str | Named) -> None:
+    def __init__(self, *parts: str | SettingName) -> None:
         super().__init__("".join(map(str, parts)))
         self.parts = parts
 
-    def sentence(self, name: Callable[[Named], str]) -> str:
+    def sentence(self, name: Callable[[SettingName], str]) -> str:
         """Return the sentence with each setting named by ``name``."""
         return "".join(part if isinstance(part, str) else name(part) for part in self.parts)
 
@@ -127,7 +127,7 @@ class WrongSettings(ConfigError):
         self.mistakes = tuple(mistakes)
         super().__init__(self.sentence(str))
 
-    def sentence(self, name: Callable[[Named], str]) -> str:
+    def sentence(self, name: Callable[[SettingName], str]) -> str:
         """Return all sentences with each setting named by ``name``."""
         return "; ".join(mistake.sentence(name) for mistake in self.mistakes)
 
@@ -140,11 +140,11 @@ def contradiction(settings: object, template: str) -> Mistake:
         template: sentence with ``{max_staleness=}`` for a setting and its value, ``{max_staleness}`` for its name,
             ``{partial_rollout: true}`` for a recommended value.
     """
-    parts: list[str | Named] = []
+    parts: list[str | SettingName] = []
     for text, field, advice, _ in Formatter().parse(template):
         parts.append(text)
         if field is not None:
             path = field.removesuffix("=")
-            value = shown(attrgetter(path)(settings)) if path != field else (advice or "").strip() or None
-            parts.append(Named(path, value, advised=path == field))
+            value = shown_value(attrgetter(path)(settings)) if path != field else (advice or "").strip() or None
+            parts.append(SettingName(path, value, advised=path == field))
     return Mistake(*parts)

@@ -22,15 +22,15 @@ def one_or_more(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
-LISTS = (tuple, list, set, frozenset)
+LIST_TYPES = (tuple, list, set, frozenset)
 
 
-def shown(value: Any) -> str:
+def shown_value(value: Any) -> str:
     """Return a value as text, as a user would type it."""
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, LISTS):
-        return " ".join(shown(item) for item in value) or "none"
+    if isinstance(value, LIST_TYPES):
+        return " ".join(shown_value(item) for item in value) or "none"
     if isinstance(value, float):
         return f"{value:g}"
     return "none" if value is None else str(value.value if isinstance(value, Enum) else value)
@@ -43,16 +43,16 @@ def without_contents(value: Any) -> str:
     return repr(value) if value is None or isinstance(value, str | int | float) else type(value).__name__
 
 
-MOST = 2**31 - 1
+LARGEST_INT = 2**31 - 1
 """Largest accepted count; beyond int32, arrays, clocks and file formats start to fail."""
 LONGEST_S = 1e9
 """Longest accepted time in seconds, about thirty years."""
 
 # pydantic would accept true as 1
 Number = BeforeValidator(_no_bool)
-PositiveInt = Annotated[int, Field(ge=1, le=MOST), Number]
+PositiveInt = Annotated[int, Field(ge=1, le=LARGEST_INT), Number]
 Bytes = Annotated[int, Field(ge=1, le=2**53), Number]
-NonNegativeInt = Annotated[int, Field(ge=0, le=MOST), Number]
+NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST_INT), Number]
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1), Number]
 """Seed of at most 63 bits: it is stored in checkpoints, whose formats have no longer integers."""
 Seconds = Annotated[float, Field(gt=0, le=LONGEST_S, allow_inf_nan=False), Number]

@@ -48,7 +48,7 @@ class Finding:
 
 
 @dataclass(slots=True, kw_only=True)
-class Examined:
+class ServerReport:
     """Results of the examination of one server so far."""
 
     url: str
@@ -73,12 +73,12 @@ class Examined:
     @property
     def flags(self) -> list[str]:
         """Flags and variables of the server that are needed for exactness."""
-        return _each_once(finding.flags for finding in self.findings if finding.level is Level.LIMITED)
+        return _unique(finding.flags for finding in self.findings if finding.level is Level.LIMITED)
 
     @property
     def optional_flags(self) -> list[str]:
         """Other flags named by ``limits``, for speed or reproducible runs."""
-        return [flag for flag in _each_once(limit.flags for limit in self.limits) if flag not in self.flags]
+        return [flag for flag in _unique(limit.flags for limit in self.limits) if flag not in self.flags]
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -94,7 +94,7 @@ class Examined:
 class Report:
     """Findings about all servers: about each, and about all together or with the configuration."""
 
-    servers: list[Examined]
+    servers: list[ServerReport]
     together: list[Finding] = field(default_factory=list)
     engine_settings: str = ""
     """The ``engine`` section for the configuration; empty if there is none to recommend."""
@@ -128,7 +128,7 @@ class Report:
         }
 
 
-def _each_once(flags: Iterable[tuple[str, ...]]) -> list[str]:
+def _unique(flags: Iterable[tuple[str, ...]]) -> list[str]:
     return list(dict.fromkeys(flag for some in flags for flag in some))
 
 

@@ -53,13 +53,13 @@ def not_probed(url: str, identity: Identity, settings: Any, *, key_given: bool) 
     return _other_kind(settings, kind)
 
 
-def paused(url: str, kind: ServerKind, said: str) -> Finding:
+def paused_finding(url: str, kind: ServerKind, said: str) -> Finding:
     """Return a finding for a server of a known kind that reports itself that it answers no requests."""
     sentence = f"the server takes requests and answers none: it is paused, asleep or loading ({said})"
     return missing("paused", sentence, _RESUME[kind].format(url=url))
 
 
-def at_rest(url: str, said: str) -> Finding:
+def resting_finding(url: str, said: str) -> Finding:
     """Return a finding for a server that responds that it takes no requests for now."""
     advice = (
         "wait until it does, and call april doctor again; a TensorRT-LLM that is paused goes on with "
@@ -121,7 +121,7 @@ def _other_kind(settings: Any, kind: ServerKind) -> Finding | None:
 
 
 _REACH = "reach"
-_TALK = "talk"
+_HTTP_SUBJECT = "talk"
 
 
 async def why_unreachable(url: str, timeout_s: float) -> Finding | None:
@@ -187,26 +187,26 @@ async def _addresses(host: str, port: int) -> None:
         raise error
 
 
-async def why_no_talk(url: str, error: EngineError, timeout_s: float) -> Finding:
+async def why_no_http(url: str, error: EngineError, timeout_s: float) -> Finding:
     """Return a finding on why an open port does not respond like an HTTP server. ``error`` is that of the request."""
     parts = urlsplit(url)
     if not isinstance(error, EngineUnreachable):  # a redirect, or an endless response
-        return missing(_TALK, str(error), "is this the server itself, or a proxy or web site before it?")
+        return missing(_HTTP_SUBJECT, str(error), "is this the server itself, or a proxy or web site before it?")
     if not error.why:
         return missing(
-            _TALK, f"{url} accepts connections and gives no answer in {timeout_s:g} s",
+            _HTTP_SUBJECT, f"{url} accepts connections and gives no answer in {timeout_s:g} s",
             "the server is hung or drowned in requests: look at its log, restart it",
         )  # fmt: skip
     if error.distrusted:
         return missing(
-            _TALK, f"the certificate of {url} is not trusted ({error.distrusted})",
+            _HTTP_SUBJECT, f"the certificate of {url} is not trusted ({error.distrusted})",
             "give the environment variable SSL_CERT_FILE the certificate of its authority",
         )  # fmt: skip
     other = await _other_scheme(url, timeout_s)
     if other is not None:
         sentence = f"the server speaks {other.upper()}, and the address says {parts.scheme}"
-        return missing(_TALK, sentence, f"write {other}://{parts.netloc}")
-    return missing(_TALK, f"{url} does not speak HTTP ({error.why})", "is this the right port?")
+        return missing(_HTTP_SUBJECT, sentence, f"write {other}://{parts.netloc}")
+    return missing(_HTTP_SUBJECT, f"{url} does not speak HTTP ({error.why})", "is this the right port?")
 
 
 async def _other_scheme(url: str, timeout_s: float) -> str | None:

@@ -15,8 +15,8 @@ from rich.text import Text
 
 from april.config.engines import checked_key, checked_url
 from april.config.settings import Config
-from april.doctor.examine import Patience, examine_config, examine_urls
-from april.doctor.findings import CONFIGURATION, Examined, Finding, Level, Report, Verdict
+from april.doctor.examine import TimeLimits, examine_config, examine_urls
+from april.doctor.findings import CONFIGURATION, Finding, Level, Report, ServerReport, Verdict
 from april.errors import ConfigError
 
 _STYLE = {Verdict.EXACT: "bold green", Verdict.LIMITED: "bold yellow", Verdict.UNUSABLE: "bold red"}
@@ -78,7 +78,7 @@ def _headline(report: Report) -> str:
             return f"not usable: april cannot use {what} as {'they are' if several else 'it is'}"
 
 
-def _who(server: Examined, with_verdict: bool) -> Text:
+def _who(server: ServerReport, with_verdict: bool) -> Text:
     said = [server.url]
     if server.kind:
         said.append(" ".join(filter(None, (server.kind, server.version))))
@@ -104,7 +104,7 @@ def _table(findings: list[Finding]) -> RenderableType:
     return table
 
 
-def examine(urls: Sequence[str], config: Path | None, api_key_env: str | None, patience: Patience) -> Report:
+def examine(urls: Sequence[str], config: Path | None, api_key_env: str | None, patience: TimeLimits) -> Report:
     """Examine the servers or the configuration that the command line names.
 
     Raises:

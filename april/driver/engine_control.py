@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from april.concurrency.worker_threads import threads_wake
+from april.concurrency.worker_threads import can_be_woken
 from april.core import commands as do
 from april.core import events as ev
 from april.core.types import OnWeightUpdate
@@ -99,7 +99,7 @@ class EngineControl:
 
     async def content_of(self, path: str) -> str:
         """Return the hash of a directory's content; empty if this process cannot read it, or not in time."""
-        if not threads_wake(asyncio.get_running_loop()):
+        if not can_be_woken(asyncio.get_running_loop()):
             return content_of(path)
         try:
             async with asyncio.timeout(READING_S):

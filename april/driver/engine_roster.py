@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from april.concurrency.worker_threads import in_thread
+from april.concurrency.worker_threads import run_in_thread
 from april.config.engines import checked_url, name_at
 from april.config.settings import Config
 from april.driver.rollout_driver import RolloutDriver
@@ -129,7 +129,7 @@ def _found(discover: Callable[[], Any]) -> Any:
 async def urls_of(discover: Discover) -> list[str]:
     """Call ``discover`` and return its addresses without duplicates; raises ConfigError if they are no list."""
     try:
-        found: Any = await discover() if is_async(discover) else await in_thread(_found, discover)  # type: ignore[misc]
+        found: Any = await discover() if is_async(discover) else await run_in_thread(_found, discover)  # type: ignore[misc]
     except asyncio.CancelledError as error:
         raise own_cancellation(error) from None
     except Exception:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from april.core.rollout_core import RolloutCore
 from april.core.weight_updates import IDLE, Phase
-from april.record.standing import EVALUATION, RESPONSES, TRAINER, Waits, waits_for, waits_of
+from april.record.run_status import EVALUATION, RESPONSES, TRAINER, WaitReason, wait_reason, wait_text
 
 log = logging.getLogger("april")
 
@@ -20,9 +20,9 @@ WARN_AFTER_S = 60.0
 """Seconds of waiting for the same thing before a warning, unless the configuration says otherwise."""
 REPORT_AFTER_S = 6.0
 """Seconds of waiting before the wait is written to the run's record, for ``april watch``."""
-What = tuple[Waits | str, Phase]
+What = tuple[WaitReason | str, Phase]
 """A reason for waiting, and the phase of the weight update."""
-CALLS = {Waits.UPDATE: "weight_update", Waits.EVALUATION: "evaluate"}
+CALLS = {WaitReason.UPDATE: "weight_update", WaitReason.EVALUATION: "evaluate"}
 """Names of the trainer's calls that wait, by reason; next_batch for all other reasons."""
 
 
@@ -40,11 +40,11 @@ class LongWaits:
 
     def __init__(
         self, core: RolloutCore, now: Callable[[], float], after_s: float | None,
-        patience_s: Mapping[Waits, float | None], tell: Callable[[float], None] = lambda _: None,
+        patience_s: Mapping[WaitReason, float | None], tell: Callable[[float], None] = lambda _: None,
     ) -> None:  # fmt: skip
         self._core, self._now, self._after_s, self._report = core, now, after_s, tell
         # user_calls.py warns of slow functions one by one
-        never = dict.fromkeys((str(Waits.TRAINER), str(Waits.FUNCTIONS)))
+        never = dict.fromkeys((str(WaitReason.TRAINER), str(WaitReason.FUNCTIONS)))
         self._patience_s = {str(waits): limit for waits, limit in patience_s.items()} | never
         self._reason: What = TRAINER, IDLE
         self._given_reason: tuple[str, str] | None = None
@@ -60,7 +60,7 @@ class LongWaits:
     def update(self) -> None:
         """Update the reason for waiting; a change of the reason starts a new wait."""
         core = self._core
-        what: Waits | str = waits_of(core) if self._given_reason is None else self._given_reason[1]
+        what: WaitReason | str = wait_reason(core) if self._given_reason is None else self._given_reason[1]
         if what is EVALUATION and core.context.attempts.of_evaluations:
             what = RESPONSES
         phase = core.updates.phase
@@ -86,7 +86,7 @@ class LongWaits:
         """Text of what is waited for and for how long; empty if the trainer waits for responses or nothing."""
         if self._reason[0] in (RESPONSES, TRAINER):
             return ""
-        what = waits_for(self._core) if self._given_reason is None else self._given_reason[1]
+        what = wait_text(self._core) if self._given_reason is None else self._given_reason[1]
         return f"waits for {what}, for {self.waited_s:.0f} s"
 
     @property
@@ -143,31 +143,31 @@ class LongWaits:
             self._warned[what] = self.waited_s
             log.warning("%s", self._sentence(what[0], self.waited_s))
 
-    def _sentence(self, what: Waits | str, waited: float) -> str:
+    def _sentence(self, what: WaitReason | str, waited: float) -> str:
         core = self._core
         if self._given_reason is not None:
             call, why = self._given_reason
         else:
-            assert isinstance(what, Waits)
-            call, why = CALLS.get(what, "next_batch"), waits_for(core)
-        if what is Waits.UPDATE:
+            assert isinstance(what, WaitReason)
+            call, why = CALLS.get(what, "next_batch"), wait_text(core)
+        if what is WaitReason.UPDATE:
             call = "load_state_dict" if core.updates.loads_a_state else call
             why = f"{core.updates.waits_for}; meanwhile nothing is generated"
-        elif what is Waits.BOUND:
+        elif what is WaitReason.BOUND:
             why = f"{why}. {core.leases.why_full()}"
-        elif what is Waits.EVALUATION:
+        elif what is WaitReason.EVALUATION:
             turn = f"its turn: {len(core.attempts)} requests of training run"
             turn = "the end of a pause" if core.pause_held else turn
             begun = any(e.version is not None for e in core.context.evaluations.values())
             why = "an engine, or functions of its own" if begun else turn
-        elif what is Waits.ENGINES:
+        elif what is WaitReason.ENGINES:
             remedy = core.engines.remedy(core.clock.current).rstrip(",")
             why = f"an engine: {remedy}; after outage_deadline_s the step fails"
-        elif what is Waits.RESPONSES:
+        elif what is WaitReason.RESPONSES:
             of_evaluations = core.context.attempts.of_evaluations
             call = CALLS[EVALUATION] if of_evaluations else call
             requests = len(of_evaluations or core.attempts)
             why = f"responses: {requests} request{'s' * (requests != 1)} in flight, and no token of theirs has come"
-        elif what is Waits.PROMPTS:
+        elif what is WaitReason.PROMPTS:
             why = "prompts: their source has not returned any, which were asked for"
         return f"{call} has waited {waited:.0f} s for {why}"

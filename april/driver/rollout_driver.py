@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from april.auto.auto_run import AutoRun
+from april.auto.run_tuning import RunTuning
 from april.core import commands as do
 from april.core import events as ev
 from april.core import snapshot
@@ -56,7 +56,7 @@ from april.errors import (
 )
 from april.record.file import RunRecord
 from april.record.recorder import Recorder
-from april.record.standing import Waits
+from april.record.run_status import WaitReason
 from april.serialization.plain_values import plain, restored
 
 log = logging.getLogger("april")
@@ -115,7 +115,7 @@ class RolloutDriver:
             else Recorder(options.record, self.core, self.now, self.requests, options.config)
         )
         self._limit = StepLimit(self.requests)
-        self._auto = AutoRun(self.core, self._limit.costs, self.post) if settings.auto else None
+        self._auto = RunTuning(self.core, self._limit.costs, self.post) if settings.auto else None
         self._settings = replace(
             rollouts, vocab_size=self.core.engines.vocab_size,
             any_temperature=all(LogprobKind(e.logprob_kind).follows_temperature for e in first),
@@ -160,8 +160,8 @@ class RolloutDriver:
             post=self.post, failed=self.updates.failed, broke=self._stop_with_error,
         )  # fmt: skip
         # stalled requests have a timeout of their own, stall_timeout_s
-        patience_s = {Waits.RESPONSES: None if rollouts.stall_timeout_s else rollouts.warn_after_s}
-        tell = (lambda _: None) if self.recorder is None else self.recorder.stand
+        patience_s = {WaitReason.RESPONSES: None if rollouts.stall_timeout_s else rollouts.warn_after_s}
+        tell = (lambda _: None) if self.recorder is None else self.recorder.record_status
         self.long_waits = LongWaits(self.core, self.now, rollouts.warn_after_s, patience_s, tell)
         observers: list[Observer] = [self.requests] if self.recorder is None else [self.recorder, self.requests]
         self._pump = EventPump(self.core, {
@@ -378,7 +378,7 @@ class RolloutDriver:
     def record_report(self, batch_id: int, report: Mapping[str, float]) -> None:
         """Write the trainer's report on a batch to the record, if there is one."""
         if self.recorder is not None:
-            self.recorder.learning(batch_id, report)
+            self.recorder.record_report(batch_id, report)
 
     def lower_staleness(self, to: int | None) -> int:
         """Lower the staleness bound for prompts drawn from now on; ``to`` None means one less. Returns the bound."""
@@ -524,7 +524,7 @@ class RolloutDriver:
                         if sample.state is SampleState.FINISHED and sample.id in outputs:
                             self.executor.samples.restore_output(sample, outputs[sample.id])
                     if self.recorder is not None:
-                        self.recorder.restored(core)
+                        self.recorder.record_state(core)
 
                 update.restore = restore
                 content = await self._content_of(path)
@@ -557,7 +557,7 @@ class RolloutDriver:
         self._fail_waiting(self._broken)
         self.long_waits.close()
         if self._auto is not None:
-            await self._auto.closed()
+            await self._auto.aclose()
         await self.executor.close()
         if self.recorder is not None:
             self.recorder.close()
@@ -664,9 +664,9 @@ class RolloutDriver:
         metrics |= self._limit.metrics(metrics, self._times.places)
         batch = replace(batch, metrics=metrics, bottleneck=why)
         if self._auto is not None:
-            batch = self._auto.delivered(batch)
+            batch = self._auto.add_batch(batch)
         if self.recorder is not None:
-            self.recorder.delivered(batch)
+            self.recorder.record_batch(batch)
         if self._options.delivered is not None:
             self._options.delivered(batch)
         log.info("batch %d: %s", batch.id, why or "it was there already")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from april.concurrency.worker_threads import in_thread
+from april.concurrency.worker_threads import run_in_thread
 from april.core import commands as do
 from april.core import events as ev
 from april.core.attachments import Placed, before
@@ -51,7 +51,7 @@ from april.driver.rewards import Response, checked_reward, checked_rewards, chec
 from april.driver.user_calls import UserCall, UserCalls
 from april.driver.user_code import FailureLog, FunctionLost, describe_with_place, kind_of, place_of
 from april.errors import ConfigError, RolloutError, SchedulerClosed, UsageError
-from april.images.placing import Images
+from april.images.image_placer import ImagePlacer
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class UserFunctions:
     detokenizer: Detokenizer | None = None
     endpoints: ClientEndpoints | None = None
     """Server of endpoints for clients of rollout functions; None means that there is none."""
-    images: Images | None = None
+    images: ImagePlacer | None = None
     """Reader of images; None means that no conversation has images."""
 
 
@@ -347,10 +347,10 @@ class SampleFunctions:
 
         def placed() -> tuple[Int32, tuple[Placed, ...]]:
             pictures = reader.read(images, "llm.generate")
-            return reader.place_behind(token_ids, have, known, pictures, "llm.generate: what is new")
+            return reader.place_after(token_ids, have, known, pictures, "llm.generate: what is new")
 
         try:
-            return await in_thread(placed) if images else placed()
+            return await run_in_thread(placed) if images else placed()
         except ConfigError as error:
             raise UsageError(str(error)) from error
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from april.core.event_pump import KEPT_REQUESTS, RequestLog, RequestSums
 from april.core.partial_buffer import IdleCause
 from april.engines.simulated.decode_cost import DecodeCost
-from april.engines.simulated.fitted_cost import FEWEST, FittedCost, Requests, fit
+from april.engines.simulated.fitted_cost import MIN_REQUESTS, FittedCost, Requests, fit
 
 GROUPS: dict[str, tuple[IdleCause, ...]] = {
     "bubble": (IdleCause.OVER_SAMPLING, IdleCause.PROMPTS, IdleCause.FUNCTIONS),
@@ -106,7 +106,7 @@ class EngineCosts:
         due = [
             (name, ended) for name, ended in self._requests
             if self._requests.count(name)
-            >= max(FEWEST, min(1.5 * (seen := self._seen.get(name, 0)), seen + KEPT_REQUESTS))
+            >= max(MIN_REQUESTS, min(1.5 * (seen := self._seen.get(name, 0)), seen + KEPT_REQUESTS))
         ]  # fmt: skip
         for name, ended in due[:FITS_AT_A_TIME]:
             self._seen[name] = self._requests.count(name)

@@ -91,9 +91,10 @@ class WeightUpdate:
     @property
     def not_given(self) -> tuple[ev.TransferFailure, ...] | None:
         """Engines that did not get all sent weights, or None if that is unknown."""
-        if self.sender is None or not self.sender.knows:
+        if self.sender is None or not self.sender.outcome_known:
             return None
-        return tuple(ev.TransferFailure(name, fate.why, fate.torn) for name, fate in self.sender.left_out.items())
+        left_out = self.sender.left_out.items()
+        return tuple(ev.TransferFailure(name, fate.why, fate.partially_updated) for name, fate in left_out)
 
     def fail(self, error: BaseException) -> None:
         """End the update with an error, unless it has ended."""

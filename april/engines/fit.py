@@ -51,7 +51,7 @@ def fits(config: Config, engines: Mapping[str, Capabilities], **changes: object)
     return not any(why_unfit(changed, engines))
 
 
-def doubts_of(config: Config) -> Iterator[str]:
+def warnings_of(config: Config) -> Iterator[str]:
     """Yield a warning for each setting that is allowed but may not be intended."""
     n, over = config.rollout_batch_size, config.groups_in_work
     if over < n:

@@ -22,7 +22,7 @@ def split_address(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def bound(address: str) -> socket.socket:
+def listening_socket(address: str) -> socket.socket:
     """Return a socket that listens at an address already, so that the address is taken and known; raises LinkError."""
     host, port = split_address(address)
     try:
@@ -31,7 +31,7 @@ def bound(address: str) -> socket.socket:
         raise LinkError(f"cannot listen at {address}: {error.strerror or error}") from None
 
 
-def told_address(address: Any) -> str:
+def format_address(address: Any) -> str:
     """Return a socket's address as "host:port"."""
     if not isinstance(address, tuple):
         return "?"

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
-BEATS = 4
+BEATS_PER_DEADLINE = 4
 """Number of heartbeats within one deadline."""
 
 
@@ -18,24 +18,24 @@ class Heartbeats(Generic[K]):
 
     def __init__(self, deadline_s: float) -> None:
         self.deadline_s = deadline_s
-        self.interval_s = deadline_s / BEATS
-        self.paused = False
+        self.interval_s = deadline_s / BEATS_PER_DEADLINE
+        self.was_stopped = False
         """True if this process itself did not run for a while before the last check."""
-        self._heard: dict[K, float] = {}
-        self._looked: float | None = None
+        self._last_beat_s: dict[K, float] = {}
+        self._last_check_s: float | None = None
 
-    def hear(self, whom: K, now: float) -> None:
+    def note_beat(self, peer: K, now: float) -> None:
         """Note that a peer was heard."""
-        self._heard[whom] = now
+        self._last_beat_s[peer] = now
 
-    def forget(self, whom: K) -> None:
+    def forget(self, peer: K) -> None:
         """Expect no more heartbeats from a peer."""
-        self._heard.pop(whom, None)
+        self._last_beat_s.pop(peer, None)
 
-    def silent(self, now: float) -> list[K]:
+    def silent_peers(self, now: float) -> list[K]:
         """Return the peers whose deadline is over; if this process itself was stopped, all deadlines begin anew."""
-        self.paused = self._looked is not None and now - self._looked > self.deadline_s / 2
-        self._looked = now
-        if self.paused:  # what was said meanwhile is on its way
-            self._heard = dict.fromkeys(self._heard, now)
-        return [whom for whom, heard in self._heard.items() if now - heard >= self.deadline_s]
+        self.was_stopped = self._last_check_s is not None and now - self._last_check_s > self.deadline_s / 2
+        self._last_check_s = now
+        if self.was_stopped:  # what was said meanwhile is on its way
+            self._last_beat_s = dict.fromkeys(self._last_beat_s, now)
+        return [whom for whom, heard in self._last_beat_s.items() if now - heard >= self.deadline_s]

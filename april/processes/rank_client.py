@@ -14,17 +14,17 @@ import msgspec
 from april.driver.loop_thread import LoopThread
 from april.driver.user_code import describe
 from april.errors import ConfigError, RankError, SchedulerClosed
+from april.processes import rank_messages as messages
 from april.processes.heartbeats import Heartbeats
-from april.processes.rank_messages import ALIVE, Asked, Broken, Ended, Joined, Leaving, Look, Step, error_of, silence
-from april.processes.rank_server import LINGER_S, RankServer
-from april.processes.ranks import MeetingPoint, Ranks
+from april.processes.rank_server import DRAIN_S, RankServer
+from april.processes.ranks import Ranks, Rendezvous
 from april.serialization.own_values import pack, unpack
 
-TRY_AGAIN_S = 0.2
+RECONNECT_S = 0.2
 """Seconds between two attempts to reach a server that does not listen yet."""
-ASK_AGAIN_S = 0.05
+RESEND_S = 0.05
 """Seconds before a request whose answer was lost is sent again."""
-LOST = (aiohttp.ClientError, OSError, TimeoutError)
+CONNECTION_ERRORS = (aiohttp.ClientError, OSError, TimeoutError)
 """Errors of a lost connection."""
 
 
@@ -38,113 +38,115 @@ class RankClient:
 
     def __init__(self, ranks: Ranks, name: str = "rank 0", server: RankServer | None = None) -> None:
         self._ranks, self._name, self._server = ranks, name, server
-        self.first = 0
+        self.next_call = 0
         """Number of the next call."""
         self.token = ""
         """The token that all ranks share."""
-        self._number = 0
+        self._session_id = 0
         """Number of this rank's session at the server."""
         self._requests = itertools.count()
-        self._broken: RankError | None = None
-        self._gone: str | None = None
+        self._group_error: RankError | None = None
+        self._lost_reason: str | None = None
         """Reason why the server cannot be reached any more; None while it can."""
-        self._session: aiohttp.ClientSession | None = None
-        self._line: aiohttp.ClientWebSocketResponse | None = None
-        self._beats = Heartbeats[int](ranks.rank_deadline_s)
-        self._hears: asyncio.Task[None] | None = None
-        self._alive: asyncio.Task[None] | None = None
-        self._asking: set[asyncio.Task[Any]] = set()
+        self._http: aiohttp.ClientSession | None = None
+        self._websocket: aiohttp.ClientWebSocketResponse | None = None
+        self._heartbeats = Heartbeats[int](ranks.rank_deadline_s)
+        self._reader: asyncio.Task[None] | None = None
+        self._sender: asyncio.Task[None] | None = None
+        self._pending_requests: set[asyncio.Task[Any]] = set()
         self.thread = LoopThread("april-ranks") if server is None else server.thread
 
     @property
-    def broken(self) -> RankError | None:
+    def group_error(self) -> RankError | None:
         """The error that keeps the ranks from continuing together; None while there is none."""
-        return self._broken if self._server is None else self._server.broken
+        return self._group_error if self._server is None else self._server.group_error
 
-    def raise_if_broken(self) -> None:
+    def raise_group_error(self) -> None:
         """Raise RankError if the ranks cannot continue together."""
-        if (broken := self.broken) is not None:
+        if (broken := self.group_error) is not None:
             raise RankError(str(broken), broken.ranks)
 
     @property
     def host(self) -> str:
         """This machine's address on the connection to rank 0."""
-        assert self._line is not None
-        return str(self._line.get_extra_info("sockname")[0])
+        assert self._websocket is not None
+        return str(self._websocket.get_extra_info("sockname")[0])
 
     # ---------------------------------------------------------------- the beginning and the end
 
-    def open(self, point: MeetingPoint) -> None:
+    def join(self, rendezvous: Rendezvous) -> None:
         """Join the other ranks at the server; raises RankError if it does not listen in time."""
         rank, share, deadline_s = self._ranks.rank, self._ranks.share, self._ranks.rank_deadline_s
         server = self._server
         if server is not None:
-            self._number = self.thread.call(lambda: server.join(rank, share)).session
+            self._session_id = self.thread.call(lambda: server.join(rank, share)).session
             return
-        address, self.token = point.find()
+        address, self.token = rendezvous.find()
 
-        async def come_in() -> None:
-            self._session = session = aiohttp.ClientSession(
+        async def connect() -> None:
+            self._http = session = aiohttp.ClientSession(
                 f"http://{address}", headers={"Authorization": f"Bearer {self.token}"}, trust_env=False,
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=deadline_s),
             )  # fmt: skip
             loop = asyncio.get_running_loop()
             end = loop.time() + self._ranks.rank_timeout_s
-            closing = aiohttp.ClientWSTimeout(ws_close=LINGER_S)
+            closing = aiohttp.ClientWSTimeout(ws_close=DRAIN_S)
             place = f"/line?rank={rank}&share={share}"
             while True:
                 try:
                     async with asyncio.timeout(deadline_s):
                         line = await session.ws_connect(place, max_msg_size=0, timeout=closing)
-                        joined = unpack(await line.receive_bytes(), Joined)
+                        joined = unpack(await line.receive_bytes(), messages.Joined)
                     break
-                except (*LOST, TypeError) as error:  # TypeError: the server has closed the connection
-                    if point.listens or loop.time() > end:
-                        why = silence(deadline_s) if isinstance(error, TimeoutError) else describe(error)
+                except (*CONNECTION_ERRORS, TypeError) as error:  # TypeError: the server has closed the connection
+                    if rendezvous.server_listens or loop.time() > end:
+                        silent = isinstance(error, TimeoutError)
+                        why = messages.silence_message(deadline_s) if silent else describe(error)
                         raise RankError(f"{self._name} cannot be reached: {why}", (0,)) from None
-                await asyncio.sleep(TRY_AGAIN_S)
-            self._number, self.first, self._line = joined.session, joined.call, line
-            self._hears = loop.create_task(self._hear(line))
-            self._beats.hear(0, loop.time())
-            self._tick(line)
+                await asyncio.sleep(RECONNECT_S)
+            self._session_id, self.next_call, self._websocket = joined.session, joined.call, line
+            self._reader = loop.create_task(self._read_websocket(line))
+            self._heartbeats.note_beat(0, loop.time())
+            self._check_heartbeats(line)
 
-        self._wait_for(come_in)
+        self._wait_for(connect)
 
-    async def _hear(self, line: aiohttp.ClientWebSocketResponse) -> None:
-        async for message in line:
-            self._beats.hear(0, asyncio.get_running_loop().time())
-            if message.type is aiohttp.WSMsgType.BINARY and message.data != ALIVE and self._broken is None:
-                broken = unpack(message.data, Broken)
-                self._broken = RankError(broken.sentence, broken.ranks)
-        if self._gone is None:
-            self._lost("the connection was closed")
-            if self._asking:  # earlier answers may still arrive on other connections
-                await asyncio.wait(self._asking, timeout=LINGER_S)
-        await self._hang_up()  # ends the requests that still wait
+    async def _read_websocket(self, websocket: aiohttp.ClientWebSocketResponse) -> None:
+        async for message in websocket:
+            self._heartbeats.note_beat(0, asyncio.get_running_loop().time())
+            heartbeat = message.type is not aiohttp.WSMsgType.BINARY or message.data == messages.HEARTBEAT
+            if not heartbeat and self._group_error is None:
+                broken = unpack(message.data, messages.GroupFailed)
+                self._group_error = RankError(broken.sentence, broken.ranks)
+        if self._lost_reason is None:
+            self._mark_lost("the connection was closed")
+            if self._pending_requests:  # earlier answers may still arrive on other connections
+                await asyncio.wait(self._pending_requests, timeout=DRAIN_S)
+        await self._disconnect()  # ends the requests that still wait
 
-    def _tick(self, line: aiohttp.ClientWebSocketResponse) -> None:
+    def _check_heartbeats(self, websocket: aiohttp.ClientWebSocketResponse) -> None:
         """Check whether heartbeats of the server are missing, and send one."""
         loop = asyncio.get_running_loop()
-        if self._gone is not None:
+        if self._lost_reason is not None:
             return
-        if list(self._beats.silent(loop.time())):
-            self._lost(silence(self._ranks.rank_deadline_s))
-            self._alive = loop.create_task(self._hang_up())
+        if list(self._heartbeats.silent_peers(loop.time())):
+            self._mark_lost(messages.silence_message(self._ranks.rank_deadline_s))
+            self._sender = loop.create_task(self._disconnect())
             return
-        self._alive = loop.create_task(self._say(line, ALIVE))
-        loop.call_later(self._beats.interval_s, self._tick, line)
+        self._sender = loop.create_task(self._send(websocket, messages.HEARTBEAT))
+        loop.call_later(self._heartbeats.interval_s, self._check_heartbeats, websocket)
 
-    def _lost(self, why: str) -> None:
-        self._gone = f"{self._name} is gone: {why}"
-        self._broken = self._broken or RankError(self._gone, (0,))
+    def _mark_lost(self, why: str) -> None:
+        self._lost_reason = f"{self._name} is gone: {why}"
+        self._group_error = self._group_error or RankError(self._lost_reason, (0,))
 
-    async def _say(self, line: aiohttp.ClientWebSocketResponse, said: bytes) -> None:
+    async def _send(self, websocket: aiohttp.ClientWebSocketResponse, message: bytes) -> None:
         with suppress(ConnectionError, RuntimeError):  # the line is closed
-            await line.send_bytes(said)
+            await websocket.send_bytes(message)
 
-    async def _hang_up(self) -> None:
-        if self._session is not None:
-            await self._session.close()
+    async def _disconnect(self) -> None:
+        if self._http is not None:
+            await self._http.close()
 
     def close(self, error: BaseException | None) -> None:
         """Leave the other ranks; a rank in the server's process leaves together with the server."""
@@ -152,12 +154,12 @@ class RankClient:
             return
 
         async def end() -> None:
-            if self._gone is None:
-                self._gone = "this rank has closed its scheduler"
-            if self._line is not None:
-                await self._say(self._line, pack(Leaving("" if error is None else describe(error))))
-                await self._line.close()
-            await self._hang_up()
+            if self._lost_reason is None:
+                self._lost_reason = "this rank has closed its scheduler"
+            if self._websocket is not None:
+                await self._send(self._websocket, pack(messages.RankClosed("" if error is None else describe(error))))
+                await self._websocket.close()
+            await self._disconnect()
 
         ended = False
         try:
@@ -170,70 +172,77 @@ class RankClient:
 
     # ---------------------------------------------------------------- calls and looks
 
-    def exchange(self, number: int, what: str, carried: int, arguments: bytes = b"", said: bytes = b"") -> Step | Ended:
+    def exchange(
+        self, call_number: int, call_text: str, steps_done: int, arguments: bytes = b"", step_result: bytes = b""
+    ) -> messages.Step | messages.CallResult:
         """Call :meth:`april.processes.rank_server.RankServer.exchange`; an interrupt takes the rank out of the call."""
-        come: Step | Ended = self._wait_for(lambda: self._exchange(number, what, carried, None, arguments, said))
-        return come
+        answer: messages.Step | messages.CallResult = self._wait_for(
+            lambda: self._exchange(call_number, call_text, steps_done, None, arguments, step_result)
+        )
+        return answer
 
-    def failed(self, number: int, what: str, carried: int, error: BaseException) -> None:
+    def report_failure(self, call_number: int, call_text: str, steps_done: int, error: BaseException) -> None:
         """Tell all ranks that a step has failed on this one; an interrupt ends only the wait."""
         said = describe(error)
         with suppress(SchedulerClosed):
-            self.thread.submit(lambda: self._exchange(number, what, carried, said)).wait()
+            self.thread.submit(lambda: self._exchange(call_number, call_text, steps_done, said)).wait()
 
-    def look(self, method: str, *arguments: Any) -> bytes:
+    def query(self, method: str, *arguments: Any) -> bytes:
         """Return the server's answer to a question; raises the server's error, or RankError if the server is gone."""
-        look = Look(method, list(arguments))
+        look = messages.Query(method, list(arguments))
         try:
             pack(look)
         except TypeError as error:
             raise ConfigError(f"{method}: an argument cannot go to {self._name}: {error}") from None
         ended = self._wait_for(lambda: self._post("/look", look))
-        assert isinstance(ended, Ended)
+        assert isinstance(ended, messages.CallResult)
         if ended.error is not None:
-            raise error_of(ended.error)
+            raise messages.error_from_message(ended.error)
         return ended.content
 
     async def _exchange(
-        self, number: int, what: str, carried: int, error: str | None, arguments: bytes = b"", said: bytes = b""
-    ) -> Step | Ended:
-        asked = Asked(
-            rank=self._ranks.rank, session=self._number, request=0, number=number, what=what, carried=carried,
-            error=error, arguments=arguments, said=said,
+        self, call_number: int, call_text: str, steps_done: int, error: str | None, arguments: bytes = b"",
+        step_result: bytes = b"",
+    ) -> messages.Step | messages.CallResult:  # fmt: skip
+        request = messages.CallRequest(
+            rank=self._ranks.rank, session=self._session_id, request=0, call_number=call_number, call_text=call_text,
+            steps_done=steps_done, error=error, arguments=arguments, step_result=step_result,
         )  # fmt: skip
         if self._server is None:
-            return await self._post("/call", asked)
-        return await self._server.exchange(msgspec.structs.replace(asked, request=next(self._requests)))
+            return await self._post("/call", request)
+        return await self._server.exchange(msgspec.structs.replace(request, request=next(self._requests)))
 
-    async def _post(self, route: str, asked: Asked | Look) -> Step | Ended:
+    async def _post(
+        self, route: str, request: messages.CallRequest | messages.Query
+    ) -> messages.Step | messages.CallResult:
         """Send a request; repeat it if its answer is lost while the server lives, which then answers as before."""
         task = asyncio.current_task()
         assert task is not None
-        self._asking.add(task)
+        self._pending_requests.add(task)
         try:
             while True:
-                if isinstance(asked, Asked):
-                    asked.request = next(self._requests)
+                if isinstance(request, messages.CallRequest):
+                    request.request = next(self._requests)
                 try:
-                    if self._session is None or self._session.closed:
-                        raise self._why_gone(route)
-                    async with self._session.post(route, data=pack(asked)) as response:
+                    if self._http is None or self._http.closed:
+                        raise self._lost_error(route)
+                    async with self._http.post(route, data=pack(request)) as response:
                         response.raise_for_status()
-                        return unpack(await response.read(), Step | Ended)  # type: ignore[arg-type]
+                        return unpack(await response.read(), messages.Step | messages.CallResult)  # type: ignore[arg-type]
                 except aiohttp.ClientResponseError as error:
                     raise RankError(f"{self._name} does not answer: {describe(error)}", (0,)) from None
-                except LOST:
-                    if self._hears is not None:
-                        await asyncio.wait([self._hears], timeout=ASK_AGAIN_S)
-                    if self._gone is not None:
-                        raise self._why_gone(route) from None
+                except CONNECTION_ERRORS:
+                    if self._reader is not None:
+                        await asyncio.wait([self._reader], timeout=RESEND_S)
+                    if self._lost_reason is not None:
+                        raise self._lost_error(route) from None
         finally:
-            self._asking.discard(task)
+            self._pending_requests.discard(task)
 
-    def _why_gone(self, route: str) -> RankError:
-        if route == "/call" and self._broken is not None:
-            return RankError(str(self._broken), self._broken.ranks)
-        return RankError(self._gone or "this rank has closed its scheduler", (0,))
+    def _lost_error(self, route: str) -> RankError:
+        if route == "/call" and self._group_error is not None:
+            return RankError(str(self._group_error), self._group_error.ranks)
+        return RankError(self._lost_reason or "this rank has closed its scheduler", (0,))
 
     def _wait_for(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         return self.thread.wait_for(lambda reply: reply.follow(asyncio.get_running_loop().create_task(work())))

@@ -14,11 +14,11 @@ from april.engines.kinds.factory import create_engines
 from april.engines.protocol import Engine
 from april.engines.served.server import EngineServer, serve
 
-LOOK_AGAIN_S = 0.05
+POLL_S = 0.05
 """Seconds between two checks whether the scheduler has released the engines."""
 
 
-def reads_the_trainers(engine: Engine) -> bool:
+def shares_trainer_weights(engine: Engine) -> bool:
     """Return True for an engine whose weights its own process writes, so that they need not be sent to it."""
     return not (engine.capabilities.remote or engine.capabilities.own_weights)
 
@@ -51,7 +51,7 @@ class RankEngines:
 
     async def _serve(self, host: str, key: str) -> None:
         for engine in self.engines:
-            self._servers.append(await serve(engine, host, key=key, shares_model=reads_the_trainers(engine)))
+            self._servers.append(await serve(engine, host, key=key, shares_model=shares_trainer_weights(engine)))
 
     @property
     def urls(self) -> list[str]:
@@ -62,22 +62,22 @@ class RankEngines:
         """Run a coroutine on the engines' loop and return its result."""
         return self._thread.run(work)
 
-    def close(self, farewell_s: float = 0.0) -> None:
-        """Close the engines, once the scheduler has released them or after ``farewell_s`` seconds; idempotent."""
+    def close(self, release_timeout_s: float = 0.0) -> None:
+        """Close the engines once the scheduler has released them, or after ``release_timeout_s``; idempotent."""
         ended = False
         try:
             if self._thread.alive and self._thread.in_own_process:
-                self._thread.run(partial(self._end, farewell_s))
+                self._thread.run(partial(self._end, release_timeout_s))
                 ended = True
         finally:  # an interrupt ends only the wait, not the closing
             self._thread.request_stop(None if ended else partial(self._end, 0.0))
             self._thread.stop()
 
-    async def _end(self, farewell_s: float) -> None:
+    async def _end(self, release_timeout_s: float) -> None:
         with suppress(TimeoutError):
-            async with asyncio.timeout(farewell_s):
+            async with asyncio.timeout(release_timeout_s):
                 while any(server.has_client for server in self._servers):  # noqa: ASYNC110 - a request ends it
-                    await asyncio.sleep(LOOK_AGAIN_S)
+                    await asyncio.sleep(POLL_S)
         for server in self._servers:
             await server.close()
         for engine in self.engines:

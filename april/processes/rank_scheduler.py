@@ -35,49 +35,49 @@ from april.driver.tracebacks import shorten
 from april.driver.user_code import call_user_code, refuse_inside_user_code
 from april.engines.protocol import Engine, GathersWeights, ShowsWeights
 from april.engines.served.client import connect_april
-from april.engines.weight_routes import TakesTensors
+from april.engines.weight_transfer import TakesTensors
 from april.errors import AprilError, ConfigError, RankError, RolloutError, SchedulerClosed
-from april.images.placing import loaded
+from april.images.image_placer import load_processor
+from april.processes import rank_packing as packing
 from april.processes.rank_client import RankClient
-from april.processes.rank_content import LOOKS, RESULTS, for_ranks, of_ranks, plain, refuse_not_plain, unpack_call
-from april.processes.rank_engines import RankEngines, reads_the_trainers
-from april.processes.rank_messages import Step, error_of
-from april.processes.rank_server import OnAll, RankServer
-from april.processes.rank_weights import STEPS, RankWeights, Take, WeightsOfAll
-from april.processes.ranks import MeetingPoint, Ranks
+from april.processes.rank_engines import RankEngines, shares_trainer_weights
+from april.processes.rank_messages import Step, error_from_message
+from april.processes.rank_server import RankServer, RunOnAllRanks
+from april.processes.rank_weights import STEPS, CopyBucket, GatheredWeights, RankWeights
+from april.processes.ranks import Ranks, Rendezvous
 from april.scheduler import BatchIterator, RolloutScheduler
 from april.serialization.own_values import pack, unpack
 from april.weights.source import Bucket, WeightSource
 
 
-def gathering(engines: Iterable[Engine]) -> list[GathersWeights]:
+def engines_to_gather(engines: Iterable[Engine]) -> list[GathersWeights]:
     """Return the engines whose weights are sharded over the ranks."""
     return [e for e in engines if e.capabilities.gathers_weights and isinstance(e, GathersWeights)]
 
 
-def gather(engines: Iterable[Engine]) -> None:
+def gather_weights(engines: Iterable[Engine]) -> None:
     """Gather the engines' weights. Collective; see :class:`april.engines.protocol.GathersWeights`."""
-    for engine in gathering(engines):
+    for engine in engines_to_gather(engines):
         engine.gather()
 
 
-def release(engines: Iterable[Engine]) -> None:
-    """Release the weights that :func:`gather` has gathered; waits for no other rank."""
-    for engine in gathering(engines):
+def release_weights(engines: Iterable[Engine]) -> None:
+    """Release the weights that :func:`gather_weights` has gathered; waits for no other rank."""
+    for engine in engines_to_gather(engines):
         engine.release()
 
 
 log = logging.getLogger("april")
 
 
-def sampled(engines: Iterable[Engine]) -> bytes:
+def packed_weight_sample(engines: Iterable[Engine]) -> bytes:
     """Return float32 values of this rank's model; empty if there is none, or if the ranks gather its weights anyway."""
     showing = (e for e in engines if isinstance(e, ShowsWeights) and not e.capabilities.gathers_weights)
     engine = next(showing, None)
     return b"" if engine is None else np.ascontiguousarray(engine.weight_sample(), np.float32).tobytes()
 
 
-def differ(rank: int, own: bytes, first: bytes) -> bool:
+def warn_if_weights_differ(rank: int, own: bytes, first: bytes) -> bool:
     """Return True, and warn, if the sample values of this rank are not those of rank 0."""
     if not (own and first) or own == first:
         return False
@@ -93,33 +93,33 @@ def differ(rank: int, own: bytes, first: bytes) -> bool:
     return True
 
 
-class OpenCall:
-    """A call of this rank that has not ended yet; ``what`` is its name and arguments."""
+class PendingCall:
+    """A call of this rank that has not ended yet; ``call_text`` is its name and arguments."""
 
-    def __init__(self, number: int, what: str) -> None:
+    def __init__(self, number: int, call_text: str) -> None:
         self.number = number
-        self.what = what
-        self.carried = 0
+        self.call_text = call_text
+        self.steps_done = 0
         """Number of steps that this rank has carried out."""
-        self.failed: Exception | None = None
+        self.step_error: Exception | None = None
         """Error of a step on this rank."""
         self.outcome = Reply[Any]()
         """Result of the call, once it has ended here and on the other ranks."""
-        self.wanted = True
+        self.has_caller = True
         """True while a caller waits for the call, in any thread."""
-        self.said = b""
+        self.step_result = b""
         """Result of the last step, for the scheduler."""
-        self.over = False
+        self.finished = False
         """True once the call cannot continue, such as after an interrupt in one of its steps, which ends it for all."""
         self.weights: RankWeights | None = None
         """Weights that the call sends, as given when it was first made."""
         self._runner: int | None = None
 
-    def run(self, body: Callable[[OpenCall], Any]) -> None:
+    def run(self, body: Callable[[PendingCall], Any]) -> None:
         """Carry out the call, or wait for the thread that does; after an interrupt the call stays open."""
         if self._runner is not None:
             if self._runner == threading.get_ident():
-                raise RolloutError(f"{self.what} was called in the middle of itself, by a signal handler")
+                raise RolloutError(f"{self.call_text} was called in the middle of itself, by a signal handler")
             self.outcome.wait()
         if self.outcome.done():
             return
@@ -131,7 +131,7 @@ class OpenCall:
         finally:
             self._runner = None
 
-    def ended(self) -> tuple[Any, BaseException | None]:
+    def value_or_error(self) -> tuple[Any, BaseException | None]:
         """Return (result, error), of which one is None."""
         error = self.outcome.error()
         return (None if error is not None else self.outcome.result()), error
@@ -139,22 +139,22 @@ class OpenCall:
 
 TRANSFER = "transfer"
 GATHER = "gathering of the weights"
-FAREWELL_S = 5.0
+ENGINE_RELEASE_S = 5.0
 """Seconds that a rank's engines wait for the end of rank 0's scheduler."""
 JOIN = "joining"
-TEXT_CHARS = 200
+MAX_ARGUMENT_CHARS = 200
 """Most characters of an argument in the text that the ranks compare."""
-OF_RANK_0 = frozenset({"prompts", "state", "api_key"})
+RANK_0_ARGUMENTS = frozenset({"prompts", "state", "api_key"})
 """Arguments that only rank 0 needs to give; those of other ranks are ignored."""
-OBJECTS = frozenset({"transfer", "weights", "engine"})
+OBJECT_ARGUMENTS = frozenset({"transfer", "weights", "engine"})
 """Arguments for which every rank gives an object of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Call:
+class _MethodCall:
     """A call that the ranks make together."""
 
-    what: str
+    call_text: str
     """Name and arguments of the method, as the ranks compare them."""
     method: str
     """Name of the method of RolloutScheduler, or JOIN."""
@@ -168,50 +168,52 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def by_all(method: Callable[Concatenate[RolloutScheduler, P], T]) -> Callable[Concatenate[RankScheduler, P], T]:
+def on_all_ranks(method: Callable[Concatenate[RolloutScheduler, P], T]) -> Callable[Concatenate[RankScheduler, P], T]:
     """Turn a method of RolloutScheduler into one that all ranks call together."""
     signature = inspect.signature(method)
 
     @wraps(method)
-    def together(self: RankScheduler, *arguments: P.args, **named: P.kwargs) -> T:
-        call = self._made(method.__name__, signature.bind(self, *arguments, **named))
-        return self._together(call)  # type: ignore[no-any-return]
+    def collective(self: RankScheduler, *arguments: P.args, **named: P.kwargs) -> T:
+        call = self._method_call(method.__name__, signature.bind(self, *arguments, **named))
+        return self._run(call)  # type: ignore[no-any-return]
 
-    return together  # type: ignore[return-value]
+    return collective  # type: ignore[return-value]
 
 
-def by_all_async(
+def on_all_ranks_async(
     method: Callable[Concatenate[RolloutScheduler, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[RankScheduler, P], Coroutine[Any, Any, T]]:
     """Turn an async method of RolloutScheduler into one that all ranks call together, each in a thread."""
     signature = inspect.signature(method)
 
     @wraps(method)
-    async def together(self: RankScheduler, *arguments: P.args, **named: P.kwargs) -> T:
-        call = self._made(method.__name__.removeprefix("a"), signature.bind(self, *arguments, **named))
-        return await self._together_async(call)  # type: ignore[no-any-return]
+    async def collective(self: RankScheduler, *arguments: P.args, **named: P.kwargs) -> T:
+        call = self._method_call(method.__name__.removeprefix("a"), signature.bind(self, *arguments, **named))
+        return await self._run_async(call)  # type: ignore[no-any-return]
 
-    return together  # type: ignore[return-value]
+    return collective  # type: ignore[return-value]
 
 
-class OwnScheduler(RolloutScheduler):
+class SharedScheduler(RolloutScheduler):
     """The RolloutScheduler behind a rank server; it packs the results of its calls for the ranks.
 
     Args:
         split_by: how batches are split.
-        travels: True if prompts' data is sent to other processes with the responses, so that it must be plain.
+        crosses_processes: True if prompts' data goes to other processes with the responses, so that it must be plain.
         options: options of the RolloutScheduler.
     """
 
     _gathers = True
 
-    def __init__(self, config: Config, *, ranks: Ranks, split_by: SplitBy, travels: bool, **options: Any) -> None:
-        self._ranks, self._split_by, self._travels = ranks, split_by, travels
-        self._refuse_prompt = refuse_to_draw if travels else None
+    def __init__(
+        self, config: Config, *, ranks: Ranks, split_by: SplitBy, crosses_processes: bool, **options: Any
+    ) -> None:
+        self._ranks, self._split_by, self._crosses_processes = ranks, split_by, crosses_processes
+        self._refuse_prompt = refuse_unsendable if crosses_processes else None
         super().__init__(config, **options)
 
     @property
-    def batches_out(self) -> list[int]:
+    def uncommitted_batches(self) -> list[int]:
         """Numbers of the batches that are delivered and not committed."""
         return self._thread.call(lambda: list(self._driver.core.leased))
 
@@ -219,100 +221,100 @@ class OwnScheduler(RolloutScheduler):
         """Read the first item as a prompt; raises ConfigError."""
         return self._reader.read(item, 0)
 
-    def carry_out(self, asked: Any, on_all: OnAll, shares: Sequence[int]) -> tuple[Any, Sequence[bytes]]:
+    def execute(self, request: Any, on_all: RunOnAllRanks, shares: Sequence[int]) -> tuple[Any, Sequence[bytes]]:
         """Make a call; return its result and the content for each rank, which rank 0 in this process does not need."""
         hand_over = partial(on_all, TRANSFER)
-        if isinstance(asked, bytes):
-            method, arguments = unpack_call(asked, hand_over)
+        if isinstance(request, bytes):
+            method, arguments = packing.unpack_call(request, hand_over)
         else:
-            method, arguments = asked.method, dict(asked.arguments)
+            method, arguments = request.method, dict(request.arguments)
             if callable(arguments.get("transfer")):
                 arguments["transfer"] = hand_over
-            if asked.weights is not None:
-                arguments["weights"] = WeightsOfAll(asked.weights, on_all)
+            if request.weights is not None:
+                arguments["weights"] = GatheredWeights(request.weights, on_all)
         if method == JOIN:
             if missing := set(range(self._ranks.shares)) - set(shares):
                 raise ConfigError(f"ranks: nobody has the data_rank {min(missing)}, of data_size {self._ranks.shares}")
             if arguments:
-                self._take_engines(on_all(JOIN, pack(arguments["gathers"])), arguments["key"])
+                self._add_rank_engines(on_all(JOIN, pack(arguments["gathers"])), arguments["key"])
             return None, [pack(None)] * len(shares)
-        if method in ("next_batch", "evaluate") and gathering(self.engines):
+        if method in ("next_batch", "evaluate") and engines_to_gather(self.engines):
             on_all(GATHER)
         result = getattr(self, method)(**arguments)
-        here = not isinstance(asked, bytes)
+        here = not isinstance(request, bytes)
         if isinstance(result, Batch):
-            if self._travels:
+            if self._crosses_processes:
                 for prompt in {s.id.group: s.prompt for s in result.samples}.values():
-                    refuse_not_plain(prompt)
+                    packing.refuse_not_plain(prompt)
             parts = result.split(self._ranks.shares, self._split_by)
             packed = {share: pack(parts[share]) for share in set(shares[here:])}
             return parts[shares[0]], [packed.get(share, b"") for share in shares]
-        travels: Any = result
+        content: Any = result
         if isinstance(result, PolicyVersion):
-            travels = result, sampled(self.engines)
+            content = result, packed_weight_sample(self.engines)
         elif isinstance(result, EvaluationResult):
-            travels = for_ranks(result)
-        return result, [pack(travels)] * len(shares)
+            content = packing.without_repetition(result)
+        return result, [pack(content)] * len(shares)
 
-    def _take_engines(self, said: Mapping[int, bytes], key: str) -> None:
+    def _add_rank_engines(self, offers: Mapping[int, bytes], key: str) -> None:
         """Add the engines that the other ranks offer."""
-        urls = [url for rank in sorted(said) if said[rank] for url in unpack(said[rank], list[str])]
+        urls = [url for rank in sorted(offers) if offers[rank] for url in unpack(offers[rank], list[str])]
         if urls:
             offered = AprilEngineConfig(urls=tuple(urls), api_key=SecretStr(key))
             for engine in self._thread.run(lambda: connect_april(offered)):
                 self.add_engine(engine)
 
-    def look(self, method: str, arguments: list[Any]) -> bytes:
+    def query(self, method: str, arguments: list[Any]) -> bytes:
         """Answer a question of a rank in another process."""
-        if method not in LOOKS:
+        if method not in packing.QUERY_RESULTS:
             raise RolloutError(f"a rank cannot ask for {method}")
-        return pack(self.found(method, *arguments))
+        return pack(self.value_of(method, *arguments))
 
-    def found(self, method: str, *arguments: Any) -> Any:
+    def value_of(self, method: str, *arguments: Any) -> Any:
         """Return the value of a property, or the result of a method."""
         value = getattr(self, method)
         return value(*arguments) if callable(value) else value
 
 
-class Looks:
+class SchedulerQueries:
     """The methods of :class:`april.RolloutScheduler` that one rank may call, for a scheduler in another process."""
 
-    def _look(self, method: str, *arguments: Any) -> Any:
+    def _query(self, method: str, *arguments: Any) -> Any:
         raise NotImplementedError
 
     def state_dict(self, trained_through: int | None = None) -> dict[str, Any]:
         """Return the whole state for one rank to save; works after a RankError, too. See
         :meth:`april.RolloutScheduler.state_dict`.
         """
-        return self._look("state_dict", trained_through)  # type: ignore[no-any-return]
+        return self._query("state_dict", trained_through)  # type: ignore[no-any-return]
 
     @property
     def version(self) -> PolicyVersion:
         """The current policy version."""
-        return self._look("version")  # type: ignore[no-any-return]
+        return self._query("version")  # type: ignore[no-any-return]
 
     def ledger(self) -> dict[str, Ledger]:
         """Return copies of the token and the prompt ledger; see :meth:`april.RolloutScheduler.ledger`."""
-        return self._look("ledger")  # type: ignore[no-any-return]
+        return self._query("ledger")  # type: ignore[no-any-return]
 
     def held_groups(self) -> frozenset[int]:
         """Return the groups not yet delivered or dropped; see :meth:`april.RolloutScheduler.held_groups`."""
-        return self._look("held_groups")  # type: ignore[no-any-return]
+        return self._query("held_groups")  # type: ignore[no-any-return]
 
     def validate(self) -> None:
         """Check that the scheduler's state is consistent; see :meth:`april.RolloutScheduler.validate`."""
-        self._look("validate")
+        self._query("validate")
 
     def record_report(self, batch_id: int, report: Mapping[str, float]) -> None:
         """Add the report on this rank's share to the record; see :meth:`april.RolloutScheduler.record_report`."""
-        self._look("record_report", batch_id, {name: plain(value) for name, value in report.items()})
+        self._query("record_report", batch_id, {name: packing.plain_value(value) for name, value in report.items()})
 
     def story(self, group: int, index: int) -> str:
         """Return a sample's history as text; see :meth:`april.RolloutScheduler.story`."""
-        return self._look("story", group, index)  # type: ignore[no-any-return]
+        return self._query("story", group, index)  # type: ignore[no-any-return]
 
 
-class RankScheduler(BatchIterator, Looks):
+class RankScheduler(BatchIterator, SchedulerQueries):
     """The scheduler for all ranks of a trainer; every rank makes one, with the same configuration.
 
     The methods are those of :class:`april.RolloutScheduler`. Every rank calls those that change something, with the
@@ -345,12 +347,12 @@ class RankScheduler(BatchIterator, Looks):
         RankError: another rank is missing, has failed, or has another configuration.
     """
 
-    _own: OwnScheduler | None = None
+    _scheduler: SharedScheduler | None = None
     _server: RankServer | None = None
     """The scheduler and the server, in rank 0's process only."""
-    _lent: RankEngines | None = None
+    _rank_engines: RankEngines | None = None
     """Engines of this rank that rank 0's scheduler uses; None on rank 0, or if there are none."""
-    _here: Sequence[Engine] = ()
+    _rank_0_engines: Sequence[Engine] = ()
     """Engines of rank 0's process."""
 
     def __init__(
@@ -368,52 +370,54 @@ class RankScheduler(BatchIterator, Looks):
     ) -> None:
         if not isinstance(config, Config) or not isinstance(ranks, Ranks):
             raise ConfigError("RankScheduler needs an april.Config and an april.Ranks, such as april.Ranks.of_torch()")
-        processor = loaded(processor)
+        processor = load_processor(processor)
         if tokenizer is None:
             tokenizer = getattr(processor, "tokenizer", None)
         if ranks.rank == 0:
             self._server = RankServer(ranks)
         self._set_up(config, ranks, RankClient(ranks, server=self._server), tokenizer)
-        self._given = model, engines, processor
+        self._model_arguments = model, engines, processor
         sizes = f"world_size={ranks.world_size}, data_size={ranks.shares}"
-        what = f"RankScheduler(config {_digest(config)}, split_by={split_by!r}, {sizes})"
-        point = ranks.meeting_point()
+        call_text = f"RankScheduler(config {_config_digest(config)}, split_by={split_by!r}, {sizes})"
+        rendezvous = ranks.rendezvous()
         try:
-            self._client.open(point)
+            self._client.join(rendezvous)
             arguments: dict[str, Any] = {}
             if self._server is not None:
                 own = dict(
                     prompts=prompts, model=model, engines=engines, tokenizer=tokenizer, processor=processor, **options
                 )  # fmt: skip
-                arguments = self._begin(self._server, point, split_by, own)
-            self._together(_Call(what=what, method=JOIN, arguments=arguments))
+                arguments = self._create_scheduler(self._server, rendezvous, split_by, own)
+            self._run(_MethodCall(call_text=call_text, method=JOIN, arguments=arguments))
         except BaseException as error:
-            self._leave(error)
+            self._close(error)
             if isinstance(error, AprilError):
                 shorten(error)
             raise
 
-    def _begin(
-        self, server: RankServer, point: MeetingPoint, split_by: SplitBy, options: dict[str, Any]
+    def _create_scheduler(
+        self, server: RankServer, rendezvous: Rendezvous, split_by: SplitBy, options: dict[str, Any]
     ) -> dict[str, Any]:
         """Create the scheduler on rank 0; an error is raised on all ranks, once they have joined."""
         several = self.ranks.world_size > 1
         if several:
             address = ""
             try:
-                address = server.listen(point.token)
+                address = server.listen(rendezvous.token)
             finally:
-                point.publish(address)
+                rendezvous.publish(address)
         try:
-            self._own = OwnScheduler(self.config, ranks=self.ranks, split_by=split_by, travels=several, **options)
-            self._check_data(self._own, options["prompts"])
+            self._scheduler = SharedScheduler(
+                self.config, ranks=self.ranks, split_by=split_by, crosses_processes=several, **options
+            )
+            self._check_data(self._scheduler, options["prompts"])
         except Exception as error:
-            server.begin(error)
+            server.set_scheduler(error)
             return {}
-        self._here = self._own.engines
-        server.begin(self._own)
+        self._rank_0_engines = self._scheduler.engines
+        server.set_scheduler(self._scheduler)
         lends = several and (options["model"] is not None or options["engines"] is not None)
-        return {"gathers": bool(gathering(self._here)), "key": point.token} if lends else {}
+        return {"gathers": bool(engines_to_gather(self._rank_0_engines)), "key": rendezvous.token} if lends else {}
 
     def _set_up(self, config: Config, ranks: Ranks, client: RankClient, tokenizer: Any) -> None:
         """Set the attributes that every rank needs."""
@@ -421,234 +425,242 @@ class RankScheduler(BatchIterator, Looks):
         self.ranks = ranks
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._client = client
-        self._open: OpenCall | None = None
+        self._pending: PendingCall | None = None
         """A call whose end has not reached a caller on this rank."""
         self._closed = False
         self._warned = False
         """True once this rank was warned that its weights are not those of rank 0."""
 
-    def _check_data(self, own: OwnScheduler, prompts: Iterable[Any]) -> None:
+    def _check_data(self, own: SharedScheduler, prompts: Iterable[Any]) -> None:
         """Check the data of the first prompt, if reading it does not consume it."""
         if self.ranks.world_size > 1 and isinstance(prompts, Sequence) and prompts:
             try:
                 first = own.read_prompt(prompts[0])
             except ConfigError:
                 return  # reported when the prompt is drawn
-            refuse_to_draw(first)
+            refuse_unsendable(first)
 
-    def _lend(self, gathers: bool) -> bytes:
+    def _offer_engines(self, gathers: bool) -> bytes:
         """Offer this rank's engines to rank 0; raises ConfigError if the model is sharded and this rank has no part."""
-        model, engines, processor = self._given
+        model, engines, processor = self._model_arguments
         if model is not None or engines is not None:
             client = self._client
-            self._lent = RankEngines(self.config, model, engines, processor, host=client.host, key=client.token)
-        if gathers and not gathering(self.engines):
+            self._rank_engines = RankEngines(self.config, model, engines, processor, host=client.host, key=client.token)
+        if gathers and not engines_to_gather(self.engines):
             raise ConfigError(
                 "the parameters of rank 0's model are sharded over the ranks, so every rank gives its model: model="
             )
-        return b"" if self._lent is None else pack(self._lent.urls)
+        return b"" if self._rank_engines is None else pack(self._rank_engines.urls)
 
     # ---------------------------------------------------------------- made by all ranks
 
-    next_batch = by_all(RolloutScheduler.next_batch)
-    weight_update = by_all(RolloutScheduler.weight_update)
-    evaluate = by_all(RolloutScheduler.evaluate)
-    pause = by_all(RolloutScheduler.pause)
-    resume = by_all(RolloutScheduler.resume)
-    commit = by_all(RolloutScheduler.commit)
-    lower_staleness = by_all(RolloutScheduler.lower_staleness)
-    extend = by_all(RolloutScheduler.extend)
-    load_state_dict = by_all(RolloutScheduler.load_state_dict)
-    add_engine = by_all(RolloutScheduler.add_engine)
-    remove_engine = by_all(RolloutScheduler.remove_engine)
-    anext_batch = by_all_async(RolloutScheduler.anext_batch)
-    aweight_update = by_all_async(RolloutScheduler.aweight_update)
-    aevaluate = by_all_async(RolloutScheduler.aevaluate)
-    apause = by_all_async(RolloutScheduler.apause)
-    aresume = by_all_async(RolloutScheduler.aresume)
-    aload_state_dict = by_all_async(RolloutScheduler.aload_state_dict)
-    aadd_engine = by_all_async(RolloutScheduler.aadd_engine)
-    aremove_engine = by_all_async(RolloutScheduler.aremove_engine)
+    next_batch = on_all_ranks(RolloutScheduler.next_batch)
+    weight_update = on_all_ranks(RolloutScheduler.weight_update)
+    evaluate = on_all_ranks(RolloutScheduler.evaluate)
+    pause = on_all_ranks(RolloutScheduler.pause)
+    resume = on_all_ranks(RolloutScheduler.resume)
+    commit = on_all_ranks(RolloutScheduler.commit)
+    lower_staleness = on_all_ranks(RolloutScheduler.lower_staleness)
+    extend = on_all_ranks(RolloutScheduler.extend)
+    load_state_dict = on_all_ranks(RolloutScheduler.load_state_dict)
+    add_engine = on_all_ranks(RolloutScheduler.add_engine)
+    remove_engine = on_all_ranks(RolloutScheduler.remove_engine)
+    anext_batch = on_all_ranks_async(RolloutScheduler.anext_batch)
+    aweight_update = on_all_ranks_async(RolloutScheduler.aweight_update)
+    aevaluate = on_all_ranks_async(RolloutScheduler.aevaluate)
+    apause = on_all_ranks_async(RolloutScheduler.apause)
+    aresume = on_all_ranks_async(RolloutScheduler.aresume)
+    aload_state_dict = on_all_ranks_async(RolloutScheduler.aload_state_dict)
+    aadd_engine = on_all_ranks_async(RolloutScheduler.aadd_engine)
+    aremove_engine = on_all_ranks_async(RolloutScheduler.aremove_engine)
 
     # ---------------------------------------------------------------- made by whoever wants to know
 
     @property
     def engines(self) -> list[Engine]:
         """Engine objects of this process."""
-        return list(self._here if self._lent is None else self._lent.engines)
+        return list(self._rank_0_engines if self._rank_engines is None else self._rank_engines.engines)
 
-    def _look(self, method: str, *arguments: Any) -> Any:
-        if self._own is not None:
-            return self._own.found(method, *arguments)
-        return unpack(self._client.look(method, *arguments), LOOKS[method])
+    def _query(self, method: str, *arguments: Any) -> Any:
+        if self._scheduler is not None:
+            return self._scheduler.value_of(method, *arguments)
+        return unpack(self._client.query(method, *arguments), packing.QUERY_RESULTS[method])
 
     # ---------------------------------------------------------------- what the calls are
 
-    def _made(self, method: str, bound: inspect.BoundArguments) -> _Call:
+    def _method_call(self, method: str, bound: inspect.BoundArguments) -> _MethodCall:
         """Return the call of a method with these arguments, the first of which is the scheduler itself."""
         _, *given = bound.arguments
         arguments = {name: bound.arguments[name] for name in given}
-        texts = {name: _text(name, value) for name, value in arguments.items() if name not in OF_RANK_0}
-        defaults = {name: _text(name, p.default) for name, p in bound.signature.parameters.items()}
-        what = ", ".join(f"{name}={text}" for name, text in texts.items() if text != defaults[name])
-        weights = self._weights(arguments.pop("weights", None))
-        return _Call(what=f"{method}({what})", method=method, arguments=arguments, weights=weights)
+        texts = {name: _argument_text(name, value) for name, value in arguments.items() if name not in RANK_0_ARGUMENTS}
+        defaults = {name: _argument_text(name, p.default) for name, p in bound.signature.parameters.items()}
+        argument_texts = ", ".join(f"{name}={text}" for name, text in texts.items() if text != defaults[name])
+        weights = self._weights_to_send(arguments.pop("weights", None))
+        return _MethodCall(call_text=f"{method}({argument_texts})", method=method, arguments=arguments, weights=weights)
 
-    def _weights(self, given: Any) -> RankWeights | None:
-        return None if given is None else RankWeights(given, sends=self.ranks.rank == 0, takes=self._taking)
+    def _weights_to_send(self, given: Any) -> RankWeights | None:
+        if given is None:
+            return None
+        return RankWeights(given, is_sender=self.ranks.rank == 0, make_copy=self._copy_function)
 
-    def _taking(self, source: WeightSource) -> Take | None:
+    def _copy_function(self, source: WeightSource) -> CopyBucket | None:
         """Return a function that copies a bucket into this rank's engines with own models; None if there are none."""
-        lent = self._lent
-        engines = [e for e in self.engines if isinstance(e, TakesTensors) and reads_the_trainers(e)]
-        wanting = [e for e in engines if not (source.module is not None and e.reads(source.module))]
-        if lent is None or not wanting:
+        rank_engines = self._rank_engines
+        engines = [e for e in self.engines if isinstance(e, TakesTensors) and shares_trainer_weights(e)]
+        receivers = [e for e in engines if not (source.module is not None and e.reads(source.module))]
+        if rank_engines is None or not receivers:
             return None
 
-        def take(bucket: Bucket) -> None:
-            for engine in wanting:
-                lent.run(partial(engine.take, bucket.specs, bucket.tensors, bucket.last))
+        def copy(bucket: Bucket) -> None:
+            for engine in receivers:
+                rank_engines.run(partial(engine.take, bucket.specs, bucket.tensors, bucket.last))
 
-        return take
+        return copy
 
     # ---------------------------------------------------------------- how they are made
 
-    def _together(self, made: _Call) -> Any:
+    def _run(self, method_call: _MethodCall) -> Any:
         """Make a call with all ranks and return its result."""
-        call = self._enter(made.what)
+        call = self._pending_call(method_call.call_text)
         try:
-            call.run(partial(self._body, made))
-            value, error = call.ended()
-            call.over = True
+            call.run(partial(self._run_steps, method_call))
+            value, error = call.value_or_error()
+            call.finished = True
         finally:  # no function is called from here on, so no signal handler can run between the result and the caller
-            call.wanted = False
-            if call.over:
-                self._client.first, self._open = call.number + 1, None
+            call.has_caller = False
+            if call.finished:
+                self._client.next_call, self._pending = call.number + 1, None
         if error is not None:
             shorten(error)
             raise error
         return value
 
-    async def _together_async(self, made: _Call) -> Any:
+    async def _run_async(self, method_call: _MethodCall) -> Any:
         """Make a call in a thread; if the caller is cancelled, the next caller of the same call continues it."""
-        call = self._enter(made.what)
+        call = self._pending_call(method_call.call_text)
         try:
-            await asyncio.to_thread(call.run, partial(self._body, made))
-            value, error = call.ended()
-            call.over = True
+            await asyncio.to_thread(call.run, partial(self._run_steps, method_call))
+            value, error = call.value_or_error()
+            call.finished = True
         finally:
-            call.wanted = False
-            if call.over:
-                self._client.first, self._open = call.number + 1, None
+            call.has_caller = False
+            if call.finished:
+                self._client.next_call, self._pending = call.number + 1, None
         if error is not None:
             shorten(error)
             raise error
         return value
 
-    def _enter(self, what: str) -> OpenCall:
+    def _pending_call(self, call_text: str) -> PendingCall:
         """Return the call to make now: the one that an interrupt has left open, or a new one."""
         refuse_inside_user_code()
         if self._closed:
             raise SchedulerClosed("this scheduler is closed; create a new one")
-        self._client.raise_if_broken()
-        call = self._open
-        if call is not None and call.wanted:
-            raise RolloutError(f"{what} was called while {call.what} is waited for; make one call after the other")
-        if call is None or call.what != what:
+        self._client.raise_group_error()
+        call = self._pending
+        if call is not None and call.has_caller:
+            raise RolloutError(
+                f"{call_text} was called while {call.call_text} is waited for; make one call after the other"
+            )
+        if call is None or call.call_text != call_text:
             # takes the place of an interrupted call: the other ranks are told that the calls differ
-            call = OpenCall(self._client.first if call is None else call.number, what)
-        call.wanted = True
-        self._open = call
+            call = PendingCall(self._client.next_call if call is None else call.number, call_text)
+        call.has_caller = True
+        self._pending = call
         return call
 
-    def _arguments(self, made: _Call) -> bytes:
+    def _packed_arguments(self, method_call: _MethodCall) -> bytes:
         """Return the packed arguments that the server needs from this rank; empty if the server is in this process."""
         if self._server is not None:
-            self._server.asked = made
+            self._server.rank0_request = method_call
         return b""
 
-    def _body(self, made: _Call, call: OpenCall) -> Any:
-        if call.failed is not None:
-            raise call.failed
-        call.weights = call.weights or made.weights
-        self._client.raise_if_broken()
-        arguments = self._arguments(made)
+    def _run_steps(self, method_call: _MethodCall, call: PendingCall) -> Any:
+        if call.step_error is not None:
+            raise call.step_error
+        call.weights = call.weights or method_call.weights
+        self._client.raise_group_error()
+        arguments = self._packed_arguments(method_call)
         try:
             while True:
-                come = self._client.exchange(call.number, call.what, call.carried, arguments, call.said)
-                if not isinstance(come, Step):
+                answer = self._client.exchange(
+                    call.number, call.call_text, call.steps_done, arguments, call.step_result
+                )
+                if not isinstance(answer, Step):
                     break
                 try:
-                    call.said = self._step(made, call, come)
+                    call.step_result = self._run_step(method_call, call, answer)
                 except BaseException as error:
                     if isinstance(error, Exception):
-                        call.failed = error
-                    self._client.failed(call.number, call.what, call.carried, error)
-                    call.over = call.failed is None
+                        call.step_error = error
+                    self._client.report_failure(call.number, call.call_text, call.steps_done, error)
+                    call.finished = call.step_error is None
                     raise
-                call.carried += 1
+                call.steps_done += 1
         finally:
-            release(self.engines)
+            release_weights(self.engines)
         if self._server is not None:  # the result is in this process
-            value, wrong = self._server.outcome
-            if wrong is not None:
-                raise wrong
+            value, failure = self._server.last_outcome
+            if failure is not None:
+                raise failure
             return value
-        if come.error is not None:
-            raise error_of(come.error)
-        return self._read(made.method, come.content)
+        if answer.error is not None:
+            raise error_from_message(answer.error)
+        return self._unpack_result(method_call.method, answer.content)
 
-    def _step(self, made: _Call, call: OpenCall, message: Step) -> bytes:
+    def _run_step(self, method_call: _MethodCall, call: PendingCall, message: Step) -> bytes:
         """Carry out the step that all ranks do now; return its result for the scheduler."""
-        if message.step == JOIN:
-            return b"" if self._server is not None else self._lend(unpack(message.content, bool))
-        if message.step == GATHER:
-            gather(self.engines)
-        elif message.step in STEPS:
+        if message.name == JOIN:
+            return b"" if self._server is not None else self._offer_engines(unpack(message.content, bool))
+        if message.name == GATHER:
+            gather_weights(self.engines)
+        elif message.name in STEPS:
             assert call.weights is not None
-            call.weights.step(message.step, message.content)
+            call.weights.step(message.name, message.content)
         else:
-            call_user_code(made.arguments["transfer"])
+            call_user_code(method_call.arguments["transfer"])
         return b""
 
-    def _read(self, method: str, content: bytes) -> Any:
+    def _unpack_result(self, method: str, content: bytes) -> Any:
         """Unpack the result of a call of a scheduler in another process."""
-        kind: Any = RESULTS.get(method)
+        kind: Any = packing.CALL_RESULTS.get(method)
         result = unpack(content, kind)
         if isinstance(result, EvaluationResult):
-            return of_ranks(result, self._detokenizer)
+            return packing.with_repetition(result, self._detokenizer)
         if not isinstance(result, tuple):
             return result
         version, first = result
         if not self._warned:  # a rank with a model should generate from the same weights as rank 0
-            self._warned = differ(self.ranks.rank, sampled(self.engines), first)
+            self._warned = warn_if_weights_differ(self.ranks.rank, packed_weight_sample(self.engines), first)
         return version
 
     # ---------------------------------------------------------------- the end
 
     def __repr__(self) -> str:
-        call = self._open
-        waits = f", in {call.what}" if call is not None and call.wanted else ""
+        call = self._pending
+        waits = f", in {call.call_text}" if call is not None and call.has_caller else ""
         rank = f"rank {self.ranks.rank} of {self.ranks.world_size}{waits}"
-        return f"<RankScheduler {rank}{'' if self._own is None else f' {self._own!r}'}>"
+        return f"<RankScheduler {rank}{'' if self._scheduler is None else f' {self._scheduler!r}'}>"
 
     def close(self) -> None:
         """Leave. Rank 0 waits until the others close too, as they may still ask something, and then ends everything."""
-        self._leave(None)
+        self._close(None)
 
-    def _leave(self, error: BaseException | None) -> None:
+    def _close(self, error: BaseException | None) -> None:
         self._closed = True
-        broken = self._client.broken
+        broken = self._client.group_error
         if broken is not None and error is not None and not isinstance(error, RankError):
             error.add_note(f"april: {broken}")  # explains why a collective of the trainer has failed
         with ExitStack() as ends:  # all of them in reverse order, even if one is interrupted
-            if self._lent is not None:
+            if self._rank_engines is not None:
                 # rank 0 must end its scheduler before these engines disappear
-                ends.callback(self._lent.close, 0.0 if error is not None or broken is not None else FAREWELL_S)
+                ends.callback(
+                    self._rank_engines.close, 0.0 if error is not None or broken is not None else ENGINE_RELEASE_S
+                )
             if self._server is not None:
                 ends.callback(self._server.stop)
-            if self._own is not None:
-                ends.callback(self._own.close)
+            if self._scheduler is not None:
+                ends.callback(self._scheduler.close)
             if self._server is not None:
                 ends.callback(self._server.close, error, wait=error is None)
             ends.callback(self._client.close, error)
@@ -659,7 +671,7 @@ class RankScheduler(BatchIterator, Looks):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._leave(error)
+        self._close(error)
 
     async def __aenter__(self) -> Self:
         return self
@@ -667,29 +679,29 @@ class RankScheduler(BatchIterator, Looks):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await asyncio.to_thread(self._leave, error)
+        await asyncio.to_thread(self._close, error)
 
 
-def refuse_to_draw(prompt: Prompt) -> None:
+def refuse_unsendable(prompt: Prompt) -> None:
     """Raise ConfigError for a prompt whose data cannot be sent to other ranks."""
     try:
-        refuse_not_plain(prompt)
+        packing.refuse_not_plain(prompt)
     except RolloutError as error:
         raise ConfigError(str(error)) from None
 
 
-def _text(name: str, value: Any) -> str:
+def _argument_text(name: str, value: Any) -> str:
     """Return an argument as text, which the ranks compare; a long one is its beginning and a digest."""
-    if name in OBJECTS and value is not None and not isinstance(value, str):
+    if name in OBJECT_ARGUMENTS and value is not None and not isinstance(value, str):
         return "given"
-    text = repr(plain(value))
-    return text if len(text) <= TEXT_CHARS else f"{text[:TEXT_CHARS]}... ({_digest_of(text)})"
+    text = repr(packing.plain_value(value))
+    return text if len(text) <= MAX_ARGUMENT_CHARS else f"{text[:MAX_ARGUMENT_CHARS]}... ({_text_digest(text)})"
 
 
-def _digest(config: Config) -> str:
+def _config_digest(config: Config) -> str:
     """Return a digest of the settings, to find ranks with other settings."""
-    return _digest_of(config.model_dump_json())
+    return _text_digest(config.model_dump_json())
 
 
-def _digest_of(text: str) -> str:
+def _text_digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]

@@ -25,21 +25,21 @@ from april.core.batch import Batch
 from april.driver.loop_thread import LoopThread, Reply
 from april.driver.user_code import describe
 from april.errors import RankError, SchedulerClosed
-from april.processes.addresses import bound, told_address
+from april.processes import rank_messages as messages
+from april.processes.addresses import format_address, listening_socket
 from april.processes.heartbeats import Heartbeats
-from april.processes.rank_messages import ALIVE, Asked, Broken, Ended, Joined, Leaving, Look, Step, silence, told
 from april.processes.ranks import Ranks
 from april.serialization.own_values import pack, unpack
 
 log = logging.getLogger("april")
 
-LINGER_S = 1.0
+DRAIN_S = 1.0
 """Seconds that ranks have to read their last answers when the server ends."""
 PIECE_BYTES = 1 << 20
 """Largest number of bytes written at once, as asyncio copies the rest of a write again and again."""
 
 
-class OnAll(Protocol):
+class RunOnAllRanks(Protocol):
     """Makes every rank carry out a step of the current call; returns each rank's result.
 
     Raises RankError if a rank could not.
@@ -48,43 +48,43 @@ class OnAll(Protocol):
     def __call__(self, step: str, content: bytes = b"") -> Mapping[int, bytes]: ...
 
 
-class Conducted(Protocol):
+class ServedScheduler(Protocol):
     """The scheduler behind the server; its methods are called in threads."""
 
-    def carry_out(self, asked: Any, on_all: OnAll, shares: Sequence[int]) -> tuple[Any, Sequence[bytes]]:
-        """Make a call; ``asked`` is what rank 0 has sent, ``shares`` is the share of a batch that each rank gets.
+    def execute(self, request: Any, on_all: RunOnAllRanks, shares: Sequence[int]) -> tuple[Any, Sequence[bytes]]:
+        """Make a call; ``request`` is what rank 0 has sent, ``shares`` is the share of a batch that each rank gets.
 
         Returns the result, and the content that is sent to each rank.
         """
 
-    def look(self, method: str, arguments: list[Any]) -> bytes:
+    def query(self, method: str, arguments: list[Any]) -> bytes:
         """Answer a question of one rank."""
 
     @property
-    def batches_out(self) -> list[int]:
+    def uncommitted_batches(self) -> list[int]:
         """Numbers of the batches that are delivered and not committed."""
 
 
-class Call:
+class CollectiveCall:
     """A call that all ranks make together."""
 
     def __init__(self) -> None:
-        self.what: dict[int, str] = {}
+        self.call_texts: dict[int, str] = {}
         """Name and arguments of the call, by rank that has joined it."""
-        self.began = False
+        self.started = False
         """True once all ranks have joined, so that the call is carried out."""
         self.sessions: dict[int, int] = {}
         """Session that each rank had when it joined."""
         self.steps: list[tuple[str, bytes]] = []
-        self.done: dict[int, bytes] = {}
+        self.step_results: dict[int, bytes] = {}
         """Results of the last step, by rank that has carried it out."""
-        self.before: dict[int, int] = {}
+        self.steps_before_join: dict[int, int] = {}
         """Number of steps that were over when a restarted rank joined, by rank."""
-        self.failed: RankError | None = None
+        self.step_error: RankError | None = None
         """Error of a step that failed."""
-        self.answers: Sequence[Ended] | None = None
+        self.results: Sequence[messages.CallResult] | None = None
         """Answer to each rank, once the call has ended."""
-        self.batch: int | None = None
+        self.batch_id: int | None = None
         """Number of the batch that the call has delivered."""
 
 
@@ -94,51 +94,51 @@ class RankServer:
     Args:
         ranks: number of ranks, and how long they wait.
         name: name of the process that has the scheduler, for messages.
-        returns: True if lost ranks may come back and are sent the answers that they missed. False if rank 0 is in this
-            process, and the server ends with it.
+        allow_rejoin: True if lost ranks may come back and are sent the answers that they missed. False if rank 0 is in
+            this process, and the server ends with it.
     """
 
-    def __init__(self, ranks: Ranks, *, name: str = "rank 0", returns: bool = False) -> None:
-        self._ranks, self._name, self._returns = ranks, name, returns
-        self._all = frozenset(range(ranks.world_size))
-        self.asked: Any = None
+    def __init__(self, ranks: Ranks, *, name: str = "rank 0", allow_rejoin: bool = False) -> None:
+        self._ranks, self._name, self._allow_rejoin = ranks, name, allow_rejoin
+        self._all_ranks = frozenset(range(ranks.world_size))
+        self.rank0_request: Any = None
         """The call as rank 0 sent it, in bytes; a rank 0 in this process sets an object here before it joins."""
-        self.outcome: tuple[Any, Exception | None] = None, None
+        self.last_outcome: tuple[Any, Exception | None] = None, None
         """(result, error) of the last call, for a rank in this process."""
-        self.broken: RankError | None = None
+        self.group_error: RankError | None = None
         """Error that keeps the ranks from continuing together."""
         self.shares = [-1] * ranks.world_size
         """Share of a batch that each rank gets, as the rank has reported it."""
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, CollectiveCall] = {}
         """Calls by number: those that have not ended, and ended ones whose answers a rank may still ask for."""
-        self._first = 0
+        self._next_call = 0
         """Number of the call with which a new rank begins."""
-        self._reached: dict[int, int] = {}
+        self._latest_calls: dict[int, int] = {}
         """Number of the call that each connected rank was at last."""
-        self._latest: dict[int, tuple[int, int]] = {}
+        self._latest_requests: dict[int, tuple[int, int]] = {}
         """Session and request number of each rank's last request."""
         self._sessions: dict[int, int] = {}
         """Session of each connected rank."""
-        self._lines: dict[int, web.WebSocketResponse] = {}
-        self._beats = Heartbeats[int](ranks.rank_deadline_s)
-        self._numbers = itertools.count()
-        self._closed: set[int] = set()
+        self._websockets: dict[int, web.WebSocketResponse] = {}
+        self._heartbeats = Heartbeats[int](ranks.rank_deadline_s)
+        self._session_ids = itertools.count()
+        self._closed_ranks: set[int] = set()
         """The ranks that have closed their scheduler."""
-        self._lost: dict[int, asyncio.TimerHandle] = {}
+        self._rejoin_timers: dict[int, asyncio.TimerHandle] = {}
         """Lost ranks that may still come back, with the timers of their timeouts."""
-        self._waits: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
-        self._answering: set[asyncio.Task[Any]] = set()
+        self._waiters: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        self._request_tasks: set[asyncio.Task[Any]] = set()
         """Tasks that answer calls and looks."""
-        self._says: set[asyncio.Task[Any]] = set()
+        self._send_tasks: set[asyncio.Task[Any]] = set()
         """Tasks that send messages over the ranks' lines."""
-        self._carries_out: asyncio.Task[None] | None = None
-        self._scheduler: Conducted | Exception | None = None
-        self._begun = asyncio.Event()
+        self._call_task: asyncio.Task[None] | None = None
+        self._scheduler: ServedScheduler | Exception | None = None
+        self._scheduler_set = asyncio.Event()
         """Set once there is a scheduler, or the error that prevented it."""
         self._closing = False
         self._runner: web.AppRunner | None = None
         self.thread = LoopThread("april-ranks")
-        self.thread.call(self._tick)
+        self.thread.call(self._check_heartbeats)
 
     # ---------------------------------------------------------------- its owner
 
@@ -147,37 +147,39 @@ class RankServer:
         expected = f"Bearer {token}".encode()
 
         @web.middleware
-        async def known(request: web.Request, handler: Any) -> web.StreamResponse:
+        async def require_token(request: web.Request, handler: Any) -> web.StreamResponse:
             if not hmac.compare_digest(request.headers.get("Authorization", "").encode(), expected):
                 raise web.HTTPUnauthorized
             return await handler(request)  # type: ignore[no-any-return]
 
         async def listen() -> str:
-            listening = bound(self._ranks.address)
-            app = web.Application(middlewares=[known], client_max_size=0)
-            app.add_routes([web.get("/line", self._line), web.post("/call", self._call), web.post("/look", self._ask)])
-            self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=LINGER_S, access_log=None)
+            listening = listening_socket(self._ranks.address)
+            app = web.Application(middlewares=[require_token], client_max_size=0)
+            app.router.add_get("/line", self._serve_websocket)
+            app.router.add_post("/call", self._handle_call)
+            app.router.add_post("/look", self._handle_query)
+            self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=DRAIN_S, access_log=None)
             await self._runner.setup()
             await web.SockSite(self._runner, listening, backlog=128 + self._ranks.world_size).start()
-            return told_address(listening.getsockname())
+            return format_address(listening.getsockname())
 
         return self.thread.run(listen)
 
-    def begin(self, scheduler: Conducted | Exception) -> None:
+    def set_scheduler(self, scheduler: ServedScheduler | Exception) -> None:
         """Set the scheduler, or the error that prevented it; calls are carried out from now on."""
         self._scheduler = scheduler
-        self.thread.call(self._begun.set)
+        self.thread.call(self._scheduler_set.set)
 
     def close(self, error: BaseException | None = None, *, wait: bool = False) -> None:
         """Stop answering. ``error`` is that of rank 0; ``wait`` first waits until all ranks have closed or are late."""
 
         async def end() -> None:
-            if not self._returns:
-                self._leave(0, "" if error is None else describe(error))
-            if wait and self.broken is None:
+            if not self._allow_rejoin:
+                self._note_closed(0, "" if error is None else describe(error))
+            if wait and self.group_error is None:
                 with suppress(RankError, TimeoutError):
                     async with asyncio.timeout(self._ranks.rank_timeout_s):
-                        await self._until(lambda: self._closed >= self._all)
+                        await self._wait_until(lambda: self._closed_ranks >= self._all_ranks)
             await self._end()
 
         ended = False
@@ -195,129 +197,134 @@ class RankServer:
 
     async def _end(self) -> None:
         self._closing = True
-        self._break(f"{self._name} has closed its scheduler", (0,))
-        if self._answering:
-            await asyncio.wait(self._answering, timeout=LINGER_S)
-        await asyncio.gather(*self._says, *(line.close() for line in self._lines.values()), return_exceptions=True)
+        self._fail_group(f"{self._name} has closed its scheduler", (0,))
+        if self._request_tasks:
+            await asyncio.wait(self._request_tasks, timeout=DRAIN_S)
+        closing = [websocket.close() for websocket in self._websockets.values()]
+        await asyncio.gather(*self._send_tasks, *closing, return_exceptions=True)
         if self._runner is not None:
             await self._runner.cleanup()
 
     # ---------------------------------------------------------------- ranks come and go
 
-    def join(self, rank: int, share: int) -> Joined:
+    def join(self, rank: int, share: int) -> messages.Joined:
         """Add a rank, which gets this share of each batch."""
-        session = self._sessions[rank] = next(self._numbers)
-        self.shares[rank], self._reached[rank] = share, self._first
-        self._closed.discard(rank)
-        if (timer := self._lost.pop(rank, None)) is not None:
+        session = self._sessions[rank] = next(self._session_ids)
+        self.shares[rank], self._latest_calls[rank] = share, self._next_call
+        self._closed_ranks.discard(rank)
+        if (timer := self._rejoin_timers.pop(rank, None)) is not None:
             timer.cancel()
-        return Joined(session, self._first)
+        return messages.Joined(session, self._next_call)
 
-    async def _line(self, request: web.Request) -> web.StreamResponse:
+    async def _serve_websocket(self, request: web.Request) -> web.StreamResponse:
         rank, share = int(request.query["rank"]), int(request.query["share"])
-        if self._returns and rank in self._sessions:
-            self._replace(rank)
-        closed = rank in self._closed and not self._returns
-        if self._closing or closed or rank in self._sessions or rank not in self._all:
+        if self._allow_rejoin and rank in self._sessions:
+            self._disconnect_replaced(rank)
+        closed = rank in self._closed_ranks and not self._allow_rejoin
+        if self._closing or closed or rank in self._sessions or rank not in self._all_ranks:
             raise web.HTTPConflict  # the rank is too early for the next scheduler, or two processes claim this rank
-        line = web.WebSocketResponse(timeout=LINGER_S, max_msg_size=0)
+        websocket = web.WebSocketResponse(timeout=DRAIN_S, max_msg_size=0)
         joined = self.join(rank, share)
-        bye = False
+        has_left = False
         try:
-            await line.prepare(request)
-            await self._say(line, pack(joined))
+            await websocket.prepare(request)
+            await self._send(websocket, pack(joined))
             if self._sessions.get(rank) == joined.session:
-                self._lines[rank] = line
-                self._beats.hear(rank, asyncio.get_running_loop().time())
-            if self.broken is not None:
-                await self._say(line, pack(Broken(str(self.broken), self.broken.ranks)))
-            async for message in line:
+                self._websockets[rank] = websocket
+                self._heartbeats.note_beat(rank, asyncio.get_running_loop().time())
+            if self.group_error is not None:
+                await self._send(websocket, pack(messages.GroupFailed(str(self.group_error), self.group_error.ranks)))
+            async for message in websocket:
                 if self._sessions.get(rank) != joined.session:
                     break  # another process has taken its place
-                self._beats.hear(rank, asyncio.get_running_loop().time())
-                if message.type is WSMsgType.BINARY and message.data != ALIVE:
-                    bye = True
-                    self._leave(rank, unpack(message.data, Leaving).error)
+                self._heartbeats.note_beat(rank, asyncio.get_running_loop().time())
+                if message.type is WSMsgType.BINARY and message.data != messages.HEARTBEAT:
+                    has_left = True
+                    self._note_closed(rank, unpack(message.data, messages.RankClosed).error)
         finally:  # also runs when the connection is lost, which cancels this handler
             if self._sessions.get(rank) == joined.session:
-                self._gone(rank, "" if bye else "the connection was closed")
-        return line
+                self._remove_rank(rank, "" if has_left else "the connection was closed")
+        return websocket
 
-    def _replace(self, rank: int) -> None:
+    def _disconnect_replaced(self, rank: int) -> None:
         """Disconnect a rank that was restarted while it seems to be connected still."""
-        if (line := self._lines.get(rank)) is not None:
-            last = Broken(f"rank {rank} has attached anew, and is not here any more", (rank,))
-            self._beside(self._hang_up(line, pack(last)))
-        self._gone(rank, "it was started anew")
+        if (websocket := self._websockets.get(rank)) is not None:
+            message = messages.GroupFailed(f"rank {rank} has attached anew, and is not here any more", (rank,))
+            self._in_background(self._disconnect(websocket, pack(message)))
+        self._remove_rank(rank, "it was started anew")
 
-    async def _hang_up(self, line: web.WebSocketResponse, last: bytes = ALIVE) -> None:
-        await self._say(line, last)
-        await line.close()
+    async def _disconnect(self, websocket: web.WebSocketResponse, message: bytes = messages.HEARTBEAT) -> None:
+        await self._send(websocket, message)
+        await websocket.close()
 
-    def _tick(self) -> None:
+    def _check_heartbeats(self) -> None:
         """Find ranks whose heartbeats are missing, and send a heartbeat to all."""
         loop = asyncio.get_running_loop()
-        for rank in list(self._beats.silent(loop.time())):
-            self._beside(self._hang_up(self._lines[rank]))
-            self._gone(rank, silence(self._ranks.rank_deadline_s))
-        for line in self._lines.values():
-            self._beside(self._say(line, ALIVE))
-        loop.call_later(self._beats.interval_s, self._tick)
+        for rank in list(self._heartbeats.silent_peers(loop.time())):
+            self._in_background(self._disconnect(self._websockets[rank]))
+            self._remove_rank(rank, messages.silence_message(self._ranks.rank_deadline_s))
+        for websocket in self._websockets.values():
+            self._in_background(self._send(websocket, messages.HEARTBEAT))
+        loop.call_later(self._heartbeats.interval_s, self._check_heartbeats)
 
-    def _gone(self, rank: int, why: str) -> None:
+    def _remove_rank(self, rank: int, why: str) -> None:
         """Remove a rank that is no longer connected; ``why`` is empty if the rank has said that it leaves."""
-        del self._sessions[rank], self._reached[rank]
-        self._lines.pop(rank, None)
-        self._beats.forget(rank)
-        if not why or self._closing or self.broken is not None:
+        del self._sessions[rank], self._latest_calls[rank]
+        self._websockets.pop(rank, None)
+        self._heartbeats.forget(rank)
+        if not why or self._closing or self.group_error is not None:
             return
-        if not self._returns:
-            self._break(f"rank {rank} is gone: {why}", (rank,))
+        if not self._allow_rejoin:
+            self._fail_group(f"rank {rank} is gone: {why}", (rank,))
             return
         late_s = self._ranks.rank_timeout_s
         sentence = f"rank {rank} is gone: {why}; it has not come back within {late_s:g} s (rank_timeout_s)"
-        self._lost[rank] = asyncio.get_running_loop().call_later(late_s, self._break, sentence, (rank,))
+        self._rejoin_timers[rank] = asyncio.get_running_loop().call_later(late_s, self._fail_group, sentence, (rank,))
         for call in self._calls.values():
-            if not call.began:
-                call.what.pop(rank, None)
-            elif call.answers is None and call.steps and rank not in call.done:
+            if not call.started:
+                call.call_texts.pop(rank, None)
+            elif call.results is None and call.steps and rank not in call.step_results:
                 lost = RankError(f"rank {rank} was lost in its {call.steps[-1][0]}: {why}", (rank,))
-                call.failed = call.failed or lost
-        self._look_up()
+                call.step_error = call.step_error or lost
+        self._check_waiters()
 
-    def _leave(self, rank: int, error: str) -> None:
+    def _note_closed(self, rank: int, error: str) -> None:
         """Note that a rank closes its scheduler, after an error if there is one; an open call of another rank fails."""
-        self._closed.add(rank)
-        waiting = ((r, what) for c in self._calls.values() if c.answers is None for r, what in c.what.items())
+        self._closed_ranks.add(rank)
+        waiting = ((r, what) for c in self._calls.values() if c.results is None for r, what in c.call_texts.items())
         if error:
-            self._break(f"rank {rank} has ended with an error: {error}", (rank,))
+            self._fail_group(f"rank {rank} has ended with an error: {error}", (rank,))
         elif (found := next(((r, what) for r, what in waiting if r != rank), None)) is not None:
-            self._break(f"rank {rank} closed its scheduler in the middle of {found[1]} of rank {found[0]}", (rank,))
-        self._look_up()
+            other, call_text = found
+            self._fail_group(f"rank {rank} closed its scheduler in the middle of {call_text} of rank {other}", (rank,))
+        self._check_waiters()
 
     # ---------------------------------------------------------------- a call
 
-    async def _call(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, self.exchange(unpack(await request.read(), Asked)))
+    async def _handle_call(self, request: web.Request) -> web.StreamResponse:
+        return await self._respond(request, self.exchange(unpack(await request.read(), messages.CallRequest)))
 
-    async def _ask(self, request: web.Request) -> web.StreamResponse:
-        asked = unpack(await request.read(), Look)
+    async def _handle_query(self, request: web.Request) -> web.StreamResponse:
+        query = unpack(await request.read(), messages.Query)
 
-        async def look() -> Ended:
-            return Ended(await asyncio.to_thread(self._there().look, asked.method, asked.arguments))
+        async def answer() -> messages.CallResult:
+            scheduler = self._require_scheduler()
+            return messages.CallResult(await asyncio.to_thread(scheduler.query, query.method, query.arguments))
 
-        return await self._answer(request, look())
+        return await self._respond(request, answer())
 
-    async def _answer(self, request: web.Request, work: Awaitable[Step | Ended]) -> web.StreamResponse:
+    async def _respond(
+        self, request: web.Request, work: Awaitable[messages.Step | messages.CallResult]
+    ) -> web.StreamResponse:
         task = asyncio.current_task()
         assert task is not None
-        self._answering.add(task)
+        self._request_tasks.add(task)
         try:
             try:
-                said = await work
+                result = await work
             except Exception as error:
-                said = Ended(error=told(error, self._name))
-            content = pack(said)
+                result = messages.CallResult(error=messages.error_message(error, self._name))
+            content = pack(result)
             response = web.StreamResponse()
             response.content_length = len(content)
             await response.prepare(request)
@@ -326,193 +333,197 @@ class RankServer:
             await response.write_eof()
             return response
         finally:
-            self._answering.discard(task)
+            self._request_tasks.discard(task)
 
-    async def exchange(self, asked: Asked) -> Step | Ended:
+    async def exchange(self, request: messages.CallRequest) -> messages.Step | messages.CallResult:
         """Return what a rank that has joined a call must do next; raises RankError."""
-        rank, call = asked.rank, self._arrive(asked)
-        carried = asked.carried + call.before.get(rank, 0)
-        if asked.error is not None:
-            self._fail(rank, call, carried, asked.error)
-            return Ended()
-        if 0 < carried == len(call.steps):
-            call.done[rank] = asked.said
-            self._look_up()
-        if not call.began and call.what.keys() == self._all:
-            call.began = True
-            self._carries_out = asyncio.get_running_loop().create_task(self._carry_out(asked.number, call))
-            self._look_up()
+        rank, call = request.rank, self._register(request)
+        steps_done = request.steps_done + call.steps_before_join.get(rank, 0)
+        if request.error is not None:
+            self._fail_step(rank, call, steps_done, request.error)
+            return messages.CallResult()
+        if 0 < steps_done == len(call.steps):
+            call.step_results[rank] = request.step_result
+            self._check_waiters()
+        if not call.started and call.call_texts.keys() == self._all_ranks:
+            call.started = True
+            self._call_task = asyncio.get_running_loop().create_task(self._execute(request.call_number, call))
+            self._check_waiters()
         try:
-            await self._until(lambda: call.began, lambda: self._late(call, asked.what))
+            await self._wait_until(lambda: call.started, lambda: self._fail_late_ranks(call, request.call_text))
         except asyncio.CancelledError:  # an interrupted rank leaves the call; the others wait for it again
-            if not call.began and self._latest[rank] == (asked.session, asked.request):
-                call.what.pop(rank, None)
+            if not call.started and self._latest_requests[rank] == (request.session, request.request):
+                call.call_texts.pop(rank, None)
             raise
-        await self._until(
-            lambda: call.answers is not None or len(call.steps) > carried, lambda: self._late_in_step(call, rank)
+        await self._wait_until(
+            lambda: call.results is not None or len(call.steps) > steps_done,
+            lambda: self._fail_late_in_step(call, rank),
         )
-        return call.answers[rank] if call.answers is not None else Step(*call.steps[carried])
+        return call.results[rank] if call.results is not None else messages.Step(*call.steps[steps_done])
 
-    def _arrive(self, asked: Asked) -> Call:
+    def _register(self, request: messages.CallRequest) -> CollectiveCall:
         """Note a request of a rank, and return its call; raises RankError."""
-        rank, latest = asked.rank, (asked.session, asked.request)
-        if self._sessions.get(rank) != asked.session:
+        rank, latest = request.rank, (request.session, request.request)
+        if self._sessions.get(rank) != request.session:
             why = "has attached anew, and is not here any more" if rank in self._sessions else "has lost its connection"
-            raise self._broken_again() or RankError(f"rank {rank} {why}", (rank,))
-        if latest < self._latest.get(rank, latest):
+            raise self._group_error_copy() or RankError(f"rank {rank} {why}", (rank,))
+        if latest < self._latest_requests.get(rank, latest):
             raise RankError(f"rank {rank} has asked again since", (rank,))
-        self._latest[rank], self._reached[rank] = latest, asked.number
-        call = self._calls.setdefault(asked.number, Call())
-        self._check(rank, call, asked.what)
-        if call.began and call.sessions[rank] != asked.session:
-            call.before[rank] = len(call.steps) - bool(call.steps and rank not in call.done)
-        call.sessions[rank] = asked.session
-        if not call.began:
-            call.what[rank] = asked.what
-            if rank == 0 and self._returns:
-                self.asked = asked.arguments
+        self._latest_requests[rank], self._latest_calls[rank] = latest, request.call_number
+        call = self._calls.setdefault(request.call_number, CollectiveCall())
+        self._require_same_call(rank, call, request.call_text)
+        if call.started and call.sessions[rank] != request.session:
+            call.steps_before_join[rank] = len(call.steps) - bool(call.steps and rank not in call.step_results)
+        call.sessions[rank] = request.session
+        if not call.started:
+            call.call_texts[rank] = request.call_text
+            if rank == 0 and self._allow_rejoin:
+                self.rank0_request = request.arguments
         return call
 
-    def _check(self, rank: int, call: Call, what: str) -> None:
+    def _require_same_call(self, rank: int, call: CollectiveCall, call_text: str) -> None:
         """Stop all ranks if a rank makes another call than the others; raises RankError."""
-        said = {r: text for r, text in call.what.items() if r != rank or call.began}
-        other = next((r for r, text in said.items() if text != what), None)
-        if other is not None and call.answers is not None and self._returns:
+        others = {r: text for r, text in call.call_texts.items() if r != rank or call.started}
+        other = next((r for r, text in others.items() if text != call_text), None)
+        if other is not None and call.results is not None and self._allow_rejoin:
             raise RankError(
-                f"rank {rank} was started anew and makes another call than all ranks have made there: {what} in place "
-                f"of {said[other]}"
+                f"rank {rank} was started anew and makes another call than all ranks have made there: {call_text} in "
+                f"place of {others[other]}"
             )
-        if other is not None and call.began:
-            self._break(
-                f"rank {rank} was interrupted in {said[other]} and called {what} instead, which the others did not; a "
-                "call that was interrupted must be made again",
+        if other is not None and call.started:
+            self._fail_group(
+                f"rank {rank} was interrupted in {others[other]} and called {call_text} instead, which the others did "
+                "not; a call that was interrupted must be made again",
                 (rank,),
             )
         elif other is not None:
-            self._break(
-                f"the ranks make different calls at the same place: rank {other} {said[other]}, rank {rank} {what}. "
-                "Every rank must make the same calls, in the same order and with the same arguments",
+            self._fail_group(
+                f"the ranks make different calls at the same place: rank {other} {others[other]}, rank {rank} "
+                f"{call_text}. Every rank must make the same calls, in the same order and with the same arguments",
                 (other, rank),
             )
-        elif self._closed and not call.began:
-            self._break(f"{_names(self._closed)} closed before {what}, which {_names({rank})} waits for", self._closed)
-        if (broken := self._broken_again()) is not None and (other is not None or not call.began):
+        elif self._closed_ranks and not call.started:
+            closed = self._closed_ranks
+            self._fail_group(f"{_rank_names(closed)} closed before {call_text}, which rank {rank} waits for", closed)
+        if (broken := self._group_error_copy()) is not None and (other is not None or not call.started):
             raise broken
 
-    def _fail(self, rank: int, call: Call, carried: int, error: str) -> None:
-        if call.answers is None and carried < len(call.steps):
-            failed = RankError(f"the {call.steps[carried][0]} of rank {rank} raised {error}", (rank,))
-            call.failed = call.failed or failed
-            self._look_up()
+    def _fail_step(self, rank: int, call: CollectiveCall, steps_done: int, error: str) -> None:
+        if call.results is None and steps_done < len(call.steps):
+            failed = RankError(f"the {call.steps[steps_done][0]} of rank {rank} raised {error}", (rank,))
+            call.step_error = call.step_error or failed
+            self._check_waiters()
 
-    async def _carry_out(self, number: int, call: Call) -> None:
+    async def _execute(self, call_number: int, call: CollectiveCall) -> None:
         """Carry out a call that all ranks have joined."""
-        asked = self.asked
-        await self._begun.wait()
+        request = self.rank0_request
+        await self._scheduler_set.wait()
 
-        def on_all(step: str, content: bytes = b"") -> Mapping[int, bytes]:
-            said: dict[int, bytes] = self._wait_for(lambda: self._step(call, step, content))
-            return said
+        def run_on_all(step: str, content: bytes = b"") -> Mapping[int, bytes]:
+            results: dict[int, bytes] = self._wait_for(lambda: self._run_step(call, step, content))
+            return results
 
-        def make() -> tuple[list[Ended], int | None, Collection[int]]:
+        def execute() -> tuple[list[messages.CallResult], int | None, Collection[int]]:
             try:
-                result, contents = self._there().carry_out(asked, on_all, self.shares)
-                self.outcome = result, None
-                answers = [Ended(content) for content in contents]
+                result, contents = self._require_scheduler().execute(request, run_on_all, self.shares)
+                self.last_outcome = result, None
+                answers = [messages.CallResult(content) for content in contents]
             except Exception as error:
-                result, self.outcome = None, (None, error)
-                answers = [Ended(error=told(error, self._name))] * len(self._all)
-            out = self._there().batches_out if self._returns else ()
+                result, self.last_outcome = None, (None, error)
+                answers = [messages.CallResult(error=messages.error_message(error, self._name))] * len(self._all_ranks)
+            out = self._require_scheduler().uncommitted_batches if self._allow_rejoin else ()
             return answers, result.id if isinstance(result, Batch) else None, out
 
-        call.answers, call.batch, out = await asyncio.to_thread(make)
-        ended = sorted(n for n, c in self._calls.items() if c.answers is not None)
-        self._first = next((n for n in ended if self._calls[n].batch in out), number + 1)
-        needed = min(self._first, number, *self._reached.values())
+        call.results, call.batch_id, uncommitted = await asyncio.to_thread(execute)
+        ended = sorted(n for n, c in self._calls.items() if c.results is not None)
+        self._next_call = next((n for n in ended if self._calls[n].batch_id in uncommitted), call_number + 1)
+        needed = min(self._next_call, call_number, *self._latest_calls.values())
         self._calls = {n: c for n, c in self._calls.items() if n >= needed}
-        self._look_up()
+        self._check_waiters()
 
-    def _there(self) -> Conducted:
+    def _require_scheduler(self) -> ServedScheduler:
         if isinstance(self._scheduler, Exception):
             raise self._scheduler
         if self._scheduler is None:
             raise SchedulerClosed(f"{self._name} has no scheduler (yet)")
         return self._scheduler
 
-    async def _step(self, call: Call, step: str, content: bytes) -> dict[int, bytes]:
+    async def _run_step(self, call: CollectiveCall, step: str, content: bytes) -> dict[int, bytes]:
         """Make all ranks carry out a step and return their results; raises RankError."""
-        call.done.clear()
+        call.step_results.clear()
         call.steps.append((step, content))
-        self._look_up()
-        await self._until(lambda: call.failed is not None or call.done.keys() == self._all)
-        if call.failed is not None:
-            raise RankError(str(call.failed), call.failed.ranks)
-        return dict(call.done)
+        self._check_waiters()
+        await self._wait_until(lambda: call.step_error is not None or call.step_results.keys() == self._all_ranks)
+        if call.step_error is not None:
+            raise RankError(str(call.step_error), call.step_error.ranks)
+        return dict(call.step_results)
 
     # ---------------------------------------------------------------- what is waited for
 
-    async def _until(self, there: Callable[[], bool], late: Callable[[], None] | None = None) -> None:
-        """Wait until ``there()`` is true; raises RankError if ranks are stopped. Runs ``late`` after rank_timeout_s."""
+    async def _wait_until(self, condition: Callable[[], bool], on_timeout: Callable[[], None] | None = None) -> None:
+        """Wait until ``condition()`` is true. Raises RankError if ranks are stopped. Calls ``on_timeout`` when late."""
         loop = asyncio.get_running_loop()
-        wait = there, loop.create_future()
-        timer = None if late is None else loop.call_later(self._ranks.rank_timeout_s, late)
-        self._waits.append(wait)
-        self._look(wait)
+        waiter = condition, loop.create_future()
+        timer = None if on_timeout is None else loop.call_later(self._ranks.rank_timeout_s, on_timeout)
+        self._waiters.append(waiter)
+        self._check_waiter(waiter)
         try:
-            await wait[1]
+            await waiter[1]
         finally:
-            self._waits.remove(wait)
+            self._waiters.remove(waiter)
             if timer is not None:
                 timer.cancel()
 
-    def _look_up(self) -> None:
+    def _check_waiters(self) -> None:
         """Check all waits again, because something has changed."""
-        for wait in self._waits:
-            self._look(wait)
+        for waiter in self._waiters:
+            self._check_waiter(waiter)
 
-    def _look(self, wait: tuple[Callable[[], bool], asyncio.Future[None]]) -> None:
-        there, future = wait
+    def _check_waiter(self, waiter: tuple[Callable[[], bool], asyncio.Future[None]]) -> None:
+        condition, future = waiter
         if future.done():
             return
-        failing = any(c.failed is not None and c.answers is None for c in self._calls.values())
-        if there():
+        failing = any(c.step_error is not None and c.results is None for c in self._calls.values())
+        if condition():
             future.set_result(None)
-        elif not failing and (broken := self._broken_again()) is not None:
+        elif not failing and (broken := self._group_error_copy()) is not None:
             future.set_exception(broken)  # a call with a failed step ends first, as that error says more
 
-    def _late(self, call: Call, what: str) -> None:
-        self._break_late(self._all - call.what.keys(), what)
+    def _fail_late_ranks(self, call: CollectiveCall, call_text: str) -> None:
+        self._fail_missing(self._all_ranks - call.call_texts.keys(), call_text)
 
-    def _late_in_step(self, call: Call, rank: int) -> None:
-        waits = rank in call.done and call.done.keys() != self._all
-        if waits and call.answers is None and call.failed is None:
-            self._break_late(self._all - call.done.keys(), f"the end of its {call.steps[-1][0]}")
+    def _fail_late_in_step(self, call: CollectiveCall, rank: int) -> None:
+        waits = rank in call.step_results and call.step_results.keys() != self._all_ranks
+        if waits and call.results is None and call.step_error is None:
+            self._fail_missing(self._all_ranks - call.step_results.keys(), f"the end of its {call.steps[-1][0]}")
 
-    def _break_late(self, missing: Collection[int], where: str) -> None:
+    def _fail_missing(self, missing: Collection[int], where: str) -> None:
         late_s = self._ranks.rank_timeout_s
-        self._break(f"{_names(missing)} did not come to {where} within {late_s:g} s (rank_timeout_s)", missing)
+        self._fail_group(
+            f"{_rank_names(missing)} did not come to {where} within {late_s:g} s (rank_timeout_s)", missing
+        )
 
-    def _break(self, sentence: str, ranks: Iterable[int]) -> None:
+    def _fail_group(self, sentence: str, ranks: Iterable[int]) -> None:
         """Stop all ranks for good with one error; ``ranks`` are those that caused it."""
-        if self.broken is not None:
+        if self.group_error is not None:
             return
-        self.broken = RankError(sentence, tuple(sorted(set(ranks))))
-        if self._returns and not self._closing:
+        self.group_error = RankError(sentence, tuple(sorted(set(ranks))))
+        if self._allow_rejoin and not self._closing:
             log.warning("the ranks do not go on together: %s", sentence)
-        for line in self._lines.values():
-            self._beside(self._say(line, pack(Broken(sentence, self.broken.ranks))))
-        self._look_up()
+        for websocket in self._websockets.values():
+            self._in_background(self._send(websocket, pack(messages.GroupFailed(sentence, self.group_error.ranks))))
+        self._check_waiters()
 
-    def _broken_again(self) -> RankError | None:
-        return None if self.broken is None else RankError(str(self.broken), self.broken.ranks)
+    def _group_error_copy(self) -> RankError | None:
+        return None if self.group_error is None else RankError(str(self.group_error), self.group_error.ranks)
 
-    async def _say(self, line: web.WebSocketResponse, said: bytes) -> None:
+    async def _send(self, websocket: web.WebSocketResponse, message: bytes) -> None:
         with suppress(ConnectionError, RuntimeError):  # the line is closed, or not open yet
-            await line.send_bytes(said)
+            await websocket.send_bytes(message)
 
-    def _beside(self, work: Coroutine[Any, Any, Any]) -> None:
-        self._says.add(task := asyncio.get_running_loop().create_task(work))
-        task.add_done_callback(self._says.discard)
+    def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
+        self._send_tasks.add(task := asyncio.get_running_loop().create_task(work))
+        task.add_done_callback(self._send_tasks.discard)
 
     def _wait_for(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         def begin(reply: Reply[Any]) -> None:
@@ -521,6 +532,6 @@ class RankServer:
         return self.thread.wait_for(begin)
 
 
-def _names(ranks: Iterable[int]) -> str:
+def _rank_names(ranks: Iterable[int]) -> str:
     numbers = [str(rank) for rank in sorted(ranks)]
     return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(numbers)}"

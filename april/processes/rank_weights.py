@@ -12,15 +12,15 @@ from typing import Any
 
 from april.driver.user_code import call_user_code
 from april.errors import RolloutError
-from april.processes.rank_server import OnAll
-from april.weights.source import Bucket, Portion, Weights, WeightSource, weight_source
+from april.processes.rank_server import RunOnAllRanks
+from april.weights.source import Bucket, UngatheredBucket, Weights, WeightSource, weight_source
 
-LOOK, BEGIN, DRAW = "looking at the weights", "beginning with the weights", "drawing of the weights"
+INSPECT, BEGIN, READ = "looking at the weights", "beginning with the weights", "drawing of the weights"
 COMPARE, GATHER = "comparing of the weights", "gathering of a bucket of the weights"
-STEPS = frozenset((LOOK, BEGIN, DRAW, COMPARE, GATHER))
+STEPS = frozenset((INSPECT, BEGIN, READ, COMPARE, GATHER))
 
 
-Take = Callable[[Bucket], None]
+CopyBucket = Callable[[Bucket], None]
 """Copies a bucket into the models of a rank's own engines."""
 
 
@@ -29,15 +29,15 @@ class RankWeights:
 
     Args:
         given: argument of ``weight_update(weights=...)``.
-        sends: True if this rank keeps what is gathered, because it is the sender.
-        takes: returns the function that copies a bucket into engines of this rank; None if none of them needs it.
+        is_sender: True if this rank keeps what is gathered, because it is the sender.
+        make_copy: returns the function that copies a bucket into engines of this rank; None if none of them needs it.
     """
 
-    def __init__(self, given: Any, *, sends: bool, takes: Callable[[WeightSource], Take | None]) -> None:
-        self._given, self._sends, self._takes = given, sends, takes
+    def __init__(self, given: Any, *, is_sender: bool, make_copy: Callable[[WeightSource], CopyBucket | None]) -> None:
+        self._given, self._is_sender, self._make_copy = given, is_sender, make_copy
         self.source: WeightSource | None = None
-        self._portions: Iterator[Portion] | None = None
-        self.portion: Portion | None = None
+        self._portions: Iterator[UngatheredBucket] | None = None
+        self.portion: UngatheredBucket | None = None
         """The portion that was read and is not gathered yet."""
         self.bucket: Bucket | None = None
         """The bucket that was gathered last, if this rank sends."""
@@ -47,13 +47,13 @@ class RankWeights:
 
         Raises any error of this rank's weights.
         """
-        if step == LOOK:
+        if step == INSPECT:
             found = call_user_code(lambda: weight_source(self._given))
             assert isinstance(found, WeightSource)
             self.source = found
         elif step == BEGIN:
-            self._portions = self._there().portions()
-        elif step == DRAW:
+            self._portions = self._require_source().ungathered_buckets()
+        elif step == READ:
             if self._portions is None:
                 raise RolloutError("weight_update was interrupted in the middle of sending weights; call it again")
             drawn = self._portions
@@ -61,72 +61,72 @@ class RankWeights:
         elif step == COMPARE:
             if self.portion is None or self.portion.digest() != content:
                 raise RolloutError(
-                    f"weights: this rank has {_named(self.portion)} next, and rank 0 has something else; every rank "
-                    "must give the same names, shapes and dtypes in the same order"
+                    f"weights: this rank has {_portion_names(self.portion)} next, and rank 0 has something else; every "
+                    "rank must give the same names, shapes and dtypes in the same order"
                 )
         else:
             self._gather()
 
     def _gather(self) -> None:
-        source, portion = self._there(), self._drawn()
+        source, portion = self._require_source(), self._require_portion()
         self.portion = None
-        if self._sends:
-            self.bucket = source.gathered(portion)
-        elif (take := self._takes(source)) is not None:
-            bucket = source.gathered(portion)
+        if self._is_sender:
+            self.bucket = source.gather(portion)
+        elif (take := self._make_copy(source)) is not None:
+            bucket = source.gather(portion)
             take(bucket)
             bucket.tensors.clear()
         else:
-            source.take_part(portion)
+            source.gather_for_others(portion)
         portion.items.clear()
 
-    def _there(self) -> WeightSource:
+    def _require_source(self) -> WeightSource:
         if self.source is None:
             raise RolloutError("weight_update was interrupted in the middle of sending weights; call it again")
         return self.source
 
-    def _drawn(self) -> Portion:
+    def _require_portion(self) -> UngatheredBucket:
         assert self.portion is not None
         return self.portion
 
 
-class WeightsOfAll(Weights):
+class GatheredWeights(Weights):
     """The weights that rank 0 sends; all ranks take part in gathering each bucket.
 
     Args:
-        own: weights of rank 0.
+        rank_weights: weights of rank 0.
         on_all: makes all ranks carry out a step.
 
     Raises:
         RankError: a rank was given something that is not weights.
     """
 
-    def __init__(self, own: RankWeights, on_all: OnAll) -> None:
-        self._own, self._on_all = own, on_all
-        on_all(LOOK)
-        assert own.source is not None
-        self.module, self.repeatable = own.source.module, own.source.repeatable
-        self.bucket_bytes = own.source.bucket_bytes
+    def __init__(self, rank_weights: RankWeights, on_all: RunOnAllRanks) -> None:
+        self._rank_weights, self._on_all = rank_weights, on_all
+        on_all(INSPECT)
+        assert rank_weights.source is not None
+        self.module, self.repeatable = rank_weights.source.module, rank_weights.source.repeatable
+        self.bucket_bytes = rank_weights.source.bucket_bytes
 
     def buckets(self) -> Iterator[Bucket]:
         """Yield all buckets; the tensors of each are dropped when the next one is requested."""
         self._on_all(BEGIN)
         last = False
         while not last:
-            self._on_all(DRAW)
-            portion = self._own.portion
+            self._on_all(READ)
+            portion = self._rank_weights.portion
             assert portion is not None
             self._on_all(COMPARE, portion.digest())
             del portion
             self._on_all(GATHER)
-            bucket, self._own.bucket = self._own.bucket, None
+            bucket, self._rank_weights.bucket = self._rank_weights.bucket, None
             assert bucket is not None
             last = bucket.last
             yield bucket
             bucket.tensors.clear()
 
 
-def _named(portion: Portion | None) -> str:
+def _portion_names(portion: UngatheredBucket | None) -> str:
     if portion is None:
         return "nothing"
     names = [item.name for item in portion.items]

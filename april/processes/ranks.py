@@ -14,7 +14,7 @@ from april.errors import ConfigError, RankError
 from april.processes.addresses import new_token, split_address
 
 LOOPBACK = "127.0.0.1:0"
-_groups = itertools.count()
+_rendezvous_numbers = itertools.count()
 """Counts the groups of this process, so that each has a key of its own in torch's store."""
 
 
@@ -121,20 +121,20 @@ class Ranks:
             store=torch_ranks.distributed_c10d._get_default_store(),
         )  # fmt: skip
 
-    def meeting_point(self) -> MeetingPoint:
+    def rendezvous(self) -> Rendezvous:
         """Return how this group finds rank 0's server; called once for each scheduler, on every rank."""
-        return MeetingPoint(self)
+        return Rendezvous(self)
 
 
-class MeetingPoint:
+class Rendezvous:
     """Address and token of rank 0's server, as given by the user or through torch's store."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._key = f"april/ranks/{next(_groups)}"
+        self._key = f"april/ranks/{next(_rendezvous_numbers)}"
         self.token = ranks.token or (new_token() if ranks.rank == 0 else "")
         """The token; empty on other ranks if it comes through the store."""
-        self.listens = ranks.store is not None
+        self.server_listens = ranks.store is not None
         """True if the server listens as soon as its address is found."""
 
     def publish(self, address: str) -> None:

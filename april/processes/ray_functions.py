@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-from april.agents.llm_calls import LLMCalls, ServedLLM
+from april.agents.remote_llm import LLMServer, RemoteLLM
 from april.driver.detokenizer import Detokenizer
 from april.driver.llm import LLM, as_coroutine
 from april.driver.rewards import Response
@@ -31,14 +31,14 @@ from april.driver.user_code import (
 )
 from april.errors import ConfigError, RolloutError
 
-MOST_DEATHS = 3
+MAX_DEATHS = 3
 """Number of actors that die in a row during one call before the call fails."""
-CALLS_AT_ONCE = 1000
+MAX_CONCURRENT_CALLS = 1000
 """Largest number of calls of an async function that run in one actor at the same time."""
-OWN_OPTIONS = {"max_restarts", "max_task_retries", "name", "namespace", "lifetime", "get_if_exists"}
+RESERVED_OPTIONS = {"max_restarts", "max_task_retries", "name", "namespace", "lifetime", "get_if_exists"}
 
 
-def need_ray() -> Any:
+def require_ray() -> Any:
     """Return the package ``ray``; raises ConfigError if it is missing or not initialised."""
     try:
         import ray
@@ -69,7 +69,7 @@ def remote(
     Raises:
         ConfigError: Ray is not initialised, ``function`` cannot be called or sent, or an option is wrong.
     """
-    ray = need_ray()
+    ray = require_ray()
     check_returns("the argument of april.ray.remote", function)
     if hasattr(function, "bind"):
         kind = type(function).__name__
@@ -77,17 +77,17 @@ def remote(
     for what, count in (("num_actors", num_actors), ("max_concurrency", options.get("max_concurrency", 1))):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ConfigError(f"{what}: expected a whole number and at least 1, got {count!r}")
-    if own := OWN_OPTIONS & options.keys():
+    if own := RESERVED_OPTIONS & options.keys():
         raise ConfigError(f"april.ray.remote: {min(own)} is april's, which replaces actors that died; leave it out")
     try:
         ray.remote(num_cpus=num_cpus, **options)(_PlainActor)
         ray.cloudpickle.dumps(function)
     except Exception as error:
         raise ConfigError(f"april.ray.remote: Ray does not take {name_of(function)}: {describe(error)}") from None
-    return _Remote(function, num_actors, {"num_cpus": num_cpus, **options})
+    return _RemoteFunction(function, num_actors, {"num_cpus": num_cpus, **options})
 
 
-class _Remote:
+class _RemoteFunction:
     """The result of :func:`remote`; it may be sent to another process before its first call."""
 
     def __init__(self, function: Callable[..., Any], actors: int, options: Mapping[str, Any]) -> None:
@@ -95,17 +95,17 @@ class _Remote:
         self.__qualname__ = name_of(function)
         with suppress(TypeError, ValueError):  # some builtins have no signature
             self.__signature__ = inspect.signature(function)
-        self._made_of = function, actors, options
+        self._pool_arguments = function, actors, options
         self._pools: dict[Any, _Pool] = {}
 
     def __reduce__(self) -> Any:
-        return _Remote, self._made_of
+        return _RemoteFunction, self._pool_arguments
 
     async def __call__(self, *arguments: Any, **named: Any) -> Any:
         llm = next((a for a in arguments if isinstance(a, LLM)), None)
-        pool = self._pool(arguments, side_by_side=llm is not None or is_async(self._made_of[0]))
+        pool = self._pool(arguments, side_by_side=llm is not None or is_async(self._pool_arguments[0]))
         if llm is not None:
-            with _calls().serve(llm) as served:
+            with _llm_server().serve(llm) as served:
                 return await pool.call([served if a is llm else a for a in arguments], named)
         deaths = 0
         while True:
@@ -113,7 +113,7 @@ class _Remote:
                 return await pool.call(arguments, named)
             except FunctionLost as error:
                 deaths += 1
-                if deaths == MOST_DEATHS:
+                if deaths == MAX_DEATHS:
                     died = f"{deaths} actors in a row died while {self.__qualname__} ran there"
                     raise RolloutError(f"{died}, the last one: {error}") from None
 
@@ -122,7 +122,7 @@ class _Remote:
         if key not in self._pools:
             # Ray ends an actor with its last handle, so this ends the actors of schedulers that are closed
             self._pools = {of: pool for of, pool in self._pools.items() if not of[0].is_closed()}
-            self._pools[key] = _Pool(*self._made_of, _detokenizer_in(arguments), side_by_side=side_by_side)
+            self._pools[key] = _Pool(*self._pool_arguments, _detokenizer_in(arguments), side_by_side=side_by_side)
         return self._pools[key]
 
 
@@ -132,8 +132,10 @@ class _Pool:
     def __init__(
         self, function: Any, actors: int, options: Mapping[str, Any], detokenizer: Any, *, side_by_side: bool
     ) -> None:
-        most = options.get("max_concurrency", CALLS_AT_ONCE if side_by_side else 1)
-        kind = need_ray().remote(**{**options, "max_concurrency": most})(_AsyncActor if side_by_side else _PlainActor)
+        most = options.get("max_concurrency", MAX_CONCURRENT_CALLS if side_by_side else 1)
+        kind = require_ray().remote(**{**options, "max_concurrency": most})(
+            _AsyncActor if side_by_side else _PlainActor
+        )
         self._make, self._side_by_side = functools.partial(kind.remote, function, detokenizer), side_by_side
         self._actors = {number: self._make() for number in range(actors)}
         self._free: asyncio.Queue[int] = asyncio.Queue()
@@ -143,12 +145,12 @@ class _Pool:
 
     async def call(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """Call the function in an actor; raises what the function raises, and FunctionLost if the actor died."""
-        ray = need_ray()
+        ray = require_ray()
         number = await self._free.get()
         actor = self._actors.get(number) or self._actors.setdefault(number, self._make())
         answer = None
         try:
-            answer = actor.call.remote([_leaving(a) for a in arguments], named)
+            answer = actor.call.remote([_without_tokenizer(a) for a in arguments], named)
             return deepcopy(await answer)  # Ray's arrays are read-only
         except asyncio.CancelledError:
             if self._side_by_side:
@@ -172,18 +174,18 @@ class _Pool:
     def _end(self, number: int, actor: Any) -> None:
         if self._actors.get(number) is actor:
             del self._actors[number]
-            need_ray().kill(actor)
+            require_ray().kill(actor)
 
 
 @functools.cache
-def _calls() -> LLMCalls:
-    return LLMCalls(need_ray().util.get_node_ip_address())
+def _llm_server() -> LLMServer:
+    return LLMServer(require_ray().util.get_node_ip_address())
 
 
-def _leaving(value: Any) -> Any:
+def _without_tokenizer(value: Any) -> Any:
     """Return an argument as it is sent, without the tokenizer, which the actor has already."""
     if isinstance(value, list):
-        return [_leaving(item) for item in value]
+        return [_without_tokenizer(item) for item in value]
     return replace(value, detokenizer=None) if isinstance(value, Response) else value
 
 
@@ -201,17 +203,17 @@ class _PlainActor:
 
     def call(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
         try:
-            value = self._function(*self._come(deepcopy(arguments)), **deepcopy(named))
+            value = self._function(*self._received(deepcopy(arguments)), **deepcopy(named))
             return asyncio.run(value) if inspect.iscoroutine(value) else value
         except Exception:
             raise
         except BaseException as error:  # of some types, which end Ray's actor; others would end the scheduler's loop
             raise RolloutError(f"it raised {describe(error)}") from error
 
-    def _come(self, value: Any) -> Any:
+    def _received(self, value: Any) -> Any:
         if isinstance(value, list):
-            return [self._come(item) for item in value]
-        if isinstance(value, ServedLLM):
+            return [self._received(item) for item in value]
+        if isinstance(value, RemoteLLM):
             return value.open(self._http)
         return replace(value, detokenizer=self._detokenizer) if isinstance(value, Response) else value
 
@@ -225,7 +227,7 @@ class _AsyncActor(_PlainActor):
             unlimited = aiohttp.ClientTimeout(total=None)
             self._http = aiohttp.ClientSession(timeout=unlimited, connector=aiohttp.TCPConnector(limit=0))
         try:
-            return await self._rollout(*self._come(deepcopy(arguments)), **deepcopy(named))
+            return await self._rollout(*self._received(deepcopy(arguments)), **deepcopy(named))
         except asyncio.CancelledError as error:
             raise own_cancellation(error) from None
         except Exception:

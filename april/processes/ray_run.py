@@ -18,20 +18,20 @@ from april.core.batch import SplitBy
 from april.engines.protocol import Engine
 from april.errors import AprilError, ConfigError, EngineError, RankError, SchedulerClosed
 from april.processes.rank_client import RankClient
-from april.processes.rank_content import LOOKS, pack_call, pack_failure
-from april.processes.rank_scheduler import Looks, OwnScheduler, RankScheduler
+from april.processes.rank_packing import QUERY_RESULTS, pack_call, pack_failure
+from april.processes.rank_scheduler import RankScheduler, SchedulerQueries, SharedScheduler
 from april.processes.rank_server import RankServer
 from april.processes.ranks import Ranks
-from april.processes.ray_functions import need_ray
+from april.processes.ray_functions import require_ray
 from april.serialization.own_values import unpack
 
 EngineFactory = Callable[[], Sequence[Engine]]
 
-CORE = "core"
+ACTOR_NAME = "core"
 """Name of the actor in the run's namespace."""
 
 
-class CoreActor:
+class SchedulerActor:
     """The Ray actor that holds the scheduler.
 
     Args:
@@ -45,9 +45,9 @@ class CoreActor:
             ip = ray.util.get_node_ip_address()
         self._address = f"[{ip}]:0" if ":" in ip else f"{ip}:0"
         self._token = secrets.token_hex(32)
-        self._scheduler: OwnScheduler | None = None
+        self._scheduler: SharedScheduler | None = None
         self.server: RankServer | None = None
-        self._there = asyncio.Event()
+        self._attachable = asyncio.Event()
         """Set once ranks can attach."""
 
     async def start(
@@ -59,19 +59,20 @@ class CoreActor:
         asyncio.get_running_loop().set_default_executor(DaemonPool("april-core"))
         self._config = config
 
-        def make() -> OwnScheduler:
+        def make() -> SharedScheduler:
             made = None if engines is None else list(engines())
-            return OwnScheduler(config, ranks=ranks, split_by=split_by, engines=made, travels=True, **options)
+            named = {**options, "ranks": ranks, "split_by": split_by, "engines": made}
+            return SharedScheduler(config, crosses_processes=True, **named)
 
         try:
-            self.server = RankServer(replace(ranks, address=self._address), name="the core", returns=True)
+            self.server = RankServer(replace(ranks, address=self._address), name="the core", allow_rejoin=True)
             address = await asyncio.to_thread(self.server.listen, self._token)
             self._ranks = replace(ranks, address=address, token=self._token)
-            self._there.set()
+            self._attachable.set()
             self._scheduler = await asyncio.to_thread(make)
         except Exception as error:
             return error
-        self.server.begin(self._scheduler)
+        self.server.set_scheduler(self._scheduler)
         return None
 
     async def look(self, method: str, arguments: list[Any]) -> bytes | Exception:
@@ -79,13 +80,13 @@ class CoreActor:
         try:
             if self._scheduler is None:
                 raise SchedulerClosed("the core's actor has no scheduler (yet)")
-            return await asyncio.to_thread(self._scheduler.look, method, arguments)
+            return await asyncio.to_thread(self._scheduler.query, method, arguments)
         except Exception as error:
             return error
 
     async def rank(self, rank: int) -> tuple[Config, Ranks] | Exception:
         """Return the Config and the Ranks for a rank, or a RankError if there is no such rank."""
-        await self._there.wait()
+        await self._attachable.wait()
         if not 0 <= rank < self._ranks.world_size:
             return RankError(f"rank {rank} is none of {self._ranks.world_size}; ranks count from 0", (rank,))
         return self._config, replace(self._ranks, rank=rank)
@@ -106,7 +107,7 @@ log = logging.getLogger("april")
 
 CLOSE_S = 30.0
 """Seconds to wait for the actor to close; an actor that Ray has not placed yet never does."""
-CALLS_AT_ONCE = 10_000
+MAX_CONCURRENT_CALLS = 10_000
 """Largest number of the actor's calls that run at the same time."""
 
 
@@ -118,57 +119,58 @@ class ActorScheduler(RankScheduler):
     ``load_state_dict`` are taken from rank 0.
     """
 
-    _unpacked: Exception | None = None
+    _packing_error: Exception | None = None
     """Error that kept rank 0's arguments from being packed."""
 
     def __init__(self, config: Config, ranks: Ranks, tokenizer: Any = None) -> None:
         self._set_up(config, ranks, RankClient(ranks, "the core"), tokenizer)
-        point = ranks.meeting_point()
-        point.listens = True
-        self._client.open(point)
+        point = ranks.rendezvous()
+        point.server_listens = True
+        self._client.join(point)
 
     @property
     def engines(self) -> list[Engine]:
         """Always empty, as the engines are in other processes."""
         return []
 
-    def _weights(self, given: Any) -> None:
+    def _weights_to_send(self, given: Any) -> None:
         if given is not None:
             raise ConfigError(
                 "weights=: the engines of a run are in other processes, and weights go to engines of rank 0's; give "
                 "path=, or transfer="
             )
 
-    def _made(self, method: str, bound: inspect.BoundArguments) -> Any:
-        made = super()._made(method, bound)
-        if method == "weight_update" and made.arguments.get("path") is made.arguments.get("transfer") is None:
+    def _method_call(self, method: str, bound: inspect.BoundArguments) -> Any:
+        method_call = super()._method_call(method, bound)
+        given = method_call.arguments
+        if method == "weight_update" and given.get("path") is given.get("transfer") is None:
             raise ConfigError(
                 "weight_update: the engines of a run are in other processes and cannot read the trainer's model in "
                 "place; give path=, or transfer="
             )
-        return made
+        return method_call
 
-    def _arguments(self, made: Any) -> bytes:
+    def _packed_arguments(self, method_call: Any) -> bytes:
         if self.ranks.rank:
             return b""
         try:
-            return pack_call(made.method, made.arguments)
+            return pack_call(method_call.method, method_call.arguments)
         except Exception as error:
-            self._unpacked = error
+            self._packing_error = error
             return pack_failure(error)
 
-    def _body(self, made: Any, call: Any) -> Any:
-        self._unpacked = None
+    def _run_steps(self, method_call: Any, call: Any) -> Any:
+        self._packing_error = None
         try:
-            return super()._body(made, call)
+            return super()._run_steps(method_call, call)
         except AprilError as told:
-            raise self._unpacked or told from None
+            raise self._packing_error or told from None
 
     def __repr__(self) -> str:
         return f"<ActorScheduler rank {self.ranks.rank} of {self.ranks.world_size}>"
 
 
-class Run(Looks):
+class Run(SchedulerQueries):
     """A run that :func:`scheduler` has started; a ``with`` block closes it at its end."""
 
     def __init__(self, name: str, core: Any) -> None:
@@ -180,13 +182,13 @@ class Run(Looks):
     def __repr__(self) -> str:
         return f"<april.ray.Run {self.name!r}>"
 
-    def _look(self, method: str, *arguments: Any) -> Any:
+    def _query(self, method: str, *arguments: Any) -> Any:
         import ray
 
         found = ray.get(self.core.look.remote(method, list(arguments)))
         if isinstance(found, Exception):
             raise found
-        return unpack(found, LOOKS[method])
+        return unpack(found, QUERY_RESULTS[method])
 
     def close(self) -> None:
         """End the scheduler, its engines and the actor; idempotent."""
@@ -254,7 +256,7 @@ def scheduler(
             :class:`april.RolloutScheduler`.
         EngineError: the actor, or its engines, could not be created.
     """
-    ray = need_ray()
+    ray = require_ray()
     if not isinstance(config, Config):
         raise ConfigError(f"config must be an april.Config, got {type(config).__name__}")
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
@@ -269,20 +271,20 @@ def scheduler(
         rank_deadline_s=rank_deadline_s,
     )  # fmt: skip
     lives = {"namespace": _namespace(name), **({"lifetime": "detached"} if detached else {})}
-    actor = ray.remote(num_cpus=0, max_concurrency=CALLS_AT_ONCE)(CoreActor)
+    actor = ray.remote(num_cpus=0, max_concurrency=MAX_CONCURRENT_CALLS)(SchedulerActor)
     try:
-        core = actor.options(**{**(actor_options or {}), **lives, "name": CORE}).remote()
+        core = actor.options(**{**(actor_options or {}), **lives, "name": ACTOR_NAME}).remote()
     except ValueError:
         raise ConfigError(f"name: there is a run {name!r} in this cluster already") from None
     run = Run(name, core)
     try:
-        wrong = ray.get(
+        error = ray.get(
             core.start.remote(
                 config=config, ranks=group, split_by=split_by, engines=engines, options={**options, "prompts": prompts}
             )
         )
-        if isinstance(wrong, Exception):
-            raise wrong
+        if isinstance(error, Exception):
+            raise error
     except ray.exceptions.RayActorError as error:
         run.close()
         raise EngineError(f"the actor of the run could not be made: {error}") from None
@@ -307,15 +309,15 @@ def attach(name: str, rank: int, *, tokenizer: Any = None) -> ActorScheduler:
         ConfigError: there is no such run.
         RankError: there is no such rank.
     """
-    ray = need_ray()
+    ray = require_ray()
     try:
-        core = ray.get_actor(CORE, _namespace(name))
+        core = ray.get_actor(ACTOR_NAME, _namespace(name))
     except ValueError:
         raise ConfigError(f"there is no run {name!r} in this cluster (any more)") from None
-    seat = ray.get(core.rank.remote(rank))
-    if isinstance(seat, Exception):
-        raise seat
-    config, ranks = seat
+    found = ray.get(core.rank.remote(rank))
+    if isinstance(found, Exception):
+        raise found
+    config, ranks = found
     return ActorScheduler(config, ranks, tokenizer)
 
 

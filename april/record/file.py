@@ -28,22 +28,22 @@ log = logging.getLogger("april")
 
 FORMAT = 5
 """Format of records; it is increased when an older april could not replay new records."""
-OLDEST = 4
+OLDEST_FORMAT = 4
 """Oldest format that this april can read."""
-HEAD, STATE, OVER, CLOSED, BATCH, STANDING = "Record", "State", "Over", "Closed", "Batch", "Standing"
-LEARNING = "Learning"
+HEAD, STATE, CUT_OFF, CLOSED, BATCH, STATUS = "Record", "State", "Over", "Closed", "Batch", "Standing"
+REPORT = "Learning"
 """Kinds of lines that hold no event of the core."""
-IN_THE_MIDDLE = "in the middle: the process was killed, or still runs"
+NO_LAST_LINE = "in the middle: the process was killed, or still runs"
 """Words on the end of a record that has no last line."""
 WRITE_EVERY_S = 0.2
 """Seconds between two writes; a process that is killed loses the lines of up to this time."""
-MOST_WAITING = 32 << 20
+MAX_WAITING_BYTES = 32 << 20
 """Largest number of bytes that may wait for the disk."""
-LAST_LINE = 256
+LAST_LINE_BYTES = 256
 """Bytes kept free for the line that says why a record is over."""
-MOST_HEAD = 1 << 20
+MAX_HEAD_BYTES = 1 << 20
 """Largest size of a first line in bytes."""
-_ENDED = tuple(f',"{what}",'.encode() for what in ("AttemptEnded", "SampleReturned", BATCH))
+_RESPONSE_ENDED = tuple(f',"{what}",'.encode() for what in ("AttemptEnded", "SampleReturned", BATCH))
 """Parts of lines; a line with one of them shows that a response has ended."""
 
 
@@ -81,11 +81,11 @@ class RecordFile:
         except OSError as error:
             raise ConfigError(f"the record {path} cannot be written: {error.strerror}") from None
         self.path = path
-        self.over = False
+        self.ended = False
         """True once no more lines are added."""
         self._limit = limit
         self._lines: deque[bytes] = deque()
-        self._check = self._size = self._written = 0
+        self._checksum = self._size = self._written = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._write, name="april-record", daemon=True)
         self._thread.start()
@@ -95,18 +95,18 @@ class RecordFile:
 
         ``line`` is a JSON array without its last element and bracket: a checksum of all lines so far is appended here.
         """
-        if not last and self._size + len(line) > self._limit - LAST_LINE:
+        if not last and self._size + len(line) > self._limit - LAST_LINE_BYTES:
             return f"it has reached its limit of {self._limit >> 20} MiB"
-        if not last and self._size - self._written > MOST_WAITING:
+        if not last and self._size - self._written > MAX_WAITING_BYTES:
             return "the disk does not keep up"
-        self._check = zlib.crc32(line, self._check)
-        self._lines.append(b'%b,"%08x"]\n' % (line, self._check))
+        self._checksum = zlib.crc32(line, self._checksum)
+        self._lines.append(b'%b,"%08x"]\n' % (line, self._checksum))
         self._size += len(line) + 13
         return ""
 
     def close(self) -> None:
         """Write the waiting lines and stop the thread, within 5 s."""
-        self.over = True
+        self.ended = True
         self._closing.set()
         self._thread.join(5.0)
 
@@ -116,7 +116,7 @@ class RecordFile:
                 self._write_waiting()
             self._write_waiting()
         except OSError as error:
-            self.over = True
+            self.ended = True
             log.warning("the record %s ends here, the run goes on: %s", self.path, error.strerror)
         finally:
             os.close(self._file)
@@ -132,7 +132,7 @@ def _new_file(path: Path) -> int:
     """Create a file and lock it until it is closed, which shows readers that it is being written. Raises OSError."""
     while True:
         if path.is_file():
-            _put_aside(path)
+            _rename_existing(path)
         try:
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
@@ -146,33 +146,33 @@ def _new_file(path: Path) -> int:
         os.close(file)  # another process removed it before it was locked
 
 
-def _put_aside(path: Path) -> None:
+def _rename_existing(path: Path) -> None:
     """Rename a file to ``path`` + "." + the first free number; remove it if it is a record without any response."""
     for number in itertools.count(1):
-        aside = Path(f"{path}.{number}")
+        renamed = Path(f"{path}.{number}")
         try:
-            os.close(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+            os.close(os.open(renamed, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         except FileExistsError:
             continue
         try:
-            path.replace(aside)
+            path.replace(renamed)
         except FileNotFoundError:  # another process was quicker
-            aside.unlink()
+            renamed.unlink()
         except BaseException:
-            aside.unlink()
+            renamed.unlink()
             raise
         else:
-            if not _removed(aside):
-                log.info("what was in %s is kept as %s", path, aside)
+            if not _remove_if_empty(renamed):
+                log.info("what was in %s is kept as %s", path, renamed)
         return
 
 
-def _removed(path: Path) -> bool:
+def _remove_if_empty(path: Path) -> bool:
     """Remove the record if no response has ended in it and no process writes it; return True if it was removed."""
     with suppress(OSError), path.open("rb+") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        first = file.readline(MOST_HEAD)
-        if (is_head(first) or not first) and not any(mark in line for line in file for mark in _ENDED):
+        first = file.readline(MAX_HEAD_BYTES)
+        if (is_head(first) or not first) and not any(mark in line for line in file for mark in _RESPONSE_ENDED):
             path.unlink()
             return True
     return False
@@ -186,8 +186,8 @@ class Line(NamedTuple):
 
     number: int
     time_s: float
-    what: str
-    parts: dict[str, Any]
+    kind: str
+    fields: dict[str, Any]
     digest: str
 
 
@@ -205,7 +205,7 @@ class LineReader:
     def __init__(self, path: Path, only: Collection[str] = ()) -> None:
         self._path = path
         self._wanted = {kind.encode() for kind in (HEAD, *only)} if only else None
-        self._check = 0
+        self._checksum = 0
         self.number = 0
         """Number of lines read so far."""
 
@@ -216,16 +216,16 @@ class LineReader:
             RecordError: the bytes are no line of a record, were changed, or do not follow the previous line.
         """
         body, _, end = raw.rpartition(b',"')
-        self._check = zlib.crc32(body, self._check)
-        holds = end == b'%08x"]\n' % self._check
-        if self._wanted is not None and self.number and holds:
+        self._checksum = zlib.crc32(body, self._checksum)
+        checksum_ok = end == b'%08x"]\n' % self._checksum
+        if self._wanted is not None and self.number and checksum_ok:
             _, _, rest = body.partition(b',"')
             if rest.partition(b'"')[0] not in self._wanted:
                 self.number += 1
                 return None
         try:
             time_s, what, parts, digest = _decode(body + b"]")
-            if not holds or (what == HEAD) is not (self.number == 0):
+            if not checksum_ok or (what == HEAD) is not (self.number == 0):
                 raise ValueError
         except (ValueError, RecursionError):
             if self.number == 0:
@@ -273,13 +273,13 @@ def lines_of(path: Path, only: Collection[str] = ()) -> Iterator[Line]:
 
 def refuse_other_formats(path: Path, head: dict[str, Any]) -> None:
     """Raise RecordError if a record has a format that this version of april cannot read."""
-    if head.get("format") not in range(OLDEST, FORMAT + 1):
+    if head.get("format") not in range(OLDEST_FORMAT, FORMAT + 1):
         by = f"april {head.get('april')} has written it in format {head.get('format')}"
         raise RecordError(f"{path} cannot be read: {by}, this april reads format {FORMAT}")
 
 
-def end_of(what: str, parts: dict[str, Any]) -> str | None:
+def end_text(kind: str, fields: dict[str, Any]) -> str | None:
     """Return words on how the record ends if this is its last line, else None."""
-    if what == OVER:
-        return f"the run went on, its record did not: {parts.get('why')}"
-    return "the run was closed" if what == CLOSED else None
+    if kind == CUT_OFF:
+        return f"the run went on, its record did not: {fields.get('why')}"
+    return "the run was closed" if kind == CLOSED else None

@@ -26,20 +26,20 @@ from april.core.rollout_core import RolloutCore
 from april.core.tape import SegmentKind
 from april.core.types import Chain
 from april.core.versions import VersionClock
-from april.record.file import BATCH, CLOSED, FORMAT, HEAD, LEARNING, OVER, STANDING, STATE, RecordFile, RunRecord
-from april.record.plain import bare, plain, what_raised
-from april.record.standing import standing_of
+from april.record.event_values import exception_name, to_plain, without_content
+from april.record.file import BATCH, CLOSED, CUT_OFF, FORMAT, HEAD, REPORT, STATE, STATUS, RecordFile, RunRecord
+from april.record.run_status import run_status
 from april.version import __version__
 
 log = logging.getLogger("april")
 
 _JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 """Encoder that refuses NaN and infinities: JSON readers reject them, so all later lines would be lost."""
-STAND_EVERY_S = 5.0
+STATUS_EVERY_S = 5.0
 """Smallest number of seconds between two lines on the state of the run, written at events and in long waits."""
 
 
-class Decisions:
+class DecisionDigest:
     """Running digest of the core's commands, without their texts."""
 
     def __init__(self) -> None:
@@ -48,9 +48,9 @@ class Decisions:
     def add(self, commands: Iterable[Command]) -> None:
         """Add commands to the digest."""
         for command in commands:
-            self._hash.update(repr((type(command).__name__, plain(command))).encode())
+            self._hash.update(repr((type(command).__name__, to_plain(command))).encode())
 
-    def broke(self, error: BaseException) -> None:
+    def add_error(self, error: BaseException) -> None:
         """Add to the digest that the core refused an event with this error."""
         self._hash.update(type(error).__name__.encode())
 
@@ -60,35 +60,35 @@ class Decisions:
         return self._hash.hexdigest()
 
 
-class _Lines:
+class _RecordLines:
     """Formats lines and adds them to the file. It does not refer to the run, so neither does :attr:`Recorder.end`."""
 
     def __init__(self, record: RunRecord, now: Callable[[], float]) -> None:
         self._now, self.began_s = now, now()
-        self.decisions = Decisions()
+        self.decisions = DecisionDigest()
         self.file = RecordFile(Path(record.path), record.limit_mib << 20)
 
-    def add(self, what: str, parts: Callable[[], Any], commands: Iterable[Command] = ()) -> None:
+    def add(self, kind: str, parts: Callable[[], Any], commands: Iterable[Command] = ()) -> None:
         """Add a line. A failure ends the record, but not the run."""
-        if self.file.over:
+        if self.file.ended:
             return
         try:
             self.decisions.add(commands)
-            why = self.file.add(self._line(what, parts()))
+            why = self.file.add(self._line(kind, parts()))
         except Exception as error:
-            why = f"{what} could not be written down ({type(error).__name__})"
+            why = f"{kind} could not be written down ({type(error).__name__})"
         if why:
-            self.file.over = True
+            self.file.ended = True
             log.warning("the record %s ends here, the run goes on: %s", self.file.path, why)
-            self.file.add(self._line(OVER, {"why": why}), last=True)
+            self.file.add(self._line(CUT_OFF, {"why": why}), last=True)
 
     def close(self) -> None:
         """Add the last line and close the file."""
         self.add(CLOSED, dict)
         self.file.close()
 
-    def _line(self, what: str, parts: Any) -> bytes:
-        line = [round(self._now() - self.began_s, 6), what, parts, self.decisions.digest]
+    def _line(self, kind: str, parts: Any) -> bytes:
+        line = [round(self._now() - self.began_s, 6), kind, parts, self.decisions.digest]
         return _JSON.encode(line)[:-1].encode()
 
 
@@ -105,44 +105,44 @@ class Recorder:
     ) -> None:  # fmt: skip
         self._core, self._now = core, now
         self._requests = requests or RequestLog(core, now)
-        self._text: Callable[[str], str] = str if record.messages else what_raised
-        self._lines = _Lines(record, now)
+        self._text: Callable[[str], str] = str if record.messages else exception_name
+        self._lines = _RecordLines(record, now)
         head = {
             "format": FORMAT,
             "april": __version__,
             "began": datetime.now(UTC).isoformat(timespec="seconds"),
-            "settings": plain(core.settings),
-            "engines": [plain(state.limits) for state in core.engines.states.values()],
+            "settings": to_plain(core.settings),
+            "engines": [to_plain(state.limits) for state in core.engines.states.values()],
         } | ({} if config is None else {"config": config})
         self._lines.add(HEAD, lambda: head)
-        self._stand_at = now()
+        self._next_status_s = now()
         self._before: Any = None
 
     def before(self, event: ev.Event) -> None:
         """Remember facts that can only be read from the core's state before it handles the event."""
         self._before = None  # after an error here, None makes after() end the record
-        if not self._lines.file.over:
+        if not self._lines.file.ended:
             with suppress(Exception):
-                self._before = self._compared(event) | self._ran(event)
+                self._before = self._token_comparison(event) | self._request_facts(event)
 
     def after(self, event: ev.Event, commands: list[Command], error: BaseException | None) -> None:
         """Record an event, and the core's commands or error."""
         if error is not None:
-            self._lines.decisions.broke(error)
-        self._lines.add(type(event).__name__, lambda: plain(event, self._text) | self._before, commands)
-        self.stand()
+            self._lines.decisions.add_error(error)
+        self._lines.add(type(event).__name__, lambda: to_plain(event, self._text) | self._before, commands)
+        self.record_status()
 
-    def stand(self, waited_s: float = 0.0) -> None:
+    def record_status(self, waited_s: float = 0.0) -> None:
         """Record the state of the run unless that was done lately. ``waited_s``: known length of the current wait."""
-        if (now := self._now()) >= self._stand_at:
-            self._stand_at = now + STAND_EVERY_S
-            self._lines.add(STANDING, lambda: asdict(standing_of(self._core, waited_s)))
+        if (now := self._now()) >= self._next_status_s:
+            self._next_status_s = now + STATUS_EVERY_S
+            self._lines.add(STATUS, lambda: asdict(run_status(self._core, waited_s)))
 
-    def restored(self, state: Any) -> None:
+    def record_state(self, state: Any) -> None:
         """Record the snapshot from which the core was restored."""
-        self._lines.add(STATE, lambda: bare(state))
+        self._lines.add(STATE, lambda: without_content(state))
 
-    def delivered(self, batch: Batch) -> None:
+    def record_batch(self, batch: Batch) -> None:
         """Record a batch and its metrics for readers of the record. A replay ignores them and makes its own."""
         ages: Counter[int] = Counter()
         clock = VersionClock(batch.trained_at, dict(batch.branches))
@@ -159,10 +159,10 @@ class Recorder:
         }
         self._lines.add(BATCH, lambda: parts)
 
-    def learning(self, batch_id: int, report: Mapping[str, float]) -> None:
+    def record_report(self, batch_id: int, report: Mapping[str, float]) -> None:
         """Record the trainer's report on a batch, for readers of the record."""
         parts = {"id": batch_id, "report": {name: float(f"{value:.6g}") for name, value in report.items()}}
-        self._lines.add(LEARNING, lambda: parts)
+        self._lines.add(REPORT, lambda: parts)
 
     def close(self) -> None:
         """Record the end of the run."""
@@ -173,7 +173,7 @@ class Recorder:
         """A function like :meth:`close` that holds no reference to the run."""
         return self._lines.close
 
-    def _compared(self, event: ev.Event) -> dict[str, Any]:
+    def _token_comparison(self, event: ev.Event) -> dict[str, Any]:
         """Return the results of the core's comparison between a call's tokens and the sample's, for a replay."""
         if not isinstance(event, ev.CallMade) or (group := self._core.context.group(event.sample.group)) is None:
             return {}
@@ -184,16 +184,16 @@ class Recorder:
             chain = self._core.calls.find_chain(sample, event.token_ids, event.attached)
             parts["chain"] = ev.NEW_CHAIN if chain is None else chain.number
         elif event.token_ids is not None and chain is not None:
-            have = np.concatenate((chain.prompt, chain.tape.tokens))
-            both = min(len(have), len(event.token_ids))
-            differ = np.flatnonzero(have[:both] != event.token_ids[:both])
-            parts["token_ids"] = plain(event.token_ids) | ({"differs_at": int(differ[0])} if len(differ) else {})
+            known = np.concatenate((chain.prompt, chain.tape.tokens))
+            common = min(len(known), len(event.token_ids))
+            differ = np.flatnonzero(known[:common] != event.token_ids[:common])
+            parts["token_ids"] = to_plain(event.token_ids) | ({"differs_at": int(differ[0])} if len(differ) else {})
         if chain is not None and chain.replay is not None and len(chain.tape):
             eos = self._core.engines.eos_token_ids.union(event.sampling.stop_token_ids)
             parts["ends"] = int(chain.tape.tokens[-1]) in eos
         return parts
 
-    def _ran(self, event: ev.Event) -> dict[str, Any]:
+    def _request_facts(self, event: ev.Event) -> dict[str, Any]:
         """Return facts on the request that this event ends, or the tokens generated for a function that returns."""
         if isinstance(event, ev.SampleReturned):
             group = self._core.context.group(event.sample.group)
@@ -201,8 +201,9 @@ class Recorder:
         if not isinstance(event, (ev.AttemptEnded, ev.AttemptFailed)):
             return {}
         attempt = self._core.context.attempts.get(event.attempt_id)
-        ran = None if attempt is None else self._requests.record_of(attempt, event.counts.tokens)
-        if ran is None:
+        request = None if attempt is None else self._requests.record_of(attempt, event.counts.tokens)
+        if request is None:
             return {}
-        began = round(ran.began_s - self._lines.began_s, 6)
-        return {"ran": [ran.engine, *ran.sample, int(ran.evaluation), ran.age, began, ran.context, ran.generated]}
+        began = round(request.began_s - self._lines.began_s, 6)
+        r, evaluation = request, int(request.evaluation)
+        return {"ran": [r.engine, *r.sample, evaluation, r.age, began, r.context, r.generated]}

@@ -19,29 +19,29 @@ from april.core.run_times import RunTimes, bottleneck_of
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.tape import AttemptTape
 from april.errors import CheckpointError, InvariantError, RecordError
+from april.record.event_values import blank_extras, from_plain, with_blank_content
 from april.record.file import (
     BATCH,
     CLOSED,
-    IN_THE_MIDDLE,
-    LEARNING,
-    OVER,
-    STANDING,
+    CUT_OFF,
+    NO_LAST_LINE,
+    REPORT,
     STATE,
-    end_of,
+    STATUS,
+    end_text,
     lines_of,
     refuse_other_formats,
 )  # fmt: skip
-from april.record.plain import back, filled, no_numbers
-from april.record.recorder import Decisions
+from april.record.recorder import DecisionDigest
 from april.version import __version__
 
-Watch = Callable[[float, ev.Event, list[Command]], object]
+EventObserver = Callable[[float, ev.Event, list[Command]], object]
 END = 1
 """Token id that ends a response in a replay. All other tokens are 0, as a record holds no tokens."""
-CHECKED = 256
+SAMPLES_PER_CHECK = 256
 """Number of held samples up to which each event is followed by a check; with k times as many, each k-th event is."""
 _EVENTS: dict[str, type[Any]] = {kind.__name__: kind for kind in ev.Event.__subclasses__()}
-_WRONG = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError, MemoryError)
+_LINE_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError, MemoryError)
 """Errors that a line with impossible contents can raise."""
 
 
@@ -54,12 +54,12 @@ class Replay:
     times: RunTimes
     steps: list[dict[str, float]] = field(default_factory=list)
     """Seconds before each batch, by what they were used for."""
-    decisions: Decisions = field(default_factory=Decisions)
+    decisions: DecisionDigest = field(default_factory=DecisionDigest)
     events: Counter[str] = field(default_factory=Counter)
     checks: int = 0
     unchecked: int = 0
     seconds: float = 0.0
-    end: str = IN_THE_MIDDLE
+    end: str = NO_LAST_LINE
     """Words on how the record ends."""
 
     def rows(self) -> dict[str, str]:
@@ -78,7 +78,7 @@ class Replay:
         }
 
 
-def replay(path: Path, *, whole_story: bool = False, watch: Watch | None = None) -> Replay:
+def replay(path: Path, *, whole_story: bool = False, watch: EventObserver | None = None) -> Replay:
     """Replay a record through a new core, and check the core's ledgers and indices on the way.
 
     Args:
@@ -91,27 +91,27 @@ def replay(path: Path, *, whole_story: bool = False, watch: Watch | None = None)
             message names the line.
     """
     lines = lines_of(path)
-    head = next(lines).parts
+    head = next(lines).fields
     refuse_other_formats(path, head)
     try:
-        engines = _ending([back(parts, EngineLimits) for parts in head["engines"]])
-        core = RolloutCore(back(head["settings"], CoreSettings), engines)
+        engines = _with_end_token([from_plain(parts, EngineLimits) for parts in head["engines"]])
+        core = RolloutCore(from_plain(head["settings"], CoreSettings), engines)
         run = Replay(head=head, core=core, times=RunTimes(core))
-    except _WRONG as error:
+    except _LINE_ERRORS as error:
         raise RecordError(f"line 1 of {path}: {error}") from None
     if whole_story:
         run.core.context.log = deque()
     for number, time_s, what, parts, digest in lines:
-        run.end = end_of(what, parts) or run.end
-        if what == OVER:
+        run.end = end_text(what, parts) or run.end
+        if what == CUT_OFF:
             break
         where, broke = f"line {number} of {path} ({what}, at {time_s:g} s)", ""
         try:
-            _run(run, time_s, what, parts, watch)
+            _replay_line(run, time_s, what, parts, watch)
         except InvariantError as error:
-            run.decisions.broke(error)
+            run.decisions.add_error(error)
             broke = str(error)
-        except (*_WRONG, CheckpointError) as error:
+        except (*_LINE_ERRORS, CheckpointError) as error:
             raise RecordError(f"{where} is not valid: {type(error).__name__}: {error}") from None
         run.seconds = time_s
         if run.decisions.digest != digest:
@@ -123,23 +123,23 @@ def replay(path: Path, *, whole_story: bool = False, watch: Watch | None = None)
     return run
 
 
-def _run(run: Replay, time_s: float, what: str, parts: Any, watch: Watch | None) -> None:
+def _replay_line(run: Replay, time_s: float, kind: str, fields: Any, watch: EventObserver | None) -> None:
     core = run.core
-    if what in (BATCH, STANDING, LEARNING):  # for readers
+    if kind in (BATCH, STATUS, REPORT):  # for readers
         return
-    if what == CLOSED:
+    if kind == CLOSED:
         core.validate()
         return
-    if what == STATE:
-        snapshot.restore(core, filled(parts))
+    if kind == STATE:
+        snapshot.restore(core, with_blank_content(fields))
         return
-    run.events[what] += 1
+    run.events[kind] += 1
     for of_others in ("ran", "generated"):
-        parts.pop(of_others, None)
-    ends = parts.pop("ends", False)
-    event = back(parts, _EVENTS[what])
+        fields.pop(of_others, None)
+    ends = fields.pop("ends", False)
+    event = from_plain(fields, _EVENTS[kind])
     if isinstance(event, ev.EnginesJoined):
-        event = msgspec.structs.replace(event, engines=_ending(event.engines))
+        event = msgspec.structs.replace(event, engines=_with_end_token(event.engines))
     tokens, tape = np.zeros(1, np.int32), None
     if isinstance(event, (ev.AttemptEnded, ev.AttemptFailed)):
         attempt = core.context.attempts.get(event.attempt_id)
@@ -147,7 +147,7 @@ def _run(run: Replay, time_s: float, what: str, parts: Any, watch: Watch | None)
         for version, count in event.counts.spans:
             parsed.append(np.zeros(count, np.int32), np.zeros(count, np.float32), version)
         if attempt is not None and parsed.count:
-            parsed.extras = no_numbers(attempt.request.extras, attempt.request.rows_wanted(parsed.count))
+            parsed.extras = blank_extras(attempt.request.extras, attempt.request.rows_wanted(parsed.count))
     elif isinstance(event, ev.CallMade) and (group := core.context.group(event.sample.group)) is not None:
         chains = group.samples[event.sample.index].chains
         chain = next((c for c in chains if c.number == (event.chain or 0)), None)
@@ -168,7 +168,7 @@ def _run(run: Replay, time_s: float, what: str, parts: Any, watch: Watch | None)
     if tape is not None:  # the tape's array may have been replaced as it grew
         tape.tokens[last : last + 1] = 0
     run.unchecked += 1
-    if run.unchecked * CHECKED >= len(core.buffer) * core.settings.n_samples_per_prompt:
+    if run.unchecked * SAMPLES_PER_CHECK >= len(core.buffer) * core.settings.n_samples_per_prompt:
         core.validate()
         run.checks, run.unchecked = run.checks + 1, 0
     run.decisions.add(commands)
@@ -176,6 +176,6 @@ def _run(run: Replay, time_s: float, what: str, parts: Any, watch: Watch | None)
         watch(time_s, event, commands)
 
 
-def _ending(engines: Iterable[EngineLimits]) -> list[EngineLimits]:
+def _with_end_token(engines: Iterable[EngineLimits]) -> list[EngineLimits]:
     """Return copies of the engines with :data:`END` as their only end-of-sequence token."""
     return [replace(engine, eos_token_ids=(END,)) for engine in engines]

@@ -23,11 +23,11 @@ from april.errors import LinkError
 
 T = TypeVar("T")
 
-_HOLDERS: dict[type, tuple[str, ...]] = {
+_CONTAINERS: dict[type, tuple[str, ...]] = {
     Batch: ("samples",), DeliveredSample: ("prompt", "attached"), Request: ("attached",), Placed: ("attachment",),
 }  # fmt: skip
 """Names of the fields that contain prompts or attachments, by class."""
-_STAYS = {DeliveredSample: {"output"}}
+_UNCHANGED_TYPES = {DeliveredSample: {"output"}}
 """Fields that are not encoded, as they may hold any object, by class."""
 _SHARED: dict[type, tuple[str, ...]] = {Prompt: ("attached",), Attachment: ()}
 """Classes whose values are encoded once per message, with their fields that contain such values."""
@@ -37,9 +37,9 @@ _PART = 1
 
 def pack(value: Any) -> bytes:
     """Encode a value for :func:`unpack`; raises TypeError for objects that cannot be sent to another process."""
-    parts = _Parts()
+    parts = _SharedParts()
     try:
-        return _encode((parts.all, parts.taken_out_of(value)))
+        return _encode((parts.all, parts.extract(value)))
     except (ValueError, OverflowError, RecursionError) as error:
         raise TypeError(f"it cannot be written: {error}") from None
 
@@ -55,24 +55,24 @@ def unpack(content: bytes, kind: type[T]) -> T:
             fields = msgspec.msgpack.decode(part, ext_hook=partial(_part, there))
             there.append(msgspec.convert(fields, Attachment) if "digest" in fields else fields)
         plain = msgspec.msgpack.decode(root, ext_hook=partial(_part, there))
-        return msgspec.convert(plain, kind, dec_hook=_made)
+        return msgspec.convert(plain, kind, dec_hook=_decoded)
     except (msgspec.DecodeError, ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
         raise LinkError(f"another process has sent what is no {_name(kind)}: {error}") from None
 
 
-class _Parts:
+class _SharedParts:
     """The shared prompts and attachments of one message, each once; references point only to earlier ones."""
 
     def __init__(self) -> None:
         self.all: list[bytes] = []
         self._numbers: dict[bytes | str, int] = {}
 
-    def taken_out_of(self, value: Any) -> Any:
+    def extract(self, value: Any) -> Any:
         """Return the value with references in place of its prompts and attachments."""
         kind = type(value)
         if kind in (tuple, list):
-            return [self.taken_out_of(item) for item in value]
-        names = _HOLDERS.get(kind)
+            return [self.extract(item) for item in value]
+        names = _CONTAINERS.get(kind)
         if names is not None:
             return self._fields(value, names)
         if kind is Attachment:
@@ -83,9 +83,9 @@ class _Parts:
         return value
 
     def _fields(self, value: Any, names: tuple[str, ...]) -> dict[str, Any]:
-        stays = _STAYS.get(type(value), ())
+        stays = _UNCHANGED_TYPES.get(type(value), ())
         fields = {name: getattr(value, name) for name in value.__dataclass_fields__ if name not in stays}
-        return fields | {name: self.taken_out_of(fields[name]) for name in names if fields[name]}
+        return fields | {name: self.extract(fields[name]) for name in names if fields[name]}
 
     def _reference(self, key: bytes | str, content: Callable[[], bytes]) -> msgspec.msgpack.Ext:
         if key not in self._numbers:
@@ -101,7 +101,7 @@ def _part(parts: list[Any], code: int, number: memoryview) -> Any:
     return parts[at]
 
 
-def _written(value: Any) -> Any:
+def _encoded(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         if value.dtype.kind not in "iufb" or value.itemsize > 8:
             raise TypeError(f"an array of {value.dtype} travels to no other process")
@@ -110,7 +110,7 @@ def _written(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} travels to no other process")
 
 
-def _made(kind: Any, value: Any) -> Any:
+def _decoded(kind: Any, value: Any) -> Any:
     """Decode a value of a type that msgspec does not know (arrays, Counter), by its annotation."""
     base = get_origin(kind) or kind
     if base is Counter:
@@ -141,7 +141,7 @@ def _dtypes(kind: Any, name: str) -> tuple[np.dtype[Any], np.dtype[Any]]:
 
 @cache
 def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(kind, dec_hook=_made, ext_hook=partial(_part, []))
+    return msgspec.msgpack.Decoder(kind, dec_hook=_decoded, ext_hook=partial(_part, []))
 
 
 def _name(kind: Any) -> str:
@@ -150,4 +150,4 @@ def _name(kind: Any) -> str:
 
 _Array = tuple[str, tuple[int, ...], bytes]
 _ENVELOPE = msgspec.msgpack.Decoder(tuple[list[bytes], msgspec.Raw])
-_encode = msgspec.msgpack.Encoder(enc_hook=_written).encode
+_encode = msgspec.msgpack.Encoder(enc_hook=_encoded).encode

@@ -12,14 +12,14 @@ from dataclasses import replace
 
 import msgspec
 
-from april.auto.question import GAIN, Answer, InWork, Question
+from april.auto.question import GAIN, TuningAnswer, TuningQuestion, WorkSettings
 from april.core.types import Refill, Work
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.response_lengths import TraceLengths
-from april.simulate.plan import QUORUMS, SAME, Row, Space, plan
+from april.simulate.plan import EQUAL_SPEED, QUORUMS, CandidateResult, SearchSpace, plan
 from april.simulate.workload import MOST_IN_FLIGHT, Placement, Schedule, Workload
 
-YOUNGER = 0.5
+MIN_SHARE_REDUCTION = 0.5
 """At equal speed, settings are changed if that brings the off-policy share below this factor times the current one."""
 MARGIN = 0.97
 """New settings must keep to this factor times the limit of the off-policy share, so that noise does not undo them."""
@@ -27,7 +27,7 @@ NICE = 10
 """Niceness of this process, below the run's own processes."""
 
 
-def choose(question: Question) -> Answer:
+def choose(question: TuningQuestion) -> TuningAnswer:
     """Return the best settings within the limits of the question.
 
     Raises:
@@ -44,17 +44,18 @@ def choose(question: Question) -> Answer:
     is_now = base.schedule == space.base and space.base.quorum == q.now.group_quorum
     within = base.off_policy_share <= q.max_off_policy_share
     if is_now and within and best.tokens_per_s < (1.0 + GAIN) * base.tokens_per_s:
-        as_fast = [row for row in found.rows if row.long and row.tokens_per_s >= (1.0 - SAME) * base.tokens_per_s]
+        least = (1.0 - EQUAL_SPEED) * base.tokens_per_s
+        as_fast = [row for row in found.rows if row.long and row.tokens_per_s >= least]
         youngest = min(as_fast, key=lambda row: row.off_policy_share)
-        best = youngest if youngest.off_policy_share < YOUNGER * base.off_policy_share else base
-    return Answer(
-        best=q.now if is_now and best is base else _in_work(q, best),
+        best = youngest if youngest.off_policy_share < MIN_SHARE_REDUCTION * base.off_policy_share else base
+    return TuningAnswer(
+        best=q.now if is_now and best is base else _work_settings(q, best),
         tokens_per_s=best.tokens_per_s, off_policy_share=best.off_policy_share,
         speed_up=best.tokens_per_s / base.tokens_per_s, share_now=base.off_policy_share,
     )  # fmt: skip
 
 
-def workload_of(q: Question) -> Workload:
+def workload_of(q: TuningQuestion) -> Workload:
     """Return the workload that a question describes. Raises ValueError if it cannot be simulated."""
     placement = Placement.SEPARATE if q.continuous or q.fetch_ahead else Placement.COLOCATED
     return Workload(
@@ -67,7 +68,7 @@ def workload_of(q: Question) -> Workload:
     )  # fmt: skip
 
 
-def space_of(q: Question) -> Space:
+def space_of(q: TuningQuestion) -> SearchSpace:
     """Return the space of settings that the question leaves free."""
     mode = q.max_staleness if q.continuous else None
     places = min(q.places, MOST_IN_FLIGHT)
@@ -80,12 +81,12 @@ def space_of(q: Question) -> Space:
         over=now.over_sampling_batch_size, refill=now.refill, in_flight=min(now.max_in_flight, places),
         continuous=mode, quorum=max(now.group_quorum, min(quorums)) if Work.QUORUM in q.free else now.group_quorum,
     )  # fmt: skip
-    return Space(base=base, free=q.free, quorums=quorums, places=places, continuous=(mode,), below=q.below)
+    return SearchSpace(base=base, free=q.free, quorums=quorums, places=places, continuous=(mode,), below=q.below)
 
 
-def _in_work(q: Question, row: Row) -> InWork:
+def _work_settings(q: TuningQuestion, row: CandidateResult) -> WorkSettings:
     s = row.schedule
-    chosen = InWork(
+    chosen = WorkSettings(
         over_sampling_batch_size=s.over if s.refill is Refill.NONE else q.groups,
         refill=s.refill, max_in_flight=s.in_flight, group_quorum=s.quorum,
     )  # fmt: skip
@@ -97,7 +98,7 @@ def main() -> None:
     """Read a question from stdin and write the answer to stdout."""
     with suppress(OSError):
         os.nice(NICE)
-    question = msgspec.json.decode(sys.stdin.buffer.read(), type=Question)
+    question = msgspec.json.decode(sys.stdin.buffer.read(), type=TuningQuestion)
     sys.stdout.buffer.write(msgspec.json.encode(choose(question)))
 
 

@@ -15,7 +15,7 @@ from itertools import repeat
 from typing import Any
 
 from april.auto.question import SMALLEST_QUORUM
-from april.concurrency.process_pool import process_pool, undisturbed
+from april.concurrency.process_pool import ignore_interrupts, process_pool
 from april.core.types import Refill, Work
 from april.simulate.run import measure
 from april.simulate.workload import MOST_IN_FLIGHT, Schedule, Workload
@@ -30,19 +30,19 @@ ROUNDS = 2
 """Number of rounds in which neighbours of the best candidate are tried, each time at half the distance."""
 BRIEF, LONG = (14, 6), (40, 12)
 """(steps to simulate, first steps to leave out) of brief and of long simulations."""
-NEAR = 0.04
+FINALIST_TOLERANCE = 0.04
 """Relative tolerance in speed and off-policy share within which a candidate gets a long simulation."""
-ENOUGH = 256
-"""Batch size in responses for which that many steps suffice; smaller batches get up to MORE times as many."""
-MORE = 8
-SAME = 0.01
+ENOUGH_RESPONSES = 256
+"""Responses per batch for which that many steps suffice; smaller batches get up to MAX_STEP_FACTOR times as many."""
+MAX_STEP_FACTOR = 8
+EQUAL_SPEED = 0.01
 """Largest relative difference of speeds that count as equal; then the smaller off-policy share wins."""
 FINALISTS = 4
 """Largest number of candidates with a long simulation, besides the base."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class CandidateResult:
     """Simulated figures of a candidate.
 
     Attributes:
@@ -83,13 +83,13 @@ class Plan:
         base: candidate that the others are compared with.
     """
 
-    rows: list[Row]
-    best: Row
-    base: Row
+    rows: list[CandidateResult]
+    best: CandidateResult
+    base: CandidateResult
 
 
 @dataclass(frozen=True, kw_only=True)
-class Space:
+class SearchSpace:
     """The space of candidates to search.
 
     Attributes:
@@ -109,7 +109,7 @@ class Space:
     below: int | None = None
 
     @classmethod
-    def whole(cls, workload: Workload, quorums: Sequence[float] = QUORUMS) -> Space:
+    def full(cls, workload: Workload, quorums: Sequence[float] = QUORUMS) -> SearchSpace:
         """Return the space of all candidates for a workload, with the synchronous schedule as the base."""
         if workload.whole_groups:
             quorums = (1.0,)
@@ -119,16 +119,16 @@ class Space:
         base = replace(base, in_flight=min(base.in_flight, places))
         return cls(base=base, quorums=quorums, places=places, continuous=modes)
 
-    def quorums_beside(self, quorum: float) -> Sequence[float]:
+    def quorums_to_try(self, quorum: float) -> Sequence[float]:
         """Return the quorums to try; only ``quorum`` if that setting is not free."""
         return self.quorums if Work.QUORUM in self.free else (quorum,)
 
-    def may_be(self, refill: Refill) -> bool:
+    def allows_refill(self, refill: Refill) -> bool:
         """Return True if candidates with this refill policy may be tried, with varying N' or number in flight."""
         size = Work.OVER_SAMPLING if refill is Refill.NONE else Work.IN_FLIGHT
         return size in self.free and (refill is self.base.refill or Work.REFILL in self.free)
 
-    def within(self, schedule: Schedule) -> Schedule:
+    def clipped(self, schedule: Schedule) -> Schedule:
         """Return the candidate with its number in flight cut to ``places`` and, with refill, to less than ``below``."""
         most = self.places
         if self.below is not None and schedule.refill is Refill.SAMPLE:
@@ -136,22 +136,22 @@ class Space:
         return replace(schedule, in_flight=min(schedule.in_flight, most))
 
 
-def coarse(workload: Workload, space: Space) -> list[Schedule]:
+def coarse_grid(workload: Workload, space: SearchSpace) -> list[Schedule]:
     """Return the coarse grid, with the largest and the smallest quorum each; the base comes first if it is possible."""
     n, full = workload.groups, workload.groups * workload.samples
     found = [space.base]
-    if space.may_be(Refill.NONE) and None in space.continuous:
+    if space.allows_refill(Refill.NONE) and None in space.continuous:
         found += [workload.one_shot(round(n * ratio)) for ratio in RATIOS]
-    if space.may_be(Refill.SAMPLE):
+    if space.allows_refill(Refill.SAMPLE):
         refills = [Schedule(n, Refill.SAMPLE, round(full * share)) for share in PLACES]
         found += [replace(schedule, continuous=mode) for mode in space.continuous for schedule in refills]
-    quorums = space.quorums_beside(space.base.quorum)
+    quorums = space.quorums_to_try(space.base.quorum)
     ends = dict.fromkeys((max(quorums), min(quorums)))
-    beside = [replace(space.within(s), quorum=quorum) for quorum in ends for s in found]
+    beside = [replace(space.clipped(s), quorum=quorum) for quorum in ends for s in found]
     return _possible(workload, beside, space)
 
 
-def neighbours(workload: Workload, best: Schedule, tried: Iterable[Schedule], space: Space) -> list[Schedule]:
+def neighbours(workload: Workload, best: Schedule, tried: Iterable[Schedule], space: SearchSpace) -> list[Schedule]:
     """Return candidates half way between ``best`` and its tried neighbours in size, and ``best`` with other quorums."""
     tried, out = list(tried), []
     one_shot = best.refill is Refill.NONE
@@ -161,8 +161,8 @@ def neighbours(workload: Workload, best: Schedule, tried: Iterable[Schedule], sp
         middle = (other + _size(best)) // 2
         if abs(middle - _size(best)) >= least and abs(middle - other) >= least:
             out.append(workload.one_shot(middle) if one_shot else replace(best, in_flight=middle))
-    out = [replace(space.within(schedule), quorum=best.quorum) for schedule in out]
-    out += [replace(best, quorum=quorum) for quorum in space.quorums_beside(best.quorum)]
+    out = [replace(space.clipped(schedule), quorum=best.quorum) for schedule in out]
+    out += [replace(best, quorum=quorum) for quorum in space.quorums_to_try(best.quorum)]
     return [schedule for schedule in _possible(workload, out, space) if schedule not in tried]
 
 
@@ -174,7 +174,7 @@ def _kind(schedule: Schedule) -> tuple[object, ...]:
     return schedule.refill, schedule.continuous
 
 
-def _possible(workload: Workload, schedules: Iterable[Schedule], space: Space) -> list[Schedule]:
+def _possible(workload: Workload, schedules: Iterable[Schedule], space: SearchSpace) -> list[Schedule]:
     """Return the base and the schedules that are worth a try, each once, if the configuration allows them."""
     out: dict[Schedule, None] = {}
     base, below = space.base, math.inf if space.below is None else space.below
@@ -194,26 +194,26 @@ def _possible(workload: Workload, schedules: Iterable[Schedule], space: Space) -
     return list(out)
 
 
-def front(rows: Sequence[Row]) -> list[Row]:
+def pareto_front(rows: Sequence[CandidateResult]) -> list[CandidateResult]:
     """Return the Pareto front, fastest first: each row has a smaller off-policy share than all faster rows."""
-    out: list[Row] = []
+    out: list[CandidateResult] = []
     for row in sorted(rows, key=lambda r: -r.tokens_per_s):
         if not out or row.off_policy_share < out[-1].off_policy_share:
             out.append(row)
     return out
 
 
-def choose(rows: Sequence[Row], max_off_policy_share: float) -> Row:
+def choose(rows: Sequence[CandidateResult], max_off_policy_share: float) -> CandidateResult:
     """Return the fastest row within the limit; at equal speed, or if none is within, the least off-policy one."""
     within = [row for row in rows if row.off_policy_share <= max_off_policy_share]
     if not within:
         return min(rows, key=lambda row: row.off_policy_share)
     fastest = max(row.tokens_per_s for row in within)
-    as_fast = [row for row in within if row.tokens_per_s >= (1.0 - SAME) * fastest]
+    as_fast = [row for row in within if row.tokens_per_s >= (1.0 - EQUAL_SPEED) * fastest]
     return min(as_fast, key=lambda row: (row.off_policy_share, -row.tokens_per_s))
 
 
-def _row(workload: Workload, schedule: Schedule) -> Row:
+def _row(workload: Workload, schedule: Schedule) -> CandidateResult:
     f = measure(workload, schedule).figures
     batch = workload.groups * workload.samples * float(workload.length_sample.mean())
     trained = batch * f["trained_tokens"] / (f["trained_tokens"] + f["masked_tokens"])
@@ -222,7 +222,7 @@ def _row(workload: Workload, schedule: Schedule) -> Row:
     near = at_limit_s / (f["rollout_s"] - stands_still_s)
     rollout_s = batch / (near * f["long_run_limit_tokens_per_s"])
     step_s = max(rollout_s, workload.train_s) if workload.separate else rollout_s + workload.train_s
-    return Row(
+    return CandidateResult(
         schedule=schedule, tokens_per_s=trained / step_s, step_s=step_s,
         off_policy_share=f["off_policy_share"], staleness_mean=f["staleness_mean"], staleness_max=f["staleness_max"],
         held_tokens=f["held_tokens_mean"],
@@ -231,7 +231,7 @@ def _row(workload: Workload, schedule: Schedule) -> Row:
 
 def plan(
     workload: Workload,
-    space: Space | None = None,
+    space: SearchSpace | None = None,
     *,
     max_off_policy_share: float = 1.0,
     processes: int = 1,
@@ -253,10 +253,10 @@ def plan(
     """
     if not 0.0 <= max_off_policy_share <= 1.0:
         raise ValueError(f"max_off_policy_share={max_off_policy_share:g} is a share, from 0 to 1")
-    space = space or Space.whole(workload)
-    rows: dict[Schedule, Row] = {}
+    space = space or SearchSpace.full(workload)
+    rows: dict[Schedule, CandidateResult] = {}
     share = max_off_policy_share
-    times = max(1, min(MORE, ENOUGH // (workload.groups * workload.samples)))
+    times = max(1, min(MAX_STEP_FACTOR, ENOUGH_RESPONSES // (workload.groups * workload.samples)))
 
     # read the file and draw the lengths once, not for each candidate
     seen = replace(workload, lengths_file=None, measured_lengths=workload.lengths)
@@ -271,19 +271,19 @@ def plan(
             done.append(row)
             progress(len(done), total)
 
-    done: list[Row] = []
+    done: list[CandidateResult] = []
     with ExitStack() as stack:
-        run: Callable[..., Iterator[Row]] = map
+        run: Callable[..., Iterator[CandidateResult]] = map
         if processes > 1:
             submit = stack.enter_context(process_pool(processes))
 
-            def beside(row: Callable[..., Row], *arguments: Iterable[Any]) -> Iterator[Row]:
-                with undisturbed():
+            def beside(row: Callable[..., CandidateResult], *arguments: Iterable[Any]) -> Iterator[CandidateResult]:
+                with ignore_interrupts():
                     began = [submit(row, *each) for each in zip(*arguments, strict=False)]
                 return (future.result() for future in began)
 
             run = beside
-        schedules = coarse(workload, space)
+        schedules = coarse_grid(workload, space)
         if not schedules:
             raise ValueError(f"no setting can be simulated with max_staleness={workload.max_staleness}")
         run_all(schedules, brief, FINALISTS + 1 + ROUNDS * 4)
@@ -295,10 +295,10 @@ def plan(
     return Plan(sorted(rows.values(), key=lambda r: -r.tokens_per_s), best, rows[schedules[0]])
 
 
-def _finalists(base: Schedule, rows: list[Row], share: float) -> list[Schedule]:
+def _finalists(base: Schedule, rows: list[CandidateResult], share: float) -> list[Schedule]:
     """Return the base and then the candidates that may turn out best, the most promising first."""
     likely = choose(rows, share)
-    near = [r for r in rows if r.off_policy_share <= share * (1.0 + NEAR)]
-    near = [r for r in near if r.tokens_per_s >= (1.0 - NEAR) * likely.tokens_per_s]
-    ordered = [likely, *front(near), *sorted(near, key=lambda r: -r.tokens_per_s)]
+    near = [r for r in rows if r.off_policy_share <= share * (1.0 + FINALIST_TOLERANCE)]
+    near = [r for r in near if r.tokens_per_s >= (1.0 - FINALIST_TOLERANCE) * likely.tokens_per_s]
+    ordered = [likely, *pareto_front(near), *sorted(near, key=lambda r: -r.tokens_per_s)]
     return list(dict.fromkeys([base, *(row.schedule for row in ordered)]))[: FINALISTS + 1]

@@ -14,12 +14,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from april.concurrency.process_pool import sigterm_unwinds
+from april.concurrency.process_pool import sigterm_as_exception
 from april.core.types import OnStale, Refill
 from april.record.file import is_record
 from april.serialization.state_file import write_atomic
-from april.simulate.observed import workload_of
-from april.simulate.plan import Plan, Row, front, plan
+from april.simulate.plan import CandidateResult, Plan, pareto_front, plan
+from april.simulate.recorded_workload import workload_of
 from april.simulate.workload import Placement, Workload
 from april.text.install_command import install
 from april.text.server_text import printable
@@ -31,7 +31,7 @@ SHOWN_ALWAYS = (
     "max_in_flight",
 )  # fmt: skip
 """Settings that are written into a plan even if they have their default values."""
-SHOWN = 8
+MAX_SHOWN_ROWS = 8
 """Largest number of rows in the table, besides the chosen and the synchronous candidate."""
 
 
@@ -40,7 +40,7 @@ def plan_table(plan: Plan) -> Table:
     out = Table(title="What cannot be had faster without older tokens", box=SIMPLE_HEAD, collapse_padding=True)
     for column in ("", "tokens\nper s", "speed-\nup", "off-\npolicy", "stale-\nness", "s per\nbatch"):
         out.add_column(column, justify="right" if column else "left", no_wrap=bool(column))
-    rows = [row for row in front(plan.rows) if row is not plan.base][:SHOWN]
+    rows = [row for row in pareto_front(plan.rows) if row is not plan.base][:MAX_SHOWN_ROWS]
     rows = sorted({id(row): row for row in (*rows, plan.best, plan.base)}.values(), key=lambda r: -r.tokens_per_s)
     for row in rows:
         out.add_row(
@@ -52,7 +52,7 @@ def plan_table(plan: Plan) -> Table:
     return out
 
 
-def settings(workload: Workload, row: Row) -> str:
+def settings(workload: Workload, row: CandidateResult) -> str:
     """Return april's configuration for a candidate as YAML, with the run's other settings, and notes as comments."""
     import yaml
 
@@ -66,7 +66,7 @@ def settings(workload: Workload, row: Row) -> str:
     return comments + str(yaml.safe_dump(shown, sort_keys=False))
 
 
-def notes(workload: Workload, row: Row) -> list[str]:
+def notes(workload: Workload, row: CandidateResult) -> list[str]:
     """Return sentences on what a user of the plan must know or add."""
     run, config = workload.settings, workload.config(row.schedule)
     out = list(workload.doubts)
@@ -102,7 +102,7 @@ def notes(workload: Workload, row: Row) -> list[str]:
 def as_plain(workload: Workload, plan: Plan, max_off_policy_share: float) -> dict[str, Any]:
     """Return the whole plan as plain values for JSON."""
 
-    def plain(row: Row) -> dict[str, Any]:
+    def plain(row: CandidateResult) -> dict[str, Any]:
         schedule = asdict(row.schedule) | {"refill": str(row.schedule.refill)}
         return {"name": row.name, **asdict(row), "schedule": schedule}
 
@@ -125,7 +125,7 @@ def draw_plan(plan: Plan, max_off_policy_share: float, path: Path) -> None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     base = plan.base.tokens_per_s
-    kinds: tuple[tuple[str, str, str, Callable[[Row], bool]], ...] = (
+    kinds: tuple[tuple[str, str, str, Callable[[CandidateResult], bool]], ...] = (
         ("N' groups once per step", "o", "#1b6ca8", lambda r: r.schedule.refill is Refill.NONE),
         ("refill", "s", "#d1603d", lambda r: r.schedule.refill is not Refill.NONE and r.schedule.continuous is None),
         ("refill, continuous", "^", "#2e8b57", lambda r: r.schedule.continuous is not None),
@@ -140,7 +140,7 @@ def draw_plan(plan: Plan, max_off_policy_share: float, path: Path) -> None:
                     fillstyle="full" if whole else "none", label=words if whole else f"{words}, group_quorum < 1",
                     linestyle="none", markersize=6,
                 )  # fmt: skip
-    line = front(plan.rows)
+    line = pareto_front(plan.rows)
     axes.plot([r.off_policy_share for r in line], [r.tokens_per_s / base for r in line], color="#8a8a8a", linewidth=1)
     best = plan.best
     axes.annotate(
@@ -160,7 +160,7 @@ def draw_plan(plan: Plan, max_off_policy_share: float, path: Path) -> None:
     figure.savefig(path, dpi=110, metadata={"Software": None})
 
 
-ENGINE = ("model", "gpu", "tensor_parallel")
+COST_ARGUMENTS = ("model", "gpu", "tensor_parallel")
 """Arguments that give the cost of an engine; they are refused if the cost was measured."""
 
 
@@ -188,7 +188,7 @@ def plan_file(
         f"{lengths.mean():,.0f}, longest {lengths.max():,}; training {short_time(workload.train_s)} per batch",
         soft_wrap=True,
     )
-    with sigterm_unwinds(), bars(console) as begin:
+    with sigterm_as_exception(), bars(console) as begin:
         shown = begin("simulating", 0)
         found = plan(workload, max_off_policy_share=max_off_policy_share, processes=processes, progress=shown)
     console.print(plan_table(found))
@@ -216,7 +216,7 @@ def plan_file(
 
 def read_workload(path: Path, given: dict[str, Any]) -> Workload:
     """Return the workload to plan for. Raises the same errors as :func:`plan_file`."""
-    recorded, wrong = is_record(path), [name for name in ENGINE if name in given]
+    recorded, wrong = is_record(path), [name for name in COST_ARGUMENTS if name in given]
     if wrong and "measured_cost" in given:
         raise ValueError(f"the engines' cost was measured; leave out {', '.join(wrong)}")
     if wrong and recorded:

@@ -28,7 +28,7 @@ from april.core.types import SampleId
 from april.engines.kinds.factory import open_servers
 from april.engines.protocol import Engine, Request
 from april.engines.simulated.decode_cost import DecodeCost
-from april.engines.simulated.fitted_cost import FEWEST, Requests, fit, predicted_s
+from april.engines.simulated.fitted_cost import MIN_REQUESTS, Requests, fit, predicted_s
 from april.errors import ConfigError, EngineError
 from april.serialization.state_file import write_atomic
 from april.view.bars import bars
@@ -44,7 +44,7 @@ LEAST_ID = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile:
+class CostProfile:
     """The result of a measurement.
 
     Attributes:
@@ -66,7 +66,7 @@ class Profile:
 
 
 def read_cost(path: Path) -> DecodeCost:
-    """Read the cost from a file written by :meth:`Profile.write`.
+    """Read the cost from a file written by :meth:`CostProfile.write`.
 
     Raises:
         ValueError: the file cannot be read or is no profile; the message is one sentence.
@@ -82,7 +82,7 @@ def read_cost(path: Path) -> DecodeCost:
         raise ValueError(f"{path} is not what april profile has written: {error}") from None
 
 
-def points(most: int) -> list[int]:
+def in_flight_points(most: int) -> list[int]:
     """Return the numbers in flight to measure: powers of two, and ``most``."""
     return sorted({*(2**i for i in range(most.bit_length()) if 2**i <= most), most})
 
@@ -90,7 +90,7 @@ def points(most: int) -> list[int]:
 async def profile(
     engine: Engine, most: int, tokens: int, now: Callable[[], float],
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Profile:
+) -> CostProfile:
     """Measure one engine. No one else may use it during the measurement.
 
     Args:
@@ -103,7 +103,7 @@ async def profile(
     Raises:
         EngineError: the engine failed, or generated too few tokens for a fit.
     """
-    names, numbers = itertools.count(), points(most)
+    names, numbers = itertools.count(), in_flight_points(most)
     run = uuid.uuid4().hex[:12]
     seen: list[list[list[EndedRequest]]] = []
     done = 0
@@ -134,13 +134,13 @@ async def profile(
     return _fitted(numbers, seen)
 
 
-def _fitted(numbers: Sequence[int], seen: list[list[list[EndedRequest]]]) -> Profile:
+def _fitted(numbers: Sequence[int], seen: list[list[list[EndedRequest]]]) -> CostProfile:
     used = [ran for waves in seen[1:-1] for wave in waves for ran in wave]
     found = fit(Requests.of(used))
     if found is None:
         raise EngineError(
             f"{len(used)} requests brought {sum(ran.generated for ran in used)} tokens, which does not tell what a "
-            f"step costs; at least {FEWEST} are needed, and more than a few tokens each"
+            f"step costs; at least {MIN_REQUESTS} are needed, and more than a few tokens each"
         )
     errors, speeds = [], {}
     for number, wave in zip(numbers, seen[-1], strict=True):
@@ -151,12 +151,12 @@ def _fitted(numbers: Sequence[int], seen: list[list[list[EndedRequest]]]) -> Pro
         errors.append(abs(float(predicted_s(requests, found.cost).sum()) / took - 1.0))
         seconds = float(requests.ended_s.max() - requests.began_s.min())
         speeds[number] = float(requests.generated.sum()) / seconds
-    return Profile(cost=found.cost, requests=found.requests, held_out=sum(errors) / len(errors), speeds=speeds)
+    return CostProfile(cost=found.cost, requests=found.requests, held_out=sum(errors) / len(errors), speeds=speeds)
 
 
 def profile_server(
     url: str, kind: str, api_key_env: str | None, model: str | None, most: int, tokens: int, out: Path, console: Console
-) -> Profile:
+) -> CostProfile:
     """Run ``april profile``.
 
     Raises:
@@ -171,7 +171,7 @@ def profile_server(
     config = Config(rollout_batch_size=1, n_samples_per_prompt=1, max_response_len=tokens, engine=engine)
     _require_writable(out)
 
-    async def measured() -> Profile:
+    async def measured() -> CostProfile:
         (opened,) = await open_servers(config.engine)  # type: ignore[arg-type]  # a kind of server, by then
         try:
             with bars(console) as begin:

@@ -34,7 +34,7 @@ Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Measured:
+class ScheduleMeasurement:
     """Figures of one simulated schedule, and the curves for its picture.
 
     All times are seconds of virtual time; those of the curves start at 0 after the ramp.
@@ -61,7 +61,7 @@ def _totals(simulation: Simulation) -> _Totals:
     return sum(simulation.core.tokens.dropped.values()), preemptions, simulation.held_lengths()
 
 
-def measure(workload: Workload, schedule: Schedule, progress: Progress = lambda done: None) -> Measured:
+def measure(workload: Workload, schedule: Schedule, progress: Progress = lambda done: None) -> ScheduleMeasurement:
     """Simulate ``workload.steps`` steps with one schedule, and measure the steps after the ramp.
 
     Raises:
@@ -88,7 +88,7 @@ def measure(workload: Workload, schedule: Schedule, progress: Progress = lambda 
         for began, ended in _trainings([step.end_s for step in simulation.result.steps], workload.train_s)
         if began < end and ended > start
     ]
-    return Measured(
+    return ScheduleMeasurement(
         _figures(workload, schedule, simulation, before, after, math.fsum(ended - began for began, ended in trainings)),
         [(at - start, running) for at, running in busy],
         [step.end_s - start for step in steps],
@@ -96,7 +96,7 @@ def measure(workload: Workload, schedule: Schedule, progress: Progress = lambda 
     )
 
 
-def _waited(settings: CoreSettings, steps: list[dict[str, float]]) -> dict[str, Any]:
+def _idle_times(settings: CoreSettings, steps: list[dict[str, float]]) -> dict[str, Any]:
     """Return how long trainer and engines were idle and why, computed as in the metrics of real runs."""
     times = whole(steps)
     return {
@@ -136,7 +136,7 @@ def _figures(
         ages.update(step.token_ages)
     return {
         "over_sampling_batch_size": schedule.over,
-        "on_weight_update": "keep" if schedule.keeps else "resubmit",
+        "on_weight_update": "keep" if schedule.keeps_requests else "resubmit",
         "generation": "stepwise" if schedule.continuous is None else "continuous",
         "refill": str(schedule.refill),
         "group_quorum": schedule.quorum,
@@ -168,7 +168,7 @@ def _figures(
         "held_groups_max": int(max(step.metrics["carried_groups"] for step in steps)),
         "decode_steps": int(totals["decode_steps"]),
         "preemptions": preemptions - preemptions_before,
-        **_waited(simulation.core.settings, [step.metrics for step in steps]),
+        **_idle_times(simulation.core.settings, [step.metrics for step in steps]),
         "digest": simulation.result.digest,
     }
 
@@ -234,7 +234,7 @@ DEFINITIONS = {
 }
 
 
-def simulate(workload: Workload, sweep: bool, begin: Begin) -> tuple[dict[str, Any], dict[str, Measured]]:
+def simulate(workload: Workload, sweep: bool, begin: Begin) -> tuple[dict[str, Any], dict[str, ScheduleMeasurement]]:
     """Simulate all modes and return (report, measurements by mode).
 
     With ``sweep``, N'/N is varied, too, except where the trainer has its own GPUs.
@@ -244,9 +244,9 @@ def simulate(workload: Workload, sweep: bool, begin: Begin) -> tuple[dict[str, A
     """
     began = time.process_time()
     cpu_s: dict[str, float] = {}
-    done: dict[Schedule, Measured] = {}
+    done: dict[Schedule, ScheduleMeasurement] = {}
 
-    def run(name: str, schedule: Schedule) -> Measured:
+    def run(name: str, schedule: Schedule) -> ScheduleMeasurement:
         if schedule not in done:
             started = time.process_time()
             done[schedule] = measure(workload, schedule, begin(name, workload.steps))
@@ -258,14 +258,14 @@ def simulate(workload: Workload, sweep: bool, begin: Begin) -> tuple[dict[str, A
     notes: list[str] = []
     rows = _sweep(workload, run, notes) if sweep and not workload.separate else []
     base = runs["sync"].figures["trained_tokens_per_s"]
-    modes = {name: _against(measured, base) for name, measured in runs.items()}
+    modes = {name: _relative_figures(measured, base) for name, measured in runs.items()}
     report = {
         "workload": _settings(workload),
         "engine": asdict(workload.cost) | {"in_flight_that_fits_all_engines": workload.fits},
         "lengths": lengths,
-        "loop": None if workload.train_time is None else _loop(workload),
+        "loop": None if workload.train_time is None else _loop_times(workload),
         "modes": modes,
-        "sweep": [{"ratio": ratio} | _against(measured, base) for ratio, measured in rows],
+        "sweep": [{"ratio": ratio} | _relative_figures(measured, base) for ratio, measured in rows],
         "notes": notes + _notes(workload, modes),
         "definitions": DEFINITIONS,
         "cpu_s": cpu_s | {"total": time.process_time() - began},
@@ -274,8 +274,8 @@ def simulate(workload: Workload, sweep: bool, begin: Begin) -> tuple[dict[str, A
 
 
 def _sweep(
-    workload: Workload, run: Callable[[str, Schedule], Measured], notes: list[str]
-) -> list[tuple[float, Measured]]:
+    workload: Workload, run: Callable[[str, Schedule], ScheduleMeasurement], notes: list[str]
+) -> list[tuple[float, ScheduleMeasurement]]:
     rows = []
     shots = dict.fromkeys(workload.one_shot(round(ratio * workload.groups)) for ratio in RATIOS)
     for schedule in (replace(shot, quorum=workload.group_quorum) for shot in shots):
@@ -289,11 +289,11 @@ def _sweep(
     return rows
 
 
-def _against(measured: Measured, base: float) -> dict[str, Any]:
+def _relative_figures(measured: ScheduleMeasurement, base: float) -> dict[str, Any]:
     return measured.figures | {"speed_up": measured.figures["trained_tokens_per_s"] / base}
 
 
-def _loop(workload: Workload) -> dict[str, Any]:
+def _loop_times(workload: Workload) -> dict[str, Any]:
     """Return the time of a batch at the engines alone and at the trainer alone, and which is slower."""
     return {
         "placement": str(Placement.SEPARATE if workload.separate else Placement.COLOCATED),

@@ -1,7 +1,7 @@
 """Runs the real core on virtual time, without asyncio: all tokens are blank, but counts and times are exact.
 
 Every decision is made by :class:`april.core.rollout_core.RolloutCore`; the engines are discrete-event models
-(:mod:`april.engines.simulated.clockwork`). The same arguments give the same result, to the last bit, on every
+(:mod:`april.engines.simulated.decoder_model`). The same arguments give the same result, to the last bit, on every
 Python version and for every hash seed.
 """
 
@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from april.auto.auto_work import AutoWork, Decision
-from april.auto.question import Answer, Question
+from april.auto.question import TuningAnswer, TuningQuestion
+from april.auto.tuner import AutoTuner, Decision
 from april.core import commands as do
 from april.core import events as ev
 from april.core.batch import Batch
@@ -30,8 +30,8 @@ from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.types import Attempt, EngineFinish, OnWeightUpdate, Prompt, SampleId
 from april.core.versions import PolicyVersion
-from april.engines.simulated.clockwork import SimulatedDecoder
 from april.engines.simulated.decode_cost import DecodeCost
+from april.engines.simulated.decoder_model import SimulatedDecoder
 from april.engines.simulated.fitted_cost import Requests, fit
 from april.engines.simulated.response_lengths import ResponseLengths, uniforms
 from april.errors import InvariantError, RolloutError
@@ -40,13 +40,13 @@ from april.record.recorder import Recorder
 
 
 @dataclass(slots=True)
-class _Running:
+class _RunningAttempt:
     """An attempt in a decoder. ``count``: tokens that it generates if it is not aborted."""
 
     attempt: Attempt
     count: int
     complete: bool
-    had: int = 0
+    on_tape: int = 0
     """Number of its tokens that are already on the tape: those from before a weight update during the attempt."""
 
 
@@ -82,7 +82,7 @@ class SimulatedEngines:
         self._length, self._now, self._version, self._post = length, now, version, post
         self._blank = np.zeros(longest, np.int32)
         self._blank_logprobs = np.zeros(longest, np.float32)
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, _RunningAttempt] = {}
         self._order = {name: place for place, name in enumerate(decoders)}
         self._touched: set[str] = set()
         """Engines whose next event may have changed since it was put on the agenda."""
@@ -145,7 +145,7 @@ class SimulatedEngines:
             cached = len(attempt.call.chain.prompt) if group in there else 0
             there.add(group)
         self.decoders[attempt.engine].add(attempt.id, len(attempt.request.token_ids), count, cached)
-        self._running[attempt.id] = _Running(attempt, count, complete=count == left)
+        self._running[attempt.id] = _RunningAttempt(attempt, count, complete=count == left)
 
     def _abort(self, command: do.Abort) -> None:
         self._advance(command.engine)
@@ -162,7 +162,7 @@ class SimulatedEngines:
             for attempt_id, running in self._running.items():
                 if running.attempt.engine == command.engine:
                     self._append(running, self.decoders[command.engine].tokens_of(attempt_id))
-                    silent += [] if running.had else [attempt_id]
+                    silent += [] if running.on_tape else [attempt_id]
         done = ev.CallResult.DONE
         self._post(ev.EngineCallEnded(command.engine, command.call, done, silent=tuple(silent)))
 
@@ -174,9 +174,9 @@ class SimulatedEngines:
     def _called(self, command: do.LoadEngine | do.ResumeEngine) -> None:
         self._post(ev.EngineCallEnded(command.engine, command.call, ev.CallResult.DONE))
 
-    def _append(self, running: _Running, count: int) -> None:
+    def _append(self, running: _RunningAttempt, count: int) -> None:
         """Append the attempt's new tokens to its tape, so that ``count`` of its tokens are on it."""
-        new, running.had = count - running.had, count
+        new, running.on_tape = count - running.on_tape, count
         running.attempt.tape.append(self._blank[:new], self._blank_logprobs[:new], self._version())
 
 
@@ -346,7 +346,7 @@ class Simulation:
         prompt_len: int = 128,
         train_s: float = 0.0,
         fetch_ahead: int = 0,
-        choose: Callable[[Question], Answer] | None = None,
+        choose: Callable[[TuningQuestion], TuningAnswer] | None = None,
         most_in_flight: int | None = None,
         shares_prompts: bool = False,
         failing: float = 0.0,
@@ -384,7 +384,7 @@ class Simulation:
         self._recorder = None
         if record is not None:
             self._recorder = Recorder(record, self.core, lambda: self.now, self._requests)
-        self._auto, self._choose = AutoWork(self.core) if choose else None, choose
+        self._auto, self._choose = AutoTuner(self.core) if choose else None, choose
         observers = [o for o in (self._recorder, self._requests if choose or record else None) if o is not None]
         self._pump = EventPump(self.core, {
             **self.engines.executors,
@@ -397,7 +397,7 @@ class Simulation:
         }, IGNORED, observers)  # fmt: skip
         self._rewards = SimulatedRewards(reward_s, rewards_at_once, lambda s: self._pump.post(self._score(s)))
         self._trainer = SimulatedTrainer(train_s, fetch_ahead)
-        self._asked = False
+        self._batch_requested = False
         self._batch: Batch | None = None
         self._waited: dict[str, float] = {}
         """Metrics that say how the time before ``_batch`` was spent."""
@@ -411,10 +411,10 @@ class Simulation:
         """Simulate until ``steps`` more batches are delivered. Raises RolloutError if the core gives up."""
         for _ in range(steps):
             while (batch := self._batch) is None:
-                self._ask_or_wait()
-            self._batch, self._asked = None, False
+                self._request_or_wait()
+            self._batch, self._batch_requested = None, False
             self._record(batch)
-            self._ask_for_better()
+            self._ask_for_settings()
             self._trainer.add(batch, self.now)
             if self._trainer.ends_s <= self.now:  # training takes no time
                 self._update_weights()
@@ -422,20 +422,20 @@ class Simulation:
         self.result.digest = self._digest.hexdigest()
         return self.result
 
-    def _ask_for_better(self) -> None:
+    def _ask_for_settings(self) -> None:
         """Ask for better ``auto`` settings if that is due."""
         auto = self._auto
-        if auto is None or self._choose is None or not auto.asks:
+        if auto is None or self._choose is None or not auto.question_due:
             return
         fitted = (fit(Requests.of(ended)) for _, ended in self._requests)
         question = auto.question(found for found in fitted if found is not None)
         if question is not None:
-            self._apply_decision(auto.answered(question, self._choose(question)))
+            self._apply_decision(auto.decide(question, self._choose(question)))
 
     def _apply_decision(self, decision: Decision | None) -> None:
         """Log a decision and change the settings accordingly; None does nothing."""
         if decision is not None:
-            log.info("auto, after %d batches: %s", len(self.result.steps), decision.words)
+            log.info("auto, after %d batches: %s", len(self.result.steps), decision.text)
             if (change := decision.change) is not None:
                 self._pump.post(change)
 
@@ -444,9 +444,9 @@ class Simulation:
         if self._recorder is not None:
             self._recorder.close()
 
-    def _ask_or_wait(self) -> None:
-        if not self._asked and self._trainer.wants_more:
-            self._asked = True
+    def _request_or_wait(self) -> None:
+        if not self._batch_requested and self._trainer.wants_more:
+            self._batch_requested = True
             self._pump.post(ev.StepRequested())
             self._times.update(self.now)
             return
@@ -525,9 +525,9 @@ class Simulation:
         self._batch, self._waited = command.batch, self._times.delivered(self.now)
         whole = replace(command.batch, metrics={**command.batch.metrics, **self._waited})
         if self._recorder is not None:
-            self._recorder.delivered(whole)
+            self._recorder.record_batch(whole)
         if self._auto is not None:
-            self._apply_decision(self._auto.delivered(whole))
+            self._apply_decision(self._auto.add_batch(whole))
             self._waited |= self._auto.metrics()
 
     def _fail(self, command: do.Fail) -> None:

@@ -54,7 +54,7 @@ class Schedule:
         in_flight: largest number of samples in flight, which is the number of decode slots.
         continuous: max_staleness of continuous generation; None means stepwise, with max_staleness of the workload.
         quorum: share of a group that must be finished before its finished samples count.
-        keeps: whether requests continue over weight updates (on_weight_update: keep).
+        keeps_requests: whether requests continue over weight updates (on_weight_update: keep).
     """
 
     over: int
@@ -62,7 +62,7 @@ class Schedule:
     in_flight: int
     continuous: int | None = None
     quorum: float = 1.0
-    keeps: bool = False
+    keeps_requests: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,7 +279,7 @@ class Workload:
             for bound in BOUNDS if self.bounds else (self.max_staleness,):
                 modes[f"continuous {bound}"] = replace(refill, continuous=bound)
                 if self.keep:
-                    modes[f"continuous {bound} keep"] = replace(refill, continuous=bound, keeps=True)
+                    modes[f"continuous {bound} keep"] = replace(refill, continuous=bound, keeps_requests=True)
         return modes
 
     @property
@@ -307,7 +307,7 @@ class Workload:
             "partial_rollout": True,
             "max_response_len": self.max_response_len,
             "generation": GenerationMode.STEPWISE if schedule.continuous is None else GenerationMode.CONTINUOUS,
-            "on_weight_update": OnWeightUpdate.KEEP if schedule.keeps else OnWeightUpdate.RESUBMIT,
+            "on_weight_update": OnWeightUpdate.KEEP if schedule.keeps_requests else OnWeightUpdate.RESUBMIT,
             "refill": schedule.refill,
             "group_quorum": schedule.quorum,
             "max_in_flight": schedule.in_flight,

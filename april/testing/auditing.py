@@ -48,7 +48,7 @@ class Audit:
     """Descriptions of everything that is wrong."""
 
 
-class Loaded:
+class LoadedState:
     """Tokens and counts of a run just after it loaded a state, which come from engines that the audit does not know."""
 
     def __init__(self, core: RolloutCore) -> None:
@@ -81,7 +81,7 @@ def audit(
     engines: FakeEngine | Iterable[FakeEngine],
     ledger: Ledger | Mapping[str, Ledger] | None = None,
     *,
-    loaded: Loaded | None = None,
+    loaded: LoadedState | None = None,
 ) -> Audit:
     """Compare every delivered token, log-probability and version with what the engines yielded.
 
@@ -107,7 +107,7 @@ def audit(
 
 
 class _Auditor:
-    def __init__(self, batches: list[Batch], engines: list[FakeEngine], loaded: Loaded | None) -> None:
+    def __init__(self, batches: list[Batch], engines: list[FakeEngine], loaded: LoadedState | None) -> None:
         self.batches, self.loaded = batches, loaded
         self.problems: list[str] = [text for engine in engines for text in engine.violations]
         self.records: dict[str, AttemptRecord] = {}

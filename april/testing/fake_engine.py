@@ -25,7 +25,7 @@ from april.engines.protocol import Capabilities, Chunk, EngineFinish, Health, In
 from april.engines.simulated.engine import with_rows
 from april.errors import EngineError
 from april.testing.fault_script import AT_TOKENS, WRONG_CHUNKS, WRONG_ENDS, AttemptFaults, Fault, FaultKind, FaultScript
-from april.testing.records import AbortRecord, AttemptRecord, as_read, fake_logprobs, fake_response
+from april.testing.records import AbortRecord, AttemptRecord, fake_logprobs, fake_response, with_attachment_ids
 
 Lengths = int | Mapping[tuple[int, int], int] | Callable[[Request], int]
 
@@ -53,12 +53,12 @@ class FakeStream:
     unsent: deque[tuple[PolicyVersion, int]] = field(default_factory=deque)
     """(version, count) of tokens that were made and not yielded."""
     sent: int = 0
-    passed: int = -1
+    fault_tokens_checked: int = -1
     """Number of tokens up to which faults have had their chance to hit."""
     empty_until: float = -math.inf
     """Time until which only empty chunks are yielded."""
     abort_at: float = math.inf
-    deaf_until: float = -math.inf
+    aborts_ignored_until: float = -math.inf
     """Time until which aborts have no effect."""
     error: EngineError | None = None
     wake: asyncio.Future[None] | None = None
@@ -67,7 +67,7 @@ class FakeStream:
     def target(self) -> int:
         """Number of tokens at which something happens next: a chunk is full, or a fault is due."""
         full = len(self.tokens) if self.chunk_tokens is None else self.sent + self.chunk_tokens
-        return min(full, len(self.tokens), *(k for k in self.marks if k >= self.sent and k > self.passed))
+        return min(full, len(self.tokens), *(k for k in self.marks if k >= self.sent and k > self.fault_tokens_checked))
 
     @property
     def marks(self) -> list[int]:
@@ -123,7 +123,7 @@ class FakeStream:
                 timer.cancel()
 
 
-def spoilt_chunk(chunk: Chunk, kind: FaultKind, vocab_size: int, room: int) -> Chunk:
+def faulty_chunk(chunk: Chunk, kind: FaultKind, vocab_size: int, room: int) -> Chunk:
     """Apply the fault ``kind`` to a chunk with tokens; ``room`` is the number of tokens that are left of the budget."""
     tokens, logprobs, version = chunk.tokens, chunk.logprobs.copy(), chunk.version
     match kind:
@@ -271,10 +271,10 @@ class FakeEngine(WithoutWeights):
                 if chunk is not None:
                     if record.end and request.extras:
                         chunk = self._with_rows(stream, chunk)
-                    yield self._write_down(record, chunk)
-            if stream.finish.value == record.end and self._hits(stream, FaultKind.CHUNK_AFTER_FINISH):
+                    yield self._record_chunk(record, chunk)
+            if stream.finish.value == record.end and self._due_fault(stream, FaultKind.CHUNK_AFTER_FINISH):
                 record.wrong = FaultKind.CHUNK_AFTER_FINISH
-                yield self._write_down(record, record.chunks[-1])
+                yield self._record_chunk(record, record.chunks[-1])
         except EngineError as error:
             record.end = str(error)
             raise
@@ -459,8 +459,9 @@ class FakeEngine(WithoutWeights):
             said, length = said[:-1], least
         vocab_size = self._capabilities.vocab_size
         drawn = fake_response(
-            as_read(request), request.sample_key, length, vocab_size, self._eos, stop_ids, request.sampling.banned_ids
-        )
+            with_attachment_ids(request), request.sample_key, length, vocab_size, self._eos, stop_ids,
+            request.sampling.banned_ids,
+        )  # fmt: skip
         return np.concatenate((said, drawn[len(said) :]))
 
     def _length(self, request: Request) -> int:
@@ -528,17 +529,17 @@ class FakeEngine(WithoutWeights):
 
     def _break_here(self, stream: FakeStream, now: float) -> bool:
         """Apply faults that hit between two chunks; return True if the stream must be evaluated again."""
-        if self._hits(stream, FaultKind.BREAK_OFF):
+        if self._due_fault(stream, FaultKind.BREAK_OFF):
             raise EngineError(f"engine {self._name}: the fault script breaks the stream off after {stream.sent} tokens")
-        fault = self._hits(stream, FaultKind.ENGINE_DIES)
+        fault = self._due_fault(stream, FaultKind.ENGINE_DIES)
         if fault is not None:
             self.die(fault.duration_s)
             return True
         if not stream.running or self._paused:
             return False
-        stream.passed = stream.sent
-        fault = self._hits(stream, FaultKind.STALL)
-        if fault is None and (fault := self._hits(stream, FaultKind.EMPTY_CHUNKS)) is not None:
+        stream.fault_tokens_checked = stream.sent
+        fault = self._due_fault(stream, FaultKind.STALL)
+        if fault is None and (fault := self._due_fault(stream, FaultKind.EMPTY_CHUNKS)) is not None:
             stream.empty_until = now + fault.duration_s
         if fault is not None:
             stream.made_until = now + fault.duration_s
@@ -546,7 +547,7 @@ class FakeEngine(WithoutWeights):
 
     def _chunk(self, stream: FakeStream) -> Chunk:
         """Return the tokens made under one version; sets the end with the last token."""
-        wrong = [kind for kind in WRONG_CHUNKS if stream.unsent and self._hits(stream, kind)]
+        wrong = [kind for kind in WRONG_CHUNKS if stream.unsent and self._due_fault(stream, kind)]
         room = stream.record.request.sampling.max_tokens - stream.sent
         tokens, version = stream.take(self._version)
         last = stream.sent == len(stream.tokens)
@@ -555,34 +556,34 @@ class FakeEngine(WithoutWeights):
         finish = stream.finish if last and not breaks else None
         if finish is not None:
             stream.record.end = str(finish)
-            if self._hits(stream, FaultKind.NO_FINISH):
+            if self._due_fault(stream, FaultKind.NO_FINISH):
                 finish, stream.record.end = None, "without a finish reason"
         if not last:
             for kind, lie in WRONG_ENDS.items():
-                if stream.sent and self._hits(stream, kind):
+                if stream.sent and self._due_fault(stream, kind):
                     stream.record.wrong, stream.record.end, finish = kind, str(lie), lie
         chunk = Chunk(tokens, fake_logprobs(tokens, version), version, finish)
         for kind in wrong:
             stream.record.wrong = kind
-            chunk = spoilt_chunk(chunk, kind, self._capabilities.vocab_size, room)
+            chunk = faulty_chunk(chunk, kind, self._capabilities.vocab_size, room)
         return chunk
 
     def _with_rows(self, stream: FakeStream, chunk: Chunk) -> Chunk:
         """Add the extras to the last chunk of a request that asked for them, unless the script says otherwise."""
         record = stream.record
         aborted = chunk.finish is EngineFinish.ABORT
-        if chunk.finish is None or (aborted and self._hits(stream, FaultKind.ABORT_NO_ROWS)):
+        if chunk.finish is None or (aborted and self._due_fault(stream, FaultKind.ABORT_NO_ROWS)):
             return chunk
-        if not aborted and self._hits(stream, FaultKind.NO_ROWS):
+        if not aborted and self._due_fault(stream, FaultKind.NO_ROWS):
             record.wrong = FaultKind.NO_ROWS
             return chunk
         chunk = with_rows(record.request, [*record.chunks, chunk])
-        if chunk.extras and self._hits(stream, FaultKind.SHORT_ROWS):
+        if chunk.extras and self._due_fault(stream, FaultKind.SHORT_ROWS):
             record.wrong = FaultKind.SHORT_ROWS
             chunk = replace(chunk, extras={name: rows[:-1] for name, rows in chunk.extras.items()})
         return chunk
 
-    def _hits(self, stream: FakeStream, kind: FaultKind) -> Fault | None:
+    def _due_fault(self, stream: FakeStream, kind: FaultKind) -> Fault | None:
         """Return the fault of this kind that hits the stream now, if any."""
         for fault in stream.script.faults:
             due = fault.kind is kind and (kind not in AT_TOKENS or fault.after_tokens <= stream.sent)
@@ -591,7 +592,7 @@ class FakeEngine(WithoutWeights):
         return None
 
     @staticmethod
-    def _write_down(record: AttemptRecord, chunk: Chunk) -> Chunk:
+    def _record_chunk(record: AttemptRecord, chunk: Chunk) -> Chunk:
         """Record a copy before the caller gets the chunk."""
         record.chunks.append(replace(chunk, tokens=chunk.tokens.copy(), logprobs=chunk.logprobs.copy()))
         record.times_s.append(asyncio.get_running_loop().time())
@@ -601,18 +602,18 @@ class FakeEngine(WithoutWeights):
 
     def _abort(self, stream: FakeStream, now: float) -> None:
         """Apply an abort to a stream, unless the script delays or ignores it."""
-        if now < stream.deaf_until:
+        if now < stream.aborts_ignored_until:
             return
         for fault in stream.script.faults:
             until = stream.record.started_s + fault.duration_s
             missed = fault.kind is FaultKind.ABORT_MISSED and now < until
             if missed and self.faults.hits(fault, self._name, self._seconds(), stream.script):
-                stream.deaf_until = until
+                stream.aborts_ignored_until = until
                 return
         for kind in (FaultKind.ABORT_IGNORED, FaultKind.ABORT_HANGS, FaultKind.ABORT_LATE):
-            hit = self._hits(stream, kind)
+            hit = self._due_fault(stream, kind)
             if hit is not None:
-                stream.deaf_until = math.inf
+                stream.aborts_ignored_until = math.inf
                 stream.abort_at = now + hit.duration_s
                 if kind is FaultKind.ABORT_HANGS:
                     self._make(stream)
@@ -620,12 +621,12 @@ class FakeEngine(WithoutWeights):
                 stream.wake_up()
                 return
         self._make(stream)
-        stream.abort_at, stream.deaf_until = now, math.inf
+        stream.abort_at, stream.aborts_ignored_until = now, math.inf
         stream.wake_up()
 
     def _aborted(self, stream: FakeStream) -> Chunk:
         """Return the next chunk of an aborted stream; the last one has finish ABORT."""
-        if self._hits(stream, FaultKind.ABORT_EMPTY):
+        if self._due_fault(stream, FaultKind.ABORT_EMPTY):
             stream.withhold()
         tokens, version = stream.take(self._version)
         if stream.unsent:
@@ -633,7 +634,7 @@ class FakeEngine(WithoutWeights):
         else:
             finish = stream.finish if stream.sent == len(stream.tokens) else EngineFinish.ABORT
             stream.record.end = str(finish)
-            if finish is EngineFinish.ABORT and stream.sent and self._hits(stream, FaultKind.ABORT_REPEATS):
+            if finish is EngineFinish.ABORT and stream.sent and self._due_fault(stream, FaultKind.ABORT_REPEATS):
                 if not len(tokens):
                     version = stream.record.chunks[-1].version
                 tokens = np.append(tokens, stream.tokens[stream.sent - 1 : stream.sent]).astype(np.int32)

@@ -34,7 +34,7 @@ class RecordingEngine:
         self.engine = engine
         self.requests: dict[str, Request] = {}
         """Every request as the caller made it, by attempt id."""
-        self.handed_over: dict[str, list[Chunk]] = defaultdict(list)
+        self.yielded: dict[str, list[Chunk]] = defaultdict(list)
         """Copies of the chunks that the caller got, by attempt id."""
         self.ends: dict[str, EngineFinish | None] = {}
         """Finish of every attempt; None while it runs and if it was broken off."""
@@ -52,13 +52,13 @@ class RecordingEngine:
     @property
     def tokens(self) -> int:
         """Number of tokens that the caller got."""
-        return sum(len(chunk.tokens) for chunks in self.handed_over.values() for chunk in chunks)
+        return sum(len(chunk.tokens) for chunks in self.yielded.values() for chunk in chunks)
 
     def alter_request(self, request: Request) -> Request:
         """Return the request to pass on to the engine; to override in subclasses."""
         return request
 
-    def alter(self, request: Request, chunk: Chunk) -> Chunk:
+    def alter_chunk(self, request: Request, chunk: Chunk) -> Chunk:
         """Return the chunk to pass on to the caller; to override in subclasses."""
         return chunk
 
@@ -66,12 +66,12 @@ class RecordingEngine:
         altered = self.alter_request(request)
         self.requests[request.attempt_id] = request
         self.ends[request.attempt_id] = None
-        record = self.handed_over[request.attempt_id]
+        record = self.yielded[request.attempt_id]
         self.open_streams += 1
         try:
             async with aclosing(self.engine.generate(altered)) as chunks:  # type: ignore[type-var]
                 async for chunk in chunks:
-                    chunk = self.alter(request, chunk)
+                    chunk = self.alter_chunk(request, chunk)
                     record.append(replace(chunk, tokens=np.array(chunk.tokens), logprobs=np.array(chunk.logprobs)))
                     self.ends[request.attempt_id] = chunk.finish
                     yield chunk

@@ -255,21 +255,21 @@ def tokens_in(body: bytes, streamed: bool) -> tuple[list[int], int]:
     repeated = 0
     if not streamed:
         with suppress(msgspec.DecodeError):
-            _take(msgspec.json.decode(body), tokens)
-        return _counted(msgspec.json.decode(body), tokens) if tokens else (tokens, 0)
+            _append_tokens(msgspec.json.decode(body), tokens)
+        return _cut_at_count(msgspec.json.decode(body), tokens) if tokens else (tokens, 0)
     for event in body.replace(b"\r\n", b"\n").split(b"\n\n")[:-1]:
         data = b"\n".join(line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:"))
         if not data or data == b"[DONE]":
             continue
         with suppress(msgspec.DecodeError):
             value = msgspec.json.decode(data)
-            _take(value, tokens)
-            tokens, more = _counted(value, tokens)
+            _append_tokens(value, tokens)
+            tokens, more = _cut_at_count(value, tokens)
             repeated += more
     return tokens, repeated
 
 
-def _take(value: Any, tokens: list[int]) -> None:
+def _append_tokens(value: Any, tokens: list[int]) -> None:
     """Append the tokens of one answer or event to the earlier ones."""
     if not isinstance(value, dict):
         return
@@ -289,7 +289,7 @@ def _take(value: Any, tokens: list[int]) -> None:
         tokens += ids
 
 
-def _counted(value: Any, tokens: list[int]) -> tuple[list[int], int]:
+def _cut_at_count(value: Any, tokens: list[int]) -> tuple[list[int], int]:
     """Cut the tokens at the server's own count, where SGLang gives one: (tokens, number of tokens beyond it)."""
     meta = value.get("meta_info") if isinstance(value, dict) else None
     total = meta.get("completion_tokens") if isinstance(meta, dict) else None

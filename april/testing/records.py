@@ -18,7 +18,7 @@ from april.core.attempt_book import EVALUATION_MARK
 from april.core.versions import PolicyVersion
 from april.engines.protocol import Chunk, Float32, Int32, Request
 from april.engines.simulated.engine import synthetic_logprobs, synthetic_response
-from april.engines.simulated.mixing import MIX1, STEP, splitmix64
+from april.engines.simulated.random_bits import MIX1, STEP, splitmix64
 
 
 def conversation(request: Request) -> Int32:
@@ -26,7 +26,7 @@ def conversation(request: Request) -> Int32:
     return request.token_ids[: len(request.token_ids) - request.response_offset]
 
 
-def as_read(request: Request) -> Int32:
+def with_attachment_ids(request: Request) -> Int32:
     """Return the conversation int32 [P] as a :class:`FakeEngine` reads it: digests give the ids of attachments."""
     ids = conversation(request).copy()
     for placed in request.attached:
@@ -71,7 +71,7 @@ class AbortRecord(NamedTuple):
     attempt_ids: tuple[str, ...] | None
 
 
-class HandedOver:
+class YieldedChunks:
     """The chunks that an engine yielded for one request, and their arrays."""
 
     __slots__ = ()
@@ -95,7 +95,7 @@ class HandedOver:
 
 
 @dataclass(slots=True, kw_only=True)
-class AttemptRecord(HandedOver):
+class AttemptRecord(YieldedChunks):
     """A request and its answer, as recorded by the engine."""
 
     engine: str

@@ -24,7 +24,7 @@ from april.driver.user_code import inside_user_code, is_async, name_of, refuse_i
 from april.engines.protocol import Engine
 from april.errors import ConfigError, RolloutError, SchedulerClosed
 from april.scheduler import RolloutScheduler, check_functions
-from april.testing.auditing import Audit, Loaded, audit
+from april.testing.auditing import Audit, LoadedState, audit
 from april.testing.fake_engine import FakeEngine
 from april.testing.virtual_clock import VirtualClockLoop
 from april.view.observers import Observers
@@ -138,7 +138,7 @@ class Rollouts:
         self._loop = scheduler.loop
         self.batches: list[Batch] = []
         """Every batch that :meth:`next_batch` has returned."""
-        self._loaded: Loaded | None = None
+        self._loaded: LoadedState | None = None
 
     @property
     def requests(self) -> RequestLog:
@@ -178,7 +178,7 @@ class Rollouts:
     async def load_state_dict(self, state: dict[str, Any], path: str | None = None) -> PolicyVersion:
         """Load a state as ``RolloutScheduler.load_state_dict`` does, into newly created rollouts."""
         version = await self._loop.run_async(self._driver.load_state_dict(state, path))
-        self._loaded = Loaded(self._driver.core)
+        self._loaded = LoadedState(self._driver.core)
         return version
 
     async def evaluate(self, prompts: Iterable[Any], **sampling: Any) -> EvaluationResult:

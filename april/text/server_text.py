@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 
 MAX_CHARS = 300
 """Most characters of a server's text in a message."""
-LOOKED_AT = 1 << 13
+MAX_SCANNED_CHARS = 1 << 13
 """Most characters of a text that are searched for keys; nothing beyond them is shown."""
-BLOT = "<the key>"
+KEY_REPLACEMENT = "<the key>"
 _PIECE = 8
 """Number of consecutive letters and digits of a key that are removed as if they were the key, as texts may be cut."""
 _SHORTEST = 4
@@ -67,8 +67,8 @@ def clean(value: object, limit: int = MAX_CHARS) -> str:
     Keys are removed before the text is cut, also escaped ones; unprintable characters are shown as escapes.
     """
     text = _text_of(value)
-    more = len(text) > LOOKED_AT
-    text = " ".join(without_keys(text[:LOOKED_AT], cut=more).split())
+    more = len(text) > MAX_SCANNED_CHARS
+    text = " ".join(without_keys(text[:MAX_SCANNED_CHARS], cut=more).split())
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: limit + 1])
     return f"{text[:limit]} ..." if more or len(text) > limit else text
 
@@ -92,14 +92,14 @@ def without_keys(text: str, *, cut: bool = False) -> str:
     spans = _merged([span for key in list(_hidden.values()) for span in _spans(text, key, cut)])
     parts, at = [], 0
     for start, end in spans:
-        parts += [text[at:start], BLOT]
+        parts += [text[at:start], KEY_REPLACEMENT]
         at = end
     return "".join(parts) + text[at:]
 
 
 def _text_of(value: object) -> str:
     if isinstance(value, bytes):
-        return value[: 4 * LOOKED_AT].decode("utf-8", "replace")
+        return value[: 4 * MAX_SCANNED_CHARS].decode("utf-8", "replace")
     try:
         return str(value)
     except (RecursionError, ValueError):  # nested too deeply, or an integer with too many digits
@@ -129,7 +129,7 @@ def _spans(text: str, key: _Key, cut: bool) -> list[tuple[int, int]]:
             found += _found(layer, origin, key, cut)
         if _ESCAPE.search(layer) is None:
             break
-        undone = list(_undone(layer, origin))
+        undone = list(_unescape_layer(layer, origin))
         following = "".join(c for c, _, _ in undone)
         if following == layer:
             break
@@ -165,7 +165,7 @@ def _found(
                 yield original(len(plain) - n, len(plain) - 1)
 
 
-def _undone(layer: str, origin: list[tuple[int, int]] | None) -> Iterator[tuple[str, int, int]]:
+def _unescape_layer(layer: str, origin: list[tuple[int, int]] | None) -> Iterator[tuple[str, int, int]]:
     """Decode one layer of escapes; yields each character with its span in the original text."""
 
     def original(start: int, end: int) -> tuple[int, int]:
@@ -176,13 +176,13 @@ def _undone(layer: str, origin: list[tuple[int, int]] | None) -> Iterator[tuple[
         for i in range(at, match.start()):
             yield layer[i], *original(i, i + 1)
         at = match.end()
-        for c in _meant(match):
+        for c in _unescaped(match):
             yield c, *original(match.start(), at)
     for i in range(at, len(layer)):
         yield layer[i], *original(i, i + 1)
 
 
-def _meant(match: re.Match[str]) -> str:
+def _unescaped(match: re.Match[str]) -> str:
     kind = match.lastindex or 0
     digits = match[kind]
     if kind == _ENTITY:

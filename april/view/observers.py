@@ -19,14 +19,14 @@ from april.driver.rollout_driver import RolloutDriver
 from april.driver.user_code import describe
 from april.errors import ConfigError
 from april.export import Exporter, choose_samples, texts_of
-from april.record.standing import standing_of
+from april.record.run_status import run_status
 from april.view.progress import Tell, progress_on
 
 log = logging.getLogger("april")
 
-MOST_WAITING = 1000
+MAX_WAITING_BATCHES = 1000
 """Largest number of batches that wait for a slow exporter; further ones are not exported."""
-CLOSE_PATIENCE_S = 10.0
+CLOSE_TIMEOUT_S = 10.0
 """Longest wait in seconds for an exporter when the scheduler closes."""
 
 
@@ -53,7 +53,7 @@ class Observers:
                 "log_texts(texts, step) and close()"
             )
         self._thread, self._texts = thread, sample_texts
-        self._feeds = [Feed(exporter, detokenizer, config.warned_after_s) for exporter in exporters]
+        self._feeds = [ExporterThread(exporter, detokenizer, config.warned_after_s) for exporter in exporters]
         self._progress = progress_on(progress, self._ask) if thread.threads_wake_it else None
 
     def waiting(self) -> AbstractContextManager[None]:
@@ -68,14 +68,14 @@ class Observers:
                 feed.put(batch.id, batch.metrics, samples)
 
     def close(self) -> None:
-        """Close all exporters and wait until they have logged everything, each at most :data:`CLOSE_PATIENCE_S`."""
+        """Close all exporters and wait until they have logged everything, each at most :data:`CLOSE_TIMEOUT_S`."""
         for feed in self._feeds:
             feed.begin_to_close()
         for feed in self._feeds:
             feed.close()
 
     @property
-    def ends(self) -> list[Callable[[], None]]:
+    def close_functions(self) -> list[Callable[[], None]]:
         """Functions that close the exporters without waiting for them; none refers to the driver."""
         return [feed.begin_to_close for feed in self._feeds]
 
@@ -83,12 +83,12 @@ class Observers:
         def look() -> None:
             driver = self.driver
             driver.executor.streams.catch_up()  # count tokens that have arrived but are not read yet
-            tell(driver.now(), standing_of(driver.core, driver.long_waits.waited_s))
+            tell(driver.now(), run_status(driver.core, driver.long_waits.waited_s))
 
         self._thread.call_later(look)
 
 
-class Feed:
+class ExporterThread:
     """Runs one exporter in a thread of its own, so that nothing waits for it.
 
     An exporter that fails gets the next batch anyway; its first failure is logged as a warning.
@@ -111,7 +111,7 @@ class Feed:
         """Queue a batch's metrics, with the samples whose text is to be logged; returns at once."""
         self._warn_if_slow()
         with self._lock:
-            if self._closing or self._waiting.qsize() >= MOST_WAITING:
+            if self._closing or self._waiting.qsize() >= MAX_WAITING_BATCHES:
                 self._left_out += 1
             else:
                 self._queue((step, dict(metrics), samples))  # a copy: the trainer may change batch.metrics
@@ -130,7 +130,7 @@ class Feed:
         self._slow = True
         log.warning(
             "exporter %s has been at work on step %d for %.0f s; %d batches wait for it, and no more than %d can",
-            self._name, busy[0], seconds, self._waiting.qsize() + 1, MOST_WAITING,
+            self._name, busy[0], seconds, self._waiting.qsize() + 1, MAX_WAITING_BATCHES,
         )  # fmt: skip
 
     def begin_to_close(self) -> None:
@@ -141,12 +141,12 @@ class Feed:
                 self._queue(None)
 
     def close(self) -> None:
-        """Close the exporter and wait until all its batches are logged, at most :data:`CLOSE_PATIENCE_S`."""
+        """Close the exporter and wait until all its batches are logged, at most :data:`CLOSE_TIMEOUT_S`."""
         self.begin_to_close()
         if self._waited_for:
             return
         if self._thread is not None:
-            self._thread.join(CLOSE_PATIENCE_S)
+            self._thread.join(CLOSE_TIMEOUT_S)
             if self._thread.is_alive():
                 log.warning("exporter %s does not end; the run ends without it", self._name)
         self._waited_for = True  # set after the wait, so that an interrupted close waits again

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from april.errors import ConfigError
-from april.record.standing import Standing, Waits
+from april.record.run_status import RunStatus, WaitReason
 from april.text.install_command import require
 from april.text.server_text import clean
 
@@ -28,21 +28,21 @@ log = logging.getLogger("april")
 
 WINDOW_S = 10.0
 """Seconds over which tokens per second are averaged."""
-LEAST_WAIT_S = 3.0
+MIN_SHOWN_WAIT_S = 3.0
 """Shortest wait in seconds whose length is shown on the line."""
 PER_SECOND = 1.0
 """Times per second that the line is redrawn and the event loop is asked for the state of the run."""
-WRITTEN_AFTER_S = 10.0
+FIRST_PRINT_S = 10.0
 """Seconds of waiting before the first line is printed where none can be redrawn; each next pause is twice as long."""
-ANSWER_S = 1.0
+STATE_TIMEOUT_S = 1.0
 """Longest wait in seconds for the current state of the run; after that the last known state is printed."""
-_SHOWN = threading.Lock()
+_line_lock = threading.Lock()
 """Held while a line is shown: a process shows one at a time."""
 
-Tell = Callable[[float, Standing], None]
+Tell = Callable[[float, RunStatus], None]
 
 
-class Line:
+class ProgressLine:
     """Formats the state of a run as one line, the most important facts first.
 
     Args:
@@ -52,10 +52,10 @@ class Line:
     def __init__(self, window_s: float = WINDOW_S) -> None:
         self._window_s = window_s
         self._seen: deque[tuple[float, int]] = deque()
-        self._latest: Standing | None = None
+        self._latest: RunStatus | None = None
         self._began = self._waits_since = 0.0
 
-    def add(self, time_s: float, standing: Standing) -> None:
+    def add(self, time_s: float, standing: RunStatus) -> None:
         """Add the state of the run at ``time_s``, which must not decrease from call to call."""
         if self._latest is not None and standing.observed < self._latest.observed:
             self._seen.clear()  # a saved state was loaded
@@ -91,10 +91,11 @@ class Line:
         parts.append(f"{now.in_flight} in flight")
         if now.partials:
             parts.append(f"{now.partials} partial, oldest {now.oldest} update{'' if now.oldest == 1 else 's'}")
-        if now.waits != Waits.RESPONSES:  # the usual wait is not worth a mention
+        if now.waits != WaitReason.RESPONSES:  # the usual wait is not worth a mention
             waited = time_s - self._waits_since
             verb = "waited" if over else "waits"
-            parts.append(f"{verb} for {clean(now.waits, 100)}{f' ({waited:.0f} s)' if waited >= LEAST_WAIT_S else ''}")
+            seconds = f" ({waited:.0f} s)" if waited >= MIN_SHOWN_WAIT_S else ""
+            parts.append(f"{verb} for {clean(now.waits, 100)}{seconds}")
         return "  ".join(parts)
 
 
@@ -106,7 +107,7 @@ def short(number: float) -> str:
     return f"{number:.0f}"
 
 
-class Progress:
+class RedrawnProgress:
     """Redraws the progress line on a rich console.
 
     Args:
@@ -120,7 +121,7 @@ class Progress:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Show the line inside the ``with`` block; it is erased afterwards."""
-        if not _SHOWN.acquire(blocking=False):
+        if not _line_lock.acquire(blocking=False):
             yield
             return
         try:
@@ -128,19 +129,19 @@ class Progress:
 
             # the trainer's own prints must not pass through rich, so its streams are not redirected
             live = Live(
-                console=self._console, get_renderable=_Wait(self._ask).drawn, refresh_per_second=PER_SECOND,
+                console=self._console, get_renderable=_WaitDisplay(self._ask).render, refresh_per_second=PER_SECOND,
                 transient=True, redirect_stdout=False, redirect_stderr=False,
             )  # fmt: skip
             try:
-                _quietly(live.start)
+                _log_errors(live.start)
                 yield
             finally:
-                _quietly(live.stop)
+                _log_errors(live.stop)
         finally:
-            _SHOWN.release()
+            _line_lock.release()
 
 
-class WrittenLines:
+class PrintedProgress:
     """Prints lines to standard error where a line cannot be redrawn: it is a file or a pipe, or rich is missing.
 
     The first line comes once a wait has become long, further ones at growing intervals.
@@ -165,44 +166,44 @@ class WrittenLines:
             goes_on.release()
 
     def _write(self, goes_on: threading.Lock) -> None:
-        wait, pause_s = _Wait(self._ask), WRITTEN_AFTER_S
-        wait.look()
+        wait, pause_s = _WaitDisplay(self._ask), FIRST_PRINT_S
+        wait.latest_line()
         while not goes_on.acquire(timeout=pause_s):
-            wait.look()
-            if goes_on.acquire(timeout=ANSWER_S) or self._goes_on is not goes_on:
+            wait.latest_line()
+            if goes_on.acquire(timeout=STATE_TIMEOUT_S) or self._goes_on is not goes_on:
                 return
-            if text := wait.look():
-                _quietly(partial(print, f"april: {text}", file=sys.stderr, flush=True))
+            if text := wait.latest_line():
+                _log_errors(partial(print, f"april: {text}", file=sys.stderr, flush=True))
             pause_s *= 2
 
 
-class _Wait:
+class _WaitDisplay:
     """The line of one wait. Each drawing asks for the run's state, which the next drawing shows."""
 
     def __init__(self, ask: Callable[[Tell], None]) -> None:
-        self._ask, self._line, self._text = ask, Line(), ""
+        self._ask, self._line, self._text = ask, ProgressLine(), ""
         self._asked = False
         """True while an answer is due, so that a busy event loop is not asked twice."""
 
-    def drawn(self) -> Any:
+    def render(self) -> Any:
         """Return the line as rich's Text; called in rich's thread."""
         from rich.text import Text
 
-        return Text(self.look(), no_wrap=True, overflow="ellipsis")
+        return Text(self.latest_line(), no_wrap=True, overflow="ellipsis")
 
-    def look(self) -> str:
+    def latest_line(self) -> str:
         """Return the line made from the latest answer, and ask for the next state."""
         if not self._asked:
             self._asked = True
             self._ask(self._answered)
         return self._text
 
-    def _answered(self, time_s: float, standing: Standing) -> None:
+    def _answered(self, time_s: float, standing: RunStatus) -> None:
         self._line.add(time_s, standing)
         self._text, self._asked = str(self._line), False
 
 
-def progress_on(wanted: Any, ask: Callable[[Tell], None]) -> Progress | WrittenLines | None:
+def progress_on(wanted: Any, ask: Callable[[Tell], None]) -> RedrawnProgress | PrintedProgress | None:
     """Return the object that shows the progress of a wait; None if ``wanted``, the scheduler's ``progress``, is False.
 
     Raises:
@@ -211,13 +212,13 @@ def progress_on(wanted: Any, ask: Callable[[Tell], None]) -> Progress | WrittenL
     if wanted is False:
         return None
     if hasattr(wanted, "is_terminal"):
-        return Progress(wanted, ask)
+        return RedrawnProgress(wanted, ask)
     if wanted is not None and wanted is not True:
         raise ConfigError(f"progress must be True, False, None or a rich Console, got {type(wanted).__name__}")
     if wanted:
         require("progress=True", "rich", extra="cli")
     console = _own_console()
-    return WrittenLines(ask) if console is None else Progress(console, ask)
+    return PrintedProgress(ask) if console is None else RedrawnProgress(console, ask)
 
 
 def _own_console() -> Console | None:
@@ -237,7 +238,7 @@ def _own_console() -> Console | None:
     return console if console.is_interactive else None
 
 
-def _quietly(function: Callable[[], object]) -> None:
+def _log_errors(function: Callable[[], object]) -> None:
     """Call a function that draws; its exceptions are only logged, as a lost terminal must not end a wait."""
     try:
         function()

@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
-from april.auto.question import InWork
+from april.auto.question import WorkSettings
 from april.core.partial_buffer import IdleCause
 from april.core.run_times import bottleneck_of
 from april.text.server_text import printable
 from april.version import __version__
-from april.view import pictures
-from april.view.gain import Gain, gain_of
-from april.view.health import DRIFT, Health, health_of
-from april.view.pictures import Ink, css
-from april.view.run_data import Limit, RunData, limit_of
+from april.view import report_figures
+from april.view.off_policy_summary import DRIFT, OffPolicySummary, off_policy_summary
+from april.view.report_figures import Colour, css
+from april.view.run_data import RunData, RunDistance, limit_distance_of
+from april.view.speed_up import SpeedUp, speed_up_of
 from april.view.units import short_time
 
 STYLE = """
@@ -56,7 +56,7 @@ svg{width:100%;height:auto;display:block;font-family:system-ui,sans-serif}
 .run{container-type:inline-size}
 footer{margin-top:40px;font-size:13px}
 """
-SAME = 0.02
+EQUAL_SPEED = 0.02
 """Relative difference below which two speeds count as equal."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 DROPS = {
@@ -74,24 +74,24 @@ DROPS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
+class ReportFigures:
     """Results computed from a run's record before the page is drawn."""
 
-    limit: Limit | None
-    gain: Gain
-    health: Health | None
+    limit: RunDistance | None
+    gain: SpeedUp
+    health: OffPolicySummary | None
 
     @classmethod
-    def of(cls, run: RunData) -> Findings:
+    def of(cls, run: RunData) -> ReportFigures:
         """Compute the findings of a run."""
-        limit = limit_of(run)
-        return cls(limit, gain_of(run, limit), health_of(run))
+        limit = limit_distance_of(run)
+        return cls(limit, speed_up_of(run, limit), off_policy_summary(run))
 
 
-def page(runs: Sequence[RunData], found: Sequence[Findings] | None = None) -> str:
+def page(runs: Sequence[RunData], found: Sequence[ReportFigures] | None = None) -> str:
     """Return the HTML report of one run, or of several side by side. ``found``: their findings; None computes them."""
-    runs = _told_apart(runs)
-    found = [Findings.of(run) for run in runs] if found is None else found
+    runs = _distinct_names(runs)
+    found = [ReportFigures.of(run) for run in runs] if found is None else found
     title = "april: " + " and ".join(run.name for run in runs)
     sections = "".join(f'<section class="run">{_run(run, i, found[i])}</section>' for i, run in enumerate(runs))
     body = f'<div class="runs">{sections}</div>' if len(runs) > 1 else sections
@@ -112,63 +112,63 @@ def _text(text: str) -> str:
     return escape(printable(text))
 
 
-def _told_apart(runs: Sequence[RunData]) -> list[RunData]:
+def _distinct_names(runs: Sequence[RunData]) -> list[RunData]:
     """Replace the names of runs that share a name by their paths."""
     names = Counter(run.name for run in runs)
     return [replace(run, name=str(run.path)) if names[run.name] > 1 else run for run in runs]
 
 
-def _run(run: RunData, number: int, findings: Findings) -> str:
+def _run(run: RunData, number: int, findings: ReportFigures) -> str:
     found = findings.limit
     steps = [batch.metrics for batch in run.batches]
     advice = bottleneck_of(steps, run.settings_at(run.batches[-1])) if steps else ""
     parts = [
         f"<h1>{_text(run.name)}</h1>",
         f'<p class="soft">{_text(_began(run))}; {_text(run.end)}.</p>',
-        "<h2>Did april help?</h2>", _answer(helped(findings.gain)), _how_compared(run, findings.gain),
-        "<h2>The health of learning</h2>", _answer(healthy(findings.health)), _by_age(findings.health),
+        "<h2>Did april help?</h2>", _answer(speed_up_sentence(findings.gain)), _comparison_note(run, findings.gain),
+        "<h2>The health of learning</h2>", _answer(off_policy_sentence(findings.health)), _by_age(findings.health),
         "<h2>What the trainer waited for</h2>" if advice else "",
         _answer(f"{advice[:1].upper() + advice[1:]}.") if advice else "",
         _facts(run, findings),
         "<h2>Busy places</h2>",
         f"<p>Each of the {run.places:,} places generates one response at a time. The colour is the age of what it goes "
         "on from: weight updates since the oldest token of the response. Grey: empty.</p>",
-        pictures.places(run, f"p{number}"),
+        report_figures.busy_places(run, f"p{number}"),
     ]
-    if near := pictures.detail(run, f"d{number}"):
+    if near := report_figures.close_up(run, f"d{number}"):
         parts += [
             "<h2>The latest steps from near</h2>",
             "<p>Line: a batch is delivered. Dots: a weight update begins.</p>", near,
         ]  # fmt: skip
     if steps:
-        if drawn := pictures.rewards(run, f"r{number}"):
+        if drawn := report_figures.rewards(run, f"r{number}"):
             parts += ["<h2>Rewards</h2>", drawn]
         parts += [
             _settings(run),
-            "<h2>Where the time went</h2>", _limit(run, found), pictures.time_shares(run, f"t{number}"),
-            "<h2>How old the trained tokens are</h2>", pictures.staleness(run, f"s{number}"),
+            "<h2>Where the time went</h2>", _limit(run, found), report_figures.time_shares(run, f"t{number}"),
+            "<h2>How old the trained tokens are</h2>", report_figures.staleness(run, f"s{number}"),
         ]  # fmt: skip
-    if drawn := pictures.lengths(run, f"l{number}"):
+    if drawn := report_figures.lengths(run, f"l{number}"):
         parts += ["<h2>Lengths: generated and trained</h2>", _lengths(run), drawn]
     parts += [_dropped(run), _engines(run)]
     return "".join(parts)
 
 
-def helped(gain: Gain) -> str:
+def speed_up_sentence(gain: SpeedUp) -> str:
     """Return a sentence that says whether the run was faster than synchronous steps would have been."""
     if gain.synchronous:
         return "The run was synchronous itself: no more groups were begun than a step needs."
     if gain.doubt:
         return f"It cannot be known from this record: {gain.doubt}."
     rates = f"{gain.real:,.0f} trained tokens per second against {gain.sync:,.0f}"
-    if abs(gain.factor - 1.0) < SAME:
+    if abs(gain.factor - 1.0) < EQUAL_SPEED:
         return f"Hardly: as fast as with synchronous steps ({rates}, simulated)."
     if gain.factor < 1.0:
         return f"No: {gain.factor:.2f}x the speed of synchronous steps ({rates}, simulated)."
     return f"Yes: {gain.factor:.2f}x the speed of synchronous steps ({rates}, simulated)."
 
 
-def healthy(health: Health | None) -> str:
+def off_policy_sentence(health: OffPolicySummary | None) -> str:
     """Return a sentence that says how far off-policy the trained tokens were."""
     if health is None:
         return (
@@ -189,7 +189,7 @@ def _answer(sentence: str) -> str:
     return f'<p class="advice">{_text(sentence)}</p>'
 
 
-def _how_compared(run: RunData, gain: Gain) -> str:
+def _comparison_note(run: RunData, gain: SpeedUp) -> str:
     if gain.synchronous or gain.doubt:
         return ""
     groups = f"{run.settings.rollout_batch_size:,} groups"
@@ -200,7 +200,7 @@ def _how_compared(run: RunData, gain: Gain) -> str:
     )
 
 
-def _by_age(health: Health | None) -> str:
+def _by_age(health: OffPolicySummary | None) -> str:
     """Return an HTML table of how far off-policy the tokens are, one row per age; empty without reports."""
     if health is None:
         return ""
@@ -233,7 +233,7 @@ def _sums(run: RunData) -> dict[str, float]:
     return out
 
 
-def _figures(run: RunData, findings: Findings) -> dict[str, str]:
+def _figures(run: RunData, findings: ReportFigures) -> dict[str, str]:
     found, gain, health = findings.limit, findings.gain, findings.health
     if not run.batches:
         return {"batches": "0", "requests": f"{len(run.engine):,}"}
@@ -259,13 +259,13 @@ def _figures(run: RunData, findings: Findings) -> dict[str, str]:
     return out
 
 
-def _facts(run: RunData, findings: Findings) -> str:
+def _facts(run: RunData, findings: ReportFigures) -> str:
     facts = _figures(run, findings).items()
     cells = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(text)}</dd></div>" for name, text in facts)
     return f'<dl class="facts">{cells}</dl>'
 
 
-def _comparison(runs: Sequence[RunData], findings: Sequence[Findings]) -> str:
+def _comparison(runs: Sequence[RunData], findings: Sequence[ReportFigures]) -> str:
     if len(runs) < 2:
         return ""
     tables = [_figures(run, found) for run, found in zip(runs, findings, strict=True)]
@@ -281,7 +281,7 @@ def _table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
     return f'<div class="scroll"><table>{first}{cells}</table></div>'
 
 
-def _limit(run: RunData, found: Limit | None) -> str:
+def _limit(run: RunData, found: RunDistance | None) -> str:
     if found is None:
         return "<p>The engines' cost could not be fitted: too few requests, or too few batches.</p>"
     of = found.distance
@@ -290,13 +290,13 @@ def _limit(run: RunData, found: Limit | None) -> str:
             f"<p>How far the run was from the limit of its engines cannot be said: {_text(found.doubt)}. A guess is "
             f"that the limit takes {of.at_limit:.0%} of the time.</p>"
         )
-    parts = [("at the limit", of.at_limit, Ink.AGE0), ("prefilled again", of.reprefill, Ink.AGE2)]
+    parts = [("at the limit", of.at_limit, Colour.AGE0), ("prefilled again", of.reprefill, Colour.AGE2)]
     parts += [
-        (pictures.words_of(cause), share, pictures.IDLE[cause][1])
+        (report_figures.cause_label(cause), share, report_figures.IDLE[cause][1])
         for cause in IdleCause if (share := of.causes.get(cause, 0.0)) >= 0.005
     ]  # fmt: skip
     if of.unexplained >= 0.005:
-        parts.append(("unexplained", of.unexplained, Ink.FAINT))
+        parts.append(("unexplained", of.unexplained, Colour.FAINT))
     words = (
         "The limit: the same tokens on the same engines with all places busy all the time and nothing prefilled twice, "
         "by the cost that was fitted to their requests. The rest, by what kept places empty:"
@@ -319,7 +319,7 @@ def _settings(run: RunData) -> str:
     last: tuple[Any, ...] = ()
     for batch in run.batches:
         settings, m = run.settings_at(batch), batch.metrics
-        now = (InWork.of(settings), settings.max_staleness, *run.there.at(batch.time_s))
+        now = (WorkSettings.of(settings), settings.max_staleness, *run.engine_history.at(batch.time_s))
         if now == last:
             continue
         last = now
@@ -356,7 +356,7 @@ def _dropped(run: RunData) -> str:
 
 def _engines(run: RunData) -> str:
     rows = []
-    order = {name: i for i, name in enumerate(run.there.names)}  # engines that joined later come last
+    order = {name: i for i, name in enumerate(run.engine_history.names)}  # engines that joined later come last
     for number, name in sorted(enumerate(run.engines), key=lambda engine: order.get(engine[1], len(order))):
         mine = run.engine == number
         cost = run.costs.get(name)

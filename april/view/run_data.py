@@ -24,39 +24,39 @@ from april.core.types import Refill, Work
 from april.driver.step_limit import LimitDistance, distance_of
 from april.engines.simulated.fitted_cost import FittedCost, Requests, fit
 from april.errors import RecordError
-from april.record.file import BATCH, CLOSED, IN_THE_MIDDLE, LEARNING, OVER, end_of, lines_of, refuse_other_formats
-from april.record.plain import back
+from april.record.event_values import from_plain
+from april.record.file import BATCH, CLOSED, CUT_OFF, NO_LAST_LINE, REPORT, end_text, lines_of, refuse_other_formats
 
 Floats = NDArray[np.float64]
 Slots = Annotated[int, msgspec.Meta(ge=0, le=10**12)]
 KINDS = (
-    BATCH, LEARNING, OVER, CLOSED, "AttemptEnded", "AttemptFailed", "SampleReturned", "UpdateRequested",
+    BATCH, REPORT, CUT_OFF, CLOSED, "AttemptEnded", "AttemptFailed", "SampleReturned", "UpdateRequested",
     "EnginesJoined", "EnginesLeft", "WorkChanged",
 )  # fmt: skip
 
-MOST = 1e12
+LARGEST_VALUE = 1e12
 """Largest time, token count or age that is accepted from a record; no real run reaches it."""
-BEYOND = 1 << 64
+LARGEST_SETTING = 1 << 64
 """Integer settings of this size or more are refused, as the arithmetic here is done in floats."""
-SURE = 0.1
+MAX_FIT_ERROR = 0.1
 """Largest relative error of the fitted request durations with which a limit is stated without a doubt.
 
 The limits fitted to the two halves of the requests may also differ by so much.
 """
-NEARLY = 0.9
+NEARLY_FULL = 0.9
 """Share of busy places that is near enough to all of them to know what decoding costs when all are busy."""
-SPREAD = 1.5
+MIN_BUSY_RATIO = 1.5
 """Ratio of most to fewest busy places that shows the cost of one more request, if at least half were ever busy."""
 
 
-class Engine(msgspec.Struct):
+class RecordedEngine(msgspec.Struct):
     """An engine in a record. ``max_in_flight`` None means that only the run's own ``max_in_flight`` limits it."""
 
     name: str
     max_in_flight: Slots | None = None
 
 
-class EnginesThere:
+class EngineHistory:
     """Tracks which engines a run had at each time, and how many places; engines may join and leave.
 
     Changes must be added in order of time. Times are seconds since the start of the record.
@@ -66,9 +66,9 @@ class EnginesThere:
         most: ``max_in_flight`` of the run at the start.
     """
 
-    def __init__(self, engines: Iterable[Engine], most: int) -> None:
-        self._most = most
-        self._there: dict[str, int | None] = {}
+    def __init__(self, engines: Iterable[RecordedEngine], most: int) -> None:
+        self._max_in_flight = most
+        self._present: dict[str, int | None] = {}
         self.names: dict[str, None] = {}
         """Names of all engines that were ever part of the run, in the order in which they joined."""
         self.since_s: list[float] = []
@@ -78,30 +78,30 @@ class EnginesThere:
         self._engines: list[int] = []
         self.joined(0.0, engines)
 
-    def joined(self, time_s: float, engines: Iterable[Engine]) -> None:
+    def joined(self, time_s: float, engines: Iterable[RecordedEngine]) -> None:
         """Add engines that have joined."""
         for engine in engines:
-            self._there[engine.name] = engine.max_in_flight
+            self._present[engine.name] = engine.max_in_flight
             self.names.setdefault(engine.name)
-        self._changed(time_s)
+        self._record_change(time_s)
 
     def left(self, time_s: float, names: Iterable[str]) -> None:
         """Remove engines that have left."""
         for name in names:
-            self._there.pop(name, None)
-        self._changed(time_s)
+            self._present.pop(name, None)
+        self._record_change(time_s)
 
-    def most_changed(self, time_s: float, most: int) -> None:
+    def limit_changed(self, time_s: float, max_in_flight: int) -> None:
         """Change the run's ``max_in_flight``."""
-        self._most = most
-        self._changed(time_s)
+        self._max_in_flight = max_in_flight
+        self._record_change(time_s)
 
-    def _changed(self, time_s: float) -> None:
-        places = min(self._most, sum(slots or self._most for slots in self._there.values()))
-        if not self.since_s or (places, len(self._there)) != (self.places[-1], self._engines[-1]):
+    def _record_change(self, time_s: float) -> None:
+        places = min(self._max_in_flight, sum(slots or self._max_in_flight for slots in self._present.values()))
+        if not self.since_s or (places, len(self._present)) != (self.places[-1], self._engines[-1]):
             self.since_s.append(time_s)
             self.places.append(places)
-            self._engines.append(len(self._there))
+            self._engines.append(len(self._present))
 
     def at(self, time_s: float) -> tuple[int, int]:
         """Return (number of engines, number of places) at a time."""
@@ -110,20 +110,20 @@ class EnginesThere:
 
     def place_s(self, since: float, until: float) -> float:
         """Return place-seconds between two times: the number of places, integrated over time."""
-        return float(self._passed(since, until) @ np.array(self.places, np.float64))
+        return float(self._seconds_in_force(since, until) @ np.array(self.places, np.float64))
 
     def engine_s(self, since: float, until: float) -> float:
         """Return engine-seconds between two times: the number of engines, integrated over time."""
-        return float(self._passed(since, until) @ np.array(self._engines, np.float64))
+        return float(self._seconds_in_force(since, until) @ np.array(self._engines, np.float64))
 
-    def usual(self, until: float) -> int:
+    def median_count(self, until: float) -> int:
         """Return the median number of engines from the start to ``until``, weighted by time."""
         engines = np.array(self._engines)
         order = np.argsort(engines, kind="stable")
-        passed = np.cumsum(self._passed(0.0, until)[order])
+        passed = np.cumsum(self._seconds_in_force(0.0, until)[order])
         return int(engines[order][np.searchsorted(passed, passed[-1] / 2)])
 
-    def _passed(self, since: float, until: float) -> Floats:
+    def _seconds_in_force(self, since: float, until: float) -> Floats:
         """Return, for each entry of ``since_s``, the seconds between two times during which it was in force."""
         began = np.array(self.since_s)
         ended = np.append(began[1:], np.inf)
@@ -131,19 +131,19 @@ class EnginesThere:
 
 
 _Group = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
-_Time = Annotated[float, msgspec.Meta(ge=-MOST, le=MOST)]
-_Count = Annotated[int, msgspec.Meta(ge=0, le=int(MOST))]
+_Time = Annotated[float, msgspec.Meta(ge=-LARGEST_VALUE, le=LARGEST_VALUE)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=int(LARGEST_VALUE))]
 _Metric = Annotated[float, msgspec.Meta(ge=-1e39, le=1e39)]
-_First = Annotated[list[Engine], msgspec.Meta(min_length=1)]
+_First = Annotated[list[RecordedEngine], msgspec.Meta(min_length=1)]
 _Ran = tuple[str, int, int, bool | int, _Count, _Time, _Count, _Count]
-NEEDED = (
+REQUIRED_METRICS = (
     *SECONDS, *SHARES, "trained_tokens", "generated_tokens", "reprefill_tokens", "off_policy_share", "staleness_mean",
     "staleness_max",
 )  # fmt: skip
 """Metrics that every batch must have."""
 
 
-class Batch(msgspec.Struct):
+class RecordedBatch(msgspec.Struct):
     """A delivered batch as read from its line in the record, with the time of that line."""
 
     id: _Count
@@ -154,11 +154,11 @@ class Batch(msgspec.Struct):
     time_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if missing := [name for name in NEEDED if name not in self.metrics]:
+        if missing := [name for name in REQUIRED_METRICS if name not in self.metrics]:
             raise ValueError(f"the metric {missing[0]} is missing")
 
 
-class Report(msgspec.Struct):
+class RecordedReport(msgspec.Struct):
     """The trainer's :func:`april.off_policy_report` on a batch or on a part of it."""
 
     id: _Count
@@ -174,7 +174,7 @@ class RunData:
         name: name of the record.
         head: first line of the record.
         settings: settings of the core at the start.
-        there: engines and places over time.
+        engine_history: engines and places over time.
         seconds: time of the last line.
         end: sentence that says how the record ends.
         batches: delivered batches.
@@ -192,10 +192,10 @@ class RunData:
     name: str
     head: dict[str, Any]
     settings: CoreSettings
-    there: EnginesThere
+    engine_history: EngineHistory
     seconds: float = 0.0
-    end: str = IN_THE_MIDDLE
-    batches: list[Batch] = field(default_factory=list)
+    end: str = NO_LAST_LINE
+    batches: list[RecordedBatch] = field(default_factory=list)
     updates_s: list[float] = field(default_factory=list)
     engines: list[str] = field(default_factory=list)
     engine: NDArray[np.int64]
@@ -207,16 +207,16 @@ class RunData:
     evaluation: NDArray[np.bool_]
     finished: NDArray[np.int64]
     finished_group: NDArray[np.int64]
-    reports: list[Report] = field(default_factory=list)
+    reports: list[RecordedReport] = field(default_factory=list)
     failures: Counter[str] = field(default_factory=Counter)
     costs: dict[str, FittedCost] = field(default_factory=dict)
 
     @property
     def places(self) -> int:
         """The largest number of places that the run had at any time."""
-        return max(self.there.places)
+        return max(self.engine_history.places)
 
-    def settings_at(self, batch: Batch) -> CoreSettings:
+    def settings_at(self, batch: RecordedBatch) -> CoreSettings:
         """Return the settings when a batch was delivered. ``auto`` and a lowered staleness bound change them."""
         found: dict[str, Any] = {}
         for name in self.settings.auto:
@@ -230,7 +230,7 @@ class RunData:
     @property
     def engine_count(self) -> int:
         """The median number of engines over the run, but at least 1."""
-        return max(1, self.there.usual(self.seconds))
+        return max(1, self.engine_history.median_count(self.seconds))
 
     def requests_of(self, engine: int, last: int) -> Requests:
         """Return the latest requests of an engine, ``last`` at most. ``engine`` is an index into ``engines``."""
@@ -238,7 +238,7 @@ class RunData:
         return Requests(self.began_s[rows], self.ended_s[rows], self.context[rows], self.generated[rows])
 
 
-FITTED = 4096
+FITTED_REQUESTS = 4096
 """Number of an engine's latest requests to which its cost is fitted."""
 
 
@@ -250,26 +250,26 @@ def read_run(path: Path) -> RunData:
     """
     lines = lines_of(path, KINDS)
     line = next(lines)
-    head = line.parts
+    head = line.fields
     refuse_other_formats(path, head)
-    batches: list[Batch] = []
+    batches: list[RecordedBatch] = []
     updates: list[float] = []
     numbers: dict[str, int] = {}
     failures: Counter[str] = Counter()
     rows: list[tuple[float, ...]] = []
     finished: list[tuple[int, int]] = []
-    reports: list[Report] = []
-    seconds, end = 0.0, IN_THE_MIDDLE
+    reports: list[RecordedReport] = []
+    seconds, end = 0.0, NO_LAST_LINE
     try:
-        settings = back(head["settings"], CoreSettings)
-        if any(abs(value) >= BEYOND for value in asdict(settings).values() if isinstance(value, int)):
+        settings = from_plain(head["settings"], CoreSettings)
+        if any(abs(value) >= LARGEST_SETTING for value in asdict(settings).values() if isinstance(value, int)):
             raise ValueError("a setting is too large")
-        there = EnginesThere(msgspec.convert(head["engines"], _First), msgspec.convert(settings.max_in_flight, Slots))
+        there = EngineHistory(msgspec.convert(head["engines"], _First), msgspec.convert(settings.max_in_flight, Slots))
         for line in lines:
-            parts, seconds = line.parts, msgspec.convert(line.time_s, _Time)
-            match line.what:
+            parts, seconds = line.fields, msgspec.convert(line.time_s, _Time)
+            match line.kind:
                 case "AttemptEnded" | "AttemptFailed":
-                    if line.what == "AttemptFailed":
+                    if line.kind == "AttemptFailed":
                         failures[str(parts.get("kind", "broke_off"))] += 1
                     if (ran := parts.get("ran")) is not None:
                         engine, _, _, evaluation, age, began, context, generated = msgspec.convert(ran, _Ran)
@@ -281,43 +281,44 @@ def read_run(path: Path) -> RunData:
                 case "UpdateRequested":
                     updates.append(seconds)
                 case "Batch":
-                    batches.append(batch := msgspec.convert(parts | {"time_s": seconds}, Batch, str_keys=True))
+                    batches.append(batch := msgspec.convert(parts | {"time_s": seconds}, RecordedBatch, str_keys=True))
                     if (most := batch.metrics.get("auto_max_in_flight")) is not None:  # also after a restore
-                        there.most_changed(seconds, msgspec.convert(int(most), Slots))
+                        there.limit_changed(seconds, msgspec.convert(int(most), Slots))
                 case "Learning":
-                    reports.append(msgspec.convert(parts, Report))
+                    reports.append(msgspec.convert(parts, RecordedReport))
                 case "EnginesJoined":
-                    there.joined(seconds, msgspec.convert(parts["engines"], list[Engine]))
+                    there.joined(seconds, msgspec.convert(parts["engines"], list[RecordedEngine]))
                 case "EnginesLeft":
                     there.left(seconds, msgspec.convert(parts["names"], list[str]))
                 case "WorkChanged":
                     if (most := parts.get("max_in_flight")) is not None:
-                        there.most_changed(seconds, msgspec.convert(most, Slots))
+                        there.limit_changed(seconds, msgspec.convert(most, Slots))
                 case what:
-                    end = end_of(what, parts) or end
+                    end = end_text(what, parts) or end
     except RecordError:
         raise
     except (KeyError, TypeError, ValueError) as error:
         kind = "ValueError" if isinstance(error, ValueError) else type(error).__name__
         raise RecordError(f"line {line.number} of {path} is not valid: {kind}: {error}") from None
     if not batches and not rows:
-        raise RecordError(f"{path} has no batch and no request that ended: there is nothing to show{_earlier(path)}")
+        older = _older_record(path)
+        raise RecordError(f"{path} has no batch and no request that ended: there is nothing to show{older}")
     columns = np.array(rows, np.float64).reshape(-1, 7).T
     lengths = np.array(finished, np.int64).reshape(-1, 2).T
     run = RunData(
-        path=path, name=path.name, head=head, settings=settings, there=there, seconds=seconds, end=end,
+        path=path, name=path.name, head=head, settings=settings, engine_history=there, seconds=seconds, end=end,
         batches=batches, updates_s=updates, engines=list(numbers),
         engine=columns[0].astype(np.int64), age=columns[1].astype(np.int64), began_s=columns[2], ended_s=columns[3],
         context=columns[4], generated=columns[5], evaluation=columns[6] != 0,
         finished=lengths[0], finished_group=lengths[1], reports=reports, failures=failures,
     )  # fmt: skip
     for number, name in enumerate(run.engines):
-        if (cost := fit(run.requests_of(number, FITTED))) is not None:
+        if (cost := fit(run.requests_of(number, FITTED_REQUESTS))) is not None:
             run.costs[name] = cost
     return run
 
 
-def _earlier(path: Path) -> str:
+def _older_record(path: Path) -> str:
     """Return words that name the latest older record that was moved aside for this one; empty if there is none."""
     aside = (Path(f"{path}.{number}") for number in count(1))
     there = list(takewhile(Path.exists, aside))
@@ -341,7 +342,7 @@ def mean_busy(began_s: Floats, ended_s: Floats, edges: Floats) -> Floats:
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class RunDistance:
     """Distance of a run from the limit of its engines (:mod:`april.driver.step_limit`), and doubts about this figure.
 
     Attributes:
@@ -356,7 +357,7 @@ class Limit:
     doubt: str
 
 
-def limit_of(run: RunData) -> Limit | None:
+def limit_distance_of(run: RunData) -> RunDistance | None:
     """Compute the limit between the first and the last delivered batch; None if the engines' cost is unknown."""
     if len(run.batches) < 2:
         return None
@@ -367,13 +368,13 @@ def limit_of(run: RunData) -> Limit | None:
     halves = [distance(run, since, until, costs) for costs in _costs_of_halves(run)]
     first, second = halves if len(halves) == 2 else (None, None)
     both = None if first is None or second is None else (first.at_limit, second.at_limit)
-    return Limit(found, both, _doubt(run, since, until, both))
+    return RunDistance(found, both, _doubt(run, since, until, both))
 
 
 def _costs_of_halves(run: RunData) -> list[dict[str, FittedCost]]:
     out: list[dict[str, FittedCost]] = [{}, {}]
     for number, name in enumerate(run.engines):
-        requests = run.requests_of(number, FITTED)
+        requests = run.requests_of(number, FITTED_REQUESTS)
         middle = len(requests) // 2
         for costs, half in zip(out, (slice(0, middle), slice(middle, None)), strict=True):
             if (cost := fit(requests[half])) is not None:
@@ -383,19 +384,19 @@ def _costs_of_halves(run: RunData) -> list[dict[str, FittedCost]]:
 
 def _doubt(run: RunData, since: float, until: float, halves: tuple[float, float] | None) -> str:
     error = max(cost.error for cost in run.costs.values())
-    if error > SURE:
+    if error > MAX_FIT_ERROR:
         return f"the fitted cost misses the duration of a request by {error:.0%} on average"
     edges = np.linspace(since, until, 201)
     busy = mean_busy(run.began_s, run.ended_s, edges) / max(1, run.places)
     few, many = np.quantile(busy, [0.1, 0.95])
-    if many < NEARLY and (many < 0.5 or many < SPREAD * few):
+    if many < NEARLY_FULL and (many < 0.5 or many < MIN_BUSY_RATIO * few):
         return (
             f"between {few:.0%} and {many:.0%} of the places were busy, which does not tell what decoding costs when "
             "all of them are"
         )
     if halves is None:
         return "too few requests ended to compare two halves of them"
-    if abs(halves[0] - halves[1]) > SURE * max(halves):
+    if abs(halves[0] - halves[1]) > MAX_FIT_ERROR * max(halves):
         return (
             f"by the first half of the requests the limit takes {halves[0]:.0%} of the time, by the second half "
             f"{halves[1]:.0%}"
@@ -413,7 +414,7 @@ def distance(
     """
     costs = run.costs if costs is None else costs
     inside = (run.ended_s > since) & (run.ended_s <= until) & (run.generated > 0) & ~run.evaluation
-    engine_s = run.there.engine_s(since, until)
+    engine_s = run.engine_history.engine_s(since, until)
     if not costs or not inside.any() or engine_s <= 0.0:
         return None
     others = next(iter(costs.values()))
@@ -430,13 +431,13 @@ def distance(
     idle = dict.fromkeys(IdleCause, 0.0)
     for time_s, metrics in batches:
         step_s = metrics["step_s"]
-        places = run.there.place_s(time_s - step_s, time_s) / step_s if step_s > 0.0 else 0.0
+        places = run.engine_history.place_s(time_s - step_s, time_s) / step_s if step_s > 0.0 else 0.0
         for cause in IdleCause:
             idle[cause] += places * step_s * metrics.get(f"idle_{cause}", 0.0)
     again = sum(metrics.get("reprefill_tokens", 0.0) for _, metrics in batches)
     # engines join and leave: the formula gets constant ones with the same engine-seconds and place-seconds in total
     seconds = engine_s / len(brought)
-    places = run.there.place_s(since, until) / seconds
+    places = run.engine_history.place_s(since, until) / seconds
     return distance_of(
         brought, places=places, seconds=seconds, again=again,
         idle={str(cause): place_s for cause, place_s in idle.items()},

@@ -22,25 +22,25 @@ from rich.table import Table
 from rich.text import Text
 
 from april.errors import RecordError
-from april.record.file import BATCH, CLOSED, OVER, STANDING, Line, LineReader, end_of, refuse_other_formats
-from april.record.standing import Standing
+from april.record.file import BATCH, CLOSED, CUT_OFF, STATUS, Line, LineReader, end_text, refuse_other_formats
+from april.record.run_status import RunStatus
 from april.text.server_text import clean
-from april.view.progress import Line as ProgressLine
+from april.view.progress import ProgressLine as ProgressLine
 from april.view.progress import short
 
-KEPT = 8
+SHOWN_BATCHES = 8
 """Number of latest batches that are shown."""
-PIECE = 1 << 22
+READ_BYTES = 1 << 22
 """Number of bytes that are read at a time."""
-MOST_LINE = 1 << 28
+MAX_LINE_BYTES = 1 << 28
 """Largest size of a line in bytes; lines with a saved state are long."""
-LOOK_S = 0.5
+READ_EVERY_S = 0.5
 """Seconds between two reads of the file."""
 WINDOW_S = 60.0
 """Seconds over which tokens per second are averaged: a record gets all tokens of a request when it ends."""
 SILENT_S = 30.0
 """Seconds without a new line after which the screen says so."""
-MOST_ENGINES = 16
+MAX_SHOWN_ENGINES = 16
 COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("seconds", "step_s", lambda v: f"{v:.1f}"),
     ("busy", "engines_busy", lambda v: f"{v:.0%}"),
@@ -57,14 +57,14 @@ _DROPPED = "_dropped_"
 
 
 @dataclass(slots=True)
-class Seen:
+class WatchedRun:
     """State of a run as read from its record so far.
 
     Attributes:
         lines: number of lines that were read.
         seconds: time of the last line.
         standing: latest status of the run.
-        standings: (time, status) pairs that the latest :meth:`Follower.look` has read.
+        standings: (time, status) pairs that the latest :meth:`RecordFollower.read_more` has read.
         batches: latest batches, as (number, metrics, sentence on the bottleneck).
         dropped: number of prompts and responses dropped so far, by the name of the metric.
         end: sentence that says how the run ended; None while it runs.
@@ -72,14 +72,14 @@ class Seen:
 
     lines: int = 0
     seconds: float = 0.0
-    standing: Standing | None = None
-    standings: list[tuple[float, Standing]] = field(default_factory=list)
-    batches: deque[tuple[int, dict[str, float], str]] = field(default_factory=lambda: deque(maxlen=KEPT))
+    standing: RunStatus | None = None
+    standings: list[tuple[float, RunStatus]] = field(default_factory=list)
+    batches: deque[tuple[int, dict[str, float], str]] = field(default_factory=lambda: deque(maxlen=SHOWN_BATCHES))
     dropped: Counter[str] = field(default_factory=Counter)
     end: str | None = None
 
 
-class Follower:
+class RecordFollower:
     """Reads the lines that are appended to a record. If a new run replaces the file, it is read from its start.
 
     Args:
@@ -92,11 +92,11 @@ class Follower:
         self._begin()
 
     def _begin(self) -> None:
-        self._reader = LineReader(self._path, (BATCH, OVER, CLOSED, STANDING))
+        self._reader = LineReader(self._path, (BATCH, CUT_OFF, CLOSED, STATUS))
         self._rest = b""
-        self.seen = Seen()
+        self.seen = WatchedRun()
 
-    def look(self) -> bool:
+    def read_more(self) -> bool:
         """Read the next lines, if there are any; return True if more may be readable at once.
 
         Raises:
@@ -108,19 +108,19 @@ class Follower:
                 self.close()
                 self._file = self._path.open("rb")
                 self._begin()
-            piece = self._file.read(PIECE)
+            piece = self._file.read(READ_BYTES)
         except FileNotFoundError:
             return False
         except OSError as error:
             raise RecordError(f"{self._path} cannot be read: {error.strerror}") from None
         *lines, self._rest = (self._rest + piece).split(b"\n")
-        if len(self._rest) > (MOST_LINE if self._reader.number else PIECE):
+        if len(self._rest) > (MAX_LINE_BYTES if self._reader.number else READ_BYTES):
             raise RecordError(f"{self._path} is no record of april's: one of its lines does not end")
         for raw in lines:
             if (line := self._reader.read(raw + b"\n")) is not None:
                 self._add(line)
         self.seen.lines = self._reader.number
-        return len(piece) == PIECE
+        return len(piece) == READ_BYTES
 
     @property
     def exists(self) -> bool:
@@ -156,20 +156,20 @@ class Follower:
         return (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino) or there.st_size < self._file.tell()
 
     def _add(self, line: Line) -> None:
-        seen, parts = self.seen, line.parts
+        seen, parts = self.seen, line.fields
         seen.seconds = line.time_s
         try:
             if line.number == 1:
                 refuse_other_formats(self._path, parts)
-            elif line.what == STANDING:
-                seen.standing = msgspec.convert(parts, Standing)
+            elif line.kind == STATUS:
+                seen.standing = msgspec.convert(parts, RunStatus)
                 seen.standings.append((line.time_s, seen.standing))
-            elif line.what == BATCH:
+            elif line.kind == BATCH:
                 metrics = {str(name): float(value) for name, value in parts["metrics"].items()}
                 seen.batches.append((int(parts["id"]), metrics, str(parts["bottleneck"])))
                 seen.dropped.update({n: int(v) for n, v in metrics.items() if _DROPPED in n and v})
             else:
-                seen.end = end_of(line.what, parts)
+                seen.end = end_text(line.kind, parts)
         except RecordError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -182,14 +182,14 @@ class Screen:
     """Builds the screen of ``april watch`` from a growing record."""
 
     def __init__(self, path: Path) -> None:
-        self.follower = Follower(path)
+        self.follower = RecordFollower(path)
         self._path = path
         self._line = ProgressLine(WINDOW_S)
         self._seen = self.follower.seen
 
-    def look(self) -> bool:
+    def read_more(self) -> bool:
         """Read the next lines and return True if more may be readable at once. Raises RecordError."""
-        more = self.follower.look()
+        more = self.follower.read_more()
         seen = self.follower.seen
         if seen is not self._seen:  # a new run has replaced the file
             self._seen, self._line = seen, ProgressLine(WINDOW_S)
@@ -206,7 +206,7 @@ class Screen:
             return "no process on this machine writes the record: the run was killed, or is on another machine"
         return ""
 
-    def drawn(self, silent_s: float = 0.0) -> RenderableType:
+    def render(self, silent_s: float = 0.0) -> RenderableType:
         """Return the whole screen. ``silent_s``: seconds since the record last grew."""
         seen = self._seen
         if not self.follower.exists:
@@ -237,7 +237,7 @@ def _one_line(text: str) -> Text:
     return Text(text, no_wrap=True, overflow="ellipsis")
 
 
-def _steps(seen: Seen) -> Table:
+def _steps(seen: WatchedRun) -> Table:
     """Return a table of the latest batches, one row each."""
     out = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     out.add_column("step", justify="right")
@@ -249,22 +249,22 @@ def _steps(seen: Seen) -> Table:
     return out
 
 
-def _engines(seen: Seen, in_flight: dict[str, int]) -> Table:
+def _engines(seen: WatchedRun, in_flight: dict[str, int]) -> Table:
     """Return a table of engines: requests in flight, now or when the run ended, and metrics of the latest batch."""
     metrics = seen.batches[-1][1] if seen.batches else {}
     out = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for heading in ("engine", "in flight" if seen.end is None else "cut by its end", "cap", "memory", "weights"):
         out.add_column(heading, justify="left" if heading == "engine" else "right", no_wrap=heading != "engine")
     names = sorted(in_flight)
-    for name in names[:MOST_ENGINES]:
+    for name in names[:MAX_SHOWN_ENGINES]:
         cap, memory = metrics.get(f"{_ENGINE}{name}/cap"), metrics.get(f"{_ENGINE}{name}/kv_usage")
         unverified = metrics.get(f"{_ENGINE}{name}/unverified_weights")
         out.add_row(
             Text(clean(name, 60)), f"{in_flight[name]}", "" if cap is None else f"{cap:.0f}",
             "" if memory is None else f"{memory:.0%}", "unverified" if unverified else "",
         )  # fmt: skip
-    if len(names) > MOST_ENGINES:
-        out.add_row(f"and {len(names) - MOST_ENGINES} more")
+    if len(names) > MAX_SHOWN_ENGINES:
+        out.add_row(f"and {len(names) - MAX_SHOWN_ENGINES} more")
     return out
 
 
@@ -280,25 +280,25 @@ def watch(
     screen = Screen(path)
     try:
         if once:
-            while screen.look():
+            while screen.read_more():
                 pass
-            console.print(screen.drawn())
+            console.print(screen.render())
             return screen.follower.exists
         with Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
             wrote, lines, said = now(), 0, ""
             while True:
-                more = screen.look()
+                more = screen.read_more()
                 seen = screen.follower.seen
                 if seen.lines != lines:
                     wrote, lines = now(), seen.lines
                 if not console.is_terminal and not more and screen.notice not in ("", said):  # Live draws nothing there
                     said = screen.notice
                     console.print(said, soft_wrap=True)
-                live.update(screen.drawn(now() - wrote), refresh=True)
+                live.update(screen.render(now() - wrote), refresh=True)
                 if seen.end is not None and not more:
                     return True
                 if not more:
-                    sleep(LOOK_S)
+                    sleep(READ_EVERY_S)
     except KeyboardInterrupt:
         return True
     finally:

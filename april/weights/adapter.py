@@ -22,7 +22,7 @@ from april.engines.http.adapter_files import TENSORS, why_unservable
 from april.engines.http.weight_directories import ADAPTER_FILE
 from april.errors import ConfigError
 
-KEPT = 2
+MIN_KEPT_DIRECTORIES = 2
 """Number of newest directories that are always kept, as a slow server may still read the previous one."""
 
 
@@ -39,31 +39,31 @@ class TrainedAdapter:
     tensors: dict[str, Any] = field(repr=False)
     """Tensors by their names in a saved adapter; each rank has only its shards if the model is sharded."""
 
-    def write(self, folder: Path, *, here: bool = True, private: bool = False) -> None:
+    def write(self, folder: Path, *, writes: bool = True, private: bool = False) -> None:
         """Write the adapter into a new directory. Collective if tensors are sharded over ranks.
 
         Args:
-            here: True if this rank writes; False if it only takes part in gathering.
+            writes: True if this rank writes; False if it only takes part in gathering.
             private: True if only this user may read the files.
         """
         whole = {}
         for name, tensor in self.tensors.items():
             found = tensor.detach()
             found = found.full_tensor() if hasattr(found, "full_tensor") else found
-            if here:
+            if writes:
                 whole[name] = found.to("cpu").contiguous()
-        if not here:
+        if not writes:
             return
         from safetensors.torch import save_file
 
         os.makedirs(folder, mode=0o700 if private else 0o777)
         save_file(whole, folder / TENSORS, metadata={"format": "pt"})
-        (folder / ADAPTER_FILE).write_text(json.dumps(self.settings, indent=1, default=_plain), encoding="utf-8")
+        (folder / ADAPTER_FILE).write_text(json.dumps(self.settings, indent=1, default=_json_value), encoding="utf-8")
         for file in (TENSORS, ADAPTER_FILE) if private else ():
             os.chmod(folder / file, 0o600)
 
 
-def merged(model: Any) -> Any:
+def merged_copy(model: Any) -> Any:
     """Return a copy of the base model in main memory, with the active adapters merged into it."""
     import torch
 
@@ -117,7 +117,7 @@ def _split(key: str) -> tuple[str, str, str]:
     return key, "", ""
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, (set, frozenset)):
@@ -129,11 +129,11 @@ class AdapterDirectories:
     """Makes a directory for each version of the adapter, inside one that is removed at the end.
 
     Args:
-        within: directory that the servers can read, too; None means a temporary one on this machine.
+        parent: directory that the servers can read, too; None means a temporary one on this machine.
     """
 
-    def __init__(self, within: Path | None = None) -> None:
-        self._within = within
+    def __init__(self, parent: Path | None = None) -> None:
+        self._parent = parent
         self._root: Path | None = None
         self._number = 0
         self._written: deque[Path] = deque()
@@ -141,18 +141,18 @@ class AdapterDirectories:
     def write(self, adapter: TrainedAdapter) -> str:
         """Write the adapter into a new directory and return its path. Raises OSError."""
         if self._root is None:
-            if self._within is not None:
-                self._within.mkdir(parents=True, exist_ok=True)
-            self._root = Path(tempfile.mkdtemp(prefix="april-adapters-", dir=self._within))
+            if self._parent is not None:
+                self._parent.mkdir(parents=True, exist_ok=True)
+            self._root = Path(tempfile.mkdtemp(prefix="april-adapters-", dir=self._parent))
         self._number += 1
         made = self._root / str(self._number)
         self._written.append(made)
         adapter.write(made, private=True)
         return str(made)
 
-    def keep(self, paths: Collection[str]) -> None:
+    def remove_others(self, paths: Collection[str]) -> None:
         """Remove all directories except the newest and those that servers may read again (``paths``)."""
-        for made in list(self._written)[:-KEPT]:
+        for made in list(self._written)[:-MIN_KEPT_DIRECTORIES]:
             if str(made) not in paths:
                 shutil.rmtree(made, ignore_errors=True)
                 self._written.remove(made)

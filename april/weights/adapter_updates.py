@@ -13,7 +13,7 @@ from april.config.settings import Config
 from april.engines.http.adapter_files import why_unservable
 from april.engines.protocol import Engine, KeepsAdapters
 from april.errors import ConfigError
-from april.weights.adapter import AdapterDirectories, adapter_of, is_adapted, merged
+from april.weights.adapter import AdapterDirectories, adapter_of, is_adapted, merged_copy
 
 log = logging.getLogger("april")
 
@@ -22,15 +22,15 @@ class AdapterUpdates:
     """Writes the trainer's adapters to directories of april's own, from which engines load them."""
 
     def __init__(self, config: Config) -> None:
-        within = config.adapters_dir
-        self._directories = AdapterDirectories(None if within is None else Path(within))
-        self._far = [] if within is not None or not isinstance(config.engine, AddressedEngineConfig) else [
+        directory = config.adapters_dir
+        self._directories = AdapterDirectories(None if directory is None else Path(directory))
+        self._remote_urls = [] if directory is not None or not isinstance(config.engine, AddressedEngineConfig) else [
             url for url in config.engine.urls if urlsplit(url).hostname not in THIS_MACHINE
         ]  # fmt: skip
-        self._shared = within is not None
-        self._said = False
+        self._shared = directory is not None
+        self._warned = False
 
-    def prepare(self, what: str, weights: Any, engines: Sequence[Engine]) -> tuple[str | None, Any]:
+    def prepare(self, caller: str, weights: Any, engines: Sequence[Engine]) -> tuple[str | None, Any]:
         """Return (directory of the adapter, None), or (None, weights to be sent). No engine is told of the update yet.
 
         Raises ConfigError for a model with an adapter that the engines can take neither as an adapter nor merged.
@@ -44,31 +44,31 @@ class AdapterUpdates:
             need = lacking[0].capabilities.remedy("adapters")
             if not all(engine.capabilities.collective for engine in engines):
                 raise ConfigError(
-                    f"{what}: weights= is a model with an adapter (PEFT), and engine {lacking[0].name} takes none; "
+                    f"{caller}: weights= is a model with an adapter (PEFT), and engine {lacking[0].name} takes none; "
                     f"{need}"
                 )
-            if not self._said:
+            if not self._warned:
                 log.warning(
                     "engine %s takes no adapters, so the whole model is sent, the adapter merged into a copy; %s",
                     lacking[0].name, need,
                 )  # fmt: skip
-            self._said = True
-            return None, merged(weights)
-        if self._far and not self._shared:
+            self._warned = True
+            return None, merged_copy(weights)
+        if self._remote_urls and not self._shared:
             raise ConfigError(
-                f"{what}: {self._far[0]} is on another machine and loads an adapter from a directory; "
+                f"{caller}: {self._remote_urls[0]} is on another machine and loads an adapter from a directory; "
                 "set adapters_dir to one that all servers read"
             )
         adapter = adapter_of(weights)
         scales = all(e.capabilities.adapters is not None and e.capabilities.adapters.scales for e in engines)
         if (why := why_unservable(adapter.settings, scales=scales)) is not None:
-            raise ConfigError(f"{what}: the adapter cannot be served: {why}; give a merged copy of the model")
+            raise ConfigError(f"{caller}: the adapter cannot be served: {why}; give a merged copy of the model")
         return self._directories.write(adapter), None
 
-    def done(self, engines: Sequence[Engine], ask: Callable[[Callable[[], Any]], Any]) -> None:
-        """Remove directories that no server can read again; ``ask`` calls a function on april's loop."""
-        self._directories.keep(
-            ask(lambda: {p for e in engines if isinstance(e, KeepsAdapters) for p in e.adapter_paths()})
+    def remove_unused(self, engines: Sequence[Engine], call_on_loop: Callable[[Callable[[], Any]], Any]) -> None:
+        """Remove directories that no server can read again; ``call_on_loop`` calls a function on april's loop."""
+        self._directories.remove_others(
+            call_on_loop(lambda: {p for e in engines if isinstance(e, KeepsAdapters) for p in e.adapter_paths()})
         )
 
     def close(self) -> None:

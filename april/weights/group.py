@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from april.engines.weight_routes import BACKENDS, GLOO, NCCL, Handshake, Meeting, TensorSpec
+from april.engines.weight_transfer import BACKENDS, GLOO, NCCL, GroupInvitation, Handshake, TensorSpec
 from april.errors import ConfigError
 
 
@@ -29,14 +29,14 @@ class Group(Protocol):
 
 def open_group(
     backend: str, handshake: Handshake, address: str, world_size: int, timeout_s: float, bucket_bytes: int
-) -> tuple[Group, Meeting]:
-    """Open a group and return it with the :class:`Meeting` by which engines join; set its ``rank_offset`` per engine.
+) -> tuple[Group, GroupInvitation]:
+    """Open a group; return it with the :class:`GroupInvitation` for engines, whose ``rank_offset`` is set per engine.
 
     Args:
         address: address of this machine, as the workers reach it.
     """
     name = f"april-{os.urandom(8).hex()}"
-    meeting = Meeting(
+    meeting = GroupInvitation(
         address=address, port=0, world_size=world_size, rank_offset=1, group=name, backend=backend,
         timeout_s=timeout_s, bucket_bytes=bucket_bytes,
     )  # fmt: skip

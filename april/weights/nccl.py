@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from april.engines.groups.waiting import wait_until
-from april.engines.weight_routes import TensorSpec
+from april.engines.groups.polling import poll_until
+from april.engines.weight_transfer import TensorSpec
 
 LIBRARY = "libnccl.so.2"
 UNIQUE_ID_BYTES = 128
@@ -62,7 +62,7 @@ class NcclSender:
                 ended.append(None)
 
         threading.Thread(target=connect, name="april-nccl-joins", daemon=True).start()
-        wait_until(lambda: bool(ended), goes_on)
+        poll_until(lambda: bool(ended), goes_on)
         if ended[0] is not None:
             raise ended[0]
         self._stream = self._torch.cuda.Stream(self._device)
@@ -102,7 +102,7 @@ class NcclSender:
             self._require(begin(ctypes.c_void_p(self._stream.cuda_stream)))
             over = cuda.Event()
             over.record(self._stream)
-        wait_until(over.query, goes_on)
+        poll_until(over.query, goes_on)
 
     def _require(self, result: int) -> None:
         if result:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from april.engines.weight_routes import TensorSpec
+from april.engines.weight_transfer import TensorSpec
 from april.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 BUCKET_BYTES = 256 << 20
 """Default size of a bucket, in bytes."""
 WHAT_TO_GIVE = "give a torch module, a dict of tensors by name, or an iterable of (name, tensor)"
-_DRAWN = (
+_ALREADY_READ = (
     "weights: an iterator was given, and it has been drawn from; give a list, or an object whose __iter__ begins anew, "
     "so that weights can be sent again"
 )
-_WRAPPERS = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
+_WRAPPED_ATTRIBUTE = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
 """Wrapper classes of torch, each with the attribute that holds the wrapped model."""
-_IN_BETWEEN = ("_orig_mod.", "_checkpoint_wrapped_module.")
+_INSERTED_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Parts that torch.compile and activation checkpointing insert into the names of parameters."""
 
 
@@ -47,10 +47,10 @@ class Bucket:
 
 
 @dataclass(slots=True)
-class Portion:
+class UngatheredBucket:
     """The tensors of one bucket before they are gathered: sharded tensors are still shards."""
 
-    items: list[_Item]
+    items: list[_SourceTensor]
     last: bool
 
     def digest(self) -> bytes:
@@ -60,7 +60,7 @@ class Portion:
 
 
 @dataclass(frozen=True, slots=True)
-class _Item:
+class _SourceTensor:
     name: str
     tensor: Tensor
     split: Callable[[str, Tensor], Mapping[str, Tensor]] | None = None
@@ -76,13 +76,13 @@ class _Item:
 
     @property
     def dtype(self) -> str:
-        return name_of(self.tensor.dtype)
+        return dtype_name(self.tensor.dtype)
 
-    def bytes_as(self, dtype: torch.dtype | None) -> int:
+    def size_as(self, dtype: torch.dtype | None) -> int:
         sent_as = self.tensor.dtype if dtype is None or not self.tensor.is_floating_point() else dtype
         return int(self.tensor.numel()) * sent_as.itemsize
 
-    def whole(self, dtype: torch.dtype | None) -> Tensor:
+    def full_tensor(self, dtype: torch.dtype | None) -> Tensor:
         """Return the whole tensor; a collective call if the tensor is sharded over ranks."""
         tensor: Any = self.tensor.detach()
         if dtype is not None and tensor.is_floating_point():
@@ -129,63 +129,63 @@ class WeightSource(Weights):
         self.module = module_of(weights)
         self._items = _items_of(weights)
         self.repeatable = self._items is not None or not isinstance(weights, Iterator)
-        self._again: Iterable[Any] = () if self._items is not None else weights
+        self._iterable: Iterable[Any] = () if self._items is not None else weights
         # the rest of a generator that was read before would be sent as if it were everything
-        self._drawn = inspect.isgenerator(weights) and inspect.getgeneratorstate(weights) != inspect.GEN_CREATED
-        if self._drawn:
-            raise ConfigError(_DRAWN)
+        self._read_started = inspect.isgenerator(weights) and inspect.getgeneratorstate(weights) != inspect.GEN_CREATED
+        if self._read_started:
+            raise ConfigError(_ALREADY_READ)
 
     @property
     def sharded(self) -> bool:
         """True if all ranks must take part; False for an iterable, whose tensors are not known in advance."""
         return self._items is not None and any(item.sharded for item in self._items)
 
-    def portions(self) -> Iterator[Portion]:
+    def ungathered_buckets(self) -> Iterator[UngatheredBucket]:
         """Yield the content of each bucket before it is gathered. Not a collective call.
 
         Raises:
             ConfigError: the iterable yields something other than (name, tensor), a name twice, or nothing.
         """
-        if self._drawn and not self.repeatable:
-            raise ConfigError(_DRAWN)
-        self._drawn = True
-        items = iter(self._items) if self._items is not None else _checked(self._again)
-        ahead = next(items, None)
-        if ahead is None:
+        if self._read_started and not self.repeatable:
+            raise ConfigError(_ALREADY_READ)
+        self._read_started = True
+        items = iter(self._items) if self._items is not None else _checked(self._iterable)
+        next_item = next(items, None)
+        if next_item is None:
             raise ConfigError(f"weights: there are no tensors; {WHAT_TO_GIVE}")
-        while ahead is not None:
-            taken, size = [ahead], ahead.bytes_as(self._dtype)
-            ahead = next(items, None)
-            while ahead is not None and size + ahead.bytes_as(self._dtype) <= self.bucket_bytes:
-                size += ahead.bytes_as(self._dtype)
-                taken.append(ahead)
-                ahead = next(items, None)
-            yield Portion(taken, ahead is None)
-            taken.clear()
+        while next_item is not None:
+            items_taken, size = [next_item], next_item.size_as(self._dtype)
+            next_item = next(items, None)
+            while next_item is not None and size + next_item.size_as(self._dtype) <= self.bucket_bytes:
+                size += next_item.size_as(self._dtype)
+                items_taken.append(next_item)
+                next_item = next(items, None)
+            yield UngatheredBucket(items_taken, next_item is None)
+            items_taken.clear()
 
-    def gathered(self, portion: Portion) -> Bucket:
+    def gather(self, portion: UngatheredBucket) -> Bucket:
         """Return a portion as whole tensors. If some are sharded, it is collective: all ranks, at the same time."""
         specs: list[TensorSpec] = []
         tensors: list[Tensor] = []
         for item in portion.items:
-            whole = item.whole(self._dtype)
+            whole = item.full_tensor(self._dtype)
             parts = {item.name: whole} if item.split is None else item.split(item.name, whole)
             for name, part in parts.items():
-                specs.append(TensorSpec(name, name_of(part.dtype), tuple(part.shape)))
+                specs.append(TensorSpec(name, dtype_name(part.dtype), tuple(part.shape)))
                 tensors.append(part.contiguous())
             del whole, parts
         return Bucket(tuple(specs), tensors, portion.last)
 
-    def take_part(self, portion: Portion) -> None:
-        """Take part in gathering a portion for another rank, and keep nothing. Collective as :meth:`gathered`."""
+    def gather_for_others(self, portion: UngatheredBucket) -> None:
+        """Take part in gathering a portion for another rank, and keep nothing. Collective as :meth:`gather`."""
         for item in portion.items:
             if item.sharded:
-                item.whole(self._dtype)
+                item.full_tensor(self._dtype)
 
     def buckets(self) -> Iterator[Bucket]:
         """Yield all buckets, on a rank that sends; the tensors of each are dropped when the next one is requested."""
-        for portion in self.portions():
-            bucket = self.gathered(portion)
+        for portion in self.ungathered_buckets():
+            bucket = self.gather(portion)
             portion.items.clear()
             yield bucket
             bucket.tensors.clear()
@@ -198,7 +198,7 @@ def weight_source(weights: Any, *, bucket_bytes: int = BUCKET_BYTES, dtype: str 
     return WeightSource(weights, bucket_bytes=bucket_bytes, dtype=dtype)
 
 
-def name_of(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype as servers take it, such as ``bfloat16``."""
     return str(dtype).rpartition(".")[2]
 
@@ -222,7 +222,7 @@ def module_of(weights: Any) -> Any:
     return _unwrapped(weights) if isinstance(weights, torch.nn.Module) else None
 
 
-def _items_of(weights: Any) -> list[_Item] | None:
+def _items_of(weights: Any) -> list[_SourceTensor] | None:
     """Return the items if they can be checked in advance; None for an iterable, which must be read first."""
     import torch
 
@@ -240,14 +240,14 @@ def _items_of(weights: Any) -> list[_Item] | None:
     return items
 
 
-def _checked(pairs: Iterable[Any]) -> Iterator[_Item]:
+def _checked(pairs: Iterable[Any]) -> Iterator[_SourceTensor]:
     """Yield an item for each (name, tensor); raises ConfigError for anything else."""
     import torch
 
     seen: set[str] = set()
     for number, pair in enumerate(pairs):
         if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], str)):
-            raise ConfigError(f"weights: item {number} is {_shown(pair)}, and not (name, tensor); {WHAT_TO_GIVE}")
+            raise ConfigError(f"weights: item {number} is {_type_text(pair)}, and not (name, tensor); {WHAT_TO_GIVE}")
         name, tensor = pair
         if not isinstance(tensor, torch.Tensor):
             raise ConfigError(f"weights: {name} is a {type(tensor).__name__}, and not a tensor of torch")
@@ -255,11 +255,11 @@ def _checked(pairs: Iterable[Any]) -> Iterator[_Item]:
             raise ConfigError(f"weights: {name} comes twice; an engine would load one of the two")
         seen.add(name)
         _require_sendable(name, tensor)
-        yield _Item(name, tensor)
+        yield _SourceTensor(name, tensor)
         del pair, tensor  # free this tensor before the next one is read
 
 
-def _shown(value: Any) -> str:
+def _type_text(value: Any) -> str:
     return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, (tuple, list)) else "")
 
 
@@ -288,12 +288,12 @@ _ADAPTERS = (
 # ---------------------------------------------------------------- a module
 
 
-def _items_of_module(module: Any) -> list[_Item]:
+def _items_of_module(module: Any) -> list[_SourceTensor]:
     model = _unwrapped(module)
     names: dict[str, tuple[str, Any]] = {}
     tied = _tied_names(model)
     first: dict[int, str] = {}
-    stored = {_plain(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
+    stored = {_without_inserted(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
     for name, tensor in stored.items():
         if name.endswith("_extra_state"):
             continue  # state of a layer's kernel, not a weight of the checkpoint
@@ -310,16 +310,16 @@ def _items_of_module(module: Any) -> list[_Item]:
     return _as_in_checkpoint(model, items)
 
 
-def _plain(name: str) -> str:
-    for word in _IN_BETWEEN:
+def _without_inserted(name: str) -> str:
+    for word in _INSERTED_NAMES:
         name = name.replace(word, "")
     return name
 
 
 def _unwrapped(module: Any) -> Any:
     """Return the model without torch's wrappers; raises ConfigError if its tensors cannot be sent as weights."""
-    while (wrapper := next((_WRAPPERS[k] for k in _kinds(module) if k in _WRAPPERS), None)) is not None:
-        module = getattr(module, wrapper)
+    while (kind := next((k for k in _kinds(module) if k in _WRAPPED_ATTRIBUTE), None)) is not None:
+        module = getattr(module, _WRAPPED_ATTRIBUTE[kind])
     if "FullyShardedDataParallel" in _kinds(module):
         raise ConfigError(
             "weights: FSDP1 keeps the parameters of a layer in one flat tensor; use FSDP2 (fully_shard), or give an "
@@ -344,11 +344,11 @@ def _tied_names(model: Any) -> set[str]:
     tied: set[str] = set()
     for prefix, part in model.named_modules():
         keys = getattr(part, "all_tied_weights_keys", None) or getattr(part, "_tied_weights_keys", None) or ()
-        tied |= {_plain(f"{prefix}.{key}" if prefix else key) for key in keys}
+        tied |= {_without_inserted(f"{prefix}.{key}" if prefix else key) for key in keys}
     return tied
 
 
-def _as_in_checkpoint(model: Any, items: list[_Item]) -> list[_Item]:
+def _as_in_checkpoint(model: Any, items: list[_SourceTensor]) -> list[_SourceTensor]:
     """Rename and split tensors that transformers stores differently from the checkpoint (such as fused experts).
 
     Raises:
@@ -377,4 +377,4 @@ def _as_in_checkpoint(model: Any, items: list[_Item]) -> list[_Item]:
             f"weights: a checkpoint of {type(model).__name__} has tensors that are made of several of the model's; "
             "give an iterable of (name in the checkpoint, tensor)"
         )
-    return [i if list(parts[i.name]) == [i.name] else _Item(i.name, i.tensor, split) for i in items]
+    return [i if list(parts[i.name]) == [i.name] else _SourceTensor(i.name, i.tensor, split) for i in items]

@@ -13,9 +13,9 @@ from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from april.engines.groups.gloo import listening
-from april.engines.groups.waiting import wait_until
-from april.engines.weight_routes import GLOO, TensorSpec
+from april.engines.groups.gloo import listening_store
+from april.engines.groups.polling import poll_until
+from april.engines.weight_transfer import GLOO, TensorSpec
 
 T = TypeVar("T")
 DEVICE = {GLOO: "cpu"}
@@ -40,7 +40,7 @@ class TorchSender:
         dist: Any = torch.distributed
         self._backend, self._address, self._group, self._world_size = backend, address, group, world_size
         self._limit = timedelta(seconds=timeout_s)
-        at = listening(address)
+        at = listening_store(address)
         self.port: int = at.getsockname()[1]
         self._store = dist.TCPStore(
             address, self.port, None, True, self._limit, wait_for_workers=False, master_listen_fd=at.detach()
@@ -52,7 +52,7 @@ class TorchSender:
 
     def connect(self, goes_on: Callable[[], None]) -> None:
         """Wait until the workers have joined; with NCCL they join at the first tensor."""
-        self._process_group = self._apart(self._make, goes_on)
+        self._process_group = self._run_in_thread(self._make, goes_on)
 
     def _make(self) -> Any:
         import torch
@@ -82,8 +82,9 @@ class TorchSender:
         ready = [t.detach().to("cpu" if self._backend == GLOO else "cuda").contiguous() for t in tensors]
         self._works = []
         # in a thread, as the first broadcast creates NCCL's group
-        self._apart(lambda: self._works.extend(self._process_group.broadcast([t], options) for t in ready), goes_on)
-        wait_until(lambda: all(work.is_completed() for work in self._works), goes_on)
+        works = (self._process_group.broadcast([t], options) for t in ready)
+        self._run_in_thread(lambda: self._works.extend(works), goes_on)
+        poll_until(lambda: all(work.is_completed() for work in self._works), goes_on)
         for work in self._works:
             work.wait()
 
@@ -108,7 +109,7 @@ class TorchSender:
         # no daemon for gloo, as a thread inside torch at Python's exit kills the process; NCCL may never return
         threading.Thread(target=end, name="april-group-ends", daemon=self._backend != GLOO).start()
 
-    def _apart(self, call: Callable[[], T], goes_on: Callable[[], None]) -> T:
+    def _run_in_thread(self, call: Callable[[], T], goes_on: Callable[[], None]) -> T:
         """Run a call in a thread, as it may block and cannot be cancelled; closing the store ends its wait."""
         import torch
 
@@ -126,7 +127,7 @@ class TorchSender:
 
         self._thread = threading.Thread(target=run, name="april-group-calls", daemon=True)
         self._thread.start()
-        wait_until(lambda: bool(ended or errors), goes_on)
+        poll_until(lambda: bool(ended or errors), goes_on)
         if errors:
             raise errors[0]
         return ended[0]

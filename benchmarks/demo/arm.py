@@ -242,7 +242,7 @@ class Witness(RecordingEngine):
         self.recorded_tokens = 0
         """Number of tokens handed over."""
 
-    def alter(self, request: Request, chunk: Chunk) -> Chunk:
+    def alter_chunk(self, request: Request, chunk: Chunk) -> Chunk:
         """Count the tokens."""
         self.recorded_tokens += len(chunk.tokens)
         return chunk
@@ -255,7 +255,7 @@ class Witness(RecordingEngine):
             for segment in sample.segments:
                 if segment.kind is not SegmentKind.GENERATED:
                     continue
-                rows = self.handed_over[segment.attempt_id]
+                rows = self.yielded[segment.attempt_id]
                 tokens = np.concatenate([r.tokens for r in rows])
                 logprobs = np.concatenate([r.logprobs for r in rows])
                 versions = np.concatenate([np.full(len(r.tokens), r.version.n) for r in rows])

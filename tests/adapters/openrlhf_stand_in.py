@@ -20,7 +20,7 @@ from real_schedulers import LENGTHS, VOCAB
 
 import april.adapters.openrlhf
 from april.adapters.openrlhf.arguments import config_of
-from april.adapters.openrlhf.rollouts import Rollouts
+from april.adapters.openrlhf.rollouts import OpenRLHFRollouts
 from april.engines.protocol import Chunk, Request
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine, by_sample_key
@@ -148,12 +148,12 @@ class Run:
         async def opened(actors: Any) -> list[Engine]:
             return self.engines
 
-        from april.adapters.common.data_loader import CarryingLoader
+        from april.adapters.common.data_loader import CheckpointedLoader
 
         config = config_of(self.args, own)
         tokenizer = tokenizer or Tokenizer()
-        self.rollouts = Rollouts(self.args, config, tokenizer, [], open_engines=opened, check=True)
-        self.loader = CarryingLoader(self.loader, self.rollouts.save, self.rollouts.load)
+        self.rollouts = OpenRLHFRollouts(self.args, config, tokenizer, [], open_engines=opened, check=True)
+        self.loader = CheckpointedLoader(self.loader, self.rollouts.save, self.rollouts.load)
         self.rows: Any = None
         self.labels: list[str] = []
         """Of the groups that were delivered."""

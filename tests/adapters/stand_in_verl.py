@@ -14,8 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from april.adapters.verl.calls import Asked, Calls, Done, Message, Session, fields_of
-from april.adapters.verl.rollouts import Delivery, Rollouts, servers_of
+from april.adapters.verl.agent_calls import (
+    AgentLoopSession,
+    LLMCall,
+    LLMResult,
+    Message,
+    WorkerCalls,
+    fields_of,
+)
+from april.adapters.verl.rollouts import DeliveredRows, VerlRollouts, servers_of
 from april.adapters.verl.settings import RunSettings, settings_of
 from april.core.attachments import Placed
 from april.core.rollout_core import RolloutCore
@@ -151,7 +158,7 @@ class Server:
         self.gate.set()
 
 
-AgentLoop = Callable[[Session, list[int]], Awaitable[list[int]]]
+AgentLoop = Callable[[AgentLoopSession, list[int]], Awaitable[list[int]]]
 
 
 class Worker:
@@ -159,7 +166,7 @@ class Worker:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._calls = Calls()
+        self._calls = WorkerCalls()
         self.tasks: set[asyncio.Task[None]] = set()
 
     async def begin(self, row: str, number: int, uid: str, index: int, stored: Sequence[str]) -> None:
@@ -171,10 +178,10 @@ class Worker:
     async def messages(self) -> list[Message]:
         return await self._calls.messages()
 
-    async def answer(self, answers: Sequence[tuple[int, Done | str | None]]) -> None:
+    async def answer(self, answers: Sequence[tuple[int, LLMResult | str | None]]) -> None:
         self._calls.answer(answers)
 
-    async def _agent_loop(self, session: Session) -> None:
+    async def _agent_loop(self, session: AgentLoopSession) -> None:
         trainer, uid = self._trainer, session.uid
         row = trainer.queue[uid]
         prompt = [50, row, session.index]
@@ -216,7 +223,7 @@ class Trainer:
         self.server.experts = bool(rollout["enable_rollout_routing_replay"])
         self.servers = servers_of(self.settings, self._send, self._abort, (EOS,))
         self.worker = self._in_loop(lambda: Worker(self))
-        self.run = Rollouts(self.settings, self.servers, self.fetch, [self.worker])
+        self.run = VerlRollouts(self.settings, self.servers, self.fetch, [self.worker])
         self.april = self._in_loop(lambda: rollouts(self.settings.config, **self.run.parts))
         self.way_s = 0.0
         """Between a request's start and its server's hearing of it."""
@@ -258,7 +265,7 @@ class Trainer:
             offered.append((uid, uid))
         self.run.prompts.offer(offered)
 
-    async def _send(self, asked: Asked, token_ids: list[int], max_tokens: int) -> Any:
+    async def _send(self, asked: LLMCall, token_ids: list[int], max_tokens: int) -> Any:
         if self.way_s:
             await asyncio.sleep(self.way_s)
         output = await self.server.generate(token_ids, max_tokens)
@@ -274,7 +281,7 @@ class Trainer:
 
     # ---------------------------------------------------------------- training
 
-    def step(self) -> Delivery:
+    def step(self) -> DeliveredRows:
         """Rollouts, training, new weights."""
         self.fetch(self.settings.config.rollout_batch_size)
         delivery = self.loop.run_until_complete(self._next_batch(self.step_number - 1))
@@ -288,7 +295,7 @@ class Trainer:
             del self.queue[uid]
         return delivery
 
-    async def _next_batch(self, label: int) -> Delivery:
+    async def _next_batch(self, label: int) -> DeliveredRows:
         if label != self.april.version.n:
             await self.april.weight_update(trained=self.run.deliveries.last, label=label)
         batch = await self.april.next_batch()
@@ -364,15 +371,15 @@ OUTPUTS: dict[tuple[str, int], dict[str, Any]] = {}
 
 
 async def generate(
-    session: Session, prompt: list[int], max_tokens: int, attached: tuple[Placed, ...] = (),
+    session: AgentLoopSession, prompt: list[int], max_tokens: int, attached: tuple[Placed, ...] = (),
     banned_ids: tuple[int, ...] = (),
-) -> Done:  # fmt: skip
+) -> LLMResult:  # fmt: skip
     """A call, as verl's client makes it."""
     sampling = {"max_tokens": max_tokens, "temperature": 1.0, "banned_ids": banned_ids}
-    return await session.generate(Asked(token_ids=prompt, sampling=sampling, attached=attached))
+    return await session.generate(LLMCall(token_ids=prompt, sampling=sampling, attached=attached))
 
 
-async def single_turn(session: Session, prompt: list[int]) -> list[int]:
+async def single_turn(session: AgentLoopSession, prompt: list[int]) -> list[int]:
     """One call, as verl's single-turn agent loop makes it."""
     done = await generate(session, prompt, 40)
     OUTPUTS[session.uid, session.index] = fields_of(done, session.spans)

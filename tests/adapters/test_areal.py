@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from adapters import stand_in_areal as areal
-from april.adapters.areal.rollouts import CURRENT
-from april.adapters.common.media import digest_of
+from april.adapters.areal.rollouts import CURRENT_LLM
+from april.adapters.common.placed_media import digest_of
 from april.core.types import DropReason, FinishReason, SampleId
 from april.driver.llm import Completion
 from april.errors import CheckpointError, ConfigError, RolloutError
@@ -310,7 +310,7 @@ class Policy:
     async def forward(self, token_ids: list[int], sampling: dict[str, Any], attached: Any) -> Completion:
         self.asked, self.sampling, self.attached = token_ids, sampling, attached
         ids, servers = np.array(token_ids, np.int32), self.engine.servers
-        self.result = await servers._ask(servers.requests[self.sample_id], ids, sampling["max_tokens"])
+        self.result = await servers._send_to_server(servers.requests[self.sample_id], ids, sampling["max_tokens"])
         tokens = np.arange(len(self.versions), dtype=np.int32)
         return Completion(
             tokens=tokens, logprobs=tokens * np.float32(-0.5), versions=np.array(self.versions, np.int32),
@@ -328,7 +328,7 @@ class Call:
         self.more: dict[str, Any] = {}
         inner = areal.RemoteInfEngine(SimpleNamespace(request_timeout=1.0))
         trainer = importlib.import_module("april.adapters.areal.trainer")
-        self.engine = trainer.Engine(inner, lambda: self.pauses, lambda: None, (areal.EOS,))
+        self.engine = trainer.WorkflowEngine(inner, lambda: self.pauses, lambda: None, (areal.EOS,))
         self.policy = Policy(self.engine, [(0, 6)] * 3 + [(0, 7)])
 
     def __call__(self, **more: Any) -> Any:
@@ -336,7 +336,7 @@ class Call:
         gconfig = SimpleNamespace(**sampling, new=lambda **new: SimpleNamespace(**{**sampling, **new}))
 
         async def program() -> Any:
-            CURRENT.set(self.policy)  # type: ignore[arg-type]
+            CURRENT_LLM.set(self.policy)  # type: ignore[arg-type]
             request = areal.request([50, 3], gconfig)
             vars(request).update(self.more)
             return await self.engine.agenerate(request)

@@ -28,7 +28,7 @@ from tiny_vision import IMAGE_ID, encoded, picture, tiny_processor
 from adapters.openrlhf_stand_in import GROUPS, ROWS, SAMPLES, Engine, Loader, Run, Tokenizer, installed, namespace, row
 from april.adapters import openrlhf as launcher
 from april.adapters.openrlhf.arguments import config_of
-from april.adapters.openrlhf.rollouts import Rollouts, TransferElsewhere
+from april.adapters.openrlhf.rollouts import OpenRLHFRollouts, TransferThread
 from april.core.types import Prompt
 from april.driver.rewards import Response
 from april.engines.attachments import attachment_bytes
@@ -246,10 +246,10 @@ def test_checkpoints_without_april() -> None:
 
 def test_what_a_rejected_group_was_given_is_kept_for_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A state that was taken just before the verdict asks for it after it; and nobody does later."""
-    in_range = Rollouts._in_range
+    in_range = OpenRLHFRollouts._in_range
     rejected = 0
 
-    def judged(self: Rollouts, prompt: Prompt, responses: Sequence[Response]) -> bool:
+    def judged(self: OpenRLHFRollouts, prompt: Prompt, responses: Sequence[Response]) -> bool:
         nonlocal rejected
         kept = in_range(self, prompt, responses)
         rejected += not kept
@@ -259,7 +259,7 @@ def test_what_a_rejected_group_was_given_is_kept_for_a_batch(monkeypatch: pytest
     def scores(query: str, prompt: str, label: str) -> Any:
         return {"rewards": 1.0, "scores": [int(label) % 2 / 2]}
 
-    monkeypatch.setattr(Rollouts, "_in_range", judged)
+    monkeypatch.setattr(OpenRLHFRollouts, "_in_range", judged)
     with Run(algo__dynamic_filtering_enable=True) as run:
         for engine in run.engines:
             engine.answer = scores
@@ -306,16 +306,16 @@ class Training:
     ) -> None:  # fmt: skip
         actors: Any = importlib.import_module("april.adapters.openrlhf.actors")
         self.engines = [Engine("e0"), Engine("e1")]
-        self.rollouts: list[Rollouts] = []
+        self.rollouts: list[OpenRLHFRollouts] = []
 
         async def opened(handles: Any) -> Any:
             return handles
 
-        def made(*args: Any) -> Rollouts:
-            self.rollouts.append(Rollouts(*args, open_engines=opened, check=True))
+        def made(*args: Any) -> OpenRLHFRollouts:
+            self.rollouts.append(OpenRLHFRollouts(*args, open_engines=opened, check=True))
             return self.rollouts[-1]
 
-        monkeypatch.setattr(actors, "Rollouts", made)
+        monkeypatch.setattr(actors, "OpenRLHFRollouts", made)
         args = namespace(train__async_enable=kind == "async", **flags)
         args.april = settings
         strategy = SimpleNamespace(args=args, update=lambda samples: update(self))
@@ -400,9 +400,9 @@ def test_a_broadcast_does_not_wait_for_a_batch(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("adapters.openrlhf_stand_in.LENGTHS", SomeAreLong())
     happened: list[str] = []
     asked_again = threading.Event()
-    take, receive = Rollouts.next, Engine.receive
+    take, receive = OpenRLHFRollouts.next, Engine.receive
 
-    def taken(self: Rollouts, rows: Any) -> Any:
+    def taken(self: OpenRLHFRollouts, rows: Any) -> Any:
         happened.append("asked")
         if len(happened) > 1:
             asked_again.set()
@@ -414,7 +414,7 @@ def test_a_broadcast_does_not_wait_for_a_batch(monkeypatch: pytest.MonkeyPatch) 
         happened.append("weights")
         receive(self)
 
-    monkeypatch.setattr(Rollouts, "next", taken)
+    monkeypatch.setattr(OpenRLHFRollouts, "next", taken)
     monkeypatch.setattr(Engine, "receive", received)
     Training(
         "async", {**CONTINUOUS, "max_in_flight": GROUPS * SAMPLES}, monkeypatch,
@@ -463,9 +463,9 @@ def test_a_transfer_that_breaks_off(kind: str, monkeypatch: pytest.MonkeyPatch) 
         stock(self)
 
     monkeypatch.setattr(BasePPOTrainer, "broadcast_to_vllm", breaks)
-    seen: list[Rollouts] = []
-    close = Rollouts.close
-    monkeypatch.setattr(Rollouts, "close", lambda self: (seen.append(self), close(self)))
+    seen: list[OpenRLHFRollouts] = []
+    close = OpenRLHFRollouts.close
+    monkeypatch.setattr(OpenRLHFRollouts, "close", lambda self: (seen.append(self), close(self)))
     with pytest.raises((OSError, RolloutError), match=r"a rank is gone|transfer of weights broke off"):
         Training(kind, CONTINUOUS, monkeypatch)
 
@@ -479,7 +479,7 @@ def test_a_transfer_elsewhere() -> None:
         transfer()
         said.append("goes on")
 
-    there = TransferElsewhere(hand_over)
+    there = TransferThread(hand_over)
     for _ in range(2):
         there.begin()
         assert said == ["stopped"]
@@ -496,14 +496,14 @@ def test_a_transfer_elsewhere() -> None:
         raise CheckpointError("not now")
 
     with pytest.raises(CheckpointError, match="not now"):
-        TransferElsewhere(refuses).begin()
+        TransferThread(refuses).begin()
 
 
 def test_the_end_waits_for_a_transfer() -> None:
     """The half that generates is done first; the broadcast after the last batches still finds a scheduler."""
     with Run(CONTINUOUS) as run:
         run.step(0)
-        there = TransferElsewhere(run.rollouts.hand_over)
+        there = TransferThread(run.rollouts.hand_over)
         there.begin()
         closing = threading.Thread(target=run.rollouts.close)
         closing.start()

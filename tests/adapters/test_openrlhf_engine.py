@@ -23,7 +23,7 @@ from april.core.attachments import Attachment, Placed
 from april.core.sampling import LogprobKind, SamplingParams
 from april.core.versions import PolicyVersion
 from april.engines.protocol import Chunk, EngineFinish, Request
-from april.engines.vllm.actor import ActorSide
+from april.engines.vllm.actor import EngineActor
 from april.errors import AttachmentError, EngineBusy, EngineError, RequestRefused
 
 PROMPT = [12, 20, 30]
@@ -34,7 +34,7 @@ class Actor:
     """A handle: every call is a task, and what crosses it is copied as Ray would."""
 
     def __init__(self, llm: FakeAsyncLLM) -> None:
-        self.side = ActorSide(llm)
+        self.side = EngineActor(llm)
         self.pushes = 0
         self.dead = False
         self.calls: list[str] = []
@@ -201,7 +201,7 @@ async def test_an_actor_that_was_started_anew() -> None:
         await engine.update_weights(PolicyVersion(0, 1))
         assert (await engine.health()).current
         llm.label = "default"  # of a new process
-        actor.side = ActorSide(llm)
+        actor.side = EngineActor(llm)
         with pytest.raises(EngineError, match=r"under weights 0\.0 and not 0\.1; was its actor started anew"):
             await collect(engine, request())
         health = await engine.health()
@@ -213,7 +213,7 @@ async def test_an_actor_that_was_started_anew_during_a_transfer() -> None:
     """The trainer has written into one that is gone: the update is refused, and the next one is whole."""
     async with world() as (llm, actor, engine):
         await engine.pause()
-        actor.side = ActorSide(llm)
+        actor.side = EngineActor(llm)
         with pytest.raises(EngineError, match="started anew while weights were handed over"):
             await engine.update_weights(PolicyVersion(0, 1))
         await engine.resume()

@@ -315,7 +315,7 @@ def test_names_that_an_adapter_does_not_have(name: str) -> None:
 def test_importing_adapters_loads_no_trainer() -> None:
     """Nor torch or Ray; what verl's driver and workers run by is imported here, too."""
     names = (
-        "trl", "areal", "verl", "openrlhf", "slime", "shared", "verl.calls", "verl.rollouts", "verl.settings"
+        "trl", "areal", "verl", "openrlhf", "slime", "common", "verl.agent_calls", "verl.rollouts", "verl.settings"
     )  # fmt: skip
     code = f"""import importlib, sys
 for name in {[f"april.adapters.{name}" for name in names]}:
@@ -369,7 +369,7 @@ def all_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "verl", ModuleType("verl"))
     monkeypatch.setitem(sys.modules, "verl.stand_in", there)
     monkeypatch.setattr(seams, "version_of", lambda package: "0.9.7")
-    monkeypatch.setattr(verl_checks, "SEAMS", {"verl.stand_in:A.sample": ("self", "steps")})
+    monkeypatch.setattr(verl_checks, "REQUIRED_FUNCTIONS", {"verl.stand_in:A.sample": ("self", "steps")})
     with openrlhf.installed(), slime.installed():
         yield monkeypatch
 
@@ -385,7 +385,7 @@ def slime_session() -> Any:
 PPO = "openrlhf.trainer.ppo_trainer"
 EXECUTOR = "areal.infra.workflow_executor.WorkflowExecutor"
 RM = "slime.rollout.rm_hub.async_rm"
-VERL_SEAMS = "april.adapters.verl.settings.SEAMS"
+VERL_SEAMS = "april.adapters.verl.settings.REQUIRED_FUNCTIONS"
 
 
 @pytest.mark.parametrize(("place", "other", "look", "sentence"), [

@@ -14,8 +14,16 @@ import numpy as np
 import pytest
 
 from adapters.stand_in_verl import EOS, Trainer, generate, single_turn
-from april.adapters.common.media import digest_of, placed_media, runs_of
-from april.adapters.verl.calls import Asked, Calls, Done, Result, SampleGivenUp, Session, result_of
+from april.adapters.common.placed_media import digest_of, placed_media, runs_of
+from april.adapters.verl.agent_calls import (
+    AgentLoopSession,
+    LLMCall,
+    LLMResult,
+    SampleGivenUp,
+    ServerResult,
+    WorkerCalls,
+    result_of,
+)
 from april.core.versions import PolicyVersion
 from april.engines.simulated.synthetic_rows import synthetic_rows
 from april.errors import CheckpointError, RolloutError
@@ -68,7 +76,7 @@ def test_late_requests_neither_hang_the_step_nor_are_lost(trainer: Make) -> None
         run.update()
         run.validate(15.0)  # the server goes on with what waited at its gate
     tokens = run.ledgers()["tokens"]
-    late = sum(len(tokens) for _, _, _, tokens, *_ in run.servers.late())
+    late = sum(len(tokens) for _, _, _, tokens, *_ in run.servers.late_responses())
     assert tokens["observed"] == tokens["delivered"] + tokens["held"] == run.server.generated - late
     assert run.core.counters["fenced_attempts"] > 0
     assert max(Counter(run.trained).values()) == 1
@@ -95,10 +103,10 @@ def test_groups_without_a_signal_are_replaced(trainer: Make) -> None:
 def test_several_turns_are_one_partial_rollout(trainer: Make) -> None:
     """Two calls with a tool between them, cut over updates: tokens of the tool are in no span."""
 
-    async def two_turns(session: Session, prompt: list[int]) -> list[int]:
-        first: Done = await generate(session, prompt, 9)
+    async def two_turns(session: AgentLoopSession, prompt: list[int]) -> list[int]:
+        first: LLMResult = await generate(session, prompt, 9)
         tool = [70, 71]
-        second: Done = await generate(session, [*prompt, *first.tokens.tolist(), *tool], 20)
+        second: LLMResult = await generate(session, [*prompt, *first.tokens.tolist(), *tool], 20)
         return [*first.tokens.tolist(), *tool, *second.tokens.tolist()]
 
     run = trainer(lambda row, sample: 26 if row < 2 else 12)
@@ -119,15 +127,15 @@ def test_an_agent_loop_that_was_replaced_is_not_heard(trainer: Make) -> None:
     told: list[int] = []
     """Those that were told that it goes on without them."""
 
-    async def with_a_slow_tool(session: Session, prompt: list[int]) -> list[int]:
+    async def with_a_slow_tool(session: AgentLoopSession, prompt: list[int]) -> list[int]:
         me = prompt[1], prompt[2]
         lives[me] += 1
         life = lives[me]
-        first: Done = await generate(session, prompt, 3)
+        first: LLMResult = await generate(session, prompt, 3)
         if prompt[1] == 0 and lives[me] < 3:
             await asyncio.sleep(25.0)
         try:
-            second: Done = await generate(session, [*prompt, *first.tokens.tolist()], 20)
+            second: LLMResult = await generate(session, [*prompt, *first.tokens.tolist()], 20)
         except SampleGivenUp:
             told.append(life)
             raise
@@ -154,7 +162,7 @@ def test_an_agent_loop_that_was_replaced_is_not_heard(trainer: Make) -> None:
 def test_an_agent_loop_without_a_call_is_told(trainer: Make) -> None:
     """Groups that fail in a row end the step with the last reason."""
 
-    async def silent(session: Session, prompt: list[int]) -> list[int]:
+    async def silent(session: AgentLoopSession, prompt: list[int]) -> list[int]:
         return []
 
     run = trainer()
@@ -185,7 +193,7 @@ def test_too_old_tokens(trainer: Make, on_stale: str) -> None:
 # ---------------------------------------------------------------- mishaps
 
 
-async def with_a_cancelled_tool(session: Session, prompt: list[int]) -> list[int]:
+async def with_a_cancelled_tool(session: AgentLoopSession, prompt: list[int]) -> list[int]:
     """A CancelledError from within: for row 2 once, for row 1 always."""
     failures[prompt[1], 0] += 1
     if prompt[1] == 1 or (prompt[1] == 2 and failures[2, 0] == 1):
@@ -193,7 +201,7 @@ async def with_a_cancelled_tool(session: Session, prompt: list[int]) -> list[int
     return await single_turn(session, prompt)
 
 
-async def in_a_hurry(session: Session, prompt: list[int]) -> list[int]:
+async def in_a_hurry(session: AgentLoopSession, prompt: list[int]) -> list[int]:
     """For row 1, a timeout around a call, after which it goes on or asks again."""
     if prompt[1] != 1:
         return await single_turn(session, prompt)
@@ -204,7 +212,7 @@ async def in_a_hurry(session: Session, prompt: list[int]) -> list[int]:
     return done.tokens.tolist()
 
 
-async def parallel(session: Session, prompt: list[int]) -> list[int]:
+async def parallel(session: AgentLoopSession, prompt: list[int]) -> list[int]:
     """For row 1, two calls at the same time, which are refused: one response per sample."""
     if prompt[1] == 1:
         await asyncio.gather(*(generate(session, prompt, 9) for _ in range(2)))
@@ -246,7 +254,7 @@ def test_a_dropped_group_holds_up_no_step(trainer: Make) -> None:
 def test_a_dropped_prompt_is_not_asked_again_after_a_restart(trainer: Make, tmp_path: Path) -> None:
     """It was dropped between a batch and its checkpoint, so it is still in verl's queue."""
 
-    async def with_a_slow_tool(session: Session, prompt: list[int]) -> list[int]:
+    async def with_a_slow_tool(session: AgentLoopSession, prompt: list[int]) -> list[int]:
         if prompt[1] == 1 and session.index == 0:
             await asyncio.sleep(3.0)  # three times, and the step ends at 8
             raise ValueError("broken")
@@ -276,7 +284,7 @@ def test_tokens_that_came_late_are_in_the_checkpoint(trainer: Make, tmp_path: Pa
     run.delay_s = 3.0  # longer than the step waits
     run.step()
     run.validate(10.0)
-    assert run.servers.late()
+    assert run.servers.late_responses()
     generated, mine = run.server.generated, run.save(tmp_path)
     again = trainer(lambda row, sample: 30 if row == 0 else 4)
     again.load(tmp_path, mine)
@@ -326,8 +334,8 @@ def test_long_responses_are_cut_to_their_limit_and_none_is_lost(trainer: Make) -
     ones are."""
     by_length: Counter[bool] = Counter()
 
-    async def single_call(session: Session, prompt: list[int]) -> list[int]:
-        done: Done = await generate(session, prompt, 40)
+    async def single_call(session: AgentLoopSession, prompt: list[int]) -> list[int]:
+        done: LLMResult = await generate(session, prompt, 40)
         by_length[done.by_length] += prompt[1] % 2
         return done.tokens.tolist()
 
@@ -438,7 +446,7 @@ def test_what_a_server_says(dtype: Any) -> None:
     rows = np.arange(2 * 3 * 2, dtype=dtype).reshape(2, 3, 2) * dtype(20)
     output = SimpleNamespace(token_ids=[5, 6], log_probs=[-1.0, -1.0], stop_reason="completed", extra_fields={},
                              routed_experts=rows)  # fmt: skip
-    result: Result = result_of(1, output)
+    result: ServerResult = result_of(1, output)
     assert result.extras["routed_experts"].dtype == np.uint8
     assert np.array_equal(result.extras["routed_experts"], rows)
     assert len(result_of(1, output, 1).extras["routed_experts"]) == 1
@@ -464,7 +472,7 @@ def test_a_rollout_that_sees_another_image_after_a_restart_begins_anew(trainer: 
     """Their tokens are equal: what was said of the one is no answer about the other. With the same image it goes on."""
 
     def looks_at(picture: bytes) -> Any:
-        async def rollout(session: Session, prompt: list[int]) -> list[int]:
+        async def rollout(session: AgentLoopSession, prompt: list[int]) -> list[int]:
             attached = placed_media(prompt, {"image": [picture]}, {"image": 50})
             assert len(attached) == 1
             done = await generate(session, prompt, 40, attached=attached)
@@ -491,7 +499,7 @@ def test_a_rollout_that_sees_another_image_after_a_restart_begins_anew(trainer: 
 def test_a_generated_placeholder_is_dropped_by_name(trainer: Make) -> None:
     """A server without bans may write one; the actor could not read the row, so it is generated again."""
 
-    async def rollout(session: Session, prompt: list[int]) -> list[int]:
+    async def rollout(session: AgentLoopSession, prompt: list[int]) -> list[int]:
         done = await generate(session, prompt, 40, banned_ids=(PAD,))
         return [int(token) for token in done.tokens]
 
@@ -505,7 +513,7 @@ def test_a_generated_placeholder_is_dropped_by_name(trainer: Make) -> None:
 
 # ---------------------------------------------------------------- workers
 
-ASKED = Asked(token_ids=[1, 2, 3], sampling={})
+ASKED = LLMCall(token_ids=[1, 2, 3], sampling={})
 
 
 def said_by(agent_loop: Callable[[Any], Awaitable[None]], *told: Any) -> tuple[list[Any], list[str]]:
@@ -516,7 +524,7 @@ def said_by(agent_loop: Callable[[Any], Awaitable[None]], *told: Any) -> tuple[l
         forgotten.extend(keys)
 
     async def program() -> list[Any]:
-        calls = Calls()
+        calls = WorkerCalls()
         calls.begin(7, "u0", 1, ["u0_1_0"])
         task = asyncio.ensure_future(calls.run(7, agent_loop, forget))
         said = []

@@ -93,7 +93,7 @@ class Listening(Endpoint):
             retry = request.headers.get("x-stainless-retry-count", "0")
             wire = Wire(request.path.rpartition("/v1/")[2], retry, json.loads(raw))
             name = request.headers.get("X-Session-ID") if "/by-name/" in request.path else None
-            door = self._named.get(name) if name else self._doors.get(request.match_info["path"])
+            door = self._sessions_by_name.get(name) if name else self._sessions_by_path.get(request.match_info["path"])
             LOG.setdefault("" if door is None else door.key, []).append(wire)
             try:
                 response: web.StreamResponse = await handle(request)

@@ -180,7 +180,7 @@ def whole(said: Said, text: str = LONG) -> None:
 
 
 def traced(rows: Sequence[Row], attempts: Sequence[Attempt]) -> int:
-    """The number of trained tokens, each of which is in the engine's record behind the same tokens; raises Broken."""
+    """The number of trained tokens, each in the engine's record behind the same tokens; raises Broken."""
     by_context: dict[tuple[int, ...], list[Attempt]] = {}
     for attempt in attempts:
         by_context.setdefault(tuple(attempt.context), []).append(attempt)
@@ -222,7 +222,7 @@ def versions_of(row: Row) -> Sequence[Any]:
 
 
 def recomputed(subject: Subject, rows: Sequence[Row]) -> Figures:
-    """Log-probabilities that agree with those computed again, and the largest difference; raises Broken for another."""
+    """Log-probabilities that agree with those computed again, and the largest difference; raises Broken."""
     count, most = 0, 0.0
     for row in rows:
         versions_of(row)

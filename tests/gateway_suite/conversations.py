@@ -11,7 +11,7 @@ from tests.gateway_suite.subject import Door
 
 
 async def _continues(bench: Bench, door: Door, what: str) -> int:
-    """Raise Broken unless the session's last request begins with the tokens of the one before, and its answer."""
+    """Raise Broken unless the session's last request begins with the request before it and its answer."""
     attempts = await bench.subject.record(door)
     before = [*attempts[-2].context, *attempts[-2].tokens]
     if list(attempts[-1].context[: len(before)]) != before:

@@ -102,7 +102,7 @@ class WatchedEngine(RecordingEngine):
     @property
     def held(self) -> int:
         """Long answers that are under way."""
-        requests = [self.requests[i] for i in self.running if any(len(c.tokens) for c in self.handed_over[i])]
+        requests = [self.requests[i] for i in self.running if any(len(c.tokens) for c in self.yielded[i])]
         return sum(word_of(conversation(r).tolist()) in LONG_WORDS for r in requests)
 
     def attempts_of(self, sample: Any) -> list[Attempt]:
@@ -110,7 +110,7 @@ class WatchedEngine(RecordingEngine):
         found = []
         for name, request in self.requests.items():
             if request.sample_key == sample:
-                chunks = self.handed_over[name]
+                chunks = self.yielded[name]
                 found.append(Attempt(
                     context=request.token_ids.tolist(), tokens=[t for c in chunks for t in c.tokens.tolist()],
                     logprobs=[p for c in chunks for p in c.logprobs.tolist()],

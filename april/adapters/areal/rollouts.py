@@ -11,10 +11,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from april.adapters.common.data_loader import CarriedRows
+from april.adapters.common.data_loader import RowQueue
+from april.adapters.common.deliveries import Deliveries, checkpoint_errors
 from april.adapters.common.refusals import require_count
 from april.adapters.common.samples import is_masked
-from april.adapters.common.session import Deliveries, reading
 from april.adapters.common.trainer_servers import TrainerServers
 from april.config.settings import Config
 from april.core.batch import DeliveredSample
@@ -28,11 +28,11 @@ from april.serialization.state_file import read_state, write_state
 
 KIND = "areal"
 Trajectory = dict[str, Any]
-CURRENT: ContextVar[LLM | None] = ContextVar("april_llm", default=None)
+CURRENT_LLM: ContextVar[LLM | None] = ContextVar("april_llm", default=None)
 """april's LLM handle for the running workflow; None if april does not run it, as in an evaluation."""
 
 
-class Prompts:
+class ArealPrompts:
     """Iterates endlessly over the rows of AReaL's loader, as prompts without tokens.
 
     Each epoch has its own order, which stays the same after a restart.
@@ -48,9 +48,9 @@ class Prompts:
         """Number of the epoch that is being read, from 0."""
         self._batches: Iterator[Any] | None = None
         self._empty = 0
-        self.carried = CarriedRows(self._next)
+        self.carried = RowQueue(self._next)
 
-    def __iter__(self) -> Prompts:
+    def __iter__(self) -> ArealPrompts:
         return self
 
     def __next__(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class Prompts:
             self.epoch += 1
 
 
-class Rollouts:
+class ArealRollouts:
     """Makes one rank's training batches; created when the first batch is asked for.
 
     Args:
@@ -89,7 +89,7 @@ class Rollouts:
     """
 
     def __init__(
-        self, config: Config, servers: TrainerServers, end_all: Callable[[], None], prompts: Prompts,
+        self, config: Config, servers: TrainerServers, end_all: Callable[[], None], prompts: ArealPrompts,
         episode: Callable[[Any], Awaitable[Trajectory | None]], join: Callable[[list[Trajectory]], Trajectory],
         accepts: Callable[[Trajectory], bool] | None, *, check: bool = False,
     ) -> None:  # fmt: skip
@@ -121,17 +121,17 @@ class Rollouts:
                 f"the weights went from {now} to {label} while requests were at the servers, so nobody knows which "
                 "weights wrote their tokens; pause before the weights change, and resume after it"
             )
-        self.deliveries.follow(self.scheduler, label)
+        self.deliveries.report_weights(self.scheduler, label)
         if not self._continuous and last is not None:
             self.scheduler.commit(last)
         batch = self.scheduler.next_batch()
         if not self._continuous:
-            self._end_what_runs_on()
+            self._abort_remaining()
         groups = groupby(batch.samples, key=lambda row: row.id.group)
         joined = [self._joined([*rows]) for _, rows in groups]
         return joined, self.deliveries.metrics(batch, self.scheduler.ledger())
 
-    def _end_what_runs_on(self) -> None:
+    def _abort_remaining(self) -> None:
         """End all requests at the servers if there are any; AReaL's servers cannot end single ones."""
         if self._servers.busy:
             self._end_all()
@@ -139,11 +139,11 @@ class Rollouts:
     def pause(self) -> None:
         """End april's requests at the servers and send none until :meth:`resume`."""
         self.scheduler.pause()
-        self._end_what_runs_on()
+        self._abort_remaining()
 
     def resume(self, label: int) -> None:
         """Send requests again, with the weights to which the trainer gave the number ``label``."""
-        self.deliveries.follow(self.scheduler, label)
+        self.deliveries.report_weights(self.scheduler, label)
         self.scheduler.resume()
 
     def close(self) -> None:
@@ -170,7 +170,7 @@ class Rollouts:
     # ---------------------------------------------------------------- on the scheduler's event loop
 
     async def _rollout(self, prompt: Prompt, llm: LLM) -> list[Trajectory | None]:
-        CURRENT.set(llm)
+        CURRENT_LLM.set(llm)
         try:
             return [await self._episode(prompt.data["row"])]
         finally:
@@ -205,18 +205,18 @@ class Rollouts:
             ahead = plain(ahead, "prompts")
         except CheckpointError as error:
             raise CheckpointError(f"{error}; let the data set give such, or set recover.mode to disabled") from None
-        content = {"state": state, "late": self._servers.late(), "ahead": ahead, "epoch": self.prompts.epoch}
+        content = {"state": state, "late": self._servers.late_responses(), "ahead": ahead, "epoch": self.prompts.epoch}
         write_state(path, KIND, content)
         return theirs
 
     def restore(self, path: Path) -> None:
         """Restore a saved state before the first batch. Raises CheckpointError if it is damaged or does not fit."""
         content = read_state(path, KIND)
-        with reading(f"april's state in {path}"):
+        with checkpoint_errors(f"april's state in {path}"):
             state = content["state"]
             for group in (*state["core"]["ready"], *state["core"]["waiting"]):
                 group["data"] = restored(group["data"])
             self.prompts.epoch = content["epoch"]
-            self.prompts.carried.go_on(state["prompts"]["position"], restored(content["ahead"]))
-            self._servers.go_on(content["late"])
+            self.prompts.carried.restore(state["prompts"]["position"], restored(content["ahead"]))
+            self._servers.restore(content["late"])
         self.scheduler.load_state_dict(state)  # the trainer has loaded the weights

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from april.adapters.common.installed_trainer import import_trainer, require_seams
+from april.adapters.common.installed_trainer import import_trainer, require_functions
 from april.adapters.common.refusals import Refusal, distorting, divided_groups, greedy, misplaced, refuse
 from april.config.settings import Config
 from april.config.values import AUTO
 from april.core.types import Work
 from april.engines.protocol import ROUTED_EXPERTS
 
-TRIED = "1.0.4"
+TESTED_VERSION = "1.0.4"
 _TRAINER = "areal.trainer.rl_trainer:PPOTrainer"
 _EXECUTOR = "areal.infra.workflow_executor:WorkflowExecutor"
 _REMOTE = "areal.infra.remote_inf_engine"
-SEAMS: dict[str, tuple[str, ...]] = {
+REQUIRED_FUNCTIONS: dict[str, tuple[str, ...]] = {
     f"{_TRAINER}.__init__": ("self", "config", "train_dataset", "valid_dataset"),
     f"{_TRAINER}._create_dataloader": ("self", "dataset", "dataset_config", "rank", "world_size"),
     f"{_TRAINER}._init_rollout": ("self", "rollout_config", "is_eval", "lora_path"),
@@ -35,7 +35,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "areal.utils.recover:RecoverHandler.recover_info_path": ("experiment_name", "trial_name", "fileroot"),
 }  # fmt: skip
 """Parameters of AReaL's functions that april calls, overrides or relies on."""
-OURS = (
+APRIL_SETTINGS = (
     "over_sampling_batch_size", "partial_rollout", "generation", "refill", "max_in_flight", "on_stale", "max_age",
     "max_resumes", "max_held_tokens", "max_extras_bytes", "max_filtered_groups", "max_attempt_failures",
     "max_failed_groups", "abort_deadline_s", "abort_resend_s", "allow_mismatch", "on_failed_sample",
@@ -62,8 +62,8 @@ NEUTRAL_TOP_K = 1_000_000
 def require_areal() -> None:
     """Raise ConfigError if AReaL, or a function that april needs, is missing or has other parameters."""
     needs = "april.adapters.areal runs AReaL, which is not installed here"
-    import_trainer("areal", needs, TRIED, "; in a loop of your own use april.RolloutScheduler")
-    require_seams("areal", TRIED, SEAMS)
+    import_trainer("areal", needs, TESTED_VERSION, "; in a loop of your own use april.RolloutScheduler")
+    require_functions("areal", TESTED_VERSION, REQUIRED_FUNCTIONS)
 
 
 def config_of(config: Any, own: Mapping[str, Any], *, groups: int, ranks: int) -> Config:
@@ -79,7 +79,7 @@ def config_of(config: Any, own: Mapping[str, Any], *, groups: int, ranks: int) -
         ConfigError: settings contradict each other or are not supported.
     """
     refuse(refusals(config, own))
-    values = {name: own[name] for name in OURS if own.get(name) is not None}
+    values = {name: own[name] for name in APRIL_SETTINGS if own.get(name) is not None}
     stale = int(config.rollout.max_head_offpolicyness)
     values.setdefault("generation", "stepwise" if is_colocated(config) else "continuous")
     most = config.rollout.max_concurrent_rollouts
@@ -112,7 +112,7 @@ def refusals(config: Any, own: Mapping[str, Any]) -> Iterator[Refusal]:
     rollout, actor, sampling = config.rollout, config.actor, config.gconfig
     shown = "april[{!r}]"
     # fmt: off
-    yield from misplaced(own, "AReaL", DECIDED, (*OURS, *HERE), shown)
+    yield from misplaced(own, "AReaL", DECIDED, (*APRIL_SETTINGS, *HERE), shown)
     yield from divided_groups(own, "AReaL", "gconfig.n_samples rows", shown)
     for name in Work:
         yield (own.get(name) == AUTO, f"april[{str(name)!r}]='auto'",

@@ -25,19 +25,19 @@ from areal.utils.data import concat_padded_tensors
 from areal.utils.environ import is_single_controller
 from areal.utils.recover import RecoverHandler
 
-from april.adapters.areal.rollouts import CURRENT, Prompts, Rollouts, Trajectory
+from april.adapters.areal.rollouts import CURRENT_LLM, ArealPrompts, ArealRollouts, Trajectory
 from april.adapters.areal.settings import MAX_CONTEXT, config_of, refusals
-from april.adapters.common.data_loader import KEY, CarryingLoader
-from april.adapters.common.media import placed_media
+from april.adapters.common.data_loader import KEY, CheckpointedLoader
+from april.adapters.common.deliveries import closing_on_error
+from april.adapters.common.placed_media import placed_media
 from april.adapters.common.refusals import refuse
-from april.adapters.common.session import closing_on_error
-from april.adapters.common.trainer_servers import Result, TrainerServers
-from april.concurrency.worker_threads import in_thread
+from april.adapters.common.trainer_servers import ServerResult, TrainerServers
+from april.concurrency.worker_threads import run_in_thread
 from april.config.settings import Config
 from april.core.attachments import Placed
 from april.core.tape import Int32
 from april.core.types import DropReason, FinishReason
-from april.engines.http.token_rows import narrowed
+from april.engines.http.token_rows import narrow_ids
 from april.engines.protocol import ROUTED_EXPERTS
 from april.errors import CheckpointError, ConfigError, RolloutError
 from april.text.server_text import clean
@@ -48,7 +48,7 @@ STOP_REASONS = ("stop", "tool_calls", "length")
 
 
 @dataclass(slots=True)
-class Asked:
+class WorkflowCall:
     """A workflow's request and the stop reason of its latest response."""
 
     request: Any
@@ -57,7 +57,7 @@ class Asked:
     reason: str = "stop"
 
 
-class Engine:
+class WorkflowEngine:
     """Replaces AReaL's engine for workflows: ``agenerate`` goes through april, everything else to AReaL's engine.
 
     Args:
@@ -75,7 +75,7 @@ class Engine:
         self._inner, self._pauses = inner, pauses
         # a single engine, since AReaL itself balances requests over its servers
         self.servers = TrainerServers(
-            "areal", self._ask, lambda: in_thread(end_all), context=MAX_CONTEXT, eos_token_ids=ends,
+            "areal", self._ask, lambda: run_in_thread(end_all), max_context=MAX_CONTEXT, eos_token_ids=ends,
             attachments=("image",), extras=extras,
         )  # fmt: skip
 
@@ -84,7 +84,7 @@ class Engine:
 
     async def agenerate(self, req: Any) -> Any:
         """Return the response to a ModelRequest, with the weight version of each token."""
-        inner, llm = self._inner, CURRENT.get()
+        inner, llm = self._inner, CURRENT_LLM.get()
         if llm is None:
             return await inner.agenerate(req)
         prompt, sampling = list(req.input_ids), req.gconfig
@@ -102,10 +102,10 @@ class Engine:
         stands: int | None = getattr(req.processor, "image_token_id", None)
         attached: tuple[Placed, ...] = ()
         if stands is not None and req.image_data:
-            attached = await in_thread(placed_media, prompt, {"image": req.image_data}, {"image": stands})
+            attached = await run_in_thread(placed_media, prompt, {"image": req.image_data}, {"image": stands})
         # images without a known position are sent, but april does not track them
         banned = () if stands is None or (stands in prompt and not attached) else (int(stands),)
-        asked = self.servers.requests[llm.sample_id] = Asked(req, copy_context())
+        asked = self.servers.requests[llm.sample_id] = WorkflowCall(req, copy_context())
         done = await llm.forward(
             prompt,
             {
@@ -130,7 +130,7 @@ class Engine:
             **({} if experts is None else {"routed_experts": experts.astype(np.int32)}),
         )
 
-    async def _ask(self, asked: Asked, token_ids: Int32, max_tokens: int) -> Result:
+    async def _ask(self, asked: WorkflowCall, token_ids: Int32, max_tokens: int) -> ServerResult:
         """Send a single engine request for april and return the result."""
         inner, sampling = self._inner, asked.request.gconfig
         label, pauses = inner.get_version(), self._pauses()
@@ -148,12 +148,12 @@ class Engine:
         if pauses != self._pauses() and len(tokens):
             # weights may have changed during the request, so the version of these tokens is unknown
             unused, tokens, logprobs = (len(tokens), DropReason.UNKNOWN_WEIGHTS), tokens[:0], logprobs[:0]
-        return Result(
+        return ServerResult(
             tokens=tokens, logprobs=logprobs, label=label, unused=unused,
             aborted=made.stop_reason == "abort" or unused is not None,
             # the server may have a lower limit of its own, which is unknown here
             own_end=bool(getattr(sampling, "stop", None)) or made.stop_reason in ("length", "tool_calls"),
-            extras={} if experts is None or not len(tokens) else {ROUTED_EXPERTS: narrowed(experts, None)},
+            extras={} if experts is None or not len(tokens) else {ROUTED_EXPERTS: narrow_ids(experts, None)},
         )  # fmt: skip
 
     async def _answer(self, one: Any, label: int) -> Any:
@@ -191,7 +191,7 @@ class AprilExecutor(WorkflowExecutor):  # type: ignore[misc]
     ) -> None:
         super().__init__(config, inference_engine)
         self.april, self._ends, self._check = april, tuple(sorted(set(ends))), check
-        self.rollouts: Rollouts | None = None
+        self.rollouts: ArealRollouts | None = None
         """Source of the batches; None before the first batch."""
         self._pauses = 0
         """Number of pauses so far; weights may change in each."""
@@ -238,10 +238,10 @@ class AprilExecutor(WorkflowExecutor):  # type: ignore[misc]
 
     # ---------------------------------------------------------------- the run
 
-    def _open(self, loader: Any, workflow: Any, accepts: Callable[[Trajectory], bool] | None) -> Rollouts:
+    def _open(self, loader: Any, workflow: Any, accepts: Callable[[Trajectory], bool] | None) -> ArealRollouts:
         if isinstance(workflow, GroupedRolloutWorkflow):
             workflow = workflow.workflow  # april itself runs the samples of a group
-        engine = Engine(self.inference_engine, lambda: self._pauses, self._abort, self._ends, self.april.extras)
+        engine = WorkflowEngine(self.inference_engine, lambda: self._pauses, self._abort, self._ends, self.april.extras)
 
         async def episode(row: Any) -> Trajectory | None:
             task = self._task_id_generator.next()
@@ -256,8 +256,8 @@ class AprilExecutor(WorkflowExecutor):  # type: ignore[misc]
             finally:
                 perf_tracer.trace_session_event("mark_finalized", task_id=task, status=status)
 
-        rollouts = Rollouts(
-            self.april, engine.servers, self._abort, Prompts(loader), episode, self._join,
+        rollouts = ArealRollouts(
+            self.april, engine.servers, self._abort, ArealPrompts(loader), episode, self._join,
             None if accepts is None else self._counted(accepts), check=self._check,
         )  # fmt: skip
         if self.saved is not None:
@@ -327,7 +327,7 @@ class PPOTrainer(ArealPPOTrainer):  # type: ignore[misc]
     def _create_dataloader(self, dataset: Any, dataset_config: Any, rank: int, world_size: int) -> Any:
         loader = super()._create_dataloader(dataset, dataset_config, rank, world_size)
         if dataset_config is self.config.train_dataset:
-            return CarryingLoader(loader, self._with_april, self._load_april)
+            return CheckpointedLoader(loader, self._with_april, self._load_april)
         return loader
 
     def _init_rollout(self, rollout_config: Any, is_eval: bool = False, lora_path: str | None = None) -> Any:

@@ -11,7 +11,7 @@ KEY = "april"
 """Key of april's part in the loader's state; a trainer without april ignores it."""
 
 
-class CarryingLoader:
+class CheckpointedLoader:
     """A trainer's data loader whose saved state includes april's; everything else is passed on to the loader.
 
     Args:
@@ -51,17 +51,17 @@ class CarryingLoader:
         self._ended = bool(self._load(ours))
 
 
-class CarriedRows:
+class RowQueue:
     """A thread-safe queue of rows from a trainer's data loader, which april draws.
 
     A saved state contains each row that the loader has given and april's own state does not hold.
 
     Args:
-        more: Function that returns further rows of the loader, in order; an error that it raises ends them.
+        read_rows: Function that returns further rows of the loader, in order; an error that it raises ends them.
     """
 
-    def __init__(self, more: Callable[[], Iterable[Any]]) -> None:
-        self._more = more
+    def __init__(self, read_rows: Callable[[], Iterable[Any]]) -> None:
+        self._read_rows = read_rows
         self._lock = threading.Lock()
         self._recent: deque[Any] = deque()
         """Rows drawn last; a state that does not hold them yet is saved with them."""
@@ -74,7 +74,7 @@ class CarriedRows:
         """Return the next row."""
         with self._lock:
             if not self.ahead:
-                self.ahead.extend(self._more())
+                self.ahead.extend(self._read_rows())
             row = self.ahead.popleft()
             self._recent.append(row)
             self.drawn += 1
@@ -87,7 +87,7 @@ class CarriedRows:
                 self._recent.popleft()
             return loader_state(), [*self._recent, *self.ahead]
 
-    def go_on(self, position: int, ahead: Sequence[Any]) -> None:
+    def restore(self, position: int, ahead: Sequence[Any]) -> None:
         """Continue after a restart, at ``position`` drawn rows, with the saved rows ``ahead`` first."""
         self.drawn = position
         self.ahead.extend(ahead)

@@ -10,7 +10,7 @@ from typing import Any
 
 from april.errors import ConfigError
 
-Seams = Mapping[str, tuple[str, ...]]
+RequiredFunctions = Mapping[str, tuple[str, ...]]
 """Functions of a trainer that an adapter calls, overrides or relies on, ``module:path``, with their parameter names."""
 
 
@@ -31,15 +31,15 @@ def version_of(package: str) -> str:
         return "of unknown version"
 
 
-def require_seams(package: str, tested: str, seams: Seams, owner: Any = None) -> None:
+def require_functions(package: str, tested: str, functions: RequiredFunctions, owner: Any = None) -> None:
     """Raise ConfigError for the first function that is missing or has other parameters than in the tested version.
 
     Args:
         package: Name of the distribution.
         tested: Version with which the adapter was tested.
-        seams: Functions to check; with an ``owner`` their paths are relative to that object.
+        functions: Functions to check; with an ``owner`` their paths are relative to that object.
     """
-    for where, parameters in seams.items():
+    for where, parameters in functions.items():
         found = _parameters(where, owner)
         if found != parameters:
             has = "is not there" if found is None else f"takes ({', '.join(found)})"
@@ -55,14 +55,14 @@ def _parameters(where: str, owner: Any) -> tuple[str, ...] | None:
     try:
         found: Any = owner if owner is not None else importlib.import_module(module)
         for name in path.split("."):
-            found = getattr(plain_class(found), name)
+            found = getattr(undecorated_class(found), name)
         names: Sequence[str] = tuple(inspect.signature(inspect.unwrap(found)).parameters)
     except (ImportError, AttributeError, TypeError, ValueError):
         return None
     return tuple(name for name in names if not name.startswith("_ray_"))  # Ray adds parameters of its own
 
 
-def plain_class(found: Any) -> Any:
+def undecorated_class(found: Any) -> Any:
     """Return the class behind a Ray actor class; any other object is returned unchanged."""
     made = getattr(getattr(found, "__ray_metadata__", None), "modified_class", None)
     return found if made is None else getattr(made, "__ray_actor_class__", made)

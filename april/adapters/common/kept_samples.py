@@ -19,12 +19,12 @@ class KeptSamples:
 
     def __init__(self, *tables: dict[SampleId, Any]) -> None:
         self._tables = tables
-        self._out: set[SampleId] = set()
+        self._dropped: set[SampleId] = set()
 
-    def settle(self, held_groups: Set[int]) -> None:
+    def forget_dropped(self, held_groups: Set[int]) -> None:
         """Remove the samples whose groups are not in ``held_groups`` for the second time; called once per batch."""
         out = {sample for table in self._tables for sample in list(table) if sample.group not in held_groups}
-        for sample in out & self._out:
+        for sample in out & self._dropped:
             for table in self._tables:
                 table.pop(sample, None)
-        self._out = out
+        self._dropped = out

@@ -20,10 +20,10 @@ NOT_TRAINED = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "to
 
 def is_masked(row: DeliveredSample) -> bool:
     """Return True if the loss mask excludes any generated token of the row."""
-    return int(np.count_nonzero(row.loss_mask)) < sum(s.count for s in generated(row.segments))
+    return int(np.count_nonzero(row.loss_mask)) < sum(s.count for s in generated_segments(row.segments))
 
 
-def generated(segments: Sequence[Segment]) -> list[Segment]:
+def generated_segments(segments: Sequence[Segment]) -> list[Segment]:
     """Return the segments that the policy generated, without those of the environment."""
     return [s for s in segments if s.kind is SegmentKind.GENERATED]
 
@@ -40,7 +40,7 @@ def spans_of(segments: Sequence[Segment]) -> list[tuple[int, int, PolicyVersion 
     return spans
 
 
-def pictures(attached: Sequence[Placed], mode: str | None = "RGB") -> list[Any]:
+def attached_pictures(attached: Sequence[Placed], mode: str | None = "RGB") -> list[Any]:
     """Open the images that were sent to the engines with PIL, converted to ``mode`` (None: not converted)."""
     from PIL import Image
 

@@ -23,14 +23,14 @@ from april.engines.http.wire import empty_chunk
 from april.engines.protocol import AbortMeans, Capabilities, Chunk, Health, LogprobKind, Request
 from april.errors import EngineError
 
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 1.0
+FIRST_RESEND_S, LONGEST_RESEND_S = 0.05, 1.0
 """Shortest and longest pause before a request is sent again that a server aborted without a token."""
 ANY_TOKEN = 2**31 - 1
 """Vocabulary size that accepts any token id, as the servers' vocabulary is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class ServerResult:
     """A server's response to one request.
 
     ``label`` is the trainer's number of the weights (None if the server does not report it). ``unused`` is the number
@@ -48,50 +48,50 @@ class Result:
 
 
 @dataclass(slots=True, eq=False)
-class _Sent:
+class _SentRequest:
     """A request at the servers, or its result; ``offset`` is the number of tokens that it sent."""
 
     offset: int
-    cut: asyncio.Event = field(default_factory=asyncio.Event)
+    no_resend: asyncio.Event = field(default_factory=asyncio.Event)
     """Set if the request must not be sent again: all requests were aborted, or nobody waits for it."""
     task: asyncio.Task[None] | None = None
-    result: Result | None = None
+    result: ServerResult | None = None
     version: PolicyVersion = FIRST_VERSION
     """Policy version of the result's tokens."""
     error: str = ""
-    wanted: bool = True
+    has_reader: bool = True
 
 
 class TrainerServers(VersionedEngine):
     """An :class:`april.engines.protocol.Engine` that sends requests through a trainer's own client.
 
     Args:
-        ask: Function that sends a request, ``(entry of requests, token ids int32 [T], most tokens)``, to one server.
-        end_all: Function that makes the servers abort every request.
-        context: Most tokens of a conversation, not counting the first one.
-        places: Most requests at the same time; None means any number.
+        send: Function that sends a request, ``(entry of requests, token ids int32 [T], most tokens)``, to one server.
+        abort_all: Function that makes the servers abort every request.
+        max_context: Most tokens of a conversation, not counting the first one.
+        max_in_flight: Most requests at the same time; None means any number.
         attachments, extras: As in Capabilities.
     """
 
     unused: Callable[[int, DropReason], None] = staticmethod(lambda count, reason: None)
 
     def __init__(
-        self, name: str, ask: Callable[[Any, Int32, int], Awaitable[Result]], end_all: Callable[[], Awaitable[None]], *,
-        context: int, places: int | None = None, eos_token_ids: Sequence[int] = (), attachments: Sequence[str] = (),
-        extras: Sequence[str] = (),
+        self, name: str, send: Callable[[Any, Int32, int], Awaitable[ServerResult]],
+        abort_all: Callable[[], Awaitable[None]], *, max_context: int, max_in_flight: int | None = None,
+        eos_token_ids: Sequence[int] = (), attachments: Sequence[str] = (), extras: Sequence[str] = (),
     ) -> None:  # fmt: skip
         super().__init__(name, Capabilities(
             logprob_kind=LogprobKind.TEMPERATURE, vocab_size=ANY_TOKEN,
-            max_context=context + 1,  # prompts have no tokens when they are drawn
-            eos_token_ids=tuple(eos_token_ids), max_in_flight=places, abort_means=AbortMeans.PAUSE, streams=False,
-            honours_seeds=False, attachments=tuple(attachments), extras=tuple(extras), answers_late=True,
+            max_context=max_context + 1,  # prompts have no tokens when they are drawn
+            eos_token_ids=tuple(eos_token_ids), max_in_flight=max_in_flight, abort_means=AbortMeans.PAUSE,
+            streams=False, honours_seeds=False, attachments=tuple(attachments), extras=tuple(extras), answers_late=True,
         ))  # fmt: skip
-        self._ask, self._end_all = ask, end_all
+        self._send_to_server, self._abort_all = send, abort_all
         self.requests: dict[SampleId, Any] = {}
-        """Data of each sample's current call that ``ask`` needs besides the tokens."""
-        self._sent: dict[SampleId, _Sent] = {}
+        """Data of each sample's current call that ``send`` needs besides the tokens."""
+        self._sent: dict[SampleId, _SentRequest] = {}
         self._running: set[asyncio.Task[None]] = set()
-        self._waits: dict[str, asyncio.Future[None]] = {}
+        self._aborted: dict[str, asyncio.Future[None]] = {}
 
     @property
     def busy(self) -> bool:
@@ -104,19 +104,19 @@ class TrainerServers(VersionedEngine):
         sent = self._sent.get(key)
         fits = sent is not None and sent.offset == len(request.token_ids) and not sent.error
         if sent is None or not fits or (sent.result is not None and not len(sent.result.tokens)):
-            self._give_up(key)
-            sent = self._sent[key] = _Sent(len(request.token_ids))
+            self._discard(key)
+            sent = self._sent[key] = _SentRequest(len(request.token_ids))
             sent.task = asyncio.get_running_loop().create_task(self._send(sent, request, self.requests[key]))
             self._running.add(sent.task)
             sent.task.add_done_callback(self._running.discard)
         if sent.task is not None and not sent.task.done():
-            gone = self._waits[request.attempt_id] = asyncio.get_running_loop().create_future()
+            aborted = self._aborted[request.attempt_id] = asyncio.get_running_loop().create_future()
             try:
-                await asyncio.wait((sent.task, gone), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((sent.task, aborted), return_when=asyncio.FIRST_COMPLETED)
             finally:
-                del self._waits[request.attempt_id]
+                del self._aborted[request.attempt_id]
             if not sent.task.done():
-                sent.cut.set()
+                sent.no_resend.set()
                 yield empty_chunk(self._version, EngineFinish.ABORT)
                 return
         del self._sent[key]
@@ -124,49 +124,49 @@ class TrainerServers(VersionedEngine):
             raise EngineError(sent.error)
         yield _chunk(request, sent.result, sent.version)
 
-    async def _send(self, sent: _Sent, request: Request, asked: Any) -> None:
+    async def _send(self, sent: _SentRequest, request: Request, call_data: Any) -> None:
         """Send a request, again and again while the servers abort it without a token, and store its result."""
-        ids, most, version, wait_s = request.token_ids, request.sampling.max_tokens, self._version, FIRST_WAIT_S
+        ids, max_tokens, version, wait_s = request.token_ids, request.sampling.max_tokens, self._version, FIRST_RESEND_S
         try:
             while True:
-                result = await self._ask(asked, ids, most)
+                result = await self._send_to_server(call_data, ids, max_tokens)
                 if result.unused is not None:
                     self.unused(*result.unused)
-                if not result.aborted or len(result.tokens) or sent.cut.is_set():
+                if not result.aborted or len(result.tokens) or sent.no_resend.is_set():
                     break
                 try:
                     async with asyncio.timeout(wait_s):
-                        await sent.cut.wait()
+                        await sent.no_resend.wait()
                     break
                 except TimeoutError:
-                    wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+                    wait_s = min(2 * wait_s, LONGEST_RESEND_S)
         except Exception as error:  # a server died or refuses the request; the core decides about a retry
             sent.error = f"{type(error).__name__}: {error}".partition("\n")[0]
             return
-        nameless = result.label is None and version != self._version  # the weights are unknown
-        if not sent.wanted or nameless:
-            self._late(result)
+        version_unknown = result.label is None and version != self._version  # the weights are unknown
+        if not sent.has_reader or version_unknown:
+            self._count_unused(result)
             sent.error = "its answer came after the weights had changed, and does not say by which it was written"
             return
         sent.version = version if result.label is None else self._version._replace(n=result.label)
         sent.result = result
 
-    def _late(self, result: Result) -> None:
+    def _count_unused(self, result: ServerResult) -> None:
         if len(result.tokens):
             self.unused(len(result.tokens), DropReason.LATE)
 
-    def _give_up(self, key: SampleId) -> None:
+    def _discard(self, key: SampleId) -> None:
         sent = self._sent.pop(key, None)
         if sent is not None:
-            sent.wanted = False
-            sent.cut.set()
+            sent.has_reader = False
+            sent.no_resend.set()
             if sent.result is not None:
-                self._late(sent.result)
+                self._count_unused(sent.result)
 
     def forget(self, key: SampleId) -> None:
         """Drop a sample's request data and late response, as its rollout function has ended."""
         self.requests.pop(key, None)
-        self._give_up(key)
+        self._discard(key)
 
     # ---------------------------------------------------------------- the rest of an engine
 
@@ -174,12 +174,12 @@ class TrainerServers(VersionedEngine):
         """Abort all requests at the servers; for single ones only stop waiting, as servers cannot abort one."""
         if attempt_ids is None:
             for sent in self._sent.values():
-                sent.cut.set()
-            await self._end_all()
+                sent.no_resend.set()
+            await self._abort_all()
             return
         for attempt_id in attempt_ids:
-            if (gone := self._waits.get(attempt_id)) is not None and not gone.done():
-                gone.set_result(None)
+            if (aborted := self._aborted.get(attempt_id)) is not None and not aborted.done():
+                aborted.set_result(None)
 
     async def health(self) -> Health:
         """Report the servers as healthy, as the trainer monitors and restarts them itself."""
@@ -192,7 +192,7 @@ class TrainerServers(VersionedEngine):
 
     # ---------------------------------------------------------------- checkpoints
 
-    def late(self) -> list[list[Any]]:
+    def late_responses(self) -> list[list[Any]]:
         """Return the responses that no attempt has received yet, as plain data for a saved state."""
         return [
             [*key, s.offset, r.tokens.tolist(), r.logprobs.tolist(), list(s.version), r.aborted, r.own_end,
@@ -200,18 +200,18 @@ class TrainerServers(VersionedEngine):
             for key, s in self._sent.copy().items() if (r := s.result) is not None and len(r.tokens)
         ]  # fmt: skip
 
-    def go_on(self, saved: Sequence[Sequence[Any]]) -> None:
-        """Restore the responses that :meth:`late` returned; raises ValueError, TypeError and the like for bad data."""
+    def restore(self, saved: Sequence[Sequence[Any]]) -> None:
+        """Restore the responses that :meth:`late_responses` returned; raises ValueError, TypeError and the like."""
         for group, index, offset, tokens, logprobs, version, aborted, own_end, extras in saved:
-            result = Result(
+            result = ServerResult(
                 tokens=np.array(tokens, np.int32), logprobs=np.array(logprobs, np.float32), label=None,
                 aborted=aborted, own_end=own_end,
                 extras={name: snapshot.rows_in(rows) for name, rows in extras.items()},
             )  # fmt: skip
-            self._sent[SampleId(group, index)] = _Sent(offset, result=result, version=PolicyVersion(*version))
+            self._sent[SampleId(group, index)] = _SentRequest(offset, result=result, version=PolicyVersion(*version))
 
 
-def _chunk(request: Request, result: Result, version: PolicyVersion) -> Chunk:
+def _chunk(request: Request, result: ServerResult, version: PolicyVersion) -> Chunk:
     full = len(result.tokens) >= request.sampling.max_tokens
     whole = EngineFinish.LENGTH if full else EngineFinish.STOP
     return Chunk(

@@ -9,12 +9,12 @@ import logging
 import sys
 from typing import Any
 
-from april.adapters.common.data_loader import CarryingLoader
+from april.adapters.common.data_loader import CheckpointedLoader
 from april.adapters.common.refusals import require_count
 from april.adapters.openrlhf.arguments import config_of
 from april.adapters.openrlhf.framework import find, undecorated
-from april.adapters.openrlhf.rollouts import Rollouts, TransferElsewhere
-from april.engines.vllm.actor import ACTOR_CALLS, ActorSide
+from april.adapters.openrlhf.rollouts import OpenRLHFRollouts, TransferThread
+from april.engines.vllm.actor import ACTOR_CALLS, EngineActor
 
 SamplesGenerator: Any = find("openrlhf.trainer.ppo_utils.samples_generator.SamplesGenerator")
 PPOTrainer: Any = undecorated("openrlhf.trainer.ppo_trainer.PPOTrainer")
@@ -30,7 +30,7 @@ class GeneratesByApril:
 
     args: Any
     _process_response_into_experience: Any
-    april: Rollouts | None = None
+    april: OpenRLHFRollouts | None = None
     """Source of training batches; None if OpenRLHF generates everything."""
 
     def _generate_vllm(
@@ -54,15 +54,15 @@ class WithApril:
 
     samples_generator: Any
     prompts_dataloader: Any
-    april: Rollouts | None = None
+    april: OpenRLHFRollouts | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _show_log()
         stock = self.samples_generator
         config = config_of(stock.args, stock.args.april)
-        self.april = rollouts = Rollouts(stock.args, config, stock.tokenizer, stock.vllm_engines)
-        self.prompts_dataloader = CarryingLoader(self.prompts_dataloader, rollouts.save, rollouts.load)
+        self.april = rollouts = OpenRLHFRollouts(stock.args, config, stock.tokenizer, stock.vllm_engines)
+        self.prompts_dataloader = CheckpointedLoader(self.prompts_dataloader, rollouts.save, rollouts.load)
         self.samples_generator = AprilSamplesGenerator(
             stock.strategy, self.prompts_dataloader, stock.eval_dataloader, stock.tokenizer, stock.vllm_engines
         )
@@ -91,7 +91,7 @@ class AprilGenerateSamplesActor(WithApril, GenerateSamplesActor):  # type: ignor
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         assert self.april is not None
-        self._transfer = TransferElsewhere(self.april.hand_over)
+        self._transfer = TransferThread(self.april.hand_over)
         if self.april.continuous:
             self._partial_rollout = True  # OpenRLHF then takes the lock for evaluations only
 
@@ -104,7 +104,7 @@ class AprilGenerateSamplesActor(WithApril, GenerateSamplesActor):  # type: ignor
         self._transfer.end(written=written)
 
 
-class TellsTheGenerator(BasePPOTrainer):  # type: ignore[misc]
+class NotifiesGenerator(BasePPOTrainer):  # type: ignore[misc]
     """Base class of AprilTrainingActor that announces each weight transfer to the generating actor.
 
     Its method runs inside TrainingActor's, under the lock that keeps evaluations and transfers apart.
@@ -130,7 +130,7 @@ class TellsTheGenerator(BasePPOTrainer):  # type: ignore[misc]
                 ray_get(ended)
 
 
-class AprilTrainingActor(TrainingActor, TellsTheGenerator):  # type: ignore[misc]
+class AprilTrainingActor(TrainingActor, NotifiesGenerator):  # type: ignore[misc]
     """Training actor of OpenRLHF's asynchronous trainer, with april.
 
     Ray pickles methods inherited from a decorated class by value, which breaks ``super()``; so those are repeated here.
@@ -165,7 +165,7 @@ class AprilRolloutRayActor(RolloutRayActor):  # type: ignore[misc]
 
     async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]
         await super().__init__(*args, **kwargs)
-        self._april = ActorSide(self.llm)
+        self._april = EngineActor(self.llm)
         self._pushes = 0
 
     async def update_weight(self, name: str, dtype: Any, shape: Any, empty_cache: bool = False) -> Any:
@@ -185,7 +185,7 @@ class AprilRolloutRayActor(RolloutRayActor):  # type: ignore[misc]
         return result
 
     def april_capabilities(self) -> Any:
-        """Return the engine's capabilities. This method and the next four only call april's ``ActorSide``."""
+        """Return the engine's capabilities. This method and the next four only call april's ``EngineActor``."""
         return self._april.capabilities()
 
     async def april_generate(self, ask: Any) -> Any:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from april.adapters.common.installed_trainer import import_trainer, plain_class, require_seams, version_of
+from april.adapters.common.installed_trainer import import_trainer, require_functions, undecorated_class, version_of
 from april.errors import ConfigError
 
-TRIED = "0.11.2"
+TESTED_VERSION = "0.11.2"
 _GENERATOR = "openrlhf.trainer.ppo_utils.samples_generator:SamplesGenerator"
 _EXECUTOR = "openrlhf.utils.agent:SingleTurnAgentExecutor"
 _ASYNC = "openrlhf.trainer.ppo_trainer_async"
 _ENGINE = "openrlhf.trainer.ray.vllm_engine:RolloutRayActor"
-SEAMS: dict[str, tuple[str, ...]] = {
+REQUIRED_FUNCTIONS: dict[str, tuple[str, ...]] = {
     f"{_GENERATOR}.__init__": (
         "self", "strategy", "prompts_dataloader", "eval_dataloader", "tokenizer", "vllm_engines",
     ),
@@ -34,14 +34,14 @@ SEAMS: dict[str, tuple[str, ...]] = {
     f"{_ENGINE}.update_weight_cuda_ipc": ("self", "name", "dtype", "shape", "ipc_handles", "empty_cache"),
 }  # fmt: skip
 """Parameters of OpenRLHF's functions that april calls or overrides."""
-_HELD = f"april's adapter was held against openrlhf {TRIED}: install that, or another version that has it"
+_HELD = f"april's adapter was held against openrlhf {TESTED_VERSION}: install that, or another version that has it"
 
 
 def require_openrlhf() -> None:
     """Raise ConfigError if OpenRLHF, or a function that april needs, is missing or has other parameters."""
     needs = "april.adapters.openrlhf runs OpenRLHF, which is not installed here"
-    import_trainer("openrlhf", needs, TRIED, "; in a loop of your own use april.RolloutScheduler")
-    require_seams("openrlhf", TRIED, SEAMS)
+    import_trainer("openrlhf", needs, TESTED_VERSION, "; in a loop of your own use april.RolloutScheduler")
+    require_functions("openrlhf", TESTED_VERSION, REQUIRED_FUNCTIONS)
 
 
 def find(path: str) -> Any:
@@ -59,6 +59,6 @@ def find(path: str) -> Any:
 def undecorated(path: str) -> Any:
     """Return the plain class behind one of OpenRLHF's Ray actors. Raises ConfigError if it is not such an actor."""
     actor = find(path)
-    if (found := plain_class(actor)) is actor:
+    if (found := undecorated_class(actor)) is actor:
         raise ConfigError(f"{path} of openrlhf {version_of('openrlhf')} is not the Ray actor that april knows; {_HELD}")
     return found

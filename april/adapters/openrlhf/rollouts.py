@@ -1,7 +1,8 @@
 """Runs the rollouts of an OpenRLHF training: a scheduler over its prompts, a batch per step, state in checkpoints.
 
 Invariant: no engine has a request from april while OpenRLHF changes weights. Stepwise, there are none between two calls
-of :meth:`Rollouts.next`, so engines may sleep then; continuous, :meth:`Rollouts.hand_over` pauses the engines.
+of :meth:`OpenRLHFRollouts.next`, so engines may sleep then; continuous, :meth:`OpenRLHFRollouts.hand_over` pauses
+the engines.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from april.adapters.common.data_loader import KEY
+from april.adapters.common.deliveries import checkpoint_errors, closing_on_error
 from april.adapters.common.kept_samples import KeptSamples
-from april.adapters.common.session import closing_on_error, reading
 from april.adapters.openrlhf.agents import Agents
 from april.adapters.openrlhf.samples import (
     Held,
-    Prompts,
+    OpenRLHFPrompts,
     RewardResult,
     ShownImages,
     judged_text,
@@ -60,7 +61,7 @@ async def connect(actors: Sequence[Any]) -> list[OpenRLHFEngine]:
     return [OpenRLHFEngine(actor, f"vllm{i}", capabilities_of(plain)) for i, (actor, plain) in pairs]
 
 
-class TransferElsewhere:
+class TransferThread:
     """Splits a weight update into two calls, :meth:`begin` and :meth:`end`, for the process that writes the weights.
 
     ``hand_over(transfer)`` must pause generation, call ``transfer``, and resume when that returns.
@@ -97,7 +98,7 @@ log = logging.getLogger("april")
 KIND, CARRY = "openrlhf", "april's carry in the checkpoint"
 
 
-class Rollouts:
+class OpenRLHFRollouts:
     """Makes the training batches of one OpenRLHF trainer.
 
     Args:
@@ -124,7 +125,7 @@ class Rollouts:
         """Last delivered batch."""
         self.ledger: dict[str, Ledger] = {}
         """april's ledgers at the end of the run."""
-        self._prompts = Prompts(self._encode, None if self._shown is None else self._shown.kept)
+        self._prompts = OpenRLHFPrompts(self._encode, None if self._shown is None else self._shown.kept)
         self._scored: Held = {}
         self._agents = Agents(args, self._tokenizer, self._scored) if args.train.agent_func_path else None
         self._rows: Iterator[Any] | None = None
@@ -172,7 +173,7 @@ class Rollouts:
         responses = list(responses_of(batch, self._scored, with_rewards=self._has_rewards, **of_images))
         for sample in batch.samples:
             self._scored.pop(sample.id, None)
-        self._kept.settle(self.scheduler.held_groups())
+        self._kept.forget_dropped(self.scheduler.held_groups())
         metrics = {name: round(value, 4) for name, value in batch.metrics.items()}
         log.info("april: batch %d under weights %s: %s", batch.id, batch.version, metrics)
         return responses, self._prompts.carried.drawn - before, False
@@ -297,13 +298,13 @@ class Rollouts:
         if saved is None:
             log.warning("the checkpoint was written without april: nothing in it is unfinished, and april begins anew")
             return False
-        with reading(CARRY):
+        with checkpoint_errors(CARRY):
             data = np.asarray(saved, np.uint8).tobytes()
         self._saved = unpack(KIND, data, "the loader's state")
         return bool(self._saved["prompts"]["ended"])
 
     def _restore(self, scheduler: RolloutScheduler, saved: dict[str, Any]) -> None:
-        with reading(CARRY):
+        with checkpoint_errors(CARRY):
             self._prompts.go_on(saved["state"]["prompts"]["position"], saved["prompts"])
             self._scored |= {SampleId(group, index): RewardResult(*said) for group, index, *said in saved["scored"]}
         scheduler.load_state_dict(saved["state"], transfer=lambda: None)  # the trainer has loaded the weights

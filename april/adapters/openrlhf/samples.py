@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from april.adapters.common.data_loader import CarriedRows
+from april.adapters.common.data_loader import RowQueue
 from april.adapters.common.refusals import refuse_several_rows
-from april.adapters.common.samples import NOT_TRAINED, generated, pictures
+from april.adapters.common.samples import NOT_TRAINED, attached_pictures, generated_segments
 from april.config.images import ImagesConfig
 from april.core.batch import Batch, DeliveredSample
 from april.core.types import FinishReason, Prompt, SampleId
 from april.driver.rewards import Response
 from april.errors import ConfigError, RolloutError
-from april.images.reading import Reader
+from april.images.image_reader import ImageReader
 
 OF_BATCH = ("off_policy_share", "staleness_mean", "staleness_max", "aborted_attempts", "resumed_attempts",
             "reprefill_tokens", "carried_groups", "surplus_groups", "held_tokens", "step_s", "trainer_wait_s",
@@ -150,7 +150,7 @@ def trained_ranges(mask: Sequence[int], offset: int) -> list[tuple[int, int]]:
 
 def provenance(sample: DeliveredSample) -> dict[str, float]:
     """Return metrics of a sample's policy versions, as numbers that OpenRLHF can average."""
-    versions = [s.version.n for s in generated(sample.segments)]
+    versions = [s.version.n for s in generated_segments(sample.segments)]
     return {
         "april/versions": float(len(set(versions))),
         "april/version_first": float(min(versions, default=0)),
@@ -160,7 +160,7 @@ def provenance(sample: DeliveredSample) -> dict[str, float]:
     }
 
 
-class Prompts:
+class OpenRLHFPrompts:
     """Iterates over the prompts of the current episode, in april's own thread.
 
     Args:
@@ -176,7 +176,7 @@ class Prompts:
     ) -> None:
         self._encode, self._images = encode, images
         self._rows: Iterator[Any] = iter(())
-        self.carried = CarriedRows(self._next)
+        self.carried = RowQueue(self._next)
         self.ended = False
         """True once the current episode has no more prompts."""
 
@@ -184,7 +184,7 @@ class Prompts:
         """Start an episode, or the rest of one after a restart."""
         self._rows, self.ended = rows, False
 
-    def __iter__(self) -> Prompts:
+    def __iter__(self) -> OpenRLHFPrompts:
         return self
 
     def __next__(self) -> Any:
@@ -214,7 +214,7 @@ class Prompts:
 
     def go_on(self, position: int, saved: Mapping[str, Any]) -> None:
         """Restore the prompts that had been drawn after ``position``."""
-        self.carried.go_on(position, [list(row) for row in saved["ahead"]])
+        self.carried.restore(position, [list(row) for row in saved["ahead"]])
 
 
 class ShownImages:
@@ -229,7 +229,7 @@ class ShownImages:
                 "--data.max_images_per_prompt is for models that see, and this one has no image processor; leave it out"
             )
         self.processor, self.tokenizer = processor, processor.tokenizer
-        self._reader = Reader(limits)
+        self._reader = ImageReader(limits)
         self._last: tuple[int, Any] | None = None
 
     def kept(self, images: list[Any]) -> list[Any]:
@@ -253,7 +253,7 @@ class ShownImages:
 
     def _made(self, row: DeliveredSample) -> dict[str, Any]:
         made = self.processor(
-            text=[row.prompt.data["prompt"]], images=pictures(row.attached), add_special_tokens=False,
+            text=[row.prompt.data["prompt"]], images=attached_pictures(row.attached), add_special_tokens=False,
             return_tensors="pt",
         )  # fmt: skip
         if made["input_ids"][0].tolist() != row.prompt.token_ids.tolist():

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from april.adapters.slime.framework import Framework, framework_of
+from april.adapters.slime.rollouts import SlimeRollouts
 from april.adapters.slime.samples import post_process_rewards
-from april.adapters.slime.session import Session
 from april.engines.protocol import Engine
 
 __all__ = ["GenerateRollout", "RolloutFunction", "generate_rollout", "make_generate_rollout", "post_process_rewards"]
@@ -34,7 +34,7 @@ class RolloutFunction:
     ) -> None:  # fmt: skip
         self._options: dict[str, Any] = {"engines": engines, "tokenizer": tokenizer, "check": check}
         self._args, self._evaluate = args, evaluate
-        self.sessions: dict[int, Session] = {}
+        self.sessions: dict[int, SlimeRollouts] = {}
         """Sessions by ``id()`` of their data source, which they keep alive."""
 
     def __call__(self, args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
@@ -47,7 +47,7 @@ class RolloutFunction:
         session = self.sessions.get(id(data_source))
         if session is None:
             args = self._args if args is None else args
-            session = Session(args, data_source, framework_of(data_source), rollout_id, **self._options)
+            session = SlimeRollouts(args, data_source, framework_of(data_source), rollout_id, **self._options)
             self.sessions[id(data_source)] = session
         return session.rollout(rollout_id, weight_version)
 

@@ -9,7 +9,7 @@ from typing import Any
 from april.adapters.common.refusals import Refusal, greedy, mapping_of, misplaced, refuse
 from april.adapters.slime.samples import HOOK, method_of
 from april.config.settings import Config
-from april.config.values import shown
+from april.config.values import shown_value
 from april.core.types import GenerationMode, OnFailedSample
 from april.engines.protocol import ROUTED_EXPERTS
 from april.errors import ConfigError
@@ -182,7 +182,7 @@ def _refusals_together(args: Any, config: Config, own_function: bool) -> Iterato
     yield (continuous and own_function, "--custom-generate-function-path", "it sends its requests itself, so april "
            "cannot tell which weights made the tokens of those that an update meets",
            "leave april.generation=continuous out")
-    quorum = f"april.group_quorum={shown(config.group_quorum)}"
+    quorum = f"april.group_quorum={shown_value(config.group_quorum)}"
     for flag in WHOLE_GROUPS:
         yield (parts and getattr(args, flag, None), f"--{flag.replace('_', '-')}",
                f"it goes by whole groups, and {quorum} delivers parts of them", "leave out one of them")

@@ -16,9 +16,9 @@ from april.driver.user_code import check_function
 from april.errors import ConfigError
 
 NAMES = ("slime", "miles")
-TRIED = "slime 624b824 and miles 31f1ca9"
+TESTED_VERSIONS = "slime 624b824 and miles 31f1ca9"
 
-NEEDED = {
+REQUIRED_FUNCTIONS = {
     "utils.misc.load_function": ("path",),
     "utils.async_utils.get_async_loop": (),
     "utils.processing_utils.load_tokenizer": ("name_or_path",),
@@ -48,16 +48,16 @@ class Framework:
         except (ImportError, AttributeError) as error:
             raise ConfigError(
                 f"{self.name} has no {path}, which april needs ({type(error).__name__}: {error}); the adapter was "
-                f"tried with {TRIED}"
+                f"tried with {TESTED_VERSIONS}"
             ) from error
 
     def check(self) -> None:
         """Raise ConfigError unless all needed functions exist and take the parameters that april passes."""
-        for path, parameters in NEEDED.items():
+        for path, parameters in REQUIRED_FUNCTIONS.items():
             try:
                 check_function(f"{self.name}.{path}", self.get(path), parameters)
             except ConfigError as error:
-                raise ConfigError(f"{error}; the adapter was tried with {TRIED}") from None
+                raise ConfigError(f"{error}; the adapter was tried with {TESTED_VERSIONS}") from None
 
     def check_sample(self, sample: Any) -> None:
         """Raise ConfigError unless a sample of the data source has all fields that april reads or writes."""
@@ -65,7 +65,7 @@ class Framework:
         if missing:
             raise ConfigError(
                 f"a sample of the data source ({type(sample).__name__}) has no {', '.join(missing)}; the adapter was "
-                f"tried with {TRIED}"
+                f"tried with {TESTED_VERSIONS}"
             )
 
     def load_function(self, path: str) -> Any:

@@ -23,7 +23,7 @@ from april.core.types import Prompt, SampleId
 from april.core.versions import PolicyVersion
 from april.driver.llm import LLM
 from april.driver.user_code import check_function
-from april.engines.http.http_client import HttpClient, control, nothing
+from april.engines.http.http_client import HttpClient, control, is_empty
 from april.engines.http.server_engine import ServerEngine
 from april.engines.http.wire import empty_chunk
 from april.engines.protocol import Capabilities, Chunk, EngineFinish, Health, Request
@@ -156,7 +156,7 @@ class FunctionEngine(ServerEngine):
         if asked == set(self._calls):
             self._clients = self._clients or [HttpClient(url, name=self.name) for url in self._urls]
             await asyncio.gather(
-                *(control(c, "/abort_request", nothing, body={"abort_all": True}) for c in self._clients)
+                *(control(c, "/abort_request", is_empty, body={"abort_all": True}) for c in self._clients)
             )
         else:
             self._end(asked)

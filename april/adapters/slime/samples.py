@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from april.adapters.common.samples import NOT_TRAINED, pictures, spans_of
+from april.adapters.common.samples import NOT_TRAINED, attached_pictures, spans_of
 from april.adapters.slime.framework import Framework
 from april.core.attachments import Placed
 from april.core.batch import DeliveredSample
@@ -438,7 +438,7 @@ class SampleImages:
     def _pictures(self, attached: Sequence[Placed]) -> list[Any]:
         """Return the images that were sent to the engines, opened with PIL; recently used ones are cached."""
         names = _names(attached)
-        found = self._open.pop(names) if names in self._open else pictures(attached)
+        found = self._open.pop(names) if names in self._open else attached_pictures(attached)
         self._open[names] = found
         while len(self._open) > _MOST_OPEN:
             self._open.popitem(last=False)

@@ -21,7 +21,7 @@ NAMED_VERSIONS = 1000
 """Number of policy versions whose names are remembered."""
 
 
-class Weights:
+class ServerWeights:
     """Tells whether the servers have new weights, by the labels that the trainer sets at each update.
 
     Without labels, every rollout counts as having new weights.
@@ -138,7 +138,7 @@ LOOK_S = 0.1
 """Seconds between two checks whether slime's weight update is over."""
 
 
-class FollowedUpdates:
+class SlimeUpdates:
     """Starts a weight update in april, in a thread, whenever slime pauses its servers to update them.
 
     There is one update at a time, and none while slime asks for a rollout.
@@ -153,7 +153,7 @@ class FollowedUpdates:
     """
 
     def __init__(
-        self, engines: Sequence[Engine], weights: Weights, update: Callable[[Callable[[], None]], PolicyVersion],
+        self, engines: Sequence[Engine], weights: ServerWeights, update: Callable[[Callable[[], None]], PolicyVersion],
         done: Callable[[PolicyVersion], None],
     ) -> None:  # fmt: skip
         self._weights, self._update, self._done = weights, update, done

@@ -15,7 +15,7 @@ from april.core.types import OnDataEnd, OnFailedSample, WeightsRoute
 from april.errors import ConfigError
 
 TESTED_VERSION = "1.16.0"
-SEAMS = {
+REQUIRED_FUNCTIONS = {
     "_generate_and_score_completions": ("self", "inputs"),
     "_tokenize_prompts": ("self", "prompts"),
     "_tool_call_loop": (

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from april.adapters.common.refusals import refuse
-from april.adapters.common.samples import pictures
+from april.adapters.common.samples import attached_pictures
 from april.adapters.trl.ranks import of_all_ranks
 from april.config.images import ImagesConfig
 from april.core.attachments import Placed
@@ -25,7 +25,7 @@ from april.core.tape import Float32
 from april.driver.user_code import is_async
 from april.engines.attachments import attachment_bytes
 from april.errors import CheckpointError, ConfigError, RolloutError
-from april.images.reading import Reader
+from april.images.image_reader import ImageReader
 
 log = logging.getLogger("april")
 EPSILON = 1e-4
@@ -309,7 +309,7 @@ def put_back(row: dict[str, Any], attached: Sequence[Placed]) -> None:
     """Replace a row's images by the ones from which its responses were generated, as april has read them."""
     if not attached:
         return
-    opened = pictures(attached, None)
+    opened = attached_pictures(attached, None)
     if "images" in row:
         row["images"] = opened
     else:
@@ -324,7 +324,7 @@ def evaluated(trainer: Any, rows: Sequence[list[int]], shown: Sequence[Sequence[
         rows: token ids of the prompts of all ranks.
         shown: images of each of this rank's rows.
     """
-    reader = Reader(ImagesConfig())
+    reader = ImageReader(ImagesConfig())
     read = [
         [reader.read(image, f"row {i}, image {j}").attachment for j, image in enumerate(images or (), 1)]
         for i, images in enumerate(shown)

@@ -20,7 +20,7 @@ from april.engines.http.adapter_files import why_unservable
 from april.engines.protocol import Capabilities
 from april.errors import ConfigError, RolloutError
 from april.scheduler import RolloutScheduler
-from april.weights.adapter import adapter_of, is_adapted, merged
+from april.weights.adapter import adapter_of, is_adapted, merged_copy
 
 
 def scheduler_of(trainer: Any, config: Config, address: str | None, **arguments: Any) -> Any:
@@ -159,7 +159,7 @@ def write_weights(trainer: Any, folder: Path, *, as_adapter: bool = False) -> No
         here = bool(accelerator.is_main_process)
         if here:
             shutil.rmtree(folder, ignore_errors=True)  # files of an interrupted run
-        adapter_of(accelerator.unwrap_model(trainer.model)).write(folder, here=here)
+        adapter_of(accelerator.unwrap_model(trainer.model)).write(folder, writes=here)
         return
     parts = {}
     if sharding_of(trainer):
@@ -167,7 +167,7 @@ def write_weights(trainer: Any, folder: Path, *, as_adapter: bool = False) -> No
     if accelerator.is_main_process:
         model = accelerator.unwrap_model(trainer.model)
         if getattr(model, "peft_config", None) is not None:
-            model = merged(model)
+            model = merged_copy(model)
         model.save_pretrained(folder, **parts)
 
 

@@ -43,7 +43,7 @@ class Note(msgspec.Struct, array_like=True):
 
 
 @dataclass(slots=True)
-class Turns:
+class ToolConversation:
     """State of a response while its turns are generated."""
 
     ids: list[int]
@@ -75,7 +75,7 @@ class ToolLoop:
         """Generate a response, calling tools and continuing after their results. Runs in a thread."""
         number = prompt.data.get(INPUT)
         row = self._passes.drawn(prompt) if number is None else dict(self._inputs[number])
-        name, turns = self._passes.templates.environment_of(row), Turns(prompt.token_ids.tolist())
+        name, turns = self._passes.templates.environment_of(row), ToolConversation(prompt.token_ids.tolist())
         row, given = row | {"prompt": self._passes.templates.prompt_of(row)}, row
         environment = self._free_environment(name) if self._factories else None
         if environment is not None:
@@ -104,7 +104,7 @@ class ToolLoop:
         except IndexError:
             return self._factories[name]()
 
-    def _converse(self, llm: BlockingLLM, turns: Turns, environment: Any, name: Any) -> None:
+    def _converse(self, llm: BlockingLLM, turns: ToolConversation, environment: Any, name: Any) -> None:
         """Do what TRL's ``_tool_call_loop`` does, for one response."""
         trainer = self._trainer
         methods = [] if environment is None else _tools_of(environment)
@@ -135,7 +135,7 @@ class ToolLoop:
         return list(getattr(self._trainer, "_standalone_tools", None) or ())
 
     def _results_of(
-        self, calls: Sequence[Mapping[str, Any]], tools: Mapping[str, Callable[..., Any]], turns: Turns
+        self, calls: Sequence[Mapping[str, Any]], tools: Mapping[str, Callable[..., Any]], turns: ToolConversation
     ) -> list[Message]:
         """Call the tools and return their results as messages. As in TRL, results of async tools come last."""
         results: list[tuple[str, Any]] = []

@@ -18,11 +18,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from april.adapters.common.installed_trainer import require_seams
+from april.adapters.common.deliveries import closing_on_error
+from april.adapters.common.installed_trainer import require_functions
 from april.adapters.common.refusals import mapping_of, refuse, refuse_several_rows, require_count
-from april.adapters.common.session import closing_on_error
 from april.adapters.trl import checkpoint
-from april.adapters.trl.checks import SEAMS, TESTED_VERSION, config_for, refusals
+from april.adapters.trl.checks import REQUIRED_FUNCTIONS, TESTED_VERSION, config_for, refusals
 from april.adapters.trl.data import (
     DatasetPasses,
     asking,
@@ -404,7 +404,7 @@ async def _scored_by_trl(prompt: Any, response: Any) -> float:
 
 def april_trainer(base: Any) -> Any:
     """Return a subclass of ``base``, a GRPOTrainer, that trains on april's rollouts. ConfigError if it does not fit."""
-    require_seams("trl", TESTED_VERSION, SEAMS, base)
+    require_functions("trl", TESTED_VERSION, REQUIRED_FUNCTIONS, base)
 
     class AprilTrainer(base):  # type: ignore[misc]
         """The base trainer with april's rollouts, given as ``rollout_func=april.adapters.trl.rollout(...)``."""

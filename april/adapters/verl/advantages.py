@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from verl.trainer.ppo.core_algos import register_adv_est
 
-from april.adapters.verl.rollouts import Delivery
+from april.adapters.verl.rollouts import DeliveredRows
 from april.adapters.verl.settings import ESTIMATOR
 from april.corrections.advantages import Method, group_advantages
 from april.errors import RolloutError
@@ -28,7 +28,7 @@ def name_of(uid: str, rollout: int) -> str:
     return f"{uid}_{rollout}"
 
 
-def leave(delivery: Delivery, *, scaled: bool) -> None:
+def leave(delivery: DeliveredRows, *, scaled: bool) -> None:
     """Store advantages for the next call of :func:`april_grpo`; ``scaled`` divides by the deviation, as GRPO does."""
     method: Method = "grpo" if scaled else "dr_grpo"
     values = group_advantages(delivery.rewards, delivery.baseline_rewards, method, ddof=1)

@@ -19,15 +19,15 @@ from verl.utils.tokenizer import get_processor_token_id
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from april.adapters.common.installed_trainer import plain_class
-from april.adapters.common.media import KINDS, placed_media
-from april.adapters.verl import calls  # as a module: Ray cannot pickle a context variable with the class
-from april.adapters.verl.calls import Asked, Calls, Done, Message, Session, fields_of
+from april.adapters.common.installed_trainer import undecorated_class
+from april.adapters.common.placed_media import MEDIA_KINDS, placed_media
+from april.adapters.verl import agent_calls  # as a module: Ray cannot pickle a context variable with the class
+from april.adapters.verl.agent_calls import AgentLoopSession, LLMCall, LLMResult, Message, WorkerCalls, fields_of
 from april.adapters.verl.settings import UNBANNED
-from april.concurrency.worker_threads import in_thread
+from april.concurrency.worker_threads import run_in_thread
 from april.core.attachments import Placed
 
-MEDIA = (*(f"{kind}_data" for kind in KINDS), "mm_processor_output")
+MEDIA = (*(f"{kind}_data" for kind in MEDIA_KINDS), "mm_processor_output")
 """Arguments of verl's client that are sent as Ray references, so that the trainer's process never loads them."""
 
 
@@ -36,7 +36,7 @@ def limit_of(sampling: Mapping[str, Any]) -> str:
     return next((k for k in ("max_tokens", "max_new_tokens") if sampling.get(k) is not None), "max_tokens")
 
 
-async def ask_servers(client: LLMServerClient, asked: Asked, token_ids: list[int], max_tokens: int) -> Any:
+async def ask_servers(client: LLMServerClient, asked: LLMCall, token_ids: list[int], max_tokens: int) -> Any:
     """Send one request through verl's own ``client`` and return its TokenOutput."""
     sampling = {**asked.options, limit_of(asked.options): max_tokens}
     return await LLMServerClient.generate(
@@ -44,20 +44,20 @@ async def ask_servers(client: LLMServerClient, asked: Asked, token_ids: list[int
     )
 
 
-class Client(FullyAsyncLLMServerClient):  # type: ignore[misc]
+class AprilServerClient(FullyAsyncLLMServerClient):  # type: ignore[misc]
     """verl's client, except that agent loops run by april get their responses from april's scheduler."""
 
     max_tokens: int
-    stands: Mapping[str, int]
+    placeholder_ids: Mapping[str, int]
     """Placeholder token ids by kind (image, video), from the model's processor."""
 
     @classmethod
-    def around(cls, client: Any, max_tokens: int) -> Client:
+    def around(cls, client: Any, max_tokens: int) -> AprilServerClient:
         """Make a copy of verl's client; ``max_tokens`` is the limit of calls that set none."""
         new = cls.__new__(cls)
         new.__dict__.update(client.__dict__)
         new.__dict__.setdefault("_only_hybrid", False)
-        new.max_tokens, new.stands = max_tokens, {}
+        new.max_tokens, new.placeholder_ids = max_tokens, {}
         return new
 
     @rollout_trace_op  # type: ignore[untyped-decorator]
@@ -65,21 +65,21 @@ class Client(FullyAsyncLLMServerClient):  # type: ignore[misc]
         self, request_id, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any
     ) -> Any:
         """Return a complete response as TokenOutput; ``extra_fields`` has the oldest and the newest weight version."""
-        session = calls.CURRENT.get()
+        session = agent_calls.CURRENT_SESSION.get()
         if session is None:
             return await super().generate(request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs)
-        media = {kind: kwargs.get(f"{kind}_data") for kind in KINDS}
+        media = {kind: kwargs.get(f"{kind}_data") for kind in MEDIA_KINDS}
         attached: tuple[Placed, ...] = ()
         if any(media.values()):
-            attached = await in_thread(placed_media, prompt_ids, media, self.stands)
+            attached = await run_in_thread(placed_media, prompt_ids, media, self.placeholder_ids)
         sampling = {
             "max_tokens": int(sampling_params.get(limit_of(sampling_params)) or self.max_tokens),
             "temperature": float(sampling_params.get("temperature", 1.0)),
             "stop_token_ids": tuple(sampling_params.get("stop_token_ids") or ()),
-            "banned_ids": tuple(sorted(set(self.stands.values()))),
+            "banned_ids": tuple(sorted(set(self.placeholder_ids.values()))),
         }  # fmt: skip
         done = await session.generate(
-            Asked(
+            LLMCall(
                 token_ids=np.asarray(prompt_ids, np.int32), sampling=sampling, options=sampling_params,
                 request_id=request_id, attached=attached,
                 media={k: ray.put(v) if k in MEDIA and v is not None else v for k, v in kwargs.items()},
@@ -92,7 +92,7 @@ NEVER = -100.0
 """Logit bias of a token that must not be generated."""
 
 
-def stands_of(processor: Any) -> dict[str, int]:
+def placeholder_ids_of(processor: Any) -> dict[str, int]:
     """Return the placeholder token ids that the model's processor defines, by kind; empty without a processor."""
     ids = {kind: None if processor is None else get_processor_token_id(processor, kind) for kind in ("image", "video")}
     return {kind: int(found) for kind, found in ids.items() if found is not None}
@@ -103,14 +103,14 @@ def worker_class() -> Any:
 
     It is a new class on each call so that Ray pickles it by value: its base, verl's class, cannot be found by name.
     """
-    base = plain_class(AgentLoopWorkerTQ)
+    base = undecorated_class(AgentLoopWorkerTQ)
 
     class AgentLoopWorker(base):  # type: ignore[valid-type, misc]
         """Worker that starts an agent loop of training when april's scheduler starts its sample."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self._april = Calls()
+            self._april = WorkerCalls()
 
         async def april_begin(self, row: Any, number: int, uid: str, index: int, stored: Sequence[str]) -> None:
             self._april.begin(number, uid, index, stored)
@@ -120,7 +120,7 @@ def worker_class() -> Any:
         async def april_messages(self) -> list[Message]:
             return await self._april.messages()
 
-        async def april_answer(self, answers: Sequence[tuple[int, Done | str | None]]) -> None:
+        async def april_answer(self, answers: Sequence[tuple[int, LLMResult | str | None]]) -> None:
             self._april.answer(answers)
 
         async def april_validate(self, rows: Any) -> None:
@@ -136,12 +136,12 @@ def worker_class() -> Any:
             if trajectory["validate"]:
                 await super()._run_prompt(prompt, sampling_params, trajectory, trace)
                 return
-            self.llm_client.stands = stands = stands_of(self.processor)
+            self.llm_client.stands = stands = placeholder_ids_of(self.processor)
             sampling = dict(sampling_params)
             if stands and self.rollout_config.name in UNBANNED:
                 sampling["logit_bias"] = dict.fromkeys(map(str, stands.values()), NEVER)
 
-            async def agent_loop(session: Session) -> None:
+            async def agent_loop(session: AgentLoopSession) -> None:
                 await self._run_agent_loop(
                     sampling, trajectory=trajectory, trace=trace, session_id=session.index, **prompt
                 )
@@ -152,7 +152,7 @@ def worker_class() -> Any:
             await self._april.run(prompt.pop("april_session"), agent_loop, forget)
 
         async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
-            session = None if validate else calls.CURRENT.get()
+            session = None if validate else agent_calls.CURRENT_SESSION.get()
             outputs = output if isinstance(output, list) else [output]
             if session is not None:
                 for one in outputs:

@@ -23,10 +23,10 @@ from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
 from april.adapters.common.refusals import refuse, require_count
 from april.adapters.verl.advantages import leave, name_of
-from april.adapters.verl.client import Client, ask_servers, worker_class
-from april.adapters.verl.rollouts import STATE_FILE, Delivery, Rollouts, servers_of
+from april.adapters.verl.client import AprilServerClient, ask_servers, worker_class
+from april.adapters.verl.rollouts import STATE_FILE, DeliveredRows, VerlRollouts, servers_of
 from april.adapters.verl.settings import settings_of
-from april.concurrency.worker_threads import in_thread
+from april.concurrency.worker_threads import run_in_thread
 from april.errors import CheckpointError, ConfigError
 from april.scheduler import RolloutScheduler
 
@@ -41,7 +41,7 @@ class Sampler(ReplayBufferAsync):  # type: ignore[misc]
 
     present: Sampler | None = None
     """The only sampler of this process, since verl has one trainer per process."""
-    rollouts: Rollouts
+    rollouts: VerlRollouts
     scheduler: RolloutScheduler | None = None
 
     def __init__(self, **kwargs: Any) -> None:
@@ -61,12 +61,12 @@ class Sampler(ReplayBufferAsync):  # type: ignore[misc]
         ends = {getattr(tokenizer, "eos_token_id", None), *_generation_ends(self.trainer.config)} - {None}
         send = partial(ask_servers, llm_client)
         servers = servers_of(settings, send, self._end_all, sorted(map(int, ends)))
-        self.rollouts = Rollouts(settings, servers, self.refill_fn, [_calls_of(worker) for worker in workers])
+        self.rollouts = VerlRollouts(settings, servers, self.refill_fn, [_calls_of(worker) for worker in workers])
         self.scheduler = RolloutScheduler(settings.config, **self.rollouts.parts)
 
     async def _end_all(self) -> None:
         """End all requests at verl's servers, and reject those in transit if a server can."""
-        await in_thread(self.trainer.checkpoint_manager.abort_replicas, reject_request=True)
+        await run_in_thread(self.trainer.checkpoint_manager.abort_replicas, reject_request=True)
 
     # ---------------------------------------------------------------- what verl calls
 
@@ -82,7 +82,7 @@ class Sampler(ReplayBufferAsync):  # type: ignore[misc]
             return self._batch_of(partition_id, lambda key: key.split("_")[0] in uids, uids), {}
         before = time.monotonic()
         require_count(batch_size, self.settings.config.rollout_batch_size)
-        self.rollouts.deliveries.follow(self.scheduler, global_steps - 1)
+        self.rollouts.deliveries.report_weights(self.scheduler, global_steps - 1)
         delivery = self.rollouts.delivered(self.scheduler.next_batch(), self.scheduler)
         names = {name_of(*rollout) for rollout in delivery.rollouts}
         batch = self._batch_of(partition_id, lambda key: _name_of(key) in names, delivery.settled, delivery.held)
@@ -108,7 +108,7 @@ class Sampler(ReplayBufferAsync):  # type: ignore[misc]
             tq.kv_clear(partition_id=partition_id, keys=gone)
         return KVBatchMeta(partition_id=partition_id, keys=list(rows), tags=list(rows.values()))
 
-    def _mask(self, batch: Any, delivery: Delivery) -> None:
+    def _mask(self, batch: Any, delivery: DeliveredRows) -> None:
         """Apply april's loss masks to the rows in verl's queue."""
         keys, fields = [], []
         for (uid, index), mask in delivery.masked.items():
@@ -125,7 +125,7 @@ class Sampler(ReplayBufferAsync):  # type: ignore[misc]
 
 
 def _calls_of(actor: Any) -> Any:
-    """Return the remote methods of a worker's Ray actor, under the names of :class:`.calls.Calls`."""
+    """Return the remote methods of a worker's Ray actor, under the names of :class:`.agent_calls.WorkerCalls`."""
     return SimpleNamespace(
         begin=actor.april_begin.remote, messages=actor.april_messages.remote, answer=actor.april_answer.remote
     )
@@ -178,7 +178,7 @@ class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
         # fmt: on
         assert sampler is not None
         self._sampler = sampler
-        client = Client.around(llm_client, sampler.settings.max_tokens)
+        client = AprilServerClient.around(llm_client, sampler.settings.max_tokens)
         super().__init__(config, client, teacher_client, reward_loop_worker_handles)
         self.agent_loop_workers_class = ray.remote(max_concurrency=AGENT_LOOPS)(worker_class())
 

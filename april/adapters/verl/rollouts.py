@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from april.adapters.common.media import KINDS
+from april.adapters.common.deliveries import Deliveries, checkpoint_errors
+from april.adapters.common.placed_media import MEDIA_KINDS
 from april.adapters.common.samples import is_masked
-from april.adapters.common.session import Deliveries, reading
-from april.adapters.common.trainer_servers import Result, TrainerServers
-from april.adapters.verl.calls import Asked, Done, Ended, result_of
+from april.adapters.common.trainer_servers import ServerResult, TrainerServers
+from april.adapters.verl.agent_calls import AgentLoopResult, LLMCall, LLMResult, result_of
 from april.adapters.verl.settings import RunSettings
 from april.core.batch import Batch
 from april.core.state_checksum import seal
@@ -44,27 +44,27 @@ Rollout = tuple[str, int]
 
 
 def servers_of(
-    settings: RunSettings, send: Callable[[Asked, list[int], int], Awaitable[Any]],
+    settings: RunSettings, send: Callable[[LLMCall, list[int], int], Awaitable[Any]],
     end_all: Callable[[], Awaitable[None]], eos_token_ids: Sequence[int],
 ) -> TrainerServers:  # fmt: skip
     """Wrap verl's servers as one engine; ``send`` sends a single request and returns verl's TokenOutput."""
 
-    async def ask(asked: Asked, token_ids: Int32, max_tokens: int) -> Result:
+    async def ask(asked: LLMCall, token_ids: Int32, max_tokens: int) -> ServerResult:
         output = await send(asked, token_ids.tolist(), max_tokens)
         asked.note(output)
         return result_of(len(token_ids), output, max_tokens if settings.overruns else None, asked.options)
 
     return TrainerServers(
-        "verl", ask, end_all, context=settings.context - 1, places=settings.places, eos_token_ids=eos_token_ids,
-        attachments=KINDS, extras=settings.config.extras,
+        "verl", ask, end_all, max_context=settings.context - 1, max_in_flight=settings.places,
+        eos_token_ids=eos_token_ids, attachments=MEDIA_KINDS, extras=settings.config.extras,
     )  # fmt: skip
 
 
-class Prompts:
+class VerlPrompts:
     """Iterates over verl's prompts (uids, without tokens); ``fetch(count)`` makes verl :meth:`offer` that many more."""
 
     resumes = True
-    attachments = KINDS
+    attachments = MEDIA_KINDS
 
     def __init__(self, fetch: Callable[[int], None]) -> None:
         self._fetch = fetch
@@ -82,7 +82,7 @@ class Prompts:
         if (missing := count - len(self.offered)) > 0:
             self._fetch(missing)
 
-    def __iter__(self) -> Prompts:
+    def __iter__(self) -> VerlPrompts:
         return self
 
     def __next__(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class _Worker:
         self._remote = calls
         self.sessions: dict[int, _Session] = {}
         self._listening: asyncio.Task[None] | None = None
-        self._answers: list[tuple[int, Done | str | None]] = []
+        self._answers: list[tuple[int, LLMResult | str | None]] = []
         self.tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, session: _Session, row: Any, stored: Sequence[str]) -> None:
@@ -110,7 +110,7 @@ class _Worker:
         llm, uid = session.llm, session.uid
         self._spawn(self._remote.begin(row, session.number, uid, llm.sample_id.index, stored), session)
 
-    def answer(self, number: int, answer: Done | str | None) -> None:
+    def answer(self, number: int, answer: LLMResult | str | None) -> None:
         """Queue an answer; all answers of one iteration of the event loop are sent in a single call."""
         if not self._answers:
             asyncio.get_running_loop().call_soon(self._send)
@@ -152,15 +152,15 @@ class _Session:
     def __init__(self, number: int, uid: str, llm: LLM, servers: TrainerServers, worker: _Worker) -> None:
         self.number, self.uid, self.llm = number, uid, llm
         self._servers, self._worker = servers, worker
-        self.outcome: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self.outcome: asyncio.Future[AgentLoopResult] = asyncio.get_running_loop().create_future()
         self._calls: set[asyncio.Task[None]] = set()
 
-    def receive(self, message: Asked | Ended | tuple[str, str]) -> None:
-        if isinstance(message, Asked):
+    def receive(self, message: LLMCall | AgentLoopResult | tuple[str, str]) -> None:
+        if isinstance(message, LLMCall):
             task = asyncio.get_running_loop().create_task(self._answer(message))
             self._calls.add(task)
             task.add_done_callback(self._calls.discard)
-        elif not isinstance(message, Ended):
+        elif not isinstance(message, AgentLoopResult):
             self.fail(*message)
         elif not self.outcome.done():
             self.outcome.set_result(message)
@@ -169,10 +169,11 @@ class _Session:
         if not self.outcome.done():
             self.outcome.set_exception(RemoteFunctionError(text, kind))
 
-    async def _answer(self, asked: Asked) -> None:
+    async def _answer(self, asked: LLMCall) -> None:
         self._servers.requests[self.llm.sample_id] = asked
         try:
-            answer: Done | str = _done(await self.llm.forward(asked.token_ids, asked.sampling, asked.attached), asked)
+            completion = await self.llm.forward(asked.token_ids, asked.sampling, asked.attached)
+            answer: LLMResult | str = _done(completion, asked)
         except Exception as error:
             answer = describe(error)
         self._worker.answer(self.number, answer)
@@ -187,7 +188,7 @@ class _Session:
         self._servers.forget(self.llm.sample_id)
 
 
-def _done(completion: Completion, asked: Asked) -> Done:
+def _done(completion: Completion, asked: LLMCall) -> LLMResult:
     at = len(completion.conversation) - len(completion.tokens)
     changes = np.flatnonzero(np.any(np.diff(completion.versions, axis=0), axis=1)) + 1
     ends = [0, *changes.tolist(), len(completion.tokens)]
@@ -195,7 +196,7 @@ def _done(completion: Completion, asked: Asked) -> Done:
         (at + start, at + end, *completion.versions[start].tolist())
         for start, end in itertools.pairwise(ends) if start < end
     )  # fmt: skip
-    return Done(
+    return LLMResult(
         tokens=completion.tokens, logprobs=completion.logprobs, spans=spans, resumes=completion.resumes,
         by_length=completion.finish is FinishReason.LENGTH, extras=completion.extras, preempted=asked.preempted,
         cached=asked.cached,
@@ -203,7 +204,7 @@ def _done(completion: Completion, asked: Asked) -> Done:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Delivery:
+class DeliveredRows:
     """Description of a batch of B samples; verl's queue holds the trajectories themselves."""
 
     batch: int
@@ -226,14 +227,14 @@ class Delivery:
         return tuple(dict.fromkeys(uid for uid, _ in self.rollouts))
 
 
-class Rollouts:
-    """Supplies the scheduler's arguments and describes its batches; ``workers`` have :class:`.calls.Calls`' methods."""
+class VerlRollouts:
+    """Supplies the scheduler's arguments and describes its batches; ``workers`` have the methods of WorkerCalls."""
 
     def __init__(
         self, settings: RunSettings, servers: TrainerServers, fetch: Callable[[int], None], workers: Sequence[Any]
     ) -> None:
         self._settings, self._servers = settings, servers
-        self.prompts = Prompts(fetch)
+        self.prompts = VerlPrompts(fetch)
         self._workers = [_Worker(calls) for calls in workers]
         self._turn = itertools.count()
         self._groups: dict[int, str] = {}
@@ -255,7 +256,7 @@ class Rollouts:
             "filter": None if s.filter_metric is None else self._differs, "progress": False,
         }  # fmt: skip
 
-    async def rollout(self, prompt: Prompt, llm: LLM) -> Ended:
+    async def rollout(self, prompt: Prompt, llm: LLM) -> AgentLoopResult:
         """Run the agent loop of a sample in one of verl's workers; this is the scheduler's rollout function."""
         uid = self._groups[llm.sample_id.group] = str(prompt.data["uid"])
         worker, rollout = self._worker_of(uid), (uid, llm.sample_id.index)
@@ -294,7 +295,7 @@ class Rollouts:
 
     # ---------------------------------------------------------------- batches
 
-    def delivered(self, batch: Batch, scheduler: Any) -> Delivery:
+    def delivered(self, batch: Batch, scheduler: Any) -> DeliveredRows:
         """Describe a batch for verl, and forget the prompts that were delivered or dropped with it."""
         rollouts = [(str(s.prompt.data["uid"]), s.id.index) for s in batch.samples]
         pairs = zip(batch.samples, rollouts, strict=True)
@@ -307,7 +308,7 @@ class Rollouts:
             self.prompts.rows.pop(uid, None)
         held = set(self._groups.values())
         self.stored = {rollout: keys for rollout, keys in self.stored.items() if rollout[0] in held}
-        return Delivery(
+        return DeliveredRows(
             batch=batch.id, rollouts=tuple(rollouts), settled=settled, held=held, masked=masked,
             metrics=self.deliveries.metrics(batch, scheduler.ledger()), rewards=batch.rewards,
             baseline_rewards=first_others_of(batch.sample_indices, [s.cohort for s in batch.samples]),
@@ -321,7 +322,8 @@ class Rollouts:
         known = {*self._groups.values(), *(group["data"]["uid"] for group in _groups_in(state))}
         waiting = [uid for uid in self.prompts.rows if uid not in known]
         waiting += [uid for uid, _ in self.prompts.offered]
-        write_state(folder / STATE_FILE, FILE_KIND, {"state": state, "late": self._servers.late(), "waiting": waiting})
+        late = self._servers.late_responses()
+        write_state(folder / STATE_FILE, FILE_KIND, {"state": state, "late": late, "waiting": waiting})
 
     def read(self, folder: Path, stored: Mapping[str, Mapping[int, Sequence[str]]]) -> tuple[dict[str, Any], list[str]]:
         """Return the scheduler's saved state, and the uids of prompts that were offered but not drawn.
@@ -332,7 +334,7 @@ class Rollouts:
         Raises CheckpointError if the state is damaged or belongs to another checkpoint.
         """
         saved = read_state(folder / STATE_FILE, FILE_KIND)
-        with reading("the state"):
+        with checkpoint_errors("the state"):
             core, groups = saved["state"]["core"], _groups_in(saved["state"])
             if missing := [uid for g in groups if (uid := g["data"]["uid"]) not in stored]:
                 raise CheckpointError(
@@ -348,7 +350,7 @@ class Rollouts:
             if core["settings"]["group_quorum"] == 1 and Work.QUORUM not in core["settings"]["auto"]:
                 core["waiting"] += [g for g in core["ready"] if g in again]
                 core["ready"] = [g for g in core["ready"] if g not in again]
-            self._servers.go_on(saved["late"])
+            self._servers.restore(saved["late"])
             parts = {name: saved["state"][name] for name in ("core", "prompts", "sampling")}
             waiting = [str(uid) for uid in saved["waiting"]]
             self._groups = {group["id"]: group["data"]["uid"] for group in groups}
@@ -362,7 +364,7 @@ class Rollouts:
         held = list(self._groups.values())
         self.prompts.rows = dict(zip(held, rows(held), strict=True))
         self.prompts.offer(zip(waiting, rows(waiting), strict=True))
-        self.deliveries.skip(scheduler.ledger())
+        self.deliveries.skip_dropped(scheduler.ledger())
         log.info("april goes on with %d prompts", len(held))
         return held
 

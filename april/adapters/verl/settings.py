@@ -15,7 +15,7 @@ TESTED_VERSION = "0.9.1"
 OLDEST, TOO_NEW = (0, 9, 1), (0, 10)
 """Supported versions, the upper bound excluded: verl 0.9.0 has no checkpoint callback."""
 _V1 = "verl.trainer.ppo.v1"
-SEAMS: dict[str, tuple[str, ...]] = {
+REQUIRED_FUNCTIONS: dict[str, tuple[str, ...]] = {
     f"{_V1}.agent_loop_tq:AgentLoopManagerTQ.generate_sequences": ("self", "prompts"),
     "verl.experimental.agent_loop.agent_loop:AgentLoopManager.__init__": (
         "self", "config", "llm_client", "teacher_client", "reward_loop_worker_handles",
@@ -89,7 +89,7 @@ def require_verl() -> None:
             )
         ]
     )
-    seams.require_seams("verl", TESTED_VERSION, SEAMS)
+    seams.require_functions("verl", TESTED_VERSION, REQUIRED_FUNCTIONS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,8 @@ from datetime import timedelta
 from typing import Any
 
 from april.engines.groups.packing import bytes_of, places, unpack
-from april.engines.groups.waiting import wait_until
-from april.engines.weight_routes import TensorSpec
+from april.engines.groups.polling import poll_until
+from april.engines.weight_transfer import TensorSpec
 
 ALL_HERE, OFF = "all here", "off"
 """Keys that the sender sets in the store."""
@@ -32,14 +32,14 @@ class GlooSender:
 
     def __init__(self, address: str, group: str, world_size: int, timeout_s: float) -> None:
         self._address, self._group, self._world_size, self._timeout_s = address, group, world_size, timeout_s
-        self._store = _store(address, listening(address), timeout_s)
+        self._store = _store(address, listening_store(address), timeout_s)
         self.port: int = self._store.port
         self._process_group: Any = None
 
     def connect(self, goes_on: Callable[[], None]) -> None:
         """Wait until all workers have registered, then create the group."""
         here = [_here(self._group, rank) for rank in range(1, self._world_size)]
-        wait_until(lambda: self._store.check(here), goes_on)
+        poll_until(lambda: self._store.check(here), goes_on)
         self._store.set(ALL_HERE, "")
         self._process_group = _group(self._store, self._group, 0, self._world_size, self._address, self._timeout_s)
 
@@ -47,7 +47,7 @@ class GlooSender:
         """Broadcast one bucket tensor by tensor: a flat buffer would take one more bucket of memory."""
         ready = [t.detach().to("cpu").contiguous() for t in tensors]
         works = [_broadcast(self._process_group, bytes_of(t)) for t in ready if t.numel()]
-        wait_until(lambda: all(work.is_completed() for work in works), goes_on)
+        poll_until(lambda: all(work.is_completed() for work in works), goes_on)
         for work in works:
             work.wait()
 
@@ -82,8 +82,8 @@ class GlooReceiver:
             if time.monotonic() > late:
                 raise RuntimeError(f"not all workers of the group were there in {timeout_s:g} s")
 
-        wait_until(lambda: store.check([ALL_HERE]), goes_on)
-        self._process_group = _group(store, group, rank, world_size, towards(address, port), timeout_s)
+        poll_until(lambda: store.check([ALL_HERE]), goes_on)
+        self._process_group = _group(store, group, rank, world_size, local_address(address, port), timeout_s)
 
     def receive(self, specs: Sequence[TensorSpec]) -> list[tuple[str, Any]]:
         """Receive the tensors of the next bucket into a new buffer."""
@@ -98,7 +98,7 @@ class GlooReceiver:
         self._process_group = None
 
 
-def listening(address: str) -> socket.socket:
+def listening_store(address: str) -> socket.socket:
     """Open a socket that listens on this address only, on a free port."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listens = socket.socket(family)
@@ -111,7 +111,7 @@ def listening(address: str) -> socket.socket:
     return listens
 
 
-def towards(host: str, port: int) -> str:
+def local_address(host: str, port: int) -> str:
     """Return this machine's address on the route to ``host``; no packet is sent."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     family, kind, protocol, _, there = found[0]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from april.engines.weight_routes import TensorSpec
+from april.engines.weight_transfer import TensorSpec
 
 ALIGNED = 16
 """Alignment in bytes at which every tensor begins, as views of another dtype require."""

@@ -233,7 +233,7 @@ class HttpClient:
         if session is not None:
             await session.close()
 
-    def cut(self, task: asyncio.Task[Any]) -> None:
+    def break_off(self, task: asyncio.Task[Any]) -> None:
         """Break off the call that ``task`` is making, if any; it raises EngineUnreachable."""
         if task in self._callers:
             self._cut_off(task)
@@ -304,7 +304,7 @@ class HttpClient:
     def _unreachable(self, method: str, route: str, error: BaseException) -> EngineUnreachable:
         if isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, ConnectionRefusedError):
             self.refusals += 1
-        why, hint = _what_broke(error), f"is the server alive? `april doctor {self.url}` says more"
+        why, hint = _connection_error(error), f"is the server alive? `april doctor {self.url}` says more"
         if "WRONG_VERSION_NUMBER" in why:
             hint = f"the server speaks no TLS; write {self.url.replace('https:', 'http:', 1)}"
         certificate = getattr(error, "certificate_error", None)
@@ -317,7 +317,7 @@ async def _refuse_redirect(session: object, context: object, asked: aiohttp.Trac
     raise EngineError(f"{asked.url.origin()} answered with a redirect, which april does not follow")
 
 
-async def _nothing() -> bytes:
+async def _no_content() -> bytes:
     return b""
 
 
@@ -356,7 +356,7 @@ class ResponseBytes:
                         raise
                     if not self._stopped:
                         raise self._client._closed_early() from None
-            self._stopped, self._more = False, _nothing
+            self._stopped, self._more = False, _no_content
             await asyncio.sleep(0)  # lets the loop pick up bytes that have already arrived
             return self._response.content.read_nowait()
         except _BROKEN as error:
@@ -379,7 +379,7 @@ class ResponseBytes:
             self._response.close()
 
 
-_OWN_WORDS: tuple[tuple[type[BaseException], str], ...] = (
+_ERROR_TEXTS: tuple[tuple[type[BaseException], str], ...] = (
     (aiohttp.ServerDisconnectedError, "the server closed the connection without an answer"),
     (aiohttp.ClientPayloadError, "the connection broke in the middle of the answer"),
     (aiohttp.ClientResponseError, "the answer is no HTTP"),
@@ -387,8 +387,8 @@ _OWN_WORDS: tuple[tuple[type[BaseException], str], ...] = (
 """Replacement texts for aiohttp errors that repeat what the server sent, including token ids."""
 
 
-def _what_broke(error: BaseException) -> str:
-    own = next((words for kind, words in _OWN_WORDS if isinstance(error, kind)), "")
+def _connection_error(error: BaseException) -> str:
+    own = next((words for kind, words in _ERROR_TEXTS if isinstance(error, kind)), "")
     return own or clean(error) or type(error).__name__
 
 
@@ -418,11 +418,11 @@ def _date(text: str) -> datetime | None:
     return date if date.tzinfo is not None else None
 
 
-Words = Callable[[Any], bool]
+Confirms = Callable[[Any], bool]
 """Returns whether the JSON value of a response confirms that the server has done what was asked."""
 
 
-def words_of(reply: Reply) -> Any:
+def json_value(reply: Reply) -> Any:
     """Return the JSON value of a response: None if it is empty (or ``null``), its raw bytes if it is not JSON."""
     if not reply.body.strip():
         return None
@@ -432,20 +432,20 @@ def words_of(reply: Reply) -> Any:
         return reply.body
 
 
-def says(key: str, value: bool | str) -> Words:
+def has_value(key: str, value: bool | str) -> Confirms:
     """Return a check that accepts an object with ``value`` under ``key``."""
     return lambda said: isinstance(said, dict) and type(said.get(key)) is type(value) and said[key] == value
 
 
-def nothing(said: Any) -> bool:
+def is_empty(said: Any) -> bool:
     """Return whether a response was empty."""
     return said is None
 
 
-def require_words(client: HttpClient, reply: Reply, route: str, *words: Words) -> None:
+def require_confirmation(client: HttpClient, reply: Reply, route: str, *words: Confirms) -> None:
     """Raise an error unless the status is 200 and one of ``words`` accepts the body."""
     client.require_ok(reply, route)
-    said = words_of(reply)
+    said = json_value(reply)
     if not any(word(said) for word in words):
         raise EngineError(
             f"{client.url}{route} answered 200, but not that it is done: {error_text(reply.body)}; is a proxy or "
@@ -459,10 +459,10 @@ def is_page(reply: Reply) -> bool:
 
 
 async def control(
-    client: HttpClient, route: str, *words: Words, body: object = None, params: dict[str, str] | None = None
+    client: HttpClient, route: str, *words: Confirms, body: object = None, params: dict[str, str] | None = None
 ) -> None:
     """POST a control call that may safely run twice. Raises EngineError unless one of ``words`` accepts it."""
-    require_words(client, await client.call("POST", route, body, params=params, retry=True), route, *words)
+    require_confirmation(client, await client.call("POST", route, body, params=params, retry=True), route, *words)
 
 
 async def weight_version(client: HttpClient, route: str) -> str:

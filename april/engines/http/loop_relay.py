@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-LOOK_AGAIN_S = 1.0
+POLL_S = 1.0
 """Seconds between checks whether the other loop still runs, because a stopped loop notifies nobody."""
 
 
@@ -19,7 +19,7 @@ async def result_from(there: asyncio.AbstractEventLoop, work: Coroutine[Any, Any
     """Run ``work`` on the loop ``there`` and return its result. Raises RuntimeError if that loop stops first."""
     future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, there))
     try:
-        while not (await asyncio.wait([future], timeout=LOOK_AGAIN_S))[0]:
+        while not (await asyncio.wait([future], timeout=POLL_S))[0]:
             if await _stopped(there) and not future.done():
                 raise RuntimeError("the event loop of the call was stopped")
         return future.result()
@@ -43,11 +43,11 @@ class LoopRelay:
     """
 
     def __init__(self, there: asyncio.AbstractEventLoop, make: Callable[[], AsyncGenerator[Any, None]]) -> None:
-        self._there = there
-        self._here = asyncio.get_running_loop()
+        self._source_loop = there
+        self._consumer_loop = asyncio.get_running_loop()
         self._make = make
         self._items: deque[Any] = deque()
-        self._news = asyncio.Event()
+        self._item_arrived = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._ended = False
         self._error: BaseException | None = None
@@ -72,24 +72,24 @@ class LoopRelay:
         if self._ended:
             return
         with contextlib.suppress(RuntimeError):  # the other loop is closed
-            self._there.call_soon_threadsafe(self._cancel)
-        while not self._ended and not await _stopped(self._there):
+            self._source_loop.call_soon_threadsafe(self._cancel)
+        while not self._ended and not await _stopped(self._source_loop):
             await self._more()
 
     async def _more(self) -> bool:
         """Wait for an item or the end; False if neither can come any more."""
-        self._news.clear()
+        self._item_arrived.clear()
         try:
-            async with asyncio.timeout(LOOK_AGAIN_S):
-                await self._news.wait()
+            async with asyncio.timeout(POLL_S):
+                await self._item_arrived.wait()
         except TimeoutError:
-            return not await _stopped(self._there) or self._news.is_set()
+            return not await _stopped(self._source_loop) or self._item_arrived.is_set()
         return True
 
     # ---------------------------------------------------------------- on the generator's loop
 
     def _start(self) -> None:
-        self._task = self._there.create_task(self._run())
+        self._task = self._source_loop.create_task(self._run())
         self._task.add_done_callback(self._done)
 
     def _cancel(self) -> None:
@@ -100,28 +100,28 @@ class LoopRelay:
         try:
             async with aclosing(self._make()) as items:
                 async for item in items:
-                    self._tell(self._receive, item)
+                    self._call_consumer(self._receive, item)
         except Exception as error:
-            self._tell(self._finish, error)
+            self._call_consumer(self._finish, error)
         else:
-            self._tell(self._finish, None)  # sent here: if the loop stops now, the task's callback never runs
+            self._call_consumer(self._finish, None)  # sent here: if the loop stops now, the task's callback never runs
 
     def _done(self, task: asyncio.Task[None]) -> None:
         """Report the end if :meth:`_run` could not, because it was cancelled, perhaps before it began."""
         error = None if task.cancelled() else task.exception()
-        self._tell(self._finish, error or RuntimeError("the request was cancelled on its event loop"))
+        self._call_consumer(self._finish, error or RuntimeError("the request was cancelled on its event loop"))
 
-    def _tell(self, function: Callable[[Any], None], value: Any) -> None:
+    def _call_consumer(self, function: Callable[[Any], None], value: Any) -> None:
         with contextlib.suppress(RuntimeError):  # this loop is closed: nobody is waiting
-            self._here.call_soon_threadsafe(function, value)
+            self._consumer_loop.call_soon_threadsafe(function, value)
 
     # ---------------------------------------------------------------- on the reader's loop
 
     def _receive(self, item: Any) -> None:
         self._items.append(item)
-        self._news.set()
+        self._item_arrived.set()
 
     def _finish(self, error: BaseException | None) -> None:
         if not self._ended:
             self._ended, self._error = True, error
-            self._news.set()
+            self._item_arrived.set()

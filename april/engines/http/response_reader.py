@@ -1,7 +1,7 @@
 """Reads the response to one request: checks every event, and assigns each token the policy version that made it.
 
 It reads whole responses and streams alike. Each kind of server has a :class:`Parser` that turns its events into
-:class:`Piece` objects. When several events are read together, those before an invalid one still count.
+:class:`ResponsePart` objects. When several events are read together, those before an invalid one still count.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from april.core.attachments import NO_EXTRAS, Extras, wrong_rows
 from april.core.versions import PolicyVersion
-from april.engines.http.weight_labels import ReadingLabels, Span, cover, foreign_weights
+from april.engines.http.weight_labels import ReadingLabels, Span, foreign_weights, require_covering
 from april.engines.http.wire import NotJson, chunk_of, empty_chunk, failure_said, read_with
 from april.engines.protocol import Chunk, EngineFinish, Int32, Request
 from april.errors import EngineError, WireError
@@ -26,7 +26,7 @@ E = TypeVar("E")
 _DONE = b"[DONE]"
 
 
-class End(msgspec.Struct, gc=False):
+class ResponseEnd(msgspec.Struct, gc=False):
     """The end of a response. An EngineError as ``reason`` is raised after the tokens are handed over."""
 
     reason: EngineFinish | EngineError
@@ -38,13 +38,13 @@ class End(msgspec.Struct, gc=False):
     extras_from: int = 0
 
 
-class Piece(msgspec.Struct, gc=False):
+class ResponsePart(msgspec.Struct, gc=False):
     """Content of one stream event, or of one whole response."""
 
     ids: list[int]
     """Token ids that no earlier piece contained."""
     logprobs: list[float]
-    end: End | None = None
+    end: ResponseEnd | None = None
     label: str | None = None
     """Label of the weights that made the ids; None if the server does not report it."""
     prompt_tokens: int | None = None
@@ -67,7 +67,7 @@ class Parser(Generic[E]):
         self.decoder = decoder
         self.list_decoder = list_decoder
 
-    def piece(self, event: E, payload: bytes, had: int) -> Piece:
+    def piece(self, event: E, payload: bytes, had: int) -> ResponsePart:
         """Return the content of one event. ``payload`` is its raw JSON, ``had`` the number of tokens before it.
 
         Raises WireError for an event that cannot be right, or the error that the server reports in it.
@@ -83,7 +83,7 @@ class Parser(Generic[E]):
         return failure_said(payload, f"attempt {self.attempt_id}")
 
 
-class Progress(StrEnum):
+class ReadProgress(StrEnum):
     """Stage that the reading of a response has reached."""
 
     TOKENS = "tokens"
@@ -95,7 +95,7 @@ class Progress(StrEnum):
     """Reading has stopped at an error, which is in ``failure``."""
 
 
-_TOKENS = Progress.TOKENS
+_TOKENS = ReadProgress.TOKENS
 OTHER_PROCESSOR = (
     "does the server's processor cut images up as the one here does (the same files, min_pixels and max_pixels), and "
     "has the prompt what its model wants around an image?"
@@ -125,8 +125,8 @@ class ResponseReader:
 
     __slots__ = (
         "_expands", "_extras", "_guess", "_held_ids", "_held_logprobs", "_ids", "_label", "_last", "_logprobs",
-        "_parser", "_prompt_tokens", "_request", "_runs", "_stopped_at", "_sure", "_version", "_versions", "count",
-        "failure", "finish", "labels", "progress",
+        "_parser", "_prompt_tokens", "_request", "_runs", "_stopped_at", "_sure_tokens", "_version", "_versions",
+        "count", "failure", "finish", "labels", "progress",
     )  # fmt: skip
 
     def __init__(
@@ -138,7 +138,7 @@ class ResponseReader:
         self._expands = request is not None and bool(request.attached)
         self._extras: Extras = NO_EXTRAS
         self._version = self._guess = version
-        self._sure: int | None = None
+        self._sure_tokens: int | None = None
         """Number of tokens made before the weights changed during this request; None if they have not changed. Later
         tokens are marked as ``_guess`` until the last event names their spans."""
         self._runs: list[tuple[list[int], list[float], PolicyVersion]] = []
@@ -155,7 +155,7 @@ class ResponseReader:
         # tokens under another label than at submission: only the spans at the end tell which version made them
         self._held_ids: list[int] = []
         self._held_logprobs: list[float] = []
-        self.progress = Progress.TOKENS
+        self.progress = ReadProgress.TOKENS
         self.count = 0
         """Number of tokens whose weights are known."""
         self.finish: EngineFinish | None = None
@@ -166,10 +166,10 @@ class ResponseReader:
 
     def read(self, payloads: list[bytes]) -> None:
         """Read several events in order, or one whole response. An error is stored in ``failure`` and not raised."""
-        if self.progress is Progress.WRONG or not payloads:
+        if self.progress is ReadProgress.WRONG or not payloads:
             return
         try:
-            if self.progress is Progress.DONE:
+            if self.progress is ReadProgress.DONE:
                 raise self._parser.wrong("goes on after [DONE]")
             done = payloads[-1] == _DONE
             if done:
@@ -178,11 +178,11 @@ class ResponseReader:
             for payload, event in zip(payloads, self._decoded(payloads), strict=False):
                 add(parse(event, payload, self.count + len(held)))
             if done:
-                self.progress = Progress.DONE
+                self.progress = ReadProgress.DONE
         except EngineError as error:
             self.fail(error)
 
-    def goes_on(self, version: PolicyVersion) -> None:
+    def set_version(self, version: PolicyVersion) -> None:
         """Assume ``version`` for all tokens that follow, because the paused server got new weights.
 
         The assumption holds until the last event names the spans.
@@ -191,7 +191,7 @@ class ResponseReader:
             if self._ids:
                 self._runs.append((self._ids, self._logprobs, self._guess))
                 self._ids, self._logprobs = [], []
-            self._sure = self.count if self._sure is None else self._sure
+            self._sure_tokens = self.count if self._sure_tokens is None else self._sure_tokens
             self._guess = version
 
     def take(self, *, last: bool = False) -> list[Chunk]:
@@ -205,7 +205,7 @@ class ResponseReader:
         if self._ids:
             runs.append((self._ids, self._logprobs, self._guess))
             self._ids, self._logprobs = [], []
-        if last or self.progress is not Progress.ENDED:
+        if last or self.progress is not ReadProgress.ENDED:
             runs += self._last
             self._last = []
         try:
@@ -213,7 +213,7 @@ class ResponseReader:
                 chunks.append(chunk_of(*run))
         except WireError as error:
             self.fail(error)
-        if self._sure is not None:
+        if self._sure_tokens is not None:
             chunks = [chunk if chunk.version == self._version else replace(chunk, sure=False) for chunk in chunks]
         if last and self.failure is None:
             end = chunks.pop() if chunks else empty_chunk(self._guess, None)
@@ -224,11 +224,11 @@ class ResponseReader:
 
     def fail(self, error: EngineError) -> None:
         """Stop reading because of an error. Earlier tokens still count, and the first error is kept."""
-        self.progress, self.failure = Progress.WRONG, self.failure or error
+        self.progress, self.failure = ReadProgress.WRONG, self.failure or error
 
     def cut(self) -> None:
         """End the response here with the finish ABORT, because april has closed its stream."""
-        self.progress, self.finish = Progress.DONE, EngineFinish.ABORT
+        self.progress, self.finish = ReadProgress.DONE, EngineFinish.ABORT
 
     # ---------------------------------------------------------------- inside
 
@@ -249,11 +249,11 @@ class ResponseReader:
         except NotJson as error:
             raise self._parser.wrong(f"cannot be read: {error}") from None
 
-    def _add(self, piece: Piece) -> None:
+    def _add(self, piece: ResponsePart) -> None:
         ids, logprobs = piece.ids, piece.logprobs
         count = len(ids)
         if self.progress is not _TOKENS:
-            self._require_silence(piece)
+            self._require_no_tokens(piece)
         if count != len(logprobs):
             raise self._parser.wrong(f"has {count} tokens with {len(logprobs)} log-probabilities")
         if piece.prompt_tokens is not None and self._prompt_tokens not in (None, piece.prompt_tokens):
@@ -278,14 +278,14 @@ class ResponseReader:
                 f"says {total} tokens and came with {self.count}; does the server keep the EOS or stop token back?"
             )
 
-    def _require_silence(self, piece: Piece) -> None:
+    def _require_no_tokens(self, piece: ResponsePart) -> None:
         if not self._parser.count_may_follow:
             raise self._parser.wrong("goes on after the event that ended it")
         if piece.ids or piece.end is not None:
             again = "" if piece.end is None else "another end and "
             raise self._parser.wrong(f"has {again}{len(piece.ids)} tokens more after it ended")
 
-    def _end(self, piece: Piece, end: End) -> None:
+    def _end(self, piece: ResponsePart, end: ResponseEnd) -> None:
         """Add the tokens that came with the end, split by the weights that made them."""
         ids, logprobs = self._held_ids + piece.ids, self._held_logprobs + piece.logprobs
         labels, total = self.labels, self.count + len(ids)
@@ -295,13 +295,13 @@ class ResponseReader:
                 if span.version != first:
                     raise foreign_weights(self._parser.attempt_id, first, span.version, too_late=True)
         if labels is not None and total and end.spans is not None:
-            if self._sure is None:
+            if self._sure_tokens is None:
                 self._add_spans(labels, end.spans, ids, logprobs)
             else:
-                self._name_all(labels, end.spans, total)
+                self._set_all_versions(labels, end.spans, total)
                 self._last += [(ids, logprobs, self._guess)] if ids else []
         elif labels is not None and total and (self._held_ids or piece.label not in (None, self._label)):
-            raise self._foreign(piece.label or "none")
+            raise self._foreign_weights(piece.label or "none")
         elif ids:
             self._last.append((ids, logprobs, self._guess))
         self.count = total
@@ -309,9 +309,9 @@ class ResponseReader:
             raise end.reason
         if self._request is not None and total:
             self._extras = self._rows(self._request, end, total)
-        self.finish, self._stopped_at, self.progress = end.reason, end.stopped_at, Progress.ENDED
+        self.finish, self._stopped_at, self.progress = end.reason, end.stopped_at, ReadProgress.ENDED
 
-    def _rows(self, request: Request, end: End, total: int) -> Extras:
+    def _rows(self, request: Request, end: ResponseEnd, total: int) -> Extras:
         """Return the requested rows out of those that the server sent.
 
         Empty for a preempted request that the server aborted without rows: its tokens are generated again.
@@ -328,29 +328,29 @@ class ResponseReader:
     def _add_spans(self, labels: ReadingLabels, spans: Sequence[Span], ids: list[int], logprobs: list[float]) -> None:
         """Split the last tokens by ``spans``. Tokens handed over earlier must have the version at submission."""
         had, total = self.count, self.count + len(ids)
-        if not cover(spans, total):
+        if not require_covering(spans, total):
             raise self._parser.wrong(f"has version spans that do not cover its {total} tokens one after the other")
         for span in spans:
             known = span.version == self._label
             version = self._version if known else labels.version_of(span.version, self._version)
             if version is None or (span.start < had and version != self._version and span.end > span.start):
-                raise self._foreign(span.version, too_late=span.start < had)
+                raise self._foreign_weights(span.version, too_late=span.start < had)
             start, end = max(span.start - had, 0), span.end - had
             if end > start:
                 self._last.append((ids[start:end], logprobs[start:end], version))
 
-    def _name_all(self, labels: ReadingLabels, spans: Sequence[Span], total: int) -> None:
+    def _set_all_versions(self, labels: ReadingLabels, spans: Sequence[Span], total: int) -> None:
         """Set the versions of all tokens of a response during which the weights changed; sure ones must not differ."""
-        if not cover(spans, total):
+        if not require_covering(spans, total):
             raise self._parser.wrong(f"has version spans that do not cover its {total} tokens one after the other")
         self._versions = []
         for span in spans:
             version = labels.version_of(span.version, self._version)
-            early = self._sure is not None and span.start < self._sure and version != self._version
+            early = self._sure_tokens is not None and span.start < self._sure_tokens and version != self._version
             if span.end > span.start:
                 if version is None or early:
-                    raise self._foreign(span.version, too_late=True)
+                    raise self._foreign_weights(span.version, too_late=True)
                 self._versions.append((version, span.end - span.start))
 
-    def _foreign(self, label: str, *, too_late: bool = False) -> EngineError:
+    def _foreign_weights(self, label: str, *, too_late: bool = False) -> EngineError:
         return foreign_weights(self._parser.attempt_id, self._label, label, too_late=too_late)

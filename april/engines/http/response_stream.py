@@ -16,10 +16,10 @@ from typing import Any
 
 from april.core.versions import PolicyVersion
 from april.engines.http.http_client import HttpClient, ResponseBytes
-from april.engines.http.response_reader import Progress, ResponseReader
+from april.engines.http.response_reader import ReadProgress, ResponseReader
 from april.engines.http.sent_attachments import SentAttachments, Urls
 from april.engines.http.server_engine import Admission
-from april.engines.http.server_process import Confirmation, OwnPauses
+from april.engines.http.server_process import Confirmation, OwnPauseLock
 from april.engines.http.weight_labels import WeightLabels
 from april.engines.http.wire import empty_chunk
 from april.engines.protocol import AbortMeans, BufferedStream, Chunk, EngineFinish, Request
@@ -111,14 +111,14 @@ ROW_BYTES = 1 << 14
 OTHER_BYTES = 1 << 20
 
 
-def answer_bytes(request: Request) -> int:
+def max_response_bytes(request: Request) -> int:
     """Return the maximum size of the response, or of one stream event, since some servers repeat everything in each."""
     each = BYTES_PER_TOKEN + ROW_BYTES * len(request.extras)
     return OTHER_BYTES + each * (len(request.token_ids) + request.sampling.max_tokens)
 
 
 class StreamState(StrEnum):
-    """State of one request. How far its response has been read is in the reader's :class:`Progress`."""
+    """State of one request. How far its response has been read is in the reader's :class:`ReadProgress`."""
 
     WAITING = "waiting"
     """The request has not been admitted yet."""
@@ -154,7 +154,7 @@ TRANSITIONS: dict[StreamState, tuple[StreamState, ...]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoint:
+class GenerateRoute:
     """The route to which one engine sends its requests, with the state that its streams share."""
 
     client: HttpClient
@@ -169,29 +169,29 @@ class Endpoint:
     """True if a stream that ends without its end mark has broken off; the token count comes before that mark."""
     confirmation: Confirmation | None = None
     """Check of the server's weights, if responses do not name them before they end."""
-    pauses: OwnPauses = field(default_factory=OwnPauses)
+    pauses: OwnPauseLock = field(default_factory=OwnPauseLock)
     """Pauses by which april itself ends requests at this server."""
-    stands_still: Callable[[], Awaitable[bool]] | None = None
+    paused_by_others: Callable[[], Awaitable[bool]] | None = None
     """Returns whether the server's owner has paused it; called when the server ends a request on its own."""
     attachments: SentAttachments = field(default_factory=SentAttachments)
     """Record of the attachments that the server has received."""
-    open: dict[str, ResponseStream] = field(default_factory=dict)
+    open_streams: dict[str, ResponseStream] = field(default_factory=dict)
     """Streams that were admitted and have not ended, by attempt id."""
 
     def abort(self, attempt_ids: Iterable[str]) -> None:
         """Abort these attempts; see :meth:`ResponseStream.abort`."""
         for attempt_id in attempt_ids:
-            if (stream := self.open.get(attempt_id)) is not None:
+            if (stream := self.open_streams.get(attempt_id)) is not None:
                 stream.abort()
 
-    def goes_on(self, version: PolicyVersion) -> None:
+    def set_version(self, version: PolicyVersion) -> None:
         """Switch to ``version`` in all open streams; the server is paused and keeps their requests."""
-        for stream in self.open.values():
-            stream.goes_on(version)
+        for stream in self.open_streams.values():
+            stream.set_version(version)
 
-    def recall(self) -> None:
+    def recall_unstarted(self) -> None:
         """Recall all requests without tokens, because the server is paused; they wait for admission again."""
-        for stream in list(self.open.values()):
+        for stream in list(self.open_streams.values()):
             stream.recall()
 
 
@@ -207,7 +207,7 @@ class ResponseStream(BufferedStream):
         "_recalled", "_request", "_splitter", "_streamed", "_task", "state", "waiting",
     )  # fmt: skip
 
-    def __init__(self, endpoint: Endpoint, request: Request, *, streamed: bool) -> None:
+    def __init__(self, endpoint: GenerateRoute, request: Request, *, streamed: bool) -> None:
         self._endpoint = endpoint
         self._request = request
         self._streamed = streamed
@@ -239,7 +239,7 @@ class ResponseStream(BufferedStream):
         """
         if self.state in _OVER:
             if not self._chunks:
-                self._leave()
+                self._release()
                 if self.state is StreamState.FAILED and self._failure is not None:
                     raise self._failure
             return bool(self._chunks)
@@ -249,10 +249,10 @@ class ResponseStream(BufferedStream):
             assert self._body is not None
             piece = await self._body.read()
         except EngineError as error:
-            await self._settle(error)
+            await self._end_request(error)
             return True
         if not piece:
-            await self._settle(None)
+            await self._end_request(None)
         elif self.state is _READING:
             self._pieces.append(piece)
             self.waiting += 1
@@ -276,13 +276,13 @@ class ResponseStream(BufferedStream):
         if self._endpoint.abort_means is AbortMeans.CLOSE:
             self._break_off()
 
-    def goes_on(self, version: PolicyVersion) -> None:
+    def set_version(self, version: PolicyVersion) -> None:
         """Assign ``version`` to tokens that arrive from now on; those that have arrived keep the version before."""
         if self._pieces and self.state is _READING:
             self._chunks += self._read().take()
             self._next(_READING)
         if self._reader is not None:
-            self._read().goes_on(version)
+            self._read().set_version(version)
 
     def recall(self) -> None:
         """Take the request back if it has no token yet: a paused server would start it later, under other weights."""
@@ -296,7 +296,7 @@ class ResponseStream(BufferedStream):
         if self._body is not None:
             self._body.stop()
         elif self._task is not None and self.state is StreamState.SENDING:
-            self._endpoint.client.cut(self._task)
+            self._endpoint.client.break_off(self._task)
 
     # ---------------------------------------------------------------- as an iterator
 
@@ -319,13 +319,13 @@ class ResponseStream(BufferedStream):
     async def aclose(self) -> None:
         """Close the stream. The server drops the tokens that it has not sent yet."""
         if self.state is not StreamState.CLOSED:
-            self._go(StreamState.CLOSED)
+            self._set_state(StreamState.CLOSED)
         self._pieces, self.waiting = [], 0
-        self._leave()
+        self._release()
 
     # ---------------------------------------------------------------- inside
 
-    def _go(self, state: StreamState) -> None:
+    def _set_state(self, state: StreamState) -> None:
         assert state in TRANSITIONS[self.state], f"a stream that is {self.state} cannot be {state}"
         self.state = state
 
@@ -336,11 +336,11 @@ class ResponseStream(BufferedStream):
         if self.state is StreamState.WAITING:
             if not admission.is_open and not await admission.wait(attempt_id):
                 self._chunks.append(empty_chunk(endpoint.labels.present, EngineFinish.ABORT))
-                self._go(StreamState.ENDED)
+                self._set_state(StreamState.ENDED)
                 return False
             admission.enter(attempt_id)
-            endpoint.open[attempt_id] = self
-            self._go(StreamState.SENDING)
+            endpoint.open_streams[attempt_id] = self
+            self._set_state(StreamState.SENDING)
         self._task = asyncio.current_task()
         if not request.attached:
             return await self._post({})
@@ -351,13 +351,13 @@ class ResponseStream(BufferedStream):
         endpoint, request = self._endpoint, self._request
         # stream if attachments go along: the first event shows that they arrived, which other requests wait for
         self._streamed = self._streamed or (bool(urls) and endpoint.attachments.by_name)
-        if endpoint.pauses.now:
-            await endpoint.pauses.over()
+        if endpoint.pauses.in_progress:
+            await endpoint.pauses.wait_until_over()
         self._pauses_before = endpoint.pauses.begun
         self._reader, body = endpoint.prepare(request, self._streamed, urls)
         if self._closing:
             raise EngineUnreachable(f"attempt {request.attempt_id} was ended before it was sent")
-        limit = answer_bytes(request)
+        limit = max_response_bytes(request)
         if self._streamed:
             self._splitter = EventSplitter(limit)
             self._body = await endpoint.client.post(endpoint.route, body)
@@ -367,14 +367,14 @@ class ResponseStream(BufferedStream):
         endpoint.client.require_ok(reply, endpoint.route)
         self._begin(self._reader)
         self._reader.read([reply.body])
-        await self._settle(None)
+        await self._end_request(None)
         return False
 
     def _begin(self, reader: ResponseReader) -> None:
         """Hold back tokens that need a confirmation; a whole response may name its weights itself, a stream cannot."""
         confirmation = self._endpoint.confirmation
         held = confirmation is not None and confirmation.needed() and (self._streamed or reader.labels is None)
-        self._go(StreamState.HELD if held else StreamState.READING)
+        self._set_state(StreamState.HELD if held else StreamState.READING)
 
     def _read(self, *, to_the_end: bool = False) -> ResponseReader:
         """Parse the pending pieces and return the reader; ``to_the_end`` means that nothing follows them."""
@@ -390,7 +390,7 @@ class ResponseStream(BufferedStream):
                 reader.fail(error)
         return reader
 
-    async def _settle(self, error: EngineError | None) -> None:
+    async def _end_request(self, error: EngineError | None) -> None:
         """End the request: its response is complete, ``error`` has broken it off, or it was never sent.
 
         Tokens from before the error count, and so does a finish reason that nothing can follow.
@@ -398,33 +398,34 @@ class ResponseStream(BufferedStream):
         reader = self._reader
         if reader is None:
             self._failure = error
-            self._go(StreamState.FAILED)
+            self._set_state(StreamState.FAILED)
             return
         self._read(to_the_end=error is None)
-        self._judge(reader, error)
+        self._check_complete(reader, error)
         if self._body is not None:
             self._body.close()
             self._body = None
-        if self._swept(reader):
+        if self._ended_by_pause(reader):
             if not self._abort_wanted:
                 self._reader, self._splitter = None, None
                 if self.state is not StreamState.SENDING:
-                    self._go(StreamState.SENDING)
+                    self._set_state(StreamState.SENDING)
                 return
             reader.failure = None
             reader.cut()
         if await self._is_taken_back(reader):
-            self._leave()
+            self._release()
             self._reader, self._splitter, self._recalled = None, None, False
-            self._go(StreamState.WAITING)
+            self._set_state(StreamState.WAITING)
             return
         await self._confirm(reader.take(last=True), StreamState.ENDED)
 
-    def _judge(self, reader: ResponseReader, error: EngineError | None) -> None:
+    def _check_complete(self, reader: ResponseReader, error: EngineError | None) -> None:
         """Decide whether the response is complete, and set the reader's failure if it is not."""
-        if reader.progress is Progress.WRONG:
+        if reader.progress is ReadProgress.WRONG:
             return
-        sure = reader.progress is Progress.DONE or self._closing or not (self._streamed and self._endpoint.marks_end)
+        needs_mark = self._streamed and self._endpoint.marks_end
+        sure = reader.progress is ReadProgress.DONE or self._closing or not needs_mark
         if reader.finish is not None and sure:
             return
         where = f"{self._endpoint.client.url}{self._endpoint.route}"
@@ -445,7 +446,7 @@ class ResponseStream(BufferedStream):
         """Return whether april has closed the stream to end the request."""
         return self._recalled or (self._abort_wanted and self._endpoint.abort_means is AbortMeans.CLOSE)
 
-    def _swept(self, reader: ResponseReader) -> bool:
+    def _ended_by_pause(self, reader: ResponseReader) -> bool:
         """Return whether one of april's pauses has ended or refused this request before its first token."""
         pauses, by_pauses = self._endpoint.pauses, self._endpoint.abort_means is AbortMeans.PAUSE
         refused = isinstance(reader.failure, EngineBusy) and pauses.begun != self._pauses_before
@@ -455,7 +456,7 @@ class ResponseStream(BufferedStream):
     async def _is_taken_back(self, reader: ResponseReader) -> bool:
         """Return whether the request must wait for admission again: it has no token, and the owner paused the
         server."""
-        stands_still = self._endpoint.stands_still
+        stands_still = self._endpoint.paused_by_others
         if self._recalled:
             return not reader.count  # its tokens would come from weights that april does not know
         if stands_still is None or self._abort_wanted:
@@ -471,10 +472,10 @@ class ResponseStream(BufferedStream):
                 confirmation = self._endpoint.confirmation
                 assert confirmation is not None
                 try:
-                    await confirmation.since(asyncio.get_running_loop().time(), broken=self._is_broken)
+                    await confirmation.wait_since(asyncio.get_running_loop().time(), broken=self._is_broken)
                 except EngineError as error:
                     self._failure = error
-                    self._go(StreamState.FAILED)
+                    self._set_state(StreamState.FAILED)
                     return
             then = then or (StreamState.READING if tokens else StreamState.HELD)
         self._chunks += chunks
@@ -488,17 +489,17 @@ class ResponseStream(BufferedStream):
     def _next(self, state: StreamState) -> None:
         """Go to ``state``, or to FAILED if the reader has found an error."""
         reader = self._reader
-        if reader is not None and reader.failure is not None and not self._swept(reader):
+        if reader is not None and reader.failure is not None and not self._ended_by_pause(reader):
             self._failure, state = reader.failure, StreamState.FAILED
         if state is not self.state:
-            self._go(state)
+            self._set_state(state)
 
-    def _leave(self) -> None:
+    def _release(self) -> None:
         """Release the connection and the place in admission."""
         body, self._body = self._body, None
         if body is not None:
             body.close()
         endpoint, attempt_id = self._endpoint, self._request.attempt_id
-        if endpoint.open.get(attempt_id) is self:
-            del endpoint.open[attempt_id]
+        if endpoint.open_streams.get(attempt_id) is self:
+            del endpoint.open_streams[attempt_id]
             endpoint.admission.leave(attempt_id)

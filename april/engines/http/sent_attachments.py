@@ -13,18 +13,18 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import count
 from typing import TypeVar
 
-from april.concurrency.worker_threads import in_thread
+from april.concurrency.worker_threads import run_in_thread
 from april.core.attachments import Attachment, Placed
 from april.engines.attachments import attachment_bytes
 from april.errors import AttachmentError, RequestRefused
 
 T = TypeVar("T")
 
-REMEMBERED = 1 << 16
+MAX_REMEMBERED = 1 << 16
 """Number of digests remembered as known to a server. The least recently used beyond that are sent again."""
-AT_ONCE = 1 << 17
+MAX_INLINE_BYTES = 1 << 17
 """Attachments up to this many bytes are encoded on the event loop, in less than a millisecond."""
-TRIES = 4
+MAX_SENDS = 4
 """Maximum number of times one request is sent; if the server still lacks something then, that is its error."""
 _MAGIC = (
     (b"\x89PNG", "png"), (b"\xff\xd8\xff", "jpeg"), (b"GIF8", "gif"), (b"BM", "bmp"), (b"II*\0", "tiff"),
@@ -57,7 +57,7 @@ class SentAttachments:
         self._misses = misses
         self._known: OrderedDict[str, int] = OrderedDict()
         """Digest -> number of the request that brought its bytes to the server."""
-        self._coming: dict[str, asyncio.Future[None]] = {}
+        self._uploads: dict[str, asyncio.Future[None]] = {}
         """Digest -> future that ends when the request carrying its bytes has returned."""
         self._numbers = count(1)
         self.sendings: OrderedDict[str, int] = OrderedDict()
@@ -98,12 +98,12 @@ class SentAttachments:
             RequestRefused: The content cannot be read, or the server refuses the request.
         """
         distinct = {placed.attachment.digest: placed.attachment for placed in attached}
-        for again in reversed(range(TRIES)):
-            relied = await self._settled(distinct, alone=not again)
+        for again in reversed(range(MAX_SENDS)):
+            relied = await self._known_after_uploads(distinct, alone=not again)
             lacking = [attachment for digest, attachment in distinct.items() if digest not in relied]
-            own = [a.digest for a in lacking if a.digest not in self._coming]
+            own = [a.digest for a in lacking if a.digest not in self._uploads]
             done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._coming |= dict.fromkeys(own, done)
+            self._uploads |= dict.fromkeys(own, done)
             try:
                 urls = {a.digest: await _url(attempt_id, a) for a in lacking}
                 result = await post(urls)
@@ -117,20 +117,20 @@ class SentAttachments:
             else:
                 self.requests += 1
                 self._count(lacking)
-                self._know(distinct, relied)
+                self._note_known(distinct, relied)
                 return result
             finally:
                 for digest in own:
-                    if self._coming.get(digest) is done:
-                        del self._coming[digest]
+                    if self._uploads.get(digest) is done:
+                        del self._uploads[digest]
                 done.set_result(None)
         raise AssertionError("the last sending relies on nothing")
 
-    async def _settled(self, distinct: Iterable[str], *, alone: bool) -> dict[str, int]:
+    async def _known_after_uploads(self, distinct: Iterable[str], *, alone: bool) -> dict[str, int]:
         """Return what the server has, after waiting for uploads in progress; with ``alone``, nothing is relied on."""
         if self._misses is None or alone:
             return {}
-        while coming := [self._coming[digest] for digest in distinct if digest in self._coming]:
+        while coming := [self._uploads[digest] for digest in distinct if digest in self._uploads]:
             await asyncio.wait(coming)
         return {digest: self._known[digest] for digest in distinct if digest in self._known}
 
@@ -139,17 +139,17 @@ class SentAttachments:
             self.times_sent += 1
             self.bytes_sent += attachment.size
             self.sendings[attachment.digest] = self.sendings.pop(attachment.digest, 0) + 1
-        while len(self.sendings) > REMEMBERED:
+        while len(self.sendings) > MAX_REMEMBERED:
             self.sendings.popitem(last=False)
 
-    def _know(self, distinct: Iterable[str], relied: Mapping[str, int]) -> None:
+    def _note_known(self, distinct: Iterable[str], relied: Mapping[str, int]) -> None:
         if self._misses is None:
             return
         number = next(self._numbers)
         for digest in distinct:
             self._known[digest] = self._known.pop(digest, number) if digest in relied else number
             self._known.move_to_end(digest)
-        while len(self._known) > REMEMBERED:
+        while len(self._known) > MAX_REMEMBERED:
             self._known.popitem(last=False)
 
 
@@ -158,8 +158,8 @@ async def _url(attempt_id: str, attachment: Attachment) -> str:
         return data_url(attachment.kind, attachment_bytes(attachment))
 
     try:
-        if attachment.data is not None and attachment.size <= AT_ONCE:
+        if attachment.data is not None and attachment.size <= MAX_INLINE_BYTES:
             return read()
-        return await in_thread(read)
+        return await run_in_thread(read)
     except AttachmentError as error:
         raise AttachmentError(f"attempt {attempt_id} cannot go on: {error}") from None

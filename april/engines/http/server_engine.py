@@ -14,7 +14,7 @@ from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.engines.base import EngineBase
 from april.engines.http.adapter_files import why_refused
 from april.engines.http.http_client import HttpClient
-from april.engines.http.own_adapters import Loaded, OwnAdapters
+from april.engines.http.loaded_adapters import LoadedAdapter, LoadedAdapters
 from april.engines.http.server_probe import is_listed, why_not_served
 from april.engines.http.weight_directories import is_adapter
 from april.engines.http.weight_labels import WeightLabels, start_is_known
@@ -123,7 +123,7 @@ ABORT_RESEND_S = 1.0
 """Seconds between aborts during a pause; an abort may arrive before the server knows the request."""
 PAUSE_DEADLINE_S = 25.0
 """Seconds for a pause; below the driver's own limit of 30 s, so that the driver sees the reason."""
-FORGET_S = 5.0
+UNLOAD_ALL_S = 5.0
 """Seconds for unloading adapters when an engine is closed."""
 
 
@@ -137,15 +137,15 @@ class ServerEngine(EngineBase):
     _abort_again_s = ABORT_RESEND_S
     _servers: tuple[HttpClient, ...] = ()
     """Clients of the servers that hold the weights; empty for an engine object in this process."""
-    _asked: str | None = None
+    _configured_model: str | None = None
     """Model name from the settings."""
 
     def __init__(self, name: str, capabilities: Capabilities) -> None:
         super().__init__(name, capabilities)
         self._labels = WeightLabels()
-        self._adapters = OwnAdapters(self._labels)
+        self._adapters = LoadedAdapters(self._labels)
         self._admission = Admission()
-        self._not_whole = ""
+        self._why_incomplete = ""
         """Reason why the weights match no policy version after a failed update; empty if they do."""
 
     def __repr__(self) -> str:
@@ -156,7 +156,7 @@ class ServerEngine(EngineBase):
         """Return the policy version of the present weights."""
         return self._labels.present
 
-    def begins_with(self, labels: Sequence[str | None], *, present: bool) -> str | None:
+    def set_up_labels(self, labels: Sequence[str | None], *, present: bool) -> str | None:
         """Set up the labels from those that the servers showed on connection; return the label to give them now.
 
         None means that they have weights of another run and keep their labels; a warning says so. ``present`` is the
@@ -165,11 +165,11 @@ class ServerEngine(EngineBase):
         self._labels.name_first(of_start=not present and all(map(start_is_known, labels)))
         shown = ", ".join(dict.fromkeys(quoted(label) for label in labels if label is not None))
         if self._capabilities.first_weights is FirstWeights.OTHERS:
-            self._not_whole = (
+            self._why_incomplete = (
                 f"engine {self.name} has weights of another run of april (it calls them {shown}), and none of this run "
                 "before a weight update"
             )
-            log.warning("%s", self._not_whole)
+            log.warning("%s", self._why_incomplete)
             return None
         if self._capabilities.first_weights is FirstWeights.UNVERIFIED:
             log.warning(
@@ -187,8 +187,8 @@ class ServerEngine(EngineBase):
             RequestRefused: The request has no ids, an id outside the vocabulary, more tokens than fit, or attachments
                 that the server would ignore.
         """
-        if self._not_whole:
-            raise EngineError(self._not_whole)
+        if self._why_incomplete:
+            raise EngineError(self._why_incomplete)
         ids, limit = request.token_ids, self._capabilities
         if not len(ids):
             raise RequestRefused(f"attempt {request.attempt_id} has no token ids; a prompt needs at least one")
@@ -273,46 +273,46 @@ class ServerEngine(EngineBase):
         if path is not None:
             self._require_loadable(path)
             if is_adapter(path):
-                adapter = self._adapters.fresh(version, path)
+                adapter = self._adapters.new_adapter(version, path)
                 await self._load_adapter(adapter, version)
-                await self._took(version, adapter)
+                await self._set_version(version, adapter)
                 return
         await self._load_whole(version, path)
-        await self._took(version)
+        await self._set_version(version)
 
     async def _load_whole(self, version: PolicyVersion, path: str | None) -> None:
         """Load whole weights from ``path``, or label the weights that the servers were sent if it is None."""
         raise NotImplementedError
 
-    async def _load_adapter(self, adapter: Loaded, version: PolicyVersion) -> None:
+    async def _load_adapter(self, adapter: LoadedAdapter, version: PolicyVersion) -> None:
         """Load an adapter on all servers. If this raises, requests continue with the weights in use."""
         raise NotImplementedError
 
-    async def _unload(self, adapter: Loaded) -> bool:
+    async def _unload(self, adapter: LoadedAdapter) -> bool:
         """Unload an adapter from all servers; False if a server may still have it."""
         raise NotImplementedError
 
-    async def _took(self, version: PolicyVersion, adapter: Loaded | None = None) -> None:
+    async def _set_version(self, version: PolicyVersion, adapter: LoadedAdapter | None = None) -> None:
         """Record ``version`` as the one that serves requests from now on, and unload adapters that no request uses.
 
         An adapter that cannot be unloaded is tried again at the next update.
         """
-        self._adapters.take(adapter, version)
-        self._labels.present, self._not_whole = version, ""
-        for idle in self._adapters.idle(self._admission.inside):
+        self._adapters.set_present(adapter, version)
+        self._labels.present, self._why_incomplete = version, ""
+        for idle in self._adapters.unused(self._admission.inside):
             if await self._unload(idle):
-                self._adapters.gone(idle)
+                self._adapters.note_unloaded(idle)
 
     async def _unload_all(self) -> None:
         """Unload april's adapters, before the connections are closed."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(FORGET_S):
+            async with asyncio.timeout(UNLOAD_ALL_S):
                 for adapter in self._adapters.all():
                     await self._unload(adapter)
 
     async def _why_not_served(self) -> str:
         """Return why a server would not answer with the trained model; empty if there is no sign of that."""
-        found = await asyncio.gather(*(why_not_served(server, self._asked) for server in self._servers))
+        found = await asyncio.gather(*(why_not_served(server, self._configured_model) for server in self._servers))
         return next(filter(None, found), "")
 
     async def _require_model(self) -> None:
@@ -320,7 +320,7 @@ class ServerEngine(EngineBase):
         if why := await self._why_not_served():
             raise EngineError(why)
 
-    async def _amiss(self) -> tuple[str, bool]:
+    async def _why_version_gone(self) -> tuple[str, bool]:
         """Return why the present version would not answer requests (empty if it would), and whether its adapter is
         gone."""
         present = self._adapters.present
@@ -347,8 +347,8 @@ class ServerEngine(EngineBase):
         if why is not None:
             need = f"; {need}" if can.adapters is None and (need := can.needs.get("adapters")) else ""
             raise EngineError(f"engine {self.name} was not asked to load its weights: {why}{need}")
-        if self._not_whole:
-            raise EngineError(f"{self._not_whole}: an adapter does not mend that, so give whole weights first")
+        if self._why_incomplete:
+            raise EngineError(f"{self._why_incomplete}: an adapter does not mend that, so give whole weights first")
 
     @property
     def whole_version(self) -> PolicyVersion:

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 from april.config.engines import AddressedEngineConfig, ServerEngineConfig, checked_key, name_at
 from april.core.engine_limits import UNKNOWN_LOGPROBS, Limit, LimitCode, unknown_eos
 from april.core.sampling import LogprobKind
-from april.engines.http.http_client import HttpClient, Reply, is_page, words_of
-from april.engines.http.own_adapters import is_ours
+from april.engines.http.http_client import HttpClient, Reply, is_page, json_value
+from april.engines.http.loaded_adapters import is_ours
 from april.engines.http.token_rows import Routing
 from april.engines.http.weight_labels import first_weights
 from april.engines.http.wire import NotJson, error_text, read_json
@@ -180,7 +180,7 @@ class ServerProbe:
         """
 
         def is_own(reply: Reply) -> bool:
-            said = words_of(reply) if reply.ok else None
+            said = json_value(reply) if reply.ok else None
             return reply.status in REFUSES or (isinstance(said, dict) and has in said if has else said is not None)
 
         for route in routes:

@@ -23,7 +23,7 @@ from april.errors import EngineError
 
 log = logging.getLogger("april")
 
-class OwnPauses:
+class OwnPauseLock:
     """Lock for pauses with which april ends requests: one at a time, since each resume would end the others."""
 
     def __init__(self) -> None:
@@ -32,17 +32,17 @@ class OwnPauses:
         """Number of pauses begun. The latest may have ended or refused any request that was sent before it."""
 
     @property
-    def now(self) -> bool:
+    def in_progress(self) -> bool:
         """Return whether a pause is under way."""
         return self._one.locked()
 
-    async def over(self) -> None:
+    async def wait_until_over(self) -> None:
         """Wait until no pause is under way."""
         async with self._one:
             pass
 
     @asynccontextmanager
-    async def one(self) -> AsyncIterator[None]:
+    async def hold(self) -> AsyncIterator[None]:
         """Hold the lock for one pause."""
         async with self._one:
             self.begun += 1
@@ -156,7 +156,7 @@ PAUSE_CHECK_S = 5.0
 """Seconds to wait for the metrics of a paused server; a hung server must not hold up an update."""
 CHECKS_APART_S = 0.1
 """Minimum seconds between two checks, because a metrics page costs the server some milliseconds."""
-PATIENCE_S = 10.0
+IDENTITY_TIMEOUT_S = 10.0
 """Seconds to hold responses back while the server does not say which process it is."""
 AGAIN_S = 0.5
 """Seconds between two such checks."""
@@ -209,7 +209,7 @@ class ServerProcess:
         """Forget the paused process; nobody writes into it any more."""
         self._paused = None
 
-    async def take(self, version: PolicyVersion) -> None:
+    async def note_weights(self, version: PolicyVersion) -> None:
         """Record that the paused process has the weights ``version``. Raises EngineError if it was replaced."""
         now = (await read_metrics(self._client, self._route)).started_s
         paused, refusals = self._paused or (now or self._seen, self._client.refusals)
@@ -244,14 +244,14 @@ class Confirmation:
         """Outcome of the last check."""
         self._one = asyncio.Lock()
 
-    async def since(self, began_s: float, *, broken: Callable[[], bool] = lambda: False) -> None:
+    async def wait_since(self, began_s: float, *, broken: Callable[[], bool] = lambda: False) -> None:
         """Wait for a successful check that began at ``began_s`` (loop time) or later.
 
-        Raises EngineError if the server has other weights, or does not say for PATIENCE_S (at once if the response is
-        ``broken``).
+        Raises EngineError if the server has other weights, or does not say for IDENTITY_TIMEOUT_S (at once if the
+        response is ``broken``).
         """
         loop = asyncio.get_running_loop()
-        deadline, heard_s = loop.time() + PATIENCE_S, -math.inf
+        deadline, heard_s = loop.time() + IDENTITY_TIMEOUT_S, -math.inf
         while True:
             async with self._one:
                 if self._confirmed_s >= began_s:

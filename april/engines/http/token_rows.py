@@ -26,7 +26,7 @@ _LARGEST = 1 << 16
 _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 
-class WrongRows(ValueError):
+class InvalidRows(ValueError):
     """Raised for data that is not valid rows; the message can follow "has"."""
 
 
@@ -60,42 +60,42 @@ def routing_of(files: Sequence[dict[str, Any]]) -> Routing | None:
 
 
 def experts_of_numbers(text: str, routing: Routing) -> Rows:
-    """Decode rows from base64 int32 numbers (SGLang). Raises WrongRows."""
+    """Decode rows from base64 int32 numbers (SGLang). Raises InvalidRows."""
     raw = _bytes_of(text)
     if len(raw) % (4 * routing.width):
-        raise WrongRows(
+        raise InvalidRows(
             f"{len(raw)} bytes of {ROUTED_EXPERTS}, which are no rows of {routing.layers} layers with {routing.top_k} "
             "experts per token"
         )
-    return narrowed(np.frombuffer(raw, "<i4").reshape(-1, routing.layers, routing.top_k), routing.experts)
+    return narrow_ids(np.frombuffer(raw, "<i4").reshape(-1, routing.layers, routing.top_k), routing.experts)
 
 
 def experts_of_npy(text: str, routing: Routing | None = None) -> Rows:
-    """Decode rows from a base64 numpy file (vLLM), and compare them with ``routing`` if known. Raises WrongRows."""
+    """Decode rows from a base64 numpy file (vLLM), and compare them with ``routing`` if known. Raises InvalidRows."""
     return experts_of_array(_array_of(_bytes_of(text)), routing)
 
 
 def experts_of_array(rows: Rows, routing: Routing | None = None) -> Rows:
-    """Check and narrow rows that are already an array. Raises WrongRows, like :func:`experts_of_npy`."""
+    """Check and narrow rows that are already an array. Raises InvalidRows, like :func:`experts_of_npy`."""
     if rows.ndim != 3 or rows.dtype.kind not in "iu":
-        raise WrongRows(f"{ROUTED_EXPERTS} of shape {rows.shape} and type {rows.dtype}, and not rows of ids by layer")
+        raise InvalidRows(f"{ROUTED_EXPERTS} of shape {rows.shape} and type {rows.dtype}, and not rows of ids by layer")
     if routing is not None and rows.shape[1:] != (routing.layers, routing.top_k):
-        raise WrongRows(
+        raise InvalidRows(
             f"{ROUTED_EXPERTS} of {rows.shape[1]} layers with {rows.shape[2]} experts per token, and the model has "
             f"{routing.layers} with {routing.top_k}"
         )
-    return narrowed(rows, None if routing is None else routing.experts)
+    return narrow_ids(rows, None if routing is None else routing.experts)
 
 
-def narrowed(rows: Rows, experts: int | None) -> Rows:
+def narrow_ids(rows: Rows, experts: int | None) -> Rows:
     """Convert ids to the smallest unsigned dtype that holds all experts, or all ids if the number is unknown.
 
-    Raises WrongRows for an id that no expert has.
+    Raises InvalidRows for an id that no expert has.
     """
     low, high = (int(rows.min()), int(rows.max())) if rows.size else (0, 0)
     most = _LARGEST if experts is None else experts
     if low < 0 or high >= most or most > _LARGEST:
-        raise WrongRows(f"the expert {low if low < 0 else high}, and they are numbered from 0 to {most - 1}")
+        raise InvalidRows(f"the expert {low if low < 0 else high}, and they are numbered from 0 to {most - 1}")
     small = (high + 1 if experts is None else experts) <= 256
     return rows.astype(np.uint8 if small else np.uint16)
 
@@ -104,7 +104,7 @@ def _bytes_of(text: str) -> bytes:
     try:
         return binascii.a2b_base64(text, strict_mode=True)
     except (binascii.Error, ValueError) as error:
-        raise WrongRows(f"{len(text)} characters of {ROUTED_EXPERTS} that are no base64 ({clean(error)})") from None
+        raise InvalidRows(f"{len(text)} characters of {ROUTED_EXPERTS} that are no base64 ({clean(error)})") from None
 
 
 def _array_of(raw: bytes) -> Rows:
@@ -113,9 +113,9 @@ def _array_of(raw: bytes) -> Rows:
     try:
         shape, by_columns, dtype = _HEADERS[npy.read_magic(file)](file)
     except (ValueError, KeyError, OverflowError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
-        raise WrongRows(f"{ROUTED_EXPERTS} that are no array of numpy's ({clean(error)})") from None
+        raise InvalidRows(f"{ROUTED_EXPERTS} that are no array of numpy's ({clean(error)})") from None
     left = len(raw) - file.tell()
     if dtype.hasobject or dtype.itemsize * math.prod(shape) != left or any(size < 0 for size in shape):
-        raise WrongRows(f"{ROUTED_EXPERTS} of shape {clean(shape)} and type {clean(dtype)} in {left} bytes")
+        raise InvalidRows(f"{ROUTED_EXPERTS} of shape {clean(shape)} and type {clean(dtype)} in {left} bytes")
     rows = np.frombuffer(raw, dtype, offset=file.tell())
     return rows.reshape(shape, order="F" if by_columns else "C")

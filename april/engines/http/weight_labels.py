@@ -220,7 +220,7 @@ async def require_first_weights(
         )
 
 
-def cover(spans: Sequence[Span], total: int) -> bool:
+def require_covering(spans: Sequence[Span], total: int) -> bool:
     """Return whether the spans cover ``total`` tokens without gaps or overlaps."""
     if not spans:
         return total == 0

@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Any
 
 from april.config.engines import OpenAIEngineConfig, ServerEngineConfig, SglangEngineConfig, VllmEngineConfig
-from april.engines.http.http_client import HttpClient, Reply, says, words_of
+from april.engines.http.http_client import HttpClient, Reply, has_value, json_value
 from april.engines.http.server_probe import ServerFacts
 from april.engines.openai.probe import known_server, probe_openai
 from april.engines.sglang.probe import probe_sglang
@@ -43,7 +43,7 @@ class ServerKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """What a server says about itself, cleaned for display."""
+    """What a server has_value about itself, cleaned for display."""
 
     kind: ServerKind
     version: str | None = None
@@ -84,7 +84,7 @@ async def why_silent(client: HttpClient, kind: ServerKind, timeout_s: float) -> 
 
 
 def _judge(replies: dict[str, Reply]) -> Identity:
-    answers = {route: words_of(reply) for route, reply in replies.items() if reply.ok}
+    answers = {route: json_value(reply) for route, reply in replies.items() if reply.ok}
     listed = [m for m in _list(answers.get("/v1/models"), "data") if isinstance(m, dict)]
     models = tuple(clean(m["id"]) for m in listed if "id" in m)
     version = _text(answers.get("/version"), "version")
@@ -129,7 +129,7 @@ def _text(value: Any, key: str) -> str | None:
 
 
 def _says(key: str) -> Callable[[Reply], bool]:
-    return lambda reply: reply.ok and says(key, True)(words_of(reply))
+    return lambda reply: reply.ok and has_value(key, True)(json_value(reply))
 
 
 _PAUSED: dict[ServerKind, tuple[tuple[str, Callable[[Reply], bool]], ...]] = {

@@ -12,11 +12,11 @@ from april.config.engines import OpenAIEngineConfig
 from april.core.versions import PolicyVersion
 from april.engines.http.http_client import HttpClient, is_page
 from april.engines.http.response_reader import ResponseReader
-from april.engines.http.response_stream import Endpoint, ResponseStream
+from april.engines.http.response_stream import GenerateRoute, ResponseStream
 from april.engines.http.sent_attachments import SentAttachments, Urls
 from april.engines.http.server_engine import ServerEngine
 from april.engines.http.server_probe import ServerFacts, connect_all
-from april.engines.http.server_process import UNSAID, Confirmation, OwnPauses, ServerProcess
+from april.engines.http.server_process import UNSAID, Confirmation, OwnPauseLock, ServerProcess
 from april.engines.http.weight_labels import start_is_known
 from april.engines.openai.probe import OpenAIFacts, probe_openai
 from april.engines.openai.wire import ROUTE, CompletionParser, completion_body
@@ -41,12 +41,12 @@ class CompletionsEngine(ServerEngine):
         attachments: SentAttachments | None = None,
     ) -> None:  # fmt: skip
         super().__init__(client.name, facts.capabilities)
-        self._client, self._servers, self._asked = client, (client,), facts.asked
+        self._client, self._servers, self._configured_model = client, (client,), facts.asked
         known = start_is_known(facts.label)
         self._process = ServerProcess(client, metrics_route, facts.started_s, start_is_known=known)
         self._confirmation = Confirmation(self._has_weights, self.name, lambda: not self._process.keeps_weights)
-        self._pauses = OwnPauses()
-        self._endpoint = Endpoint(
+        self._pauses = OwnPauseLock()
+        self._endpoint = GenerateRoute(
             client=client, route=route, admission=self._admission, labels=self._labels, prepare=self._prepare,
             abort_means=facts.capabilities.abort_means, marks_end=True, confirmation=self._confirmation,
             pauses=self._pauses, attachments=attachments or SentAttachments(),
@@ -118,7 +118,7 @@ class OpenAIEngine(CompletionsEngine):
         """Check that the process which was given the weights still runs. The trainer has already loaded them."""
         self.require_idle()
         await self._require_model()
-        await self._process.take(version)
+        await self._process.note_weights(version)
 
     async def health(self) -> Health:
         """Check ``/health``, or the list of models if that route is missing; the load comes from ``/metrics``."""
@@ -131,7 +131,7 @@ class OpenAIEngine(CompletionsEngine):
         amiss = await self._why_not_served()
         same, metrics = await self._process.check()
         detail = amiss or {None: UNSAID, False: "the server's process is another one than before", True: ""}[same]
-        counters = {"open_streams": float(len(self._endpoint.open))}
+        counters = {"open_streams": float(len(self._endpoint.open_streams))}
         return Health(
             ok=same is not None and not amiss, detail=detail, counters=counters, current=same is not False,
             load=metrics.load,
@@ -139,5 +139,5 @@ class OpenAIEngine(CompletionsEngine):
 
     async def close(self) -> None:
         """Close all streams and connections."""
-        self._endpoint.abort(self._endpoint.open)
+        self._endpoint.abort(self._endpoint.open_streams)
         await self._client.close()

@@ -15,7 +15,7 @@ from april.core.sampling import LogprobKind, SamplingParams
 from april.core.versions import FIRST_VERSION
 from april.engines.http.http_client import HttpClient
 from april.engines.http.response_reader import ResponseReader
-from april.engines.http.response_stream import Endpoint, ResponseStream
+from april.engines.http.response_stream import GenerateRoute, ResponseStream
 from april.engines.http.server_engine import Admission
 from april.engines.http.server_probe import ROUTE as ROUTE_OF_MODELS
 from april.engines.http.server_probe import ServerFacts, ServerProbe
@@ -259,7 +259,7 @@ class _Probe:
         """Send one short request and return its whole response."""
         request = Request(attempt_id="probe", token_ids=np.array(_PROMPTS[prompt], np.int32), sampling=sampling)
         reader = ResponseReader(CompletionParser(self.shape, request), FIRST_VERSION, None, len(request.token_ids))
-        endpoint = Endpoint(
+        endpoint = GenerateRoute(
             client=self.client, route=ROUTE, admission=Admission(), labels=WeightLabels(),
             prepare=lambda *_: (reader, completion_body(self.model, self.shape, request, **changes)),
             abort_means=AbortMeans.CLOSE, marks_end=False,

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from april.engines.http.response_reader import End, Parser, Piece
+from april.engines.http.response_reader import Parser, ResponseEnd, ResponsePart
 from april.engines.http.weight_labels import Span
 from april.engines.protocol import EngineFinish, Int32, Request
 from april.errors import EngineError
@@ -154,7 +154,7 @@ _NAMED_DECODERS = msgspec.json.Decoder(_NamedEvent), msgspec.json.Decoder(list[_
 _NOTHING = _Choice()
 
 
-def counted(piece: Piece, usage: Usage) -> Piece:
+def counted(piece: ResponsePart, usage: Usage) -> ResponsePart:
     """Store the server's token counts in the piece, and return it."""
     piece.prompt_tokens, piece.total = usage.prompt_tokens, usage.completion_tokens
     return piece
@@ -178,7 +178,7 @@ class CompletionParser(Parser[_Event | _NamedEvent]):
         self._prompt = request.token_ids
         self._spans = spans
 
-    def piece(self, event: _Event | _NamedEvent, payload: bytes, had: int) -> Piece:
+    def piece(self, event: _Event | _NamedEvent, payload: bytes, had: int) -> ResponsePart:
         """Return the content of one event; see :class:`Parser`."""
         choices, usage = event.choices, event.usage
         if choices is None and usage is None:
@@ -189,10 +189,10 @@ class CompletionParser(Parser[_Event | _NamedEvent]):
         if choice.prompt_token_ids is not None and not _equal(choice.prompt_token_ids, self._prompt):
             raise self.wrong("goes on from other prompt ids than were sent")
         logprobs = choice.logprobs.token_logprobs or [] if choice.logprobs is not None else []
-        piece = Piece(self._ids(choice), logprobs)
+        piece = ResponsePart(self._ids(choice), logprobs)
         if choice.finish_reason is not None:
             spans = choice.weight_versions or ([] if self._spans else None)
-            piece.end = End(finish_of(self.attempt_id, choice.finish_reason), choice.stop_reason, spans)
+            piece.end = ResponseEnd(finish_of(self.attempt_id, choice.finish_reason), choice.stop_reason, spans)
         return piece if usage is None else counted(piece, usage)
 
     def _ids(self, choice: _Choice) -> list[int]:

@@ -17,14 +17,14 @@ from typing import Any
 
 import aiohttp
 
-from april.concurrency.worker_threads import in_thread
+from april.concurrency.worker_threads import run_in_thread
 from april.config.engines import AprilEngineConfig
 from april.core.attachments import Attachment
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.engines.abilities import OF_THE_MODEL
 from april.engines.attachments import attachment_bytes
 from april.engines.http.http_client import HttpClient
-from april.engines.http.own_adapters import Loaded
+from april.engines.http.loaded_adapters import LoadedAdapter
 from april.engines.http.server_engine import ServerEngine
 from april.engines.http.server_probe import connect_all, least
 from april.engines.http.weight_directories import is_adapter
@@ -36,16 +36,16 @@ from april.engines.served.wire import (
     PIECE_BYTES,
     ROUTE,
     Abort,
-    Answer,
-    Call,
+    CallReply,
+    ChunkMessage,
+    EngineCall,
     Leave,
     Outbox,
-    Piece,
     Start,
     Tensors,
     unpacked,
 )
-from april.engines.weight_routes import TensorSpec
+from april.engines.weight_transfer import TensorSpec
 from april.errors import EngineBusy, EngineError, EngineUnreachable, LinkError, WeightsGone, WireError
 from april.serialization.own_values import pack, unpack
 
@@ -60,7 +60,7 @@ ATTACHMENT_S = 600.0
 class ServedEngine(ServerEngine):
     """An engine that another process serves; created by :func:`connect_april`."""
 
-    def __init__(self, client: HttpClient, config: AprilEngineConfig, began: Answer, me: str) -> None:
+    def __init__(self, client: HttpClient, config: AprilEngineConfig, began: CallReply, me: str) -> None:
         can = began.capabilities
         if can is None:
             raise WireError(f"{client.url} does not say what its engine can do")
@@ -77,9 +77,9 @@ class ServedEngine(ServerEngine):
         )  # fmt: skip
         self._client = client
         self._interval_s = config.interval_s
-        self._me = me
+        self._client_id = me
         self._session = began.session
-        self._line: _Line | None = None
+        self._connection: _Connection | None = None
         self._opening = asyncio.Lock()
         self._keeps = False
         """True if the engine was paused with its requests kept."""
@@ -87,11 +87,11 @@ class ServedEngine(ServerEngine):
         """Uploads of attachments, finished or running, indexed by digest."""
         self.attachments_sent = 0
         if not self._of_start:
-            self._not_whole = (
+            self._why_incomplete = (
                 f"engine {self.name} has weights that another run of april gave it, and none of this run before a "
                 "weight update"
             )
-            log.warning("%s", self._not_whole)
+            log.warning("%s", self._why_incomplete)
 
     # ---------------------------------------------------------------- requests
 
@@ -102,7 +102,7 @@ class ServedEngine(ServerEngine):
                 yield empty_chunk(self._version, EngineFinish.ABORT)
                 return
             self._check(request)
-            self._adapters.send(request.attempt_id)
+            self._adapters.note_request(request.attempt_id)
             bare = tuple(replace(p, attachment=replace(p.attachment, data=None, path="")) for p in request.attached)
             told = replace(request, attached=bare) if bare else request
             for _ in range(TRIES):
@@ -122,8 +122,8 @@ class ServedEngine(ServerEngine):
                     self._sent.pop(digest, None)
             raise EngineError(f"{self._client.url} loses attachments as soon as it has them")
 
-    async def _answer(self, request: Request) -> AsyncGenerator[Piece, None]:
-        line = await self._open_line()
+    async def _answer(self, request: Request) -> AsyncGenerator[ChunkMessage, None]:
+        line = await self._connect()
         inbox = line.inboxes[request.attempt_id] = asyncio.Queue()
         line.outbox.put(Start(request))
         over = False
@@ -140,15 +140,15 @@ class ServedEngine(ServerEngine):
             if not over:
                 line.outbox.put(Leave(request.attempt_id))
 
-    async def _open_line(self) -> _Line:
+    async def _connect(self) -> _Connection:
         async with self._opening:
-            if self._line is None or self._line.broken:
+            if self._connection is None or self._connection.broken:
                 route = f"{ROUTE}line/{self._session}"
                 socket = await self._client.web_socket(
                     route, {"interval_s": str(self._interval_s)}, max_bytes=MESSAGE_BYTES, heartbeat_s=HEARTBEAT_S
                 )
-                self._line = _Line(self._client.url, socket)
-            return self._line
+                self._connection = _Connection(self._client.url, socket)
+            return self._connection
 
     async def _send(self, attachment: Attachment) -> None:
         """Upload the bytes once; concurrent requests with the same attachment wait for that upload."""
@@ -163,7 +163,7 @@ class ServedEngine(ServerEngine):
             raise
 
     async def _put(self, attachment: Attachment) -> None:
-        content = attachment.data if attachment.data is not None else await in_thread(attachment_bytes, attachment)
+        content = attachment.data if attachment.data is not None else await run_in_thread(attachment_bytes, attachment)
         route = f"{ROUTE}attachments/{attachment.kind}/{attachment.digest}"
         self._client.require_ok(await self._client.call("PUT", route, content, timeout_s=ATTACHMENT_S), route)
         self.attachments_sent += 1
@@ -171,12 +171,12 @@ class ServedEngine(ServerEngine):
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
         """Ask the engine to end these attempts (None means all)."""
         ids = self._to_abort(attempt_ids)
-        if ids and self._line is not None:  # without a connection the requests have ended, or are about to
-            self._line.outbox.put(Abort(ids))
+        if ids and self._connection is not None:  # without a connection the requests have ended, or are about to
+            self._connection.outbox.put(Abort(ids))
 
     # ---------------------------------------------------------------- control calls
 
-    async def _call(self, name: str, call: Call) -> Answer:
+    async def _call(self, name: str, call: EngineCall) -> CallReply:
         return await _answer_of(self._client, name, pack(call))
 
     async def _hold(self) -> None:
@@ -185,21 +185,21 @@ class ServedEngine(ServerEngine):
         Raises EngineError if another client uses the engine, as two cannot share its weights, or if the model has
         changed.
         """
-        now = await self._call("health", Call(self._session))
+        now = await self._call("health", EngineCall(self._session))
         if now.session == self._session:
             return
         if now.client:
             raise EngineError(f"{self._client.url} has another client, and two cannot share its weights")
-        await self._drop_line()
+        await self._disconnect()
         self._sent.clear()
-        began = await self._call("begin", Call(client=self._me))
+        began = await self._call("begin", EngineCall(client=self._client_id))
         if other := self._differs(began.capabilities):
-            await self._call("end", Call(began.session))
+            await self._call("end", EngineCall(began.session))
             raise EngineError(f"{self._client.url} was started anew with another model: {other}; remove this engine")
         self._session = began.session
         self._of_start = self._of_start and began.untouched
         if not self._capabilities.shares_weights:
-            self._not_whole = (
+            self._why_incomplete = (
                 f"{self._client.url} was started anew, or had another client, and has no weights of this run"
             )
 
@@ -220,18 +220,18 @@ class ServedEngine(ServerEngine):
         self._keeps = False
         await self._hold()
         await super().pause()
-        await self._call("pause", Call(self._session))
+        await self._call("pause", EngineCall(self._session))
 
     async def pause_in_flight(self, in_flight: OnWeightUpdate) -> None:
         """Pause with requests kept, as in :class:`~april.engines.protocol.KeepsRequests`, if the engine can."""
         self._admission.close()
         await self._hold()
-        await self._call("pause", Call(self._session, in_flight=in_flight))
+        await self._call("pause", EngineCall(self._session, in_flight=in_flight))
         self._keeps = True
 
     async def resume(self) -> None:
         """Resume the remote engine and reopen admission."""
-        await self._call("resume", Call(self._session))
+        await self._call("resume", EngineCall(self._session))
         self._keeps = False
         await super().resume()
 
@@ -250,31 +250,31 @@ class ServedEngine(ServerEngine):
         """
         if path is not None:
             self._require_loadable(path)
-        adapter = None if path is None or not is_adapter(path) else self._adapters.fresh(version, path)
+        adapter = None if path is None or not is_adapter(path) else self._adapters.new_adapter(version, path)
         if adapter is None:
             self.require_idle()
         if path is None and version == FIRST_VERSION and not self._of_start:
             raise WeightsGone(f"{self._client.url} was started anew, and had been given other weights before")
-        before, present = self._not_whole, self._version
-        self._not_whole = f"{self._client.url} is between two versions until an update to {version} has succeeded"
+        before, present = self._why_incomplete, self._version
+        self._why_incomplete = f"{self._client.url} is between two versions until an update to {version} has succeeded"
         try:
-            await self._call("update", Call(self._session, version=version, path=path))
+            await self._call("update", EngineCall(self._session, version=version, path=path))
         except (EngineBusy, WeightsGone):
-            self._not_whole = before
+            self._why_incomplete = before
             raise
         except EngineError:
             if not before and await self._has(present):
-                self._not_whole = ""
+                self._why_incomplete = ""
             raise
-        await self._took(version, adapter)
+        await self._set_version(version, adapter)
 
-    async def _unload(self, adapter: Loaded) -> bool:
+    async def _unload(self, adapter: LoadedAdapter) -> bool:
         """Do nothing: the remote engine unloads its adapters itself."""
         return True
 
     async def _has(self, version: PolicyVersion) -> bool:
         try:
-            now = await self._call("health", Call(self._session))
+            now = await self._call("health", EngineCall(self._session))
         except EngineError:
             return False
         return now.session == self._session and now.version == version
@@ -290,40 +290,40 @@ class ServedEngine(ServerEngine):
         def raw() -> list[memoryview]:
             return [t.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data for t in tensors]
 
-        self._not_whole = f"engine {self.name} has a part of new weights until an update has succeeded"
-        parts = await in_thread(raw)
+        self._why_incomplete = f"engine {self.name} has a part of new weights until an update has succeeded"
+        parts = await run_in_thread(raw)
         head = pack(Tensors(self._session, list(specs), [part.nbytes for part in parts], last))
         await _answer_of(self._client, "tensors", _in_pieces(head, parts))
 
     async def quiet(self) -> None:
         """Wait until nothing computes on the model that the server's process trains."""
         with suppress(EngineUnreachable):  # a process that has ended computes nothing
-            await self._call("quiet", Call(self._session))
+            await self._call("quiet", EngineCall(self._session))
 
     async def health(self) -> Health:
         """Return the engine's own report, and whether this client still has the engine."""
         try:
-            now = await self._call("health", Call(self._session))
+            now = await self._call("health", EngineCall(self._session))
         except EngineError as error:
             return Health(ok=False, detail=str(error))
         said = now.health or Health(ok=False, detail="the engine does not say how it is")
         if now.session != self._session and now.client:
             return replace(said, ok=False, detail="another client has the engine")  # until then it stays as it was left
-        whole = now.session == self._session and now.version == self._version and not self._not_whole
+        whole = now.session == self._session and now.version == self._version and not self._why_incomplete
         amiss = "" if now.session == self._session else "the server was started anew, or has no client"
-        detail = "; ".join(filter(None, (said.detail, self._not_whole, amiss)))
+        detail = "; ".join(filter(None, (said.detail, self._why_incomplete, amiss)))
         return replace(said, current=said.current and whole, detail=detail)
 
     async def close(self) -> None:
         """End the session and close the connection."""
         with suppress(EngineError, TimeoutError):
             async with asyncio.timeout(1.0):
-                await self._call("end", Call(self._session))
-        await self._drop_line()
+                await self._call("end", EngineCall(self._session))
+        await self._disconnect()
         await self._client.close()
 
-    async def _drop_line(self) -> None:
-        line, self._line = self._line, None
+    async def _disconnect(self) -> None:
+        line, self._connection = self._connection, None
         if line is not None:
             await line.close()
 
@@ -333,16 +333,16 @@ class _ReadsPaths(ServedEngine):
 
     async def content_of(self, path: str) -> str:
         """Return what the remote engine says about the content of one of its paths."""
-        return (await self._call("content", Call(self._session, path=path))).content
+        return (await self._call("content", EngineCall(self._session, path=path))).content
 
 
-class _Line:
+class _Connection:
     """The WebSocket that carries requests to the server and answers back."""
 
     def __init__(self, url: str, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._url, self._socket = url, socket
         self.outbox = Outbox(socket)
-        self.inboxes: dict[str, asyncio.Queue[Piece | EngineError]] = {}
+        self.inboxes: dict[str, asyncio.Queue[ChunkMessage | EngineError]] = {}
         self.broken = False
         self._task = asyncio.ensure_future(self._read())
 
@@ -353,7 +353,7 @@ class _Line:
             async for message in self._socket:
                 if message.type is not aiohttp.WSMsgType.BINARY:
                     break
-                for piece in unpacked(message.data, Piece):
+                for piece in unpacked(message.data, ChunkMessage):
                     if (inbox := self.inboxes.get(piece.attempt_id)) is not None:
                         inbox.put_nowait(piece)
         except WireError as wrong:
@@ -380,13 +380,13 @@ async def _in_pieces(head: bytes, parts: Sequence[memoryview]) -> AsyncIterator[
             yield part[at : at + PIECE_BYTES]
 
 
-async def _answer_of(client: HttpClient, name: str, body: Any) -> Answer:
+async def _answer_of(client: HttpClient, name: str, body: Any) -> CallReply:
     """Make a control call without a timeout, which the caller sets; raises the error that the server reports."""
     route = ROUTE + name
     reply = await client.call("POST", route, body, timeout_s=None, limit=MESSAGE_BYTES)
     client.require_ok(reply, route)
     try:
-        answer = unpack(reply.body, Answer)
+        answer = unpack(reply.body, CallReply)
     except LinkError as error:
         raise WireError(f"{client.url}{route} answered something else: {error}") from None
     if answer.failure is not None:
@@ -404,7 +404,8 @@ async def connect_april(config: AprilEngineConfig) -> list[ServedEngine]:
 
     async def connect(client: HttpClient) -> ServedEngine:
         me = secrets.token_hex(8)
-        began = await _answer_of(client, "begin", pack(Call(client=me, present=config.first_weights == "present")))
+        call = EngineCall(client=me, present=config.first_weights == "present")
+        began = await _answer_of(client, "begin", pack(call))
         kind = _ReadsPaths if began.reads_paths else ServedEngine
         return kind(client, config, began, me)
 

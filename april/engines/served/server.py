@@ -21,7 +21,7 @@ from typing import Any, cast
 import numpy as np
 from aiohttp import WSMsgType, hdrs, web
 
-from april.config.engines import EVERYWHERE, THIS_MACHINE, checked_key
+from april.config.engines import ANY_ADDRESS, THIS_MACHINE, checked_key
 from april.core.attachments import Attachment
 from april.core.types import OnWeightUpdate
 from april.core.versions import FIRST_VERSION, PolicyVersion
@@ -41,19 +41,19 @@ from april.engines.served.wire import (
     ROUTE,
     TENSOR_BYTES,
     Abort,
-    Answer,
     Ask,
-    Call,
+    CallReply,
+    ChunkMessage,
+    EngineCall,
     Failure,
     Leave,
     Outbox,
-    Piece,
     Start,
     Tensors,
     joined,
     unpacked,
 )
-from april.engines.weight_routes import TakesTensors
+from april.engines.weight_transfer import TakesTensors
 from april.errors import ConfigError, EngineError, EngineUnreachable, LinkError, RequestRefused, WireError
 from april.serialization.own_values import pack, unpack
 from april.text.server_text import clean
@@ -64,7 +64,7 @@ ATTACHMENT_BYTES = 1 << 30
 """Bytes of attachments that are kept, the most recently used; a client sends missing ones again."""
 ABORT_AGAIN_S = 0.02
 """Seconds between two aborts while the server waits for requests to end: some engines register a request late."""
-GONE = "the server of the engine was started anew, or has another client"
+NO_SESSION = "the server of the engine was started anew, or has another client"
 
 
 class EngineServer:
@@ -78,7 +78,7 @@ class EngineServer:
         self._key = f"Bearer {checked_key(key)}".encode() if key else b""
         self._shares_model = shares_model
         self._session = self._client = ""
-        self._line: _Line | None = None
+        self._connection: _ClientConnection | None = None
         self._untouched = True
         self._version: PolicyVersion | None = FIRST_VERSION
         self._attachments: OrderedDict[str, Attachment] = OrderedDict()
@@ -92,8 +92,8 @@ class EngineServer:
 
     async def start(self, host: str, port: int) -> None:
         """Start listening."""
-        app = web.Application(client_max_size=MESSAGE_BYTES, middlewares=[self._let_in])
-        app.router.add_get(f"{ROUTE}line/{{session}}", self._talk)
+        app = web.Application(client_max_size=MESSAGE_BYTES, middlewares=[self._require_key])
+        app.router.add_get(f"{ROUTE}line/{{session}}", self._serve_websocket)
         app.router.add_put(f"{ROUTE}attachments/{{kind}}/{{digest}}", self._take_attachment)
         app.router.add_post(f"{ROUTE}tensors", self._take_tensors)
         app.router.add_post(f"{ROUTE}{{call}}", self._control)
@@ -108,14 +108,14 @@ class EngineServer:
                 raise
             why = clean(getattr(error, "strerror", None) or error)
             raise ConfigError(f"serve: cannot listen at {host}:{port}: {why}") from None
-        reached = socket.gethostname() if host in ("", *EVERYWHERE) else f"[{host}]" if ":" in host else host
+        reached = socket.gethostname() if host in ("", *ANY_ADDRESS) else f"[{host}]" if ":" in host else host
         self.url = f"http://{reached}:{self._runner.addresses[0][1]}"
 
     async def close(self) -> None:
         """End all requests and stop listening; idempotent. The engine stays open."""
         self._session = self._client = ""
-        if self._line is not None:
-            await self._line.close()
+        if self._connection is not None:
+            await self._connection.close()
         if self._runner is not None:
             await self._runner.cleanup()
         for task in self.running:
@@ -138,7 +138,7 @@ class EngineServer:
     # ---------------------------------------------------------------- who may ask
 
     @web.middleware
-    async def _let_in(
+    async def _require_key(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         if hdrs.ORIGIN in request.headers:  # only browsers send this header, possibly for a stranger's page
@@ -149,21 +149,21 @@ class EngineServer:
 
     def _require(self, session: str) -> None:
         if not session or session != self._session:
-            raise EngineUnreachable(GONE)
+            raise EngineUnreachable(NO_SESSION)
 
     # ---------------------------------------------------------------- requests
 
-    async def _talk(self, http: web.Request) -> web.StreamResponse:
+    async def _serve_websocket(self, http: web.Request) -> web.StreamResponse:
         if http.match_info["session"] != self._session:
-            return web.Response(status=409, text=GONE)
+            return web.Response(status=409, text=NO_SESSION)
         try:
             interval_s = float(http.query["interval_s"])
         except (KeyError, ValueError):
             return web.Response(status=400, text="interval_s is missing, or no number")
         ws = web.WebSocketResponse(max_msg_size=MESSAGE_BYTES, compress=False, heartbeat=HEARTBEAT_S)
         await ws.prepare(http)
-        line, before = _Line(self, ws, interval_s), self._line
-        self._line = line
+        line, before = _ClientConnection(self, ws, interval_s), self._connection
+        self._connection = line
         if before is not None:  # the client reconnected before this side noticed the disconnect
             await before.close()
         await line.run()
@@ -201,7 +201,7 @@ class EngineServer:
     # ---------------------------------------------------------------- control calls
 
     async def _control(self, http: web.Request) -> web.Response:
-        calls: dict[str, Callable[[Call, Answer], Awaitable[None]]] = {
+        calls: dict[str, Callable[[EngineCall, CallReply], Awaitable[None]]] = {
             "begin": self._begin, "end": self._end, "pause": self._pause, "resume": self._resume,
             "update": self._update, "content": self._content, "quiet": self._quiet, "health": self._health,
         }  # fmt: skip
@@ -209,20 +209,20 @@ class EngineServer:
         if method is None:
             return web.Response(status=404, text="there is no such call")
         try:
-            call = unpack(await http.read(), Call)
+            call = unpack(await http.read(), EngineCall)
         except LinkError as error:
             return web.Response(status=400, text=str(error))
 
-        async def made(answer: Answer) -> None:
+        async def made(answer: CallReply) -> None:
             if method not in (self._begin, self._health):
                 self._require(call.session)
             await method(call, answer)
 
         # a health probe does not wait for long calls
-        return await self._said(made, alone=method not in (self._health, self._quiet))
+        return await self._respond(made, alone=method not in (self._health, self._quiet))
 
-    async def _said(self, made: Callable[[Answer], Awaitable[None]], *, alone: bool = True) -> web.Response:
-        answer = Answer()
+    async def _respond(self, made: Callable[[CallReply], Awaitable[None]], *, alone: bool = True) -> web.Response:
+        answer = CallReply()
         try:
             if alone:
                 async with self._one_call:
@@ -235,11 +235,11 @@ class EngineServer:
         answer.untouched = self._untouched
         return web.Response(body=pack(answer), content_type="application/octet-stream")
 
-    async def _begin(self, call: Call, answer: Answer) -> None:
+    async def _begin(self, call: EngineCall, answer: CallReply) -> None:
         """Give the engine to this client; the previous client receives nothing more, not even the rest of an answer."""
         self._session, self._client = secrets.token_hex(16), call.client
-        if self._line is not None:
-            await self._line.close()
+        if self._connection is not None:
+            await self._connection.close()
         await self.engine.pause()
         await self._until_idle()
         if call.present and self._version != FIRST_VERSION:
@@ -254,18 +254,18 @@ class EngineServer:
         )  # fmt: skip
         answer.reads_paths = isinstance(self.engine, ReadsPaths)
 
-    async def _end(self, call: Call, answer: Answer) -> None:
+    async def _end(self, call: EngineCall, answer: CallReply) -> None:
         """End the session, as its client no longer needs the engine."""
         self._session = self._client = ""
-        if self._line is not None:
-            await self._line.close()
+        if self._connection is not None:
+            await self._connection.close()
 
     async def _until_idle(self) -> None:
         while self.running:
             await self.engine.abort()
             await asyncio.wait(self.running, timeout=ABORT_AGAIN_S)
 
-    async def _pause(self, call: Call, answer: Answer) -> None:
+    async def _pause(self, call: EngineCall, answer: CallReply) -> None:
         if call.in_flight is OnWeightUpdate.RESUBMIT:
             await self.engine.pause()
             await self._until_idle()
@@ -274,10 +274,10 @@ class EngineServer:
         else:
             raise EngineError(f"engine {self.engine.name} cannot keep requests over a weight update")
 
-    async def _resume(self, call: Call, answer: Answer) -> None:
+    async def _resume(self, call: EngineCall, answer: CallReply) -> None:
         await self.engine.resume()
 
-    async def _update(self, call: Call, answer: Answer) -> None:
+    async def _update(self, call: EngineCall, answer: CallReply) -> None:
         if call.version is None:
             raise EngineError("an update needs a version")
         before, self._version = self._version, None
@@ -319,29 +319,29 @@ class EngineServer:
         except (LinkError, EngineError, asyncio.IncompleteReadError, ValueError, RuntimeError, AttributeError) as error:
             return web.Response(status=400, text=str(error))
 
-        async def made(answer: Answer) -> None:
+        async def made(answer: CallReply) -> None:
             self._require(head.session)
             if not isinstance(self.engine, TakesTensors):
                 raise EngineError(f"engine {self.engine.name} takes no tensors")
             self._version, self._untouched = None, False
             await self.engine.take(head.specs, tensors, head.last)
 
-        return await self._said(made)
+        return await self._respond(made)
 
-    async def _content(self, call: Call, answer: Answer) -> None:
+    async def _content(self, call: EngineCall, answer: CallReply) -> None:
         if not isinstance(self.engine, ReadsPaths) or call.path is None:
             raise EngineError(f"engine {self.engine.name} reads no paths of its own")
         answer.content = await self.engine.content_of(call.path)
 
-    async def _quiet(self, call: Call, answer: Answer) -> None:
+    async def _quiet(self, call: EngineCall, answer: CallReply) -> None:
         if isinstance(self.engine, SharesModel):
             await self.engine.quiet()
 
-    async def _health(self, call: Call, answer: Answer) -> None:
+    async def _health(self, call: EngineCall, answer: CallReply) -> None:
         answer.health = await self.engine.health()
 
 
-class _Line:
+class _ClientConnection:
     """The WebSocket that carries one client's requests and their answers."""
 
     def __init__(self, server: EngineServer, ws: web.WebSocketResponse, interval_s: float) -> None:
@@ -350,7 +350,7 @@ class _Line:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._kept: dict[str, list[Chunk]] = {}
         """Chunks that were not sent yet, indexed by attempt id."""
-        self._piles: dict[str, BufferedStream] = {}
+        self._streams: dict[str, BufferedStream] = {}
         """Streams that accumulate pieces until they are parsed together, indexed by attempt id."""
         self._helpers: set[asyncio.Task[None]] = set()
 
@@ -398,7 +398,7 @@ class _Line:
             attempt_id = ask.request.attempt_id
             if attempt_id in self._tasks:
                 failure = Failure.of(RequestRefused(f"attempt {attempt_id} is in flight already"))
-                self._outbox.put(Piece(attempt_id, [], True, failure))
+                self._outbox.put(ChunkMessage(attempt_id, [], True, failure))
                 return
             self._tasks[attempt_id] = task = asyncio.ensure_future(self._serve(ask.request))
             self._server.running.add(task)
@@ -418,7 +418,7 @@ class _Line:
             if not missing:
                 chunks = cast(Any, self._server.generate(request))
                 if isinstance(chunks, BufferedStream):
-                    self._piles[request.attempt_id] = chunks
+                    self._streams[request.attempt_id] = chunks
                 async with aclosing(chunks), aclosing(_in_portions(chunks, 1 if at_once else PIECES_AT_ONCE)) as some:
                     async for portion in some:
                         kept += portion
@@ -431,11 +431,11 @@ class _Line:
             raise
         finally:
             del self._kept[request.attempt_id]
-            self._piles.pop(request.attempt_id, None)
-            self._outbox.put(Piece(request.attempt_id, joined(kept), True, failure, missing))
+            self._streams.pop(request.attempt_id, None)
+            self._outbox.put(ChunkMessage(request.attempt_id, joined(kept), True, failure, missing))
 
     def _send(self, attempt_id: str, kept: list[Chunk]) -> None:
-        self._outbox.put(Piece(attempt_id, joined(kept)))
+        self._outbox.put(ChunkMessage(attempt_id, joined(kept)))
         kept.clear()
 
     async def _hand_over(self) -> None:
@@ -443,7 +443,7 @@ class _Line:
         while True:
             await asyncio.sleep(self._interval_s)
             for attempt_id, kept in self._kept.items():
-                if (pile := self._piles.get(attempt_id)) is not None:
+                if (pile := self._streams.get(attempt_id)) is not None:
                     kept += pile.take()
                 if kept:
                     self._send(attempt_id, kept)

@@ -17,7 +17,7 @@ from april import errors
 from april.core.types import OnWeightUpdate
 from april.core.versions import PolicyVersion
 from april.engines.protocol import Capabilities, Chunk, Health, Request
-from april.engines.weight_routes import TensorSpec
+from april.engines.weight_transfer import TensorSpec
 from april.errors import EngineBusy, EngineError, WeightsInUse, WireError
 from april.serialization.own_values import pack, unpack
 from april.text.server_text import clean
@@ -84,7 +84,7 @@ class Leave(msgspec.Struct, array_like=True, tag=True):
     attempt_id: str
 
 
-class Piece(msgspec.Struct, array_like=True):
+class ChunkMessage(msgspec.Struct, array_like=True):
     """Part of the answer to a request."""
 
     attempt_id: str
@@ -161,7 +161,7 @@ def _as_one(run: Sequence[Chunk]) -> Chunk:
 # ---------------------------------------------------------------- control calls
 
 
-class Call(msgspec.Struct):
+class EngineCall(msgspec.Struct):
     """A control call. ``session`` is the id that the server gave the client; an empty one begins a session."""
 
     session: str = ""
@@ -183,7 +183,7 @@ class Tensors(msgspec.Struct):
     last: bool
 
 
-class Answer(msgspec.Struct):
+class CallReply(msgspec.Struct):
     """The answer to a control call."""
 
     failure: Failure | None = None

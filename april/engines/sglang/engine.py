@@ -14,11 +14,11 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from april.config.engines import SglangEngineConfig
 from april.core.sampling import attempt_seed
 from april.core.versions import PolicyVersion
-from april.engines.groups.gloo import towards
+from april.engines.groups.gloo import local_address
 from april.engines.http.http_client import HttpClient
-from april.engines.http.own_adapters import Loaded
+from april.engines.http.loaded_adapters import LoadedAdapter
 from april.engines.http.response_reader import ResponseReader
-from april.engines.http.response_stream import Endpoint, ResponseStream
+from april.engines.http.response_stream import GenerateRoute, ResponseStream
 from april.engines.http.sent_attachments import SentAttachments, Urls
 from april.engines.http.server_engine import ServerEngine
 from april.engines.http.server_probe import client_of, connect_all
@@ -29,8 +29,8 @@ from april.engines.sglang.probe import SglangFacts, probe_sglang, workers_of
 from april.engines.sglang.router import common_facts, require_same_workers
 from april.engines.sglang.transfer import WeightTransfer, all_or_first_error
 from april.engines.sglang.wire import ReplyParser, request_body, rid_of
-from april.engines.sglang.worker import HalfUpdated, SglangWorker
-from april.engines.weight_routes import Handshake, Meeting, TensorSpec
+from april.engines.sglang.worker import PartlyUpdated, SglangWorker
+from april.engines.weight_transfer import GroupInvitation, Handshake, TensorSpec
 from april.errors import EngineError, EngineUnreachable
 from april.text.server_text import quoted
 
@@ -66,13 +66,13 @@ class SglangEngine(ServerEngine):
         super().__init__(requests.name, facts.capabilities)
         self._requests = requests
         self.workers = tuple(workers)
-        self._servers, self._asked = tuple(worker.client for worker in workers), facts.asked
+        self._servers, self._configured_model = tuple(worker.client for worker in workers), facts.asked
         self.facts = facts
         self._max_token_loss = max_token_loss
         self.attachments = SentAttachments()
-        self._endpoint = Endpoint(
+        self._endpoint = GenerateRoute(
             client=requests, route="/generate", admission=self._admission, labels=self._labels, prepare=self._prepare,
-            abort_means=facts.capabilities.abort_means, marks_end=False, stands_still=self._stands_still,
+            abort_means=facts.capabilities.abort_means, marks_end=False, paused_by_others=self._stands_still,
             attachments=self.attachments,
         )  # fmt: skip
         self.on_foreign_pause: Callable[[], None] | None = None
@@ -103,7 +103,7 @@ class SglangEngine(ServerEngine):
             prompt=request.token_ids if request.attached else None,
         )  # fmt: skip
         labels = self._adapters.reading_labels if facts.label is not None else None
-        adapter = self._adapters.send(request.attempt_id) or facts.adapter
+        adapter = self._adapters.note_request(request.attempt_id) or facts.adapter
         reader = ResponseReader(parser, self._version, labels, len(request.token_ids), request)
         interval = self._interval(request) if streamed and facts.stream_interval else None
         body = request_body(
@@ -162,7 +162,7 @@ class SglangEngine(ServerEngine):
         if self._admission.is_open and any(look is True for look in looks):
             self._admission.close()
             self.is_paused_by_others = True
-            self._endpoint.recall()
+            self._endpoint.recall_unstarted()
             tell()
 
     # ---------------------------------------------------------------- weights
@@ -185,7 +185,7 @@ class SglangEngine(ServerEngine):
         await self._require_model()
         if path is None:
             await _all(require_first_weights(w, self._labels, w.facts.label, version) for w in self.workers)
-        before, self._not_whole = self._not_whole, (
+        before, self._why_incomplete = self._why_incomplete, (
             f"engine {self.name} is between two versions, since an update to {version} has not reached all of its "
             "weights; update them again"
         )  # also holds if this call is cancelled
@@ -201,8 +201,8 @@ class SglangEngine(ServerEngine):
         )
         errors = [r for r in results if isinstance(r, BaseException)]
         if errors:
-            if len(errors) == len(results) and not any(isinstance(e, HalfUpdated) for e in errors):
-                self._not_whole = before
+            if len(errors) == len(results) and not any(isinstance(e, PartlyUpdated) for e in errors):
+                self._why_incomplete = before
             raise errors[0]
         for transfer in self._transfers:
             transfer.touched, transfer.mark = False, None
@@ -214,7 +214,7 @@ class SglangEngine(ServerEngine):
     @property
     def sender_address(self) -> str:
         """Return the address that this machine uses towards the first worker."""
-        return towards(*self.workers[0].client.address)
+        return local_address(*self.workers[0].client.address)
 
     async def ranks(self) -> int:
         """Return the number of processes that hold a part of the weights, over all workers."""
@@ -223,7 +223,7 @@ class SglangEngine(ServerEngine):
     async def _ranks(self) -> list[int]:
         return await asyncio.gather(*(workers_of(worker.client) for worker in self.workers))
 
-    async def join(self, meeting: Meeting) -> None:
+    async def join(self, meeting: GroupInvitation) -> None:
         """Have all workers join the sender's group, with consecutive ranks."""
         offset, joins = meeting.rank_offset, []
         for transfer, count in zip(self._transfers, await self._ranks(), strict=True):
@@ -238,7 +238,7 @@ class SglangEngine(ServerEngine):
 
     async def receive(self, bucket: Sequence[TensorSpec], last: bool) -> None:
         """Have all workers receive these tensors."""
-        self._not_whole = (
+        self._why_incomplete = (
             f"engine {self.name} is between two versions, since a transfer of weights has not come to its end; update "
             "them again"
         )
@@ -254,11 +254,11 @@ class SglangEngine(ServerEngine):
 
     # ---------------------------------------------------------------- adapters
 
-    async def _load_adapter(self, adapter: Loaded, version: PolicyVersion) -> None:
+    async def _load_adapter(self, adapter: LoadedAdapter, version: PolicyVersion) -> None:
         """Load an adapter on every worker, under the same name."""
         await _all(w.load_adapter(self._labels, self._adapters.base, adapter) for w in self.workers)
 
-    async def _unload(self, adapter: Loaded) -> bool:
+    async def _unload(self, adapter: LoadedAdapter) -> bool:
         return all(await asyncio.gather(*(w.unload_adapter(adapter) for w in self.workers)))
 
     # ---------------------------------------------------------------- the rest
@@ -272,7 +272,7 @@ class SglangEngine(ServerEngine):
         (router,), results, (amiss, lost) = await asyncio.gather(
             asyncio.gather(self._look_at_router(), return_exceptions=True),
             asyncio.gather(*map(_look_at, self.workers), return_exceptions=True),
-            self._amiss(),
+            self._why_version_gone(),
         )
         sick = [r for r in (router, *results) if isinstance(r, BaseException)]
         for error in sick:
@@ -284,22 +284,22 @@ class SglangEngine(ServerEngine):
         other = next((name for name in names if not self._labels.is_of(name, self._adapters.base)), None)
         if other not in (None, START_LABEL) and await self._stands_still() and self.is_paused_by_others:
             # whoever paused it is giving it new weights, so none were lost
-            return Health(ok=False, detail="others are changing its weights", current=not self._not_whole)
+            return Health(ok=False, detail="others are changing its weights", current=not self._why_incomplete)
         named = "" if other is None else f"its weights are named {quoted(other)}, and april named them {label!r}"
-        problem = self._not_whole or amiss or (str(sick[0]) if sick else named)
+        problem = self._why_incomplete or amiss or (str(sick[0]) if sick else named)
         total = EngineLoad(
             sum(load.running for load in loads),
             sum(load.waiting for load in loads),
             max((load.kv_usage for load in loads), default=0.0),
         )
         return Health(
-            ok=bool(well) and not self._not_whole and not amiss and not isinstance(router, BaseException),
+            ok=bool(well) and not self._why_incomplete and not amiss and not isinstance(router, BaseException),
             detail=problem,
             counters={
                 "running": float(total.running), "waiting": float(total.waiting), "kv_usage": total.kv_usage,
                 **self.attachments.counters,
             },
-            current=not self._not_whole and other is None and not lost,
+            current=not self._why_incomplete and other is None and not lost,
             load=total if loads else None,
         )
 
@@ -321,9 +321,9 @@ class SglangEngine(ServerEngine):
     async def adopt(self, *, present: bool) -> None:
         """Give every worker april's label for its present weights, unless they are those of another run.
 
-        ``present`` is as in :meth:`ServerEngine.begins_with`.
+        ``present`` is as in :meth:`ServerEngine.set_up_labels`.
         """
-        if name := self.begins_with([worker.facts.label for worker in self.workers], present=present):
+        if name := self.set_up_labels([worker.facts.label for worker in self.workers], present=present):
             await _all(worker.set_label(name) for worker in self.workers)
 
 

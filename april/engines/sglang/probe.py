@@ -13,15 +13,15 @@ from april.config.engines import SglangEngineConfig
 from april.core.engine_limits import LimitCode, no_experts, raw_logprobs
 from april.core.sampling import LogprobKind
 from april.engines.http.adapter_files import base_shapes
-from april.engines.http.http_client import HttpClient, Reply, says, words_of
+from april.engines.http.http_client import HttpClient, Reply, has_value, json_value
 from april.engines.http.server_probe import AGAIN_S, NO_TOKEN, REFUSES, TRIES, ServerFacts, ServerProbe, model_files
 from april.engines.http.server_process import while_paused
-from april.engines.http.token_rows import NO_EXPERTS, Routing, WrongRows, experts_of_numbers, routing_of
+from april.engines.http.token_rows import NO_EXPERTS, InvalidRows, Routing, experts_of_numbers, routing_of
 from april.engines.http.wire import NotJson, error_text, positive, read_json
 from april.engines.protocol import ROUTED_EXPERTS, AdapterSite
 from april.engines.sglang.wire import FIELDS
 from april.engines.sglang.wire import Reply as GenerateReply
-from april.engines.weight_routes import GLOO, NCCL
+from april.engines.weight_transfer import GLOO, NCCL
 from april.errors import ConfigError, EngineError, WireError
 
 ENDS_OF_TURNS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
@@ -206,7 +206,7 @@ class _SglangProbe(ServerProbe):
             raise EngineError(f"{where} answered {answer.status}: {error_text(answer.body)}")
         try:
             rows = experts_of_numbers(answer.meta_info.routed_experts or "", said)
-        except WrongRows as wrong:
+        except InvalidRows as wrong:
             raise WireError(f"{where} answers with {wrong}; is engine.expert_shape right?") from None
         if len(rows) != len(prompt):
             raise WireError(
@@ -255,7 +255,7 @@ class _SglangProbe(ServerProbe):
                 reply = await self.client.call("POST", "/pause_generation", {"mode": "?"}, timeout_s=PAUSE_S)
                 if reply.status in (400, 422) and b"'abort'" in reply.body:
                     said.append(reply.body.decode("utf-8", "replace"))
-                if said or says("status", "ok")(words_of(reply)):
+                if said or has_value("status", "ok")(json_value(reply)):
                     return  # it has refused the mode, or has paused
                 await asyncio.sleep(AGAIN_S)
 

@@ -13,15 +13,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from april.engines.http.http_client import CONTROL_TIMEOUT_S, HttpClient, Reply, control, says, words_of
+from april.engines.http.http_client import CONTROL_TIMEOUT_S, HttpClient, Reply, control, has_value, json_value
 from april.engines.http.wire import error_text
 from april.engines.sglang.worker import SglangWorker
-from april.engines.weight_routes import Meeting, TensorSpec
+from april.engines.weight_transfer import GroupInvitation, TensorSpec
 from april.errors import EngineError
 
 log = logging.getLogger("april")
 
-_DONE = says("success", True)
+_DONE = has_value("success", True)
 _OPEN_ALREADY = "already open"
 """Text with which a server says that an earlier transfer was left open."""
 
@@ -31,7 +31,7 @@ class WeightTransfer:
     """State of one server in a transfer, from :meth:`join` to :meth:`resume`."""
 
     worker: SglangWorker
-    meeting: Meeting | None = None
+    meeting: GroupInvitation | None = None
     """Group that the server was asked to join; None outside a transfer."""
     begun: bool = False
     """True if the server was told to begin, and not yet to end."""
@@ -47,7 +47,7 @@ class WeightTransfer:
         """Return the client of the server."""
         return self.worker.client
 
-    async def join(self, meeting: Meeting, rank_offset: int) -> None:
+    async def join(self, meeting: GroupInvitation, rank_offset: int) -> None:
         """Have the server's workers join the sender's group, with ranks from ``rank_offset`` on."""
         self.meeting = meeting
         await self._post("/init_weights_update_group", "join the group", {
@@ -58,7 +58,7 @@ class WeightTransfer:
     async def begin(self) -> None:
         """Pause the server and make its weights writable, after ending a transfer that was left open."""
         self.paused, self.mark = True, None  # set first, because the answer may be lost
-        await control(self.client, "/pause_generation", says("status", "ok"), body={"mode": "retract"})
+        await control(self.client, "/pause_generation", has_value("status", "ok"), body={"mode": "retract"})
         self.begun = True
         reply = await self._ask("/begin_weight_update", {})
         if not _done(reply) and _OPEN_ALREADY in error_text(reply.body):
@@ -130,7 +130,7 @@ class WeightTransfer:
 
 
 def _done(reply: Reply) -> bool:
-    return reply.ok and _DONE(words_of(reply))
+    return reply.ok and _DONE(json_value(reply))
 
 
 async def all_or_first_error(calls: Sequence[Any]) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from april.core.attachments import NO_EXTRAS, Extras, collapsed
-from april.engines.http.response_reader import End, Parser, Piece, require_prompt
+from april.engines.http.response_reader import Parser, ResponseEnd, ResponsePart, require_prompt
 from april.engines.http.sent_attachments import Urls
-from april.engines.http.token_rows import Routing, WrongRows, experts_of_numbers
+from april.engines.http.token_rows import InvalidRows, Routing, experts_of_numbers
 from april.engines.http.weight_labels import Span
 from april.engines.http.wire import NotJson, failure_of, read_json
 from april.engines.openai.wire import bias_of
@@ -160,7 +160,7 @@ class ReplyParser(Parser[Reply]):
         self._rid = rid_of(attempt_id)
         self._incremental = incremental
 
-    def piece(self, event: Reply, payload: bytes, had: int) -> Piece:
+    def piece(self, event: Reply, payload: bytes, had: int) -> ResponsePart:
         """Return the content of one event; see :class:`Parser`."""
         meta = event.meta_info
         if meta is None:
@@ -172,7 +172,7 @@ class ReplyParser(Parser[Reply]):
             self._prompt = None
         ids, logprobs = self._fresh(event, meta, had)
         end = None if meta.finish_reason is None else self._end(meta.finish_reason, meta)
-        return Piece(ids, logprobs, end, meta.weight_version, meta.prompt_tokens)
+        return ResponsePart(ids, logprobs, end, meta.weight_version, meta.prompt_tokens)
 
     def _require_prompt(self, sent: Int32, said: bytes) -> None:
         try:
@@ -222,10 +222,10 @@ class ReplyParser(Parser[Reply]):
             return NO_EXTRAS
         try:
             return {ROUTED_EXPERTS: experts_of_numbers(meta.routed_experts, self._routing)}
-        except WrongRows as wrong:
+        except InvalidRows as wrong:
             raise self.wrong(f"has {wrong}") from None
 
-    def _end(self, finish: Finish, meta: Meta) -> End:
+    def _end(self, finish: Finish, meta: Meta) -> ResponseEnd:
         status, matched = finish.status_code, finish.matched
         reason: EngineFinish | EngineError | None = _FINISHES.get(finish.type)
         if finish.type == "abort" and status is not None and 400 <= status < 600:
@@ -234,7 +234,7 @@ class ReplyParser(Parser[Reply]):
             )
         elif reason is None:
             reason = WireError(f"attempt {self.attempt_id}: unknown finish reason {quoted(finish.type)}")
-        return End(
+        return ResponseEnd(
             reason, None if isinstance(matched, list) else matched, meta.weight_versions or None, self._extras(meta),
             self._extras_from,
         )  # fmt: skip

@@ -18,13 +18,13 @@ from april.engines.http.http_client import (
     HttpClient,
     Reply,
     control,
-    nothing,
-    require_words,
-    says,
+    has_value,
+    is_empty,
+    json_value,
+    require_confirmation,
     weight_version,
-    words_of,
 )
-from april.engines.http.own_adapters import LOAD_S, Loaded, unload_adapter
+from april.engines.http.loaded_adapters import LOAD_S, LoadedAdapter, unload_adapter
 from april.engines.http.server_probe import is_listed
 from april.engines.http.server_process import PAUSE_CHECK_S, while_paused
 from april.engines.http.weight_directories import LOAD_WEIGHTS_S
@@ -47,11 +47,11 @@ _KEPT_CACHE = "Weights were updated, but the cache was not flushed"
 """Beginning of the server's answer to an update that failed only to empty the cache."""
 
 
-class HalfUpdated(EngineError):
+class PartlyUpdated(EngineError):
     """Raised if the weights may be new while something that belongs to them is old."""
 
 
-class HalfUpdatedAndGone(HalfUpdated, EngineUnreachable):
+class PartlyUpdatedAndGone(PartlyUpdated, EngineUnreachable):
     """Raised for a half update of a server that no longer answers; the other servers can continue without it."""
 
 
@@ -82,7 +82,7 @@ class SglangWorker:
                 body = {"rid": left.popleft()}
                 try:
                     reply = await self.client.call("POST", "/abort_request", body, timeout_s=None, retry=True)
-                    require_words(self.client, reply, "/abort_request", nothing)
+                    require_confirmation(self.client, reply, "/abort_request", is_empty)
                 except EngineError as error:
                     errors.append(error)
 
@@ -108,7 +108,7 @@ class SglangWorker:
 
     async def go_on(self) -> None:
         """Resume the server if it is paused."""
-        await control(self.client, "/continue_generation", says("status", "ok"), body={})
+        await control(self.client, "/continue_generation", has_value("status", "ok"), body={})
 
     async def set_label(self, label: str) -> None:
         """Label the present weights, also for running requests. Raises EngineError unless the server shows it."""
@@ -116,10 +116,10 @@ class SglangWorker:
             return
         # without this flag the server would abort all its requests
         body = {"new_version": label, "abort_all_requests": False}
-        await control(self.client, "/update_weight_version", says("success", True), body=body)
+        await control(self.client, "/update_weight_version", has_value("success", True), body=body)
         now = await self.label()
         if now != label:
-            raise HalfUpdated(f"{self.client.url} says its weights are {clean(now)} after april called them {label}")
+            raise PartlyUpdated(f"{self.client.url} says its weights are {clean(now)} after april called them {label}")
 
     async def mark(self, labels: WeightLabels) -> str | None:
         """Call :func:`~april.engines.http.weight_labels.mark_process` with a timeout of a few seconds."""
@@ -138,7 +138,7 @@ class SglangWorker:
             stands_still: Whether the server itself is already paused.
 
         Raises:
-            HalfUpdated: The weights are, or may be, new, and a later part of the update failed.
+            PartlyUpdated: The weights are, or may be, new, and a later part of the update failed.
             EngineError: The server has its old weights.
         """
         label, loaded = labels.of(version), path is None
@@ -151,7 +151,7 @@ class SglangWorker:
                     if paused and shown is not None and is_another_process(
                         shown, paused_as, labels, self.facts.label
                     ):
-                        raise HalfUpdated(self._started_anew(label))
+                        raise PartlyUpdated(self._started_anew(label))
                     await self._flush(label)
                 else:
                     shown = paused_as if paused else None
@@ -164,21 +164,21 @@ class SglangWorker:
                         await self._flush(label)
                 now = await self.label()
                 if now not in (label, shown):
-                    raise HalfUpdated(self._started_anew(label))
+                    raise PartlyUpdated(self._started_anew(label))
                 if now != label:
                     await self.set_label(label)
                 if await self._process() not in (None, process) and process is not None:
-                    raise HalfUpdated(self._started_anew(label))
-        except HalfUpdated:
+                    raise PartlyUpdated(self._started_anew(label))
+        except PartlyUpdated:
             raise
         except EngineError as error:
             if not loaded:
                 raise
-            kind = HalfUpdatedAndGone if isinstance(error, EngineUnreachable) else HalfUpdated
+            kind = PartlyUpdatedAndGone if isinstance(error, EngineUnreachable) else PartlyUpdated
             what = f"{self.client.url} has the weights {label}, and not all that belongs to them: {error}"
             raise kind(what) from error
 
-    async def load_adapter(self, labels: WeightLabels, base: PolicyVersion, adapter: Loaded) -> None:
+    async def load_adapter(self, labels: WeightLabels, base: PolicyVersion, adapter: LoadedAdapter) -> None:
         """Load an adapter of the model ``base``; nothing else on the server changes.
 
         Raises EngineError unless the server confirms and lists it.
@@ -187,9 +187,9 @@ class SglangWorker:
         process = await self._process()
         body = {"lora_name": adapter.name, "lora_path": adapter.path}
         reply = await self.client.call("POST", "/load_lora_adapter", body, timeout_s=LOAD_S)
-        answer = words_of(reply)
+        answer = json_value(reply)
         text = f"{self.client.url} could not load the adapter in {adapter.path}"
-        if not (reply.ok and says("success", True)(answer)) or await is_listed(self.client, adapter.name) is False:
+        if not (reply.ok and has_value("success", True)(answer)) or await is_listed(self.client, adapter.name) is False:
             said = answer.get("error_message") if isinstance(answer, dict) else None
             why = clean(said) if said else error_text(reply.body)
             raise EngineError(f"{text}: it answered {reply.status}, {why}; it keeps what it had")
@@ -197,11 +197,11 @@ class SglangWorker:
         if await self.label() not in (None, labels.of(base)) or (process is not None and now != process):
             raise EngineError(f"{text}: it was started anew meanwhile; update its weights again")
 
-    async def unload_adapter(self, adapter: Loaded) -> bool:
+    async def unload_adapter(self, adapter: LoadedAdapter) -> bool:
         """Unload an adapter; if it may still be there, log a warning and return False."""
 
         async def is_gone(reply: Reply) -> bool:
-            done = reply.ok and says("success", True)(words_of(reply))
+            done = reply.ok and has_value("success", True)(json_value(reply))
             return done or await is_listed(self.client, adapter.name) is False
 
         return await unload_adapter(self.client, "/unload_lora_adapter", adapter, is_gone)
@@ -209,7 +209,7 @@ class SglangWorker:
     async def _process(self) -> Any:
         """Return a value unique to the process (the times that parts of its start took); None if it is not shown."""
         reply = await self.client.call("GET", "/server_info", retry=True)
-        answer = words_of(reply) if reply.ok else None
+        answer = json_value(reply) if reply.ok else None
         return answer.get("startup_time") if isinstance(answer, dict) else None
 
     def _started_anew(self, label: str) -> str:
@@ -237,26 +237,26 @@ class SglangWorker:
     async def _load(self, label: str, path: str, before: str | None) -> bool:
         """Load weights over those labelled ``before``; False means that the cache was kept.
 
-        Raises HalfUpdated if the server does not say whether it has loaded them, and EngineError if it has not.
+        Raises PartlyUpdated if the server does not say whether it has loaded them, and EngineError if it has not.
         """
         body: dict[str, Any] = {
             "model_path": path, "weight_version": label, "flush_cache": True, "abort_all_requests": False,
         }  # fmt: skip
         reply = await self.client.call("POST", "/update_weights_from_disk", body, timeout_s=LOAD_WEIGHTS_S)
-        answer = words_of(reply)
-        if reply.ok and says("success", True)(answer):
+        answer = json_value(reply)
+        if reply.ok and has_value("success", True)(answer):
             return True
         text = f"{self.client.url} could not load {path} as {label}: {error_text(reply.body)}"
         if reply.status == 404:
             raise EngineError(f"{text}; this server has no /update_weights_from_disk")
-        refused = reply.status == 400 and says("success", False)(answer)
+        refused = reply.status == 400 and has_value("success", False)(answer)
         if refused and (str(answer.get("message")).startswith(_KEPT_CACHE) or await self.label() == label):
             return False
         if refused or reply.status == 422:
             if before is not None and before != label and await self.label() != before:
-                raise HalfUpdated(f"{text}; it shows other weights than before")
+                raise PartlyUpdated(f"{text}; it shows other weights than before")
             raise EngineError(f"{text}; it keeps the weights it had")
-        raise HalfUpdated(f"{text} (status {reply.status}); nobody knows which weights it has now")
+        raise PartlyUpdated(f"{text} (status {reply.status}); nobody knows which weights it has now")
 
     async def _flush(self, label: str) -> None:
         """Empty the cache, which holds keys and values computed with old weights."""
@@ -264,7 +264,7 @@ class SglangWorker:
             "POST", "/flush_cache", params={"timeout": f"{FLUSH_S:g}"}, timeout_s=FLUSH_S + 30, retry=True
         )
         if not (reply.ok and reply.body.startswith(_FLUSHED)):
-            raise HalfUpdated(
+            raise PartlyUpdated(
                 f"{self.client.url} did not empty its cache for the weights {label}: {error_text(reply.body)}"
             )
 
@@ -280,7 +280,7 @@ class SglangWorker:
             return
         # the body must be present, but may be empty
         async with while_paused(
-            lambda: control(self.client, "/pause_generation", says("status", "ok"), body={"mode": "retract"}),
+            lambda: control(self.client, "/pause_generation", has_value("status", "ok"), body={"mode": "retract"}),
             self.go_on,
         ):
             yield

@@ -23,9 +23,9 @@ from april.engines.simulated.decode_cost import DecodeCost
 
 Floats = NDArray[np.float64]
 ROUNDS = 5
-FEWEST = 16
+MIN_REQUESTS = 16
 """Smallest number of requests to fit."""
-ALIKE = 0.05
+EQUAL_COST = 0.05
 """Relative spread of concurrency below which only the total cost of a step can be estimated."""
 LEAST = 1e-3
 """Smallest share of a mean step that is attributed to the fixed cost."""
@@ -68,21 +68,21 @@ class FittedCost:
         cost: Estimated cost of the engine.
         requests: Number of requests used.
         error: Mean of abs(fitted - real duration) over the sum of the real durations.
-        told: True if concurrency varied enough to tell what further sequences cost.
+        slope_known: True if concurrency varied enough to tell what further sequences cost.
         at_best: Cost under the assumption that a step takes the same time however many sequences are in it.
     """
 
     cost: DecodeCost
     requests: int
     error: float
-    told: bool
+    slope_known: bool
     at_best: DecodeCost
 
 
 def fit(requests: Requests) -> FittedCost | None:
     """Estimate the cost of one engine; None if the requests are too few."""
     whole = (requests.ended_s > requests.began_s) & (requests.generated > 0)
-    if int(whole.sum()) < FEWEST:
+    if int(whole.sum()) < MIN_REQUESTS:
         return None
     traffic = _Traffic(requests)
     rows = np.flatnonzero(whole)
@@ -98,7 +98,7 @@ def fit(requests: Requests) -> FittedCost | None:
     step_s = float(took.sum() / seen[:, 0].sum())
     return FittedCost(
         DecodeCost(base, sequence, token, prefill), len(rows), error,
-        told=bool(beside.std() > ALIKE * beside.mean()), at_best=DecodeCost(step_s, 0.0, 0.0),
+        slope_known=bool(beside.std() > EQUAL_COST * beside.mean()), at_best=DecodeCost(step_s, 0.0, 0.0),
     )  # fmt: skip
 
 

@@ -28,18 +28,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from april.concurrency.model_lock import turns_of
+from april.concurrency.model_lock import model_lock_of
 from april.core.sampling import LogprobKind
 from april.core.versions import PolicyVersion
 from april.engines.base import EngineBase
 from april.engines.protocol import Capabilities, Chunk, Health, Request
 from april.engines.transformers.stats import EngineStats
-from april.engines.weight_routes import TensorSpec
+from april.engines.weight_transfer import TensorSpec
 from april.errors import AttachmentError, ConfigError, EngineError, ModelBroken, WeightsInUse
 from april.text.install_command import require
 
 if TYPE_CHECKING:
-    from april.engines.transformers.model_weights import TakenWeights
+    from april.engines.transformers.model_weights import ModelWriter
     from april.engines.transformers.slot_requests import SlotOutput, SlotRequest
 
 log = logging.getLogger("april")
@@ -53,13 +53,13 @@ YIELDS_BETWEEN_TICKS = 8
 since runs with a wall-clock wait would not be reproducible."""
 
 
-_NO_ROOM = ("out of memory", "not enough memory", "allocate memory")
+_OUT_OF_MEMORY_TEXTS = ("out of memory", "not enough memory", "allocate memory")
 """Phrases of torch's out-of-memory errors; "illegal memory access" and "memory format" must not match."""
 
 
-def _wants_memory(error: Exception) -> bool:
+def _is_out_of_memory(error: Exception) -> bool:
     """Return True if a failed model call may succeed later, once memory is free."""
-    return isinstance(error, MemoryError) or any(words in str(error) for words in _NO_ROOM)
+    return isinstance(error, MemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY_TEXTS)
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +70,7 @@ class _Stream:
     chunks: deque[Chunk] = field(default_factory=deque)
     error: EngineError | None = None
     wake: asyncio.Event = field(default_factory=asyncio.Event)
-    left: bool = False
+    abandoned: bool = False
     """True if the consumer has stopped reading."""
 
 
@@ -159,7 +159,7 @@ class TransformersEngine(EngineBase):
         self._weights = weights_of(model)
         self.weight_sample = self._weights.sample
         self._state = ModelState(model, self._weights)
-        self._turns = turns_of(model)
+        self._model_lock = model_lock_of(model)
         self._trainers = True  # the trainer used the model last, so the next tick takes its state as intended
         self._handed_back = False  # set by quiet(); until then, an idle engine hands it back by itself
         self._unchecked = check
@@ -190,7 +190,7 @@ class TransformersEngine(EngineBase):
         self._may_pass = False
         """True if the failure may be temporary, which only another request can show."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._taken: TakenWeights | None = None
+        self._taken: ModelWriter | None = None
         """Tensors of an incomplete transfer into the model."""
         self._overwritten = ""
         """Why nothing is generated before the next update: the model has changed. Empty if it has not."""
@@ -199,7 +199,7 @@ class TransformersEngine(EngineBase):
         self._dtypes = {parameter.dtype for parameter in model.parameters()}
         self._unchanged = 0
         """Number of successive updates with responses but without a write to the weights before them."""
-        self._unguard = guard_optimizers(self, self._weights)
+        self._remove_optimizer_guard = guard_optimizers(self, self._weights)
 
     @classmethod
     def from_pretrained(
@@ -304,11 +304,11 @@ class TransformersEngine(EngineBase):
                 self._hand_out(self._decoder.abort(message))
             except Exception as error:  # the device failed while tokens were read from it
                 self._failure = f"the last abort failed: {type(error).__name__}: {error}"
-                self._hand_out(self._decoder.fail(), error)
+                self._hand_out(self._decoder.drop_failed(), error)
 
     def _leave(self, stream: _Stream) -> None:
         """Free the slot of a consumer that stopped reading, and count the tokens that it did not take."""
-        stream.left = True
+        stream.abandoned = True
         self.stats.discarded_tokens += sum(chunk.tokens.size for chunk in stream.chunks)
         stream.chunks.clear()
         if self._streams.get(stream.attempt_id) is stream:
@@ -322,7 +322,7 @@ class TransformersEngine(EngineBase):
             over = output.finish is not None or output.refused is not None or cause is not None
             if over:
                 del self._streams[attempt_id]
-            if stream.left or stream.error is not None:
+            if stream.abandoned or stream.error is not None:
                 self.stats.discarded_tokens += tokens.size
                 continue
             finish = output.finish
@@ -356,29 +356,29 @@ class TransformersEngine(EngineBase):
 
     def _start_pump(self) -> None:
         self._loop = asyncio.get_running_loop()
-        if self._pump is None and not self._stands_still:
+        if self._pump is None and not self._is_idle:
             self._pump = self._loop.create_task(self._run_ticks(), name=f"april-{self._name}")
 
     @property
-    def _stands_still(self) -> bool:
+    def _is_idle(self) -> bool:
         return self._paused or self._loading or self._decoder.idle or not self._weights.ready
 
     async def _run_ticks(self) -> None:
         """Run ticks until nothing is left to do, or the engine is paused."""
         try:
-            self._weights.look_again()
+            self._weights.list_tensors()
             self._notice_silent_update()
             while True:
                 for _ in range(YIELDS_BETWEEN_TICKS):
                     await asyncio.sleep(0)
-                if not await self._turns.wait(self):
+                if not await self._model_lock.wait(self):
                     break  # the engine was closed
                 try:
-                    if self._stands_still:
+                    if self._is_idle:
                         break
                     outputs, error = await self._tick()
                 finally:
-                    self._turns.give(self)
+                    self._model_lock.release(self)
                 self._hand_out(outputs, error)
                 self._read_inbox()
         except (Exception, asyncio.CancelledError) as error:
@@ -407,7 +407,7 @@ class TransformersEngine(EngineBase):
             raise
         finally:
             self._ticking = False
-        if error is not None and not isinstance(error, WeightsInUse) and not _wants_memory(error):
+        if error is not None and not isinstance(error, WeightsInUse) and not _is_out_of_memory(error):
             # running out of memory may be temporary; any other error of a model call would hit every request
             broken = ModelBroken(
                 f"{self._name}: a model call failed ({type(error).__name__}: {error}), as the next one would; all "
@@ -418,21 +418,21 @@ class TransformersEngine(EngineBase):
             self._failure = self._overwritten = str(error)
         else:
             self._failure = "" if error is None else f"the last tick failed: {type(error).__name__}: {error}"
-        self._may_pass = error is not None and _wants_memory(error)
+        self._may_pass = error is not None and _is_out_of_memory(error)
         return outputs, error
 
     def _check_once(self) -> None:
         """Check the model before the first request, as soon as the weights are whole."""
         if self._unchecked and self._weights.ready:
-            self._thread.submit(self._try_out).result()
+            self._thread.submit(self._check_model).result()
             self._unchecked = False
 
-    def _try_out(self) -> None:
+    def _check_model(self) -> None:
         """Check the model in the worker thread, like a tick: autocast's cache must not reach the trainer."""
         from april.engines.transformers.model_check import check_model
 
         self._state.note()
-        with self._autocast(), self._weights.tried():
+        with self._autocast(), self._weights.model_buffers_written():
             check_model(self._model, self._max_len, self._vision)
         self._state.ignore_changes()
 
@@ -451,13 +451,13 @@ class TransformersEngine(EngineBase):
                 outputs = decoder.tick(self._steps_per_tick)
             except Exception as error:
                 failure = error
-            torn = self._state.torn()
+            torn = self._state.changes_in_tick()
         if not torn and not self._state.weights_written():
             if failure is not None:
-                return decoder.fail(), failure
+                return decoder.drop_failed(), failure
             return outputs + decoder.partials(), None
-        outputs = decoder.disown()
-        return outputs, self._state.torn_error(self._name, torn, len(outputs), sum(o.unsound for o in outputs))
+        outputs = decoder.drop_all()
+        return outputs, self._state.changed_error(self._name, torn, len(outputs), sum(o.unsound for o in outputs))
 
     @contextlib.contextmanager
     def _generating(self) -> Iterator[None]:
@@ -546,7 +546,7 @@ class TransformersEngine(EngineBase):
             loading.add_done_callback(lambda done: self._loaded(done, version))
             await asyncio.shield(loading)
         else:
-            self._renewed(version)
+            self._begin_version(version)
 
     def _require_idle(self) -> None:
         if self._closed:
@@ -560,7 +560,7 @@ class TransformersEngine(EngineBase):
     def _loaded(self, done: asyncio.Future[None], version: PolicyVersion | None) -> None:
         self._loading = False
         if version is not None and not done.cancelled() and done.exception() is None:
-            self._renewed(version)
+            self._begin_version(version)
         self._start_pump()
 
     def reads(self, model: Any) -> bool:
@@ -576,10 +576,10 @@ class TransformersEngine(EngineBase):
         """
         self._require_idle()
         if self._taken is None:
-            from april.engines.transformers.model_weights import TakenWeights
+            from april.engines.transformers.model_weights import ModelWriter
 
             await self.quiet()
-            self._taken = TakenWeights(self._model)
+            self._taken = ModelWriter(self._model)
         self._loading, taken = True, self._taken
         taking = asyncio.get_running_loop().run_in_executor(self._thread, taken.take, specs, tensors, last)
         # a cancelled call must not reopen the engine while a tensor is half-written
@@ -592,7 +592,7 @@ class TransformersEngine(EngineBase):
         if last:
             self._taken = None
 
-    def _renewed(self, version: PolicyVersion) -> None:
+    def _begin_version(self, version: PolicyVersion) -> None:
         self._notice_unchanged_weights()
         dtypes = {parameter.dtype for parameter in self._model.parameters()}
         if dtypes != self._dtypes:
@@ -619,8 +619,8 @@ class TransformersEngine(EngineBase):
     async def close(self) -> None:
         """Abort everything, stop the thread and free the memory."""
         self._closed = True
-        self._unguard()
-        self._turns.excuse(self)
+        self._remove_optimizer_guard()
+        self._model_lock.excuse(self)
         await self.abort()
         await self.quiet()
         self.release()
@@ -636,9 +636,9 @@ class TransformersEngine(EngineBase):
             await asyncio.wait([pump])
         if self._closed:
             return
-        await self._turns.free(self._name)
+        await self._model_lock.free(self._name)
         if not self._trainers and self._weights.ready:
-            await self._state.as_noted(self._name, self._thread, self._generating)
+            await self._state.wait_until_restored(self._name, self._thread, self._generating)
         self._trainers = self._handed_back = True
 
     def _notice_unchanged_weights(self) -> None:

@@ -40,7 +40,7 @@ from april.engines.transformers.model_support import (
     text_config,
     why_not_exact,
 )
-from april.engines.transformers.slot_batch import SlotDecoder, _Batch
+from april.engines.transformers.slot_batch import SlotDecoder, _DecodeBatch
 from april.engines.transformers.slot_requests import SlotRequest
 from april.engines.transformers.stats import EngineStats
 from april.engines.transformers.vision import Vision
@@ -81,7 +81,7 @@ def recompute(
     return logits.float().log_softmax(-1)  # type: ignore[no-any-return]
 
 
-class _WitnessedDecoder(SlotDecoder):
+class _RecordingDecoder(SlotDecoder):
     """A decoder that keeps the whole distribution of each token, float32 [V] each, by attempt id."""
 
     def __init__(self, model: Any, max_len: int, vision: Vision | None) -> None:
@@ -90,7 +90,7 @@ class _WitnessedDecoder(SlotDecoder):
         self.asks_length = False
         """True if a row depends on the length of the cache, which is that of the longest row."""
 
-    def _sample(self, logits: Tensor, batch: _Batch) -> Any:
+    def _sample(self, logits: Tensor, batch: _DecodeBatch) -> Any:
         for request, row in zip(self._active[batch.lo : batch.hi], logits, strict=True):
             self.seen.setdefault(request.attempt_id, []).append(row.float().log_softmax(-1))
         return super()._sample(logits, batch)
@@ -99,7 +99,7 @@ class _WitnessedDecoder(SlotDecoder):
         """Repeat the step while the cache reports the shortest row's length, to see if that changes the result."""
         logits = super()._step(tokens, position, rope, window)
         again = super()._step(tokens, position, rope, window)
-        with self._cache.said_to_hold(int(position.min())):
+        with self._cache.reporting_length(int(position.min())):
             other = super()._step(tokens, position, rope, window)
         first, second, third = (rows.nan_to_num() for rows in (logits, again, other))
         self.asks_length |= torch.equal(first, second) and not torch.equal(first, third)
@@ -131,7 +131,7 @@ def _distances(rows: Tensor, others: Tensor) -> Tensor:
     return (rows - others).square().mean(-1).sqrt()
 
 
-def _typical(distances: Tensor) -> float:
+def _upper_median(distances: Tensor) -> float:
     """Return the upper median: it ignores one token with another choice of expert, but not a row that is wrong."""
     return float(distances.sort().values[len(distances) // 2])
 
@@ -190,7 +190,7 @@ def _compare(
     try:
         with generation_mode(model):
             longest = max(prompt.tokens.size for prompts in admissions for prompt in prompts)
-            decoder = _WitnessedDecoder(model, longest + _NEW_TOKENS, vision)
+            decoder = _RecordingDecoder(model, longest + _NEW_TOKENS, vision)
             trials = _decode(decoder, admissions)
             halves = any(dtype.itemsize < 4 for dtype in decoder.dtypes)
             exact = decoder.device.type == "cpu" and not halves
@@ -213,7 +213,7 @@ def _compare(
     if exact and not noise:
         differs, allowed, known = difference, EXACT_NATS, ""
     else:
-        differs = max(_typical(_distances(t.decoded, t.alone)) for t in trials if t.n == _NEW_TOKENS)
+        differs = max(_upper_median(_distances(t.decoded, t.alone)) for t in trials if t.n == _NEW_TOKENS)
         allowed = min(_MOST_NATS_HALF if halves else _MOST_NATS, max(EXACT_NATS, _NOISE * noise))
         known = f", where its own noise in this precision explains {allowed:.2g}"
     if not differs <= allowed:
@@ -225,7 +225,7 @@ def _compare(
     return difference, noise
 
 
-def _decode(decoder: _WitnessedDecoder, admissions: Sequence[Sequence[TrialPrompt]]) -> list[_Trial]:
+def _decode(decoder: _RecordingDecoder, admissions: Sequence[Sequence[TrialPrompt]]) -> list[_Trial]:
     """Decode responses to the prompts; each of ``admissions`` is prefilled separately, beside earlier ones."""
     prompts: dict[str, TrialPrompt] = {}
     for together in admissions:
@@ -253,7 +253,7 @@ def _decode(decoder: _WitnessedDecoder, admissions: Sequence[Sequence[TrialPromp
 
 
 def _noise(model: Any, trials: list[_Trial], dtypes: set[torch.dtype], batched: bool) -> float:
-    """Return how far the model is from itself (by :func:`_typical`) where the decoder takes no part.
+    """Return how far the model is from itself (by :func:`_upper_median`) where the decoder takes no part.
 
     Args:
         model: The model.
@@ -264,7 +264,7 @@ def _noise(model: Any, trials: list[_Trial], dtypes: set[torch.dtype], batched: 
     """
     whole = [t for t in trials if t.n == _NEW_TOKENS]
     with torch.no_grad(), _rounded_once_more(model, max(torch.finfo(dtype).eps for dtype in dtypes)):
-        found = [_typical(_distances(recompute(model, t.tokens, t.n, t.images), t.alone)) for t in whole]
+        found = [_upper_median(_distances(recompute(model, t.tokens, t.n, t.images), t.alone)) for t in whole]
     if not batched:
         return max(found)
     # right-padded: with causal attention the padding is invisible and needs no mask
@@ -284,8 +284,8 @@ def _noise(model: Any, trials: list[_Trial], dtypes: set[torch.dtype], batched: 
     for trial, row, stepped in zip(whole, together, one_by_one, strict=True):
         end = len(trial.tokens) - 1
         first, last = end - trial.n, min(end, short)  # the positions that ``alone`` and all sequences have
-        found.append(_typical(_distances(row[first:end], trial.alone)))
-        found.append(_typical(_distances(stepped[first:last], trial.alone[: last - first])))
+        found.append(_upper_median(_distances(row[first:end], trial.alone)))
+        found.append(_upper_median(_distances(stepped[first:last], trial.alone[: last - first])))
     return max(found)
 
 

@@ -36,7 +36,7 @@ HOLD_IT = (
 
 
 def guard_optimizers(engine: Any, weights: Any) -> weakref.finalize[Any, Any]:
-    """Make ``step()`` of optimizers that hold ``weights.trained()`` raise WeightsInUse while ``engine.generating``.
+    """Make ``step()`` of optimizers of these weights raise WeightsInUse while ``engine.generating``.
 
     Steps are checked before they begin: a write counter moves only after a write, a fused step is one long write,
     and some writes are never counted. Calling the result, or deleting ``engine``, removes the guard.
@@ -58,9 +58,9 @@ def guard_optimizers(engine: Any, weights: Any) -> weakref.finalize[Any, Any]:
     return weakref.finalize(engine, handle.remove)
 
 
-GLANCE = 12
+CHECKED_PER_STEP = 12
 """Number of settings, and of tensors, compared before a decode step; a 32nd of all if that is more."""
-PATIENCE_S, LOOK_AGAIN_S = 10.0, 0.01
+PATIENCE_S, POLL_S = 10.0, 0.01
 """Seconds to wait for other code to restore the model, and seconds between two checks meanwhile."""
 WRITTEN = "its weights were written"
 _GONE, _NONE, _OURS = object(), object(), object()
@@ -116,7 +116,7 @@ class ModelState:
         """Return True if the weights were written or replaced since they were recorded."""
         return self._stamp != self._weights.stamp()
 
-    def switched(self) -> str:
+    def changed_setting(self) -> str:
         """Describe a setting that differs from the recorded one; empty if none does."""
         changed = [(own, name, value) for own, name, value in self._switches if _differs(own, name, value)]
         if not changed:
@@ -130,7 +130,7 @@ class ModelState:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch one tick in this thread; afterwards :meth:`torn` describes what has changed."""
+        """Watch one tick in this thread; afterwards :meth:`changes_in_tick` describes what has changed."""
         self._torn, self._decoder = "", threading.get_ident()
         hooks = self._called_each_time()._forward_pre_hooks
         hooks[_OURS] = self._hook  # always the same key, so that the table is the same in every tick
@@ -139,11 +139,11 @@ class ModelState:
         finally:
             del hooks[_OURS]
 
-    def torn(self) -> str:
+    def changes_in_tick(self) -> str:
         """Describe what changed during the last tick or since the recording; empty if nothing did."""
-        return self._torn or self.switched()
+        return self._torn or self.changed_setting()
 
-    def torn_error(self, name: str, torn: str, requests: int, unsound: int) -> WeightsInUse:
+    def changed_error(self, name: str, torn: str, requests: int, unsound: int) -> WeightsInUse:
         """Build the error of engine ``name`` after a tick in which ``torn``, or else the weights, changed."""
         switched = torn not in ("", WRITTEN)
         return WeightsInUse(
@@ -152,32 +152,32 @@ class ModelState:
             f"dropped, all before them is kept; {HOLD_IT if switched else WHAT_TO_DO}"
         )
 
-    async def as_noted(
+    async def wait_until_restored(
         self, name: str, thread: Executor, generating: Callable[[], AbstractContextManager[None]]
     ) -> None:
         """Wait until the settings are as recorded, checking in ``thread``; raises WeightsInUse if they stay changed."""
 
         def look() -> str:
             with generating():
-                return self.switched()
+                return self.changed_setting()
 
         loop = asyncio.get_running_loop()
         end = loop.time() + PATIENCE_S
         while switched := await loop.run_in_executor(thread, look):
             if loop.time() > end:
                 raise WeightsInUse(f"{name}: the model was switched and is not as it was ({switched}); {HOLD_IT}")
-            await asyncio.sleep(LOOK_AGAIN_S)
+            await asyncio.sleep(POLL_S)
 
     def _look(self, *_: object) -> None:
         """Hook that runs at each call of the model, by any thread."""
-        if not self._torn and (threading.get_ident() != self._decoder or self._glance()):
-            self._torn = self.switched() or (WRITTEN if self.weights_written() else "")
+        if not self._torn and (threading.get_ident() != self._decoder or self._check_part()):
+            self._torn = self.changed_setting() or (WRITTEN if self.weights_written() else "")
 
     def _called_each_time(self) -> Any:
         compiled = hasattr(self._model, "_orig_mod") or getattr(self._model, "_compiled_call_impl", None) is not None
         return self._model if compiled else self._model.get_input_embeddings()
 
-    def _glance(self) -> bool:
+    def _check_part(self) -> bool:
         """Compare the part of the state that is due before this step; return True if it has changed."""
         self._steps += 1
         switches, places = _part(self._switches, self._steps), _part(self._places, self._steps)
@@ -194,7 +194,7 @@ def _embeddings(model: Any) -> Iterator[int]:
 
 
 def _part(of: list[T], number: int) -> list[T]:
-    size = max(GLANCE, -(-len(of) // 32))
+    size = max(CHECKED_PER_STEP, -(-len(of) // 32))
     parts = -(-len(of) // size) or 1
     return of[number % parts * size :][:size]
 

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from april.engines.weight_routes import TensorSpec
+from april.engines.weight_transfer import TensorSpec
 from april.errors import ConfigError, EngineError
 
 SAMPLED = 4
@@ -38,19 +38,19 @@ class ModelWeights:
         """Buffers that the model writes itself in its forward pass."""
         self._tensors: list[Tensor] = _stored(model)
 
-    def look_again(self) -> None:
+    def list_tensors(self) -> None:
         """List the tensors again, as the trainer may have replaced parameters."""
         self._tensors = [tensor for tensor in _stored(self._model) if id(tensor) not in self._moving]
 
     @contextmanager
-    def tried(self) -> Iterator[None]:
+    def model_buffers_written(self) -> Iterator[None]:
         """Ignore tensors that are written inside the block from now on: these are the model's own buffers."""
         before = {id(tensor): _writes(tensor) for tensor in self._tensors}
         yield
         self._moving = {id(tensor) for tensor in self._tensors if before[id(tensor)] != _writes(tensor)}
-        self.look_again()
+        self.list_tensors()
 
-    def trained(self) -> Iterable[Tensor]:
+    def trained_parameters(self) -> Iterable[Tensor]:
         """The parameters as optimizers hold them."""
         yield from self._model.parameters()
 
@@ -90,10 +90,10 @@ class ShardedWeights(ModelWeights):
         """The sharded parameters, which optimizers hold and which outlive a gathering."""
         self._spread()
 
-    def look_again(self) -> None:
+    def list_tensors(self) -> None:
         """Do nothing: the tensors are listed when they are gathered."""
 
-    def trained(self) -> Iterable[Tensor]:
+    def trained_parameters(self) -> Iterable[Tensor]:
         """The sharded parameters: a gathered model shows other tensors, which no optimizer holds."""
         yield from self._pieces
 
@@ -254,7 +254,7 @@ def load_weights(model: Any, path: str) -> None:
             weight.copy_(new_weights[name])
 
 
-class TakenWeights:
+class ModelWriter:
     """Copies weights into a model tensor by tensor, by the names of its state dict."""
 
     def __init__(self, model: Any) -> None:

@@ -50,7 +50,7 @@ _ON_DEVICE = 5
 
 
 @dataclass(slots=True)
-class _Batch:
+class _DecodeBatch:
     """Views and parameters for slots ``lo .. hi``, which stay valid until the slots change."""
 
     lo: int
@@ -113,7 +113,7 @@ class SlotDecoder:
         self._device_rows = torch.zeros(_ON_DEVICE, slots, dtype=torch.int64, device=self.device)
         self._new_tokens = torch.zeros(slots, _FIRST_COLUMNS, dtype=torch.int64, device=self.device)
         self._new_logprobs = torch.zeros(slots, _FIRST_COLUMNS, device=self.device)
-        self._batch: _Batch | None = None
+        self._batch: _DecodeBatch | None = None
         self._last: Tensor | None = None
 
     # ------------------------------------------------------------------ state
@@ -180,7 +180,7 @@ class SlotDecoder:
         return min([at_most, *(r.stream_interval for r in self._active if r.stream_interval is not None)])
 
     @torch.inference_mode()
-    def fail(self) -> list[SlotOutput]:
+    def drop_failed(self) -> list[SlotOutput]:
         """Drop every request that took part in a call that raised, with the tokens of its completed steps.
 
         Outputs without a finish belong to requests that were cut; those with one had ended before the error.
@@ -201,13 +201,13 @@ class SlotDecoder:
         self._cache.release()
         return outputs
 
-    def disown(self) -> list[SlotOutput]:
+    def drop_all(self) -> list[SlotOutput]:
         """Drop every request, and the tokens of the last tick, because the weights changed during it.
 
         The outputs have no finish; those of waiting requests are empty.
         """
         self._stats.failures += sum(output.refused is None for output in self._ended)
-        outputs = self.fail()
+        outputs = self.drop_failed()
         waited = [self._empty_output(r, None) for r in self._waiting.values()]
         self._stats.failures += len(waited)
         self._waiting.clear()
@@ -261,7 +261,7 @@ class SlotDecoder:
         ended: dict[int, EngineFinish] = {}
         call: list[list[SlotRequest]] = []
         for requests in sorted(alike.values(), key=lambda group: (bool(group[0].attached), group[0].tokens.size)):
-            if requests[0].attached and not self._look_at(requests):
+            if requests[0].attached and not self._process_images(requests):
                 continue
             padded = (len(call) + 1) * requests[0].tokens.size
             mixed = call and bool(call[0][0].attached) is not bool(requests[0].attached)
@@ -274,11 +274,11 @@ class SlotDecoder:
         self._admitting = []
         self._end(ended)
 
-    def _look_at(self, requests: list[SlotRequest]) -> bool:
+    def _process_images(self, requests: list[SlotRequest]) -> bool:
         """Process the images of requests that share them; return False if that fails, which ends the requests."""
         assert self._vision is not None
         try:
-            seen = self._vision.see(requests[0].tokens, requests[0].attached)
+            seen = self._vision.process(requests[0].tokens, requests[0].attached)
         except AttachmentError as error:
             self._stats.failures += len(requests)
             self._ended += [self._empty_output(request, None, error) for request in requests]
@@ -325,7 +325,7 @@ class SlotDecoder:
         logits = logits[self._upload(of_request), self._upload(last[of_request])]
 
         for request in requests:
-            self._occupy(request)
+            self._assign_slot(request)
         batch = self._batch_of(first, self.active)
         _, stopped = self._sample(logits, batch)
         rows = self._rows[:, first : self.active]
@@ -336,7 +336,7 @@ class SlotDecoder:
         self._stats.prefill_batches += 1
         return self._endings(batch, stopped, rows)
 
-    def _occupy(self, request: SlotRequest) -> None:
+    def _assign_slot(self, request: SlotRequest) -> None:
         slot = request.slot = self.active
         self._active.append(request)
         self._stops.put(slot, request.stop_ids)
@@ -384,11 +384,11 @@ class SlotDecoder:
         ).logits
         return logits[:, -1]
 
-    def _out_of_room(self, batch: _Batch) -> bool:
+    def _out_of_room(self, batch: _DecodeBatch) -> bool:
         needs_columns = batch.longest + batch.steps + 1 > self._cache.columns
         return needs_columns or batch.most_tokens + batch.steps >= self._new_tokens.shape[1]
 
-    def _align(self) -> _Batch:
+    def _align(self) -> _DecodeBatch:
         """Make room for the next step, number the cells and places, and copy the numbers to the device."""
         rows = self._rows[:, : self.active]
         longest = int(rows[_POSITION].max()) + 1
@@ -397,13 +397,13 @@ class SlotDecoder:
         self._reserve_tokens(int(rows[_TOKENS].max()) + 1)
         return self._batch_of(0, self.active)
 
-    def _batch_of(self, lo: int, hi: int) -> _Batch:
+    def _batch_of(self, lo: int, hi: int) -> _DecodeBatch:
         rows, counters = self._rows[:, lo:hi], self._device_rows[:, lo:hi]
         rows[_CELL] = np.arange(lo, hi) * self._cache.columns + rows[_POSITION]
         rows[_PLACE] = rows[_STORE_ROW] * self._new_tokens.shape[1] + rows[_TOKENS]
         counters.copy_(torch.from_numpy(rows[:_ON_DEVICE]))
         stop_ids, banned = self._stops.of(lo, hi), self._bans.of(lo, hi)
-        return _Batch(
+        return _DecodeBatch(
             lo=lo,
             hi=hi,
             counters=counters,
@@ -420,7 +420,7 @@ class SlotDecoder:
             until_minimum=int((rows[_MIN_TOKENS] - rows[_TOKENS]).max()),
         )
 
-    def _sample(self, logits: Tensor, batch: _Batch) -> tuple[Tensor, NDArray[np.bool_]]:
+    def _sample(self, logits: Tensor, batch: _DecodeBatch) -> tuple[Tensor, NDArray[np.bool_]]:
         """Draw and store one token per row of ``batch``; return the tokens and bool [B], true for stop tokens."""
         tokens, logprobs = sample(logits, batch.sampling, self._noise(batch), self._forbidden(batch))
         self._new_tokens.view(-1).index_copy_(0, batch.place, tokens)
@@ -430,7 +430,7 @@ class SlotDecoder:
         # The only place in a step where the host waits for the device.
         return tokens, (tokens.unsqueeze(1) == batch.stop_ids).any(1).cpu().numpy()
 
-    def _noise(self, batch: _Batch) -> Tensor | None:
+    def _noise(self, batch: _DecodeBatch) -> Tensor | None:
         """Return the uniform numbers [B, 1] of this step; None if all rows are greedy."""
         if batch.sampling.all_greedy:
             return None
@@ -443,7 +443,7 @@ class SlotDecoder:
         batch.noise_used += 1
         return batch.noise[:, step : step + 1]
 
-    def _forbidden(self, batch: _Batch) -> Tensor | None:
+    def _forbidden(self, batch: _DecodeBatch) -> Tensor | None:
         """Return bool [B, V]: banned tokens, and stop tokens of rows below their minimum length; None if nothing is."""
         if batch.stop_ids is None or batch.steps >= batch.until_minimum:
             return batch.banned
@@ -456,7 +456,7 @@ class SlotDecoder:
     # ------------------------------------------------------------------ ending, reading, moving
 
     @staticmethod
-    def _endings(batch: _Batch, stopped: NDArray[np.bool_], rows: NDArray[np.int64]) -> dict[int, EngineFinish]:
+    def _endings(batch: _DecodeBatch, stopped: NDArray[np.bool_], rows: NDArray[np.int64]) -> dict[int, EngineFinish]:
         """Return finished slots of ``batch`` with the reason; a stop token at the token limit counts as STOP."""
         full = rows[_TOKENS] >= rows[_MAX_TOKENS]
         return {

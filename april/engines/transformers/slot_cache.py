@@ -92,7 +92,7 @@ class SlotCache(Cache):
         return window
 
     @contextmanager
-    def said_to_hold(self, columns: int) -> Iterator[None]:
+    def reporting_length(self, columns: int) -> Iterator[None]:
         """Report another length to a model that asks, inside the block; storage and attention are unaffected."""
         seen, self._seen = self._seen, columns
         try:

@@ -10,7 +10,7 @@ import numpy as np
 
 from april.core.attachments import Placed
 from april.engines.protocol import EngineFinish, Float32, Int32, Request
-from april.engines.transformers.vision import Seen, Vision
+from april.engines.transformers.vision import ProcessedImages, Vision
 from april.errors import AttachmentError
 
 
@@ -31,7 +31,7 @@ class SlotRequest:
     """Number of tokens after which they are handed out; None means at the end."""
     banned_ids: tuple[int, ...] = ()
     attached: tuple[Placed, ...] = ()
-    seen: Seen | None = None
+    seen: ProcessedImages | None = None
     """The model's input for ``attached``; set only during admission."""
     slot: int = -1
     """Slot of the request; -1 while it is not active."""
@@ -85,7 +85,7 @@ def wrong_request(request: Request, vocab_size: int, max_len: int, eos: tuple[in
 def wrong_images(request: Request, vision: Vision | None) -> str | None:
     """Explain why the model cannot read the request's images; None if it can or there are none."""
     if vision is not None:
-        return vision.wrong(np.asarray(request.token_ids), request.attached)
+        return vision.why_mismatched(np.asarray(request.token_ids), request.attached)
     if not request.attached:
         return None
     return (

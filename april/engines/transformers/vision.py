@@ -64,7 +64,7 @@ class _Pixels:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ProcessedImages:
     """The processed images of one conversation."""
 
     pixels: Sequence[_Pixels]
@@ -92,7 +92,7 @@ class Vision:
         self._grid_of = next((m for m in model.modules() if hasattr(m, "get_rope_index")), None)
         self._kept: OrderedDict[str, _Pixels] = OrderedDict()
 
-    def wrong(self, tokens: NDArray[Any], attached: Sequence[Placed]) -> str | None:
+    def why_mismatched(self, tokens: NDArray[Any], attached: Sequence[Placed]) -> str | None:
         """Explain why these tokens and images do not match; None if they do."""
         end = 0
         is_image = tokens == self.image_id
@@ -115,7 +115,7 @@ class Vision:
             )
         return None
 
-    def see(self, tokens: NDArray[np.int32], attached: Sequence[Placed]) -> Seen:
+    def process(self, tokens: NDArray[np.int32], attached: Sequence[Placed]) -> ProcessedImages:
         """Process a conversation's images; AttachmentError if one is broken or does not match its tokens."""
         pixels = []
         for placed in attached:
@@ -128,15 +128,17 @@ class Vision:
                 )
             pixels.append(of_one)
         if not self._family.grid:
-            return Seen(pixels, None, 0)
+            return ProcessedImages(pixels, None, 0)
         assert self._grid_of is not None
         ids = torch.from_numpy(tokens.astype(np.int64))[None]
         grids = torch.cat([p.tensors["image_grid_thw"] for p in pixels])
         types = (ids == self.image_id).to(torch.int32)
         positions, offsets = self._grid_of.get_rope_index(ids, mm_token_type_ids=types, image_grid_thw=grids)
-        return Seen(pixels, positions[:, 0], int(offsets[0, 0]))
+        return ProcessedImages(pixels, positions[:, 0], int(offsets[0, 0]))
 
-    def arguments(self, seen: Sequence[Seen], ids: Tensor, positions: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def arguments(
+        self, seen: Sequence[ProcessedImages], ids: Tensor, positions: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return positions and further model arguments for a batch of conversations.
 
         Args:

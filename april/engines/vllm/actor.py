@@ -1,6 +1,6 @@
 """Connects april to a vLLM engine that a (Ray) actor owns, with one class on each side of the actor boundary.
 
-:class:`ActorSide` runs in the actor and wraps :class:`~april.engines.vllm.in_process.VllmInProcessEngine`;
+:class:`EngineActor` runs in the actor and wraps :class:`~april.engines.vllm.in_process.VllmInProcessEngine`;
 :class:`ActorEngine` runs beside the scheduler. Only plain values pass between them. The trainer updates the weights.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from april.concurrency.worker_threads import in_thread
+from april.concurrency.worker_threads import run_in_thread
 from april.core.attachments import Attachment, Placed
 from april.core.engine_limits import Limit, LimitCode
 from april.core.sampling import LogprobKind, SamplingParams
@@ -41,7 +41,7 @@ def _failed(error: EngineError) -> Result:
     return next(kind for kind, error_type in _FAILURES.items() if isinstance(error, error_type)), str(error)
 
 
-class ActorSide:
+class EngineActor:
     """Serves april's calls inside the actor that owns ``llm``. All methods run on the actor's event loop."""
 
     def __init__(self, llm: Any) -> None:
@@ -103,11 +103,11 @@ async def _with_content(request: Request) -> Request:
         attachments = [replace(p.attachment, data=attachment_bytes(p.attachment)) for p in request.attached]
         return tuple(replace(p, attachment=a) for p, a in zip(request.attached, attachments, strict=True))
 
-    return replace(request, attached=await in_thread(read))
+    return replace(request, attached=await run_in_thread(read))
 
 
 def capabilities_of(plain: dict[str, Any]) -> Capabilities:
-    """Convert :meth:`ActorSide.capabilities` back, without the abilities that do not work through an actor."""
+    """Convert :meth:`EngineActor.capabilities` back, without the abilities that do not work through an actor."""
     known = {field.name for field in fields(Capabilities)}
     values = {name: value for name, value in plain.items() if name in known}
     values |= {"logprob_kind": LogprobKind(values["logprob_kind"]), "abort_means": AbortMeans(values["abort_means"])}
@@ -121,8 +121,8 @@ class ActorEngine(ServerEngine):
     """Engine that forwards requests to one engine actor; implements :class:`april.engines.protocol.Engine`.
 
     Args:
-        actor: Handle with the methods of :class:`ActorSide`, each named ``april_<name>``; ``actor.april_x.remote(...)``
-            must be awaitable.
+        actor: Handle with the methods of :class:`EngineActor`, each named ``april_<name>``;
+            ``actor.april_x.remote(...)`` must be awaitable.
         name: Short unique label.
         capabilities: Capabilities that the actor reported.
     """

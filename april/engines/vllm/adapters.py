@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from april.engines.http.http_client import HttpClient
-from april.engines.http.own_adapters import LOAD_S, Loaded
+from april.engines.http.loaded_adapters import LOAD_S, LoadedAdapter
 from april.engines.http.server_probe import is_listed
 from april.engines.http.wire import error_text
 from april.errors import EngineBusy, EngineError
@@ -15,7 +15,7 @@ NEEDED = (
 )
 
 
-async def load_adapter(client: HttpClient, adapter: Loaded) -> None:
+async def load_adapter(client: HttpClient, adapter: LoadedAdapter) -> None:
     """Load an adapter; nothing else changes there. Raises EngineError unless the server confirms and lists it."""
     body = {"lora_name": adapter.name, "lora_path": adapter.path}
     reply = await client.call("POST", LOAD, body, timeout_s=LOAD_S)

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 from april.config.engines import THIS_MACHINE, VllmEngineConfig
 from april.core.versions import PolicyVersion
-from april.engines.http.http_client import HttpClient, Reply, control, nothing, says, weight_version, words_of
-from april.engines.http.own_adapters import Loaded, unload_adapter
+from april.engines.http.http_client import HttpClient, Reply, control, has_value, is_empty, json_value, weight_version
+from april.engines.http.loaded_adapters import LoadedAdapter, unload_adapter
 from april.engines.http.response_reader import ResponseReader
 from april.engines.http.response_stream import ResponseStream
 from april.engines.http.sent_attachments import SentAttachments, Urls
@@ -73,7 +73,7 @@ class VllmEngine(TransferEngine):
         parser = parser_of(facts.route, request, spans=spans, routing=facts.routing)
         labels = self._adapters.reading_labels if spans else None
         reader = ResponseReader(parser, self._version, labels, len(request.token_ids), request)
-        model = self._adapters.send(request.attempt_id) or facts.model
+        model = self._adapters.note_request(request.attempt_id) or facts.model
         body = request_body(
             facts.route, model, request, stream=streamed, priority=facts.priorities,
             seeds=capabilities.honours_seeds, spans=spans,
@@ -98,7 +98,7 @@ class VllmEngine(TransferEngine):
                 return
         route = self.facts.abort_route
         body = {"request_ids": [engine_id(self.facts.route, i) for i in ids]}
-        await control(self._client, route, says("status", "aborted"), nothing, body=body)
+        await control(self._client, route, has_value("status", "aborted"), is_empty, body=body)
 
     # ---------------------------------------------------------------- weights
 
@@ -106,7 +106,7 @@ class VllmEngine(TransferEngine):
         """Pause like :class:`CompletionsEngine`, and remember the label of the process."""
         if self._keeps is not None:  # from a pause that failed: the server may be paused with its cache not emptied
             self._admission.close()
-            await control(self._client, "/resume", says("status", "resumed"))
+            await control(self._client, "/resume", has_value("status", "resumed"))
             self._keeps = None
         await super().pause()
         await self._remember()
@@ -119,7 +119,7 @@ class VllmEngine(TransferEngine):
         if in_flight is OnWeightUpdate.RECOMPUTE:
             self.attachments.forget()  # the server drops them too, and would refuse their digests
         await control(
-            self._client, "/pause", says("status", "paused"), params={"mode": "keep", "clear_cache": clear}
+            self._client, "/pause", has_value("status", "paused"), params={"mode": "keep", "clear_cache": clear}
         )
         await self._process.pause()
         await self._remember()
@@ -132,8 +132,8 @@ class VllmEngine(TransferEngine):
     async def resume(self) -> None:
         """Admit requests again, and resume the server if it was paused with its requests."""
         if self._keeps is not None:
-            self._endpoint.goes_on(self._version)  # before any of their new tokens can arrive
-            await control(self._client, "/resume", says("status", "resumed"))
+            self._endpoint.set_version(self._version)  # before any of their new tokens can arrive
+            await control(self._client, "/resume", has_value("status", "resumed"))
             self._keeps = None
         await super().resume()
 
@@ -154,17 +154,18 @@ class VllmEngine(TransferEngine):
             await self._process.pause()  # remember the process that loads them, in case it is a new one
         # without developer routes, the trainer has loaded the weights and emptied the cache
         if self.facts.developer_routes:
-            async with self._stands_still or self._frozen():
-                mark = await self._load(path, version) if path is not None else await self._handed_over(version)
+            async with self._stands_still or self._other_clients_paused():
+                load = self._check_weights_written(version) if path is None else self._load(path, version)
+                mark = await load
                 if self._keeps is None:
                     await self._empty_cache()
                 else:  # it was emptied at the pause, or salts keep old and new keys apart
                     await self._empty_encoder_cache()
                 await self._label_as(version, mark)
         # from now on this process counts as the one with the present weights
-        await self._process.take(version)
+        await self._process.note_weights(version)
 
-    async def _load_adapter(self, adapter: Loaded, version: PolicyVersion) -> None:
+    async def _load_adapter(self, adapter: LoadedAdapter, version: PolicyVersion) -> None:
         """Load an adapter. The cache is not emptied, because the adapter's name is part of its keys."""
         await require_base(self, self._labels, self.facts.label, self._adapters.base)
         await self._process.pause()
@@ -173,20 +174,20 @@ class VllmEngine(TransferEngine):
             raise EngineError(
                 f"{self._client.url} was started anew while it loaded {adapter.path}; update its weights again"
             )
-        await self._process.take(version)
+        await self._process.note_weights(version)
 
-    async def _unload(self, adapter: Loaded) -> bool:
+    async def _unload(self, adapter: LoadedAdapter) -> bool:
         async def is_gone(reply: Reply) -> bool:
             return reply.ok or reply.status == 404  # unloaded, or never loaded
 
         return await unload_adapter(self._client, UNLOAD, adapter, is_gone)
 
-    def _torn_by_a_restart(self, version: PolicyVersion) -> str:
-        self._not_whole = (
+    def _restarted_while_loading(self, version: PolicyVersion) -> str:
+        self._why_incomplete = (
             f"{self._client.url} was started anew in the middle of the update to {version}, and may have the weights "
             "of its start; update its weights again"
         )
-        return self._not_whole
+        return self._why_incomplete
 
     def _require_loadable(self, path: str) -> None:
         """Raise EngineError for a directory without weights, as vLLM would crash, unless only the server can see it."""
@@ -207,34 +208,34 @@ class VllmEngine(TransferEngine):
         mark = await mark_process(self, self._labels, self.facts.label, version)
         await self.forget_transfers()
         body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
-        self._not_whole = f"engine {self.name} is without weights until an update to {version} has succeeded"
+        self._why_incomplete = f"engine {self.name} is without weights until an update to {version} has succeeded"
         reply = await self._client.call("POST", "/collective_rpc", body, timeout_s=LOAD_WEIGHTS_S)
-        if not (reply.ok and _reloaded(words_of(reply))):
-            self._not_whole = (
+        if not (reply.ok and _reloaded(json_value(reply))):
+            self._why_incomplete = (
                 f"{self._client.url} could not load {path} as {version}: it answered {reply.status}, "
                 f"{error_text(reply.body)}; it may be without weights now, and dies of that: update its weights again, "
                 "or start it anew"
             )
-            raise EngineError(self._not_whole)
+            raise EngineError(self._why_incomplete)
         return mark
 
-    async def _handed_over(self, version: PolicyVersion) -> str | None:
+    async def _check_weights_written(self, version: PolicyVersion) -> str | None:
         """Check that the trainer put the weights into the process that was paused, and return its label."""
-        self._not_whole = f"engine {self.name} is between two versions until an update to {version} has succeeded"
+        self._why_incomplete = f"engine {self.name} is between two versions until an update to {version} has succeeded"
         shown = await self.label()
         if not self._admission.is_open and shown is not None and is_another_process(
             shown, self._paused_as, self._labels, self.facts.label
         ):  # fmt: skip
-            raise EngineError(self._torn_by_a_restart(version))
+            raise EngineError(self._restarted_while_loading(version))
         return shown
 
     async def _empty_cache(self) -> None:
         """Empty the prefix cache and the encoder cache, which hold values computed with old weights."""
-        route, done, said = "/reset_prefix_cache", says("success", True), b""
+        route, done, said = "/reset_prefix_cache", has_value("success", True), b""
         for _ in range(RESET_TRIES):
             reply = await self._client.call("POST", route, params={"reset_running_requests": "true"}, retry=True)
             self._client.require_ok(reply, route)
-            if done(words_of(reply)):
+            if done(json_value(reply)):
                 await self._empty_encoder_cache()
                 return
             said = reply.body
@@ -255,14 +256,14 @@ class VllmEngine(TransferEngine):
         if mark is None:
             return
         if await self.label() != mark:
-            raise EngineError(self._torn_by_a_restart(version))
+            raise EngineError(self._restarted_while_loading(version))
         await self.set_label(self._labels.of(version))
 
     async def set_label(self, label: str) -> None:
         """Set the label of the present weights. Raises EngineError if the server does not show it afterwards."""
         if self.facts.label is None:
             return
-        await control(self._client, "/update_weight_version", says("success", True), body={"new_version": label})
+        await control(self._client, "/update_weight_version", has_value("success", True), body={"new_version": label})
         now = await self.label()
         if now != label:
             raise EngineError(f"{self._client.url} says its weights are {quoted(now)} after april called them {label}")
@@ -272,7 +273,7 @@ class VllmEngine(TransferEngine):
         return None if self.facts.label is None else await weight_version(self._client, "/weight_info")
 
     @asynccontextmanager
-    async def _frozen(self) -> AsyncIterator[None]:
+    async def _other_clients_paused(self) -> AsyncIterator[None]:
         """Pause the server for requests of other clients, if it has any.
 
         Otherwise it is not paused, because a server left paused by an april that died would serve nobody.
@@ -290,9 +291,9 @@ class VllmEngine(TransferEngine):
     @asynccontextmanager
     async def _paused_server(self, mode: str) -> AsyncIterator[None]:
         params = {"mode": mode, "clear_cache": "false"}
-        async with self._pauses.one(), while_paused(
-            lambda: control(self._client, "/pause", says("status", "paused"), params=params),
-            lambda: control(self._client, "/resume", says("status", "resumed")),
+        async with self._pauses.hold(), while_paused(
+            lambda: control(self._client, "/pause", has_value("status", "paused"), params=params),
+            lambda: control(self._client, "/resume", has_value("status", "resumed")),
         ):
             yield
 
@@ -305,7 +306,7 @@ class VllmEngine(TransferEngine):
                 return Health(ok=False, detail=wrong)
             label = await self.label()
             paused = await self._is_paused()
-            amiss, lost = await self._amiss()
+            amiss, lost = await self._why_version_gone()
         except EngineError as error:
             return Health(ok=False, detail=str(error))
         same, metrics = await self._process.check()
@@ -316,12 +317,12 @@ class VllmEngine(TransferEngine):
         counters = {} if load is None else {"running": float(load.running), "waiting": float(load.waiting)}
         counters |= self.attachments.counters
         told = (
-            self._not_whole, amiss, "" if current else "the server was started anew, or has other weights",
+            self._why_incomplete, amiss, "" if current else "the server was started anew, or has other weights",
             "" if known else UNSAID,
             "somebody has paused the server; resume it (POST /resume)" if paused else "",
         )  # fmt: skip
         detail = "; ".join(filter(None, told))
-        whole = not self._not_whole
+        whole = not self._why_incomplete
         ok = known and whole and not amiss
         return Health(ok=ok, detail=detail, counters=counters, current=current and whole, load=load)
 
@@ -336,10 +337,10 @@ class VllmEngine(TransferEngine):
 
     async def _is_paused(self) -> bool:
         """Return whether somebody else has paused the server."""
-        if not self.facts.developer_routes or self._pauses.now or self._keeps is not None:
+        if not self.facts.developer_routes or self._pauses.in_progress or self._keeps is not None:
             return False
         reply = await self._client.call("GET", "/is_paused", retry=True)
-        return reply.ok and says("is_paused", True)(words_of(reply)) and not self._pauses.now
+        return reply.ok and has_value("is_paused", True)(json_value(reply)) and not self._pauses.in_progress
 
     async def close(self) -> None:
         """Unload april's adapters and close the connections; calls in progress fail."""
@@ -361,12 +362,12 @@ async def connect_vllm(config: VllmEngineConfig) -> list[VllmEngine | OpenAIEngi
         if facts.paused:
             load = (await read_metrics(client)).load
             require_left_paused(client.url, facts.label, load, "resume it (POST /resume)")
-            await control(client, "/resume", says("status", "resumed"))
+            await control(client, "/resume", has_value("status", "resumed"))
             facts = await probe_vllm(client, config)
         if facts.capabilities.abort_means is AbortMeans.CLOSE:
             return _closing_streams(client, facts)
         engine = VllmEngine(client, facts, stream=config.max_token_loss is not None)
-        if name := engine.begins_with([facts.label], present=config.first_weights == "present"):
+        if name := engine.set_up_labels([facts.label], present=config.first_weights == "present"):
             await engine.set_label(name)
         return engine
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from april.concurrency.worker_threads import in_thread
+from april.concurrency.worker_threads import run_in_thread
 from april.core.attachments import NO_EXTRAS, Attachment, Extras, collapsed, wrong_rows
 from april.core.engine_limits import Limit, LimitCode, raw_logprobs, tied_embeddings
 from april.core.sampling import LogprobKind
@@ -23,7 +23,7 @@ from april.core.versions import PolicyVersion
 from april.engines.attachments import attachment_bytes
 from april.engines.http.loop_relay import LoopRelay, result_from
 from april.engines.http.response_reader import OTHER_PROCESSOR
-from april.engines.http.token_rows import Routing, WrongRows, experts_of_array
+from april.engines.http.token_rows import InvalidRows, Routing, experts_of_array
 from april.engines.http.weight_labels import first_weights, foreign_weights
 from april.engines.http.wire import chunk_of, empty_chunk, failure_of
 from april.engines.openai.wire import NEVER
@@ -194,7 +194,7 @@ class VllmInProcessEngine(Transfers):
             return NO_EXTRAS
         try:
             rows = {} if given is None else {ROUTED_EXPERTS: experts_of_array(np.asarray(given), self._routing)}
-        except WrongRows as wrong:
+        except InvalidRows as wrong:
             raise WireError(f"engine {self._name}: request {request.attempt_id} came with {wrong}") from None
         wanted = {name: found[request.extras_from :] for name, found in rows.items()}
         if wrong_ones := wrong_rows(wanted, request.extras, request.rows_wanted(made)):
@@ -233,39 +233,39 @@ class VllmInProcessEngine(Transfers):
         """Abort these attempts (None means all); repeat this for ids that vLLM does not know yet."""
         ids = self._to_abort(attempt_ids)
         if ids:
-            await self._there(lambda: self._llm.abort(ids))
+            await self._call_on_llm_loop(lambda: self._llm.abort(ids))
 
     async def pause(self) -> None:
         """Stop admitting requests, abort all, including those of other users of this object, and wait for the end."""
         self._admission.close()
-        await self._there(lambda: self._llm.pause_generation(mode="abort", clear_cache=False))
+        await self._call_on_llm_loop(lambda: self._llm.pause_generation(mode="abort", clear_cache=False))
         await super().pause()
 
     async def resume(self) -> None:
         """Resume vLLM, and admit requests again."""
-        await self._there(self._llm.resume_generation)
+        await self._call_on_llm_loop(self._llm.resume_generation)
         await super().resume()
 
     async def _load_whole(self, version: PolicyVersion, path: str | None) -> None:
         """Load ``path`` if given, drop cached keys and values of the old weights, and label the new ones."""
         self.require_idle()
-        self._not_whole = f"engine {self._name}: {_BETWEEN}"
+        self._why_incomplete = f"engine {self._name}: {_BETWEEN}"
         if path is not None:
             await self.forget_transfers()
             await self._on_workers("reload_weights", {"weights_path": path}, f"could not load {path}")
         if self._capabilities.attachments and hasattr(self._llm, "reset_encoder_cache"):
             # a load may empty the worker's encoder cache, but never the scheduler's
-            await self._there(self._llm.reset_encoder_cache)
-        if await self._there(self._llm.reset_prefix_cache) is not True:
+            await self._call_on_llm_loop(self._llm.reset_encoder_cache)
+        if await self._call_on_llm_loop(self._llm.reset_prefix_cache) is not True:
             raise EngineError(
                 f"engine {self._name} could not reset its prefix cache, which holds keys and values of the old "
                 "weights; are there requests of others at it?"
             )
         if hasattr(self._llm, "update_weight_version"):
             label = self._labels.of(version)
-            await self._there(lambda: self._llm.update_weight_version(label))
+            await self._call_on_llm_loop(lambda: self._llm.update_weight_version(label))
             if hasattr(self._llm, "get_weight_version"):
-                shown = await self._there(self._llm.get_weight_version)
+                shown = await self._call_on_llm_loop(self._llm.get_weight_version)
                 if shown != label:
                     what = f"says its weights are {clean(shown, 64)} after april called them {label}"
                     raise EngineError(f"engine {self._name} {what}")
@@ -278,7 +278,7 @@ class VllmInProcessEngine(Transfers):
         parallel = self._llm.vllm_config.parallel_config
         return int(parallel.world_size) * int(parallel.data_parallel_size)
 
-    def _frozen(self) -> AbstractAsyncContextManager[None]:
+    def _other_clients_paused(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()  # the pause has already ended all other requests
 
     async def _transfer(self, call: str, arguments: dict[str, Any] | None = None) -> None:
@@ -287,18 +287,18 @@ class VllmInProcessEngine(Transfers):
 
     async def _on_workers(self, method: str, arguments: dict[str, Any], failure: str) -> None:
         """Call a method of all workers. Raises EngineError, with ``failure``, unless each returns nothing."""
-        results = await self._there(lambda: self._llm.collective_rpc(method, None, kwargs=arguments))
+        results = await self._call_on_llm_loop(lambda: self._llm.collective_rpc(method, None, kwargs=arguments))
         if not results or any(result is not None for result in results):
             raise EngineError(f"engine {self._name} {failure}: its workers returned {clean(results)}")
 
     async def health(self) -> Health:
         """Return whether vLLM's engine is alive."""
         try:
-            await self._there(self._llm.check_health)
+            await self._call_on_llm_loop(self._llm.check_health)
         except Exception as error:
             return Health(ok=False, detail=f"{type(error).__name__}: {clean(error)}")
-        if self._not_whole:
-            return Health(ok=False, detail=self._not_whole)
+        if self._why_incomplete:
+            return Health(ok=False, detail=self._why_incomplete)
         return Health(ok=True, counters={"open_requests": float(len(self._admission.inside))})
 
     async def close(self) -> None:
@@ -327,7 +327,7 @@ class VllmInProcessEngine(Transfers):
             )
         return loop
 
-    async def _there(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def _call_on_llm_loop(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run a call of the AsyncLLM on its own loop; any error is raised as EngineError."""
         loop = self._llm_loop()
         try:
@@ -411,7 +411,7 @@ async def _prompt_of(request: Request, salt: str) -> dict[str, Any]:
     prompt: dict[str, Any] = {"prompt_token_ids": ids, "cache_salt": salt}
     if request.attached:
         attachments = [placed.attachment for placed in request.attached]
-        prompt["multi_modal_data"] = {"image": await in_thread(_images, request.attempt_id, attachments)}
+        prompt["multi_modal_data"] = {"image": await run_in_thread(_images, request.attempt_id, attachments)}
         prompt["multi_modal_uuids"] = {"image": [attachment.digest for attachment in attachments]}
     return prompt
 

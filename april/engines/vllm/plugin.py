@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from april.engines.weight_routes import GLOO, NCCL
+from april.engines.weight_transfer import GLOO, NCCL
 
 BACKEND = "april_gloo"
 """Name of april's backend in ``--weight-transfer-config``."""

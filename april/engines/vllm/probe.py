@@ -18,7 +18,7 @@ from april.engines.http.adapter_files import base_shapes
 from april.engines.http.http_client import HttpClient, Reply
 from april.engines.http.server_probe import NO_TOKEN, REFUSES, TRIES, ServedModel, ServerFacts, ServerProbe, model_files
 from april.engines.http.server_process import ServerMetrics, read_metrics
-from april.engines.http.token_rows import NO_EXPERTS, Routing, WrongRows, experts_of_npy, routing_of
+from april.engines.http.token_rows import NO_EXPERTS, InvalidRows, Routing, experts_of_npy, routing_of
 from april.engines.http.weight_labels import Span
 from april.engines.http.wire import NotJson, error_text, positive, read_json
 from april.engines.openai.wire import ASK_SPANS
@@ -335,7 +335,7 @@ class _VllmProbe(ServerProbe):
             choices = read_json(reply.body, TokenReply).choices or []
             text = choices[0].routed_experts if choices else None
             rows = None if text is None else experts_of_npy(text)
-        except (NotJson, WrongRows) as error:
+        except (NotJson, InvalidRows) as error:
             raise WireError(f"{where} answers with {error}") from None
         if rows is None:
             return _EXPERTS_NEED

@@ -12,47 +12,47 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from typing import Any
 
 from april.core.versions import PolicyVersion
-from april.engines.groups.gloo import towards
-from april.engines.http.http_client import require_words, says
+from april.engines.groups.gloo import local_address
+from april.engines.http.http_client import has_value, require_confirmation
 from april.engines.http.server_engine import ServerEngine
 from april.engines.openai.engine import CompletionsEngine
 from april.engines.vllm.probe import VllmFacts
-from april.engines.weight_routes import GLOO, Handshake, Meeting, TensorSpec
+from april.engines.weight_transfer import GLOO, GroupInvitation, Handshake, TensorSpec
 from april.errors import EngineError, EngineUnreachable
 
 INIT, START, UPDATE = "/init_weight_transfer_engine", "/start_weight_update", "/update_weights"
 FINISH = "/finish_weight_update"
 """Routes of the transfer calls; the workers' methods have the same names."""
 _WORDS = {
-    INIT: says("message", "Weight transfer initialized"), START: says("message", "Weight update started"),
-    UPDATE: says("message", "Weights updated"), FINISH: says("message", "Weight update finished"),
+    INIT: has_value("message", "Weight transfer initialized"), START: has_value("message", "Weight update started"),
+    UPDATE: has_value("message", "Weights updated"), FINISH: has_value("message", "Weight update finished"),
 }  # fmt: skip
 
 
 class Transfers(ServerEngine):
     """Base class of vLLM engines that receive weights from the trainer's process.
 
-    It implements :class:`~april.engines.weight_routes.ReceivesWeights`. Subclasses add the way in which calls reach
+    It implements :class:`~april.engines.weight_transfer.ReceivesWeights`. Subclasses add the way in which calls reach
     vLLM.
     """
 
     _stands_still: AsyncExitStack | None = None
     """Pause of other clients' requests during a transfer; None if there is none."""
-    _forgotten = False
+    _nothing_to_forget = False
     """True if the server's layers are known to remember no broken transfer."""
-    _got_part = False
+    _weights_received = False
     """True if the server may have received some of the weights in this transfer."""
     _before = ""
-    """Value of ``_not_whole`` when the transfer began."""
+    """Value of ``_why_incomplete`` when the transfer began."""
 
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
         """Update like the base class, then resume the other clients' requests that a transfer had paused."""
         try:
             await super().update_weights(version, path)
         finally:
-            await self.let_others_go_on()
+            await self.resume_other_clients()
 
-    def _frozen(self) -> AbstractAsyncContextManager[None]:
+    def _other_clients_paused(self) -> AbstractAsyncContextManager[None]:
         """Return a context that pauses the requests of other clients."""
         raise NotImplementedError
 
@@ -65,7 +65,7 @@ class Transfers(ServerEngine):
         """Way in which the workers join the group: vLLM's own NCCL backend uses a unique id."""
         return Handshake.APRIL if GLOO in self._capabilities.collective else Handshake.UNIQUE_ID
 
-    async def join(self, meeting: Meeting) -> None:
+    async def join(self, meeting: GroupInvitation) -> None:
         """Have all workers join the group."""
         info: dict[str, Any] = {"rank_offset": meeting.rank_offset, "world_size": meeting.world_size}
         if meeting.backend == GLOO:
@@ -85,13 +85,13 @@ class Transfers(ServerEngine):
         """Prepare the layers to receive weights; from here on, requests of other clients are paused."""
         self.require_idle()
         with suppress(EngineError):
-            await self.let_others_go_on()  # in case the last transfer ended without an answer
-        self._got_part, self._before = False, self._not_whole
+            await self.resume_other_clients()  # in case the last transfer ended without an answer
+        self._weights_received, self._before = False, self._why_incomplete
         self._stands_still = AsyncExitStack()
-        await self._stands_still.enter_async_context(self._frozen())
+        await self._stands_still.enter_async_context(self._other_clients_paused())
         await self.forget_transfers()
-        self._forgotten = False
-        self._not_whole = f"engine {self.name} is in the middle of a weight update"
+        self._nothing_to_forget = False
+        self._why_incomplete = f"engine {self.name} is in the middle of a weight update"
         await self._transfer(START)
 
     async def receive(self, bucket: Sequence[TensorSpec], last: bool) -> None:
@@ -100,14 +100,14 @@ class Transfers(ServerEngine):
             "names": [spec.name for spec in bucket], "dtype_names": [spec.dtype for spec in bucket],
             "shapes": [spec.shape for spec in bucket],
         }  # fmt: skip
-        self._got_part = True
-        self._not_whole = f"engine {self.name} has a part of new weights; update its weights again"
+        self._weights_received = True
+        self._why_incomplete = f"engine {self.name} has a part of new weights; update its weights again"
         await self._transfer(UPDATE, {"update_info": info})
 
     async def finish(self) -> None:
         """Put the received weights into use; ``update_weights`` does the rest."""
         await self._transfer(FINISH)
-        self._forgotten = True
+        self._nothing_to_forget = True
 
     async def leave(self) -> bool:
         """Abandon a broken transfer; returns True if the server still has the weights from before it."""
@@ -118,16 +118,16 @@ class Transfers(ServerEngine):
             return False
         finally:
             with suppress(EngineError):
-                await self.let_others_go_on()
+                await self.resume_other_clients()
         if not begun:
             return True
-        if not self._got_part:
-            self._not_whole = self._before
-        return not self._got_part
+        if not self._weights_received:
+            self._why_incomplete = self._before
+        return not self._weights_received
 
     async def forget_transfers(self) -> None:
         """Make the layers forget a broken transfer; does nothing if they are known to remember none."""
-        if self._forgotten or not self._capabilities.collective:
+        if self._nothing_to_forget or not self._capabilities.collective:
             return
         try:
             await self._transfer(START)
@@ -136,9 +136,9 @@ class Transfers(ServerEngine):
         except EngineError:
             pass  # a transfer is still open, and the next call ends it
         await self._transfer(FINISH)
-        self._forgotten = True
+        self._nothing_to_forget = True
 
-    async def let_others_go_on(self) -> None:
+    async def resume_other_clients(self) -> None:
         """Resume the requests of other clients."""
         held, self._stands_still = self._stands_still, None
         if held is not None:
@@ -153,7 +153,7 @@ class TransferEngine(Transfers, CompletionsEngine):
     @property
     def sender_address(self) -> str:
         """Return the address that this machine uses towards the server."""
-        return towards(*self._client.address)
+        return local_address(*self._client.address)
 
     async def ranks(self) -> int:
         """Return the number of workers, over all data-parallel copies."""
@@ -166,4 +166,4 @@ class TransferEngine(Transfers, CompletionsEngine):
     async def _transfer(self, call: str, arguments: dict[str, Any] | None = None) -> None:
         body = {} if call == FINISH else arguments
         reply = await self._client.call("POST", call, body, timeout_s=None)
-        require_words(self._client, reply, call, _WORDS[call])
+        require_confirmation(self._client, reply, call, _WORDS[call])

@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from april.core.attachments import NO_EXTRAS, Extras, collapsed
-from april.engines.http.response_reader import End, Parser, Piece, require_prompt
+from april.engines.http.response_reader import Parser, ResponseEnd, ResponsePart, require_prompt
 from april.engines.http.sent_attachments import Urls
-from april.engines.http.token_rows import Routing, WrongRows, experts_of_npy
+from april.engines.http.token_rows import InvalidRows, Routing, experts_of_npy
 from april.engines.http.weight_labels import Span
 from april.engines.openai.wire import (
     ASK_SPANS,
@@ -136,7 +136,7 @@ class TokenParser(Parser[TokenReply]):
         self._extras_wanted, self._routing = ROUTED_EXPERTS in request.extras, routing
         self._prompt = request.token_ids if request.attached else None
 
-    def piece(self, event: TokenReply, payload: bytes, had: int) -> Piece:
+    def piece(self, event: TokenReply, payload: bytes, had: int) -> ResponsePart:
         """Return the content of one event; see :class:`Parser`."""
         choices, usage = event.choices, event.usage
         if choices is None:
@@ -157,10 +157,10 @@ class TokenParser(Parser[TokenReply]):
             named, logprobs = [one.token_id for one in content], [one.logprob for one in content]
         if named != ids and len(named) == len(ids):
             raise self.wrong("has log-probabilities of other tokens than its ids")
-        piece = Piece(ids, logprobs)
+        piece = ResponsePart(ids, logprobs)
         if choice.finish_reason is not None:
             reason = finish_of(self.attempt_id, choice.finish_reason)
-            piece.end = End(reason, choice.stop_reason, choice.weight_versions or [], self._extras(choice))
+            piece.end = ResponseEnd(reason, choice.stop_reason, choice.weight_versions or [], self._extras(choice))
         return piece if usage is None else counted(piece, usage)
 
     def _extras(self, choice: _Choice) -> Extras:
@@ -169,5 +169,5 @@ class TokenParser(Parser[TokenReply]):
             return NO_EXTRAS
         try:
             return {ROUTED_EXPERTS: experts_of_npy(choice.routed_experts, self._routing)}
-        except WrongRows as wrong:
+        except InvalidRows as wrong:
             raise self.wrong(f"has {wrong}") from None

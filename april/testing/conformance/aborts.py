@@ -10,9 +10,9 @@ import numpy as np
 
 from april.engines.protocol import EngineFinish, Int32
 from april.errors import EngineError
-from april.testing.conformance.bench import Bench, Reading, check, equal, same
+from april.testing.conformance.bench import Bench, ReadRequest, check, require_equal, require_prefix
+from april.testing.conformance.scheduler_checks import failover
 from april.testing.conformance.subject import Broken, Figures, NotTested
-from april.testing.conformance.with_april import failover
 
 FEW = 8
 BURST = 300
@@ -20,7 +20,7 @@ ROUNDS = 12
 LONG_PROMPT = 2000
 
 
-def _ends(readings: Sequence[Reading]) -> Figures:
+def _ends(readings: Sequence[ReadRequest]) -> Figures:
     """Count how requests ended."""
     counts = Counter(str(r.finish) for r in readings)
     cut = [r for r in readings if r.finish is EngineFinish.ABORT]
@@ -31,28 +31,29 @@ def _ends(readings: Sequence[Reading]) -> Figures:
     }
 
 
-async def _accounted(bench: Bench, readings: Sequence[Reading]) -> Figures:
+async def _require_accounted(bench: Bench, readings: Sequence[ReadRequest]) -> Figures:
     """Check that all have ended without error, match the wire, and are prefixes of the uncut responses."""
-    bench.no_error(readings)
-    figures = _ends(readings) | bench.compared(readings)
+    bench.require_no_errors(readings)
+    figures = _ends(readings) | bench.compare_with_wire(readings)
     if bench.subject.greedy_repeats:
         for reading in readings:
             if reading.finish is not EngineFinish.ABORT and reading.count < reading.request.sampling.min_tokens:
                 raise Broken(f"request {reading.id} ended with {reading.finish} after {reading.count} tokens")
-        longest: dict[int, Reading] = {}
+        longest: dict[int, ReadRequest] = {}
         for reading in readings:
             number = _number(reading)
             if number not in longest or longest[number].count < reading.count:
                 longest[number] = reading
         cut = {number: r for number, r in longest.items() if r.count}
-        uncut = dict(zip(cut, await bench.whole(bench.again(r.request, r.count) for r in cut.values()), strict=True))
+        copies = await bench.run_complete(bench.copy_of(r.request, r.count) for r in cut.values())
+        uncut = dict(zip(cut, copies, strict=True))
         for r in readings:
             if r.count:
-                same(r.tokens, uncut[_number(r)].tokens, f"the partial of request {r.id}")
+                require_prefix(r.tokens, uncut[_number(r)].tokens, f"the partial of request {r.id}")
     return figures
 
 
-def _number(reading: Reading) -> int:
+def _number(reading: ReadRequest) -> int:
     assert reading.request.sample_key is not None
     return reading.request.sample_key[0]
 
@@ -60,14 +61,14 @@ def _number(reading: Reading) -> int:
 @check("A request aborted while it runs ends with ABORT and with every token that was generated for it, once.")
 async def abort_running(bench: Bench) -> Figures:
     # in rounds, as some engines show no token before the end, and so not when a request runs
-    readings: list[Reading] = []
+    readings: list[ReadRequest] = []
     for _ in range(ROUNDS):
-        some = await bench.running(bench.request(i) for i in range(FEW))
-        await bench.end(some)
+        some = await bench.start_and_wait(bench.request(i) for i in range(FEW))
+        await bench.abort_until_ended(some)
         readings += some
         if sum(r.finish is EngineFinish.ABORT and r.count > 0 for r in readings) >= FEW:
             break
-    figures = await _accounted(bench, readings)
+    figures = await _require_accounted(bench, readings)
     if not any(r.finish is EngineFinish.ABORT and r.count for r in readings):
         if all(r.finish is not EngineFinish.ABORT for r in readings):
             raise NotTested(
@@ -84,13 +85,13 @@ async def abort_queued(bench: Bench) -> Figures:
     first = [bench.start(bench.request(i)) for i in range(ahead)]
     waiting = [bench.start(bench.request(ahead + i)) for i in range(FEW)]
     await asyncio.sleep(0)
-    await bench.end(waiting)
-    figures = await _accounted(bench, waiting)
+    await bench.abort_until_ended(waiting)
+    figures = await _require_accounted(bench, waiting)
     others = sum(r.finish is EngineFinish.ABORT for r in first)
     if others:
         raise Broken(f"{others} of {ahead} requests ended with ABORT, and nobody had asked for it")
-    await bench.end(first)
-    bench.no_error(first)
+    await bench.abort_until_ended(first)
+    bench.require_no_errors(first)
     return figures | {"ahead of them": ahead}
 
 
@@ -105,28 +106,28 @@ async def abort_prefilling(bench: Bench) -> Figures:
         reading = bench.start(bench.request(moment, budget, prompt=prompt))
         for _ in range(4 * moment):
             await asyncio.sleep(0)
-        await bench.end([reading])
+        await bench.abort_until_ended([reading])
         readings.append(reading)
-    return await _accounted(bench, readings) | {"prompt tokens": length}
+    return await _require_accounted(bench, readings) | {"prompt tokens": length}
 
 
 @check("An abort at the very end changes nothing that is complete; one of an unknown id changes nothing at all.")
 async def abort_just_finished(bench: Bench) -> Figures:
     unknown, bystander = bench.new_id(), bench.start(bench.request(0, 24))
-    await bench.within(bench.engine.abort([unknown]), "abort of an unknown id")
+    await bench.with_timeout(bench.engine.abort([unknown]), "abort of an unknown id")
     readings = []
     for budget in (1, 2, 3, 5, 8, 13, 21, 24):
         reading = bench.start(bench.request(budget, budget))
         while not reading.count and not reading.task.done():
             await asyncio.wait([reading.task], timeout=0.01)
-        await bench.end([reading])
-        await bench.within(bench.engine.abort([reading.id]), "abort of an ended request")
+        await bench.abort_until_ended([reading])
+        await bench.with_timeout(bench.engine.abort([reading.id]), "abort of an ended request")
         readings.append(reading)
-    await bench.ended([bystander])
-    figures = await _accounted(bench, [*readings, bystander])
+    await bench.wait_for_ends([bystander])
+    figures = await _require_accounted(bench, [*readings, bystander])
     if bystander.finish is EngineFinish.ABORT:
         raise Broken("a request ended with ABORT, and only others had been aborted")
-    (later,) = await bench.whole([bench.request(0, 8, attempt_id=unknown)])
+    (later,) = await bench.run_complete([bench.request(0, 8, attempt_id=unknown)])
     if later.finish is EngineFinish.ABORT:
         raise Broken("an id was aborted before it was used, and the request that came later ended with ABORT")
     return figures
@@ -138,23 +139,23 @@ async def prefix_free_ids(bench: Bench) -> Figures:
     for stem in (bench.new_id()[:-1] + "-", "short"):
         ids = [f"{stem}1", f"{stem}10", f"{stem}11", stem]
         length = bench.subject.long_tokens // 2
-        readings = await bench.running(bench.request(i, length, attempt_id=id) for i, id in enumerate(ids))
+        readings = await bench.start_and_wait(bench.request(i, length, attempt_id=id) for i, id in enumerate(ids))
         started = [r for r in readings if not isinstance(r.error, EngineError)]
         refused += len(readings) - len(started)
         target = next((r for r in started if r.id == ids[0]), None)
         if target is None:
             continue
-        await bench.end([target])
+        await bench.abort_until_ended([target])
         others = [r for r in started if r is not target]
-        await bench.ended(others)
+        await bench.wait_for_ends(others)
         for other in others:
             if other.finish is EngineFinish.ABORT:
                 raise Broken(f"the abort of {target.id} has ended {other.id} after {other.count} tokens")
-        bench.no_error(started)
+        bench.require_no_errors(started)
         if bench.subject.greedy_repeats:
-            fresh = await bench.whole(bench.again(r.request) for r in others)
+            fresh = await bench.run_complete(bench.copy_of(r.request) for r in others)
             for other, uncut in zip(others, fresh, strict=True):
-                equal(other.tokens, uncut.tokens, f"request {other.id}, beside an abort")
+                require_equal(other.tokens, uncut.tokens, f"request {other.id}, beside an abort")
     return {"refused as ids": refused}
 
 
@@ -165,9 +166,9 @@ async def abort_without_tokens(bench: Bench) -> Figures:
         reading = bench.start(bench.request(i))
         for _ in range(i % 3):
             await asyncio.sleep(0)
-        await bench.end([reading])
+        await bench.abort_until_ended([reading])
         readings.append(reading)
-    return await _accounted(bench, readings)
+    return await _require_accounted(bench, readings)
 
 
 @check("300 requests aborted in one burst all end, nothing of them stays on the engine, and it serves on.")
@@ -177,25 +178,25 @@ async def abort_burst(bench: Bench) -> Figures:
         readings = [bench.start(bench.request(i)) for i in range(BURST)]
         await asyncio.sleep(0)
         if everything:
-            await bench.caught(readings, every=False)
+            await bench.wait_for_tokens(readings, every=False)
         asked_for = sum(not r.task.done() for r in readings)
-        await bench.end(readings, everything)
-        bench.no_error(readings)
+        await bench.abort_until_ended(readings, everything)
+        bench.require_no_errors(readings)
         if asked_for >= BURST // 2 and not any(r.finish is EngineFinish.ABORT for r in readings):
             raise Broken(f"an abort of {'all' if everything else 'their ids'} ended none of {asked_for} requests")
         bench.say(f"{BURST} requests ended, asked for {'as all' if everything else 'by id'}")
-        for name, value in (_ends(readings) | bench.compared(readings)).items():
+        for name, value in (_ends(readings) | bench.compare_with_wire(readings)).items():
             figures[name] = int(figures.get(name, 0)) + int(value)
-        figures["left on the engine"] = await bench.idle()
-    await bench.well()
+        figures["left on the engine"] = await bench.wait_until_idle()
+    await bench.require_healthy()
     return figures
 
 
 @check("Greedy responses cut by aborts and resumed from their tokens equal the uncut ones, many at once.")
 async def cut_and_resume(bench: Bench) -> Figures:
-    bench.needs_greedy()
+    bench.require_greedy_repeats()
     count, length = bench.subject.in_flight, bench.subject.long_tokens // 2
-    uncut = await bench.whole([bench.request(i, length) for i in range(count)])
+    uncut = await bench.run_complete([bench.request(i, length) for i in range(count)])
     bench.say(f"{count} uncut responses are there")
     have: list[Int32] = [np.empty(0, np.int32)] * count
     open_ones, cuts, attempts = list(range(count)), 0, 0
@@ -204,45 +205,45 @@ async def cut_and_resume(bench: Bench) -> Figures:
         readings = {i: bench.start(bench.request(i, length, response=have[i])) for i in open_ones}
         attempts += len(readings)
         if round < FEW:
-            await bench.caught(list(readings.values()), every=round % 2 == 0)
-            await bench.end(list(readings.values()))
-        await bench.completed(list(readings.values()))
-        bench.compared(readings.values())
+            await bench.wait_for_tokens(list(readings.values()), every=round % 2 == 0)
+            await bench.abort_until_ended(list(readings.values()))
+        await bench.wait_for_success(list(readings.values()))
+        bench.compare_with_wire(readings.values())
         for i, reading in readings.items():
             have[i] = np.concatenate((have[i], reading.tokens))
-            same(have[i], uncut[i].tokens, f"response {i}, cut {attempts} times")
+            require_prefix(have[i], uncut[i].tokens, f"response {i}, cut {attempts} times")
             cuts += reading.finish is EngineFinish.ABORT
         open_ones = [i for i, r in readings.items() if _unfinished(r)]
         bench.say(f"{count - len(open_ones)} of {count} responses are complete after {cuts} cuts")
         if not open_ones:
             break
     for i in range(count):
-        equal(have[i], uncut[i].tokens, f"response {i}")
+        require_equal(have[i], uncut[i].tokens, f"response {i}")
     if not cuts:
         raise NotTested("no request could be caught while it ran; raise Subject.long_tokens")
     return {"responses": count, "cuts": cuts, "tokens": sum(map(len, have))}
 
 
-def _unfinished(reading: Reading) -> bool:
+def _unfinished(reading: ReadRequest) -> bool:
     return reading.finish is EngineFinish.ABORT and reading.count < reading.request.sampling.max_tokens
 
 
 @check("A request whose reader leaves is given up by the engine too, and its neighbours go on.")
 async def disconnect(bench: Bench) -> Figures:
     stays = bench.start(bench.request(0, bench.subject.long_tokens // 4))
-    leaves = await bench.running(bench.request(1 + i) for i in range(FEW))
+    leaves = await bench.start_and_wait(bench.request(1 + i) for i in range(FEW))
     running = sum(not r.task.done() for r in leaves)
     for reading in leaves:
         reading.task.cancel()
     await asyncio.wait([r.task for r in leaves], timeout=bench.subject.patience_s)
     if hanging := sum(not r.task.done() for r in leaves):
         raise Broken(f"{hanging} of {FEW} readers could not leave")
-    await bench.completed([stays])
-    left = await bench.idle()
+    await bench.wait_for_success([stays])
+    left = await bench.wait_until_idle()
     if bench.subject.greedy_repeats:
-        (uncut,) = await bench.whole([bench.again(stays.request)])
-        equal(stays.tokens, uncut.tokens, "the request that stayed")
-    await bench.well()
+        (uncut,) = await bench.run_complete([bench.copy_of(stays.request)])
+        require_equal(stays.tokens, uncut.tokens, "the request that stayed")
+    await bench.require_healthy()
     if not running:
         raise NotTested("all requests were complete before their readers left; raise Subject.long_tokens")
     return {"left": running, "still on the engine": left}
@@ -254,14 +255,14 @@ async def server_killed(bench: Bench) -> Figures:
     kill = bench.subject.kill
     if kill is None:
         raise NotTested("nothing was given to kill the server with")
-    uncut: list[Reading] = []
+    uncut: list[ReadRequest] = []
     if bench.subject.greedy_repeats:
-        uncut = await bench.whole(bench.request(i) for i in range(FEW))
-    readings: list[Reading] = []
+        uncut = await bench.run_complete(bench.request(i) for i in range(FEW))
+    readings: list[ReadRequest] = []
 
     async def death() -> None:
         readings.extend(bench.start(bench.request(i)) for i in range(FEW))
-        await bench.caught(readings)
+        await bench.wait_for_tokens(readings)
         bench.killed = True
         await kill()
 
@@ -270,7 +271,7 @@ async def server_killed(bench: Bench) -> Figures:
         await death()
     else:
         figures = await failover(bench, death)
-    await bench.ended(readings)
+    await bench.wait_for_ends(readings)
     broken = [r for r in readings if r.error is not None]
     for reading in readings:
         if reading.error is None and reading.count < reading.request.sampling.max_tokens:
@@ -279,12 +280,12 @@ async def server_killed(bench: Bench) -> Figures:
         if not isinstance(reading.error, EngineError):
             raise Broken(f"a stream raised {type(reading.error).__name__} ({reading.error}) instead of an EngineError")
     for reading, whole in zip(readings, uncut, strict=False):
-        same(reading.tokens, whole.tokens, f"request {reading.id}, read before the death")
+        require_prefix(reading.tokens, whole.tokens, f"request {reading.id}, read before the death")
     after = bench.start(bench.request(0, 4))
-    await bench.ended([after])
+    await bench.wait_for_ends([after])
     if not isinstance(after.error, EngineError):
         raise Broken(f"a request to the dead server ended with {after.finish} and {after.error!r}")
-    if (await bench.within(bench.engine.health(), "health")).ok:
+    if (await bench.with_timeout(bench.engine.health(), "health")).ok:
         raise Broken("the dead engine calls itself well")
     if not broken:
         raise NotTested("all requests were complete before the server died; raise Subject.long_tokens")

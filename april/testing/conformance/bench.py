@@ -36,15 +36,15 @@ from april.testing.conformance.subject import (
     Weights,
     Witness,
 )
-from april.testing.records import HandedOver
+from april.testing.records import YieldedChunks
 from april.weights.sender import WeightSender
 from april.weights.source import weight_source
 
-Held = tuple[Request, Int32, EngineFinish | None]
+ClientTokens = tuple[Request, Int32, EngineFinish | None]
 """A request, the tokens that the client has of it, and how it ended."""
 
 
-def compare(wire: Witness | None, held: Iterable[Held], means: AbortMeans) -> Figures:
+def compare_with_wire(wire: Witness | None, held: Iterable[ClientTokens], means: AbortMeans) -> Figures:
     """Compare the tokens that the client has with those on the wire; no figures without a witness.
 
     ``lost`` counts tokens of answers that the client had to read to the end, but does not have. ``never read`` counts
@@ -96,15 +96,15 @@ def _answer_of(answers: Iterable[Answer], tokens: Int32, taken: dict[int, int]) 
 
 T = TypeVar("T")
 
-ASK_AGAIN_S = 0.25
+ABORT_AGAIN_S = 0.25
 """Seconds between two requests for the same abort, as in april."""
 SILENCE_S = 0.5
 """Seconds without a token after which a working engine is assumed to yield tokens only at the end."""
-LOOK_S = 0.004
+POLL_S = 0.004
 """Seconds between two polls of a condition that signals no change."""
 
 
-class Reading(HandedOver):
+class ReadRequest(YieldedChunks):
     """A request that is read to its end in its own task."""
 
     def __init__(self, engine: Engine, request: Request) -> None:
@@ -175,7 +175,7 @@ class Bench:
         self._run = os.urandom(8).hex()
         self._numbers = itertools.count(1)
         self._seeds = itertools.count(10**6)
-        self._readings: list[Reading] = []
+        self._readings: list[ReadRequest] = []
 
     # ---------------------------------------------------------------- requests
 
@@ -224,7 +224,7 @@ class Bench:
             stream=stream,
         )
 
-    def again(self, request: Request, count: int | None = None) -> Request:
+    def copy_of(self, request: Request, count: int | None = None) -> Request:
         """Copy the request under another id; limited to its first ``count`` tokens if EOS cannot end it before."""
         sampling = request.sampling
         if not sampling.temperature:
@@ -233,27 +233,27 @@ class Bench:
             sampling = replace(sampling, max_tokens=count, min_tokens=count)
         return replace(request, attempt_id=self.new_id(), sampling=sampling)
 
-    def start(self, request: Request, engine: Engine | None = None) -> Reading:
+    def start(self, request: Request, engine: Engine | None = None) -> ReadRequest:
         """Begin to read a request."""
-        reading = Reading(engine or self.engine, request)
+        reading = ReadRequest(engine or self.engine, request)
         self._readings.append(reading)
         return reading
 
-    async def running(self, requests: Iterable[Request]) -> list[Reading]:
-        """Begin to read requests; return them when they have tokens, see :meth:`caught`."""
+    async def start_and_wait(self, requests: Iterable[Request]) -> list[ReadRequest]:
+        """Begin to read requests; return them when they have tokens, see :meth:`wait_for_tokens`."""
         readings = [self.start(r) for r in requests]
-        await self.caught(readings)
+        await self.wait_for_tokens(readings)
         return readings
 
-    async def whole(self, requests: Iterable[Request], engine: Engine | None = None) -> list[Reading]:
+    async def run_complete(self, requests: Iterable[Request], engine: Engine | None = None) -> list[ReadRequest]:
         """Run requests that must complete; return them after their ends."""
         readings = [self.start(r, engine) for r in requests]
-        await self.completed(readings)
+        await self.wait_for_success(readings)
         return readings
 
     # ---------------------------------------------------------------- waits
 
-    async def within(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
+    async def with_timeout(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
         """Return the result of a call; raises Broken if it takes too long or fails."""
         try:
             async with asyncio.timeout(self.subject.patience_s):
@@ -263,15 +263,15 @@ class Bench:
         except EngineError as error:
             raise Broken(f"{what} failed: {error}") from error
 
-    async def until(self, condition: Callable[[], bool], what: str) -> None:
+    async def wait_until(self, condition: Callable[[], bool], what: str) -> None:
         """Wait until the condition holds; raises Broken after the subject's patience."""
         deadline = asyncio.get_running_loop().time() + self.subject.patience_s
         while not condition():
             if asyncio.get_running_loop().time() > deadline:
                 raise Broken(f"after {self.subject.patience_s:g} s {what}")
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
-    async def ended(self, readings: Sequence[Reading]) -> None:
+    async def wait_for_ends(self, readings: Sequence[ReadRequest]) -> None:
         """Wait until all streams have ended; raises Broken if one hangs or breaks the contract."""
         if readings:
             await asyncio.wait([r.task for r in readings], timeout=self.subject.patience_s)
@@ -284,12 +284,12 @@ class Bench:
         for reading in readings:
             reading.check(self.engine.capabilities, self.version)
 
-    async def completed(self, readings: Sequence[Reading]) -> None:
-        """Wait until all streams have ended, as in :meth:`ended`; raises Broken if one failed."""
-        await self.ended(readings)
-        self.no_error(readings)
+    async def wait_for_success(self, readings: Sequence[ReadRequest]) -> None:
+        """Wait until all streams have ended, as in :meth:`wait_for_ends`; raises Broken if one failed."""
+        await self.wait_for_ends(readings)
+        self.require_no_errors(readings)
 
-    async def end(self, readings: Sequence[Reading], everything: bool = False) -> None:
+    async def abort_until_ended(self, readings: Sequence[ReadRequest], everything: bool = False) -> None:
         """Abort requests, repeating the abort as april does, until all have ended."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.subject.patience_s
@@ -297,11 +297,11 @@ class Bench:
             if loop.time() > deadline:
                 break
             ids = None if everything else [r.id for r in left]
-            await self.within(self.engine.abort(ids), "abort")
-            await asyncio.wait([r.task for r in left], timeout=ASK_AGAIN_S)
-        await self.ended(readings)
+            await self.with_timeout(self.engine.abort(ids), "abort")
+            await asyncio.wait([r.task for r in left], timeout=ABORT_AGAIN_S)
+        await self.wait_for_ends(readings)
 
-    async def caught(self, readings: Sequence[Reading], every: bool = True) -> None:
+    async def wait_for_tokens(self, readings: Sequence[ReadRequest], every: bool = True) -> None:
         """Wait until all (``every=False``: any) have tokens, but not long if an engine yields them only at the end."""
         loop = asyncio.get_running_loop()
         began, enough = loop.time(), all if every else any
@@ -311,18 +311,18 @@ class Bench:
                 return
             if waited > self.subject.patience_s / 4:
                 return
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     async def load(self) -> int | None:
         """Return the number of requests that the engine reports as running or waiting; None if it reports none."""
-        health = await self.within(self.engine.health(), "health")
+        health = await self.with_timeout(self.engine.health(), "health")
         if health.load is not None:
             return health.load.running + health.load.waiting
         counters = [health.counters.get(name) for name in ("running", "active", "waiting")]
         known = [int(c) for c in counters if c is not None]
         return sum(known) if known else None
 
-    async def idle(self) -> str:
+    async def wait_until_idle(self) -> str:
         """Wait until the engine reports no requests; return the last reported number as text."""
         load = await self.load()
         if load is None:
@@ -331,29 +331,29 @@ class Bench:
         while load:
             if asyncio.get_running_loop().time() > deadline:
                 raise Broken(f"after {self.subject.patience_s:g} s the engine still works on {load} requests")
-            await asyncio.sleep(ASK_AGAIN_S)
+            await asyncio.sleep(ABORT_AGAIN_S)
             load = await self.load() or 0
         return "0"
 
-    async def well(self) -> None:
+    async def require_healthy(self) -> None:
         """Check that the engine is healthy and serves a request."""
-        health = await self.within(self.engine.health(), "health")
+        health = await self.with_timeout(self.engine.health(), "health")
         if not health.ok:
             raise Broken(f"the engine is not well afterwards: {health.detail}")
-        await self.whole([self.request(0, 4)])
+        await self.run_complete([self.request(0, 4)])
 
     # ---------------------------------------------------------------- weights
 
     async def load_weights(self, weights: Weights) -> None:
         """Load other weights as the next version; the engine must have nothing in flight."""
-        await self.within(self.engine.pause(), "pause")
+        await self.with_timeout(self.engine.pause(), "pause")
         await self.next_version(weights)
-        await self.within(self.engine.resume(), "resume")
+        await self.with_timeout(self.engine.resume(), "resume")
 
     async def next_version(self, weights: Weights) -> None:
         """Update a paused engine to the next version."""
         version = PolicyVersion(self.version.incarnation, self.version.n + 1)
-        await self.within(self.engine.update_weights(version, weights.path), "update_weights")
+        await self.with_timeout(self.engine.update_weights(version, weights.path), "update_weights")
         self.version, self.weights = version, weights
 
     async def send_weights(self, weights: Weights) -> None:
@@ -365,12 +365,12 @@ class Bench:
             return [_Call(asyncio.run_coroutine_threadsafe(call, loop)) for call in calls]
 
         sender = WeightSender({engine.name: engine}, ask, self.subject.patience_s)
-        await self.within(engine.pause(), "pause")
-        await self.within(asyncio.to_thread(sender.send, weight_source(tensors), [engine.name]), "a transfer")
+        await self.with_timeout(engine.pause(), "pause")
+        await self.with_timeout(asyncio.to_thread(sender.send, weight_source(tensors), [engine.name]), "a transfer")
         await self.next_version(replace(weights, path=None))
-        await self.within(engine.resume(), "resume")
+        await self.with_timeout(engine.resume(), "resume")
 
-    async def tidy(self) -> None:
+    async def clean_up(self) -> None:
         """Clean up after a check: cancel all requests, restore the first weights."""
         tasks = [r.task for r in self._readings if not r.task.done()]
         for task in tasks:
@@ -383,12 +383,12 @@ class Bench:
 
     # ---------------------------------------------------------------- expectations
 
-    def compared(self, readings: Iterable[Reading]) -> Figures:
+    def compare_with_wire(self, readings: Iterable[ReadRequest]) -> Figures:
         """Compare the responses with the witness's record, if there is a witness."""
         held = [(r.request, r.tokens, r.finish) for r in readings]
-        return compare(self.subject.wire, held, self.engine.capabilities.abort_means)
+        return compare_with_wire(self.subject.wire, held, self.engine.capabilities.abort_means)
 
-    def no_error(self, readings: Iterable[Reading]) -> None:
+    def require_no_errors(self, readings: Iterable[ReadRequest]) -> None:
         """Raise Broken if one of the requests failed."""
         for reading in readings:
             if reading.error is not None:
@@ -397,7 +397,7 @@ class Bench:
                     f"{reading.error}"
                 )
 
-    def needs_greedy(self) -> None:
+    def require_greedy_repeats(self) -> None:
         """Raise NotTested if greedy responses are not reproducible."""
         if not self.subject.greedy_repeats:
             raise NotTested("greedy responses do not repeat exactly on this engine (greedy_repeats=False)")
@@ -439,7 +439,7 @@ def _tensors(weights: Weights) -> dict[str, Any]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def same(got: Int32, wanted: Int32, what: str) -> None:
+def require_prefix(got: Int32, wanted: Int32, what: str) -> None:
     """Raise Broken, with the position, unless ``got`` is a prefix of ``wanted``."""
     count = min(len(got), len(wanted))
     differs = np.flatnonzero(got[:count] != wanted[:count])
@@ -451,9 +451,9 @@ def same(got: Int32, wanted: Int32, what: str) -> None:
         )
 
 
-def equal(got: Int32, wanted: Int32, what: str) -> None:
+def require_equal(got: Int32, wanted: Int32, what: str) -> None:
     """Raise Broken unless both are the same tokens."""
-    same(got, wanted, what)
+    require_prefix(got, wanted, what)
     if len(got) != len(wanted):
         raise Broken(f"{what}: {len(got)} tokens, and the uncut response has {len(wanted)}")
 
@@ -496,7 +496,7 @@ class Check:
                 async with limit:
                     figures = await self.body(bench)
             finally:
-                await bench.tidy()
+                await bench.clean_up()
         except NotOffered as error:
             outcome, detail = Outcome.NOT_OFFERED, str(error)
         except NotTested as error:

@@ -9,7 +9,7 @@ import numpy as np
 
 from april.core.attachments import wrong_rows
 from april.engines.protocol import EngineFinish, Request
-from april.testing.conformance.bench import Bench, Reading, check, same
+from april.testing.conformance.bench import Bench, ReadRequest, check, require_prefix
 from april.testing.conformance.subject import Broken, Figures, NotTested
 
 LENGTH = 24
@@ -19,11 +19,11 @@ _ENOUGH = 0.9
 """Share of rows that must be equal when tokens are read again: rounding may decide between two experts."""
 
 
-def _wanting(bench: Bench, request: Request, start: int = 0) -> Request:
+def _with_extras(bench: Bench, request: Request, start: int = 0) -> Request:
     return replace(request, extras=bench.engine.capabilities.extras, extras_from=start)
 
 
-def _require_rows(readings: Sequence[Reading]) -> None:
+def _require_rows(readings: Sequence[ReadRequest]) -> None:
     """Check that each request got all its rows with the last chunk, and none before."""
     for reading in readings:
         if any(chunk.extras for chunk in reading.chunks[:-1]):
@@ -41,10 +41,10 @@ def _require_rows(readings: Sequence[Reading]) -> None:
        "a request that goes on follow upon those of its first part.")  # fmt: skip
 async def extras(bench: Bench) -> Figures:
     names = bench.offered("extras")
-    bench.needs_greedy()
-    uncut = await bench.whole(_wanting(bench, bench.request(i, LENGTH)) for i in range(FEW))
+    bench.require_greedy_repeats()
+    uncut = await bench.run_complete(_with_extras(bench, bench.request(i, LENGTH)) for i in range(FEW))
     _require_rows(uncut)
-    for reading in await bench.whole([bench.request(0, CUT)]):
+    for reading in await bench.run_complete([bench.request(0, CUT)]):
         if any(chunk.extras for chunk in reading.chunks):
             raise Broken(f"request {reading.id}: rows came that nobody had asked for")
     worst = 1.0
@@ -53,9 +53,9 @@ async def extras(bench: Bench) -> Figures:
             continue
         start = len(whole.request.token_ids) + CUT - 1
         request = bench.request(i, LENGTH, response=whole.tokens[:CUT])
-        (rest,) = await bench.whole([_wanting(bench, request, start)])
+        (rest,) = await bench.run_complete([_with_extras(bench, request, start)])
         _require_rows([rest])
-        same(np.concatenate((whole.tokens[:CUT], rest.tokens)), whole.tokens, "a response with rows, resumed")
+        require_prefix(np.concatenate((whole.tokens[:CUT], rest.tokens)), whole.tokens, "a response with rows, resumed")
         for name in names:
             again, first = rest.chunks[-1].extras[name], whole.chunks[-1].extras[name][start:]
             equal = (again == first).reshape(len(first), -1).all(1).mean()
@@ -72,9 +72,9 @@ async def extras(bench: Bench) -> Figures:
 
 async def _cut(bench: Bench) -> Figures:
     """Check that aborted requests have rows for all tokens, or none."""
-    readings = await bench.running(_wanting(bench, bench.request(i)) for i in range(FEW))
-    await bench.end(readings)
-    bench.no_error(readings)
+    readings = await bench.start_and_wait(_with_extras(bench, bench.request(i)) for i in range(FEW))
+    await bench.abort_until_ended(readings)
+    bench.require_no_errors(readings)
     _require_rows(readings)
     cut = [r for r in readings if r.finish is EngineFinish.ABORT and r.count]
     if not cut:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from april.engines.abilities import ABILITIES
 from april.engines.protocol import Engine
-from april.testing.conformance import aborts, attached, extras, tokens, weights, with_april
+from april.testing.conformance import aborts, attachments, extras, scheduler_checks, tokens, weights
 from april.testing.conformance.bench import Bench, Check
 from april.testing.conformance.subject import Outcome, Report, Subject, Verdict
 
@@ -78,15 +78,15 @@ CHECKS: tuple[Check, ...] = (
     weights.update_under_way,
     weights.kept_over_an_update,
     weights.adapter_versions,
-    attached.banned_ids,
-    attached.attached,
-    attached.attached_and_resumed,
-    attached.attached_after_an_update,
+    attachments.banned_ids,
+    attachments.attached,
+    attachments.attached_and_resumed,
+    attachments.attached_after_an_update,
     extras.extras,
     weights.pause_and_resume,
-    with_april.stop_strings,
-    with_april.eos_at_a_cut,
-    with_april.thousand_aborts,
+    scheduler_checks.stop_strings,
+    scheduler_checks.eos_at_a_cut,
+    scheduler_checks.thousand_aborts,
     aborts.disconnect,
     aborts.server_killed,
 )

@@ -10,7 +10,7 @@ import numpy as np
 from april.core.sampling import LogprobKind
 from april.engines.protocol import EngineFinish, Float32, Int32, Request
 from april.errors import EngineError
-from april.testing.conformance.bench import Bench, Check, Reading, check, equal, same
+from april.testing.conformance.bench import Bench, Check, ReadRequest, check, require_equal, require_prefix
 from april.testing.conformance.subject import Broken, Figures, NotOffered, NotTested, Reference
 
 WAVES = 12
@@ -21,13 +21,13 @@ FEW = 8
 @check("max_tokens and min_tokens are kept exactly: not one token more, and no end before.")
 async def budgets(bench: Bench) -> Figures:
     asked = [1, 2, 7, 16, 17, 33, 64]
-    for reading in await bench.whole([bench.request(i, count) for i, count in enumerate(asked)]):
+    for reading in await bench.run_complete([bench.request(i, count) for i, count in enumerate(asked)]):
         if reading.count != reading.request.sampling.max_tokens:
             most = reading.request.sampling.max_tokens
             raise Broken(f"{reading.count} tokens came where max_tokens and min_tokens were {most}")
         if reading.finish not in (EngineFinish.LENGTH, EngineFinish.STOP):
             raise Broken(f"a response that used its budget up ended with {reading.finish}")
-    (free,) = await bench.whole([bench.request(0, 64, forced=False)])
+    (free,) = await bench.run_complete([bench.request(0, 64, forced=False)])
     tokens = free.tokens
     # a token that would end the response early, if min_tokens did not forbid it
     early = next((int(t) for t in tokens[:8]), None)
@@ -35,21 +35,21 @@ async def budgets(bench: Bench) -> Figures:
     if early is not None and bench.subject.greedy_repeats:
         request = bench.request(0, 40, forced=False)
         sampling = replace(request.sampling, stop_token_ids=(early,), min_tokens=20)
-        (late,) = await bench.whole([replace(request, sampling=sampling)])
+        (late,) = await bench.run_complete([replace(request, sampling=sampling)])
         if late.count < 20 or early in late.tokens[:19].tolist():
             raise Broken(f"a stop token ended the response after {late.count} tokens of at least 20")
         held_back = late.count
     return {"budgets": len(asked), "with a stop token held back": held_back}
 
 
-async def _natural_end(bench: Bench) -> Reading:
+async def _natural_end(bench: Bench) -> ReadRequest:
     """Find a response that ended in EOS by itself."""
     eos = set(bench.engine.capabilities.eos_token_ids)
     prompts = bench.subject.ending_prompts or bench.subject.prompts
     seen = 0
     for wave in range(WAVES):
         numbers = range(wave * ENDING, (wave + 1) * ENDING)
-        readings = await bench.whole(
+        readings = await bench.run_complete(
             bench.request(1000 + i, prompt=prompts[i % len(prompts)], forced=False, temperature=1.0) for i in numbers
         )
         seen += sum(r.count for r in readings)
@@ -78,16 +78,16 @@ async def eos_in_tokens(bench: Bench) -> Figures:
 
 @check("A stop token id ends the response with STOP, and is its last token, with a log-probability.")
 async def stop_token_ids(bench: Bench) -> Figures:
-    bench.needs_greedy()
+    bench.require_greedy_repeats()
     tried = 0
     for number in range(FEW):
-        (free,) = await bench.whole([bench.request(number, 48, forced=False)])
+        (free,) = await bench.run_complete([bench.request(number, 48, forced=False)])
         tokens = free.tokens.tolist()
         stop = next((i for i in range(4, len(tokens) - 1) if tokens[i] not in tokens[:i]), None)
         if stop is None:
             continue
         request = bench.request(number, 48, forced=False, stop_token_ids=(tokens[stop],))
-        (ended,) = await bench.whole([request])
+        (ended,) = await bench.run_complete([request])
         if ended.finish is not EngineFinish.STOP:
             raise Broken(f"a response with stop token {tokens[stop]} ended with {ended.finish}, {ended.count} tokens")
         _stopped_at(bench, ended, tokens, stop)
@@ -97,7 +97,7 @@ async def stop_token_ids(bench: Bench) -> Figures:
     return {"responses": tried}
 
 
-def _stopped_at(bench: Bench, ended: Reading, tokens: list[int], stop: int) -> None:
+def _stopped_at(bench: Bench, ended: ReadRequest, tokens: list[int], stop: int) -> None:
     got = ended.tokens.tolist()
     if not got or got[-1] != tokens[stop]:
         raise Broken(f"the stop token {tokens[stop]} is not the last token of the {len(got)} of its response")
@@ -112,26 +112,26 @@ def _stopped_at(bench: Bench, ended: Reading, tokens: list[int], stop: int) -> N
 async def seeds(bench: Bench) -> Figures:
     can = bench.engine.capabilities
     asked = [bench.request(i, 32, temperature=1.0) for i in range(2)]
-    again = [bench.again(r) for r in asked for _ in range(2)]
+    again = [bench.copy_of(r) for r in asked for _ in range(2)]
     reseeded = [replace(asked[0].sampling, seed=100 + i) for i in range(4)]
     others = [
         replace(asked[0], attempt_id=bench.new_id(), sampling=s, sample_key=(7, i)) for i, s in enumerate(reseeded)
     ]
-    repeats = await bench.whole(again)
-    different = {tuple(r.tokens.tolist()) for r in await bench.whole(others)}
+    repeats = await bench.run_complete(again)
+    different = {tuple(r.tokens.tolist()) for r in await bench.run_complete(others)}
     if len(different) < len(others):
         raise Broken(f"{len(others)} seeds gave {len(different)} different responses of 32 tokens to one prompt")
     if not can.honours_seeds:
         raise NotOffered(f"{can.lack('honours_seeds')} (other seeds do give other tokens)")
     for one, other in zip(repeats[::2], repeats[1::2], strict=True):
-        equal(other.tokens, one.tokens, f"the same request with seed {one.request.sampling.seed} again")
+        require_equal(other.tokens, one.tokens, f"the same request with seed {one.request.sampling.seed} again")
     return {"seeds": len(different) + len(asked)}
 
 
 async def _refused(bench: Bench, request: Request, what: str) -> str:
-    """Raise Broken unless the engine refuses the request with an EngineError before any token; return its type."""
+    """Raise Broken unless the engine refuses the request before any token; return the error's type."""
     reading = bench.start(request)
-    await bench.ended([reading])
+    await bench.wait_for_ends([reading])
     if reading.error is None:
         raise Broken(f"{what} was served: {reading.count} tokens, ended with {reading.finish}")
     if not isinstance(reading.error, EngineError):
@@ -149,10 +149,10 @@ async def over_long_input(bench: Bench) -> Figures:
     for length in (context, context + 1, 2 * context):
         request = bench.request(0, 4, prompt=np.resize(bench.prompt(), length))
         raised = await _refused(bench, request, f"a prompt of {length} tokens")
-    (full,) = await bench.whole([bench.request(0, 4, prompt=np.resize(bench.prompt(), context - 4))])
+    (full,) = await bench.run_complete([bench.request(0, 4, prompt=np.resize(bench.prompt(), context - 4))])
     if full.count != 4:
         raise Broken(f"{context - 4} tokens of prompt leave room for 4, and {full.count} came")
-    await bench.well()
+    await bench.require_healthy()
     return {"context": context, "refused with": raised}
 
 
@@ -163,8 +163,8 @@ async def out_of_vocabulary(bench: Bench) -> Figures:
     for bad in (size, size + 1000, 2**31 - 1, -1):
         ids: Int32 = np.append(bench.prompt(), np.int32(bad)).astype(np.int32)
         raised = await _refused(bench, bench.request(0, 4, prompt=ids), f"token id {bad} of a vocabulary of {size}")
-    await bench.completed([bystander])
-    await bench.well()
+    await bench.wait_for_success([bystander])
+    await bench.require_healthy()
     return {"vocabulary": size, "refused with": raised}
 
 
@@ -177,14 +177,14 @@ async def duplicate_id(bench: Bench) -> Figures:
     running = not first.task.done()
     second = bench.request(1, attempt_id=first.id)
     raised = await _refused(bench, second, "a second request with an id in flight") if running else ""
-    await bench.completed([first])
+    await bench.wait_for_success([first])
     if not running:
         raise NotTested("the first request was complete before the second could be sent; raise Subject.long_tokens")
     if first.finish is EngineFinish.ABORT:
         raise Broken("the first request ended with ABORT")
     if bench.subject.greedy_repeats:
-        (uncut,) = await bench.whole([bench.again(first.request, first.count)])
-        same(first.tokens, uncut.tokens, "the first request")
+        (uncut,) = await bench.run_complete([bench.copy_of(first.request, first.count)])
+        require_prefix(first.tokens, uncut.tokens, "the first request")
     return {"refused with": raised}
 
 
@@ -219,7 +219,7 @@ def asked_kind(bench: Bench) -> LogprobKind:
 
 
 def largest_difference(
-    kind: LogprobKind, reference: Reference, reading: Reading, temperature: float, top_p: float = 1.0
+    kind: LogprobKind, reference: Reference, reading: ReadRequest, temperature: float, top_p: float = 1.0
 ) -> float:
     """Return the largest difference in nats between a response and the reference."""
     if not reading.count:
@@ -238,7 +238,7 @@ def _check(name: str, promise: str, temperature: float, top_p: float) -> Check:
         if kind is LogprobKind.UNKNOWN and (temperature != 1.0 or top_p < 1.0):
             raise NotOffered("the engine does not know of which kind its log-probabilities are")
         asked = asked_kind(bench)
-        readings = await bench.whole(
+        readings = await bench.run_complete(
             bench.request(i, LENGTH, forced=False, temperature=temperature, top_p=top_p) for i in range(SAMPLES)
         )
         worst = max(largest_difference(asked, reference, r, temperature, top_p) for r in readings)

@@ -10,7 +10,7 @@ from itertools import chain
 import numpy as np
 
 from april.engines.protocol import EngineFinish, Float32, KeepsRequests, OnWeightUpdate
-from april.testing.conformance.bench import Bench, Reading, check
+from april.testing.conformance.bench import Bench, ReadRequest, check
 from april.testing.conformance.subject import Broken, Figures, NotOffered, NotTested, Weights
 from april.testing.conformance.tokens import asked_kind, largest_difference
 
@@ -30,7 +30,7 @@ def other_weights(bench: Bench) -> Weights:
 
 
 def greedy_under(
-    bench: Bench, reading: Reading, weights: Weights, what: str, start: int = 0, end: int | None = None
+    bench: Bench, reading: ReadRequest, weights: Weights, what: str, start: int = 0, end: int | None = None
 ) -> None:
     """Raise Broken unless tokens ``start`` to ``end`` are the greedy ones under ``weights``, if those repeat."""
     tokens, forbidden = reading.tokens[:end], list(bench.engine.capabilities.eos_token_ids)
@@ -48,7 +48,7 @@ def greedy_under(
         )
 
 
-def all_of(readings: Sequence[Reading], version: object, what: str) -> None:
+def all_of(readings: Sequence[ReadRequest], version: object, what: str) -> None:
     """Raise Broken unless all tokens of these requests carry this version."""
     for reading in readings:
         strange = {str(v) for v in reading.versions if v != version}
@@ -56,8 +56,8 @@ def all_of(readings: Sequence[Reading], version: object, what: str) -> None:
             raise Broken(f"{what} carry version {', '.join(sorted(strange))} instead of {version}")
 
 
-def in_order(readings: Sequence[Reading], before: object, after: object, what: str = "") -> int:
-    """Raise Broken unless tokens carry the old version and then the new one; return how many requests carry both."""
+def in_order(readings: Sequence[ReadRequest], before: object, after: object, what: str = "") -> int:
+    """Raise Broken unless the old version comes before the new one; return how many requests have both."""
     both = 0
     for reading in readings:
         versions = reading.versions
@@ -75,19 +75,19 @@ def in_order(readings: Sequence[Reading], before: object, after: object, what: s
 async def version_exactness(bench: Bench) -> Figures:
     other, before, first_weights = other_weights(bench), bench.version, bench.weights
     # the same prompts before and after: keys that are cached from before must not be used
-    old = await bench.whole(bench.request(i, LENGTH, forced=False) for i in range(FEW))
-    cut = await bench.running(bench.request(i) for i in range(FEW))
-    await bench.end(cut)
-    bench.no_error(cut)
-    await bench.within(bench.engine.pause(), "pause")
+    old = await bench.run_complete(bench.request(i, LENGTH, forced=False) for i in range(FEW))
+    cut = await bench.start_and_wait(bench.request(i) for i in range(FEW))
+    await bench.abort_until_ended(cut)
+    bench.require_no_errors(cut)
+    await bench.with_timeout(bench.engine.pause(), "pause")
     waiting = [bench.start(bench.request(i, LENGTH, forced=False)) for i in range(FEW)]
     await asyncio.sleep(0)
     await bench.next_version(other)
-    await bench.within(bench.engine.resume(), "resume")
-    await bench.completed(waiting)
+    await bench.with_timeout(bench.engine.resume(), "resume")
+    await bench.wait_for_success(waiting)
     all_of([*old, *cut], before, "tokens of before the update")
     all_of(waiting, bench.version, "tokens of after the update")
-    resumed = await bench.whole(
+    resumed = await bench.run_complete(
         bench.request(i, len(r.tokens) + LENGTH, response=r.tokens, forced=False)
         for i, r in enumerate(cut)
         if r.finish is EngineFinish.ABORT
@@ -112,7 +112,7 @@ async def version_exactness(bench: Bench) -> Figures:
 async def _difference_under(bench: Bench, weights: Weights) -> float:
     """Check sampled responses against the new weights; return the largest difference of log-probabilities."""
     assert weights.reference is not None
-    readings = await bench.whole(bench.request(i, LENGTH, forced=False, temperature=1.0) for i in range(FEW))
+    readings = await bench.run_complete(bench.request(i, LENGTH, forced=False, temperature=1.0) for i in range(FEW))
     worst = max(largest_difference(asked_kind(bench), weights.reference, r, 1.0) for r in readings)
     if not worst <= bench.subject.tolerance:
         raise Broken(f"after the update log-probabilities differ from the new weights by up to {worst:.3g} nats")
@@ -128,9 +128,9 @@ async def sent_weights(bench: Bench) -> Figures:
     other = bench.subject.other
     if other is None or other.path is None:
         raise NotTested("no second set of weights was given")
-    old = await bench.whole(bench.request(i, LENGTH, forced=False) for i in range(FEW))
+    old = await bench.run_complete(bench.request(i, LENGTH, forced=False) for i in range(FEW))
     await bench.send_weights(other)
-    new = await bench.whole(bench.request(i, LENGTH, forced=False) for i in range(FEW))
+    new = await bench.run_complete(bench.request(i, LENGTH, forced=False) for i in range(FEW))
     all_of(new, bench.version, "tokens of after the transfer")
     for reading in new:
         greedy_under(bench, reading, other, "after the transfer")
@@ -148,16 +148,16 @@ async def update_under_way(bench: Bench) -> Figures:
     other, before, first_weights = other_weights(bench), bench.version, bench.weights
     if bench.engine.capabilities.shares_weights:
         raise NotOffered("the engine generates from the trainer's parameters: requests are aborted before they change")
-    readings = await bench.running(bench.request(i) for i in range(FEW))
+    readings = await bench.start_and_wait(bench.request(i) for i in range(FEW))
     await bench.load_weights(other)
-    await bench.completed(readings)
+    await bench.wait_for_success(readings)
     lived = in_order(readings, before, bench.version)
     ended = sum(reading.finish is EngineFinish.ABORT for reading in readings)
     for reading in readings:
         old = reading.versions.count(before)
         greedy_under(bench, reading, first_weights, f"request {reading.id} before the update", 0, old)
         greedy_under(bench, reading, other, f"request {reading.id} behind the update", old)
-    figures = bench.compared(readings)
+    figures = bench.compare_with_wire(readings)
     if lived == 0 and ended == 0 and all(set(r.versions) == {before} for r in readings):
         raise NotTested("all requests were complete before the update; raise Subject.long_tokens")
     return {"ended": ended, "lived through it": lived} | figures
@@ -165,8 +165,8 @@ async def update_under_way(bench: Bench) -> Figures:
 
 @check("While the engine is paused no token comes and new requests wait; after resume all complete.")
 async def pause_and_resume(bench: Bench) -> Figures:
-    running = await bench.running(bench.request(i) for i in range(FEW))
-    await bench.within(bench.engine.pause(), "pause")
+    running = await bench.start_and_wait(bench.request(i) for i in range(FEW))
+    await bench.with_timeout(bench.engine.pause(), "pause")
     late = [bench.start(bench.request(FEW + i, 16)) for i in range(FEW)]
     await asyncio.sleep(QUIET_S)  # tokens that were on their way arrive
     then = [r.count for r in running]
@@ -179,25 +179,25 @@ async def pause_and_resume(bench: Bench) -> Figures:
         raise Broken(f"requests sent while the engine was paused got {came} tokens, or ended")
     # abort one of the waiting requests meanwhile
     given_up = late.pop()
-    await bench.end([given_up])
+    await bench.abort_until_ended([given_up])
     kept = sum(not r.task.done() for r in running)
-    await bench.within(bench.engine.resume(), "resume")
-    await bench.ended([*running, *late])
-    bench.no_error([*running, *late, given_up])
+    await bench.with_timeout(bench.engine.resume(), "resume")
+    await bench.wait_for_ends([*running, *late])
+    bench.require_no_errors([*running, *late, given_up])
     if given_up.count:
         raise Broken("a request that was aborted while the engine was paused has tokens")
     for reading in late:
         if reading.count != reading.request.sampling.max_tokens:
             raise Broken(f"a request that waited ended with {reading.finish} after {reading.count} tokens")
     if bench.subject.greedy_repeats:
-        uncut = await bench.whole(bench.again(r.request) for r in running)
+        uncut = await bench.run_complete(bench.copy_of(r.request) for r in running)
         for reading, whole in zip(running, uncut, strict=True):
             if not np.array_equal(reading.tokens, whole.tokens[: reading.count]):
                 raise Broken(f"request {reading.id} is not the uncut response around a pause")
             if reading.finish is not EngineFinish.ABORT and reading.count != whole.count:
                 raise Broken(f"request {reading.id} ended with {reading.finish} after {reading.count} tokens")
     figures: Figures = {"kept over the pause": kept, "ended by it": FEW - kept, "waited": len(late)}
-    return figures | bench.compared([*running, *late])
+    return figures | bench.compare_with_wire([*running, *late])
 
 
 @check("A request that an engine keeps over a weight update goes on under the new weights, its end names the versions, "
@@ -211,15 +211,15 @@ async def kept_over_an_update(bench: Bench) -> Figures:
         new, before, old = other_weights(bench), bench.version, bench.weights
         if bench.weights is new:
             new = bench.subject.now
-        readings = await bench.running(replace(bench.request(i), in_flight=mode) for i in range(FEW))
-        await bench.within(engine.pause_in_flight(mode), "pause_in_flight")
+        readings = await bench.start_and_wait(replace(bench.request(i), in_flight=mode) for i in range(FEW))
+        await bench.with_timeout(engine.pause_in_flight(mode), "pause_in_flight")
         silent = [r for r in readings if not r.count]
         if mode is OnWeightUpdate.KEEP:
-            await bench.end(silent)  # as april does: their prompts would meet keys of the old weights
+            await bench.abort_until_ended(silent)  # as april does: their prompts would meet keys of the old weights
         await bench.next_version(new)
-        await bench.within(bench.engine.resume(), "resume")
+        await bench.with_timeout(bench.engine.resume(), "resume")
         fresh = [bench.start(replace(bench.request(i, LENGTH, forced=False), in_flight=mode)) for i in range(FEW)]
-        await bench.completed([*readings, *fresh])
+        await bench.wait_for_success([*readings, *fresh])
         all_of(fresh, bench.version, f"{mode}: tokens of requests from after the update")
         lived = [r for r in readings if before in r.versions and bench.version in r.versions]
         in_order(readings, before, bench.version, f"{mode}: ")
@@ -244,22 +244,22 @@ async def adapter_versions(bench: Bench) -> Figures:
     if len(adapters) < 2:
         raise NotTested("no two adapters were given")
     versions, weights = [bench.version], [bench.weights]
-    running = [await bench.running(bench.request(i) for i in range(FEW))]
+    running = [await bench.start_and_wait(bench.request(i) for i in range(FEW))]
     for given in adapters[:2]:
         await bench.next_version(given)  # without a pause
         versions.append(bench.version)
         weights.append(given)
-        running.append(await bench.running(bench.request(i) for i in range(FEW)))
+        running.append(await bench.start_and_wait(bench.request(i) for i in range(FEW)))
     alive = sum(any(not reading.task.done() for reading in readings) for readings in running)
     cut = running[0][: FEW // 2]
-    await bench.end(cut)
-    resumed = await bench.whole(
+    await bench.abort_until_ended(cut)
+    resumed = await bench.run_complete(
         bench.request(i, reading.count + LENGTH, response=reading.tokens, forced=False)
         for i, reading in enumerate(cut)
         if reading.count < reading.request.sampling.max_tokens
     )
     for readings in running:
-        await bench.completed(readings)
+        await bench.wait_for_success(readings)
     for version, readings in zip(versions, running, strict=True):
         all_of(readings, version, f"tokens of requests that were sent under version {version}")
     all_of(resumed, bench.version, "tokens of a response that was resumed after two adapters")
@@ -272,5 +272,5 @@ async def adapter_versions(bench: Bench) -> Figures:
         raise Broken("requests under different adapters say the same: nothing was loaded")
     if alive < len(running):
         raise NotTested("all requests of a version were complete before the next one; raise Subject.long_tokens")
-    compared = bench.compared([*chain.from_iterable(running), *resumed])
+    compared = bench.compare_with_wire([*chain.from_iterable(running), *resumed])
     return {"versions at the same time": alive, "resumed": len(resumed)} | compared

@@ -16,7 +16,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 import april
 from april.adapters.trl import rollout
-from april.adapters.trl.checks import SEAMS, TESTED_VERSION, require_trl
+from april.adapters.trl.checks import REQUIRED_FUNCTIONS, TESTED_VERSION, require_trl
 from benchmarks import trl_demo
 
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -60,7 +60,7 @@ def test_a_data_stream_is_refused(tmp_path: Path) -> None:
 def test_the_tested_version_is_this_one() -> None:
     """The page, the recipe and the refusal name it; all that is overridden is there."""
     assert require_trl().__version__ == TESTED_VERSION
-    for name, parameters in SEAMS.items():
+    for name, parameters in REQUIRED_FUNCTIONS.items():
         assert tuple(inspect.signature(getattr(GRPOTrainer, name)).parameters) == parameters
     assert "rollout_func" in inspect.signature(GRPOTrainer.__init__).parameters
 

@@ -13,7 +13,7 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import april
-from april.adapters.trl.ranks import merged, trains_tied_layers
+from april.adapters.trl.ranks import merged_copy, trains_tied_layers
 
 LOSSES = {
     "dapo": {"loss_type": "dapo", "epsilon_high": 0.28},
@@ -194,7 +194,7 @@ def test_merged_weights_compute_what_the_trainer_computes(adapter: str, tmp_path
     ids = torch.arange(40).view(2, 20)
     with torch.no_grad():
         expected = model(ids).logits.log_softmax(-1)
-        merged(model).save_pretrained(tmp_path)
+        merged_copy(model).save_pretrained(tmp_path)
         found = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(ids).logits.log_softmax(-1)
         model.disable_adapter_layers()
         without = model(ids).logits.log_softmax(-1)
@@ -210,7 +210,7 @@ def test_merging_leaves_bfloat16_weights_alone() -> None:
     """Where merging in place and taking it back would move them."""
     model = adapted(torch.bfloat16, target_modules="all-linear")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    merged(model)
+    merged_copy(model)
 
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     model.merge_adapter()

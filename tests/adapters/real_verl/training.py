@@ -262,7 +262,7 @@ def test_without_a_quorum_the_estimator_is_verls_grpo() -> None:
     from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 
     from april.adapters.verl import advantages
-    from april.adapters.verl.rollouts import Delivery
+    from april.adapters.verl.rollouts import DeliveredRows
     from april.corrections.advantages import first_others_of
 
     rewards = torch.rand(12, generator=torch.Generator().manual_seed(1))
@@ -272,7 +272,7 @@ def test_without_a_quorum_the_estimator_is_verls_grpo() -> None:
     scores[:, 1] = rewards
     rollouts = [(f"u{i // 4}", i % 4) for i in range(12)]
     cohorts = [tuple((j, float(rewards[4 * (i // 4) + j])) for j in range(4)) for i in range(12)]
-    delivery = Delivery(
+    delivery = DeliveredRows(
         batch=0, rollouts=tuple(rollouts), settled=(), held=(), metrics={}, masked={}, rewards=rewards.numpy(),
         baseline_rewards=first_others_of([i for _, i in rollouts], cohorts),
     )  # fmt: skip

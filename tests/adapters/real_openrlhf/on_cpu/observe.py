@@ -49,7 +49,7 @@ def watch(after: Callable[[str], Callable[[Callable[[Any], None]], None]]) -> No
 
     @after("april.adapters.openrlhf.rollouts")
     def _batches(module: Any) -> None:
-        number, take, close = count(), module.Rollouts.next, module.Rollouts.close
+        number, take, close = count(), module.OpenRLHFRollouts.next, module.OpenRLHFRollouts.close
 
         def taken(self: Any, rows: Any) -> Any:
             answer = take(self, rows)
@@ -81,7 +81,7 @@ def watch(after: Callable[[str], Callable[[Callable[[Any], None]], None]]) -> No
                 },
             )  # fmt: skip
 
-        module.Rollouts.next, module.Rollouts.close = taken, closed
+        module.OpenRLHFRollouts.next, module.OpenRLHFRollouts.close = taken, closed
 
     @after("openrlhf.trainer.ppo_trainer")
     def _steps(module: Any) -> None:

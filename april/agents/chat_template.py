@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from april.agents.chat import Message, RequestError, Tools, has_images, text_of
 from april.errors import ConfigError
-from april.images.chats import MARK, is_image
+from april.images.chat_images import MARK, is_image
 from april.text.install_command import require
 
 if TYPE_CHECKING:
-    from april.images.placing import Images
+    from april.images.image_placer import ImagePlacer
 
 
 @dataclass(frozen=True, slots=True)
-class Parsed:
+class ParsedAnswer:
     """The content of generated tokens: text, reasoning, and tool calls (id or None, name, JSON of an object)."""
 
     text: str
@@ -29,7 +29,7 @@ class Parsed:
     calls: tuple[tuple[str | None, str, str], ...]
 
 
-class Template:
+class ChatTemplate:
     """The chat template of a model.
 
     Args:
@@ -38,7 +38,7 @@ class Template:
         images: renders messages with images, by the chat template of the model's processor.
     """
 
-    def __init__(self, tokenizer: Any, config: Any = None, images: Images | None = None) -> None:
+    def __init__(self, tokenizer: Any, config: Any = None, images: ImagePlacer | None = None) -> None:
         require("an agent's messages", "renderers", extra="agents")
         import renderers
 
@@ -131,7 +131,7 @@ class Template:
     def _text(self, messages: list[dict[str, Any]], tools: Tools, go_on: bool) -> str | None:
         try:
             if self._images is not None:
-                return self._images.text(messages, list(tools) or None, go_on=go_on)
+                return self._images.text(messages, list(tools) or None, add_answer_start=go_on)
             text: str = self._tokenizer.apply_chat_template(
                 messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=go_on
             )
@@ -139,12 +139,12 @@ class Template:
             return None
         return text
 
-    def parse(self, tokens: list[int], prompt: list[int], tools: Tools) -> Parsed:
+    def parse(self, tokens: list[int], prompt: list[int], tools: Tools) -> ParsedAnswer:
         """Parse generated tokens; a malformed tool call stays in the text, as it was written."""
         try:
             parsed = self._renderer.parse_response(tokens, tools=list(tools) or None, prompt_ids=prompt)
         except (ValueError, RecursionError):  # such as numbers with thousands of digits, or brackets thousands deep
-            return Parsed(self._tokenizer.decode(tokens[:-1]), "", ())
+            return ParsedAnswer(self._tokenizer.decode(tokens[:-1]), "", ())
         text, calls = parsed.content, []
         for call in parsed.tool_calls:
             arguments = json_object(call.arguments) if call.status is self._ok else None
@@ -152,7 +152,7 @@ class Template:
                 text += call.raw
             else:
                 calls.append((call.id, call.name, arguments))
-        return Parsed(text=text, reasoning=parsed.reasoning_content or "", calls=tuple(calls))
+        return ParsedAnswer(text=text, reasoning=parsed.reasoning_content or "", calls=tuple(calls))
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text without any chat template (``/v1/completions``)."""

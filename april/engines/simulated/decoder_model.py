@@ -106,7 +106,7 @@ class SimulatedDecoder:
         self._waiting: OrderedDict[str, _Sequence] = OrderedDict()  # in order of arrival
         self._running: OrderedDict[str, _Sequence] = OrderedDict()  # in order of arrival, all before waiting
         self._ends: list[tuple[int, int, _Sequence]] = []  # heap of (last_step, tie, sequence); may hold stale entries
-        self._tie = 0
+        self._tie_breaker = 0
         self._steps = 0  # whole steps up to the anchor
         self._kv_offsets = 0  # sum over running; the resident KV at the anchor is this + running * steps
         # A stretch is a sequence of steps with the same batch, counted from the anchor; its first step ends at
@@ -298,8 +298,8 @@ class SimulatedDecoder:
             running[sequence.request_id] = sequence
             sequence.kv_offset = resident - steps
             sequence.last_step = steps + sequence.new_tokens - sequence.generated
-            self._tie += 1
-            heappush(self._ends, (sequence.last_step, self._tie, sequence))
+            self._tie_breaker += 1
+            heappush(self._ends, (sequence.last_step, self._tie_breaker, sequence))
             self._kv_offsets += sequence.kv_offset
             kv += resident
             prefill += resident - sequence.cached

@@ -25,7 +25,7 @@ _WITH_IPV4 = tuple(map(ipaddress.IPv6Network, ("::/96", "::ffff:0:0/96", "::ffff
 """IPv6 networks whose addresses end in an IPv4 address."""
 
 
-def fetched(url: str, hosts: Sequence[str], max_bytes: int, where: str) -> bytes:
+def fetch_image(url: str, hosts: Sequence[str], max_bytes: int, where: str) -> bytes:
     """Return the bytes behind ``url``; raises ConfigError, whose message leaves out possible secrets in the URL."""
     try:
         parts = urlsplit(url)
@@ -82,7 +82,7 @@ def _is_public(address: str) -> bool:
 def _read(connection: socket.socket, parts: SplitResult, host: str, max_bytes: int, what: str) -> bytes:
     sockets = [connection]  # the last socket is the one in use
     # the socket's own timeout begins anew with every byte, so a timer limits the whole transfer
-    late = threading.Timer(TIMEOUT_S, _break_off, (sockets,))
+    late = threading.Timer(TIMEOUT_S, _close_late, (sockets,))
     late.daemon = True
     late.start()
     try:
@@ -101,12 +101,12 @@ def _read(connection: socket.socket, parts: SplitResult, host: str, max_bytes: i
             if response.status != 200:
                 raise ConfigError(f"{what} cannot be fetched: HTTP {response.status}")
             if (response.length or 0) > max_bytes:
-                raise ConfigError(_too_long(what, max_bytes))
+                raise ConfigError(_too_large_message(what, max_bytes))
             data = bytearray()
             while piece := response.read(_PIECE):
                 data += piece
                 if len(data) > max_bytes:
-                    raise ConfigError(_too_long(what, max_bytes))
+                    raise ConfigError(_too_large_message(what, max_bytes))
             if response.length:
                 raise ConfigError(f"{what} broke off after {len(data):,} bytes")
             return bytes(data)
@@ -116,10 +116,10 @@ def _read(connection: socket.socket, parts: SplitResult, host: str, max_bytes: i
             sockets[-1].close()
 
 
-def _break_off(sockets: Sequence[socket.socket]) -> None:
+def _close_late(sockets: Sequence[socket.socket]) -> None:
     with suppress(OSError):
         sockets[-1].shutdown(socket.SHUT_RDWR)
 
 
-def _too_long(what: str, max_bytes: int) -> str:
+def _too_large_message(what: str, max_bytes: int) -> str:
     return f"{what} has more bytes than images.max_bytes, {max_bytes:,}; make it smaller, or raise that"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from april.simulate.run import Measured
+from april.simulate.run import ScheduleMeasurement
 from april.simulate.workload import with_quorum
 
 COLOURS = {"sync": "#8a8a8a", "april": "#1b6ca8", "refill": "#d1603d"}
@@ -23,7 +23,7 @@ PIXELS = 1500
 OLDEST_SHOWN = 5
 
 
-def draw(report: dict[str, Any], runs: dict[str, Measured], path: Path) -> None:
+def draw(report: dict[str, Any], runs: dict[str, ScheduleMeasurement], path: Path) -> None:
     """Draw a simulation in which training takes no time, and write the picture to ``path`` as PNG."""
     from matplotlib.figure import Figure
 
@@ -66,7 +66,7 @@ def _engines(w: dict[str, Any]) -> str:
 
 
 def _over_time(
-    figure: Any, grid: Any, report: dict[str, Any], runs: dict[str, Measured], steps: int, title: str
+    figure: Any, grid: Any, report: dict[str, Any], runs: dict[str, ScheduleMeasurement], steps: int, title: str
 ) -> Iterator[tuple[str, Any, float]]:
     """Draw a panel of busy slots for each mode, up to step ``steps`` of sync; yield (mode, axes, last second)."""
     ends = runs["sync"].step_ends
@@ -183,7 +183,7 @@ def _sweep(figure: Any, grid: Any, row: int, report: dict[str, Any]) -> None:
         axes.legend(fontsize=7, loc="lower right")
 
 
-def draw_loop(report: dict[str, Any], runs: dict[str, Measured], path: Path) -> None:
+def draw_loop(report: dict[str, Any], runs: dict[str, ScheduleMeasurement], path: Path) -> None:
     """Draw a simulation in which training takes time, and write the picture to ``path`` as PNG."""
     from matplotlib.figure import Figure
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from april.auto.batches import LATEST as SEEN
-from april.auto.batches import LengthWindow, Speeds
-from april.auto.question import GAIN, SMALLEST_QUORUM, Answer, InWork, Question
+from april.auto.batch_windows import LATEST_BATCHES as SEEN
+from april.auto.batch_windows import LengthWindow, Speeds
+from april.auto.question import GAIN, SMALLEST_QUORUM, TuningAnswer, TuningQuestion, WorkSettings
 from april.core.batch import Batch, rows_by_sample
 from april.core.events import WorkChanged
 from april.core.rollout_core import RolloutCore
@@ -22,15 +22,15 @@ from april.core.run_times import pace
 from april.core.types import GenerationMode, Refill, Work
 from april.engines.simulated.fitted_cost import FittedCost
 
-FIRST, MOST = 2, 32
+FIRST_WAIT, LONGEST_WAIT = 2, 32
 """Number of batches before the first question, and the largest number between two; it doubles each time."""
-SETTLING = 4
+SETTLING_BATCHES = 4
 """Number of batches after a change whose lengths and ages are not representative: short responses finish first."""
-LATEST = 2
+LATEST_BATCHES = 2
 """Number of latest batches whose lengths are compared with those of the batches before them."""
-FEWEST, ENOUGH = 3, 8
+MIN_TRIAL_BATCHES, MAX_TRIAL_BATCHES = 3, 8
 """Batches of a trial, not counting the first, after which it ends if its result is clear, and ends in any case."""
-STEP = 1.25
+MAX_STEP = 1.25
 """Largest factor by which the next trial may raise the number in flight while the cost of more is unknown."""
 
 
@@ -45,17 +45,17 @@ class Trial:
         needed: multiple of the speed before, below which the change is taken back.
     """
 
-    before: InWork
+    before: WorkSettings
     speeds: Speeds
     expected: float
     needed: float
 
-    def holds(self, now: Speeds) -> bool | None:
+    def reached(self, now: Speeds) -> bool | None:
         """Return whether the change reached the needed speed; None while that is not clear."""
-        if len(now) < FEWEST:
+        if len(now) < MIN_TRIAL_BATCHES:
             return None
-        ratio, error = now.against(self.speeds)
-        if abs(ratio - self.needed) > 2.0 * error or len(now) >= ENOUGH:
+        ratio, error = now.ratio_to(self.speeds)
+        if abs(ratio - self.needed) > 2.0 * error or len(now) >= MAX_TRIAL_BATCHES:
             return ratio >= self.needed
         return None
 
@@ -65,15 +65,15 @@ class Decision:
     """The decision on a trial or an answer.
 
     Attributes:
-        words: sentence for the log.
+        text: sentence for the log.
         change: event that changes the settings; None if they stay.
     """
 
-    words: str
+    text: str
     change: WorkChanged | None = None
 
 
-class AutoWork:
+class AutoTuner:
     """Collects measurements of one run, asks questions about its settings and decides on the answers.
 
     Args:
@@ -81,7 +81,7 @@ class AutoWork:
     """
 
     def __init__(self, core: RolloutCore) -> None:
-        self._core, self._most = core, core.settings.max_off_policy_share
+        self._core, self._max_off_policy_share = core, core.settings.max_off_policy_share
         self._lengths = LengthWindow()
         self._prompts: deque[float] = deque(maxlen=16)
         self._steps: deque[Mapping[str, float]] = deque(maxlen=16)
@@ -89,21 +89,21 @@ class AutoWork:
         """(off-policy share, trained tokens) of batches with the current settings."""
         self._speeds = Speeds()
         """Speeds of batches with the current settings."""
-        self._held = 0.0
+        self._held_tokens = 0.0
         self._trial: Trial | None = None
-        self._once: Speeds | None = None
+        self._speeds_before_trial: Speeds | None = None
         """Speeds from before a trial that was taken back; the same settings should reach them again."""
-        self._below: int | None = None
+        self._in_flight_bound: int | None = None
         """Number in flight from which on a trial brought no gain; None if no trial showed one."""
-        self._refused: set[InWork] = set()
+        self._rejected: set[WorkSettings] = set()
         """Settings that were tried and taken back."""
-        self._wait, self._since_asked, self._since_changed = FIRST, 0, SETTLING
-        self._answer: Answer | None = None
+        self._wait, self._since_asked, self._since_changed = FIRST_WAIT, 0, SETTLING_BATCHES
+        self._answer: TuningAnswer | None = None
         self._nothing_better = False
         """True if the latest answer had nothing better although too many tokens were stale: do not ask early again."""
         self._changes = self._taken_back = 0
 
-    def delivered(self, batch: Batch) -> Decision | None:
+    def add_batch(self, batch: Batch) -> Decision | None:
         """Add a batch with all its metrics. If that ends a trial, return the decision."""
         samples = rows_by_sample(batch.samples)
         self._lengths.add((rows[0].id.group, sum(len(row.tokens) for row in rows)) for rows in samples)
@@ -113,105 +113,106 @@ class AutoWork:
         if batch.id:  # before the first batch the trainer did not train
             self._steps.append(batch.metrics)
             if self._since_changed > 1:  # the first batch may have begun before the change
-                self._speeds.add(batch.metrics, self._held)
-        self._held = batch.metrics["held_tokens"]
-        if self._since_changed > SETTLING:
+                self._speeds.add(batch.metrics, self._held_tokens)
+        self._held_tokens = batch.metrics["held_tokens"]
+        if self._since_changed > SETTLING_BATCHES:
             self._shares.append((batch.off_policy_share, int(batch.metrics["trained_tokens"])))
-            if self._since_changed > SETTLING + LATEST and self._lengths.changed(LATEST):
-                self._lengths.forget_before(LATEST)
-                self._begin_anew()
+            if self._since_changed > SETTLING_BATCHES + LATEST_BATCHES and self._lengths.changed(LATEST_BATCHES):
+                self._lengths.forget_before(LATEST_BATCHES)
+                self._reset()
         if self._trial is not None:
-            return self._look(self._trial)
-        again = self._once if len(self._speeds) == SEEN else None
-        if self._speeds.changed or (again is not None and self._speeds.unlike(again)):
-            self._begin_anew()
+            return self._decide_trial(self._trial)
+        again = self._speeds_before_trial if len(self._speeds) == SEEN else None
+        if self._speeds.changed or (again is not None and self._speeds.differs_from(again)):
+            self._reset()
         return None
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         """Forget the results of trials, as the lengths or speeds of the run itself have changed."""
         self._speeds.forget_old()
-        self._wait, self._nothing_better = FIRST, False
-        self._trial = self._below = None
-        self._refused.clear()
+        self._wait, self._nothing_better = FIRST_WAIT, False
+        self._trial = self._in_flight_bound = None
+        self._rejected.clear()
 
-    def _look(self, trial: Trial) -> Decision | None:
-        if (holds := trial.holds(self._speeds)) is None:
+    def _decide_trial(self, trial: Trial) -> Decision | None:
+        if (holds := trial.reached(self._speeds)) is None:
             return None
         self._trial = None
-        ratio, error = self._speeds.against(trial.speeds)
-        came = f"{ratio:.2f} (+-{error:.2f}) times the speed came, and {trial.expected:.2f} times was expected"
-        now, before = InWork.of(self._core.settings), trial.before
+        ratio, error = self._speeds.ratio_to(trial.speeds)
+        outcome = f"{ratio:.2f} (+-{error:.2f}) times the speed came, and {trial.expected:.2f} times was expected"
+        now, before = WorkSettings.of(self._core.settings), trial.before
         if holds:
-            return Decision(f"{now} stays: {came}")
-        self._refused.add(now)
+            return Decision(f"{now} stays: {outcome}")
+        self._rejected.add(now)
         if now.max_in_flight > before.max_in_flight:
-            self._below = (now.max_in_flight + before.max_in_flight) // 2 + 1
+            self._in_flight_bound = (now.max_in_flight + before.max_in_flight) // 2 + 1
         self._taken_back += 1
-        change = self._change(before)
-        self._once = trial.speeds
-        return Decision(f"{before} again, {now} is taken back: {came}", change)
+        change = self._apply(before)
+        self._speeds_before_trial = trial.speeds
+        return Decision(f"{before} again, {now} is taken back: {outcome}", change)
 
-    def _change(self, to: InWork) -> WorkChanged:
-        self._speeds, self._once = Speeds(), None
+    def _apply(self, to: WorkSettings) -> WorkChanged:
+        self._speeds, self._speeds_before_trial = Speeds(), None
         self._changes += 1
         self._since_changed = 0
         self._shares.clear()
-        return to.change(self._core.settings)
+        return to.change_event(self._core.settings)
 
     @property
-    def asks(self) -> bool:
+    def question_due(self) -> bool:
         """True if a question is due."""
         if self._trial is not None:
             return False
         if self._since_asked >= self._wait:
             return True
-        return self._since_asked >= FIRST and not self._nothing_better and self._too_old
+        return self._since_asked >= FIRST_WAIT and not self._nothing_better and self._too_off_policy
 
-    def question(self, costs: Iterable[FittedCost]) -> Question | None:
+    def question(self, costs: Iterable[FittedCost]) -> TuningQuestion | None:
         """Return a question about the run as it is now, given its engines' costs; None while no cost is known."""
         found = list(costs)
         if not found or not self._prompts:
             return None
         core, s = self._core, self._core.settings
-        told = all(fitted.told for fitted in found)
+        told = all(fitted.slope_known for fitted in found)
         known = [fitted.cost if told else fitted.at_best for fitted in found]
         cost = [(c.base_s, c.per_sequence_s, c.per_kv_token_s, c.per_prefill_token_s) for c in known]
-        self._since_asked, self._wait = 0, min(2 * self._wait, MOST)
+        self._since_asked, self._wait = 0, min(2 * self._wait, LONGEST_WAIT)
         limits = [state.limits.max_in_flight for state in core.engines.states.values()]
         slots = sum(limit for limit in limits if limit) if all(limits) else 1 << 30
         train_s, ahead = pace(self._steps)
         base, sequence, token, prefill = (float(value) for value in np.mean(cost, axis=0))
-        return Question(
+        limit = self._max_off_policy_share
+        return TuningQuestion(
             groups=s.rollout_batch_size, samples=s.n_samples_per_prompt, max_response_len=s.max_response_len,
             prompt_len=max(1, round(float(np.mean(self._prompts)))),
             max_staleness=min(core.leases.bound, s.max_age), on_stale=s.on_stale,
-            max_off_policy_share=self._most * self._off_by if self._most < 1.0 else 1.0,
+            max_off_policy_share=limit * self._share_correction if limit < 1.0 else 1.0,
             continuous=s.generation is GenerationMode.CONTINUOUS,
             train_s=train_s, fetch_ahead=ahead if train_s else 0,
             engines=len(core.engines.states), cost=(base, sequence, token, prefill), lengths=self._lengths.rows,
-            places=slots, below=self._next_step(told), told=told, free=s.auto, now=InWork.of(s),
+            places=slots, below=self._in_flight_limit(told), told=told, free=s.auto, now=WorkSettings.of(s),
         )  # fmt: skip
 
-    def _next_step(self, told: bool) -> int | None:
+    def _in_flight_limit(self, told: bool) -> int | None:
         """Return the number in flight below which the next trial must stay; None means no bound."""
         if told:
-            return self._below
+            return self._in_flight_bound
         s = self._core.settings
-        step = max(int(STEP * s.max_in_flight), s.max_in_flight + s.n_samples_per_prompt) + 1
-        return step if self._below is None else min(step, self._below)
+        step = max(int(MAX_STEP * s.max_in_flight), s.max_in_flight + s.n_samples_per_prompt) + 1
+        return step if self._in_flight_bound is None else min(step, self._in_flight_bound)
 
-    def answered(self, question: Question, answer: Answer) -> Decision | None:
+    def decide(self, question: TuningQuestion, answer: TuningAnswer) -> Decision | None:
         """Return the decision on an answer; None if the settings stay."""
         self._answer, settings = answer, self._core.settings
-        now = InWork.of(settings)
+        now = WorkSettings.of(settings)
         # a quorum from an older checkpoint may be smaller than what is chosen today
-        forced = self._too_old or (Work.QUORUM in settings.auto and now.group_quorum < SMALLEST_QUORUM)
+        forced = self._too_off_policy or (Work.QUORUM in settings.auto and now.group_quorum < SMALLEST_QUORUM)
         self._nothing_better = answer.best == now and forced
-        if answer.best == now or (answer.best in self._refused and not forced):
+        if answer.best == now or (answer.best in self._rejected and not forced):
             return None
         gains = answer.speed_up >= 1.0 + GAIN
         if answer.share_now <= question.max_off_policy_share and not forced and self._speeds.tokens_per_s > 0.0:
-            if gains and answer.speed_up < 1.0 + self._speeds.error(self._speeds, ENOUGH):
+            if gains and answer.speed_up < 1.0 + self._speeds.error(self._speeds, MAX_TRIAL_BATCHES):
                 return None
             needed = 1.0 + GAIN / 2 if gains else 1.0 - GAIN
             self._trial = Trial(now, self._speeds, answer.speed_up, needed)
@@ -221,7 +222,7 @@ class AutoWork:
         return Decision(
             f"{answer.best} from now on, after {now}: {answer.speed_up:.2f} times its speed is expected, "
             f"{100.0 * answer.off_policy_share:.0f}% of the trained tokens from older weights{why}",
-            self._change(answer.best),
+            self._apply(answer.best),
         )  # fmt: skip
 
     def metrics(self) -> dict[str, float]:
@@ -237,24 +238,24 @@ class AutoWork:
         return found
 
     @property
-    def _too_old(self) -> bool:
+    def _too_off_policy(self) -> bool:
         """True if the off-policy share is above its limit by more than two standard errors."""
-        share, error = self._seen_share
-        return share - 2.0 * error > self._most
+        share, error = self._measured_share
+        return share - 2.0 * error > self._max_off_policy_share
 
     @property
-    def _off_by(self) -> float:
+    def _share_correction(self) -> float:
         """Predicted off-policy share divided by the measured one less its standard error; at most 1."""
         if self._answer is None or self._answer.off_policy_share <= 0.0:
             return 1.0
-        share, error = self._seen_share
+        share, error = self._measured_share
         return self._answer.off_policy_share / max(self._answer.off_policy_share, share - error)
 
     @property
-    def _seen_share(self) -> tuple[float, float]:
+    def _measured_share(self) -> tuple[float, float]:
         """(off-policy share since the latest change, its standard error); zeros while there are too few batches."""
         tokens = sum(count for _, count in self._shares)
-        if len(self._shares) < SETTLING or not tokens:
+        if len(self._shares) < SETTLING_BATCHES or not tokens:
             return 0.0, 0.0
         share = sum(share * count for share, count in self._shares) / tokens
         return share, float(np.std([share for share, _ in self._shares], ddof=1)) / len(self._shares) ** 0.5

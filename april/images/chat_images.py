@@ -13,18 +13,18 @@ from april.errors import ConfigError
 from april.text.server_text import clean
 
 MARK: Mapping[str, Any] = {"type": "image"}
-_IMAGES = ("image", "image_url", "input_image")
-_TEXTS = ("text", "input_text", "output_text")
-_CONTENT = ("image_url", "image", "source", "url", "path", "bytes", "base64", "data")
+_IMAGE_TYPES = ("image", "image_url", "input_image")
+_TEXT_TYPES = ("text", "input_text", "output_text")
+_IMAGE_FIELDS = ("image_url", "image", "source", "url", "path", "bytes", "base64", "data")
 
 
 def is_image(part: Mapping[str, Any]) -> bool:
     """Return True if a content part is an image."""
     kind = part.get("type")
-    return kind in _IMAGES if kind is not None else any(part.get(name) is not None for name in _IMAGES)
+    return kind in _IMAGE_TYPES if kind is not None else any(part.get(name) is not None for name in _IMAGE_TYPES)
 
 
-def of_part(part: Mapping[str, Any], where: str) -> Any:
+def image_of_part(part: Mapping[str, Any], where: str) -> Any:
     """Return the image of a content part, in one of the forms that a Reader reads.
 
     Returns None for ``{"type": "image"}`` without other fields, which stands for an image of the prompt.
@@ -32,9 +32,9 @@ def of_part(part: Mapping[str, Any], where: str) -> Any:
     Raises:
         ConfigError: the part has other fields, but none with an image.
     """
-    for name in _CONTENT:
+    for name in _IMAGE_FIELDS:
         if (found := part.get(name)) is not None:
-            return {"type": "base64", "data": found} if name in ("base64", "data") else _whole(part, name, found)
+            return {"type": "base64", "data": found} if name in ("base64", "data") else _image_value(part, name, found)
     if part == MARK:
         return None
     fields = [f"{clean(name, 32)}{' of null' if part[name] is None else ''}" for name in part if name != "type"]
@@ -45,11 +45,11 @@ def of_part(part: Mapping[str, Any], where: str) -> Any:
     )
 
 
-def _whole(part: Mapping[str, Any], name: str, found: Any) -> Any:
+def _image_value(part: Mapping[str, Any], name: str, found: Any) -> Any:
     return {"bytes": part.get("bytes"), "path": part.get("path")} if name in ("bytes", "path") else found
 
 
-def taken_out(
+def extract_images(
     messages: Sequence[Mapping[str, Any]], images: Iterable[Any], where: str
 ) -> tuple[list[dict[str, Any]], list[Any]]:
     """Return the messages with marks in place of images, and all images in their order.
@@ -64,13 +64,13 @@ def taken_out(
         ConfigError: there are more or fewer images than parts, or a part is neither text nor an image.
     """
     rest = list(images)
-    given, used, marks = len(rest), 0, False
+    given_count, used_count, has_marks = len(rest), 0, False
     found: list[Any] = []
     plain: list[dict[str, Any]] = []
     for message in messages:
         if not isinstance(message, Mapping):
             raise ConfigError(f"{where}: messages must be mappings with role and content, got {type(message).__name__}")
-        kept = {name: value for name, value in message.items() if value is not None}
+        copied = {name: value for name, value in message.items() if value is not None}
         if isinstance(content := message.get("content"), (list, tuple)):
             parts: list[Any] = []
             for part in content:
@@ -78,25 +78,25 @@ def taken_out(
                     parts.append({"type": "text", "text": part})
                 elif is_image(part):
                     # data sets add null fields to parts, and some number their images
-                    said = {n: v for n, v in part.items() if v is not None and (n, v) != ("index", used)}
-                    item = of_part(said, where)
+                    fields = {n: v for n, v in part.items() if v is not None and (n, v) != ("index", used_count)}
+                    item = image_of_part(fields, where)
                     if item is None:
-                        marks, used = True, used + 1
+                        has_marks, used_count = True, used_count + 1
                         item = rest.pop(0) if rest else None
                     found.append(item)
                     parts.append(dict(MARK))
-                elif part.get("type", "text") in _TEXTS:
+                elif part.get("type", "text") in _TEXT_TYPES:
                     parts.append({"type": "text", "text": part.get("text") or ""})
                 else:
                     raise ConfigError(f"{where} has a part of type {part.get('type')!r}; april takes text and images")
-            kept["content"] = parts
-        plain.append(kept)
-    if given and not marks and not found and _put_first(plain, given):
+            copied["content"] = parts
+        plain.append(copied)
+    if given_count and not has_marks and not found and _put_first(plain, given_count):
         return plain, rest
-    if used != given:
+    if used_count != given_count:
         raise ConfigError(
-            f'{where} has {some(given, "image")} beside its messages ("images"), and {some(used, "part")} '
-            '{"type": "image"} in them; give one for each'
+            f'{where} has {counted(given_count, "image")} beside its messages ("images"), and '
+            f'{counted(used_count, "part")} {{"type": "image"}} in them; give one for each'
         )
     return plain, found
 
@@ -112,6 +112,6 @@ def _put_first(plain: list[dict[str, Any]], count: int) -> bool:
     return False
 
 
-def some(count: int, what: str) -> str:
+def counted(count: int, what: str) -> str:
     """Return a count with its noun: ``no images``, ``1 image``, ``2 images``."""
     return f"{count or 'no'} {what}{'' if count == 1 else 's'}"

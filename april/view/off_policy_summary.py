@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from april.view.run_data import Report, RunData
+from april.view.run_data import RecordedReport, RunData
 
 DRIFT = 0.02
 """Mean ``kl_k3`` above which the latest batches count as drifting; also a guard's default (docs/corrections.md)."""
-LATEST = 3
+LATEST_BATCHES = 3
 """Number of latest batches over which that mean is taken."""
 _AGE = re.compile(r"age_(\d{1,6})")
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class TokenClassMeans:
     """Means over a class of tokens in all reports; a figure is None if no report has it.
 
     Attributes:
@@ -37,7 +37,7 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
-class Health:
+class OffPolicySummary:
     """Summary of how far off-policy a run's trained tokens were.
 
     Attributes:
@@ -47,7 +47,7 @@ class Health:
     """
 
     batches: int
-    rows: list[Figures]
+    rows: list[TokenClassMeans]
     latest: float
 
     @property
@@ -56,7 +56,7 @@ class Health:
         return self.latest > DRIFT
 
 
-def health_of(run: RunData) -> Health | None:
+def off_policy_summary(run: RunData) -> OffPolicySummary | None:
     """Summarise the reports of a run; None if there are none."""
     reports = [report for report in run.reports if report.report.get("tokens")]
     if not reports:
@@ -67,23 +67,23 @@ def health_of(run: RunData) -> Health | None:
     if "kept" in prefixes:
         rows.append(_figures("kept over an update", "kept/", reports))
     ids = dict.fromkeys(report.id for report in reports)
-    last = list(ids)[-LATEST:]
+    last = list(ids)[-LATEST_BATCHES:]
     latest = _figures("", "", [report for report in reports if report.id in last]).kl
-    return Health(len(ids), rows, latest or 0.0)
+    return OffPolicySummary(len(ids), rows, latest or 0.0)
 
 
 def _age(age: int) -> str:
     return "of the present weights" if age == 0 else f"{age} update{'s' if age > 1 else ''} old"
 
 
-def _figures(name: str, prefix: str, reports: Sequence[Report]) -> Figures:
+def _figures(name: str, prefix: str, reports: Sequence[RecordedReport]) -> TokenClassMeans:
     said = [report.report for report in reports]
 
     def mean(of: str) -> float | None:
         return _mean((r[prefix + of], r.get(f"{prefix}tokens", 0.0)) for r in said if prefix + of in r)
 
     tokens = sum(report.get(f"{prefix}tokens", 0.0) for report in said)
-    return Figures(name, tokens, mean("kl_k3"), mean("ess_token"), mean("clip_share"))
+    return TokenClassMeans(name, tokens, mean("kl_k3"), mean("ess_token"), mean("clip_share"))
 
 
 def _mean(pairs: Iterable[tuple[float, float]]) -> float | None:

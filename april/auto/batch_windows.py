@@ -15,7 +15,7 @@ BATCHES = 16
 """Largest number of batches in a window."""
 LENGTH_ERRORS, LENGTH_FACTOR = 4.0, 1.15
 """Lengths count as changed if their geometric mean moves by this many standard errors and by this factor."""
-LATEST = 6
+LATEST_BATCHES = 6
 """Number of latest batches whose speed is compared with that of the batches before them."""
 SPREAD = 0.1
 """Assumed relative standard deviation of a batch's speed while there are too few batches to measure it."""
@@ -101,19 +101,19 @@ class Speeds:
         seconds = sum(seconds for _, seconds in self._batches)
         return sum(tokens for tokens, _ in self._batches) / seconds if seconds else 0.0
 
-    def against(self, before: Speeds) -> tuple[float, float]:
+    def ratio_to(self, before: Speeds) -> tuple[float, float]:
         """Return (ratio of this speed to the speed ``before``, its standard error)."""
         ratio = self.tokens_per_s / before.tokens_per_s
         return ratio, ratio * self.error(before, len(self))
 
     def error(self, before: Speeds, count: int) -> float:
         """Return the relative standard error of the ratio of speeds of ``count`` such batches to ``before``."""
-        off = np.concatenate([self._off, before._off])
+        off = np.concatenate([self._deviations, before._deviations])
         free = len(off) - (len(self) > 0) - (len(before) > 0)
         spread = float(np.sqrt(np.square(off).sum() / free)) if free > 0 else SPREAD
         return spread * float(np.sqrt(1.0 / max(1, count) + 1.0 / max(1, len(before))))
 
-    def unlike(self, before: Speeds) -> bool:
+    def differs_from(self, before: Speeds) -> bool:
         """Return True if the speed differs significantly from the speed ``before``."""
         if min(self.tokens_per_s, before.tokens_per_s) <= 0.0:
             return False
@@ -122,22 +122,22 @@ class Speeds:
 
     @property
     def changed(self) -> bool:
-        """True if the latest :data:`LATEST` batches differ significantly in speed from at least as many before them."""
-        if len(self) < 2 * LATEST:
+        """True if the latest :data:`LATEST_BATCHES` differ significantly in speed from at least as many before them."""
+        if len(self) < 2 * LATEST_BATCHES:
             return False
         batches = list(self._batches)
         old, new = Speeds(), Speeds()
-        old._batches.extend(batches[:-LATEST])
-        new._batches.extend(batches[-LATEST:])
-        return new.unlike(old)
+        old._batches.extend(batches[:-LATEST_BATCHES])
+        new._batches.extend(batches[-LATEST_BATCHES:])
+        return new.differs_from(old)
 
     def forget_old(self) -> None:
-        """Keep only the latest :data:`LATEST` batches."""
-        while len(self._batches) > LATEST:
+        """Keep only the latest :data:`LATEST_BATCHES` batches."""
+        while len(self._batches) > LATEST_BATCHES:
             self._batches.popleft()
 
     @property
-    def _off(self) -> Floats:
+    def _deviations(self) -> Floats:
         """Each batch's deviation from the tokens expected for its seconds, relative to the mean tokens of a batch."""
         if not self._batches:
             return np.zeros(0)

@@ -14,8 +14,8 @@ from typing import Protocol
 
 import msgspec
 
-from april.auto.auto_work import AutoWork, Decision
-from april.auto.question import Answer, Question
+from april.auto.question import TuningAnswer, TuningQuestion
+from april.auto.tuner import AutoTuner, Decision
 from april.core import events as ev
 from april.core.batch import Batch
 from april.core.rollout_core import RolloutCore
@@ -24,7 +24,7 @@ from april.errors import RolloutError
 
 log = logging.getLogger("april")
 
-PATIENCE_S = 1800.0
+ANSWER_TIMEOUT_S = 1800.0
 """Longest wait for an answer in seconds; after that the question is dropped, and the next one is asked when due."""
 
 
@@ -34,14 +34,14 @@ COMMAND = ("-m", "april.simulate.choose")
 class Chooser(Protocol):
     """Finds better settings for a run."""
 
-    async def ask(self, question: Question) -> Answer:
+    async def ask(self, question: TuningQuestion) -> TuningAnswer:
         """Return the answer to a question; if this raises, the settings stay as they are."""
 
     def close(self) -> None:
         """Stop working on the current question."""
 
 
-class AutoRun:
+class RunTuning:
     """Changes the ``auto`` settings of a run.
 
     Args:
@@ -56,22 +56,22 @@ class AutoRun:
         chooser: Chooser | None = None,
     ) -> None:  # fmt: skip
         self._core, self._costs, self._post = core, costs, post
-        self._work = AutoWork(core)
+        self._tuner = AutoTuner(core)
         self._chooser = chooser or ChooserProcess()
         self._task: asyncio.Task[None] | None = None
 
-    def delivered(self, batch: Batch) -> Batch:
+    def add_batch(self, batch: Batch) -> Batch:
         """Return the batch with the ``auto`` settings added to its metrics. Ask a question if one is due."""
-        self._decided(self._work.delivered(batch))
-        if self._task is None and self._work.asks:
-            question = self._work.question(fitted for _, fitted in self._costs)
+        self._apply(self._tuner.add_batch(batch))
+        if self._task is None and self._tuner.question_due:
+            question = self._tuner.question(fitted for _, fitted in self._costs)
             if question is not None:
                 self._task = asyncio.get_running_loop().create_task(self._ask(question))
-        return replace(batch, metrics={**batch.metrics, **self._work.metrics()})
+        return replace(batch, metrics={**batch.metrics, **self._tuner.metrics()})
 
-    async def _ask(self, question: Question) -> None:
+    async def _ask(self, question: TuningQuestion) -> None:
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 answer = await self._chooser.ask(question)
             question.check(answer)
         except Exception as error:
@@ -80,11 +80,11 @@ class AutoRun:
             return
         finally:
             self._task = None
-        self._decided(self._work.answered(question, answer))
+        self._apply(self._tuner.decide(question, answer))
 
-    def _decided(self, decision: Decision | None) -> None:
+    def _apply(self, decision: Decision | None) -> None:
         if decision is not None:
-            log.info("auto: %s", decision.words)
+            log.info("auto: %s", decision.text)
             if decision.change is not None:
                 self._post(decision.change)
 
@@ -94,7 +94,7 @@ class AutoRun:
             self._task.cancel()
         self._chooser.close()
 
-    async def closed(self) -> None:
+    async def aclose(self) -> None:
         """Like :meth:`close`, but also wait until the process has ended."""
         task = self._task
         self.close()
@@ -109,7 +109,7 @@ class ChooserProcess:
         self._process: Process | None = None
         self._warned = False
 
-    async def ask(self, question: Question) -> Answer:
+    async def ask(self, question: TuningQuestion) -> TuningAnswer:
         """Return the answer. Raises RolloutError if the process failed, OSError if it could not be started.
 
         An event loop without support for subprocesses, such as one on virtual time, is blocked until the answer comes.
@@ -125,14 +125,14 @@ class ChooserProcess:
                     "auto: this loop cannot wait for the process that searches for better settings, so it stands still "
                     "while that computes, for half a minute or more each time; in tests give settings instead of auto"
                 )
-            return _ask_and_wait(question)
+            return _ask_blocking(question)
         try:
             out, errors = await process.communicate(msgspec.json.encode(question))
         finally:
             self.close()
             if process.returncode is None:  # killed: read to the end, so that its pipes close before the loop
                 await process.communicate()
-        return _answer(process.returncode, out, errors)
+        return _parse_answer(process.returncode, out, errors)
 
     def close(self) -> None:
         """Kill the process if it runs."""
@@ -142,14 +142,14 @@ class ChooserProcess:
                 process.kill()
 
 
-def _ask_and_wait(question: Question) -> Answer:
+def _ask_blocking(question: TuningQuestion) -> TuningAnswer:
     command = (sys.executable, *COMMAND)
     done = subprocess.run(command, input=msgspec.json.encode(question), capture_output=True, check=False)  # noqa: S603
-    return _answer(done.returncode, done.stdout, done.stderr)
+    return _parse_answer(done.returncode, done.stdout, done.stderr)
 
 
-def _answer(code: int | None, out: bytes, errors: bytes) -> Answer:
+def _parse_answer(code: int | None, out: bytes, errors: bytes) -> TuningAnswer:
     if code:
         last = errors.decode(errors="replace").strip().rpartition("\n")[2]
         raise RolloutError(f"the simulation has ended with {code}: {last[:300]}")
-    return msgspec.json.decode(out, type=Answer)
+    return msgspec.json.decode(out, type=TuningAnswer)

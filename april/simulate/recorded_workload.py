@@ -16,11 +16,11 @@ from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.response_lengths import TraceLengths
 from april.errors import ConfigError, RecordError
 from april.simulate.workload import Placement, Workload
-from april.view.run_data import Engine, RunData, limit_of, read_run
+from april.view.run_data import RecordedEngine, RunData, limit_distance_of, read_run
 
-FEWEST = 32
+MIN_RESPONSES = 32
 """Smallest number of finished responses from which a plan is made; fewer would not show the lengths."""
-ENOUGH = 10
+FEW_BATCHES = 10
 """Number of batches below which a plan warns that there are few."""
 
 
@@ -37,8 +37,9 @@ def workload_of(path: Path) -> Workload:
     run = read_run(path)
     settings = run.settings
     lengths = lengths_of(run)
-    if run.finished.size < FEWEST:
-        raise RecordError(f"{path}: {run.finished.size} responses came to their end; {FEWEST} are needed to plan")
+    if run.finished.size < MIN_RESPONSES:
+        count = run.finished.size
+        raise RecordError(f"{path}: {count} responses came to their end; {MIN_RESPONSES} are needed to plan")
     first = run.context[(run.age == 0) & ~run.evaluation]
     # the first step is not typical: it began with nothing in flight
     train_s, ahead = pace(batch.metrics for batch in run.batches[1:])
@@ -60,17 +61,17 @@ def workload_of(path: Path) -> Workload:
 def doubts_of(run: RunData) -> tuple[str, ...]:
     """Return sentences that say why a simulation of this run may be wrong."""
     out = []
-    if len(run.batches) < ENOUGH:
+    if len(run.batches) < FEW_BATCHES:
         few = len(run.batches)
-        out.append(f"the record has {few} batches; from {ENOUGH} on lengths and costs are known well enough")
-    if (limit := limit_of(run)) is not None and limit.doubt:
+        out.append(f"the record has {few} batches; from {FEW_BATCHES} on lengths and costs are known well enough")
+    if (limit := limit_distance_of(run)) is not None and limit.doubt:
         out.append(f"the speeds may be wrong: {limit.doubt}")
     return tuple(out)
 
 
 def slots_of(run: RunData) -> int | None:
     """Return the smallest limit of requests in flight at an engine; None if one has none or the run is simulated."""
-    slots = [engine.max_in_flight for engine in msgspec.convert(run.head["engines"], list[Engine])]
+    slots = [engine.max_in_flight for engine in msgspec.convert(run.head["engines"], list[RecordedEngine])]
     known = [number for number in slots if number]
     return min(known) if run.head.get("config") is not None and len(known) == len(slots) else None
 

@@ -1,7 +1,7 @@
 """Runs agent loops in a worker process and exchanges messages with april's scheduler. Imports neither verl nor Ray.
 
-The scheduler's process polls the worker for calls (:meth:`Calls.messages`, a long poll) and sends the answers
-(:meth:`Calls.answer`). An agent loop gets one complete response per call, even if its requests were interrupted.
+The scheduler's process polls the worker for calls (:meth:`WorkerCalls.messages`, a long poll) and sends the answers
+(:meth:`WorkerCalls.answer`). An agent loop gets one complete response per call, even if its requests were interrupted.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from april.adapters.common.trainer_servers import Result
+from april.adapters.common.trainer_servers import ServerResult
 from april.core.attachments import NO_EXTRAS, Extras, Placed
 from april.core.tape import Float32, Int32
 from april.core.types import DropReason
 from april.driver.user_code import FailureLog, describe_with_place, kind_of, place_of
-from april.engines.http.token_rows import narrowed
+from april.engines.http.token_rows import narrow_ids
 from april.engines.protocol import ROUTED_EXPERTS
 from april.errors import RolloutError
 
@@ -29,8 +29,8 @@ _failures = FailureLog()
 
 def result_of(
     offset: int, output: Any, cut_at: int | None = None, sampling: Mapping[str, Any] = MappingProxyType({})
-) -> Result:
-    """Convert a server's TokenOutput to a Result; the label of its weights is the trainer's global step.
+) -> ServerResult:
+    """Convert a server's TokenOutput to a ServerResult; the label of its weights is the trainer's global step.
 
     ``offset`` is the number of tokens that were sent, and ``sampling`` the request's sampling parameters. ``cut_at`` is
     the token limit for servers that exceed it: tokens beyond it are cut off and counted; None for all others.
@@ -49,7 +49,7 @@ def result_of(
         unused = len(tokens) - cut_at, DropReason.OVER_BUDGET
         tokens, logprobs = tokens[:cut_at], logprobs[:cut_at]
     rows = getattr(output, "routed_experts", None)
-    return Result(
+    return ServerResult(
         tokens=tokens,
         logprobs=logprobs,
         label=None if label is None else int(label),
@@ -63,7 +63,7 @@ def result_of(
 def _rows(given: Any, count: int) -> Any:
     """Return the routed experts of the first ``count`` tokens, in the smallest integer type that holds them."""
     rows = np.asarray(given)
-    return (narrowed(rows, None) if rows.dtype.kind in "iu" else rows)[:count]
+    return (narrow_ids(rows, None) if rows.dtype.kind in "iu" else rows)[:count]
 
 
 Span = tuple[int, int, int, int]
@@ -71,7 +71,7 @@ Span = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
+class LLMResult:
     """Complete response of a call, from all its requests: ``tokens`` int32 [k] and ``logprobs`` float32 [k].
 
     ``extras`` has one row for each token of the conversation so far except the last. ``preempted`` and ``cached`` are
@@ -88,7 +88,7 @@ class Done:
     cached: int | None = None
 
 
-def fields_of(done: Done, spans: tuple[Span, ...]) -> dict[str, Any]:
+def fields_of(done: LLMResult, spans: tuple[Span, ...]) -> dict[str, Any]:
     """Return the fields of a TokenOutput for a complete response; ``spans`` cover the conversation so far."""
     steps = [n for *_, n in spans]
     return {
@@ -108,7 +108,7 @@ def fields_of(done: Done, spans: tuple[Span, ...]) -> dict[str, Any]:
 
 
 @dataclass(slots=True, kw_only=True)
-class Asked:
+class LLMCall:
     """An agent loop's call for the response to ``token_ids``.
 
     ``options`` (verl's sampling parameters) and ``request_id`` (for verl's load balancer) are passed on unread;
@@ -136,7 +136,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class AgentLoopResult:
     """Message that an agent loop has ended: its trajectory is stored under ``keys``; ``value`` is for the filter."""
 
     reward: float | None
@@ -148,13 +148,13 @@ class SampleGivenUp(asyncio.CancelledError):
     """Raised in an agent loop that was replaced or dropped, to end it; ``except Exception`` does not catch it."""
 
 
-LEFT = "it went on while a call of generate was unfinished"
+GIVEN_UP = "it went on while a call of generate was unfinished"
 
 
-class Session:
+class AgentLoopSession:
     """One run of a sample's agent loop; ``stored`` are the keys under which earlier runs stored trajectories."""
 
-    def __init__(self, calls: Calls, number: int, uid: str, index: int, stored: Sequence[str] = ()) -> None:
+    def __init__(self, calls: WorkerCalls, number: int, uid: str, index: int, stored: Sequence[str] = ()) -> None:
         self.number, self.uid, self.index, self.stored = number, uid, index, stored
         self.spans: tuple[Span, ...] = ()
         self.resumes = 0
@@ -164,7 +164,7 @@ class Session:
         """Keys under which this run has stored its trajectory."""
         self.given_up = False
         self._calls = calls
-        self._answer: asyncio.Future[Done | str] | None = None
+        self._answer: asyncio.Future[LLMResult | str] | None = None
         self._left = False
 
     def provenance(self, prompt: int, response: int) -> tuple[list[list[Any]], int | None, int | None]:
@@ -174,7 +174,7 @@ class Session:
         steps = [n for *_, n in kept]
         return [[s, e, f"{i}.{n}"] for s, e, i, n in kept], min(steps, default=None), max(steps, default=None)
 
-    async def generate(self, asked: Asked) -> Done:
+    async def generate(self, asked: LLMCall) -> LLMResult:
         """Send a call to the scheduler and return the complete response, however many requests it took.
 
         Raises:
@@ -182,7 +182,7 @@ class Session:
             RolloutError: another call is unfinished, or april rejects the conversation.
         """
         if self._left:
-            raise RolloutError(LEFT)
+            raise RolloutError(GIVEN_UP)
         if self._answer is not None:
             raise RolloutError(
                 f"the rollout of {self.uid} called generate twice at the same time; april continues one response per "
@@ -210,35 +210,35 @@ class Session:
     def require_complete(self) -> None:
         """Raise RolloutError if the agent loop returned while one of its calls was unfinished."""
         if self._left or self._answer is not None:
-            raise RolloutError(LEFT)
+            raise RolloutError(GIVEN_UP)
 
-    def receive(self, answer: Done | str | None) -> None:
+    def receive(self, answer: LLMResult | str | None) -> None:
         """Complete the pending call with an answer or an error's text; None means that this agent loop must give up."""
         self.given_up |= answer is None
         if self._answer is not None and not self._answer.done():
             self._answer.set_result("" if answer is None else answer)
 
 
-CURRENT: ContextVar[Session | None] = ContextVar("april_session", default=None)
+CURRENT_SESSION: ContextVar[AgentLoopSession | None] = ContextVar("april_session", default=None)
 """Session of the running agent loop; None if april did not start it, as in a validation."""
 
-Message = tuple[int, Asked | Ended | tuple[str, str]]
+Message = tuple[int, LLMCall | AgentLoopResult | tuple[str, str]]
 """Message of a session: (number of the session, its call, end, or failure as (text, kind))."""
 
 
-class Calls:
+class WorkerCalls:
     """All sessions of one worker, with their outgoing messages and incoming answers."""
 
     def __init__(self) -> None:
-        self._sessions: dict[int, Session] = {}
+        self._sessions: dict[int, AgentLoopSession] = {}
         self._messages: list[Message] = []
         self._posted = asyncio.Event()
 
     def begin(self, number: int, uid: str, index: int, stored: Sequence[str]) -> None:
         """Create a session, which :meth:`run` will run."""
-        self._sessions[number] = Session(self, number, uid, index, stored)
+        self._sessions[number] = AgentLoopSession(self, number, uid, index, stored)
 
-    def post(self, number: int, what: Asked | Ended | tuple[str, str]) -> None:
+    def post(self, number: int, what: LLMCall | AgentLoopResult | tuple[str, str]) -> None:
         """Queue a message of a session for the scheduler's process."""
         self._messages.append((number, what))
         self._posted.set()
@@ -250,7 +250,7 @@ class Calls:
         messages, self._messages = self._messages, []
         return messages
 
-    def answer(self, answers: Sequence[tuple[int, Done | str | None]]) -> None:
+    def answer(self, answers: Sequence[tuple[int, LLMResult | str | None]]) -> None:
         """Pass answers to their sessions; answers to sessions that have ended are ignored."""
         for number, answer in answers:
             if (session := self._sessions.get(number)) is not None:
@@ -259,7 +259,7 @@ class Calls:
     async def run(
         self,
         number: int,
-        agent_loop: Callable[[Session], Awaitable[None]],
+        agent_loop: Callable[[AgentLoopSession], Awaitable[None]],
         forget: Callable[[Sequence[str]], Awaitable[None]],
     ) -> None:
         """Run a session's agent loop, which stores its trajectory under ``session.keys``, and post its outcome.
@@ -267,14 +267,14 @@ class Calls:
         ``forget`` deletes stored trajectories: of earlier runs, and of this run if it fails or is given up.
         """
         session = self._sessions[number]
-        CURRENT.set(session)
-        outcome: Ended | tuple[str, str]
+        CURRENT_SESSION.set(session)
+        outcome: AgentLoopResult | tuple[str, str]
         try:
             if session.stored:
                 await forget(session.stored)
             await agent_loop(session)
             session.require_complete()
-            outcome = Ended(session.reward, session.value, tuple(session.keys))
+            outcome = AgentLoopResult(session.reward, session.value, tuple(session.keys))
         except (Exception, asyncio.CancelledError) as error:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
@@ -286,7 +286,7 @@ class Calls:
                 _failures.warn(error, "rollout %d of %s failed", *where, told=outcome[0], once=bool(outcome[1]))
         finally:
             del self._sessions[number]
-        if session.keys and (session.given_up or not isinstance(outcome, Ended)):
+        if session.keys and (session.given_up or not isinstance(outcome, AgentLoopResult)):
             await forget(session.keys)
         if not session.given_up:
             self.post(number, outcome)

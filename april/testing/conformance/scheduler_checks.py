@@ -19,7 +19,7 @@ from april.core.versions import PolicyVersion
 from april.driver.llm import LLM
 from april.engines.protocol import Chunk, Engine, EngineFinish, Int32, Request
 from april.errors import EngineError
-from april.testing.conformance.bench import Bench, check, compare, same
+from april.testing.conformance.bench import Bench, check, compare_with_wire, require_prefix
 from april.testing.conformance.subject import Broken, Figures, NotTested
 from april.testing.recording_engine import RecordingEngine
 from april.testing.same_loop import Rollouts, rollouts
@@ -38,7 +38,7 @@ def _greedy(length: int, **sampling: Any) -> Config:
     )  # fmt: skip
 
 
-class _Recorded(RecordingEngine):
+class _AlteringEngine(RecordingEngine):
     """Records the engine under test, and leaves it open when the scheduler closes it.
 
     Args:
@@ -61,13 +61,13 @@ class _Recorded(RecordingEngine):
 
     def got(self, attempt_id: str) -> Int32:
         """Return the tokens that april got for an attempt, int32 [T]."""
-        return np.concatenate([np.empty(0, np.int32), *(chunk.tokens for chunk in self.handed_over[attempt_id])])
+        return np.concatenate([np.empty(0, np.int32), *(chunk.tokens for chunk in self.yielded[attempt_id])])
 
     def alter_request(self, request: Request) -> Request:
         cut = self._cut(request)
         return request if cut is None else replace(request, sampling=request.sampling.capped(cut))
 
-    def alter(self, request: Request, chunk: Chunk) -> Chunk:
+    def alter_chunk(self, request: Request, chunk: Chunk) -> Chunk:
         cut = self._cut(request)
         short = cut is not None and cut < request.sampling.max_tokens
         return replace(
@@ -83,17 +83,17 @@ class _Recorded(RecordingEngine):
             await self.engine.abort([i for i, end in self.ends.items() if end is None])
 
 
-def _recorded(bench: Bench, **options: Any) -> _Recorded:
+def _recorded(bench: Bench, **options: Any) -> _AlteringEngine:
     """Wrap the engine so that april sees its first version, whatever updates the engine has had."""
-    return _Recorded(bench.engine, shift=bench.version.n - bench.subject.first_version.n, **options)
+    return _AlteringEngine(bench.engine, shift=bench.version.n - bench.subject.first_version.n, **options)
 
 
-async def _response(bench: Bench, config: Config, engine: _Recorded, prompt: Int32) -> tuple[Int32, FinishReason]:
+async def _response(bench: Bench, config: Config, engine: _AlteringEngine, prompt: Int32) -> tuple[Int32, FinishReason]:
     """Generate one greedy response through the scheduler."""
     async with rollouts(
         config, engines=[engine], prompts=[prompt.tolist()], tokenizer=bench.subject.tokenizer
     ) as run:  # fmt: skip
-        batch = await bench.within(run.next_batch(), "a step of one response")
+        batch = await bench.with_timeout(run.next_batch(), "a step of one response")
         ledger = run.ledger()["tokens"]
         if not ledger.balanced or ledger.observed != engine.tokens:
             raise Broken(f"the engine handed {engine.tokens} tokens over and april's ledger says {ledger}")
@@ -102,7 +102,7 @@ async def _response(bench: Bench, config: Config, engine: _Recorded, prompt: Int
 
 async def _greedy_with(bench: Bench, find: Callable[[list[int]], T | None], what: str) -> tuple[Int32, Int32, T]:
     """Return the first prompt in whose greedy response ``find`` finds something, the response, and what was found."""
-    bench.needs_greedy()
+    bench.require_greedy_repeats()
     for number in range(8):
         prompt = bench.prompt(number)
         uncut, _ = await _response(bench, _greedy(LENGTH), _recorded(bench), prompt)
@@ -127,7 +127,7 @@ async def stop_strings(bench: Bench) -> Figures:
         tokens, finish = await _response(bench, _greedy(LENGTH, stop=["never said", stop]), engine, prompt)
         if len(tokens) != end or finish is not FinishReason.STOP:
             raise Broken(f"cut after {cut} tokens, it ended with {finish} after {len(tokens)} tokens, not {end}")
-        same(tokens, uncut, f"the response cut after {cut} tokens")
+        require_prefix(tokens, uncut, f"the response cut after {cut} tokens")
         if any(r.sampling.stop for r in engine.requests.values()):
             raise Broken("the engine was given a stop string")
     return {"cuts": len(cuts), "honoured": len(cuts), "tokens in the string": end - begin}
@@ -201,7 +201,7 @@ async def thousand_aborts(bench: Bench) -> Figures:
         config, engines=[engine], prompts=_endless(bench), rollout=rollout, check=False
     ) as run:  # fmt: skip
         while engine.aborted < subject.aborts:
-            batch = await bench.within(run.next_batch(), "a step")
+            batch = await bench.with_timeout(run.next_batch(), "a step")
             given += _exact(batch, [engine])
             updates += 1
             await _update(bench, run, engine, from_disk)
@@ -222,26 +222,26 @@ async def thousand_aborts(bench: Bench) -> Figures:
         "tokens handed over": engine.tokens, "delivered": given,
     }  # fmt: skip
     if subject.wire is not None:
-        figures |= compare(subject.wire, held, engine.capabilities.abort_means)
+        figures |= compare_with_wire(subject.wire, held, engine.capabilities.abort_means)
     if subject.made is not None and before is not None:
-        await bench.idle()
+        await bench.wait_until_idle()
         sent = figures.get("seen on the wire", figures["tokens handed over"])
         figures["made and never sent"] = int(await subject.made() - before) - int(sent)
     return figures
 
 
-async def _update(bench: Bench, run: Rollouts, engine: _Recorded, from_disk: bool) -> None:
+async def _update(bench: Bench, run: Rollouts, engine: _AlteringEngine, from_disk: bool) -> None:
     """Load the other one of the two sets of weights as the next version, and note it for the bench to restore."""
     now, other = bench.subject.now, bench.subject.other
     weights = other if from_disk and other is not None and bench.weights is now else now
     if from_disk:
         bench.weights = weights
     update = run.weight_update(weights.path) if from_disk else run.weight_update(transfer=lambda: None)
-    await bench.within(update, "a weight update")
+    await bench.with_timeout(update, "a weight update")
     bench.version = PolicyVersion(bench.version.incarnation, bench.version.n + 1)
 
 
-def _exact(batch: Batch, engines: Sequence[_Recorded]) -> int:
+def _exact(batch: Batch, engines: Sequence[_AlteringEngine]) -> int:
     """Check that each delivered response is the concatenation of its attempts; return the number of tokens."""
     attempts: dict[tuple[int, int] | None, list[tuple[int, Int32]]] = {}
     for engine in engines:
@@ -266,7 +266,7 @@ async def failover(bench: Bench, death: Callable[[], Awaitable[None]]) -> Figure
     """Run a step on two engines, the first of which dies midway; all responses must finish on the other one."""
     subject = bench.subject
     assert subject.second is not None
-    engines = [_recorded(bench), _Recorded(await subject.second())]
+    engines = [_recorded(bench), _AlteringEngine(await subject.second())]
     first, second = engines
     config = Config(
         rollout_batch_size=KILL_GROUPS, n_samples_per_prompt=SAMPLES, max_response_len=subject.long_tokens,
@@ -280,10 +280,10 @@ async def failover(bench: Bench, death: Callable[[], Awaitable[None]]) -> Figure
     async with rollouts(config, engines=engines, prompts=prompts, rollout=rollout, check=False) as run:
         step = asyncio.get_running_loop().create_task(run.next_batch())
         try:
-            await bench.until(lambda: step.done() or len(first.requests) >= KILL_GROUPS, "no request had begun")
+            await bench.wait_until(lambda: step.done() or len(first.requests) >= KILL_GROUPS, "no request had begun")
             await death()
             at_death = {i: len(first.got(i)) for i, end in first.ends.items() if end is None}
-            batch = await bench.within(_result(step), "the step in which a server died")
+            batch = await bench.with_timeout(_result(step), "the step in which a server died")
             ledger = run.ledger()["tokens"]
         finally:
             step.cancel()

@@ -32,7 +32,7 @@ def is_ours(name: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedAdapter:
     """Name of an adapter at the server, and the directory that it was loaded from."""
 
     name: str
@@ -40,7 +40,7 @@ class Loaded:
 
 
 async def unload_adapter(
-    client: HttpClient, route: str, adapter: Loaded, is_gone: Callable[[Reply], Awaitable[bool]]
+    client: HttpClient, route: str, adapter: LoadedAdapter, is_gone: Callable[[Reply], Awaitable[bool]]
 ) -> bool:
     """Unload an adapter; if it may still be there by the answer, log a warning and return False."""
     try:
@@ -54,7 +54,7 @@ async def unload_adapter(
     return False
 
 
-class OwnAdapters:
+class LoadedAdapters:
     """Tracks the adapters that one engine has loaded into its server, and the version of the model below them.
 
     Args:
@@ -64,22 +64,22 @@ class OwnAdapters:
     def __init__(self, labels: WeightLabels) -> None:
         self._labels = labels
         self._numbers = itertools.count(1)
-        self._others: dict[str, Loaded] = {}
+        self._others: dict[str, LoadedAdapter] = {}
         """Adapters other than the present one that the server has, or may have; indexed by name."""
-        self._sent: dict[str, Loaded] = {}
+        self._sent: dict[str, LoadedAdapter] = {}
         """Adapter that each request was sent with, indexed by attempt id."""
-        self.present: Loaded | None = None
+        self.present: LoadedAdapter | None = None
         """Adapter of the present version; None means the model or adapter that the server was started with."""
         self.base = FIRST_VERSION
         """Version of the whole weights below all adapters."""
 
-    def fresh(self, version: PolicyVersion, path: str) -> Loaded:
-        """Return a new adapter with an unused name, to be loaded. Until :meth:`take` the server may have it or not."""
-        made = Loaded(f"april-{self._labels.of(version)}.{next(self._numbers)}", path)
+    def new_adapter(self, version: PolicyVersion, path: str) -> LoadedAdapter:
+        """Return a new adapter with an unused name. Until :meth:`set_present`, the server may have loaded it or not."""
+        made = LoadedAdapter(f"april-{self._labels.of(version)}.{next(self._numbers)}", path)
         self._others[made.name] = made
         return made
 
-    def take(self, adapter: Loaded | None, version: PolicyVersion) -> None:
+    def set_present(self, adapter: LoadedAdapter | None, version: PolicyVersion) -> None:
         """Record what ``version`` consists of: an adapter, or (None) whole weights of the server's model."""
         if self.present is not None:
             self._others[self.present.name] = self.present
@@ -89,30 +89,30 @@ class OwnAdapters:
         else:
             del self._others[adapter.name]
 
-    def send(self, attempt_id: str) -> str | None:
+    def note_request(self, attempt_id: str) -> str | None:
         """Record a request as sent, and return its adapter name; None means the server's own model."""
         if self.present is None:
             return None
         self._sent[attempt_id] = self.present
         return self.present.name
 
-    def idle(self, inside: Collection[str]) -> list[Loaded]:
+    def unused(self, inside: Collection[str]) -> list[LoadedAdapter]:
         """Return the adapters that neither the present version nor any attempt in ``inside`` (not yet ended) uses."""
         self._sent = {attempt: adapter for attempt, adapter in self._sent.items() if attempt in inside}
         used = {adapter.name for adapter in self._sent.values()}
         return [adapter for adapter in self._others.values() if adapter.name not in used]
 
-    def all(self) -> list[Loaded]:
+    def all(self) -> list[LoadedAdapter]:
         """Return all adapters that the server may have."""
         return [*self._others.values(), *(() if self.present is None else (self.present,))]
 
-    def gone(self, adapter: Loaded) -> None:
+    def note_unloaded(self, adapter: LoadedAdapter) -> None:
         """Record that the server no longer has the adapter."""
         self._others.pop(adapter.name, None)
 
     def paths(self, inside: Collection[str]) -> frozenset[str]:
         """Return the directories that the server may have to read again."""
-        unused = {adapter.name for adapter in self.idle(inside)}
+        unused = {adapter.name for adapter in self.unused(inside)}
         kept = [a.path for a in self._others.values() if a.name not in unused]
         return frozenset([*kept, *(() if self.present is None else (self.present.path,))])
 

@@ -8,19 +8,19 @@ from typing import Any
 import numpy as np
 
 from april.agents.chat import NOT_READ, Message, RequestError, has_images
-from april.concurrency.worker_threads import in_thread
+from april.concurrency.worker_threads import run_in_thread
 from april.core.attachments import Placed
 from april.core.tape import Int32
 from april.core.types import Prompt
 from april.errors import ConfigError
-from april.images.chats import is_image, of_part
-from april.images.placing import Images
-from april.images.reading import Picture, Reader
+from april.images.chat_images import image_of_part, is_image
+from april.images.image_placer import ImagePlacer
+from april.images.image_reader import ImageReader, Picture
 
-ASKED = "the request"
+REQUEST = "the request"
 
 
-class Sight:
+class MessageImages:
     """Reads the images of one sample's messages.
 
     Args:
@@ -29,7 +29,7 @@ class Sight:
         prompt: prompt of the sample; parts ``{"type": "image"}`` without content stand for its images, in order.
     """
 
-    def __init__(self, images: Images, reader: Reader, prompt: Prompt) -> None:
+    def __init__(self, images: ImagePlacer, reader: ImageReader, prompt: Prompt) -> None:
         self._images = images
         self._reader = reader
         self._prompt = prompt
@@ -38,29 +38,30 @@ class Sight:
         """Return the messages, in which each image part now has its ``picture``; raises RequestError."""
         if not any(has_images(message.get("content")) for message in messages):
             return messages
-        return await in_thread(self._read, messages)
+        return await run_in_thread(self._read, messages)
 
     def _read(self, messages: Sequence[Message]) -> list[Message]:
-        own = iter(self._images.of_prompt(self._prompt.token_ids, self._prompt.attached))
+        prompt_pictures = iter(self._images.prompt_pictures(self._prompt.token_ids, self._prompt.attached))
         parts = [part for message in messages for part in _images_in(message)]
         try:
-            self._reader.check_count(len(parts), ASKED)
-            pictures = iter([self._picture(part, own, f"{ASKED}, image {i}") for i, part in enumerate(parts, 1)])
+            self._reader.check_count(len(parts), REQUEST)
+            read = [self._read_part(part, prompt_pictures, f"{REQUEST}, image {i}") for i, part in enumerate(parts, 1)]
+            pictures = iter(read)
         except ConfigError as error:
             raise RequestError(str(error)) from error
         return [_with_pictures(message, pictures) for message in messages]
 
-    def _picture(self, part: Message, own: Iterator[Picture], where: str) -> Picture:
-        item = of_part(part, where)
-        return _own(own, where) if item is None else self._reader.read(item, where)
+    def _read_part(self, part: Message, prompt_pictures: Iterator[Picture], where: str) -> Picture:
+        item = image_of_part(part, where)
+        return _next_prompt_picture(prompt_pictures, where) if item is None else self._reader.read(item, where)
 
     def place(
-        self, token_ids: Sequence[int], have: int, attached: Sequence[Placed], new: Sequence[Message]
+        self, token_ids: Sequence[int], placed_tokens: int, attached: Sequence[Placed], new_messages: Sequence[Message]
     ) -> tuple[Int32, tuple[Placed, ...]]:
-        """Return the tokens and everything attached to them; images of ``new`` go behind the first ``have`` tokens."""
-        pictures = [part["picture"] for message in new for part in _images_in(message)]
+        """Return all tokens and attachments; images of ``new_messages`` go after the first ``placed_tokens`` tokens."""
+        pictures = [part["picture"] for message in new_messages for part in _images_in(message)]
         try:
-            return self._images.place_behind(np.array(token_ids, np.int32), have, attached, pictures, ASKED)
+            return self._images.place_after(np.array(token_ids, np.int32), placed_tokens, attached, pictures, REQUEST)
         except ConfigError as error:
             raise RequestError(str(error)) from error
 
@@ -70,8 +71,8 @@ def _images_in(message: Message) -> list[dict[str, Any]]:
     return [part for part in content if is_image(part)] if has_images(content) else []
 
 
-def _own(own: Any, where: str) -> Picture:
-    picture: Picture | None = next(own, None)
+def _next_prompt_picture(prompt_pictures: Any, where: str) -> Picture:
+    picture: Picture | None = next(prompt_pictures, None)
     if picture is None:
         raise ConfigError(f"{where} has no content, and the prompt has no further image that it could stand for")
     return picture

@@ -15,39 +15,40 @@ from numpy.typing import NDArray
 
 from april.core.attachments import Attachment, Placed
 
-KINDS = ("image", "video", "audio")
-ELSEWHERE = "with the trainer"
+MEDIA_KINDS = ("image", "video", "audio")
+WITH_TRAINER = "with the trainer"
 """Placeholder for the path of an attachment that only the trainer has."""
 
 
 def placed_media(
-    token_ids: Sequence[int] | NDArray[Any], media: Mapping[str, Sequence[Any] | None], stands: Mapping[str, int]
-) -> tuple[Placed, ...]:
+    token_ids: Sequence[int] | NDArray[Any], media: Mapping[str, Sequence[Any] | None],
+    placeholder_ids: Mapping[str, int],
+) -> tuple[Placed, ...]:  # fmt: skip
     """Return the media of a conversation as attachments, each at the run of placeholder tokens that stands for it.
 
     Args:
         token_ids: Tokens of the conversation, with as many placeholder tokens for each item as the model reads.
         media: Items by kind, in order.
-        stands: Ids of the placeholder tokens by kind.
+        placeholder_ids: Ids of the placeholder tokens by kind.
 
     A kind is left out if its numbers of runs and items differ, or if an item has no bytes to hash.
     """
     placed: list[Placed] = []
     for kind, items in media.items():
-        if not items or (stand := stands.get(kind)) is None:
+        if not items or (placeholder_id := placeholder_ids.get(kind)) is None:
             continue
-        runs = runs_of(np.asarray(token_ids), stand)
+        runs = runs_of(np.asarray(token_ids), placeholder_id)
         digests = [digest_of(item) for item in items]
         if len(runs) == len(items) and None not in digests:
             for (at, end), digest in zip(runs, digests, strict=True):
                 assert digest is not None
-                placed.append(Placed(Attachment(kind, digest, 0, path=ELSEWHERE), at, end - at, (stand,)))
+                placed.append(Placed(Attachment(kind, digest, 0, path=WITH_TRAINER), at, end - at, (placeholder_id,)))
     return tuple(sorted(placed, key=lambda p: p.at))
 
 
-def runs_of(token_ids: NDArray[Any], stand: int) -> list[tuple[int, int]]:
-    """Return [start, end) of each run of the id ``stand``."""
-    there = np.concatenate(([0], token_ids == stand, [0])).astype(np.int8)
+def runs_of(token_ids: NDArray[Any], placeholder_id: int) -> list[tuple[int, int]]:
+    """Return [start, end) of each run of the placeholder id."""
+    there = np.concatenate(([0], token_ids == placeholder_id, [0])).astype(np.int8)
     edges = np.flatnonzero(np.diff(there))
     return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
 
@@ -55,10 +56,10 @@ def runs_of(token_ids: NDArray[Any], stand: int) -> list[tuple[int, int]]:
 def digest_of(item: Any) -> str | None:
     """Return the hex SHA-256 of an image, array, text, bytes, or a list or mapping of them; None for other objects."""
     found = hashlib.sha256()
-    return found.hexdigest() if _add(found, item) else None
+    return found.hexdigest() if _add_to_hash(found, item) else None
 
 
-def _add(found: Any, item: Any) -> bool:
+def _add_to_hash(found: Any, item: Any) -> bool:
     if hasattr(item, "tobytes") and hasattr(item, "getbands"):  # a PIL.Image, without importing it
         found.update(f"{item.mode} {item.size}".encode())
         found.update(item.tobytes())
@@ -67,9 +68,9 @@ def _add(found: Any, item: Any) -> bool:
         found.update(item)
         return True
     if isinstance(item, Mapping):
-        return all(_add(found, part) for pair in item.items() for part in pair)
+        return all(_add_to_hash(found, part) for pair in item.items() for part in pair)
     if isinstance(item, (list, tuple)):
-        return all(_add(found, part) for part in item)
+        return all(_add_to_hash(found, part) for part in item)
     if item is None or isinstance(item, (str, int, float)):
         found.update(repr(item).encode())
         return True

@@ -15,11 +15,11 @@ from april.errors import RolloutError, UsageError
 from april.text.server_text import clean
 
 if TYPE_CHECKING:
-    from april.agents.endpoint import Opened
+    from april.agents.endpoint import ServedSession
 
-MOST_OUTPUT = 1 << 20
+MAX_OUTPUT_BYTES = 1 << 20
 """Bytes that are kept from the end of each output stream of a program."""
-PATIENCE_S = 5.0
+TERMINATE_S = 5.0
 """Seconds that a program has to end after SIGTERM, before SIGKILL."""
 
 
@@ -56,21 +56,21 @@ def program(
     Raises UsageError for a command that is not a list of strings.
     """
     if not callable(command):
-        command = _words(command)
+        command = _checked_command(command)
 
     async def rollout(prompt: Prompt, llm: LLM) -> ProgramResult:
-        words = _words(command(prompt)) if callable(command) else command
-        door = cast("Opened", llm.endpoint())
+        words = _checked_command(command(prompt)) if callable(command) else command
+        door = cast("ServedSession", llm.endpoint())
         url, key = door.url, door.key
         variables = {
             **os.environ, **(env or {}), "OPENAI_BASE_URL": url, "OPENAI_API_KEY": key,
             "ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key,
         }  # fmt: skip
-        running = _Running()
+        process = _ProgramProcess()
         pipe = asyncio.subprocess.PIPE
         try:
             transport, _ = await asyncio.get_running_loop().subprocess_exec(
-                lambda: running, *words, cwd=cwd(prompt) if callable(cwd) else cwd, env=variables,
+                lambda: process, *words, cwd=cwd(prompt) if callable(cwd) else cwd, env=variables,
                 start_new_session=True, stdin=asyncio.subprocess.DEVNULL if stdin is None else pipe, stdout=pipe,
                 stderr=pipe,
             )  # fmt: skip
@@ -81,31 +81,31 @@ def program(
                 reads: Any = transport.get_pipe_transport(0)
                 reads.write(stdin(prompt).encode())
                 reads.write_eof()
-            await asyncio.shield(running.exited)
+            await asyncio.shield(process.exited)
         finally:
-            await asyncio.shield(_end(transport, running))
+            await asyncio.shield(_terminate(transport, process))
         code = transport.get_returncode()
         assert code is not None
-        result = ProgramResult(code, *(kept.decode(errors="replace") for kept in running.kept.values()))
-        if not door.accepted:
-            raise RolloutError(_asked_nothing(words[0], result, door.refused))
+        result = ProgramResult(code, *(kept.decode(errors="replace") for kept in process.output_tails.values()))
+        if not door.has_accepted_requests:
+            raise RolloutError(_no_request_message(words[0], result, door.last_refusal))
         return result
 
     rollout.__qualname__ = f"program {command[0] if not callable(command) else command.__qualname__}"
     return rollout
 
 
-def _asked_nothing(name: str, result: ProgramResult, refused: str) -> str:
+def _no_request_message(name: str, result: ProgramResult, last_refusal: str) -> str:
     """Say why a program may have ended without a request that april accepted."""
     last = [line for line in (result.stderr.strip() or result.stdout.strip()).splitlines() if line.strip()][-3:]
     return (
         f"{name} ended with exit code {result.returncode} and without a request that april accepted"
-        + (f"; april refused its last one: {refused}" if refused else "")
+        + (f"; april refused its last one: {last_refusal}" if last_refusal else "")
         + (f"; it wrote last: {clean(' | '.join(last), 400)}" if last else "")
     )
 
 
-def _words(command: Any) -> list[str]:
+def _checked_command(command: Any) -> list[str]:
     listed = isinstance(command, Sequence) and not isinstance(command, str)
     words = [os.fspath(word) for word in command] if listed else []
     if not words or not all(isinstance(word, str) for word in words):
@@ -113,19 +113,19 @@ def _words(command: Any) -> list[str]:
     return words
 
 
-class _Running(asyncio.SubprocessProtocol):
+class _ProgramProcess(asyncio.SubprocessProtocol):
     """A running program. Processes that it has started may hold its streams open after it has exited itself."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[None] = loop.create_future()
         self.closed: asyncio.Future[None] = loop.create_future()
-        self.kept = {1: bytearray(), 2: bytearray()}
+        self.output_tails = {1: bytearray(), 2: bytearray()}
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         """Keep the end of the output."""
-        self.kept[fd] += data
-        del self.kept[fd][:-MOST_OUTPUT]
+        self.output_tails[fd] += data
+        del self.output_tails[fd][:-MAX_OUTPUT_BYTES]
 
     def process_exited(self) -> None:
         """Note that the program itself has exited."""
@@ -136,12 +136,12 @@ class _Running(asyncio.SubprocessProtocol):
         self.closed.set_result(None)
 
 
-async def _end(transport: asyncio.SubprocessTransport, running: _Running) -> None:
+async def _terminate(transport: asyncio.SubprocessTransport, process: _ProgramProcess) -> None:
     """End the program and the processes that it has started."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(transport.get_pid(), number)
-        await asyncio.wait([running.closed], timeout=PATIENCE_S)
+        await asyncio.wait([process.closed], timeout=TERMINATE_S)
     transport.close()
 
 

@@ -19,47 +19,47 @@ from april.core.attachments import Attachment
 from april.core.batch import DeliveredSample
 from april.core.types import GenerateCall, Group, Sample
 
-NAMES = frozenset(
+NAME_FIELDS = frozenset(
     {
         "attachments", "attempt_id", "attempt_ids", "content", "contents", "engine", "engines", "extras", "id",
         "logprob_kind", "name", "names",
     }
 )  # fmt: skip
 """Fields whose text is kept: names of attempts, engines and kinds, and hashes made by april."""
-LEFT_OUT = frozenset({"data", "end_ids", "eos_token_ids", "metrics", "stop", "stop_token_ids", "tape"})
+OMITTED_FIELDS = frozenset({"data", "end_ids", "eos_token_ids", "metrics", "stop", "stop_token_ids", "tape"})
 """Fields that are left out: they hold user data or token ids, or can be derived from other fields."""
-LEFT_OUT_TEXT = "(left out)"
-_WHAT_RAISED = re.compile(r"(?:^|: )([A-Za-z_]\w{0,60}(?:Error|Exception|Timeout|Interrupt|Exit))(?=: |$)")
+OMITTED_TEXT = "(left out)"
+_EXCEPTION_NAME = re.compile(r"(?:^|: )([A-Za-z_]\w{0,60}(?:Error|Exception|Timeout|Interrupt|Exit))(?=: |$)")
 
-_AS_IT_IS = (int, float, bool, type(None))
+_PLAIN_TYPES = (int, float, bool, type(None))
 
 T = TypeVar("T")
-Text = Callable[[str], str]
-Form = Callable[[Any, Text, bool], Any]
+ConvertText = Callable[[str], str]
+Converter = Callable[[Any, ConvertText, bool], Any]
 
 
-def no_text(text: str) -> str:
-    """Return :data:`LEFT_OUT_TEXT` in place of a text; an empty text stays empty."""
-    return LEFT_OUT_TEXT if text else ""
+def omit_text(text: str) -> str:
+    """Return :data:`OMITTED_TEXT` in place of a text; an empty text stays empty."""
+    return OMITTED_TEXT if text else ""
 
 
-def what_raised(text: str) -> str:
-    """Return the exception's name in an error message, or :data:`LEFT_OUT_TEXT` if there is none."""
-    found = _WHAT_RAISED.search(text)
-    return found[1] if found else LEFT_OUT_TEXT if text else ""
+def exception_name(text: str) -> str:
+    """Return the exception's name in an error message, or :data:`OMITTED_TEXT` if there is none."""
+    found = _EXCEPTION_NAME.search(text)
+    return found[1] if found else OMITTED_TEXT if text else ""
 
 
-def plain(value: Any, of: Text = no_text, *, named: bool = False) -> Any:
+def to_plain(value: Any, convert_text: ConvertText = omit_text, *, is_name: bool = False) -> Any:
     """Convert a value to plain JSON values: arrays become lengths (masks: sums), samples and groups their ids.
 
-    ``of`` is applied to text unless ``named`` says that it is a name. Raises TypeError for an unknown type.
+    ``convert_text`` is applied to text unless ``is_name`` is true. Raises TypeError for an unknown type.
     """
-    return _FORMS[type(value)](value, of, named)
+    return _CONVERTERS[type(value)](value, convert_text, is_name)
 
 
-def _form(kind: type) -> Form:
+def _converter(kind: type) -> Converter:
     """Return the function that converts values of this type."""
-    if kind in _AS_IT_IS:
+    if kind in _PLAIN_TYPES:
         return lambda value, of, named: value
     if issubclass(kind, Enum):
         return lambda value, of, named: value.value
@@ -74,7 +74,7 @@ def _form(kind: type) -> Form:
     if issubclass(kind, np.generic):
         return lambda value, of, named: value.item()
     if issubclass(kind, Mapping):
-        return lambda value, of, named: {str(key): plain(item, of, named=named) for key, item in value.items()}
+        return lambda value, of, named: {str(key): to_plain(item, of, is_name=named) for key, item in value.items()}
     if issubclass(kind, Attachment):
         return lambda value, of, named: {
             "kind": value.kind if value.kind.isidentifier() else of(value.kind),
@@ -83,44 +83,44 @@ def _form(kind: type) -> Form:
         }
     if is_dataclass(kind) or issubclass(kind, msgspec.Struct):
         all_of_them = fields(kind) if is_dataclass(kind) else msgspec.structs.fields(kind)
-        left_out = LEFT_OUT | {"extras"} if issubclass(kind, DeliveredSample) else LEFT_OUT
-        parts = [(f.name, f.default, f.name in NAMES) for f in all_of_them if f.name not in left_out]
-        return lambda value, of, named: _parts(value, of, parts)
+        left_out = OMITTED_FIELDS | {"extras"} if issubclass(kind, DeliveredSample) else OMITTED_FIELDS
+        parts = [(f.name, f.default, f.name in NAME_FIELDS) for f in all_of_them if f.name not in left_out]
+        return lambda value, of, named: _plain_fields(value, of, parts)
     if names := getattr(kind, "_fields", None):
-        are_names = [name in NAMES for name in names]
-        return lambda value, of, named: [_FORMS[type(v)](v, of, n) for v, n in zip(value, are_names, strict=True)]
+        are_names = [name in NAME_FIELDS for name in names]
+        return lambda value, of, named: [_CONVERTERS[type(v)](v, of, n) for v, n in zip(value, are_names, strict=True)]
     if issubclass(kind, (list, tuple)):
-        return lambda value, of, named: [_FORMS[type(item)](item, of, named) for item in value]
+        return lambda value, of, named: [_CONVERTERS[type(item)](item, of, named) for item in value]
     raise TypeError(f"a {kind.__name__} has no plain form")
 
 
-class _Forms(dict[type, Form]):
+class _Converters(dict[type, Converter]):
     """Conversion functions by type, each created when first needed."""
 
-    def __missing__(self, kind: type) -> Form:
-        self[kind] = form = _form(kind)
+    def __missing__(self, kind: type) -> Converter:
+        self[kind] = form = _converter(kind)
         return form
 
 
-_FORMS = _Forms()
+_CONVERTERS = _Converters()
 
 
-def _parts(value: Any, of: Text, parts: list[tuple[str, Any, bool]]) -> dict[str, Any]:
+def _plain_fields(value: Any, convert_text: ConvertText, fields: list[tuple[str, Any, bool]]) -> dict[str, Any]:
     """Convert the fields of a value that differ from their defaults."""
     out = {}
-    for name, default, is_name in parts:
+    for name, default, is_name in fields:
         part = getattr(value, name)
         kind = type(part)
-        if kind in _AS_IT_IS:
+        if kind in _PLAIN_TYPES:
             if part != default:
                 out[name] = part
         elif part is not default:
-            out[name] = _FORMS[kind](part, of, is_name)
+            out[name] = _CONVERTERS[kind](part, convert_text, is_name)
     return out
 
 
-def back(parts: Any, kind: type[T]) -> T:
-    """Undo :func:`plain`. Arrays come back with the right length: all 0, or 1 from index ``differs_at`` on.
+def from_plain(parts: Any, kind: type[T]) -> T:
+    """Undo :func:`to_plain`. Arrays come back with the right length: all 0, or 1 from index ``differs_at`` on.
 
     Raises:
         ValueError: the parts do not describe a value of this type.
@@ -128,46 +128,46 @@ def back(parts: Any, kind: type[T]) -> T:
     return msgspec.convert(parts, kind, dec_hook=_array)
 
 
-def bare(state: Any) -> Any:
+def without_content(state: Any) -> Any:
     """Return a copy of a snapshot without prompts, tokens, user data, and contents of attachments and extras."""
     if isinstance(state, bytes):
         return {"length": len(state) // 4}
     if isinstance(state, Mapping):
-        return {key: _bare_of(key, item) for key, item in state.items()}
-    return [bare(item) for item in state] if isinstance(state, (list, tuple)) else state
+        return {key: _item_without_content(key, item) for key, item in state.items()}
+    return [without_content(item) for item in state] if isinstance(state, (list, tuple)) else state
 
 
-def _bare_of(key: str, item: Any) -> Any:
+def _item_without_content(key: str, item: Any) -> Any:
     if key in ("data", "unchecked"):
         return None
     if key == "attachments" and isinstance(item, Mapping):
         return {digest: [saved["kind"], saved["size"]] for digest, saved in item.items()}
     if key == "extras" and isinstance(item, Mapping):
         return {name: shape[0] for name, (_, shape, _) in item.items()}
-    return bare(item)
+    return without_content(item)
 
 
-def filled(state: Any) -> Any:
-    """Undo :func:`bare`: return a snapshot with zeros as tokens and log-probabilities and extras without columns."""
+def with_blank_content(state: Any) -> Any:
+    """Undo :func:`without_content`: return a snapshot with zeros as tokens and log-probabilities, and empty extras."""
     if isinstance(state, dict):
         if state.keys() == {"length"}:
             return bytes(4 * state["length"])
-        return {key: _filled_of(key, item) for key, item in state.items()}
-    return [filled(item) for item in state] if isinstance(state, list) else state
+        return {key: _item_with_blank_content(key, item) for key, item in state.items()}
+    return [with_blank_content(item) for item in state] if isinstance(state, list) else state
 
 
-def _filled_of(key: str, item: Any) -> Any:
+def _item_with_blank_content(key: str, item: Any) -> Any:
     if key == "data":
         return {}
     if key == "attachments" and isinstance(item, dict):
-        saved = {"data": None, "path": LEFT_OUT_TEXT}
+        saved = {"data": None, "path": OMITTED_TEXT}
         return {digest: {"kind": kind, "size": size, **saved} for digest, (kind, size) in item.items()}
     if key == "extras" and isinstance(item, dict):
         return {name: ["|u1", [rows, 0], b""] for name, rows in item.items()}
-    return filled(item)
+    return with_blank_content(item)
 
 
-def no_numbers(names: Iterable[str], rows: int) -> dict[str, Any]:
+def blank_extras(names: Iterable[str], rows: int) -> dict[str, Any]:
     """Return arrays [rows, 0] for the named extras: a replay knows their number of rows, but no values."""
     return {name: np.zeros((rows, 0), np.uint8) for name in names}
 

@@ -19,20 +19,20 @@ from april.config.images import ImagesConfig
 from april.core.attachments import Attachment, Placed
 from april.engines.attachments import attachment_bytes
 from april.errors import ConfigError
-from april.images.borders import Borders
-from april.images.chats import some
-from april.images.reading import IMAGE, Picture, Reader
+from april.images.chat_images import counted
+from april.images.image_reader import IMAGE, ImageReader, Picture
+from april.images.image_text import ImageTextCodec
 from april.text.install_command import require
 from april.text.server_text import clean
 
 Int32 = NDArray[np.int32]
-_TRIED = ((56, 84), (200, 140))
+_TRIAL_SIZES = ((56, 84), (200, 140))
 """(height, width) of the images with which a processor is checked."""
-_MOST_KNOWN = 4096
+_MAX_CACHED_SIZES = 4096
 """Number of image sizes for which the replacement tokens are cached."""
 
 
-def loaded(processor: Any) -> Any:
+def load_processor(processor: Any) -> Any:
     """Return the processor, which is loaded if its path or name is given; raises ConfigError if that fails."""
     if not isinstance(processor, (str, os.PathLike)):
         return processor
@@ -46,7 +46,7 @@ def loaded(processor: Any) -> Any:
         raise ConfigError(f"processor: it cannot be loaded: {clean(error)}") from error
 
 
-class Images:
+class ImagePlacer:
     """Reads the images of prompts and replaces their placeholders with tokens, as the model's processor does.
 
     Args:
@@ -59,8 +59,8 @@ class Images:
 
     def __init__(self, processor: Any, limits: ImagesConfig | None = None) -> None:
         self.limits = ImagesConfig() if limits is None else limits
-        self.reader = Reader(self.limits)
-        self.processor = processor = loaded(processor)
+        self.reader = ImageReader(self.limits)
+        self.processor = processor = load_processor(processor)
         self.name = type(processor).__name__
         self.tokenizer: Any = getattr(processor, "tokenizer", None)
         """The processor's tokenizer."""
@@ -73,16 +73,16 @@ class Images:
                 "transformers.AutoProcessor.from_pretrained(...)"
             )
         self._placeholder = str(processor.image_token)
-        self._id = self._id_of(self._placeholder)
-        self.banned_ids = tuple(sorted({self._id, *self._ids_of_media()}))
+        self._placeholder_id = self._id_of(self._placeholder)
+        self.banned_ids = tuple(sorted({self._placeholder_id, *self._media_ids()}))
         """Ids that stand for media instead of text, and must never be generated."""
-        self._special = frozenset((*self.banned_ids, *_special_ids(self.tokenizer)))
-        self._borders: Borders | None = None
+        self._special_ids = frozenset((*self.banned_ids, *_unmergeable_ids(self.tokenizer)))
+        self._text_codec: ImageTextCodec | None = None
         """Set if the processor writes text around an image."""
-        self._counts = False
-        self._sizes: dict[tuple[int, int], Int32] = {}
+        self._counts_tokens = False
+        self._replacements_by_size: dict[tuple[int, int], Int32] = {}
         self._lock = threading.RLock()
-        self._try()
+        self._check_processor()
 
     def _id_of(self, token: str) -> int:
         found = self.tokenizer.convert_tokens_to_ids(token)
@@ -90,25 +90,26 @@ class Images:
             raise ConfigError(f"processor: the tokenizer of {self.name} does not know its placeholder {clean(token)}")
         return found
 
-    def _ids_of_media(self) -> Iterator[int]:
+    def _media_ids(self) -> Iterator[int]:
         for medium in ("image", "video", "audio"):
             ids = getattr(self.processor, f"{medium}_token_ids", None) or ()
             for found in (getattr(self.processor, f"{medium}_token_id", None), *ids):
                 if isinstance(found, int):
                     yield found
 
-    def _try(self) -> None:
+    def _check_processor(self) -> None:
         """Place two images and compare with the processor's own tokens; raises ConfigError if they differ."""
         mark = self._placeholder
-        pictures = [Picture(Attachment.of(IMAGE, b""), *size) for size in _TRIED]
-        alone = [self._by_processor(mark, [size]) for size in _TRIED]
-        runs = all((ids == self._id).all() for ids in alone)
-        if not self._special.issuperset(int(ids[i]) for ids in alone for i in (0, -1)):
-            self._borders = Borders(lambda text: self.encode(text).tolist(), self._decode, self._special)
-        self._counts = runs and [self._count(*size) for size in _TRIED] == [len(ids) for ids in alone]
-        texts = [f"a{mark}b{mark}c", self._chat_of_two()]
+        pictures = [Picture(Attachment.of(IMAGE, b""), *size) for size in _TRIAL_SIZES]
+        alone = [self._processor_tokens(mark, [size]) for size in _TRIAL_SIZES]
+        runs = all((ids == self._placeholder_id).all() for ids in alone)
+        if not self._special_ids.issuperset(int(ids[i]) for ids in alone for i in (0, -1)):
+            self._text_codec = ImageTextCodec(lambda text: self.encode(text).tolist(), self._decode, self._special_ids)
+        lengths = [len(ids) for ids in alone]
+        self._counts_tokens = runs and [self._token_count(*size) for size in _TRIAL_SIZES] == lengths
+        texts = [f"a{mark}b{mark}c", self._trial_chat()]
         for text in filter(None, texts):
-            theirs = self._by_processor(text, _TRIED)
+            theirs = self._processor_tokens(text, _TRIAL_SIZES)
             ours, _ = self.place(self.encode(text), pictures, "a prompt")
             if not np.array_equal(ours, theirs):
                 raise ConfigError(
@@ -117,30 +118,30 @@ class Images:
                     f"{clean(mark)}; this model's images cannot be used"
                 )
 
-    def _chat_of_two(self) -> str:
+    def _trial_chat(self) -> str:
         content = [{"type": IMAGE}, {"type": "text", "text": "a"}, {"type": IMAGE}]
         try:
             text = self.text([{"role": "user", "content": content}], None)
         except Exception:  # no template, or one for other messages: there are no chats then
             return ""
-        return text if text.count(self._placeholder) == len(_TRIED) else ""
+        return text if text.count(self._placeholder) == len(_TRIAL_SIZES) else ""
 
-    def _by_processor(self, text: str, sizes: Sequence[tuple[int, int]]) -> Int32:
+    def _processor_tokens(self, text: str, sizes: Sequence[tuple[int, int]]) -> Int32:
         from PIL import Image
 
         blank = [Image.new("RGB", (width, height)) for height, width in sizes]
         try:
-            made = self.processor(text=[text], images=blank, add_special_tokens=False)
-            return np.array(made["input_ids"][0], np.int32)
+            output = self.processor(text=[text], images=blank, add_special_tokens=False)
+            return np.array(output["input_ids"][0], np.int32)
         except Exception as error:
             size = " and ".join(f"{width} x {height}" for height, width in sizes)
             raise ConfigError(f"{self.name} does not take an image of {size} pixels: {clean(error)}") from error
 
-    def _count(self, height: int, width: int) -> int:
+    def _token_count(self, height: int, width: int) -> int:
         """Return the number of tokens of an image as the processor counts them from its size; -1 if it cannot."""
         try:
-            made = self.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
-            return int(made["num_image_tokens"][0])
+            output = self.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
+            return int(output["num_image_tokens"][0])
         except (AttributeError, KeyError, TypeError):
             return -1
         except Exception as error:  # a size that the processor does not take
@@ -160,11 +161,11 @@ class Images:
         with self._lock:
             return np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
-    def text(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, go_on: bool = True) -> str:
-        """Return what the chat template writes for messages; ``go_on`` adds the start of the assistant's answer."""
+    def text(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, add_answer_start: bool = True) -> str:
+        """Return what the chat template writes for messages; ``add_answer_start`` adds the start of an answer."""
         with self._lock:
             write = self.processor if getattr(self.processor, "chat_template", None) else self.tokenizer
-            options = {"add_generation_prompt": go_on, **({"tools": tools} if tools else {})}
+            options = {"add_generation_prompt": add_answer_start, **({"tools": tools} if tools else {})}
             text: str = write.apply_chat_template(list(messages), tokenize=False, **options)
         return text
 
@@ -180,20 +181,20 @@ class Images:
 
     # ---------------------------------------------------------------- places
 
-    def of_prompt(self, token_ids: Int32, attached: Sequence[Placed]) -> list[Picture]:
+    def prompt_pictures(self, token_ids: Int32, attached: Sequence[Placed]) -> list[Picture]:
         """Return the images of a conversation as pictures that can be placed again, at other positions too."""
-        if self._borders is not None:  # the tokens depend on the text beside the image, so they cannot be reused
+        if self._text_codec is not None:  # the tokens depend on the text beside the image, so they cannot be reused
             data = [attachment_bytes(placed.attachment) for placed in attached]
             return [self.reader.read(item, "the prompt's image", decode=False) for item in data]
         return [Picture(p.attachment, 0, 0, tuple(token_ids[p.at : p.end].tolist())) for p in attached]
 
-    def place_behind(
-        self, token_ids: Int32, have: int, attached: Sequence[Placed], pictures: Sequence[Picture], where: str
+    def place_after(
+        self, token_ids: Int32, placed_tokens: int, attached: Sequence[Placed], pictures: Sequence[Picture], where: str
     ) -> tuple[Int32, tuple[Placed, ...]]:
-        """Place images behind the first ``have`` tokens, which already have ``attached``; return everything as one."""
-        new, placed = self.place(token_ids[have:], pictures, where)
-        moved = (replace(one, at=one.at + have) for one in placed)
-        return np.concatenate((token_ids[:have], new)), (*attached, *moved)
+        """Place images after the first ``placed_tokens`` tokens, which already have ``attached``; return everything."""
+        new, placed = self.place(token_ids[placed_tokens:], pictures, where)
+        moved = (replace(one, at=one.at + placed_tokens) for one in placed)
+        return np.concatenate((token_ids[:placed_tokens], new)), (*attached, *moved)
 
     def read(self, images: Sequence[Any], where: str, *, decode: bool = True) -> list[Picture]:
         """Read all images of a conversation, in order; raises ConfigError naming the one that cannot be used."""
@@ -212,66 +213,67 @@ class Images:
             ConfigError: there are more or fewer placeholders than images, or placeholders of other media.
         """
         ids = np.asarray(token_ids, np.int32)
-        stand_in = [self._replacement(picture, f"{where}, image {i}") for i, picture in enumerate(pictures, 1)]
-        if self._borders is not None and stand_in:
-            return self._place_with_text(self._borders, ids, pictures, stand_in, where)
-        starts = self._expanded(ids, stand_in)
+        replacements = [self._replacement(picture, f"{where}, image {i}") for i, picture in enumerate(pictures, 1)]
+        if self._text_codec is not None and replacements:
+            return self._place_with_text(self._text_codec, ids, pictures, replacements, where)
+        starts = self._expanded_starts(ids, replacements)
         if starts is None:
-            at = np.flatnonzero(ids == self._id)
-            if len(at) != len(pictures) and len(one_each := self._one_each(ids, stand_in)):
-                ids, at = one_each, np.flatnonzero(one_each == self._id)
-            others = self._others(ids, at)
+            at = np.flatnonzero(ids == self._placeholder_id)
+            if len(at) != len(pictures) and len(one_each := self._collapse_expanded(ids, replacements)):
+                ids, at = one_each, np.flatnonzero(one_each == self._placeholder_id)
+            others = self._count_other_placeholders(ids, at)
             if len(at) != len(pictures) or others:
-                raise ConfigError(self._wrong_places(len(at), others, stand_in, where))
-            ids, starts = _expand(ids, at, stand_in)
-        stands = (self._id,)
+                raise ConfigError(self._wrong_count_message(len(at), others, replacements, where))
+            ids, starts = _expand(ids, at, replacements)
+        replaced_ids = (self._placeholder_id,)
         return ids, tuple(
-            Placed(picture.attachment, start, len(tokens), stands)
-            for picture, start, tokens in zip(pictures, starts, stand_in, strict=True)
+            Placed(picture.attachment, start, len(tokens), replaced_ids)
+            for picture, start, tokens in zip(pictures, starts, replacements, strict=True)
         )
 
     def _place_with_text(
-        self, borders: Borders, ids: Int32, pictures: Sequence[Picture], stand_in: Sequence[Int32], where: str
-    ) -> tuple[Int32, tuple[Placed, ...]]:
+        self, text_codec: ImageTextCodec, ids: Int32, pictures: Sequence[Picture], replacements: Sequence[Int32],
+        where: str,
+    ) -> tuple[Int32, tuple[Placed, ...]]:  # fmt: skip
         """Do the work of :meth:`place` for a processor that writes text around its images."""
         with self._lock:
-            parts = [borders.split(tokens) for tokens in stand_in]
-            one_each = borders.collapse(ids, self._id, parts)
+            parts = [text_codec.split(tokens) for tokens in replacements]
+            one_each = text_codec.collapse(ids, self._placeholder_id, parts)
             ids = ids if one_each is None else one_each
-            at = np.flatnonzero(ids == self._id)
-            others = self._others(ids, at)
+            at = np.flatnonzero(ids == self._placeholder_id)
+            others = self._count_other_placeholders(ids, at)
             if len(at) != len(pictures) or others:
-                raise ConfigError(self._wrong_places(len(at), others, stand_in, where))
-            ids, places = borders.expand(ids, at.tolist(), parts)
+                raise ConfigError(self._wrong_count_message(len(at), others, replacements, where))
+            ids, places = text_codec.expand(ids, at.tolist(), parts)
         found = zip(pictures, places, strict=True)
         return ids, tuple(Placed(picture.attachment, *place) for picture, place in found)
 
     def _replacement(self, picture: Picture, where: str) -> Int32:
         """Return the tokens that the model reads in place of an image, which depend only on the image's size."""
-        if picture.stand_in:
-            return np.array(picture.stand_in, np.int32)
+        if picture.placed_tokens:
+            return np.array(picture.placed_tokens, np.int32)
         size = (picture.height, picture.width)
         with self._lock:
-            known = self._sizes.get(size)
+            known = self._replacements_by_size.get(size)
             if known is None:
                 try:
                     known = (
-                        np.full(self._count(*size), self._id, np.int32)
-                        if self._counts
-                        else self._by_processor(self._placeholder, [size])
+                        np.full(self._token_count(*size), self._placeholder_id, np.int32)
+                        if self._counts_tokens
+                        else self._processor_tokens(self._placeholder, [size])
                     )
                 except ConfigError as error:
                     raise ConfigError(f"{where}: {error}") from error.__cause__
-                if len(self._sizes) >= _MOST_KNOWN:
-                    self._sizes.clear()
-                self._sizes[size] = known
+                if len(self._replacements_by_size) >= _MAX_CACHED_SIZES:
+                    self._replacements_by_size.clear()
+                self._replacements_by_size[size] = known
         return known
 
-    def _expanded(self, ids: Int32, stand_in: Sequence[Int32]) -> list[int] | None:
+    def _expanded_starts(self, ids: Int32, replacements: Sequence[Int32]) -> list[int] | None:
         """Return where each image begins if all placeholders are replaced already; None if they are not."""
         starts, at = [], 0
         taken = np.zeros(len(ids), bool)
-        for tokens in stand_in:
+        for tokens in replacements:
             places = np.flatnonzero(ids[at:] == tokens[0]) + at
             start = next((int(i) for i in places if np.array_equal(ids[i : i + len(tokens)], tokens)), None)
             if start is None:
@@ -281,46 +283,46 @@ class Images:
             taken[start:at] = True
         return None if np.isin(ids[~taken], self.banned_ids).any() else starts
 
-    def _one_each(self, ids: Int32, stand_in: Sequence[Int32]) -> Int32:
+    def _collapse_expanded(self, ids: Int32, replacements: Sequence[Int32]) -> Int32:
         """Return tokens with one placeholder per image, where some images are expanded already; empty if that fails."""
         parts, done = [], 0
-        for tokens in stand_in:
-            for i in np.flatnonzero(np.isin(ids[done:], (self._id, tokens[0]))) + done:
+        for tokens in replacements:
+            for i in np.flatnonzero(np.isin(ids[done:], (self._placeholder_id, tokens[0]))) + done:
                 whole = np.array_equal(ids[i : i + len(tokens)], tokens)
-                if whole or ids[i] == self._id:
-                    parts += [ids[done:i], np.array([self._id], np.int32)]
+                if whole or ids[i] == self._placeholder_id:
+                    parts += [ids[done:i], np.array([self._placeholder_id], np.int32)]
                     done = int(i) + (len(tokens) if whole else 1)
                     break
             else:
                 return ids[:0]
         return np.concatenate([*parts, ids[done:]])
 
-    def _others(self, ids: Int32, at: NDArray[np.int64]) -> int:
+    def _count_other_placeholders(self, ids: Int32, at: NDArray[np.int64]) -> int:
         """Return the number of placeholders that belong to no image."""
         return int(np.isin(np.delete(ids, at), self.banned_ids).sum())
 
-    def _wrong_places(self, found: int, others: int, stand_in: Sequence[Int32], where: str) -> str:
-        mark, images = clean(self._placeholder), len(stand_in)
+    def _wrong_count_message(self, found: int, others: int, replacements: Sequence[Int32], where: str) -> str:
+        mark, images = clean(self._placeholder), len(replacements)
         if others and found == images:
             return f"{where} has {others} placeholders of video or sound, which april does not take; it takes images"
-        whole = sum(int((tokens == self._id).sum()) for tokens in stand_in)
+        whole = sum(int((tokens == self._placeholder_id).sum()) for tokens in replacements)
         remedy = f"one placeholder for each image, or all {whole} that {self.name} makes of them"
         return (
-            f"{where} has {some(found, 'placeholder')} {mark} (id {self._id}) and {some(images, 'image')}; give it "
-            f"{remedy if images else 'an image (in images) for each placeholder'}"
+            f"{where} has {counted(found, 'placeholder')} {mark} (id {self._placeholder_id}) and "
+            f"{counted(images, 'image')}; give it {remedy if images else 'an image (in images) for each placeholder'}"
         )
 
 
-def _special_ids(tokenizer: Any) -> set[int]:
+def _unmergeable_ids(tokenizer: Any) -> set[int]:
     """Return the ids of tokens that a tokenizer never merges with the text beside them."""
     added = getattr(tokenizer, "added_tokens_decoder", None) or {}
     return {*(getattr(tokenizer, "all_special_ids", None) or ()), *(i for i, t in added.items() if t.special)}
 
 
-def _expand(ids: Int32, at: NDArray[np.int64], stand_in: Sequence[Int32]) -> tuple[Int32, list[int]]:
+def _expand(ids: Int32, at: NDArray[np.int64], replacements: Sequence[Int32]) -> tuple[Int32, list[int]]:
     parts: list[Int32] = []
     starts, done, length = [], 0, 0
-    for place, tokens in zip(at, stand_in, strict=True):
+    for place, tokens in zip(at, replacements, strict=True):
         parts += [ids[done:place], tokens]
         starts.append(length + int(place) - done)
         length = starts[-1] + len(tokens)

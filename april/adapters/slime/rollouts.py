@@ -1,7 +1,7 @@
 """Runs the rollouts of a slime training: a scheduler over its data source, a batch per rollout, state in checkpoints.
 
 Invariant: no server has a request from april while slime updates weights. Stepwise, there are none between two calls of
-:meth:`Session.rollout`; continuous, there are none from slime's pause of its servers to the end of its update.
+:meth:`SlimeRollouts.rollout`; continuous, there are none from slime's pause of its servers to the end of its update.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from contextlib import nullcontext
 from itertools import groupby, islice
 from typing import Any
 
+from april.adapters.common.deliveries import checkpoint_errors, closing_on_error
 from april.adapters.common.kept_samples import KeptSamples
 from april.adapters.common.refusals import refuse
-from april.adapters.common.session import closing_on_error, reading
 from april.adapters.slime.arguments import agent_path, config_of, router_url, warn_of
 from april.adapters.slime.framework import Framework
 from april.adapters.slime.functions import FunctionEngine
@@ -36,7 +36,7 @@ from april.adapters.slime.samples import (
     without_experts,
     without_objects,
 )
-from april.adapters.slime.servers import FollowedUpdates, Weights
+from april.adapters.slime.servers import ServerWeights, SlimeUpdates
 from april.core.batch import Batch, DeliveredSample
 from april.core.types import GenerationMode
 from april.core.versions import PolicyVersion
@@ -55,7 +55,7 @@ NAMED_BATCHES = 16
 """Number of latest rollouts for which a checkpoint can still be written."""
 
 
-class Session:
+class SlimeRollouts:
     """april's scheduler and state for one data source of slime; uses the flags (``args``) of the first call."""
 
     def __init__(
@@ -83,7 +83,7 @@ class Session:
         """Delivered samples that may not be trained yet, by batch, oldest first."""
         router = None if engines is not None else router_url(args)
         # april's engines set their own weight labels; with a custom generate function slime's labels stay
-        self._weights = Weights(router, rollout_id, relabels=self._function is None)
+        self._weights = ServerWeights(router, rollout_id, relabels=self._function is None)
         self._open(self._saved(rollout_id))
         self._weights.name(self.scheduler.version, rollout_id)
         if hasattr(data_source, "save"):
@@ -104,7 +104,7 @@ class Session:
         while len(self._batches) > NAMED_BATCHES:
             del self._batches[min(self._batches)]
         groups = self._groups_of(batch)
-        self._kept.settle(self.scheduler.held_groups())
+        self._kept.forget_dropped(self.scheduler.held_groups())
         dropped, judged = self._hooks.drain()
         args, load = self._args, self._framework.load_function
         if getattr(args, "rollout_sample_filter_path", None):
@@ -198,14 +198,14 @@ class Session:
             filter=hooks.filter if hooks.has_filter else None,
             processor=None if self._images is None else self._images.processor,
         )  # fmt: skip
-        self._followed: FollowedUpdates | None = None
+        self._followed: SlimeUpdates | None = None
         with closing_on_error(self.scheduler.close):
             if saved is not None:
                 self._restore(saved)
             if config.generation is GenerationMode.CONTINUOUS:
                 other, name = framework.name != "slime", framework.name
                 refuse([(other, "april.generation=continuous", f"it was not tried with {name}", "leave it out")])
-                self._followed = FollowedUpdates(
+                self._followed = SlimeUpdates(
                     self.scheduler.engines, self._weights, self._update,
                     lambda version: self._weights.name(version, self._weights.next_rollout),
                 )  # fmt: skip
@@ -297,7 +297,7 @@ class Session:
         return read_state(path, KIND)
 
     def _restore(self, saved: dict[str, Any]) -> None:
-        with reading("april's carry"):
+        with checkpoint_errors("april's carry"):
             self._groups.go_on(saved["state"]["prompts"]["position"], saved["ahead"])
             lag = int(saved["lag"])
             self._weights.names = {PolicyVersion(i, n): (label, began) for i, n, label, began in saved["names"]}

@@ -8,10 +8,10 @@ from collections.abc import Callable
 SHORTEST_S, LONGEST_S = 0.0002, 0.02
 
 
-def wait_until(there: Callable[[], bool], goes_on: Callable[[], None]) -> None:
-    """Poll ``there`` at growing intervals until it is true; each time ``goes_on`` is called, which may raise."""
+def poll_until(condition: Callable[[], bool], goes_on: Callable[[], None]) -> None:
+    """Poll ``condition`` at growing intervals until it is true; each time ``goes_on`` is called, which may raise."""
     rest_s = SHORTEST_S
-    while not there():
+    while not condition():
         goes_on()
         time.sleep(rest_s)
         rest_s = min(rest_s * 1.5, LONGEST_S)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from april.engines.protocol import EngineFinish, Request
-from april.testing.conformance.bench import Bench, Reading, check, equal, same
+from april.testing.conformance.bench import Bench, ReadRequest, check, require_equal, require_prefix
 from april.testing.conformance.subject import Broken, Figures, NotTested, Shown, Weights
 from april.testing.conformance.tokens import asked_kind, expected
 from april.testing.conformance.weights import other_weights
@@ -41,15 +41,15 @@ def _prompts(bench: Bench) -> list[Shown]:
        "other answers, the same ones get the same, also when they were sent before.")  # fmt: skip
 async def attached(bench: Bench) -> Figures:
     prompts = _prompts(bench)
-    bench.needs_greedy()
+    bench.require_greedy_repeats()
     # at the same time, so that one upload is running while other requests need it
     together = [_shown(bench, prompt, 0) for prompt in prompts for _ in range(SAMPLES)]
-    readings = await bench.whole(together)
-    later = await bench.whole(_shown(bench, prompt, 0) for prompt in reversed(prompts))
+    readings = await bench.run_complete(together)
+    later = await bench.run_complete(_shown(bench, prompt, 0) for prompt in reversed(prompts))
     firsts = readings[::SAMPLES]
     for i, first in enumerate(firsts):
         for other in (*readings[i * SAMPLES + 1 : (i + 1) * SAMPLES], later[len(prompts) - 1 - i]):
-            equal(other.tokens, first.tokens, f"prompt {i} with the same attachments again")
+            require_equal(other.tokens, first.tokens, f"prompt {i} with the same attachments again")
     answers = {tuple(first.tokens.tolist()) for first in firsts}
     if len(answers) < len(firsts):
         raise Broken(
@@ -62,14 +62,15 @@ async def attached(bench: Bench) -> Figures:
 @check("A response that is cut and resumed goes on with what is attached to its prompt.")
 async def attached_and_resumed(bench: Bench) -> Figures:
     prompts = _prompts(bench)
-    bench.needs_greedy()
-    uncut = await bench.whole(_shown(bench, prompt, 0) for prompt in prompts)
+    bench.require_greedy_repeats()
+    uncut = await bench.run_complete(_shown(bench, prompt, 0) for prompt in prompts)
     resumed = 0
     for prompt, whole in zip(prompts, uncut, strict=True):
         if whole.count <= CUT:
             continue
-        (rest,) = await bench.whole([_shown(bench, prompt, 0, response=whole.tokens[:CUT])])
-        same(np.concatenate((whole.tokens[:CUT], rest.tokens)), whole.tokens, "a response with attachments, resumed")
+        (rest,) = await bench.run_complete([_shown(bench, prompt, 0, response=whole.tokens[:CUT])])
+        joined = np.concatenate((whole.tokens[:CUT], rest.tokens))
+        require_prefix(joined, whole.tokens, "a response with attachments, resumed")
         resumed += 1
     if not resumed:
         raise NotTested(f"no response had more than {CUT} tokens; give other prompts")
@@ -83,14 +84,14 @@ async def attached_after_an_update(bench: Bench) -> Figures:
     other, before = other_weights(bench), bench.weights
     if before.seen is None or other.seen is None:
         raise NotTested("no reference model that reads attachments was given")
-    old = await bench.whole(_shown(bench, prompt, i, temperature=1.0) for i, prompt in enumerate(prompts))
+    old = await bench.run_complete(_shown(bench, prompt, i, temperature=1.0) for i, prompt in enumerate(prompts))
     _against_reference(bench, before, old, prompts)
     await bench.load_weights(other)
-    new = await bench.whole(_shown(bench, prompt, i, temperature=1.0) for i, prompt in enumerate(prompts))
+    new = await bench.run_complete(_shown(bench, prompt, i, temperature=1.0) for i, prompt in enumerate(prompts))
     return _against_reference(bench, other, new, prompts)
 
 
-def _against_reference(bench: Bench, weights: Weights, readings: list[Reading], prompts: list[Shown]) -> Figures:
+def _against_reference(bench: Bench, weights: Weights, readings: list[ReadRequest], prompts: list[Shown]) -> Figures:
     """Check that log-probabilities are those of these weights with these attachments."""
     if weights.seen is None:
         return {}
@@ -122,10 +123,10 @@ async def banned_ids(bench: Bench) -> Figures:
     banned = 0
     for temperature in (0.0, 1.0):
         asked = [bench.request(i, LENGTH, temperature=temperature) for i in range(SAMPLES)]
-        for request, free in zip(asked, await bench.whole(asked), strict=True):
+        for request, free in zip(asked, await bench.run_complete(asked), strict=True):
             never = tuple(sorted(set(free.tokens.tolist()) - ends))
-            again = bench.again(request)
-            (held,) = await bench.whole([replace(again, sampling=replace(again.sampling, banned_ids=never))])
+            again = bench.copy_of(request)
+            (held,) = await bench.run_complete([replace(again, sampling=replace(again.sampling, banned_ids=never))])
             if came := set(never) & set(held.tokens.tolist()):
                 raise Broken(f"{len(never)} ids were banned, and {len(came)} of them came, {min(came)} for instance")
             if held.count != request.sampling.max_tokens and held.finish is not EngineFinish.STOP:

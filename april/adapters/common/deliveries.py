@@ -23,23 +23,23 @@ class Deliveries:
         """Return metrics of the batch, with the number of prompts dropped since the previous batch by reason."""
         self.last = batch.id
         before = self._dropped
-        self.skip(ledger)
+        self.skip_dropped(ledger)
         more = {reason: count - before.get(reason, 0) for reason, count in self._dropped.items()}
         kept = {k: v for k, v in batch.metrics.items() if not k.startswith(("response_len", "reward_"))}
         return kept | {f"dropped_{reason}": float(count) for reason, count in more.items() if count}
 
-    def skip(self, ledger: Any) -> None:
+    def skip_dropped(self, ledger: Any) -> None:
         """Leave the prompts dropped so far out of the next batch's metrics."""
         self._dropped = {str(reason): count for reason, count in ledger["prompts"].dropped.items()}
 
-    def follow(self, scheduler: RolloutScheduler, label: int) -> None:
+    def report_weights(self, scheduler: RolloutScheduler, label: int) -> None:
         """Report weights with a new ``label`` to the scheduler; they were trained on every batch delivered so far."""
         if label != scheduler.version.n:
             scheduler.weight_update(trained=self.last, label=label)
 
 
 @contextmanager
-def reading(what: str) -> Iterator[None]:
+def checkpoint_errors(what: str) -> Iterator[None]:
     """Turn errors that damaged saved values cause inside the block into CheckpointError."""
     try:
         yield

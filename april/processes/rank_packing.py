@@ -19,28 +19,28 @@ from april.driver.prompt_reader import as_prompt, has_no_conversation, iterate, 
 from april.driver.rewards import EvaluationResult, Response
 from april.driver.weight_update import absolute
 from april.errors import ConfigError, RankError, RolloutError
-from april.processes.rank_messages import Told, error_of, told
+from april.processes.rank_messages import ErrorMessage, error_from_message, error_message
 from april.serialization.own_values import pack, unpack
 from april.serialization.plain_values import why_not_plain
 
-LOOKS: dict[str, Any] = {
+QUERY_RESULTS: dict[str, Any] = {
     "state_dict": dict[str, Any], "version": PolicyVersion, "ledger": dict[str, Ledger],
     "held_groups": frozenset[int], "validate": None, "story": str,
     "record_report": None,
 }  # fmt: skip
 """Attributes and methods of the scheduler that a single rank may ask for, with the type of each result."""
-RESULTS: dict[str, Any] = {
+CALL_RESULTS: dict[str, Any] = {
     "next_batch": Batch, "weight_update": tuple[PolicyVersion, bytes], "load_state_dict": tuple[PolicyVersion, bytes],
     "evaluate": EvaluationResult, "lower_staleness": int, "commit": None, "extend": None, "pause": None, "resume": None,
     "add_engine": str, "remove_engine": None,
 }  # fmt: skip
 """Methods that the ranks call together, with the type sent back; a version comes with sample values of the weights."""
-_WITH_PROMPTS = {"evaluate", "extend"}
-_NO_BOUND = 1 << 31
+_PROMPT_METHODS = {"evaluate", "extend"}
+_MAX_TOKEN_ID = 1 << 31
 """Upper bound of token ids here; the scheduler checks them against its vocabulary."""
 
 
-class _Arguments(msgspec.Struct):
+class _PackedCall(msgspec.Struct):
     """The arguments of a call, by name, or the error that kept them from being packed."""
 
     method: str
@@ -48,13 +48,13 @@ class _Arguments(msgspec.Struct):
     prompts: list[Prompt] | None = None
     transfer: bool = False
     """True if the ranks have a function that transfers the weights."""
-    failed: Told | None = None
+    error: ErrorMessage | None = None
 
 
 def pack_call(method: str, arguments: Mapping[str, Any]) -> bytes:
     """Pack a call for :func:`unpack_call`; raises ConfigError for arguments that cannot go to another process."""
-    call = _Arguments(method, {name: plain(value) for name, value in arguments.items()})
-    if method in _WITH_PROMPTS:
+    call = _PackedCall(method, {name: plain_value(value) for name, value in arguments.items()})
+    if method in _PROMPT_METHODS:
         prompts = enumerate(iterate(call.arguments.pop("prompts"), f"{method}: "))
         call.prompts = [_as_plain_prompt(method, prompt, i) for i, prompt in prompts]
     if callable(arguments.get("transfer")):
@@ -70,7 +70,7 @@ def pack_call(method: str, arguments: Mapping[str, Any]) -> bytes:
 
 def pack_failure(error: Exception) -> bytes:
     """Pack the error of :func:`pack_call` in place of the call, so that all ranks are told."""
-    return pack(_Arguments("", failed=told(error)))
+    return pack(_PackedCall("", error=error_message(error)))
 
 
 def unpack_call(content: bytes, transfer: Callable[[], Any]) -> tuple[str, dict[str, Any]]:
@@ -78,16 +78,16 @@ def unpack_call(content: bytes, transfer: Callable[[], Any]) -> tuple[str, dict[
 
     Raises RankError for any other method, and the error that :func:`pack_failure` was given.
     """
-    call = unpack(content, _Arguments)
-    if call.failed is not None:
-        raise error_of(call.failed)
-    if call.method not in RESULTS:
+    call = unpack(content, _PackedCall)
+    if call.error is not None:
+        raise error_from_message(call.error)
+    if call.method not in CALL_RESULTS:
         raise RankError(f"a rank asks for {call.method!r}, which is no call of the ranks", (0,))
     more: dict[str, Any] = {} if call.prompts is None else {"prompts": call.prompts}
     return call.method, call.arguments | more | ({"transfer": transfer} if call.transfer else {})
 
 
-def plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """Return a path as its text, a numpy scalar as its number, and any other value unchanged."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
@@ -103,7 +103,7 @@ def _as_plain_prompt(method: str, item: Any, number: int) -> Prompt:
         )
     # only the scheduler knows whether the rollout function writes its own conversations
     bare = item and has_no_conversation(item)
-    prompt = without_tokens(item, number) if bare else as_prompt(item, _NO_BOUND, number)
+    prompt = without_tokens(item, number) if bare else as_prompt(item, _MAX_TOKEN_ID, number)
     refuse_not_plain(prompt)
     return prompt
 
@@ -125,22 +125,22 @@ def refuse_not_plain(prompt: Prompt) -> None:
 _NONE = np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.uint8)
 
 
-def for_ranks(result: EvaluationResult) -> EvaluationResult:
+def without_repetition(result: EvaluationResult) -> EvaluationResult:
     """Return an evaluation as it is sent: without outputs that are not plain, and without repeated tokens."""
 
-    def packed(r: Response) -> Response:
+    def trimmed(r: Response) -> Response:
         tokens, logprobs, mask = _NONE if r.conversations else (r.tokens, r.logprobs, r.loss_mask)
         output = r.output if why_not_plain(r.output, "it") is None else None
         return replace(r, tokens=tokens, logprobs=logprobs, loss_mask=mask, output=output, detokenizer=None)
 
-    return replace(result, responses=tuple(tuple(map(packed, row)) for row in result.responses))
+    return replace(result, responses=tuple(tuple(map(trimmed, row)) for row in result.responses))
 
 
-def of_ranks(result: EvaluationResult, detokenizer: Detokenizer | None) -> EvaluationResult:
+def with_repetition(result: EvaluationResult, detokenizer: Detokenizer | None) -> EvaluationResult:
     """Restore an evaluation that was received; ``detokenizer`` makes the text of its responses."""
 
-    def unpacked(r: Response) -> Response:
+    def completed(r: Response) -> Response:
         _, tokens, logprobs, mask = r.conversations[0] if r.conversations else (None, r.tokens, r.logprobs, r.loss_mask)
         return replace(r, tokens=tokens, logprobs=logprobs, loss_mask=mask, detokenizer=detokenizer)
 
-    return replace(result, responses=tuple(tuple(map(unpacked, row)) for row in result.responses))
+    return replace(result, responses=tuple(tuple(map(completed, row)) for row in result.responses))

@@ -14,7 +14,7 @@ from april.core.types import SampleState
 UNFINISHED = (SampleState.NEW, SampleState.RUNNING)
 
 
-class Waits(StrEnum):
+class WaitReason(StrEnum):
     """Reasons why the next batch is not ready yet."""
 
     RESPONSES = "responses"
@@ -30,19 +30,19 @@ class Waits(StrEnum):
 
 
 # module-level names, as these are used at every event: looking up an enum member costs 60 ns on Python 3.11
-RESPONSES, ENDS, UPDATE, EVALUATION = Waits.RESPONSES, Waits.ENDS, Waits.UPDATE, Waits.EVALUATION
-TRAINER, BOUND = Waits.TRAINER, Waits.BOUND
-_INSTEAD = {
-    IdleCause.UPDATE: Waits.UPDATE, IdleCause.PAUSE: Waits.PAUSE, IdleCause.EVALUATION: Waits.EVALUATION,
-    IdleCause.TRAINER: Waits.TRAINER, IdleCause.BOUND: Waits.BOUND, IdleCause.STOP: Waits.ENDS,
-    IdleCause.ENGINES: Waits.ENGINES,
-    IdleCause.FUNCTIONS: Waits.FUNCTIONS, IdleCause.PROMPTS: Waits.PROMPTS,
+RESPONSES, ENDS, UPDATE, EVALUATION = WaitReason.RESPONSES, WaitReason.ENDS, WaitReason.UPDATE, WaitReason.EVALUATION
+TRAINER, BOUND = WaitReason.TRAINER, WaitReason.BOUND
+_REASON_WHILE_IDLE = {
+    IdleCause.UPDATE: WaitReason.UPDATE, IdleCause.PAUSE: WaitReason.PAUSE, IdleCause.EVALUATION: WaitReason.EVALUATION,
+    IdleCause.TRAINER: WaitReason.TRAINER, IdleCause.BOUND: WaitReason.BOUND, IdleCause.STOP: WaitReason.ENDS,
+    IdleCause.ENGINES: WaitReason.ENGINES,
+    IdleCause.FUNCTIONS: WaitReason.FUNCTIONS, IdleCause.PROMPTS: WaitReason.PROMPTS,
 }  # fmt: skip
 """Reason for the wait, by the cause of idle places, while no request is in flight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class RunStatus:
     """State of a run at one moment.
 
     Attributes:
@@ -54,7 +54,7 @@ class Standing:
         partials: number of unfinished responses with tokens from weights older than the current ones.
         oldest: weight updates between the oldest of these tokens and the training of the next batch; 0 without any.
         observed: number of response tokens received so far.
-        waits: reason for the wait, as :func:`waits_for` returns it.
+        waits: reason for the wait, as :func:`wait_text` returns it.
         engines: number of requests in flight, by engine.
         waited_s: seconds for which this has been the reason, at least.
     """
@@ -72,7 +72,7 @@ class Standing:
     waited_s: float = 0.0
 
 
-def standing_of(core: RolloutCore, waited_s: float = 0.0) -> Standing:
+def run_status(core: RolloutCore, waited_s: float = 0.0) -> RunStatus:
     """Return the state of the core between two events, in time proportional to the number of held responses.
 
     ``waited_s`` is the known length of the current wait in seconds.
@@ -85,21 +85,21 @@ def standing_of(core: RolloutCore, waited_s: float = 0.0) -> Standing:
             oldest = max(oldest, core.leases.age(version))
     engines = Counter(dict.fromkeys(core.engines.states, 0))
     engines.update(attempt.engine for attempt in core.attempts.values())
-    return Standing(
+    return RunStatus(
         step=core.context.batches, ready=core.monitor.ready, target=core.settings.target,
         whole_groups=core.settings.whole_groups, in_flight=len(core.attempts), partials=partials, oldest=oldest,
-        observed=core.observed_tokens(), waits=waits_for(core), engines=dict(engines),
+        observed=core.observed_tokens(), waits=wait_text(core), engines=dict(engines),
         waited_s=waited_s,
     )  # fmt: skip
 
 
-def waits_for(core: RolloutCore) -> str:
+def wait_text(core: RolloutCore) -> str:
     """Return words on what the trainer waits for; for a weight update, also on what the update waits for."""
-    waits = waits_of(core)
-    return f"{waits}: {core.updates.waits_for}" if waits is Waits.UPDATE else waits.value
+    waits = wait_reason(core)
+    return f"{waits}: {core.updates.waits_for}" if waits is WaitReason.UPDATE else waits.value
 
 
-def waits_of(core: RolloutCore) -> Waits:
+def wait_reason(core: RolloutCore) -> WaitReason:
     """Return the reason why the trainer waits."""
     if core.updates.pending:
         return UPDATE
@@ -111,4 +111,4 @@ def waits_of(core: RolloutCore) -> Waits:
         return BOUND
     if core.step is not None and core.attempts:
         return ENDS if core.step.stopping else RESPONSES
-    return _INSTEAD.get(why_idle(core), RESPONSES)
+    return _REASON_WHILE_IDLE.get(why_idle(core), RESPONSES)

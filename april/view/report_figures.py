@@ -1,6 +1,6 @@
 """Draws the pictures of a report as SVG, each in three widths: for a laptop, two runs side by side, and a phone.
 
-matplotlib draws with a unique placeholder colour for each :class:`Ink`. The placeholders are then replaced by CSS
+matplotlib draws with a unique placeholder colour for each :class:`Colour`. The placeholders are then replaced by CSS
 variables, so one picture serves a light and a dark page. A place is a request slot of an engine.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from april.core.partial_buffer import IdleCause
-from april.view.run_data import Batch, RunData, mean_busy
+from april.view.run_data import RecordedBatch, RunData, mean_busy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,7 +35,7 @@ DETAIL = 6
 """Number of latest steps in the close-up picture."""
 
 
-class Ink(Enum):
+class Colour(Enum):
     """A colour: (placeholder, colour on a light page, colour on a dark one)."""
 
     TEXT = ("#010100", "#1f2328", "#e6e8eb")
@@ -70,17 +70,17 @@ class Ink(Enum):
         return f"--{self.name.lower().replace('_', '-')}"
 
 
-AGES = (Ink.AGE0, Ink.AGE1, Ink.AGE2, Ink.AGE3, Ink.AGE4)
-CAUSES = tuple(ink for ink in Ink if ink.name.startswith("CAUSE"))
+AGES = (Colour.AGE0, Colour.AGE1, Colour.AGE2, Colour.AGE3, Colour.AGE4)
+CAUSES = tuple(ink for ink in Colour if ink.name.startswith("CAUSE"))
 BELOW_AXES = -0.42
 """Offset of the legend from the bottom of the axes, in inches; it leaves room for tick labels and axis label."""
-_HEX = re.compile("|".join(ink.hex for ink in Ink))
-_BY_HEX = {ink.hex: f"var({ink.variable})" for ink in Ink}
+_HEX = re.compile("|".join(ink.hex for ink in Colour))
+_BY_HEX = {ink.hex: f"var({ink.variable})" for ink in Colour}
 IDLE = {
     IdleCause.OVER_SAMPLING: ("N' are in work", CAUSES[0]), IdleCause.TRAINER: ("no batch asked for", CAUSES[1]),
     IdleCause.UPDATE: ("new weights", CAUSES[2]), IdleCause.BOUND: ("max_staleness", CAUSES[3]),
     IdleCause.FUNCTIONS: ("only functions run", CAUSES[4]), IdleCause.ENGINES: ("none takes work", CAUSES[5]),
-    IdleCause.EVALUATION: ("", Ink.EVALUATION), IdleCause.STOP: ("the rest is stopped", CAUSES[6]),
+    IdleCause.EVALUATION: ("", Colour.EVALUATION), IdleCause.STOP: ("the rest is stopped", CAUSES[6]),
     IdleCause.PROMPTS: ("drawn, or ended", CAUSES[7]), IdleCause.HELD: ("max_held_tokens", CAUSES[8]),
     IdleCause.PAUSE: ("", CAUSES[9]),
 }  # fmt: skip
@@ -89,7 +89,7 @@ MARKED = 24
 """Largest number of points of a curve that is drawn with markers; without one a single point would be invisible."""
 
 
-def words_of(cause: IdleCause) -> str:
+def cause_label(cause: IdleCause) -> str:
     """Return the label of an idle cause: its metric's name without ``idle_``, and its meaning."""
     meant, _ = IDLE[cause]
     return f"{cause}: {meant}" if meant else str(cause)
@@ -105,20 +105,20 @@ def in_all_widths(name: str, what: str, height: float, draw: Callable[[Any, str]
     return "".join(out)
 
 
-def places(run: RunData, name: str) -> str:
+def busy_places(run: RunData, name: str) -> str:
     """Draw the busy places over the whole run, coloured by the age of the responses that they generate."""
 
     def draw(figure: Any, kind: str) -> None:
         axes = figure.add_subplot()
         draw_places(axes, run, 0.0, run.seconds, POINTS[kind])
-        dress(axes, "", "seconds", "places")
+        style_axes(axes, "", "seconds", "places")
         whole_numbers(axes.yaxis)
         legend(axes, COLUMNS[kind])
 
     return in_all_widths(name, "busy places over the whole run, coloured by the age of what they go on from", 2.9, draw)
 
 
-def detail(run: RunData, name: str) -> str:
+def close_up(run: RunData, name: str) -> str:
     """Draw a close-up of the latest steps, with deliveries and weight updates; empty with fewer than two batches."""
     ends = [batch.time_s for batch in run.batches]
     if len(ends) < 2:
@@ -132,11 +132,11 @@ def detail(run: RunData, name: str) -> str:
         draw_places(axes, run, since, until, POINTS[kind])
         for at in ends:
             if since < at <= until:
-                axes.axvline(at, color=Ink.TEXT.hex, linewidth=1.0)
+                axes.axvline(at, color=Colour.TEXT.hex, linewidth=1.0)
         for at in run.updates_s:
             if since < at <= until:
-                axes.axvline(at, color=Ink.SOFT.hex, linewidth=0.8, linestyle=":")
-        dress(axes, "", "seconds", "places")
+                axes.axvline(at, color=Colour.SOFT.hex, linewidth=0.8, linestyle=":")
+        style_axes(axes, "", "seconds", "places")
         whole_numbers(axes.yaxis)
 
     return in_all_widths(name, "busy places in the latest steps", 2.4, draw)
@@ -146,9 +146,9 @@ def draw_places(axes: Axes, run: RunData, since: float, until: float, points: in
     """Draw the busy places between two times in seconds, coloured by the age of the responses that they generate."""
     edges = np.linspace(since, max(until, since + 1e-6), points + 1)
     shown, below = _by_age(run), np.zeros(points)
-    there = run.there
+    there = run.engine_history
     ends = [*there.since_s, max(float(edges[-1]), there.since_s[-1])]
-    axes.stairs(there.places, ends, fill=True, color=Ink.EMPTY.hex, linewidth=0)
+    axes.stairs(there.places, ends, fill=True, color=Colour.EMPTY.hex, linewidth=0)
     for label, ink, rows in shown:
         top = below + mean_busy(run.began_s[rows], run.ended_s[rows], edges)
         if (top > below).any() or label == "fresh":
@@ -158,7 +158,7 @@ def draw_places(axes: Axes, run: RunData, since: float, until: float, points: in
     axes.set_ylim(0, 1.04 * max(run.places, float(below.max(initial=0.0))))
 
 
-def _by_age(run: RunData) -> list[tuple[str, Ink, NDArray[np.bool_]]]:
+def _by_age(run: RunData) -> list[tuple[str, Colour, NDArray[np.bool_]]]:
     """Return (label, colour, mask of requests [R]) for each age, and for evaluations at the end."""
     out = []
     for age, ink in enumerate(AGES):
@@ -166,13 +166,13 @@ def _by_age(run: RunData) -> list[tuple[str, Ink, NDArray[np.bool_]]]:
         rows = (run.age >= age if last else run.age == age) & ~run.evaluation
         words = "fresh" if age == 0 else f"{age} update{'s' if age > 1 else ''} old{' or more' if last else ''}"
         out.append((words, ink, rows))
-    return [*out, ("evaluation", Ink.EVALUATION, run.evaluation)]
+    return [*out, ("evaluation", Colour.EVALUATION, run.evaluation)]
 
 
 # ---------------------------------------------------------------- over the steps
 
 
-def _over_steps(batches: Sequence[Batch], metric: str, points: int) -> tuple[Floats, Floats]:
+def _over_steps(batches: Sequence[RecordedBatch], metric: str, points: int) -> tuple[Floats, Floats]:
     """Return (step numbers, values) of a metric, averaged down to ``points`` if there are more steps."""
     values = np.array([batch.metrics.get(metric, np.nan) for batch in batches], np.float64)
     steps = np.array([batch.id for batch in batches], np.float64)
@@ -196,10 +196,10 @@ def time_shares(run: RunData, name: str) -> str:
         axes = figure.add_subplot()
         points = POINTS[kind] // 2
         steps, busy = _over_steps(batches, "engines_busy", points)
-        layers = [("busy", Ink.AGE0, busy)]
+        layers = [("busy", Colour.AGE0, busy)]
         for cause, (_, ink) in IDLE.items():
             if any(batch.metrics.get(f"idle_{cause}") for batch in batches):
-                layers.append((words_of(cause), ink, _over_steps(batches, f"idle_{cause}", points)[1]))
+                layers.append((cause_label(cause), ink, _over_steps(batches, f"idle_{cause}", points)[1]))
         below = np.zeros(len(steps))
         edges = _edges(steps)
         for label, ink, values in layers:
@@ -209,7 +209,7 @@ def time_shares(run: RunData, name: str) -> str:
         axes.set_xlim(edges[0], edges[-1])
         axes.set_ylim(0, 1)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-        dress(axes, "", "batch", "share of places x time")
+        style_axes(axes, "", "batch", "share of places x time")
         whole_numbers(axes.xaxis)
         legend(axes, COLUMNS[kind] // 2)  # causes have long names
 
@@ -226,11 +226,11 @@ def rewards(run: RunData, name: str) -> str:
         steps, values = _over_steps(run.batches, "reward_mean", POINTS[kind] // 2)
         window = max(1, len(values) // 10)
         smooth = _trailing_mean(values, window)
-        axes.plot(steps, values, color=Ink.AGE0.hex, linewidth=1.0, alpha=0.55 if window > 1 else 1.0,
+        axes.plot(steps, values, color=Colour.AGE0.hex, linewidth=1.0, alpha=0.55 if window > 1 else 1.0,
                   marker="o" if len(values) <= MARKED else "", markersize=3, label="mean of a batch")  # fmt: skip
         if window > 1:
-            axes.plot(steps, smooth, color=Ink.AGE3.hex, linewidth=1.8, label="running mean")
-        dress(axes, "", "batch", "reward")
+            axes.plot(steps, smooth, color=Colour.AGE3.hex, linewidth=1.8, label="running mean")
+        style_axes(axes, "", "batch", "reward")
         whole_numbers(axes.xaxis)
         legend(axes, COLUMNS[kind])
 
@@ -257,23 +257,22 @@ def staleness(run: RunData, name: str) -> str:
         points = POINTS[kind] // 2
         steps, share = _over_steps(run.batches, "off_policy_share", points)
         mark = "o" if len(steps) <= MARKED else ""
-        left.plot(steps, share, color=Ink.AGE2.hex, linewidth=1.4, marker=mark, markersize=3)
+        left.plot(steps, share, color=Colour.AGE2.hex, linewidth=1.4, marker=mark, markersize=3)
         left.set_ylim(0, 1)
         left.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-        dress(left, "off-policy share of the trained tokens", "batch")
+        style_axes(left, "off-policy share of the trained tokens", "batch")
         for metric, words, ink in (
-            ("staleness_max", "oldest", Ink.AGE4),
-            ("staleness_mean", "mean of the responses", Ink.AGE1),
+            ("staleness_max", "oldest", Colour.AGE4), ("staleness_mean", "mean of the responses", Colour.AGE1)
         ):
             steps, values = _over_steps(run.batches, metric, points)
             right.plot(steps, values, color=ink.hex, linewidth=1.4, label=words, marker=mark, markersize=3)
         bounds = [run.settings_at(batch).max_staleness for batch in run.batches]
         right.stairs(
             bounds, _edges(np.array([batch.id for batch in run.batches], np.float64)), baseline=None,
-            color=Ink.SOFT.hex, linewidth=0.9, linestyle=":", label="max_staleness",
+            color=Colour.SOFT.hex, linewidth=0.9, linestyle=":", label="max_staleness",
         )  # fmt: skip
         right.set_ylim(bottom=0)
-        dress(right, "staleness, in weight updates", "batch")
+        style_axes(right, "staleness, in weight updates", "batch")
         for axis in (left.xaxis, right.xaxis, right.yaxis):
             whole_numbers(axis)
         legend(right, 2)
@@ -294,7 +293,7 @@ def lengths(run: RunData, name: str) -> str:
     def draw(figure: Any, kind: str) -> None:
         axes = figure.add_subplot()
         for values, words, ink, fill in (
-            (finished, "generated to the end", Ink.AGE0, True), (trained, "in batches", Ink.AGE3, False),
+            (finished, "generated to the end", Colour.AGE0, True), (trained, "in batches", Colour.AGE3, False),
         ):  # fmt: skip
             if len(values):
                 share = np.histogram(values, edges)[0] / len(values)
@@ -304,7 +303,7 @@ def lengths(run: RunData, name: str) -> str:
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         axes.xaxis.set_minor_formatter(lambda value, _: f"{value:,.0f}" if f"{value:.0e}"[0] in "25" else "")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-        dress(axes, "", "response tokens", "share of the responses")
+        style_axes(axes, "", "response tokens", "share of the responses")
         legend(axes, 2 if kind != "narrow" else 1)
 
     return in_all_widths(name, "lengths of the responses generated and of those trained", 2.6, draw)
@@ -315,8 +314,8 @@ def lengths(run: RunData, name: str) -> str:
 
 def css() -> str:
     """Return the CSS that defines the colours of a light and a dark page."""
-    light = "".join(f"{ink.variable}:{ink.value[1]};" for ink in Ink)
-    dark = "".join(f"{ink.variable}:{ink.value[2]};" for ink in Ink)
+    light = "".join(f"{ink.variable}:{ink.value[1]};" for ink in Colour)
+    dark = "".join(f"{ink.variable}:{ink.value[2]};" for ink in Colour)
     return f":root{{{light}}}\n@media (prefers-color-scheme: dark){{:root{{{dark}}}}}"
 
 
@@ -331,16 +330,16 @@ def new_figure(width: float, height: float) -> Figure:
     return figure
 
 
-def dress(axes: Axes, title: str = "", x: str = "", y: str = "") -> None:
+def style_axes(axes: Axes, title: str = "", x: str = "", y: str = "") -> None:
     """Set the title and labels of axes, and draw text and lines in the page's colours."""
     axes.patch.set_visible(False)
-    axes.set_title(title, loc="left", fontsize=10, color=Ink.TEXT.hex)
-    axes.set_xlabel(x, fontsize=9, color=Ink.SOFT.hex)
-    axes.set_ylabel(y, fontsize=9, color=Ink.SOFT.hex)
-    axes.tick_params(which="both", labelsize=8, color=Ink.FAINT.hex, labelcolor=Ink.SOFT.hex)
+    axes.set_title(title, loc="left", fontsize=10, color=Colour.TEXT.hex)
+    axes.set_xlabel(x, fontsize=9, color=Colour.SOFT.hex)
+    axes.set_ylabel(y, fontsize=9, color=Colour.SOFT.hex)
+    axes.tick_params(which="both", labelsize=8, color=Colour.FAINT.hex, labelcolor=Colour.SOFT.hex)
     for name, spine in axes.spines.items():
         spine.set_visible(name in ("left", "bottom"))
-        spine.set_color(Ink.FAINT.hex)
+        spine.set_color(Colour.FAINT.hex)
 
 
 def whole_numbers(axis: Axis) -> None:
@@ -360,7 +359,7 @@ def legend(axes: Axes, columns: int) -> None:
     below = axes.transAxes + ScaledTranslation(0.0, BELOW_AXES, figure.dpi_scale_trans)
     axes.legend(
         handles=handles, ncols=columns, loc="upper left", bbox_to_anchor=(0.0, 0.0), bbox_transform=below,
-        borderaxespad=0.0, fontsize=8, frameon=False, labelcolor=Ink.TEXT.hex, handlelength=1.1, columnspacing=1.2,
+        borderaxespad=0.0, fontsize=8, frameon=False, labelcolor=Colour.TEXT.hex, handlelength=1.1, columnspacing=1.2,
     )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class GroupInvitation:
     """What an engine needs to join a process group; its workers are ranks ``rank_offset`` and up of ``world_size``."""
 
     address: str
@@ -77,7 +77,7 @@ class ReceivesWeights(Protocol):
         """Return the number of the engine's workers, over all its data-parallel replicas."""
         ...
 
-    async def join(self, meeting: Meeting) -> None:
+    async def join(self, meeting: GroupInvitation) -> None:
         """Make all workers join the sender's group; returns when they have."""
         ...
 

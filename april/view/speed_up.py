@@ -18,22 +18,22 @@ from numpy.typing import NDArray
 from april.core.partial_buffer import IdleCause
 from april.core.run_times import pace
 from april.core.types import GenerationMode, Refill
-from april.engines.simulated.clockwork import SimulatedDecoder
 from april.engines.simulated.decode_cost import DecodeCost
-from april.view.run_data import Limit, RunData
+from april.engines.simulated.decoder_model import SimulatedDecoder
+from april.view.run_data import RunData, RunDistance
 
-MOST_RESPONSES = 40_000
+MAX_RESPONSES = 40_000
 """Largest number of responses to simulate, at 10 us or more each; beyond it, evenly spaced steps are simulated."""
-FEWEST_STEPS = 2
+MIN_STEPS = 2
 """Smallest number of synchronous steps from which an estimate is made."""
-FUNCTIONS = 0.1
+MAX_FUNCTION_IDLE = 0.1
 """Largest share of place-seconds idle for functions or prompts; above it, lengths alone do not predict a step."""
-UNKNOWN = 0.02
+MAX_UNKNOWN_LENGTHS = 0.02
 """Largest share of responses given up before their end; above it, too many lengths are unknown."""
 
 
 @dataclass(frozen=True, slots=True)
-class Gain:
+class SpeedUp:
     """Speed of a run, and of the same responses with simulated synchronous steps.
 
     Attributes:
@@ -55,8 +55,8 @@ class Gain:
         return self.real / self.sync
 
 
-def gain_of(run: RunData, limit: Limit | None) -> Gain:
-    """Compare a run with synchronous steps. ``limit`` is the result of :func:`.run_data.limit_of` for the run."""
+def speed_up_of(run: RunData, limit: RunDistance | None) -> SpeedUp:
+    """Compare a run with synchronous steps. ``limit`` is that of :func:`.run_data.limit_distance_of`."""
     settings = run.settings
     if (
         settings.generation is GenerationMode.STEPWISE
@@ -64,34 +64,34 @@ def gain_of(run: RunData, limit: Limit | None) -> Gain:
         and settings.over_sampling_batch_size == settings.rollout_batch_size
         and not settings.auto
     ):
-        return Gain(synchronous=True)
+        return SpeedUp(synchronous=True)
     if limit is None:
-        return Gain(doubt="too few requests, or too few batches, to know what the engines cost")
-    if doubt := limit.doubt or _unknown(run):
-        return Gain(doubt=doubt)
+        return SpeedUp(doubt="too few requests, or too few batches, to know what the engines cost")
+    if doubt := limit.doubt or _why_unknown(run):
+        return SpeedUp(doubt=doubt)
     steps = _steps(run)
-    if len(steps) < FEWEST_STEPS:
-        return Gain(doubt="too few groups were finished in the order in which they were drawn")
+    if len(steps) < MIN_STEPS:
+        return SpeedUp(doubt="too few groups were finished in the order in which they were drawn")
     n = settings.rollout_batch_size * settings.n_samples_per_prompt
-    shown = steps[:: math.ceil(len(steps) * n / MOST_RESPONSES)]
+    shown = steps[:: math.ceil(len(steps) * n / MAX_RESPONSES)]
     metrics = [batch.metrics for batch in run.batches[1:]]
     trains_s, _ = pace(metrics)
     sync_s = sum(_step_s(run, lengths) for lengths in shown) + len(shown) * trains_s
     real_s = run.batches[-1].time_s - run.batches[0].time_s
     trained = sum(m["trained_tokens"] for m in metrics)
-    return Gain(trained / real_s, sum(int(lengths.sum()) for lengths in shown) / sync_s, len(shown))
+    return SpeedUp(trained / real_s, sum(int(lengths.sum()) for lengths in shown) / sync_s, len(shown))
 
 
-def _unknown(run: RunData) -> str:
+def _why_unknown(run: RunData) -> str:
     """Return why the record cannot tell how long synchronous steps would have taken; empty if it can."""
     metrics = [batch.metrics for batch in run.batches[1:]]
     if run.settings.has_filter:
         return "a filter rejected groups, and a synchronous run would have drawn others in their place"
-    if (unknown := metrics[-1].get("length_unknown", 0.0)) > UNKNOWN:
+    if (unknown := metrics[-1].get("length_unknown", 0.0)) > MAX_UNKNOWN_LENGTHS:
         return f"{unknown:.0%} of the responses were given up before their end, and how long they are is unknown"
     total = sum(m["step_s"] for m in metrics)
     waited = sum(m["step_s"] * (m[f"idle_{IdleCause.FUNCTIONS}"] + m[f"idle_{IdleCause.PROMPTS}"]) for m in metrics)
-    if waited > FUNCTIONS * total:
+    if waited > MAX_FUNCTION_IDLE * total:
         return "places waited for functions and prompts, whose times are not those of the engines"
     return ""
 
@@ -117,7 +117,7 @@ def _steps(run: RunData) -> list[NDArray[np.int64]]:
 def _step_s(run: RunData, lengths: NDArray[np.int64]) -> float:
     """Return the seconds that the engines need to generate responses of these lengths, all requested at once."""
     engines = run.engine_count
-    places = max(1, run.there.at(run.batches[-1].time_s)[1] // engines)
+    places = max(1, run.engine_history.at(run.batches[-1].time_s)[1] // engines)
     decoders = [SimulatedDecoder(_cost(run), places) for _ in range(engines)]
     waiting = deque((str(i), int(length)) for i, length in enumerate(lengths) if length > 0)
     context = _prompt_tokens(run)

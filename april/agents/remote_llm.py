@@ -16,7 +16,7 @@ from aiohttp import web
 
 from april import errors
 from april.agents.chat import Answer, RequestError
-from april.agents.endpoint import Endpoint, Place, check_key
+from april.agents.endpoint import Endpoint, SessionAddress, check_key
 from april.core.sampling import SamplingParams
 from april.core.tape import Int32
 from april.core.types import SampleId
@@ -25,12 +25,12 @@ from april.driver.user_code import message_of
 from april.errors import RolloutError, UsageError
 from april.serialization.own_values import pack, unpack
 
-OF_CALLS = ("max_tokens", "min_tokens", "temperature", "top_p", "stop_token_ids", "stop")
+SAMPLING_ARGUMENTS = ("max_tokens", "min_tokens", "temperature", "top_p", "stop_token_ids", "stop")
 """Sampling arguments of ``llm.generate``."""
 
 
 @dataclass(frozen=True, slots=True)
-class ServedLLM:
+class RemoteLLM:
     """A handle of an ``llm`` that can be sent to the process in which the rollout function runs."""
 
     url: str
@@ -42,20 +42,20 @@ class ServedLLM:
 
     def open(self, http: aiohttp.ClientSession) -> LLM:
         """Return an ``LLM`` for the process that has received this handle."""
-        caller = _Caller(self, http)
+        client = _LLMClient(self, http)
         return LLM(
-            self.sample_id, self.sampling, caller.generate, caller.door, lambda: caller, lambda runs: None, self.life
+            self.sample_id, self.sampling, client.generate, client.door, lambda: client, lambda runs: None, self.life
         )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class _Door:
+class _EndpointAddress:
     url: str
     key: str
 
 
-class LLMCalls:
-    """The server that answers calls of :class:`ServedLLM`; it also has the endpoints for clients.
+class LLMServer:
+    """The server that answers calls of :class:`RemoteLLM`; it also has the endpoints for clients.
 
     Args:
         host: address to listen on, reachable from the other processes.
@@ -63,102 +63,102 @@ class LLMCalls:
 
     def __init__(self, host: str) -> None:
         self._llms: dict[str, tuple[str, LLM, asyncio.AbstractEventLoop]] = {}
-        self.endpoint = Endpoint(host=host, more=self._add_route)
+        self.endpoint = Endpoint(host=host, add_routes=self._add_route)
         self.endpoint.start()
 
     def _add_route(self, router: web.UrlDispatcher) -> None:
         router.add_post("/{path}/llm/{method}", self._answer)
 
     @contextmanager
-    def serve(self, llm: LLM) -> Iterator[ServedLLM]:
+    def serve(self, llm: LLM) -> Iterator[RemoteLLM]:
         """Answer the calls of an ``llm`` of the running loop inside the ``with`` block."""
         path, key = secrets.token_hex(8), secrets.token_urlsafe(24)
         self._llms[path] = key, llm, asyncio.get_running_loop()
         try:
-            yield ServedLLM(f"{self.endpoint.url}/{path}/llm/", key, llm.sample_id, llm.sampling, llm.sample_run)
+            yield RemoteLLM(f"{self.endpoint.url}/{path}/llm/", key, llm.sample_id, llm.sampling, llm.sample_run)
         finally:
             del self._llms[path]
 
     async def _answer(self, request: web.Request) -> web.Response:
         found = self._llms.get(request.match_info["path"])
         if found is None:
-            return _failed(RolloutError(AFTER_ITS_END))
+            return _error_response(RolloutError(AFTER_ITS_END))
         key, llm, loop = found
         check_key(request, key, "the key is not that of this llm")
-        asked = unpack(await request.read(), dict[str, Any])
-        made = asyncio.run_coroutine_threadsafe(self._made(llm, request.match_info["method"], asked), loop)
+        arguments = unpack(await request.read(), dict[str, Any])
+        call = asyncio.run_coroutine_threadsafe(self._call(llm, request.match_info["method"], arguments), loop)
         try:
             # the call continues if the connection breaks; the function's end is reported in another way
-            return web.Response(body=pack(await asyncio.shield(asyncio.wrap_future(made))))
+            return web.Response(body=pack(await asyncio.shield(asyncio.wrap_future(call))))
         except asyncio.CancelledError:
-            if not made.cancelled():
+            if not call.cancelled():
                 raise
-            return _failed(RolloutError("this sample was given up: nothing of it is answered any more"))
+            return _error_response(RolloutError("this sample was given up: nothing of it is answered any more"))
         except Exception as error:
-            return _failed(error)
+            return _error_response(error)
 
-    async def _made(self, llm: LLM, method: str, asked: dict[str, Any]) -> Any:
+    async def _call(self, llm: LLM, method: str, arguments: dict[str, Any]) -> Any:
         if method == "generate":
-            return await llm.generate(**asked)
+            return await llm.generate(**arguments)
         if method == "chat":
-            return await llm.chat(**asked)
+            return await llm.chat(**arguments)
         if method != "door":
             raise RequestError(f"an llm has no {method!r:.50}", 404)
-        door = llm.endpoint(Place(self.endpoint))
-        return _Door(door.url, door.key)
+        door = llm.endpoint(SessionAddress(self.endpoint))
+        return _EndpointAddress(door.url, door.key)
 
 
-def _failed(error: Exception) -> web.Response:
+def _error_response(error: Exception) -> web.Response:
     return web.Response(status=422, body=pack((type(error).__name__, message_of(error))))
 
 
-def _error_in(content: bytes) -> Exception:
+def _unpack_error(content: bytes) -> Exception:
     name, message = unpack(content, tuple[str, str])
     kind = getattr(errors, name, RolloutError)
     return kind(message)
 
 
-class _Caller:
+class _LLMClient:
     """Makes the calls of an ``llm`` over HTTP."""
 
-    def __init__(self, served: ServedLLM, http: aiohttp.ClientSession) -> None:
-        self._url, self._http = served.url, http
-        self._headers = {"Authorization": f"Bearer {served.key}", "Content-Type": "application/octet-stream"}
+    def __init__(self, remote: RemoteLLM, http: aiohttp.ClientSession) -> None:
+        self._url, self._http = remote.url, http
+        self._headers = {"Authorization": f"Bearer {remote.key}", "Content-Type": "application/octet-stream"}
 
     async def generate(
         self, sampling: SamplingParams, token_ids: Int32 | None, *, any_chain: bool = False, images: Sequence[Any] = (),
         **others: Any,
     ) -> Completion:  # fmt: skip
-        asked = {name: getattr(sampling, name) for name in OF_CALLS}
+        arguments = {name: getattr(sampling, name) for name in SAMPLING_ARGUMENTS}
         ids = None if token_ids is None else token_ids.tolist()
-        asked |= {"token_ids": ids, "any_conversation": any_chain, "images": images}
-        return await self._post("generate", asked, Completion)  # type: ignore[no-any-return]
+        arguments |= {"token_ids": ids, "any_conversation": any_chain, "images": images}
+        return await self._post("generate", arguments, Completion)  # type: ignore[no-any-return]
 
     async def ask(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], sampling: Mapping[str, Any]
     ) -> Answer:
-        asked = {"messages": messages, "tools": tools, **sampling}
-        return await self._post("chat", asked, Answer)  # type: ignore[no-any-return]
+        arguments = {"messages": messages, "tools": tools, **sampling}
+        return await self._post("chat", arguments, Answer)  # type: ignore[no-any-return]
 
     def close(self) -> Sequence[int]:
         return ()
 
-    def door(self, place: Any = None) -> _Door:
+    def door(self, place: Any = None) -> _EndpointAddress:
         """Open an endpoint. The caller is not a coroutine, so the request blocks this process's loop for a moment."""
         asked = Request(self._url + "door", pack({}), self._headers)  # noqa: S310 - of april's own server
         try:
             with build_opener(ProxyHandler({})).open(asked) as answer:
-                return unpack(answer.read(), _Door)
+                return unpack(answer.read(), _EndpointAddress)
         except HTTPError as error:
-            raise _error_in(error.read()) from None
+            raise _unpack_error(error.read()) from None
 
-    async def _post(self, method: str, asked: Mapping[str, Any], kind: Any) -> Any:
+    async def _post(self, method: str, arguments: Mapping[str, Any], kind: Any) -> Any:
         try:
-            content = pack(asked)
+            content = pack(arguments)
         except TypeError as error:
             raise UsageError(f"llm.{method}: an argument cannot go to the scheduler's process: {error}") from None
         async with self._http.post(self._url + method, data=content, headers=self._headers) as answer:
             content = await answer.read()
         if answer.status != 200:
-            raise _error_in(content)
+            raise _unpack_error(content)
         return unpack(content, kind)

@@ -22,7 +22,7 @@ from urllib.request import url2pathname
 from april.config.images import ImagesConfig, InState
 from april.core.attachments import Attachment
 from april.errors import ConfigError
-from april.images.fetching import fetched
+from april.images.image_fetching import fetch_image
 from april.text.install_command import require
 from april.text.server_text import clean
 
@@ -30,45 +30,45 @@ IMAGE = "image"
 """Kind of the attachments that are made here."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Image formats that are read; PIL's decoders for other formats never see data from clients."""
-_SAME_EVERYWHERE = ("RGB", "L")
+_PLAIN_MODES = ("RGB", "L")
 """PIL modes that every reader converts to the same three channels."""
 _ORIENTATION = 0x0112
-_PARTS = ("image_url", "image", "input_image", "url", "source", "data")
+_IMAGE_FIELDS = ("image_url", "image", "input_image", "url", "source", "data")
 """Fields in which a content part holds its image, in chats of OpenAI, Anthropic and transformers."""
-_SENT = 'a data: URL in image_url, or a source of {"type": "base64", "data": ...}'
+_CLIENT_FORMS = 'a data: URL in image_url, or a source of {"type": "base64", "data": ...}'
 """Forms in which clients send images, for error messages."""
 _URL_SAFE = bytes.maketrans(b"-_", b"+/")
 _NO_BASE64 = re.compile(rb"[^A-Za-z0-9+/]")
-_known: weakref.WeakValueDictionary[tuple[str, bool], Attachment] = weakref.WeakValueDictionary()
-_knowing = threading.Lock()
+_attachments: weakref.WeakValueDictionary[tuple[str, bool], Attachment] = weakref.WeakValueDictionary()
+_attachments_lock = threading.Lock()
 
 
 class Picture(NamedTuple):
-    """An image that was read, and the size from its header; 0 x 0 if ``stand_in`` is known."""
+    """An image that was read, and the size from its header; 0 x 0 if ``placed_tokens`` is known."""
 
     attachment: Attachment
     height: int
     width: int
-    stand_in: tuple[int, ...] = ()
+    placed_tokens: tuple[int, ...] = ()
     """Tokens that the model reads in place of the image, if it was placed before."""
 
 
-class Reader:
+class ImageReader:
     """Reads images, within limits.
 
     Args:
         limits: limits on images.
-        paths: True if files may be named; False for clients, which may send only bytes and allowed URLs.
+        allow_paths: True if files may be named; False for clients, which may send only bytes and allowed URLs.
     """
 
-    def __init__(self, limits: ImagesConfig, *, paths: bool = True) -> None:
+    def __init__(self, limits: ImagesConfig, *, allow_paths: bool = True) -> None:
         require("an image", "PIL", extra="images")
         self._limits = limits
-        self._paths = paths
+        self._allow_paths = allow_paths
 
-    def strangers(self) -> Reader:
+    def for_clients(self) -> ImageReader:
         """Return the reader for images in client requests, which may not be file paths."""
-        return Reader(self._limits, paths=False)
+        return ImageReader(self._limits, allow_paths=False)
 
     def check_count(self, count: int, where: str) -> None:
         """Raise ConfigError if a conversation has too many images."""
@@ -93,64 +93,65 @@ class Reader:
         if isinstance(item, Picture):
             return item
         if hasattr(item, "save") and hasattr(item, "getbands"):  # a PIL.Image, without importing it
-            return self._of_data(self._encoded(item, where), "", where, decode)
+            return self._make_picture(self._encode_pil_image(item, where), "", where, decode)
         if isinstance(item, (bytes, bytearray, memoryview)):
-            return self._of_data(bytes(item), "", where, decode)
+            return self._make_picture(bytes(item), "", where, decode)
         if isinstance(item, os.PathLike):
-            return self._of_file(os.fspath(item), where, decode)
+            return self._read_file(os.fspath(item), where, decode)
         if isinstance(item, str):
-            return self._of_text(item, where, decode)
+            return self._read_text(item, where, decode)
         if isinstance(item, Mapping):
-            return self._of_mapping(item, where, decode)
-        forms = "bytes, a path, a PIL.Image, a data: URL, or a mapping with bytes or path" if self._paths else _SENT
+            return self._read_mapping(item, where, decode)
+        forms = "bytes, a path, a PIL.Image, a data: URL, or a mapping with bytes or path"
+        forms = forms if self._allow_paths else _CLIENT_FORMS
         raise ConfigError(f"{where} is of type {type(item).__name__}; give {forms}")
 
     # ---------------------------------------------------------------- forms
 
-    def _of_mapping(self, item: Mapping[str, Any], where: str, decode: bool) -> Picture:
+    def _read_mapping(self, item: Mapping[str, Any], where: str, decode: bool) -> Picture:
         data, path = item.get("bytes"), item.get("path")
         if isinstance(data, (bytes, bytearray, memoryview)):
-            return self._of_data(bytes(data), "", where, decode)
+            return self._make_picture(bytes(data), "", where, decode)
         if isinstance(path, (str, os.PathLike)) and path:
-            return self._of_file(os.fspath(path), where, decode)
+            return self._read_file(os.fspath(path), where, decode)
         if item.get("type") == "base64" and isinstance(item.get("data"), str):
-            return self._of_data(self._of_base64(item["data"], where), "", where, decode)
-        for name in _PARTS:
+            return self._make_picture(self._decode_base64(item["data"], where), "", where, decode)
+        for name in _IMAGE_FIELDS:
             if (inner := item.get(name)) is not None and not (isinstance(inner, Mapping) and inner is item):
                 return self.read(inner, where, decode=decode)
         forms = 'bytes, {"bytes": ...}, {"path": ...}, or a content part with image_url or source'
         raise ConfigError(
             f"{where} is a mapping with {', '.join(clean(k, 32) for k in list(item)[:8]) or 'nothing in it'}; give "
-            f"{forms if self._paths else _SENT}"
+            f"{forms if self._allow_paths else _CLIENT_FORMS}"
         )
 
-    def _of_text(self, text: str, where: str, decode: bool) -> Picture:
+    def _read_text(self, text: str, where: str, decode: bool) -> Picture:
         url = text.lstrip()
         scheme = url[:8].partition(":")[0].lower() if ":" in url[:8] else ""
         if scheme == "data":
-            return self._of_data(self._of_data_url(url, where), "", where, decode)
+            return self._make_picture(self._decode_data_url(url, where), "", where, decode)
         if scheme in ("http", "https"):
             limits = self._limits
-            return self._of_data(fetched(url, limits.hosts, limits.max_bytes, where), "", where, decode)
-        if scheme == "file" and self._paths:
+            return self._make_picture(fetch_image(url, limits.hosts, limits.max_bytes, where), "", where, decode)
+        if scheme == "file" and self._allow_paths:
             named = urlsplit(url)
             if named.netloc not in ("", "localhost"):
                 raise ConfigError(f"{where}: {clean(text, 100)} is a file of another machine; give a path of this one")
-            return self._of_file(url2pathname(named.path), where, decode)
-        if not self._paths:
+            return self._read_file(url2pathname(named.path), where, decode)
+        if not self._allow_paths:
             raise ConfigError(f"{where}: a client sends an image as a data: URL or in base64, not as {clean(text, 40)}")
-        return self._of_file(text, where, decode)
+        return self._read_file(text, where, decode)
 
-    def _of_data_url(self, url: str, where: str) -> bytes:
+    def _decode_data_url(self, url: str, where: str) -> bytes:
         head, comma, body = url.partition(",")
         if not comma:
             raise ConfigError(f"{where} is a data: URL without a comma, which has no content; was it cut?")
         if "base64" in [parameter.strip() for parameter in head.lower().split(";")[1:]]:
-            return self._of_base64(body, where)
+            return self._decode_base64(body, where)
         self._check_size(len(body) // 3, where)
         return unquote_to_bytes(body)
 
-    def _of_base64(self, text: str, where: str) -> bytes:
+    def _decode_base64(self, text: str, where: str) -> bytes:
         """Decode base64 as any common writer makes it: in lines, URL-safe, or without padding.
 
         A blank within a line is refused, as it may have been a plus sign.
@@ -172,9 +173,9 @@ class Reader:
             return base64.b64decode(coded + b"=" * (-len(coded) % 4))
         raise ConfigError(f"{where} is no base64; was it cut, or encoded twice ({why})?")
 
-    def _of_file(self, path: str, where: str, decode: bool) -> Picture:
+    def _read_file(self, path: str, where: str, decode: bool) -> Picture:
         named = f"{where} ({clean(path, 100)})"
-        if not self._paths:
+        if not self._allow_paths:
             raise ConfigError(f"{where}: a client sends an image as a data: URL or in base64, not as a path")
         try:
             with open(path, "rb") as file:
@@ -188,9 +189,9 @@ class Reader:
                 raise
             why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise ConfigError(f"{named} cannot be read: {why}") from None
-        return self._of_data(data, str(Path(path).absolute()), named, decode)
+        return self._make_picture(data, str(Path(path).absolute()), named, decode)
 
-    def _encoded(self, image: Any, where: str) -> bytes:
+    def _encode_pil_image(self, image: Any, where: str) -> bytes:
         width, height = image.size
         self._check_pixels(width, height, where)
         if _is_animated(image):
@@ -215,16 +216,17 @@ class Reader:
                 "make it smaller, or raise that"
             )
 
-    def _of_data(self, data: bytes, path: str, where: str, decode: bool) -> Picture:
+    def _make_picture(self, data: bytes, path: str, where: str, decode: bool) -> Picture:
         self._check_size(len(data), where)
-        data, path, (height, width) = self._checked(data, path, where, decode)
+        data, path, (height, width) = self._check_content(data, path, where, decode)
         attachment = Attachment.of(IMAGE, data, path)
         if path and self._limits.in_state is InState.REFERENCE:
             attachment = Attachment(IMAGE, attachment.digest, attachment.size, None, path)
-        with _knowing:
-            return Picture(_known.setdefault((attachment.digest, attachment.data is None), attachment), height, width)
+        with _attachments_lock:
+            known = _attachments.setdefault((attachment.digest, attachment.data is None), attachment)
+            return Picture(known, height, width)
 
-    def _checked(self, data: bytes, path: str, where: str, decode: bool) -> tuple[bytes, str, tuple[int, int]]:
+    def _check_content(self, data: bytes, path: str, where: str, decode: bool) -> tuple[bytes, str, tuple[int, int]]:
         """Return the bytes (encoded anew if readers would differ), the path of their file, and (height, width)."""
         from PIL import Image, UnidentifiedImageError
 
@@ -238,7 +240,7 @@ class Reader:
                 orientation = image.getexif().get(_ORIENTATION, 1)
                 clear = "transparency" in image.info
                 (width, height) = image.size
-                if image.mode not in _SAME_EVERYWHERE or orientation != 1 or clear:
+                if image.mode not in _PLAIN_MODES or orientation != 1 or clear:
                     lies = orientation in (5, 6, 7, 8)
                     return _as_png(image, where), "", (width, height) if lies else (height, width)
                 if decode:
@@ -286,7 +288,7 @@ def _as_png(image: Any, where: str) -> bytes:
         if "A" in upright.getbands() or "transparency" in upright.info:
             white = Image.new("RGBA", upright.size, (255, 255, 255, 255))
             upright = Image.alpha_composite(white, upright.convert("RGBA"))
-        upright = upright if upright.mode in _SAME_EVERYWHERE else upright.convert("RGB")
+        upright = upright if upright.mode in _PLAIN_MODES else upright.convert("RGB")
         upright.info = {}
         upright.save(buffer, "PNG", compress_level=1)
     except ConfigError:
