@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from types import ModuleType
 
@@ -21,6 +22,7 @@ def main() -> None:
     if sys.argv[1:] == ["--version"]:
         sys.exit(print(f"april {__version__}"))  # without the imports of april.cli
     if sys.argv[1:] in ([], ["--help"]):
+        gc.disable()
         sys.modules |= {name: _Unused(name) for name in ("rich.markdown", "rich.traceback")}
     try:
         from april.cli import app

@@ -87,7 +87,7 @@ class AttemptCounts(NamedTuple):
 
 
 NO_COUNTS = AttemptCounts()
-UNPACKED_CHUNKS = 32
+UNPACKED_CHUNKS = 48
 """Number of chunks that an attempt may have before they are packed, besides one for each 256 of its tokens."""
 
 
