@@ -1,7 +1,5 @@
 """Defines the commands of ``april`` (typer)."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator
@@ -16,11 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 import april
-from april.core.types import OnStale, SampleId
+from april.core.versions import OnStale
 from april.errors import AprilError, ConfigError, RolloutError
-from april.record.file import is_record
-from april.serialization.state_file import write_atomic
-from april.simulate.workload import Placement
+from april.simulate import Placement
 from april.text.install_command import install
 from april.text.server_text import printable
 
@@ -38,6 +34,8 @@ def _version(asked: bool) -> None:
 
 def _no_record(out: Path) -> Path:
     """Refuse an output path that is the record of a run, so that no record is overwritten."""
+    from april.record.file import is_record
+
     if out.is_file() and is_record(out):
         raise typer.BadParameter(printable(f"{out} is the record of a run; choose another file"))
     return out
@@ -108,6 +106,7 @@ def replay(
 
     Exit code 0: they match. 1: they do not, or the file was changed or cannot be read. 2: the command line is wrong.
     """
+    from april.core.types import SampleId
     from april.record.replay import replay as run
 
     console = Console(markup=False, highlight=False)
@@ -141,6 +140,7 @@ def report(
     if find_spec("matplotlib") is None:
         console.print(f"the report needs matplotlib: {install('plot')}", soft_wrap=True)
         raise typer.Exit(1)
+    from april.serialization.state_file import write_atomic
     from april.view.report import ReportFigures, off_policy_sentence, page, speed_up_sentence
     from april.view.run_data import read_run
 
@@ -259,6 +259,7 @@ def simulate(
     With --train-time the whole training loop is simulated, and continuous generation too.
     """
     given = {name: value for name, value in locals().items() if name != "out"}
+    from april.serialization.state_file import write_atomic
     from april.simulate.report_tables import headline, loop_table, mode_table, sweep_table, verdict
     from april.simulate.run import simulate as run
     from april.simulate.workload import Workload

@@ -19,6 +19,7 @@ from benchmarks import client_cost, continuous, real_engines, step_times, stopwa
 from benchmarks.frontier import Case, core, frontier, main, table
 from benchmarks.gpu import step_time
 from benchmarks.gpu.__main__ import main as gpu
+from benchmarks.tape_memory import PACKED_BYTES, most_bytes_per_token
 from benchmarks.training_loop import compare
 
 
@@ -171,3 +172,9 @@ def test_a_miniature_finds_everything(tmp_path: Path, capsys: pytest.CaptureFixt
     picture = tmp_path / "gpu.png"
     said = capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG") if picture.exists() else "no picture: matplotlib is not" in said
+
+
+@pytest.mark.parametrize("per_chunk", [1, 2, 16, 33, 500])
+def test_chunks_take_little_more_memory_than_packed_tokens(per_chunk: int) -> None:
+    """From 6,000 tokens on, an attempt in flight holds at most 1.5 times the bytes of its packed tokens."""
+    assert most_bytes_per_token(8192, per_chunk, 6000) <= 1.5 * PACKED_BYTES

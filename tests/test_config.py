@@ -465,6 +465,29 @@ def test_what_importing_loads(used: str, not_loaded: str) -> None:
     assert run.stdout == "[]\n"
 
 
+@pytest.mark.parametrize(
+    ("command", "not_loaded"),
+    [
+        ("--version", "april.cli april.core april.config typer rich numpy"),
+        ("--help", "april.config april.core.types numpy msgspec pydantic importlib.metadata markdown_it pygments"),
+    ],
+)
+def test_what_the_command_line_loads(command: str, not_loaded: str) -> None:
+    """``april --version`` and ``april --help`` load nothing that only commands need; the text is typer's."""
+    code = (
+        "import sys, atexit; from april.__main__ import main; "
+        f"atexit.register(lambda: print([m for m in {not_loaded.split()!r} if m in sys.modules], file=sys.stderr)); "
+    )
+    plain = "from april.cli import app; app(prog_name='april')"
+    runs = [
+        subprocess.run([sys.executable, "-c", f"{code}sys.argv[0] = 'april'; {call}", command],
+                       capture_output=True, text=True, check=True)
+        for call in ("main()", plain)
+    ]  # fmt: skip
+    assert runs[0].stderr == "[]\n"
+    assert runs[0].stdout == runs[1].stdout != ""
+
+
 def test_every_public_name_is_there() -> None:
     """All of __all__ can be fetched, dir() shows it, and an unknown name is an AttributeError."""
     for name in april.__all__:

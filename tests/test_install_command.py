@@ -36,7 +36,7 @@ def hint(monkeypatch: pytest.MonkeyPatch, origin: dict[str, Any] | type[Exceptio
             raise origin
         return Installed(origin)
 
-    monkeypatch.setattr(install_command, "distribution", distribution)
+    monkeypatch.setattr("importlib.metadata.distribution", distribution)
     words = shlex.split(install_command.install("yaml"))
     assert words[:2] == ["pip", "install"]
     (what,) = words[2:]

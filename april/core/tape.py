@@ -87,6 +87,8 @@ class AttemptCounts(NamedTuple):
 
 
 NO_COUNTS = AttemptCounts()
+UNPACKED_CHUNKS = 48
+"""Number of chunks that an attempt may have before they are packed, besides one for each 256 of its tokens."""
 
 
 def first_of(spans: Sequence[tuple[PolicyVersion, int]], count: int) -> list[tuple[PolicyVersion, int]]:
@@ -101,7 +103,7 @@ def first_of(spans: Sequence[tuple[PolicyVersion, int]], count: int) -> list[tup
 
 @dataclass(slots=True, eq=False, repr=False)
 class AttemptTape:
-    """Collects the chunks of one attempt as they arrive; they are packed when the attempt has ended."""
+    """Collects the chunks of one attempt as they arrive, and packs them now and then, as small arrays take memory."""
 
     _tokens: list[Int32] = field(default_factory=list)
     _logprobs: list[Float32] = field(default_factory=list)
@@ -141,12 +143,16 @@ class AttemptTape:
         count = len(tokens)
         if count == 0:
             return
-        self._tokens.append(tokens)
+        chunks, spans = self._tokens, self.spans
+        chunks.append(tokens)
         self._logprobs.append(logprobs)
-        if self.spans and self.spans[-1][0] == version:
-            self.spans[-1] = (version, self.spans[-1][1] + count)
+        if spans and (last := spans[-1])[0] == version:
+            spans[-1] = (version, last[1] + count)
+            if len(chunks) > UNPACKED_CHUNKS + self.count // 256:  # each array takes 160 bytes more than its tokens
+                packed_tokens, packed_logprobs, _ = self.packed()
+                self._tokens, self._logprobs = [packed_tokens], [packed_logprobs]
         else:
-            self.spans.append((version, count))
+            spans.append((version, count))
         self.count += count
         if self.unsure or not sure:
             self.unsure += count

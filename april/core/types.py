@@ -17,6 +17,7 @@ from april.core.ledger import Ledger
 from april.core.sampling import SamplingParams
 from april.core.tape import GENERATED, NO_COUNTS, AttemptCounts, AttemptTape, Int32, Segment, TokenTape
 from april.core.versions import FIRST_VERSION, PolicyVersion
+from april.core.versions import OnStale as OnStale
 
 NO_DEADLINE = 1 << 30
 """Slack of a group without a deadline, such as one drawn after the latest plan."""
@@ -141,19 +142,6 @@ class WeightsRoute(StrEnum):
     """Through a directory that every server can read."""
     COLLECTIVE = "collective"
     """Sent from the trainer's process directly, without a directory."""
-
-
-class OnStale(StrEnum):
-    """Policies for samples older than max_staleness. With all but DROP, steps wait for samples close to the limit."""
-
-    FINISH = "finish"
-    """The sample is generated first and the step waits for it; tokens that still get too old carry no loss."""
-    RESTART = "restart"
-    """The tokens are dropped and the sample begins again."""
-    MASK = "mask"
-    """Tokens that are too old carry no loss."""
-    DROP = "drop"
-    """The group is dropped and replaced."""
 
 
 class OnFailedSample(StrEnum):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import NamedTuple
 
 
@@ -20,6 +21,19 @@ class PolicyVersion(NamedTuple):
 
 
 FIRST_VERSION = PolicyVersion(0, 0)
+
+
+class OnStale(StrEnum):
+    """Policies for samples older than max_staleness. With all but DROP, steps wait for samples close to the limit."""
+
+    FINISH = "finish"
+    """The sample is generated first and the step waits for it; tokens that still get too old carry no loss."""
+    RESTART = "restart"
+    """The tokens are dropped and the sample begins again."""
+    MASK = "mask"
+    """Tokens that are too old carry no loss."""
+    DROP = "drop"
+    """The group is dropped and replaced."""
 
 
 @dataclass(slots=True, eq=False)

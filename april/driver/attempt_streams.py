@@ -342,12 +342,13 @@ class AttemptStreams:
 
     def _append(self, stream: _Stream, chunk: Chunk, kept: int | None) -> None:
         """Put a chunk's first ``kept`` tokens onto the tape (None means all); tokens after a stop are only counted."""
-        tape, tokens = stream.attempt.tape, chunk.tokens
+        tape, tokens, logprobs = stream.attempt.tape, chunk.tokens, chunk.logprobs
         if tape.stopped:
             tape.after_stop += len(tokens)
-            return
-        tape.append(tokens[:kept], chunk.logprobs[:kept], chunk.version, sure=chunk.sure)
-        if kept is not None:
+        elif kept is None:
+            tape.append(tokens, logprobs, chunk.version, sure=chunk.sure)
+        else:
+            tape.append(tokens[:kept], logprobs[:kept], chunk.version, sure=chunk.sure)
             tape.stopped, tape.after_stop = True, len(tokens) - kept
             if stream.end is None:
                 self._post(ev.StopFound(stream.attempt.id))

@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from april.core.types import GenerationMode, OnStale, OnWeightUpdate, Refill
 from april.engines.simulated.decode_cost import DecodeCost, in_flight_that_fits, limit_s, roofline
 from april.engines.simulated.response_lengths import LognormalLengths, ResponseLengths, TraceLengths
 from april.errors import ConfigError
+from april.simulate import Placement as Placement
 
 MEDIAN_LEN, SIGMA_BETWEEN, SIGMA_WITHIN = 2500.0, 0.62, 0.51
 """Default lognormal lengths in tokens: a total sigma of 0.8, more of it between prompts than within."""
@@ -33,15 +33,6 @@ MOST_IN_FLIGHT = 100_000
 MOST_TRAIN_S = 10 * 365 * 86_400.0
 BOUNDS = (1, 2, 4, 8)
 """Values of max_staleness for which the continuous mode is simulated."""
-
-
-class Placement(StrEnum):
-    """Placement of the trainer: on the engines' GPUs or on its own."""
-
-    COLOCATED = "colocated"
-    """Engines and trainer share GPUs; the engines pause while the trainer trains."""
-    SEPARATE = "separate"
-    """The trainer has GPUs of its own."""
 
 
 @dataclass(frozen=True)

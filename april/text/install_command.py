@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -28,6 +27,8 @@ def require(who: str, *packages: str, extra: str | None = "transformers") -> Non
 
 
 def _origin(extra: str) -> str:
+    from importlib.metadata import PackageNotFoundError, distribution
+
     try:
         said = distribution(NAME).read_text("direct_url.json")
     except PackageNotFoundError:
