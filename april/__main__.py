@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import sys
-from types import ModuleType
 
 from april import __version__
 from april.text.install_command import install
-
-
-class _Unused(ModuleType):
-    """Replaces a module that typer imports and ``april --help`` does not use, which would take a third of its time."""
-
-    def __getattr__(self, name: str) -> None:
-        return None
 
 
 def main() -> None:
     """Run the command line; exit with a message if a package that it needs is missing."""
     if sys.argv[1:] == ["--version"]:
         sys.exit(print(f"april {__version__}"))  # without the imports of april.cli
-    if sys.argv[1:] in ([], ["--help"]):
-        gc.disable()
-        sys.modules |= {name: _Unused(name) for name in ("rich.markdown", "rich.traceback")}
     try:
         from april.cli import app
     except ModuleNotFoundError as error:

@@ -469,7 +469,7 @@ def test_what_importing_loads(used: str, not_loaded: str) -> None:
     ("command", "not_loaded"),
     [
         ("--version", "april.cli april.core april.config typer rich numpy"),
-        ("--help", "april.config april.core.types numpy msgspec pydantic importlib.metadata markdown_it pygments"),
+        ("--help", "april.config april.core.types numpy msgspec pydantic importlib.metadata"),
     ],
 )
 def test_what_the_command_line_loads(command: str, not_loaded: str) -> None:
