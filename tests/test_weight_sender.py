@@ -300,7 +300,7 @@ def test_two_engines_fail_one_after_the_other() -> None:
 def test_what_an_engine_got_in_an_earlier_round_counts() -> None:
     """It is torn by the first round, though the second one, to which nobody else was left, ended before any tensor."""
     desk = Desk(Receiver("bad", fails=("receive", "refuses", 1)), Receiver("good", fails=("ranks", "refuses", 1)))
-    with pytest.raises(EngineError, match=r"engine bad failed to take tensor b.*good failed to say how many workers"):
+    with pytest.raises(EngineError, match=r"engine bad failed to receive tensor b.*good failed to report how many workers"):
         desk.send()
     assert {name: fate.torn for name, fate in desk.sender.left_out.items()} == {"bad": True, "good": True}
 
@@ -348,7 +348,7 @@ def test_who_reads_in_place_has_them_whatever_becomes_of_others() -> None:
 def test_an_iterator_cannot_be_sent_again() -> None:
     """The error says so, and what to give; all that had begun are torn."""
     desk = Desk(Receiver("bad", fails=("receive", "refuses", 1)), Receiver("good"))
-    with pytest.raises(EngineError, match=r"engine bad failed to take tensor b.*iterator: give a module"):
+    with pytest.raises(EngineError, match=r"engine bad failed to receive tensor b.*iterator: give a module"):
         desk.send(iter(WEIGHTS.items()))
     assert {name: fate.torn for name, fate in desk.sender.left_out.items()} == {"bad": True, "good": True}
 
@@ -371,5 +371,5 @@ def test_what_the_weights_raise_is_raised() -> None:
 def test_engines_that_take_nothing_are_refused_before_anything_happens() -> None:
     """By name, with what to do."""
     deaf = Receiver("deaf", capabilities=replace(CAPABILITIES, collective=()))
-    with pytest.raises(ConfigError, match=r"weight_update: engine deaf takes no weights.*april doctor"):
+    with pytest.raises(ConfigError, match=r"weight_update: engine deaf accepts no weights.*april doctor"):
         WeightSender({"a": Receiver("a"), "deaf": deaf}, lambda calls: [], LIMIT_S).refuse_engines("weight_update")  # type: ignore[dict-item]

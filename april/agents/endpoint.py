@@ -197,17 +197,17 @@ class Endpoint:
         by_name = request.match_info["path"] == BY_NAME
         door = self._doors.get(request.match_info["path"])
         if door is None and not by_name:
-            raise RequestError("no sample has this address, or not any more", 404, "not_found_error")
-        check_key(request, self.key if door is None else door.key, "the API key is not that of this address")
+            raise RequestError("no sample has this address any more, or none ever had it", 404, "not_found_error")
+        check_key(request, self.key if door is None else door.key, "the API key does not belong to this address")
         name = request.headers.get("X-Session-ID")
         if door is None and name is None and request.path.endswith("count_tokens"):
             door = next(iter(self._doors.values()), None)  # all sessions count tokens alike
         door = door or self._named.get(name or "")
         if door is None:
             raise RequestError(
-                f"no sample has the name {name!r:.100} (X-Session-ID): the model {self.model!r} here is the policy, "
-                "which answers agents that are trained; another, such as a user simulator or a judge, needs a model of "
-                "its own in the environment's configuration", 404, "not_found_error",
+                f"no sample has the name {name!r:.100} (X-Session-ID): the model {self.model!r} is the policy, which "
+                "only answers agents that are trained; other models, such as a user simulator or a judge, need an "
+                "entry of their own in the environment's configuration", 404, "not_found_error",
             )  # fmt: skip
         door.asked()
         return door
@@ -276,7 +276,9 @@ class Endpoint:
             answer = asked.task.result()
             written = _written(dialect, wanted, answer)
         except asyncio.CancelledError:
-            error = RequestError("this sample was given up: nothing of it is answered any more", 410, "session_closed")
+            error = RequestError((
+                "this sample was given up, so its requests are no longer answered"
+            ), 410, "session_closed")
         except RequestError as refused:
             error = refused
         except Exception as failure:
@@ -353,7 +355,7 @@ def _most_bytes(session: Session) -> int:
 
 async def body_of(request: web.Request, most: int) -> Any:
     """Return the JSON of a request whose body has at most ``most`` bytes; raises RequestError."""
-    large = RequestError(f"the body is larger than {most:,} bytes, for which there is no room", 413)
+    large = RequestError(f"the body is larger than {most:,} bytes, the limit at the moment", 413)
     if (request.content_length or 0) > most:
         raise large
     try:
@@ -372,7 +374,7 @@ async def body_of(request: web.Request, most: int) -> Any:
         if "\\ud" in text or "\\uD" in text:
             json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise RequestError("the body has half of a surrogate pair, which is no text") from None
+        raise RequestError("the body has half of a surrogate pair, which is not valid text") from None
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not JSON: {str(error)[:200]}") from None
     return body

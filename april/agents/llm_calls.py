@@ -84,7 +84,7 @@ class LLMCalls:
         if found is None:
             return _failed(RolloutError(AFTER_ITS_END))
         key, llm, loop = found
-        check_key(request, key, "the key is not that of this llm")
+        check_key(request, key, "the key does not belong to this llm")
         asked = unpack(await request.read(), dict[str, Any])
         made = asyncio.run_coroutine_threadsafe(self._made(llm, request.match_info["method"], asked), loop)
         try:
@@ -93,7 +93,7 @@ class LLMCalls:
         except asyncio.CancelledError:
             if not made.cancelled():
                 raise
-            return _failed(RolloutError("this sample was given up: nothing of it is answered any more"))
+            return _failed(RolloutError("this sample was given up, so its requests are no longer answered"))
         except Exception as error:
             return _failed(error)
 
@@ -103,7 +103,7 @@ class LLMCalls:
         if method == "chat":
             return await llm.chat(**asked)
         if method != "door":
-            raise RequestError(f"an llm has no {method!r:.50}", 404)
+            raise RequestError(f"llm has no method {method!r:.50}", 404)
         door = llm.endpoint(Place(self.endpoint))
         return _Door(door.url, door.key)
 
@@ -156,7 +156,7 @@ class _Caller:
         try:
             content = pack(asked)
         except TypeError as error:
-            raise UsageError(f"llm.{method}: an argument cannot go to the scheduler's process: {error}") from None
+            raise UsageError(f"llm.{method}: an argument cannot be sent to the scheduler's process: {error}") from None
         async with self._http.post(self._url + method, data=content, headers=self._headers) as answer:
             content = await answer.read()
         if answer.status != 200:

@@ -186,7 +186,7 @@ class Sessions:
         router.add_post("/sessions/{id}/cancel", self._cancel)
 
     def _check(self, request: web.Request) -> None:
-        check_key(request, self.key, "the key is not that of these sessions")
+        check_key(request, self.key, "the key does not belong to these sessions")
 
     @staticmethod
     def _shown(request: web.Request, waiting: _Waiting) -> dict[str, Any]:
@@ -200,7 +200,7 @@ class Sessions:
             if self._waiting.get(waiting.id) is waiting and not waiting.taken:
                 waiting.take()
                 return web.json_response(self._shown(request, waiting))
-        raise RequestError("no sample is wanted now", 429, "no_sample", retry=True, retry_s=RETRY_AFTER_S)
+        raise RequestError("no sample is needed now", 429, "no_sample", retry=True, retry_s=RETRY_AFTER_S)
 
     async def _list(self, request: web.Request) -> web.Response:
         self._check(request)
@@ -232,9 +232,9 @@ class Sessions:
         waiting = self._waiting.get(name)
         if name not in self._ended:
             if waiting is None:
-                raise RequestError("there is no such session, or not any more: its sample was given up", 410, "gone")
+                raise RequestError("there is no such session, or no longer: its sample was given up", 410, "gone")
             if waiting.resumed and not waiting.asked and isinstance(outcome, dict):
-                outcome = RolloutError("its session was ended, and its agent has asked for nothing since a restart")
+                outcome = RolloutError("the session was ended because its agent has sent no request since a restart")
             waiting.end(outcome)
             self._ended[name] = how
             while len(self._ended) > REMEMBERED:
@@ -258,5 +258,5 @@ def _kept(path: Path) -> str:
         raise UsageError(f"key_file: others can read {path}; chmod 600 it")
     key = path.read_text("utf-8").strip()
     if not key:
-        raise UsageError(f"key_file: {path} is empty; delete it, and a key is drawn")
+        raise UsageError(f"key_file: {path} is empty; delete it, and april creates a key")
     return key

@@ -73,7 +73,7 @@ def _images_in(message: Message) -> list[dict[str, Any]]:
 def _own(own: Any, where: str) -> Picture:
     picture: Picture | None = next(own, None)
     if picture is None:
-        raise ConfigError(f"{where} has no content, and the prompt has no further image that it could stand for")
+        raise ConfigError(f"{where} has no content, but the prompt has no more images to which it could refer")
     return picture
 
 

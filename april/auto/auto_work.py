@@ -139,7 +139,7 @@ class AutoWork:
             return None
         self._trial = None
         ratio, error = self._speeds.against(trial.speeds)
-        came = f"{ratio:.2f} (+-{error:.2f}) times the speed came, and {trial.expected:.2f} times was expected"
+        came = f"the speed rose by a factor of {ratio:.2f} (+-{error:.2f}), and {trial.expected:.2f} was expected"
         now, before = InWork.of(self._core.settings), trial.before
         if holds:
             return Decision(f"{now} stays: {came}")
@@ -149,7 +149,7 @@ class AutoWork:
         self._taken_back += 1
         change = self._change(before)
         self._once = trial.speeds
-        return Decision(f"{before} again, {now} is taken back: {came}", change)
+        return Decision(f"back to {before} from {now}: {came}", change)
 
     def _change(self, to: InWork) -> WorkChanged:
         self._speeds, self._once = Speeds(), None
@@ -217,9 +217,9 @@ class AutoWork:
             self._trial = Trial(now, self._speeds, answer.speed_up, needed)
         why = ""
         if not question.told:
-            why = ", as what was seen does not tell what more in flight costs"
+            why = ", because the data do not show what more samples in flight cost"
         return Decision(
-            f"{answer.best} from now on, after {now}: {answer.speed_up:.2f} times its speed is expected, "
+            f"{answer.best} from now on, after {now}: {answer.speed_up:.2f} times the speed is expected, with "
             f"{100.0 * answer.off_policy_share:.0f}% of the trained tokens from older weights{why}",
             self._change(answer.best),
         )  # fmt: skip

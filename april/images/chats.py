@@ -95,8 +95,8 @@ def taken_out(
         return plain, rest
     if used != given:
         raise ConfigError(
-            f'{where} has {some(given, "image")} beside its messages ("images"), and {some(used, "part")} '
-            '{"type": "image"} in them; give one for each'
+            f'{where} has {some(given, "image")} in "images", but {some(used, "part")} {{"type": "image"}} in its '
+            "messages; give one part for each image"
         )
     return plain, found
 

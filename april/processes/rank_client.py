@@ -135,7 +135,7 @@ class RankClient:
         loop.call_later(self._beats.interval_s, self._tick, line)
 
     def _lost(self, why: str) -> None:
-        self._gone = f"{self._name} is gone: {why}"
+        self._gone = f"the connection to {self._name} is lost: {why}"
         self._broken = self._broken or RankError(self._gone, (0,))
 
     async def _say(self, line: aiohttp.ClientWebSocketResponse, said: bytes) -> None:
@@ -187,7 +187,7 @@ class RankClient:
         try:
             pack(look)
         except TypeError as error:
-            raise ConfigError(f"{method}: an argument cannot go to {self._name}: {error}") from None
+            raise ConfigError(f"{method}: an argument cannot be sent to {self._name}: {error}") from None
         ended = self._wait_for(lambda: self._post("/look", look))
         assert isinstance(ended, Ended)
         if ended.error is not None:

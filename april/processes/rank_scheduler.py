@@ -86,9 +86,9 @@ def differ(rank: int, own: bytes, first: bytes) -> bool:
     if len(here) == len(there):
         how = f"largest difference of {len(here):,} values: {np.nanmax(np.abs(here - there)):.2g}"
     log.warning(
-        "rank %d does not generate from the weights of rank 0 (%s), so log-probabilities are not those of the model "
-        "that is trained on them; train one model on all ranks (DistributedDataParallel, or average the gradients), or "
-        "give model= on rank 0 only", rank, how,
+        "rank %d does not generate from the weights of rank 0 (%s), so its log-probabilities do not belong to the "
+        "model that is trained with them; train one model on all ranks (DistributedDataParallel, or average the "
+        "gradients), or give model= on rank 0 only", rank, how,
     )  # fmt: skip
     return True
 
@@ -119,7 +119,7 @@ class OpenCall:
         """Carry out the call, or wait for the thread that does; after an interrupt the call stays open."""
         if self._runner is not None:
             if self._runner == threading.get_ident():
-                raise RolloutError(f"{self.what} was called in the middle of itself, by a signal handler")
+                raise RolloutError(f"a signal handler called {self.what} during {self.what}")
             self.outcome.wait()
         if self.outcome.done():
             return
@@ -232,7 +232,7 @@ class OwnScheduler(RolloutScheduler):
                 arguments["weights"] = WeightsOfAll(asked.weights, on_all)
         if method == JOIN:
             if missing := set(range(self._ranks.shares)) - set(shares):
-                raise ConfigError(f"ranks: nobody has the data_rank {min(missing)}, of data_size {self._ranks.shares}")
+                raise ConfigError(f"ranks: no rank has the data_rank {min(missing)}, of data_size {self._ranks.shares}")
             if arguments:
                 self._take_engines(on_all(JOIN, pack(arguments["gathers"])), arguments["key"])
             return None, [pack(None)] * len(shares)
@@ -265,7 +265,7 @@ class OwnScheduler(RolloutScheduler):
     def look(self, method: str, arguments: list[Any]) -> bytes:
         """Answer a question of a rank in another process."""
         if method not in LOOKS:
-            raise RolloutError(f"a rank cannot ask for {method}")
+            raise RolloutError(f"a rank cannot call {method}")
         return pack(self.found(method, *arguments))
 
     def found(self, method: str, *arguments: Any) -> Any:
@@ -444,7 +444,7 @@ class RankScheduler(BatchIterator, Looks):
             self._lent = RankEngines(self.config, model, engines, processor, host=client.host, key=client.token)
         if gathers and not gathering(self.engines):
             raise ConfigError(
-                "the parameters of rank 0's model are sharded over the ranks, so every rank gives its model: model="
+                "the parameters of rank 0's model are sharded over the ranks, so every rank must give its model: model="
             )
         return b"" if self._lent is None else pack(self._lent.urls)
 
@@ -553,7 +553,7 @@ class RankScheduler(BatchIterator, Looks):
         self._client.raise_if_broken()
         call = self._open
         if call is not None and call.wanted:
-            raise RolloutError(f"{what} was called while {call.what} is waited for; make one call after the other")
+            raise RolloutError(f"{what} was called while {call.what} was still running; make one call after the other")
         if call is None or call.what != what:
             # takes the place of an interrupted call: the other ranks are told that the calls differ
             call = OpenCall(self._client.first if call is None else call.number, what)

@@ -246,9 +246,9 @@ class RankServer:
     def _replace(self, rank: int) -> None:
         """Disconnect a rank that was restarted while it seems to be connected still."""
         if (line := self._lines.get(rank)) is not None:
-            last = Broken(f"rank {rank} has attached anew, and is not here any more", (rank,))
+            last = Broken(f"rank {rank} has connected again, and this connection is no longer valid", (rank,))
             self._beside(self._hang_up(line, pack(last)))
-        self._gone(rank, "it was started anew")
+        self._gone(rank, "it was restarted")
 
     async def _hang_up(self, line: web.WebSocketResponse, last: bytes = ALIVE) -> None:
         await self._say(line, last)
@@ -272,10 +272,12 @@ class RankServer:
         if not why or self._closing or self.broken is not None:
             return
         if not self._returns:
-            self._break(f"rank {rank} is gone: {why}", (rank,))
+            self._break(f"the connection to rank {rank} is lost: {why}", (rank,))
             return
         late_s = self._ranks.rank_timeout_s
-        sentence = f"rank {rank} is gone: {why}; it has not come back within {late_s:g} s (rank_timeout_s)"
+        sentence = (
+            f"the connection to rank {rank} is lost: {why}; it did not come back within {late_s:g} s (rank_timeout_s)"
+        )
         self._lost[rank] = asyncio.get_running_loop().call_later(late_s, self._break, sentence, (rank,))
         for call in self._calls.values():
             if not call.began:
@@ -292,7 +294,7 @@ class RankServer:
         if error:
             self._break(f"rank {rank} has ended with an error: {error}", (rank,))
         elif (found := next(((r, what) for r, what in waiting if r != rank), None)) is not None:
-            self._break(f"rank {rank} closed its scheduler in the middle of {found[1]} of rank {found[0]}", (rank,))
+            self._break(f"rank {rank} closed its scheduler during {found[1]} of rank {found[0]}", (rank,))
         self._look_up()
 
     # ---------------------------------------------------------------- a call
@@ -360,7 +362,7 @@ class RankServer:
             why = "has attached anew, and is not here any more" if rank in self._sessions else "has lost its connection"
             raise self._broken_again() or RankError(f"rank {rank} {why}", (rank,))
         if latest < self._latest.get(rank, latest):
-            raise RankError(f"rank {rank} has asked again since", (rank,))
+            raise RankError(f"rank {rank} has made a newer call", (rank,))
         self._latest[rank], self._reached[rank] = latest, asked.number
         call = self._calls.setdefault(asked.number, Call())
         self._check(rank, call, asked.what)
@@ -379,13 +381,13 @@ class RankServer:
         other = next((r for r, text in said.items() if text != what), None)
         if other is not None and call.answers is not None and self._returns:
             raise RankError(
-                f"rank {rank} was started anew and makes another call than all ranks have made there: {what} in place "
-                f"of {said[other]}"
+                f"rank {rank} was restarted and makes another call than all ranks have made there: {what} instead of "
+                f"{said[other]}"
             )
         if other is not None and call.began:
             self._break(
-                f"rank {rank} was interrupted in {said[other]} and called {what} instead, which the others did not; a "
-                "call that was interrupted must be made again",
+                f"rank {rank} was interrupted in {said[other]} and called {what} instead, unlike the other ranks; an "
+                "interrupted call must be made again",
                 (rank,),
             )
         elif other is not None:
@@ -490,7 +492,7 @@ class RankServer:
 
     def _break_late(self, missing: Collection[int], where: str) -> None:
         late_s = self._ranks.rank_timeout_s
-        self._break(f"{_names(missing)} did not come to {where} within {late_s:g} s (rank_timeout_s)", missing)
+        self._break(f"{_names(missing)} did not reach {where} within {late_s:g} s (rank_timeout_s)", missing)
 
     def _break(self, sentence: str, ranks: Iterable[int]) -> None:
         """Stop all ranks for good with one error; ``ranks`` are those that caused it."""
@@ -498,7 +500,7 @@ class RankServer:
             return
         self.broken = RankError(sentence, tuple(sorted(set(ranks))))
         if self._returns and not self._closing:
-            log.warning("the ranks do not go on together: %s", sentence)
+            log.warning("the ranks cannot continue together: %s", sentence)
         for line in self._lines.values():
             self._beside(self._say(line, pack(Broken(sentence, self.broken.ranks))))
         self._look_up()

@@ -91,7 +91,7 @@ def _form(kind: type) -> Form:
         return lambda value, of, named: [_FORMS[type(v)](v, of, n) for v, n in zip(value, are_names, strict=True)]
     if issubclass(kind, (list, tuple)):
         return lambda value, of, named: [_FORMS[type(item)](item, of, named) for item in value]
-    raise TypeError(f"a {kind.__name__} has no plain form")
+    raise TypeError(f"a {kind.__name__} cannot be recorded")
 
 
 class _Forms(dict[type, Form]):

@@ -76,10 +76,10 @@ class _Lines:
             self.decisions.add(commands)
             why = self.file.add(self._line(what, parts()))
         except Exception as error:
-            why = f"{what} could not be written down ({type(error).__name__})"
+            why = f"{what} could not be recorded ({type(error).__name__})"
         if why:
             self.file.over = True
-            log.warning("the record %s ends here, the run goes on: %s", self.file.path, why)
+            log.warning("the record %s ends here, but the run continues: %s", self.file.path, why)
             self.file.add(self._line(OVER, {"why": why}), last=True)
 
     def close(self) -> None:

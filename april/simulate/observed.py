@@ -38,7 +38,7 @@ def workload_of(path: Path) -> Workload:
     settings = run.settings
     lengths = lengths_of(run)
     if run.finished.size < FEWEST:
-        raise RecordError(f"{path}: {run.finished.size} responses came to their end; {FEWEST} are needed to plan")
+        raise RecordError(f"{path}: {run.finished.size} responses were finished, but {FEWEST} are needed to plan")
     first = run.context[(run.age == 0) & ~run.evaluation]
     # the first step is not typical: it began with nothing in flight
     train_s, ahead = pace(batch.metrics for batch in run.batches[1:])
@@ -62,7 +62,7 @@ def doubts_of(run: RunData) -> tuple[str, ...]:
     out = []
     if len(run.batches) < ENOUGH:
         few = len(run.batches)
-        out.append(f"the record has {few} batches; from {ENOUGH} on lengths and costs are known well enough")
+        out.append(f"the record has {few} batches; {ENOUGH} are needed to know lengths and costs well enough")
     if (limit := limit_of(run)) is not None and limit.doubt:
         out.append(f"the speeds may be wrong: {limit.doubt}")
     return tuple(out)
@@ -104,7 +104,7 @@ def mean_cost(run: RunData, path: Path) -> DecodeCost:
     """Return the mean cost of the run's engines. Raises RecordError if none could be fitted."""
     costs = [fitted.cost for fitted in run.costs.values()]
     if not costs:
-        raise RecordError(f"{path}: too few requests ended to know what the engines cost")
+        raise RecordError(f"{path}: too few requests ended to estimate the engines' cost")
     return DecodeCost(
         *(
             float(np.mean([getattr(cost, name) for cost in costs]))

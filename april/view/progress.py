@@ -242,4 +242,4 @@ def _quietly(function: Callable[[], object]) -> None:
     try:
         function()
     except Exception:
-        log.debug("the line of progress could not be drawn", exc_info=True)
+        log.debug("the progress line could not be drawn", exc_info=True)

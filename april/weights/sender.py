@@ -115,8 +115,8 @@ class WeightSender:
             can = engine.capabilities
             if not (can.collective or can.takes_tensors or can.shares_weights):
                 raise ConfigError(
-                    f"{what}: engine {name} takes no weights from the trainer's process (april doctor says by "
-                    "which flags of its server it would); give path=, or transfer="
+                    f"{what}: engine {name} accepts no weights from the trainer's process (april doctor shows with "
+                    "which flags its server would); give path=, or transfer="
                 )
 
     def send(self, source: Weights, names: Sequence[str]) -> None:
@@ -148,8 +148,8 @@ class WeightSender:
                 self.left_out |= transfer.fates(left)
                 self.knows = True
                 raise EngineError(
-                    f"{_sentence(blamed)}; the others cannot be sent the weights again, as they were given as an "
-                    "iterator: give a module, a mapping, or what can be gone through again"
+                    f"{_sentence(blamed)}; the weights cannot be sent to the other engines again, because they were "
+                    "given as an iterator: give a module, a mapping, or an object that can be iterated again"
                 )
         self.knows = True
         if names and self.left_out.keys() == set(names):
@@ -185,7 +185,7 @@ class _Round:
         """Run the round; raises _Broken if engines fail, and whatever reading the weights raises."""
         self._meet()
         self._sender.knows, self._begun = False, True
-        self._all("to make ready for new weights", lambda name: self._receiver(name).begin(), self._receivers)
+        self._all("to prepare for new weights", lambda name: self._receiver(name).begin(), self._receivers)
         self.drew = True
         passing: Any = self._source.buckets()
         with closing(passing):
@@ -194,7 +194,9 @@ class _Round:
         self._all("to put the weights into use", lambda name: self._receiver(name).finish(), self._receivers)
 
     def _meet(self) -> None:
-        ranks = self._all("to say how many workers it has", lambda name: self._receiver(name).ranks(), self._receivers)
+        ranks = self._all((
+            "to report how many workers it has"
+        ), lambda name: self._receiver(name).ranks(), self._receivers)
         lanes: dict[tuple[str, Handshake], _Lane] = {}
         for name in self._receivers:
             key = self._engine(name).capabilities.collective[0], self._receiver(name).handshake
@@ -215,7 +217,7 @@ class _Round:
         group = lane.group
         assert group is not None
         self._with(
-            "to meet the sender",
+            "to connect to the sender",
             lambda name: self._receiver(name).join(replace(meeting, rank_offset=offsets[name])),
             lane.engines, lambda goes_on: group.connect(goes_on),
         )  # fmt: skip
@@ -237,7 +239,7 @@ class _Round:
                     lane.group.broadcast(tensors, specs, goes_on)
 
         self._sent = True
-        self._with(f"to take {_some(specs)}", take, self._names, broadcast)
+        self._with(f"to receive {_some(specs)}", take, self._names, broadcast)
 
     # ---------------------------------------------------------------- calls of engines
 
@@ -271,7 +273,7 @@ class _Round:
             if calls.failed():
                 raise _Broken
             if sender.now() > late:
-                raise EngineUnreachable(f"the engines failed {doing} in {sender.limit_s:g} s")
+                raise EngineUnreachable(f"the engines failed {doing} within {sender.limit_s:g} s")
 
         try:
             here(goes_on)
@@ -336,7 +338,7 @@ class _Round:
 
     def fates(self, names: Iterable[str]) -> dict[str, LeftOut]:
         """Return what each of these engines has, after the round has ended."""
-        why = f"the transfer was broken off when engines were {self._calls.doing}"
+        why = f"the transfer was interrupted when engines were {self._calls.doing}"
         return {name: LeftOut(self._errors.get(name, why), torn=name in self._sender.torn) for name in names}
 
 
@@ -350,7 +352,7 @@ async def _limited(
     except TimeoutError as error:
         if not limit.expired():
             return None, error
-        return None, EngineUnreachable(f"it has not answered in {limit_s:g} s")
+        return None, EngineUnreachable(f"it did not answer within {limit_s:g} s")
     except Exception as error:
         return None, error
 

@@ -171,7 +171,7 @@ class VllmEngine(TransferEngine):
         await load_adapter(self._client, adapter)
         if await self.label() not in (None, self._labels.of(self._adapters.base)):
             raise EngineError(
-                f"{self._client.url} was started anew while it loaded {adapter.path}; update its weights again"
+                f"{self._client.url} was restarted while it loaded {adapter.path}; update its weights again"
             )
         await self._process.take(version)
 
@@ -183,8 +183,8 @@ class VllmEngine(TransferEngine):
 
     def _torn_by_a_restart(self, version: PolicyVersion) -> str:
         self._not_whole = (
-            f"{self._client.url} was started anew in the middle of the update to {version}, and may have the weights "
-            "of its start; update its weights again"
+            f"{self._client.url} was restarted during the update to {version}, and may have the weights of its start; "
+            "update its weights again"
         )
         return self._not_whole
 
@@ -198,8 +198,8 @@ class VllmEngine(TransferEngine):
             return
         if directory.exists() or urlsplit(self._client.url).hostname in THIS_MACHINE:
             raise EngineError(
-                f"engine {self.name} was not asked to load {path}: there are no weights in it "
-                f"({', '.join(WEIGHT_FILES)}), and vLLM would die of that; save the model there first"
+                f"engine {self.name} was not asked to load {path}: the directory contains no weights "
+                f"({', '.join(WEIGHT_FILES)}), and vLLM would crash; save the model there first"
             )
 
     async def _load(self, path: str, version: PolicyVersion) -> str | None:
@@ -207,20 +207,20 @@ class VllmEngine(TransferEngine):
         mark = await mark_process(self, self._labels, self.facts.label, version)
         await self.forget_transfers()
         body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
-        self._not_whole = f"engine {self.name} is without weights until an update to {version} has succeeded"
+        self._not_whole = f"engine {self.name} has no weights until an update to {version} succeeds"
         reply = await self._client.call("POST", "/collective_rpc", body, timeout_s=LOAD_WEIGHTS_S)
         if not (reply.ok and _reloaded(words_of(reply))):
             self._not_whole = (
                 f"{self._client.url} could not load {path} as {version}: it answered {reply.status}, "
-                f"{error_text(reply.body)}; it may be without weights now, and dies of that: update its weights again, "
-                "or start it anew"
+                f"{error_text(reply.body)}; it may have no weights now, with which it crashes: update its weights "
+                "again, or restart it"
             )
             raise EngineError(self._not_whole)
         return mark
 
     async def _handed_over(self, version: PolicyVersion) -> str | None:
         """Check that the trainer put the weights into the process that was paused, and return its label."""
-        self._not_whole = f"engine {self.name} is between two versions until an update to {version} has succeeded"
+        self._not_whole = f"engine {self.name} is between two versions until an update to {version} succeeds"
         shown = await self.label()
         if not self._admission.is_open and shown is not None and is_another_process(
             shown, self._paused_as, self._labels, self.facts.label
@@ -240,7 +240,8 @@ class VllmEngine(TransferEngine):
             said = reply.body
             await asyncio.sleep(RESET_WAIT_S)
         raise EngineError(
-            f"{self._client.url} did not empty its cache; does somebody else keep it busy? It said: {error_text(said)}"
+            f"{self._client.url} did not empty its cache; do other clients send it requests? It said: "
+            f"{error_text(said)}"
         )
 
     async def _empty_encoder_cache(self) -> None:
@@ -265,7 +266,7 @@ class VllmEngine(TransferEngine):
         await control(self._client, "/update_weight_version", says("success", True), body={"new_version": label})
         now = await self.label()
         if now != label:
-            raise EngineError(f"{self._client.url} says its weights are {quoted(now)} after april called them {label}")
+            raise EngineError(f"{self._client.url} labels its weights {quoted(now)} after april set {label}")
 
     async def label(self) -> str | None:
         """Return the label of the present weights; None if the server has no labels."""
@@ -316,7 +317,7 @@ class VllmEngine(TransferEngine):
         counters = {} if load is None else {"running": float(load.running), "waiting": float(load.waiting)}
         counters |= self.attachments.counters
         told = (
-            self._not_whole, amiss, "" if current else "the server was started anew, or has other weights",
+            self._not_whole, amiss, "" if current else "the server was restarted, or has other weights",
             "" if known else UNSAID,
             "somebody has paused the server; resume it (POST /resume)" if paused else "",
         )  # fmt: skip
