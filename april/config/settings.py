@@ -23,7 +23,7 @@ from april.config.mistakes import (
     NO_SETTINGS,
     UNSUPPORTED,
     Mistake,
-    SettingName,
+    Named,
     WrongSettings,
     contradiction,
 )
@@ -57,7 +57,7 @@ from april.core.types import (
 from april.errors import ConfigError
 from april.text.install_command import install
 
-MAX_STOPS = 1_000_000
+MOST_ASKED = 1_000_000
 """Largest number of times that the same abort may be sent."""
 RETRY_PAUSE_S = 4.0
 """Seconds before a failed reward function or filter is called again; the next pause is 8 times as long."""
@@ -269,8 +269,8 @@ class Config(Model):
         )
         yield self.abort_resend_s > self.abort_deadline_s, "{abort_resend_s=} is longer than {abort_deadline_s=}"
         times = self.abort_deadline_s / self.abort_resend_s
-        yield times > MAX_STOPS, (
-            f"{{abort_resend_s=}} would ask {times:.0e} times within {{abort_deadline_s=}}; {MAX_STOPS:,} times are "
+        yield times > MOST_ASKED, (
+            f"{{abort_resend_s=}} would ask {times:.0e} times within {{abort_deadline_s=}}; {MOST_ASKED:,} times are "
             "the most"
         )
         if self.allow_mismatch:
@@ -458,7 +458,7 @@ def _mistake(item: Any) -> Mistake:
     loc, kind = item["loc"], None
     if loc[:1] == ("engine",) and len(loc) > 1 and loc[1] in _ENGINES:
         kind, loc = str(loc[1]), ("engine", *loc[2:])
-    where = SettingName(".".join(str(part) for part in loc))
+    where = Named(".".join(str(part) for part in loc))
     got = f", got {without_contents(item.get('input'))}" if loc[-1:] != ("api_key",) else ""
     match item["type"]:
         case "extra_forbidden":
@@ -484,7 +484,7 @@ def _mistake(item: Any) -> Mistake:
             return Mistake(where, f": {item['msg'][0].lower()}{item['msg'][1:]}{got}")
 
 
-_KIND = SettingName("engine.kind")
+_KIND = Named("engine.kind")
 _REQUIRED = "the addresses of the servers, such as http://127.0.0.1:8000"
 """Description of engine.urls, the only required setting of any engine."""
 
@@ -502,7 +502,7 @@ _ENGINE_NAMES = dict.fromkeys(("base_url", "api_base", "server_url", "host", "en
 """Settings of an engine, by the names that servers and their clients use."""
 
 
-def _why_unknown(where: SettingName, kind: str | None, value: Any) -> Mistake:
+def _why_unknown(where: Named, kind: str | None, value: Any) -> Mistake:
     """Return a mistake for an unknown setting that suggests the one meant. ``kind``: engine kind, inside ``engine``."""
     name = where.path.rpartition(".")[2]
     if kind is not None:
@@ -520,7 +520,7 @@ def _why_unknown(where: SettingName, kind: str | None, value: Any) -> Mistake:
     return Mistake(where, f": unknown setting; {f'do you mean {near}?' if near else 'see april.Config for the names'}")
 
 
-def _why_unknown_in_engine(where: SettingName, name: str, kind: str) -> Mistake:
+def _why_unknown_in_engine(where: Named, name: str, kind: str) -> Mistake:
     others = [other for other, engine in _ENGINES.items() if name in engine.model_fields]
     if others:
         return Mistake(where, " belongs to ", _KIND, f" {' or '.join(others)}, not to {kind}")
