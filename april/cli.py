@@ -81,7 +81,7 @@ def doctor(
     api_key_env: Annotated[
         str | None, typer.Option(help="Environment variable with the servers' key.", metavar="NAME")
     ] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, max=15, help="Longest that it takes, in seconds.")] = 15.0,
+    timeout: Annotated[float, typer.Option(min=0.1, max=15, help="Time limit in seconds.")] = 15.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check what these servers can do, what to change in their setup, and whether april will be exact with them.
@@ -100,7 +100,9 @@ def doctor(
 @app.command()
 def replay(
     path: Annotated[Path, typer.Argument(help="A record: what RolloutScheduler(record=...) has written.")],
-    story: Annotated[str | None, typer.Option(help="What happened to one sample, such as g3.s1.", metavar="ID")] = None,
+    story: Annotated[str | None, typer.Option(help=(
+        "Show what happened to one sample, such as g3.s1."
+    ), metavar="ID")] = None,
 ) -> None:
     """Replay a recorded run from its events, and check that april decides the same and that its ledgers balance.
 
@@ -112,7 +114,7 @@ def replay(
     console = Console(markup=False, highlight=False)
     named = re.fullmatch(r"g(-?\d{1,18})\.s(\d{1,9})", story or "g0.s0")
     if named is None:
-        raise typer.BadParameter(f"no sample is called {story!r}; the name of one is g3.s1: group 3, sample 1")
+        raise typer.BadParameter(f"no sample is named {story!r}; a name looks like g3.s1: group 3, sample 1")
     with _sentences():
         done = run(path, whole_story=story is not None)
     table = Table(show_header=False, box=None)
@@ -166,7 +168,7 @@ def watch(
     path: Annotated[
         Path, typer.Argument(help="The record that RolloutScheduler(record=...) writes.", metavar="RUN")
     ],
-    once: Annotated[bool, typer.Option("--once", help="Print how the run stands, and exit.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the state of the run once, and exit.")] = False,
 ) -> None:
     """Show the state of a run in another process, from its record, until it has ended or Ctrl-C.
 
@@ -207,37 +209,47 @@ def simulate(
     in_flight: Annotated[
         int | None, _in(_BATCH, "Samples in flight with refill; default N x n, as sync.", "--max-in-flight", min=1)
     ] = None,
-    max_staleness: Annotated[int, _in(_BATCH, "Oldest token to train, in weight updates.", min=0)] = 5,
+    max_staleness: Annotated[int, _in(_BATCH, "Most weight updates between a token and its training.", min=0)] = 5,
     on_stale: Annotated[OnStale, _in(_BATCH, "What happens to a sample that would exceed it.")] = OnStale.FINISH,
     group_quorum: Annotated[
         float,
-        _in(_BATCH, "Share of a group that is finished before what is finished of it can be delivered. Below 1, april "
-                    "and refill are run with it as well."),
+        _in(_BATCH, (
+            "Share of a group's responses that must be finished before they can be delivered. Below 1, the modes april "
+            "and refill are also run with it."
+        )),
     ] = 1.0,
     train_time: Annotated[
         str | None,
-        _in(_TRAINER, "Training of one batch: seconds (40), or times what the engines need for one at their limit "
-                      "(0.5x). Then the whole loop is simulated, generation and training."),
+        _in(_TRAINER, (
+            "Training time of one batch: seconds (40), or a multiple of the time that the engines need for one at "
+            "their limit (0.5x). With it, the whole loop is simulated, generation and training."
+        )),
     ] = None,
     placement: Annotated[
         Placement | None,
-        _in(_TRAINER, "The trainer has GPUs of its own (separate, the default with --train-time), or the engines' "
-                      "(colocated), which stand still while it trains."),
+        _in(_TRAINER, (
+            "Whether the trainer has GPUs of its own (separate, the default with --train-time) or shares those of the "
+            "engines (colocated), which stop while it trains."
+        )),
     ] = None,
-    fetch_ahead: Annotated[int, _in(_TRAINER, "Batches that it asks for while it trains one.", min=0)] = 0,
+    fetch_ahead: Annotated[int, _in(_TRAINER, "Batches that the trainer requests while it trains one.", min=0)] = 0,
     keep: Annotated[
         bool,
-        _in(_TRAINER, "Also continuous generation whose requests go on over weight updates (on_weight_update: keep). "
-                      "Engines prefill the prompt of a group once per version then.", "--keep"),
+        _in(_TRAINER, (
+            "Also simulate continuous generation whose requests continue over weight updates (on_weight_update: keep). "
+            "Engines then prefill the prompt of a group once per version."
+        ), "--keep"),
     ] = False,
     max_response_len: Annotated[int, _in(_LENGTHS, "Most tokens of a response.", min=1)] = 16_384,
     prompt_len: Annotated[int, _in(_LENGTHS, "Tokens of a prompt.", min=1)] = 128,
     lengths_file: Annotated[
         Path | None,
-        _in(_LENGTHS, 'JSONL of your own lengths, one line per prompt: {"lengths": [812, 4077]} or a number.',
+        _in(_LENGTHS, (
+            'JSONL file of your own response lengths, one line per prompt: {"lengths": [812, 4077]} or a number.'
+        ),
             "--lengths"),
     ] = None,
-    median_len: Annotated[float | None, _in(_LENGTHS, "Median, lognormal; default 2500.", min=1)] = None,
+    median_len: Annotated[float | None, _in(_LENGTHS, "Median of the lognormal lengths; default 2500.", min=1)] = None,
     sigma_between: Annotated[
         float | None, _in(_LENGTHS, "Log-length spread between prompts; default 0.62.", min=0, max=5)
     ] = None,
@@ -245,12 +257,14 @@ def simulate(
         float | None, _in(_LENGTHS, "Log-length spread within a prompt; default 0.51.", min=0, max=5)
     ] = None,
     steps: Annotated[int, _in(_RUN, "Steps per mode.", min=1)] = 50,
-    ramp: Annotated[int, _in(_RUN, "First steps left out of the figures.", min=0)] = 10,
+    ramp: Annotated[int, _in(_RUN, "First steps to leave out of the figures.", min=0)] = 10,
     seed: Annotated[int, _in(_RUN, "Seed of the lengths.", min=0)] = 0,
     bounds: Annotated[
         bool,
-        _in(_RUN, "Also N'/N = 1, 1.25, 1.5, 2, 3; with a separate trainer continuous generation at max_staleness 1, "
-                  "2, 4, 8, otherwise at the one given.", "--sweep/--no-sweep"),
+        _in(_RUN, (
+            "Also simulate N'/N = 1, 1.25, 1.5, 2, 3; with a separate trainer, simulate continuous generation at "
+            "max_staleness 1, 2, 4, 8, otherwise only at the given value."
+        ), "--sweep/--no-sweep"),
     ] = True,
     out: Annotated[Path, _in(_RUN, "Directory for simulate.json and simulate.png.")] = Path("runs/simulate"),
 ) -> None:  # fmt: skip
@@ -302,14 +316,18 @@ def simulate(
 
 @app.command()
 def profile(
-    url: Annotated[str, typer.Argument(help="Address of a server that nobody else uses now.", metavar="URL")],
+    url: Annotated[str, typer.Argument(help=(
+        "Address of a server that nobody else uses during the measurement."
+    ), metavar="URL")],
     kind: Annotated[str, typer.Option(help="vllm, sglang or openai.")],
-    model: Annotated[str | None, typer.Option(help="Its name there, where the server has several.")] = None,
+    model: Annotated[str | None, typer.Option(help="Name of the model, if the server has several.")] = None,
     api_key_env: Annotated[
         str | None, typer.Option(help="Environment variable with the server's key.", metavar="NAME")
     ] = None,
     max_in_flight: Annotated[int, typer.Option(min=8, max=4096, help="Most requests at the same time.")] = 64,
-    tokens: Annotated[int, typer.Option(min=16, help="Of the longest response; it has room for 512 more.")] = 256,
+    tokens: Annotated[int, typer.Option(min=16, help=(
+        "Length of the longest response; it has room for 512 more."
+    ))] = 256,
     out: Annotated[Path, typer.Option(help="File to write.", callback=_no_record)] = Path("runs/profile.json"),
 ) -> None:
     """Measure the cost of decoding and prefilling on this server, with requests of random tokens, for april plan.
@@ -328,13 +346,19 @@ def plan(
     path: Annotated[
         Path,
         typer.Argument(
-            help='JSONL of lengths, one line per prompt: {"lengths": [812, 4077]} or a number; or the record of a run, '
-            "in which all else stands, too.",
+            help=(
+                'JSONL of lengths, one line per prompt: {"lengths": [812, 4077]} or a number; or the record of a run, '
+                "which also contains all other values."
+            ),
             metavar="FILE",
         ),
     ],
-    max_off_policy_share: Annotated[float | None, _in(_BATCH, "Of the trained tokens, at most.", min=0, max=1)] = None,
-    max_staleness: Annotated[int | None, _in(_BATCH, "Oldest token to train, in weight updates.", min=0)] = None,
+    max_off_policy_share: Annotated[float | None, _in(_BATCH, (
+        "Largest share of trained tokens from older weights."
+    ), min=0, max=1)] = None,
+    max_staleness: Annotated[int | None, _in(_BATCH, (
+        "Most weight updates between a token and its training."
+    ), min=0)] = None,
     groups: Annotated[int | None, _in(_BATCH, "N, prompt groups per batch.", "--rollout-batch-size", min=1)] = None,
     samples: Annotated[int | None, _in(_BATCH, "n, responses per prompt.", "--n-samples-per-prompt", min=1)] = None,
     max_response_len: Annotated[int | None, _in(_LENGTHS, "Most tokens of a response.", min=1)] = None,
@@ -344,11 +368,13 @@ def plan(
     tensor_parallel: Annotated[int | None, _in(_ENGINES, "GPUs per engine.", min=1)] = None,
     engines: Annotated[int | None, _in(_ENGINES, "Number of engines.", min=1)] = None,
     cost: Annotated[
-        Path | None, _in(_ENGINES, "Cost of one engine: the file that april profile has written.")
+        Path | None, _in(_ENGINES, "File that april profile has written, with the cost of one engine.")
     ] = None,
-    train_time: Annotated[str | None, _in(_TRAINER, "Training of one batch: 40, or 0.5x.")] = None,
-    placement: Annotated[Placement | None, _in(_TRAINER, "Placement of the trainer.")] = None,
-    processes: Annotated[int, _in(_RUN, "Number of processes that simulate at the same time.", min=1)] = 2,
+    train_time: Annotated[str | None, _in(_TRAINER, "Training time of one batch: 40 (seconds), or 0.5x.")] = None,
+    placement: Annotated[Placement | None, _in(_TRAINER, (
+        "Whether the trainer has GPUs of its own (separate) or shares those of the engines (colocated)."
+    ))] = None,
+    processes: Annotated[int, _in(_RUN, "Number of processes that run simulations at the same time.", min=1)] = 2,
     out: Annotated[Path, _in(_RUN, "Directory for plan.yaml, plan.json and plan.png.")] = Path("runs/plan"),
 ) -> None:
     """Find the best settings for these response lengths: simulate candidates, and write a configuration.

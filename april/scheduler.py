@@ -179,8 +179,8 @@ class RolloutScheduler(BatchIterator):
             reward = None
             if group_reward is None:
                 log.warning(
-                    "no reward function is given: the rewards of all batches are 0; give reward= or group_reward=, or "
-                    "reward=None if that is meant"
+                    "no reward function is given, so the rewards of all batches are 0; give reward= or group_reward=, "
+                    "or reward=None if that is intended"
                 )
         check_functions(config, rollout, reward, group_reward, filter)
         if engines is not None and (isinstance(engines, str) or not isinstance(engines, Sequence)):
@@ -326,7 +326,7 @@ class RolloutScheduler(BatchIterator):
                 return
         refuse_inside_user_code()  # its message is more specific
         raise RolloutError(
-            "next_batch was called while another call waits for the same batch; ask for one batch after the other"
+            "next_batch was called while another call waits for the same batch; ask for one batch at a time"
         )
 
     def weight_update(
@@ -438,7 +438,9 @@ class RolloutScheduler(BatchIterator):
         except (AttributeError, TypeError, ValueError):
             figures = {"": math.nan}
         if not all(map(math.isfinite, figures.values())):
-            raise ConfigError("record_report: the report must be what april.off_policy_report returns: finite numbers")
+            raise ConfigError(
+                "record_report: the report must be the result of april.off_policy_report, with finite numbers"
+            )
         self._thread.call_later(lambda: self._driver.record_report(batch_id, figures))
 
     def evaluate(
@@ -571,8 +573,8 @@ class RolloutScheduler(BatchIterator):
         """
         if path is not None and not isinstance(path, (str, os.PathLike)):
             raise ConfigError(
-                f"{what}: path must be the name of a directory, got {type(path).__name__}; a function that "
-                "hands the weights over is given as transfer=, a model that is read in place not at all"
+                f"{what}: path must be the name of a directory, got {type(path).__name__}; pass a function that hands "
+                "over the weights as transfer=, and do not pass a model that the engine reads in place"
             )
         path = None if path is None else os.fspath(path)
         if transfer is not None and not callable(transfer):
@@ -773,8 +775,8 @@ def check_functions(
         raise ConfigError("give reward or group_reward, not both")
     if group_reward is not None and config.delivers_parts:
         raise ConfigError(
-            f"group_reward scores whole groups, and group_quorum={shown_value(config.group_quorum)} delivers parts of "
-            "them; give reward, or set group_quorum: 1"
+            f"group_reward scores whole groups, but group_quorum={shown_value(config.group_quorum)} delivers parts of "
+            "groups; give reward instead, or set group_quorum: 1"
         )
     check_function("rollout", rollout, PARAMETERS["rollout"])
     check_signatures(reward=reward, group_reward=group_reward, filter=filter)

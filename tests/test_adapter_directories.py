@@ -79,17 +79,17 @@ BASE = {"model.layers.0.self_attn.q_proj": (8, 8)}
     ("made", "why"),
     [
         ({}, None),
-        ({"rank": 8}, "has rank 8, and the server takes ranks up to 4; start it with --max-lora-rank 8"),
+        ({"rank": 8}, "has rank 8, but the server accepts ranks up to 4; start it with --max-lora-rank 8"),
         ({"rank_pattern": {"q_proj": 16}}, "has rank 16"),
-        ({"peft_type": "IA3"}, "it is of the kind IA3, and servers take LoRA"),
-        ({"use_dora": True}, "it has DoRA, which the server does not compute; give merged weights"),
+        ({"peft_type": "IA3"}, "it is of the kind IA3, but servers only accept LoRA"),
+        ({"use_dora": True}, "it has DoRA, which the server does not support; give merged weights"),
         ({"modules_to_save": ["lm_head"]}, r"whole layers \(modules_to_save\)"),
         ({"bias": "all"}, "trains biases of the base"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights=pissa_niter_4, which changes the base"),
         ({"init_lora_weights": "gaussian"}, None),
         ({"use_rslora": True}, None),
-        ({"layers": {"model.layers.0.self_attn.q_proj": (8, 4)}}, "of another base .* is for 4 values where .* has 8"),
-        ({"layers": {"model.layers.0.self_attn.q_proj": (4, 8)}}, "of another base .* is for 4 values where .* has 8"),
+        ({"layers": {"model.layers.0.self_attn.q_proj": (8, 4)}}, "to another base .* has 4 values, but .* has 8"),
+        ({"layers": {"model.layers.0.self_attn.q_proj": (4, 8)}}, "to another base .* has 4 values, but .* has 8"),
         ({"layers": {"language_model.layers.0.q_proj": (4, 8)}}, None),
     ],
     ids=str,
@@ -109,7 +109,7 @@ def test_scales_by_layer_need_a_server_that_follows_them() -> None:
     for settings in ({"use_rslora": True}, {"alpha_pattern": {"q_proj": 4}}, {"rank_pattern": {"q_proj": 4}}):
         said = {"peft_type": "LORA", **settings}
         assert why_unservable(said, scales=True) is None
-        assert "which the server does not compute" in (why_unservable(said, scales=False) or "")
+        assert "which the server does not support" in (why_unservable(said, scales=False) or "")
 
 
 @pytest.mark.parametrize("damage", ["no tensors", "cut", "no header", "no settings", "settings of nothing"])
@@ -128,7 +128,7 @@ def test_a_directory_that_is_half_written(damage: str, tmp_path: Path) -> None:
             settings.write_text("{")
         case _:
             settings.write_text("[]")
-    assert "is no whole adapter" in (why_refused(str(tmp_path), AdapterSite()) or "")
+    assert "is not a complete adapter" in (why_refused(str(tmp_path), AdapterSite()) or "")
 
 
 async def test_an_adapter_for_another_model_is_not_sent(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ async def test_an_adapter_for_another_model_is_not_sent(tmp_path: Path) -> None:
     server = FakeVllmServer(loras=FakeAdapters(), root=str(root))
     async with served("vllm", server=server) as (_, engine):
         other = write_adapter(tmp_path / "other", layers={"model.layers.0.self_attn.q_proj": (6, 6)})
-        with pytest.raises(EngineError, match="is of another base than the server's"):
+        with pytest.raises(EngineError, match="belongs to another base model than the server's"):
             await update(engine, SECOND, other)
         await update(engine, SECOND, write_adapter(tmp_path / "right"))
         assert server.loras is not None

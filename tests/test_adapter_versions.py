@@ -188,7 +188,7 @@ async def test_a_load_that_fails_hurts_nothing(kind: str, wrong: ControlFault, t
     async with served(kind, server=server_of(kind)) as (server, engine):
         await update(engine, version(1), first)
         server.control_faults.append(PlannedControlFault(kind=wrong, route=LOADS[kind]))
-        with pytest.raises(EngineError, match=r"could not load the adapter in .*; it keeps what it had") as caught:
+        with pytest.raises(EngineError, match=r"could not load the adapter in .*; it keeps its old") as caught:
             await update(engine, version(2), second)
         assert "\n" not in str(caught.value)
         assert (await engine.health()).ok
@@ -233,7 +233,7 @@ async def test_an_unload_that_fails(
         await update(engine, version(2), paths[2])
         assert (await read(engine, request())).tokens == under(paths[2])
         kept = server.loras.ever[0]
-        assert f"keeps the adapter {kept}, which april has no use for" in caplog.text
+        assert f"still has the adapter {kept}, which april no longer needs" in caplog.text
         monkeypatch.undo()
         server.control_faults.clear()
         await update(engine, version(3), paths[3])
@@ -248,7 +248,7 @@ async def test_a_server_that_is_started_anew_as_it_loads(kind: str, when: Contro
     async with served(kind, server=server_of(kind)) as (server, engine):
         await update(engine, version(1), first)
         server.control_faults.append(PlannedControlFault(kind=when, route=LOADS[kind]))
-        with pytest.raises(EngineError, match=r"started anew|it keeps what it had"):
+        with pytest.raises(EngineError, match=r"restarted|it keeps its old"):
             await update(engine, version(2), second)
         health = await engine.health()
         assert not health.current
@@ -297,7 +297,7 @@ async def test_an_adapter_is_of_the_model_that_the_run_gave(kind: str, tmp_path:
         await update(engine, version(1), str(tmp_path / "whole"))
         await update(engine, version(2), path)
         await server.restart()
-        with pytest.raises(WeightsGone, match="to which the adapter belongs; update it with whole weights"):
+        with pytest.raises(WeightsGone, match=r"but the adapter belongs to .*; update it with full weights"):
             await update(engine, version(3), path)
 
 
@@ -500,7 +500,7 @@ def test_an_adapter_lies_over_the_whole_weights_of_the_run(
             thread.call(servers[1].restart())
             scheduler.weight_update(path=write_adapter(tmp_path / "2", 2))
             assert [len(server.loras.ever) for server in servers] == [1, 0]
-            assert "the whole weights of version 0.0, and the adapter of version 0.2 belongs to those" in caplog.text
+            assert "the full weights of version 0.0, but the adapter of version 0.2 belongs to those" in caplog.text
             scheduler.weight_update(path=whole[1])
             scheduler.weight_update(path=write_adapter(tmp_path / "4", 4))
             assert [len(server.loras.ever) for server in servers] == [2, 1]
@@ -513,7 +513,7 @@ def test_requests_that_live_through_updates_have_adapters_to_their_end(tmp_path:
     with ServerThread(server):
         config = run_of(server, "vllm", generation="continuous", on_weight_update="keep")
         with april.RolloutScheduler(config, prompts=[[3, 7, 9]] * 9, reward=lambda p, r: 1.0) as scheduler:
-            with pytest.raises(april.ConfigError, match="on_weight_update: keep would leave those in flight"):
+            with pytest.raises(april.ConfigError, match="on_weight_update: keep would leave requests in flight"):
                 scheduler.weight_update(path=write_adapter(tmp_path, 1))
             assert scheduler.version == FIRST_VERSION
     assert server.loras.ever == []

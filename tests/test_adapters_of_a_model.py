@@ -65,11 +65,13 @@ def test_what_is_trained_besides_the_adapter() -> None:
     """Servers would go on with its old values; two active adapters are no one name."""
     model = Adapted()
     model.get_parameter("base_model.model.q_proj.base_layer.weight").requires_grad_(True)
-    with pytest.raises(ConfigError, match=r"trains base_model\.model\.q_proj\.base_layer\.weight besides its adapter"):
+    with pytest.raises(
+        ConfigError, match=r"trains base_model\.model\.q_proj\.base_layer\.weight in addition to its adapter"
+    ):
         adapter_of(model)
     model = Adapted()
     model.active_adapters = ["default", "other"]
-    with pytest.raises(ConfigError, match="a request names one adapter"):
+    with pytest.raises(ConfigError, match="a request can use only one adapter"):
         adapter_of(model)
     assert is_adapted(model)
     assert not is_adapted(torch.nn.Linear(2, 2))

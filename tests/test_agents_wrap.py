@@ -91,7 +91,7 @@ u.urlopen(u.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", b'{"mes
 
 
 @pytest.mark.parametrize(("code", "says"), [
-    ("import no_such_agent", r"exit code 1.*wrote last: .*No module named 'no_such_agent'"),
+    ("import no_such_agent", r"exit code 1.*its last output: .*No module named 'no_such_agent'"),
     (REFUSED, r"exit code 1.*april refused its last one: messages must be a list.*HTTP Error 400"),
     ("pass", r"exit code 0 and without a request that april accepted \(line"),
 ])  # fmt: skip
@@ -174,7 +174,7 @@ def test_an_agent_that_is_not_trained_has_no_policy(package: None) -> None:
     assert batch.rewards.tolist() == [1.0] * 4
     refused = [said["message"] for said in environment.said if said != "hi"]
     assert all("no sample has the name" in message for message in refused)
-    assert all("user simulator or a judge, needs a model of its own" in message for message in refused)
+    assert all("user simulator or a judge, need an entry of their own" in message for message in refused)
     assert len(refused) >= 4
 
 

@@ -61,8 +61,8 @@ def test_every_flag_says_what_it_is_and_its_default() -> None:
         "--n-samples-per-prompt INT n: responses per prompt. (default: 8)",
         "--partial-rollout, --no-partial-rollout Keep unfinished responses and continue them in the next step. "
         "(default: true)",
-        "--on-stale {finish,restart,mask,drop} Treatment of a sample older than max_staleness. Except with drop, "
-        "steps wait so that there is none. (default: finish)",
+        "--on-stale {finish,restart,mask,drop} What happens to a sample that is older than max_staleness. Except with "
+        "drop, steps wait for old samples so that none exceeds the limit. (default: finish)",
         "--engine-kind {transformers,simulated,vllm,sglang,openai,april}",
         "transformers: Sequences decoded at the same time. (default: 64); simulated:",
     ):
@@ -244,7 +244,7 @@ def test_a_switch_of_the_trainer_without_a_no_is_named_as_it_is() -> None:
 
 def test_misuse_is_refused_with_one_sentence() -> None:
     """Twice, a group instead of a parser, an impossible prefix, unknown settings and flags, foreign namespaces."""
-    refused = pytest.raises(april.ConfigError, match="has april's flags already; call it once")
+    refused = pytest.raises(april.ConfigError, match="already has april's flags; add them only once")
     with refused:
         april.add_april_arguments(parser_with())
     with pytest.raises(april.ConfigError, match=r"needs an argparse.ArgumentParser, got Namespace"):
@@ -255,7 +255,9 @@ def test_misuse_is_refused_with_one_sentence() -> None:
         parser_with(trainer_flags={"max_len": "--rollout-max-response-len"})
     with pytest.raises(april.ConfigError, match=r"conflicting option string: --no-partial-rollout; give april's flags"):
         parser_with(("--no-partial-rollout", {"action": "store_true"}))
-    with pytest.raises(april.ConfigError, match=r"without april's flags; call april.add_april_arguments\(parser\)"):
+    with pytest.raises(
+        april.ConfigError, match=r"that has no flags of april; call april.add_april_arguments\(parser\)"
+    ):
         april.config_from_arguments(argparse.Namespace(rollout_batch_size=8))
     parser = parser_with(trainer_flags={"seed": "--rollout-seed"})
-    assert sentence_of(parser, *NEEDED).startswith("--rollout-seed, which should decide seed, is no flag of this")
+    assert sentence_of(parser, *NEEDED).startswith("trainer_flags names --rollout-seed for seed, but this")

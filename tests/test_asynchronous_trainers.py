@@ -104,7 +104,7 @@ async def test_who_never_trains_is_told(caplog: pytest.LogCaptureFixture) -> Non
         await asyncio.sleep(100.0)
         assert not fetching.done()
         assert len(caplog.messages) == 1
-        assert "train first: 2 batches are out" in caplog.messages[0]
+        assert "2 batches are delivered but not trained" in caplog.messages[0]
         await run.weight_update()
         batch = await fetching
         assert (batch.version.n, batch.trained_at.n, batch.metrics["batches_out"]) == (1, 2, 1.0)
@@ -115,7 +115,7 @@ async def test_an_update_commits_the_oldest_batch_or_those_up_to_the_one_it_name
     """At most one update per batch, in the order of delivery; an unknown batch is refused before anything happens."""
     async with short(5) as run:
         core = run.scheduler._driver.core
-        with pytest.raises(ConfigError, match="there is no batch 0; there was no batch yet"):
+        with pytest.raises(ConfigError, match="there is no batch 0; no batch was delivered yet"):
             await run.weight_update(trained=0)
         for _ in range(5):
             await run.next_batch()
@@ -167,7 +167,7 @@ async def test_a_bound_that_is_lowered() -> None:
         assert run.scheduler._driver.lower_staleness(None) == 2
         assert run.scheduler._driver.lower_staleness(1) == 1
         for wrong in (2, -1, True, 0.5):
-            with pytest.raises(ConfigError, match="lower_staleness: the bound is 1 "):
+            with pytest.raises(ConfigError, match="lower_staleness: bound must be between 0 and the current bound, 1,"):
                 run.scheduler._driver.lower_staleness(wrong)  # type: ignore[arg-type]
         oldest = {True: 0, False: 0}
         for _ in range(12):

@@ -256,8 +256,8 @@ def test_what_brings_nothing_is_taken_back(caplog: pytest.LogCaptureFixture) -> 
     assert (last["auto_changes"], last["auto_taken_back"]) == (2.0, 1.0)
     assert len(run.asked) > 3
     said = [r.getMessage().partition(": ")[2] for r in caplog.records]
-    assert said[1].startswith("N' = 4 again, N' = 7, group_quorum 0.75 is taken back: ")
-    assert said[1].endswith("times the speed came, and 1.40 times was expected")
+    assert said[1].startswith("back to N' = 4 from N' = 7, group_quorum 0.75: ")
+    assert said[1].endswith(", and 1.40 was expected")
     assert len(said) == 2
 
 
@@ -305,7 +305,7 @@ def test_a_run_on_virtual_time_is_answered(
         return [metrics["auto_over_sampling_batch_size"] for metrics in scheduled(5)]
 
     assert answered(TELLS)[1:] == [4.0, 7.0, 7.0, 7.0]
-    assert [r.levelname for r in caplog.records if "stands still while that computes" in r.getMessage()] == ["WARNING"]
+    assert [r.levelname for r in caplog.records if "stops during each search" in r.getMessage()] == ["WARNING"]
     assert set(answered(FAILS)) == {4.0}
     assert "the simulation has ended with 1: there is no memory" in caplog.text
 
@@ -392,8 +392,8 @@ def test_the_run_goes_on_while_it_is_answered(
     assert oracle.closed
     said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("auto")]
     assert said == [
-        "auto: N' = 7, group_quorum 0.75 from now on, after N' = 4: 1.40 times its speed is expected, 50% of the "
-        "trained tokens from older weights, as what was seen does not tell what more in flight costs"
+        "auto: N' = 7, group_quorum 0.75 from now on, after N' = 4: 1.40 times the speed is expected, with 50% of the "
+        "trained tokens from older weights, because the data do not show what more samples in flight cost"
     ]
 
 
@@ -433,7 +433,7 @@ def test_an_answer_that_cannot_be_changes_nothing(
         question().check(answer(wrong))
     found, _ = asking(monkeypatch, wrong if why != "max_in_flight" else replace(wrong, group_quorum=0.0), 6)
     assert {(m["auto_over_sampling_batch_size"], m["auto_changes"]) for m in found} == {(4.0, 0.0)}
-    assert "N' = 4 stays, as the search for something better failed: the answer is not possible" in caplog.text
+    assert "N' = 4 stays, because the search for a better setting failed: the answer is not possible" in caplog.text
 
 
 def test_a_record_has_every_change(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def several(*connectors: dict[str, Any]) -> dict[str, Any]:
         (several(SALTED), True, (), ""),
         (several(SALTED, BY_TOKENS), True, (), "the KV connector ExampleConnector"),
         (None, False, (), ""),
-        (SALTED, False, (), "a KV connector whose name it does not show"),
+        (SALTED, False, (), "a KV connector whose name is hidden"),
         (SALTED, False, ("OffloadingConnector",), ""),
     ],
 )

@@ -632,7 +632,7 @@ def test_without_an_answer_that_was_heard_a_function_fails() -> None:
     assert m.sample(0).finish is None
     m.returns()
     (drop,) = [c for c in m.commands if isinstance(c, do.ReportDrop)]
-    assert "returned without a call" in drop.why
+    assert "returned without awaiting a call" in drop.why
     assert m.dropped == {"unheard": 3}
     m.check_ledger()
 

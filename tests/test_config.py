@@ -288,7 +288,7 @@ def test_aborts_are_not_asked_for_without_end() -> None:
     """A thousandth of the longest wait is fine; what would be asked more than a million times is not."""
     Config(**SIMULATED, abort_deadline_s=30, abort_resend_s=0.001)
     for resend_s in (1e-9, 1e-300):
-        with pytest.raises(ConfigError, match="would ask"):
+        with pytest.raises(ConfigError, match="would send the same abort"):
             Config(**SIMULATED, abort_deadline_s=LONGEST_S, abort_resend_s=resend_s)
 
 
@@ -336,7 +336,7 @@ def test_simulated_engines_from_the_configuration() -> None:
     assert all(isinstance(e, SimulatedEngine) for e in engines)
     c = engines[0].capabilities
     assert (c.max_in_flight, c.vocab_size, c.max_context) == (5, 50, 900)
-    with pytest.raises(ConfigError, match="takes no model object"):
+    with pytest.raises(ConfigError, match="accepts no model object"):
         create_engines(config, object(), 1, no_loop)
 
 

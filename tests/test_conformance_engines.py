@@ -111,5 +111,5 @@ def test_a_report_is_json_a_table_and_a_matrix() -> None:
 
 def test_an_unknown_check_is_named_with_all_that_there_are() -> None:
     """A typing error in a name says what there is."""
-    with pytest.raises(KeyError, match="no check is called abort; there are budgets, "):
+    with pytest.raises(KeyError, match="there is no check abort; choose from budgets, "):
         conformance.check_named("abort")

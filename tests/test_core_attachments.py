@@ -214,5 +214,5 @@ def test_a_wrong_image_of_a_state_is_refused(change: Any, why: str) -> None:
 def test_a_state_with_images_needs_a_run_that_takes_them() -> None:
     """Without a processor, the state is refused before anything of it is used."""
     state = state_of(shown())
-    with pytest.raises(CheckpointError, match="no processor= for them"):
+    with pytest.raises(CheckpointError, match="has no processor="):
         snapshot.restore(Shown(settings(n=2, samples=2), 20, engines=(TAKES,)).core, state)

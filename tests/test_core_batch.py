@@ -174,7 +174,7 @@ def test_conversation_is_appended_to_and_never_rewritten(token_ids: list[int]) -
     m = talking()
     call(m, token_ids)
     assert m.prompts_dropped == {"failed": 1}
-    assert "append to the conversation, never rewrite it" in m.core.story(SampleId(0, 0))
+    assert "append to the conversation, and never rewrite it" in m.core.story(SampleId(0, 0))
 
 
 def test_events_that_cannot_be_are_named() -> None:
@@ -183,5 +183,5 @@ def test_events_that_cannot_be_are_named() -> None:
     call(m, None)
     with pytest.raises(InvariantError, match="returned while it was waiting for tokens"):
         m.core.handle(ev.SampleReturned(SampleId(0, 0)))
-    with pytest.raises(InvariantError, match=r"no such sample: g9\.s0"):
+    with pytest.raises(InvariantError, match=r"there is no sample g9\.s0"):
         m.core.handle(ev.SampleReturned(SampleId(9, 0)))

@@ -85,10 +85,10 @@ def updated(m: CoreMachine, path: str | None) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"max_context": 4095}, "a context of 4095 tokens, and 4096 are needed"),
-        ({"vocab_size": 99}, "a vocabulary of 99 tokens, and 100 are needed"),
-        ({"eos_token_ids": (EOS, 7)}, "the end-of-sequence tokens [1, 7], and those of the others are [1]"),
-        ({"logprob_kind": "raw"}, "log-probabilities of kind raw, and those of the others are temperature"),
+        ({"max_context": 4095}, "a context of 4095 tokens, but 4096 are needed"),
+        ({"vocab_size": 99}, "a vocabulary of 99 tokens, but 100 are needed"),
+        ({"eos_token_ids": (EOS, 7)}, "the end-of-sequence tokens [1, 7], but those of the other engines are [1]"),
+        ({"logprob_kind": "raw"}, "log-probabilities of kind raw, but those of the other engines are temperature"),
     ],
 )
 def test_an_engine_that_has_less_than_was_promised_cannot_join(changes: dict[str, Any], says: str) -> None:
@@ -151,7 +151,7 @@ def test_after_a_transfer_an_engine_waits_for_the_next_update() -> None:
     """Nobody knows where its weights are; the next update reaches it."""
     m = machine(n=2, engines=(SMALL,))
     updated(m, None)
-    assert warnings(joined(m, B)) == ["engine b has not the present weights and waits for the next weight update"]
+    assert warnings(joined(m, B)) == ["engine b does not have the current weights and waits for the next weight update"]
     assert engines_in_use(m) == ["a"]
     updated(m, None)
     assert engines_in_use(m) == ["a", "b"]
@@ -272,7 +272,7 @@ def outage_words(m: CoreMachine) -> str:
     """What the trainer is told when the deadline of an outage is over."""
     m.fire(timers(m.commands, TimerKind.OUTAGE)[-1])
     (error,) = m.errors
-    return error.removeprefix("no engine with the current weights has been well for 50 s; everything is kept: ")
+    return error.removeprefix("no engine with the current weights was healthy for 50 s; april keeps all responses: ")
 
 
 def test_when_all_wait_for_the_next_update_the_outage_says_so() -> None:
@@ -366,7 +366,7 @@ def test_when_all_have_left_the_deadline_of_an_outage_holds() -> None:
     m.tokens(m.only.id, 5)
     m.fail(m.only)
     m.post(ev.EnginesLeft(["a"]))
-    assert outage_words(m) == "all have left, so add some and ask for the batch again"
+    assert outage_words(m) == "all engines have left, so add some and ask for the batch again"
     m.errors.clear()
     m.post(ev.EnginesJoined([B]))
     m.ask()

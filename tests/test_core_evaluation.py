@@ -275,7 +275,7 @@ def test_an_end_that_nobody_asked_for_is_a_failure() -> None:
         m.tokens(attempt.id, 2)
         m.in_flight.clear()
         m.post(ev.AttemptEnded.of(attempt, EngineFinish.ABORT))
-    assert "ended a request that april wanted" in getattr(m.results[0], "error", "")
+    assert "ended a request that april still wanted" in getattr(m.results[0], "error", "")
     assert m.core.tokens.observed == 0
 
 
@@ -289,7 +289,7 @@ def test_what_cannot_be_is_refused() -> None:
             m.core.handle(wrong)
     m = Machine()
     m.post(replace(request, prompts=[Prompt(np.array([7], np.int32)), Prompt(np.zeros(4096, np.int32))]))
-    words = "evaluation prompt 1: it has 4096 tokens, which leaves no room for a response"
+    words = "evaluation prompt 1: it has 4096 tokens, so there is no room for a response"
     assert m.results[0] == do.EvaluationFailed(0, words, None)
 
 
@@ -297,8 +297,8 @@ BROKEN: dict[str, Any] = {
     "counted in flight": lambda e: setattr(e, "in_flight", 9),
     "its ledger says": lambda e: e.tokens.observe(3),
     "functions and": lambda e: setattr(e, "running_functions", 0),
-    "groups, not": lambda e: setattr(e, "unfinished", 0),
-    "weights changed or training went on": lambda e: setattr(e, "version", PolicyVersion(0, 9)),
+    "groups, but there are": lambda e: setattr(e, "unfinished", 0),
+    "weights changed or training continued": lambda e: setattr(e, "version", PolicyVersion(0, 9)),
     "are evaluated": lambda e: e.fail("without giving anything up"),
     "tokens of other versions": lambda e: (
         e.groups[0].samples[0].chains[0].tape.add_environment(np.array([1], np.int32), PolicyVersion(0, 9))

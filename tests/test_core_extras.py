@@ -173,7 +173,7 @@ def test_rows_leave_with_their_tokens() -> None:
 def test_an_engine_without_rows_cannot_join() -> None:
     """Whoever lacks what every token is to have is told so, and so is one without attachments."""
     m = giving(attachments=())
-    assert m.core.engines.unfit(A) == "engine a cannot join: it has no experts to give with its tokens"
+    assert m.core.engines.unfit(A) == "engine a cannot join: it has no experts to return with its tokens"
     m = asked(attachments=("image",), engines=(EngineLimits("e", 99, None, (EOS,), attachments=("image",)),))
     assert "image" in str(m.core.engines.unfit(A))
 

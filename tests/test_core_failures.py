@@ -104,7 +104,7 @@ def test_end_of_an_attempt_says_what_it_has_brought(end: dict[str, Any]) -> None
     attempt = m.only
     m.tokens(attempt.id, 7)
     assert attempt.counts() == AttemptCounts(((FIRST_VERSION, 7),))
-    with pytest.raises(InvariantError, match=r"g0\.s0 has 7 new tokens, its end says otherwise"):
+    with pytest.raises(InvariantError, match=r"g0\.s0 has 7 new tokens, but its last event says otherwise"):
         m.core.handle((ev.AttemptFailed if "error" in end else ev.AttemptEnded)(attempt_id=attempt.id, **end))
 
 
@@ -162,7 +162,7 @@ def test_groups_failing_in_a_row_end_the_step_with_a_reason_and_keep_the_rest() 
     for _ in range(4):
         m.probed("a")
         m.fail(m.only)
-    assert m.errors == ["4 groups failed in a row, the last one: g3.s0: reset"]
+    assert m.errors == ["4 groups failed in a row; the last error is: g3.s0: reset"]
     assert m.core.step is None
     assert m.prompts_dropped == {"failed": 4}
     m.errors.clear()
@@ -174,7 +174,7 @@ def test_function_that_makes_no_call() -> None:
     """One that returns is a named failure, as it must call llm.generate; one that raises gives its place back."""
     m = asked(auto_call=False)
     m.post(ev.SampleReturned(m.to_call.pop()))
-    assert "without a call of llm.generate" in m.core.story(SampleId(0, 0))
+    assert "without awaiting a call of llm.generate" in m.core.story(SampleId(0, 0))
     assert m.prompts_dropped == {"failed": 1}
 
     m = asked(samples=2, max_in_flight=1, auto_call=False)

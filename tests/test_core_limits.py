@@ -156,7 +156,7 @@ def test_outage_of_all_engines_ends_the_step_with_a_reason(engines: int) -> None
     timer = outage(m)
     assert timer.seconds == 50.0
     m.fire(timer)
-    assert "no engine with the current weights has been well for 50 s" in m.errors[0]
+    assert "no engine with the current weights was healthy for 50 s" in m.errors[0]
     assert m.core.step is None
     assert len(m.core.buffer) == 3
     m.errors.clear()
@@ -235,5 +235,5 @@ def test_failure_between_steps_is_told_in_the_next_one() -> None:
     m.post(ev.SampleFailed(SampleId(1, 0), "reward raised"))
     assert not m.errors
     m.ask()
-    assert m.errors == ["1 groups failed in a row, the last one: g1.s0: reward raised"]
+    assert m.errors == ["1 groups failed in a row; the last error is: g1.s0: reward raised"]
     assert m.core.step is None

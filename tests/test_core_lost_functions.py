@@ -241,7 +241,7 @@ def test_a_function_whose_process_always_dies_fails_in_the_end() -> None:
         assert m.sample(0).state is SampleState.RUNNING
     commands = m.lose(0)
     (drop,) = (c for c in commands if isinstance(c, do.ReportDrop))
-    assert "3 processes in a row died while its function ran there" in drop.why
+    assert "3 processes in a row died while they ran its function" in drop.why
     assert [c.sample.id for c in commands if isinstance(c, do.StartSample)] == [(1, 0)]
     m.core.validate()
 

@@ -55,7 +55,7 @@ def test_a_busy_engine_is_left_alone_and_its_request_goes_elsewhere() -> None:
     m = asked(engines=TWO)
     (timer,) = rests(busy(m, asked_s=7.0))
     assert (timer.seconds, m.only.engine, m.only.call.failures) == (7.0, "b", 0)
-    assert timer.why == "engine a takes no requests for now and is left alone for 7 s: HTTP 503"
+    assert timer.why == "engine a accepts no requests at the moment, and april sends it none for 7 s: HTTP 503"
     state = m.core.engines.states["a"]
     assert (state.resting, state.quarantined, state.failures) == (True, False, 0)
     m.fire(timer)
@@ -94,7 +94,7 @@ def test_an_engine_that_is_busy_for_ever_is_probed_and_is_an_outage() -> None:
     assert [t.seconds for t in outages] == [50.0]  # nothing ends it meanwhile
     busy(m)
     m.fire(outages[0])
-    assert "no engine with the current weights has been well for 50 s" in m.errors[0]
+    assert "no engine with the current weights was healthy for 50 s" in m.errors[0]
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_restoring_into_whole_groups_is_refused_where_a_part_was_delivered() -> 
     m.finish((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2))
     m.finish_aborts()
     m.update()
-    with pytest.raises(CheckpointError, match="counts in part"):
+    with pytest.raises(CheckpointError, match="is delivered in parts"):
         restored(m, over=3)
 
 

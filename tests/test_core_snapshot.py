@@ -407,7 +407,7 @@ def test_nothing_is_generated_behind_the_end_of_a_response(engine: str) -> None:
         for segment in sample["segments"]:
             segment[5] = engine if segment[3] == "generated" else ""
         if refused:
-            with pytest.raises(CheckpointError, match=f"tokens behind the end-of-sequence token at {place}"):
+            with pytest.raises(CheckpointError, match=f"tokens after the end-of-sequence token at {place}"):
                 restored(state, ALONE)
         else:
             restored(state, ALONE)
@@ -481,5 +481,5 @@ def test_groups_and_tokens_out_of_nowhere_are_refused() -> None:
         load(saved() | {"groups_drawn": 1})
     state = saved()
     state["waiting"][0]["samples"][0]["open_call"] = None
-    with pytest.raises(CheckpointError, match="has tokens that nobody asked for"):
+    with pytest.raises(CheckpointError, match="has tokens that no call asked for"):
         load(state)

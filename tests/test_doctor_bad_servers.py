@@ -71,7 +71,7 @@ def test_a_closed_port() -> None:
          "the name engine-0.nowhere does not resolve (Name or service not known)"),
         ("asyncio.open_connection", OSError(errno.EHOSTUNREACH, "No route to host"),
          "no connection to port 9 of 127.0.0.1 (No route to host)"),
-        ("asyncio.open_connection", TimeoutError(), "127.0.0.1 does not answer on port 9 in 60 s"),
+        ("asyncio.open_connection", TimeoutError(), "127.0.0.1 does not answer on port 9 within 60 s"),
     ],
     ids=["a wrong name", "switched off", "behind a firewall that swallows what comes"],
 )  # fmt: skip
@@ -110,12 +110,14 @@ ROOT = "is this the right port? the address must be the server's root, without /
 @pytest.mark.parametrize(
     ("answer", "patience", "sentence", "advice"),
     [
-        (None, SHORT, "{url} accepts connections and gives no answer in 0.2 s", "look at its log"),
-        (http(200, b"{", length=100), SHORT, "{url} accepts connections and gives no answer in 0.2 s", "look at"),
-        (None, replace(LONG, total_s=0.2), "{url} had not said in 0.2 s what it can do", "look at its log"),
-        (http(404, PAGE, "Content-Type: text/html"), LONG, "a web server answers here, but no inference server", ROOT),
-        (http(200, PAGE, "Content-Type: text/html"), LONG, "a web server answers here, but no inference server", ROOT),
-        (http(503, b"Service Unavailable"), LONG, "everything is answered with 502, 503 or 504", "wait until"),
+        (None, SHORT, "{url} accepts connections but does not answer within 0.2 s", "look at its log"),
+        (http(200, b"{", length=100), SHORT, "{url} accepts connections but does not answer within 0.2 s", "look at"),
+        (None, replace(LONG, total_s=0.2), "{url} did not report its features within 0.2 s", "look at its log"),
+        (http(404, PAGE, "Content-Type: text/html"), LONG, "a web server answers here, but not an inference", ROOT),
+        (http(200, PAGE, "Content-Type: text/html"), LONG, "a web server answers here, but not an inference", ROOT),
+        (http(503, b"Service Unavailable"), LONG, (
+            "the server answers every request with 502, 503 or 504"
+        ), "wait until"),
         (b"-ERR unknown command\r\n", LONG, "{url} does not speak HTTP", "is this the right port?"),
     ],
     ids=["silent", "half an answer", "no time", "404 page", "page for all", "proxy alone", "database"],
@@ -151,7 +153,7 @@ def test_a_key_is_wanted() -> None:
     ):
         server, finding = examined(answer)
         assert server.kind == kind
-        assert finding.sentence == f"{server.url} wants a key (it answers 401 or 403)"
+        assert finding.sentence == f"{server.url} requires a key (it answers 401 or 403)"
         assert "april doctor --api-key-env NAME" in finding.advice
         assert "engine.api_key_env: NAME" in finding.advice
 

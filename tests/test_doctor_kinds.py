@@ -96,8 +96,8 @@ def test_openai(shape: TokenShape, kind: LogprobKind, temperature: float) -> Non
 @pytest.mark.parametrize(
     ("server", "words"),
     [
-        (FakeOpenAIServer(None), "gives no token ids with log-probabilities, which april cannot do without"),
-        (FakeOpenAIServer(strips=frozenset({2})), "keeps EOS (2) back"),
+        (FakeOpenAIServer(None), "returns no token ids with log-probabilities in any way that april knows"),
+        (FakeOpenAIServer(strips=frozenset({2})), "leaves EOS (2) out"),
     ],
     ids=["text only", "no EOS"],
 )

@@ -34,7 +34,7 @@ GOOD = Capabilities(
 WELL = ServerFacts(url="", model="tiny", software="0.32.0", label="0.0", capabilities=GOOD)
 """Of a server from which nothing is missing."""
 RAW = Limit(
-    LimitCode.RAW_LOGPROBS, "right at temperature 1 only", "start the server with --logprobs-mode processed_logprobs",
+    LimitCode.RAW_LOGPROBS, "right only at temperature 1", "start the server with --logprobs-mode processed_logprobs",
     ("--logprobs-mode processed_logprobs",),
 )  # fmt: skip
 SMALL: dict[str, Any] = {"rollout_batch_size": 4, "max_response_len": 100}
@@ -211,10 +211,10 @@ def test_a_router_and_its_workers(servers: Any, offers: dict[str, ServerFacts]) 
     assert report.verdict is Verdict.EXACT
     assert report.servers[-1].findings[0].sentence.startswith("the router's workers are those of engine.urls")
     listed[:] = [one, two, "http://10.0.0.9:1"]
-    assert "sends requests to http://10.0.0.9:1, which engine.urls does not name" in only(of_config(engine))
+    assert "sends requests to http://10.0.0.9:1, which engine.urls does not list" in only(of_config(engine))
     listed[:] = [one]
     assert only(of_config(engine)) == f"the router does not know {two}"
-    assert only(of_config({**engine, "router": one})) == "engine.router is no sglang-router (sglang)"
+    assert only(of_config({**engine, "router": one})) == "engine.router is not an sglang-router (sglang)"
 
 
 def only(report: Report) -> str:
@@ -255,7 +255,7 @@ def test_the_verdict_is_the_first_line(servers: Any, offers: dict[str, ServerFac
     assert "limit log-probabilities It is raw" in text
     assert "-> start the server with --logprobs-mode processed_logprobs" in text
     assert text.count("is raw") == 1
-    assert "Flags and variables that exactness needs: --logprobs-mode processed_logprobs" in text
+    assert "Flags and variables that exact results need: --logprobs-mode processed_logprobs" in text
     assert text.rstrip().endswith(f"In april's configuration: engine: {{kind: vllm, urls: [{url}]}}")
 
 
@@ -308,13 +308,13 @@ def test_a_configuration_file(servers: Any, offers: dict[str, ServerFacts], tmp_
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "name servers (april doctor http://127.0.0.1:8000) or a configuration (--config april.yaml)"),
-        (["http://h:1", "--config", "x.yaml"], "name servers (april doctor http://127.0.0.1:8000) or a configuration"),
+        ([], "give servers (april doctor http://127.0.0.1:8000) or a configuration (--config april.yaml)"),
+        (["http://h:1", "--config", "x.yaml"], "give servers (april doctor http://127.0.0.1:8000) or a configuration"),
         (["h:1"], "an engine's URL must look like http://host:port, got 'h:1'; write http://h:1"),
         (["http://user:sk-canary@h:1"], "an engine's URL must look like http://host:port, got 'h:1'"),
         (["--config", "nowhere.yaml"], "cannot read nowhere.yaml: No such file"),
         (["http://h:1", "--api-key-env", "APRIL_NO_KEY"], "the environment variable APRIL_NO_KEY is not set"),
-        (["--config", "x.yaml", "--api-key-env", "KEY"], "the configuration has engine.api_key_env"),
+        (["--config", "x.yaml", "--api-key-env", "KEY"], "in a configuration, set engine.api_key_env"),
         (["http://h:1", "--timeout", "16"], "less than or equal to 15"),
     ],
 )

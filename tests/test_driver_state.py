@@ -182,7 +182,7 @@ async def test_a_state_may_be_loaded_while_nothing_else_can_begin() -> None:
     again = new(engines=engines)
     load = asyncio.create_task(again.driver.load_state_dict(state))
     await asyncio.sleep(2)
-    with pytest.raises(CheckpointError, match="a state is being loaded; ask for the batch when load_state_dict"):
+    with pytest.raises(CheckpointError, match="a state is being loaded; ask for the batch after load_state_dict"):
         await again.driver.next_batch()
     assert await load == PolicyVersion(1, 1)
     check(await again.driver.next_batch())

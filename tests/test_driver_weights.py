@@ -292,7 +292,7 @@ async def test_a_transfer_that_breaks_off_ends_the_wait_for_a_batch_that_was_ask
     with pytest.raises(OSError, match="the link broke"):
         await driver.update_weights(transfer=breaks)
     told = now()
-    sentence = r"transfer of weights was broken off \(OSError: the link broke\).*call weight_update again"
+    sentence = r"transfer of weights was interrupted \(OSError: the link broke\).*call weight_update again"
     for waiter in (ahead, driver.next_batch()):
         with pytest.raises(EngineError, match=sentence):
             await waiter

@@ -41,7 +41,7 @@ async def test_a_server_that_is_started_anew_before_the_first_update(kind: str, 
     if label == "default":
         await engine.update_weights(FIRST_VERSION)
     else:
-        with pytest.raises(WeightsGone, match="had been given weights"):
+        with pytest.raises(WeightsGone, match="had got weights"):
             await engine.update_weights(FIRST_VERSION)
     await engine.resume()
     assert (await engine.health()).current == (label == "default")
@@ -93,7 +93,7 @@ async def test_it_waits_for_the_next_update_and_says_so_once(
         await server.close()
     warned = [r.getMessage() for r in caplog.records if "waits for the next weight update" in r.getMessage()]
     assert len(warned) == 1
-    assert "its server was started anew, and had been given weights ('step-7') before" in warned[0]
+    assert "its server was restarted, and had got weights ('step-7') before" in warned[0]
 
 
 def check(batch: Batch, named: dict[PolicyVersion, str], seeds: dict[str, int | None]) -> set[str]:

@@ -121,5 +121,5 @@ def test_one_sentence() -> None:
     limit = Limit(LimitCode.OTHER, "does not", server="http://h")
     assert limit.sentence == "http://h does not."
     assert limit.of("It").sentence == "It does not."
-    own = Limit(LimitCode.OTHER, "Seeds do nothing", "add --seeds", ("--seeds",))
-    assert own.of("It").sentence == "Seeds do nothing; add --seeds."
+    own = Limit(LimitCode.OTHER, "Seeds have no effect", "add --seeds", ("--seeds",))
+    assert own.of("It").sentence == "Seeds have no effect; add --seeds."

@@ -171,7 +171,7 @@ def test_engines_come_and_go_with_the_servers_that_are_found(caplog: pytest.LogC
     run_with_sockets(_found())
     told = [r.message for r in caplog.records if "cannot join" in r.message]
     assert len(told) == 1
-    assert sum("discover failed, and all engines stay" in r.message for r in caplog.records) == 1
+    assert sum("discover failed, so all engines stay" in r.message for r in caplog.records) == 1
 
 
 async def _found() -> None:

@@ -62,8 +62,8 @@ def test_answers_that_can_be_true() -> None:
         ([chunk(5, EOS), chunk(6)], {}, "which ends responses"),
         ([chunk(5, 7, 6)], {"stop_token_ids": (7,)}, "tokens came after token 7"),
         ([chunk(5, EOS, 6)], {"min_tokens": 1}, "which ends responses"),
-        ([chunk(5, finish="tired")], {}, "'tired', which is no finish reason"),
-        ([chunk(5), chunk(finish=EngineFinish.STOP), chunk(6)], {}, "after the one that ended the stream"),
+        ([chunk(5, finish="tired")], {}, "'tired', which is not a finish reason"),
+        ([chunk(5), chunk(finish=EngineFinish.STOP), chunk(6)], {}, "after the last chunk of the stream"),
         ([chunk(5, version=PolicyVersion(0, 1))], {}, "policy version 0.1 came"),
         ([chunk(5, version=None)], {}, "must be a PolicyVersion, got None"),
         ([chunk(finish=EngineFinish.STOP)], {}, "without a token"),
@@ -126,12 +126,12 @@ class _Liar(RecordingEngine):
 
 
 CONTRADICTIONS: dict[str, tuple[list[Chunk], type[EngineError], str]] = {
-    "length": ([chunk(5, 6, finish=EngineFinish.LENGTH)], WireError, "for want of room"),
+    "length": ([chunk(5, 6, finish=EngineFinish.LENGTH)], WireError, "for lack of room"),
     "clamped": (
         [chunk(5, 6, logprob=-9999.0), chunk(VIRTUAL_EOS, finish=EngineFinish.STOP)], WireError, "minus infinity",
     ),
     "after its end": (
-        [chunk(5, VIRTUAL_EOS, finish=EngineFinish.STOP), chunk(7)], WireError, "after the one that ended",
+        [chunk(5, VIRTUAL_EOS, finish=EngineFinish.STOP), chunk(7)], WireError, "after the last chunk of the stream",
     ),
     "no token": ([chunk(finish=EngineFinish.STOP)], EngineError, "without a token"),
     "no end": ([chunk(5, 6)], EngineError, "without a finish reason"),
@@ -164,7 +164,7 @@ async def test_a_stop_string_does_not_excuse_an_answer_that_contradicts_itself()
             async for chunk in super().generate(request):
                 yield chunk
             if len(self.requests) == 1:
-                raise WireError("it says 3 tokens and came with 2")
+                raise WireError("it reports 3 tokens but contains 2")
 
     class Names:
         def decode(self, ids: list[int], **options: Any) -> str:

@@ -101,8 +101,8 @@ def test_weights_of_another_run_are_no_first_version(
             require_made_by(batch, "w1")
             assert batch.version == SECOND
         assert [r.getMessage() for r in caplog.records if "of another run" in r.getMessage()] == [
-            f"engine {server.url.partition('//')[2]} has weights of another run of april (it calls them '{label}'), "
-            "and none of this run before a weight update"
+            f"engine {server.url.partition('//')[2]} has weights of another run of april (with the label '{label}'), "
+            "and has none of this run before a weight update"
         ]  # fmt: skip
 
 
@@ -271,7 +271,7 @@ async def test_adapters_leave_the_model_of_the_start(kind: str, tmp_path: Path) 
         await other.close()
         left_by(server, "v0.7-abcdef")
         third = await connected(kind, server)
-        with pytest.raises(EngineError, match="so give whole weights first"):
+        with pytest.raises(EngineError, match="load full weights first"):
             await update(third, SECOND, write_adapter(tmp_path / "4", 4))
         await third.close()
 
@@ -342,7 +342,7 @@ async def test_a_pause_of_somebody_who_may_live_stays(kind: str, mode: str, why:
             server.label = "step-7" if why == "foreign" else "default"
         server.pause_mode = mode
         server.stepped = False
-        with pytest.raises(EngineError, match=r"is paused; .* and start again"):
+        with pytest.raises(EngineError, match=r"is paused; .* and start the run again"):
             await connected(kind, server)
         assert server.pause_mode == mode
         server.pause_mode = None

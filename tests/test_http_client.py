@@ -140,7 +140,7 @@ async def test_https_before_a_server_without_it() -> None:
     """The message says what to write instead."""
     async with served() as (_, client):
         wrong = HttpClient(client.url.replace("http:", "https:"), name="one")
-        with pytest.raises(EngineUnreachable, match=f"no TLS; write {client.url}"):
+        with pytest.raises(EngineUnreachable, match=f"the server does not use TLS; write {client.url}"):
             await wrong.call("GET", "/x")
         await wrong.close()
 

@@ -221,9 +221,13 @@ async def test_a_mark_stands_for_an_image_of_the_prompt() -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ({"type": "image_url", "image_url": {"url": "/etc/passwd"}}, "a client sends an image as a data: URL"),
-        ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "a client sends an image as a data: URL"),
-        ({"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a"}}, "images are fetched from the hosts in"),
+        ({"type": "image_url", "image_url": {"url": "/etc/passwd"}}, "a client must send an image as a data: URL"),
+        ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, (
+            "a client must send an image as a data: URL"
+        )),
+        ({"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a"}}, (
+            "images are fetched only from the hosts in"
+        )),
         (part(RED[:60]), "the request, image 1 is broken, or was cut"),
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64,###"}}, "the request, image 1 is no base64"),
         ({"type": "text", "text": "<|image_pad|>"}, "the request has 1 placeholder <|image_pad|> (id 5) and no images"),
@@ -256,7 +260,7 @@ UNREADABLE: list[tuple[str, dict[str, Any], str]] = [
     ("chat/completions", {"type": "image_url", "image_url": {"url": None}}, "is a mapping with url; give a data: URL"),
     ("chat/completions", {"type": "image_url", "image_url": {}}, "is a mapping with nothing in it; give a data: URL"),
     ("chat/completions", {"type": "image_url", "image_url": 7}, "is of type int; give a data: URL"),
-    ("chat/completions", {"type": "image_url", "image_url": ""}, "a client sends an image as a data: URL"),
+    ("chat/completions", {"type": "image_url", "image_url": ""}, "a client must send an image as a data: URL"),
     ("chat/completions", {"type": "image_url", "file_id": "f"}, "has file_id and no image"),
     ("chat/completions", {"type": "image", "id": "img-17"}, "has id and no image"),
     ("chat/completions", {"type": "image", "image": None}, "has image of null and no image"),
@@ -271,7 +275,7 @@ UNREADABLE: list[tuple[str, dict[str, Any], str]] = [
     ("messages", {"type": "image", "source": {"type": "file", "file_id": "f"}}, "a mapping with type, file_id; give"),
     ("messages", {"type": "image", "source": {"type": "url", "url": "http://a/b"}}, "images.hosts"),
     ("messages", {"type": "image", "source": {"type": "base64", "media_type": "image/png"}}, "with type, media_type;"),
-    ("messages", {"type": "image", "source": {"type": "base64", "data": "QUJD"}}, "is no image that can be read"),
+    ("messages", {"type": "image", "source": {"type": "base64", "data": "QUJD"}}, "is not an image that can be read"),
 ]
 
 
@@ -297,7 +301,7 @@ async def test_too_many_images_are_refused_by_their_number() -> None:
         content = [block(b"x")] * 9
         status, body = await w.ask("messages", {"max_tokens": 5, "messages": [{"role": "user", "content": content}]})
     assert (status, body["error"]["type"]) == (400, "invalid_request_error")
-    assert "the request has 9 images, and images.max_per_prompt is 8" in body["error"]["message"]
+    assert "the request has 9 images, but images.max_per_prompt is 8" in body["error"]["message"]
 
 
 @pytest.mark.parametrize("route", BODIES)

@@ -92,8 +92,8 @@ def test_some_of_the_images_may_be_placed_already() -> None:
         (f"a{MARK}", [], r"prompt 0 has 1 placeholder <\|image_pad\|> \(id 5\) and no images; give it an image"),
         (f"a{MARK}{MARK}", [RED], r"2 placeholders .* and 1 image; .*, or all 6 that \w+ makes of them"),
         ("a", [RED], r"no placeholders .* and 1 image;"),
-        (f"a{MARK}<|video_pad|>", [RED], "1 placeholders of video or sound, which april does not take"),
-        (f"a{MARK}", [encoded(picture(3, 900))], r"prompt 0, image 1: \w+ does not take an image of 3 x 900 pixels"),
+        (f"a{MARK}<|video_pad|>", [RED], "1 placeholders of video or sound, but april only supports images"),
+        (f"a{MARK}", [encoded(picture(3, 900))], r"prompt 0, image 1: \w+ rejects an image of 3 x 900 pixels"),
     ],
 )
 def test_placeholders_that_do_not_fit(text: str, shown: list[bytes], sentence: str) -> None:
@@ -122,10 +122,10 @@ class Odd:
 @pytest.mark.parametrize(
     ("processor", "sentence"),
     [
-        (Odd(), r"Odd makes other tokens of a prompt with images \(\d+\) than april"),
+        (Odd(), r"Odd turns a prompt with images into \d+ tokens and april"),
         (Odd(tokenizer=None), "Odd has no tokenizer; give the model's own: transformers.AutoProcessor"),
         (5, "int has no tokenizer nor image_processor nor image_token"),
-        ("/nowhere/at/all", "processor: it cannot be loaded: "),
+        ("/nowhere/at/all", "processor: loading failed: "),
     ],
     ids=["other tokens", "no tokenizer", "a number", "no path"],
 )
@@ -234,8 +234,8 @@ def test_a_chat_without_images_needs_a_tokenizer_only() -> None:
 @pytest.mark.parametrize(
     ("item", "sentence"),
     [
-        ({"messages": SAID, "images": [RED, BLUE]}, r"prompt 5 has 2 images beside its messages .*, and 1 part "),
-        ({"messages": SAID}, r"prompt 5 has no images beside its messages .*, and 1 part "),
+        ({"messages": SAID, "images": [RED, BLUE]}, r"prompt 5 has 2 images in .*, but 1 part "),
+        ({"messages": SAID}, r"prompt 5 has no images in .*, but 1 part "),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "index": 1}]}], "images": [RED]},
             "prompt 5: a part of type image has index and no image",
@@ -250,7 +250,7 @@ def test_a_chat_without_images_needs_a_tokenizer_only() -> None:
         ({"token_ids": [1, IMAGE_ID], "images": [RED[:50]]}, "prompt 5, image 1 is broken, or was cut"),
         ({"token_ids": [1, IMAGE_ID]}, "prompt 5 has 1 placeholder"),
         ([1, IMAGE_ID], "prompt 5 has 1 placeholder"),
-        ({"token_ids": [1], "images": [RED] * 65}, r"prompt 5 has 65 images, and images.max_per_prompt is 64"),
+        ({"token_ids": [1], "images": [RED] * 65}, r"prompt 5 has 65 images, but images.max_per_prompt is 64"),
     ],
 )
 def test_prompts_that_cannot_be_used(item: Any, sentence: str) -> None:
@@ -370,5 +370,7 @@ def test_engines_that_take_no_images_are_named_at_the_start() -> None:
             return replace(super().capabilities, attachments=())
 
     config = april.Config(rollout_batch_size=1, max_response_len=9)
-    with pytest.raises(ConfigError, match=r"engine e takes no images, .*; use an engine and a model that do; for text"):
+    with pytest.raises(
+        ConfigError, match=r"engine e accepts no images, .*; use an engine and a model that accept them; for text"
+    ):
         april.RolloutScheduler(config, prompts=[[1]], reward=None, engines=[Blind("e")], processor=tiny_processor())

@@ -167,25 +167,25 @@ def test_base64_of_common_writers() -> None:
     [
         (b"", "is empty: 0 bytes"),
         (b"<svg>", r"is no image that can be read \(5 bytes beginning with b'<svg>'\); give one of PNG, JPEG"),
-        (RED[: len(RED) // 2], "is broken, or was cut: it cannot be decoded"),
-        (encoded(picture(300, 300), "JPEG")[:-700], "is broken, or was cut"),
+        (RED[: len(RED) // 2], "is damaged or truncated: it cannot be decoded"),
+        (encoded(picture(300, 300), "JPEG")[:-700], "is damaged or truncated"),
         (bomb(), r"has (60,000 x 60,000|more) pixels"),
         (animated(), "is animated, .*; give one frame"),
         (many_frames(50_000), "is animated, .*; give one frame"),
         (Image.new("I", (4, 4)), "has the mode I, more than 8 bits per channel"),
         (Image.new("RGB", (0, 5)), "is empty: 0 x 5 pixels"),
-        ("data:image/png;base64,AAAA=A", r"is no base64; was it cut, or encoded twice \(character 5 is '='\)"),
-        ("data:image/png;base64,AA AA", r"is no base64; was it cut.*character 3 is ' '"),
-        ("data:image/png;base64,A+A-", "is no base64; was it cut.*character 4 is '-'"),
-        ("data:image/png;base64,AAAAA", "is no base64; was it cut.*no text of 5 characters is"),
-        ("data:image/png;base64,AAAA==", "is no base64; was it cut.*2 padding characters follow 4 others"),
-        ("data:image/png;base64,A\ud800AA", r"is no base64; was it cut.*character 2 is '\?'"),
+        ("data:image/png;base64,AAAA=A", r"is not base64; was it truncated, or encoded twice \(character 5 is '='\)"),
+        ("data:image/png;base64,AA AA", r"is not base64; was it truncated.*character 3 is ' '"),
+        ("data:image/png;base64,A+A-", "is not base64; was it truncated.*character 4 is '-'"),
+        ("data:image/png;base64,AAAAA", "is not base64; was it truncated.*no text of 5 characters is"),
+        ("data:image/png;base64,AAAA==", "is not base64; was it truncated.*2 padding characters follow 4 others"),
+        ("data:image/png;base64,A\ud800AA", r"is not base64; was it truncated.*character 2 is '\?'"),
         ("data:image/png;base64", "without a comma"),
         ("nowhere.png", r"\(nowhere.png\) cannot be read: No such file"),
         ("a\0b", "cannot be read"),
-        (Path("/"), "cannot be read: Is a directory|is no file"),
-        ("/dev/zero", "is no file"),
-        ("file://elsewhere/a.png", "a file of another machine"),
+        (Path("/"), "cannot be read: Is a directory|is not a file"),
+        ("/dev/zero", "is not a file"),
+        ("file://elsewhere/a.png", "a file on another machine"),
         (5, "is of type int; give bytes, a path, a PIL.Image"),
         ({"type": "image"}, "is a mapping with type; give"),
         ({"type": "image", "source": {"type": "file", "file_id": "x"}}, "is a mapping with type, file_id; give"),
@@ -201,10 +201,10 @@ def test_the_size_is_known_before_anything_is_read(tmp_path: Path) -> None:
     giant = tmp_path / "giant.png"
     with giant.open("wb") as file:
         file.truncate(1 << 30)
-    refused(giant, r"giant.png\) has 1,073,741,824 bytes, and images.max_bytes is 20,000,000; make it smaller")
-    refused("data:image/png;base64," + "A" * 4096, "has 3,0.. bytes, and images.max_bytes is 1,000", max_bytes=1000)
-    refused(RED, "has [0-9]+ bytes, and images.max_bytes is 10", max_bytes=10)
-    refused(RED, "has 56 x 84 pixels, and images.max_pixels is 4,000; make", max_pixels=4000)
+    refused(giant, r"giant.png\) has 1,073,741,824 bytes, but images.max_bytes is 20,000,000; make it smaller")
+    refused("data:image/png;base64," + "A" * 4096, "has 3,0.. bytes, but images.max_bytes is 1,000", max_bytes=1000)
+    refused(RED, "has [0-9]+ bytes, but images.max_bytes is 10", max_bytes=10)
+    refused(RED, "has 56 x 84 pixels, but images.max_pixels is 4,000; make", max_pixels=4000)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_the_size_is_known_before_anything_is_read(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_client_names_no_files(item: Any) -> None:
     """What comes from the outside is bytes; a path is refused and nothing is opened."""
-    refused(item, "a client sends an image as a data: URL or in base64", paths=False)
+    refused(item, "a client must send an image as a data: URL or in base64", paths=False)
     assert read(DATA_URL, paths=False).attachment.data == RED
 
 
@@ -260,17 +260,17 @@ def server() -> Iterator[str]:
 def test_an_image_is_fetched_from_a_host_that_is_named() -> None:
     """And only then; the log of the server has nothing where it is not. Redirects and what is too long are refused."""
     with server() as at:
-        refused(f"{at}/red.png", "is at localhost, and images are fetched from the hosts in images.hosts alone")
-        refused(f"{at}/red.png", "is at localhost, and", hosts=("other.example", "*.localhost"))
+        refused(f"{at}/red.png", "is at localhost, but images are fetched only from the hosts in images.hosts")
+        refused(f"{at}/red.png", "is at localhost, but", hosts=("other.example", "*.localhost"))
         assert _Answers.asked == []
         assert read(f"{at}/red.png?a=1", hosts=("localhost",)).attachment.data == RED
         assert _Answers.asked == [("/red.png?a=1", at.removeprefix("http://"))]
         for path, sentence in (
-            ("/moved", r"is elsewhere, says its server \(HTTP 302\)"), ("/none", "cannot be fetched: HTTP 404"),
+            ("/moved", r"was moved \(HTTP 302\)"), ("/none", "cannot be fetched: HTTP 404"),
             ("/long", "more bytes than images.max_bytes, 1,000"), ("/endless", "more bytes than images.max_bytes"),
         ):  # fmt: skip
             refused(at + path, sentence, hosts=("localhost",), max_bytes=1000)
-        refused(f"{at}/cut", "broke off|cannot be fetched", hosts=("localhost",))
+        refused(f"{at}/cut", "interrupted after|cannot be fetched", hosts=("localhost",))
         with_password = f"{at}/red.png".replace("http://", "http://me:secret@")
         refused(with_password, "has a user or a password in its URL", hosts=("localhost",))
     refused("http://localhost:9/x.png", "cannot be fetched: ", hosts=("localhost",))

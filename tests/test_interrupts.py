@@ -211,7 +211,7 @@ def test_a_transfer_that_is_broken_off_holds_up_servers_until_the_next_one(trans
         rollouts.next_batch()
         with pytest.raises(error):
             rollouts.weight_update(transfer=transfer)
-        with pytest.raises(EngineError, match=rf"broken off \(({why})\).*call weight_update again before"):
+        with pytest.raises(EngineError, match=rf"interrupted \(({why})\).*call weight_update again before"):
             rollouts.next_batch()
         assert rollouts.version == (0, 0)
         assert rollouts.weight_update(transfer=lambda: None) == (0, 1)

@@ -25,7 +25,7 @@ pytestmark = on_virtual_time
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     """The warnings that name a wait or a function that takes long."""
     texts = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    return [text for text in texts if " has waited " in text or " at work on " in text]
+    return [text for text in texts if " has waited " in text or " working on " in text]
 
 
 @pytest.mark.parametrize("call", ["weight_update", "load_state_dict"])
@@ -41,13 +41,13 @@ async def test_a_transfer_that_does_not_return_is_named(call: str, caplog: pytes
         waiting = asyncio.create_task(run.driver.load_state_dict(run.driver.state_dict(None), transfer=hangs))
     assert "waits for" not in repr(run.driver)
     await asyncio.sleep(7)
-    assert repr(run.driver).endswith("waits for a weight update: its transfer function to return, for 7 s")
+    assert repr(run.driver).endswith("has waited 7 s for a weight update: its transfer function to return")
     await asyncio.sleep(WARN_AFTER_S - 7.001)
     assert not said(caplog)
     for seconds in (1, 10_000):
         await asyncio.sleep(seconds)
         assert said(caplog) == [
-            f"{call} has waited 60 s for its transfer function to return; meanwhile nothing is generated"
+            f"{call} has waited 60 s for its transfer function to return; nothing is generated until then"
         ]
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -62,7 +62,7 @@ async def test_an_engine_that_an_update_waits_for_is_named(call: str, caplog: py
     run = Rollouts(lengths, n=4, engines=engines, warn_after_s=20.0, stall_timeout_s=900.0)
     await run.driver.next_batch()
     await run.driver.update_weights("weights")
-    assert said(caplog) == [f"weight_update has waited 20 s for engine e0 to {call}; meanwhile nothing is generated"]
+    assert said(caplog) == [f"weight_update has waited 20 s for engine e0 to {call}; nothing is generated until then"]
     await run.driver.update_weights("weights")
     assert len(said(caplog)) == 1  # no longer than the one that was named
 
@@ -79,8 +79,8 @@ async def test_a_function_that_takes_long_is_named(timeout_s: float | None, capl
     await run.driver.next_batch()
     assert len(said(caplog)) == 1
     (sentence,) = said(caplog)
-    assert "judge has been at work on " in sentence
-    ends = "nothing ends it (function_timeout_s)" if timeout_s is None else "it is ended after 600 s"
+    assert "judge has been working on " in sentence
+    ends = "no limit is set (function_timeout_s)" if timeout_s is None else "april ends it after 600 s"
     assert sentence.endswith(f" for 60 s; {ends}")
     await run.driver.next_batch()
     assert len(said(caplog)) == 1
@@ -115,10 +115,10 @@ EVALUATION = ev.EvaluationRequested(
 @pytest.mark.parametrize(
     ("events", "sentence"),
     [
-        ([ASKED], "next_batch has waited 60 s for prompts: their source has not returned any"),
+        ([ASKED], "next_batch has waited 60 s for prompts: the prompt source has not returned the next ones"),
         (
             [ev.EnginesAsked(), OTHER_WEIGHTS, ASKED, DRAWN],
-            "next_batch has waited 60 s for an engine: mend one of e0; after outage_deadline_s the step fails",
+            "next_batch has waited 60 s for a healthy engine: repair one of e0; after outage_deadline_s the step fails",
         ),
         ([ASKED, PAUSE], "next_batch has waited 60 s for the end of a pause"),
         ([PAUSE, EVALUATION], "evaluate has waited 60 s for the end of a pause"),
@@ -143,7 +143,7 @@ async def test_whatever_is_waited_for_is_named_once_and_no_timer_is_left(
     (text,) = said(caplog)
     assert text.startswith(sentence)
     assert told == [6.0]
-    assert waits.current_wait == f"waits for {wait_text(core)}, for 3600 s"
+    assert waits.current_wait == f"has waited 3600 s for {wait_text(core)}"
     assert not asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
 
 
@@ -164,7 +164,7 @@ async def test_silent_requests_are_named_where_nothing_else_ends_them(caplog: py
     waits.update()
     await asyncio.sleep(61)
     assert said(caplog) == [
-        "next_batch has waited 60 s for responses: 1 request in flight, and no token of theirs has come"
+        "next_batch has waited 60 s for responses: 1 request in flight, but no new tokens"
     ]
 
 

@@ -416,9 +416,9 @@ def test_a_function_that_blocks_is_named_once(
     assert name.endswith(f"reward (line {line_of('async def reward')} of test_loop_thread.py)")
     assert watch.take_blocked() == (0.0, "")
     (said,) = caplog.messages
-    assert said.startswith(f"{name} blocks april's event loop, ")
+    assert said.startswith(f"{name} has blocked april's event loop for ")
     assert f"(line {line_of('assert enough.wait')} of test_loop_thread.py)" in said
-    assert said.endswith("make it a plain def, which april runs in a thread, or await what it waits for")
+    assert said.endswith("make it a plain def, which april runs in a thread, or await whatever it waits for")
 
 
 @pytest.mark.parametrize("which", ["chat", "base_url"])

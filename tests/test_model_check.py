@@ -273,7 +273,7 @@ def test_what_the_engine_cannot_drive_is_refused_by_its_name() -> None:
 def test_dynamic_quantisation_is_named() -> None:
     """Its scales are of the whole batch: no slot decoder can be exact with it."""
     quantised = torch.ao.quantization.quantize_dynamic(tiny_model().eval(), {torch.nn.Linear}, dtype=torch.qint8)
-    with pytest.raises(ConfigError, match="generate with the model as it was before quantize_dynamic"):
+    with pytest.raises(ConfigError, match="generate with the model from before quantize_dynamic"):
         TransformersEngine(quantised)
 
 

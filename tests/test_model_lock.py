@@ -107,7 +107,7 @@ async def test_a_model_that_is_switched_for_one_call_is_found_out(switch: str) -
     assert error.unsound == 8
     if switch not in ("data", "values", "buffer"):
         assert "the model was switched (" in str(error)
-        assert "inside of `with april.hold_model(model):`" in str(error)
+        assert "inside `with april.hold_model(model):`" in str(error)
     await engine.close()
 
 

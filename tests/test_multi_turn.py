@@ -131,7 +131,7 @@ async def test_a_function_that_asks_on_and_on_behind_its_budget_is_told() -> Non
     rollouts = Rollouts(table({}, 12), rollout=goes_round, max_response_len=30)
     batch = await rollouts.driver.next_batch()
     assert len(batch.samples[0].tokens) == 30
-    assert "calls of llm.generate have returned no tokens" in str(raised[0])
+    assert "calls of llm.generate returned no tokens" in str(raised[0])
 
 
 @on_virtual_time

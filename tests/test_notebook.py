@@ -33,7 +33,7 @@ def test_the_notebook_runs_from_top_to_bottom(
     report = (tmp_path / "runs" / "first_steps.html").read_text("utf-8")
     assert len(report) > 10_000
     assert "effective sample size" in report
-    assert "The record does not say" not in report
+    assert "The record does not show it" not in report
 
 
 def test_the_notebook_is_committed_without_outputs() -> None:

@@ -105,7 +105,7 @@ def test_the_command(record: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["plan", str(record), "--processes", "1", "--out", str(out)])
     assert result.exit_code == 0, result.output
     assert "N' = 8" in result.output
-    assert re.search(r"; a step takes [\d.]+ .?s, and [\d.]+ .?s more for each response", unboxed(result.output))
+    assert re.search(r"; a step takes [\d.]+ .?s, plus [\d.]+ .?s for each response", unboxed(result.output))
     written = json.loads((out / "plan.json").read_text())
     assert written["best"]["tokens_per_s"] > 1.2 * written["sync"]["tokens_per_s"]
     config = april.Config.from_yaml(out / "plan.yaml")
@@ -127,16 +127,16 @@ def test_the_command(record: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("cost", "words"),
     [
-        (DecodeCost(0.00759, 8.13e-6, 5.87e-8), "7.59 ms, and 8.13 us more for each response in flight and 58.7 us"),
-        (DecodeCost(0.0121, 0.0031, 3.4157870e-4), "12.1 ms, and 3.1 ms more for each response in flight and 342 ms"),
-        (DecodeCost(2.0, 9.9996e-4, 0.0), "2 s, and 1 ms more for each response in flight and 0 ns"),
+        (DecodeCost(0.00759, 8.13e-6, 5.87e-8), "7.59 ms, plus 8.13 us for each response in flight and 58.7 us"),
+        (DecodeCost(0.0121, 0.0031, 3.4157870e-4), "12.1 ms, plus 3.1 ms for each response in flight and 342 ms"),
+        (DecodeCost(2.0, 9.9996e-4, 0.0), "2 s, plus 1 ms for each response in flight and 0 ns"),
     ],
     ids=["GPU", "CPU", "slow"],
 )
 def test_times_have_units_of_their_size(cost: DecodeCost, words: str) -> None:
     """On a GPU, on a CPU, and at the border between two units: never more than a person reads at a glance."""
     shown = cost_of_a_step(cost).replace("\N{MICRO SIGN}", "u")
-    assert shown == f"{words} for each 1,000 tokens that these have in memory"
+    assert shown == f"{words} for each 1,000 tokens of these in memory"
     assert [three_digits(x) for x in (0.03118, 7.5, 74.66, 99.96, 1234.4)] == ["0.0312", "7.5", "74.7", "100", "1234"]
 
 
@@ -235,7 +235,7 @@ def test_what_a_plan_cannot_know_is_named(record: Path, tmp_path: Path) -> None:
     old = workload_of(configured(record, tmp_path / "run.jsonl", None, **known))
     parts = replace(row(8, 1.0, 0.4), schedule=Schedule(8, Refill.SAMPLE, 24, None, 0.75))
     text = " ".join(settings(old, parts).replace("# ", "").split())
-    assert "not in the record, and therefore not here: sampling, epochs, function_timeout_s" in text
+    assert "missing here, because the record does not have them: sampling, epochs, function_timeout_s" in text
     for name in ("stall_timeout_s", "allow_mismatch", "engine;"):
         assert name in text.partition("not in the record")[2].partition("add those of your run")[0]
     for words in ("batch.advantages()", 'april.loss_weights(mask, "dapo")', "40% of the trained tokens", "filter="):

@@ -58,8 +58,10 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     CostProfile(cost=COST, requests=90, held_out=0.01, speeds={1: 90.0}).write(path)
     assert read_cost(path) == COST
     for text, sentence in (
-        ("{}", "no format that this april knows"), ("[]", "no format"), ("{", "is not what april profile has written"),
-        ("[" * 100_000, "is not what april profile has written"),
+        ("{}", (
+            "its format is unknown to this version of april"
+        )), ("[]", "no format"), ("{", "was not written by april profile"),
+        ("[" * 100_000, "was not written by april profile"),
         ('{"format": 1}', "cost"), ('{"format": 1, "cost": {"base_s": -1, "per_sequence_s": 0, "per_kv_token_s": 0}}',
         "must be finite"), ('{"format": 1, "cost": {"speed": 3}}', "speed"),
     ):  # fmt: skip

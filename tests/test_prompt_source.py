@@ -112,7 +112,7 @@ def test_a_prompt_is_a_copy() -> None:
         ({"prompt": "hi", "id": 1}, r"neither messages nor token_ids; its keys are \['id', 'prompt'\]; give a text as"),
         ({"prompt": [{"role": "user", "content": "hi"}]}, "its 'prompt' is a chat: give it as messages, with"),
         ({"conversation": [{"role": "user"}], "id": 1}, "its 'conversation' is a chat: give it as messages"),
-        ({"prompt_token_ids": [1]}, "if its 'prompt_token_ids' are token ids, give them as token_ids$"),
+        ({"prompt_token_ids": [1]}, "if its 'prompt_token_ids' holds token ids, give them under the key token_ids$"),
         (["hello", "there"], r"got list of shape \[2\], <U5; give a text as messages"),
         (np.array(["hello", 3], object), r"got ndarray of shape \[2\], object; give a text as messages"),
         ("hello", "prompt 4 is of type str; expected a mapping with messages or token_ids, .*; give a text as"),
@@ -142,13 +142,13 @@ def generated() -> Iterator[list[int]]:
 @pytest.mark.parametrize(
     ("prompts", "words"),
     [
-        ("text", "got str; a file is not read: give its rows"),
-        (b"bytes", "got bytes; a file is not read: give its rows"),
+        ("text", "got str; april does not read files: give the rows of the file"),
+        (b"bytes", "got bytes; april does not read files: give the rows of the file"),
         ({"token_ids": [1]}, "got dict; give a list of prompts, or one split of a data set"),
         (5, "got int"),
         (None, "got NoneType"),
-        (generated, "got function; call it, and give what it returns"),
-        (UserDict, "got ABCMeta; call it, and give what it returns"),
+        (generated, "got function; call the function, and give what it returns"),
+        (UserDict, "got ABCMeta; call the function, and give what it returns"),
         (Table(), "got Table, which iterates over its columns; give its rows as mappings"),
     ],
 )
@@ -275,8 +275,8 @@ def test_fewer_prompts_than_before_the_restart(epochs: int | None, at: int) -> N
     with pytest.raises(CheckpointError) as caught:
         source.load_state_dict(before.state_dict())
     assert str(caught.value) == (
-        f"the prompts ended after 3 of epoch {at}, where 5 had been drawn before; they must be the same in every "
-        "pass, and after a restart"
+        f"the prompts ended after 3 of epoch {at}, where 5 had been drawn before; give the same prompts in every "
+        "epoch, and after a restart"
     )
     assert drawn(source, 2)[0] == [[1], [2]]
 
@@ -323,7 +323,7 @@ def test_a_pass_that_cannot_begin_is_an_error_and_is_tried_again() -> None:
 
 def test_one_pass_only() -> None:
     """A generator cannot be iterated again; said before anything starts."""
-    with pytest.raises(ConfigError, match=r"prompts can be iterated only once \(generator\), and several epochs"):
+    with pytest.raises(ConfigError, match=r"prompts can be iterated only once \(generator\), but several epochs"):
         PromptSource(([i] for i in range(3)), 10, epochs=2)
 
 
@@ -406,7 +406,7 @@ def test_a_generator_that_fails_has_ended() -> None:
     assert seen == [(0, i, 2 + i) for i in range(7)]
     assert errors[0] == "the prompt source failed at prompt 7: OSError: network"
     assert len(set(errors[1:])) == 1
-    assert "after 7 of epoch 0, and cannot be begun anew; give a list or a data set" in errors[1]
+    assert "after 7 prompts of epoch 0, and it cannot start over; give a list or a data set" in errors[1]
     source.extend([[3], [4]])
     seen, errors = drained(source)
     assert (seen, errors) == ([(0, 7, 3), (0, 8, 4)], [])
@@ -422,7 +422,7 @@ def test_prompts_that_come_in_another_order_after_a_failure() -> None:
     seen, errors = drained(PromptSource(Shuffling(7), 100, epochs=2))
     assert seen == [(0, i, 2 + i) for i in range(7)]
     assert errors[0] == "the prompt source failed at prompt 7: OSError: network"
-    assert all("are not those that were drawn before a failure of their source" in error for error in errors[1:])
+    assert all("differ from those drawn before a failure of their source" in error for error in errors[1:])
 
 
 def test_a_failure_behind_a_restart() -> None:

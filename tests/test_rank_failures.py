@@ -168,7 +168,7 @@ def test_rank_0_does_not_wait_for_a_batch_when_another_rank_has_died() -> None:
             cut(rollouts)
             waiter.join(60)
             return None
-        with pytest.raises(april.RankError, match="rank 1 is gone"):
+        with pytest.raises(april.RankError, match="connection to rank 1 is lost"):
             rollouts.next_batch()
         dead.set()
         return rollouts.state_dict()
@@ -189,7 +189,7 @@ def test_a_rank_that_never_comes() -> None:
         RankScheduler(CONFIG, ranks=here, prompts=[[1]], reward=None)
     assert caught.value.ranks == (1,)
     there = OnePlace(rank=1, world_size=2, address="127.0.0.1:0", store=Store(), rank_timeout_s=0.1)
-    with pytest.raises(april.RankError, match=r"rank 0 has not said where it listens within 0\.1 s"):
+    with pytest.raises(april.RankError, match=r"rank 0 did not publish its address within 0\.1 s"):
         RankScheduler(CONFIG, ranks=there)
 
 
@@ -201,7 +201,7 @@ def test_rank_0_takes_a_connection_and_says_nothing() -> None:
         store.set("ranks", f"127.0.0.1:{silent.getsockname()[1]} {TOKEN}")
         with pytest.raises(april.RankError) as caught:
             RankScheduler(CONFIG, ranks=OnePlace(rank=1, world_size=2, store=store, rank_deadline_s=0.2))
-    assert "rank 0 cannot be reached: nothing was heard of it for 0.2 s (rank_deadline_s)" in str(caught.value)
+    assert "rank 0 cannot be reached: it sent nothing for 0.2 s (rank_deadline_s)" in str(caught.value)
     assert caught.value.ranks == (0,)
 
 
@@ -243,7 +243,7 @@ def test_data_that_cannot_travel_later() -> None:
     drawn = ({"token_ids": [1 + i], "n": {3} if i == 1 else i} for i in range(5))
     outcomes = run_ranks(program, prompts=drawn)
     for sentence, _, delivered in outcomes:
-        assert "the data of prompt 1 cannot go to another rank: data['n'] is a set" in sentence
+        assert "the data of prompt 1 cannot be sent to another rank: data['n'] is a set" in sentence
         assert delivered == 4
     there = [s.prompt.position for _, batches, _ in outcomes for batch in batches for s in batch.samples]
     assert sorted(there) == [position for position in (0, 2, 3, 4) for _ in range(3)]
@@ -272,7 +272,7 @@ def test_calls_in_wrong_places() -> None:
     ("numbers", "sentence"),
     [
         ({"rank": 2, "world_size": 2}, "rank 2 is none of 2"),
-        ({"rank": 0, "world_size": 2}, "need the address at which rank 0 listens and a token"),
+        ({"rank": 0, "world_size": 2}, "need the address at which rank 0 listens and a common token"),
         ({"data_rank": 1, "data_size": 1}, "data_rank 1 of data_size 1"),
         ({"data_size": 2}, "data_rank 0 of data_size 2 is not among 1 ranks"),
         ({"rank_timeout_s": 0.0}, "must be above 0"), ({"rank_deadline_s": float("nan")}, "must be above 0"),
@@ -292,4 +292,4 @@ def test_a_share_that_nobody_gets() -> None:
     """Refused on all ranks."""
     for outcome in run_ranks(lambda rollouts, rank: None, data={0: 0, 1: 0}, data_size=2):
         assert type(outcome) is april.ConfigError
-        assert str(outcome) == "ranks: nobody has the data_rank 1, of data_size 2"
+        assert str(outcome) == "ranks: no rank has the data_rank 1, of data_size 2"

@@ -43,7 +43,7 @@ def test_two_ranks_of_fsdp2_and_after_a_restart_one(tmp_path: Path) -> None:
     assert [(rank["transfers"], rank["reward"]) for rank in first.ranks] == [([2.0, 2.0], first.ranks[0]["reward"])] * 2
     assert max(first.error, second["error"]) <= 1e-4
     assert weights_apart(batches, second["weights"]) <= 1e-5 < 1e-3 < weights_apart([], second["weights"])
-    assert second["end"] == "the prompt source has ended; every prompt is settled"
+    assert second["end"] == "the prompt source has ended; every prompt is delivered or dropped"
 
 
 HERE = Path(__file__).parent
@@ -99,7 +99,7 @@ def test_kill_9(victim: int) -> None:
         ranks[victim].wait(PATIENCE_S)
         go_on(others[1])
         for process in others:
-            assert line_of(process).startswith(f"RankError: rank {victim} is gone: the connection was closed")
+            assert line_of(process).startswith(f"RankError: the connection to rank {victim} is lost: the connection")
             assert process.wait(PATIENCE_S) == 0
 
 
@@ -110,7 +110,7 @@ def test_a_rank_that_stands_still(victim: int) -> None:
         ranks[victim].send_signal(signal.SIGSTOP)
         other = ranks[1 - victim]
         go_on(other)
-        assert line_of(other).startswith(f"RankError: rank {victim} is gone: nothing was heard of it for 3 s")
+        assert line_of(other).startswith(f"RankError: the connection to rank {victim} is lost: it sent nothing for 3 s")
         assert other.wait(PATIENCE_S) == 0
         ranks[victim].send_signal(signal.SIGCONT)
         go_on(ranks[victim])

@@ -280,7 +280,7 @@ def test_a_rank_says_in_which_call_it_is() -> None:
     (first,), (second,) = run_ranks(program)
     assert second.startswith("<RankScheduler rank 1 of 2, in weight_update(transfer=")
     assert first.startswith("<RankScheduler rank 0 of 2, in weight_update(transfer=")
-    assert "waits for a weight update: its transfer function to return, for 0 s" in first
+    assert "has waited 0 s for a weight update: its transfer function to return" in first
 
 
 def test_every_rank_sees_the_groups_that_are_held() -> None:

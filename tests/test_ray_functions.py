@@ -345,7 +345,7 @@ def test_an_evaluation_lives_through_the_end_of_an_actor(ray: StandIn) -> None:
 def test_a_rollout_function_that_always_ends_its_actor_fails(ray: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its prompt is given up by name, and not tried for ever."""
     monkeypatch.setattr(ray_functions._AsyncActor, "call", _dies)
-    with pytest.raises(RolloutError, match="processes in a row died while its function ran there"):
+    with pytest.raises(RolloutError, match="processes in a row died while they ran its function"):
         batches(rollout=april.ray.remote(turns), config=CONFIG.model_copy(update={"max_failed_groups": 1}))
 
 
@@ -360,7 +360,9 @@ async def wrong_calls(prompt: april.Prompt, llm: april.LLM) -> None:
         await llm.generate(best_of=3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="max_tokens must be"):
         await llm.generate(max_tokens=0)
-    with pytest.raises(UsageError, match=r"llm.generate: an argument cannot go to the scheduler's process: a object"):
+    with pytest.raises(
+        UsageError, match=r"llm.generate: an argument cannot be sent to the scheduler's process: a object"
+    ):
         await llm.generate([*prompt.token_ids, 3], images=[object()])
     with pytest.raises(UsageError, match="tokenizer"):
         await llm.chat([{"role": "user", "content": "x"}])
@@ -448,9 +450,9 @@ async def yields_later(text: str) -> AsyncIterator[int]:
         (length_of, {"num_actors": 0}, "num_actors: expected a whole number and at least 1, got 0"),
         (length_of, {"num_actors": True}, "num_actors: expected a whole number"),
         (length_of, {"max_concurrency": 1.5}, "max_concurrency: expected a whole number"),
-        (length_of, {"max_restarts": 3}, "max_restarts is april's, which replaces actors that died"),
-        (length_of, {"num_cpu": 3}, "Ray does not take length_of: ValueError: Invalid option keyword num_cpu"),
-        (lambda text: 3, {}, "Ray does not take .*lambda"),
+        (length_of, {"max_restarts": 3}, "april itself sets max_restarts because it replaces actors that died"),
+        (length_of, {"num_cpu": 3}, "Ray rejects length_of: ValueError: Invalid option keyword num_cpu"),
+        (lambda text: 3, {}, "Ray rejects .*lambda"),
     ],
 )
 def test_mistakes(ray: StandIn, function: Any, options: dict[str, Any], words: str) -> None:

@@ -99,7 +99,7 @@ def test_a_core_that_would_begin_anew_is_refused(ray: FakeRay) -> None:
     """Ray would start it without what it held, and ranks would wait for it for ever."""
     ray.is_initialized = lambda: True  # type: ignore[attr-defined]
     config = april.Config(rollout_batch_size=1, max_response_len=9)
-    with pytest.raises(april.ConfigError, match="max_restarts stays 0"):
+    with pytest.raises(april.ConfigError, match="max_restarts must stay 0"):
         scheduler(config, name="r", prompts=[[1]], actor_options={"max_restarts": 1})
 
 

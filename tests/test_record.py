@@ -271,7 +271,9 @@ def test_a_change_is_found_in_its_line(path: Path) -> None:
     with pytest.raises(RecordError, match=rf"line {at} of .*StepRequested, at .* otherwise .*{april.__version__}"):
         replay(written(path, [*lines[: at - 1], [*lines[at - 1][:3], "0" * 16], *lines[at:]]))
     lines[number - 1][2]["sampling"]["max_tokens"] -= 1
-    with pytest.raises(RecordError, match=rf"line {number} of .*\(CallMade, at 0 s\): the core decides otherwise than"):
+    with pytest.raises(
+        RecordError, match=rf"line {number} of .*\(CallMade, at 0 s\): the core decides differently than"
+    ):
         replay(written(path, lines))
     lines[number - 1][0] = "soon"
     with pytest.raises(RecordError, match=f"line {number} of .* is damaged, or was changed"):

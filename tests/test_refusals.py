@@ -388,7 +388,7 @@ def test_arguments_of_the_scheduler(change: dict[str, Any], sentence: str) -> No
 
 
 CALLS: list[tuple[Callable[[april.RolloutScheduler], Any], type[AprilError], str]] = [
-    (lambda r: r.load_state_dict("x"), CheckpointError, r"this is not a state that april's state_dict\(\) gave"),
+    (lambda r: r.load_state_dict("x"), CheckpointError, r"this is not a state that april's state_dict\(\) returned"),
     *(
         (
             lambda r, batch=batch: r.state_dict(batch),

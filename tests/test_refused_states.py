@@ -71,7 +71,9 @@ NUMBERS: dict[str, tuple[dict[str, Any], str]] = {
     "temperature": ({"segments": lambda s: [[*p[:6], -1.0] for p in s]}, "is damaged: .* a temperature of -1.0"),
     "version": ({"segments": lambda s: [[p[0], 0, 7, *p[3:]] for p in s]}, "is damaged: .* is newer than the"),
     "huge version": ({"segments": lambda s: [[p[0], 0, 2**70, *p[3:]] for p in s]}, "is damaged: "),
-    "reward": ({"of": "finished", "reward": 1e39}, r"is damaged: .* its reward is 1e\+39, which no float32 holds"),
+    "reward": (
+        {"of": "finished", "reward": 1e39}, r"is damaged: .* its reward is 1e\+39, which does not fit in a float32",
+    ),
     "no reward": (
         {"of": "finished", "reward": float("nan")}, "is damaged: .* its reward is nan; expected a finite number",
     ),

@@ -169,7 +169,7 @@ async def test_what_was_late_before_the_restart(before: str) -> None:
         state = run.state_dict()
     async with started(**how) as run:
         if before == "mask":
-            with pytest.raises(CheckpointError, match=r"in time with .*, which on_stale: finish promises .*=mask\)"):
+            with pytest.raises(CheckpointError, match=r"in time with .*, as on_stale: finish requires .*=mask\)"):
                 await run.load_state_dict(state)
         else:
             await run.load_state_dict(state)
@@ -228,11 +228,11 @@ def loader(prompts: list[Any], broken: bool = False) -> Callable[[], Iterator[An
 @pytest.mark.parametrize(
     ("prompts", "words"),
     [
-        (PROMPTS[::-1], r"the first \d+ prompts of epoch 0 are not those that were drawn .*in another order"),
+        (PROMPTS[::-1], r"the first \d+ prompts of epoch 0 differ from those drawn .*in another order"),
         ([*PROMPTS[1:2], *PROMPTS[:1], *PROMPTS[2:]], "are not those that were drawn"),
         ([{"token_ids": [9, 9]}, *PROMPTS[1:]], "are not those that were drawn"),
         (PROMPTS[:7], r"the prompts ended after 7 of epoch 0, where \d+ had been drawn before"),
-        ([*PROMPTS[:4], "text", *PROMPTS[5:]], r"are not those that .* \(prompt 4 is of type str"),
+        ([*PROMPTS[:4], "text", *PROMPTS[5:]], r"differ from those .* \(prompt 4 is of type str"),
         (None, "the source failed at prompt 5: OSError: shard list is gone"),
     ],
     ids=["reversed", "two exchanged", "another one", "fewer", "an unusable one", "one that fails"],

@@ -196,7 +196,7 @@ REPEATS = "do its events repeat the tokens before them"
         (FakeOpenAIServer(strips=frozenset({2})), {}, r"keeps EOS \(2\) back"),
         (FakeOpenAIServer(strips=frozenset(range(512))), {}, "keeps the stop token back"),
         (FakeOpenAIServer(), {"vocab_size": None}, r"engine.vocab_size: .* vocab_size of the model's config.json"),
-        (FakeOpenAIServer(TokenShape.DETOKENIZE), {"max_len": None}, r"engine.max_len: .* does not tell its context"),
+        (FakeOpenAIServer(TokenShape.DETOKENIZE), {"max_len": None}, r"engine.max_len: .* does not report its context"),
         (FakeOpenAIServer(context=2048), {}, "engine.max_len=4096 is more than the context .* 2048 tokens"),
         (FakeOpenAIServer(), {"model": "other"}, "has no model 'other'; it serves: fake"),
         (FakeVllmServer(), {"model": "other"}, "it serves: fake"),

@@ -132,7 +132,7 @@ async def test_health_says_the_load(kind: str) -> None:
         pytest.param("vllm", {"developer": False}, "w1", "VLLM_SERVER_DEV_MODE=1", id="vLLM without the route"),
         pytest.param("vllm", {}, "missing", "could not load", id="vLLM may be without weights"),
         *(
-            pytest.param("sglang", {"labels": labels}, "missing", r"could not load \S+ as v0.1-.* it keeps the weights",
+            pytest.param("sglang", {"labels": labels}, "missing", r"could not load \S+ as v0.1-.* its old weights",
                          id=f"SGLang with{'' if labels else 'out'} labels keeps what it has")
             for labels in (True, False)
         ),

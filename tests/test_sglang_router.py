@@ -160,7 +160,7 @@ async def test_a_restarted_worker_behind_the_router_is_noticed() -> None:
 async def test_workers_of_the_router_are_those_of_the_configuration() -> None:
     """A worker that is not configured would keep old weights, one that is not used says something is wrong."""
     async with fleet() as (servers, router):
-        with pytest.raises(ConfigError, match=r"which engine\.urls does not name"):
+        with pytest.raises(ConfigError, match=r"which is missing in engine\.urls"):
             await connect(servers[:1], router)
         router.workers = router.workers[:1]
         config = SglangEngineConfig(

@@ -176,7 +176,7 @@ async def test_nobody_has_gathered() -> None:
 def test_a_scheduler_that_brings_no_ranks_together_refuses_it() -> None:
     """One rank alone would wait in the first gathering for the others, for ever."""
     config, model = april.Config(rollout_batch_size=1, max_response_len=8), _sharded(tiny_model())
-    with pytest.raises(ConfigError, match=r"sharded over ranks, .*use april.RankScheduler on every rank"):
+    with pytest.raises(ConfigError, match=r"sharded over several ranks, .*use april.RankScheduler on every rank"):
         april.RolloutScheduler(config, prompts=[[1]], reward=None, model=model)
 
 

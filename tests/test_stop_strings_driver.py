@@ -535,7 +535,7 @@ def test_what_is_no_text(answer: Any) -> None:
                 return ""
             return answer
 
-    with pytest.raises(RolloutError, match=r"TypeError: decode must return a str, and returned a .*Odd\.decode of 2"):
+    with pytest.raises(RolloutError, match=r"TypeError: decode must return a str, but returned a .*Odd\.decode of 2"):
         Detokenizer(Odd()).text([1, 2])
 
 

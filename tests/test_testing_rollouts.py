@@ -272,7 +272,7 @@ async def test_what_was_loaded_can_be_audited(group_quorum: float) -> None:
         _, sample, segment = loaded[0]
         sample.logprobs.flags.writeable = True
         sample.logprobs[segment.start] -= 1.0
-        with pytest.raises(AuditError, match=r"has other logprobs from .* than the state that was loaded"):
+        with pytest.raises(AuditError, match=r"has other logprobs from .* than the loaded state"):
             run.audit()
 
 

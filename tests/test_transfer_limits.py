@@ -55,7 +55,9 @@ def test_it_hangs_in_the_main_thread(caplog: pytest.LogCaptureFixture) -> None:
     """It is broken off as by Ctrl-C; the error names weight_update and its transfer, and so does the log."""
     with rollouts() as run:
         run.next_batch()
-        with pytest.raises(april.EngineError, match=r"weight_update: its transfer function had not returned in 0.1 s"):
+        with pytest.raises(
+            april.EngineError, match=r"weight_update: its transfer function did not return within 0.1 s"
+        ):
             run.weight_update(transfer=threading.Event().wait)
         assert "its transfer function had not returned" in caplog.text
         assert run.version.n == 0

@@ -275,7 +275,7 @@ def test_a_model_call_that_fails_for_every_request_ends_the_step(said: str) -> N
     model.register_forward_pre_hook(fail)
     with steps_of(model) as rollouts:
         failing[0] = True
-        with pytest.raises(EngineError, match=rf"a model call failed \(RuntimeError: {said}\).*mend the model"):
+        with pytest.raises(EngineError, match=rf"a model call failed \(RuntimeError: {said}\).*repair the model"):
             rollouts.next_batch()
         failing[0] = False
         rollouts.weight_update()

@@ -266,7 +266,7 @@ def test_numbers_added_to_a_conversation(new: Any) -> None:
         first = await llm.generate(max_tokens=3)
         await llm.generate(first.conversation + new)
 
-    with pytest.raises(RolloutError, match=r"number added to each of its tokens.*\[\*completion.conversation, \*new\]"):
+    with pytest.raises(RolloutError, match=r"number added to each token.*\[\*completion.conversation, \*new\]"):
         run(rollout=rollout)
 
 

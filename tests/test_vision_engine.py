@@ -222,7 +222,9 @@ async def test_models_and_processors_that_do_not_fit() -> None:
     assert apart_seeing(alone._model, None, text.token_ids, (), await generated(alone, text)).max() <= MOST
     unknown = tiny_vision_model()
     unknown.config.model_type = "seer"
-    with pytest.raises(ConfigError, match=r"images of seer: the transformers engine knows how gemma3, qwen2_5_vl"):
+    with pytest.raises(
+        ConfigError, match=r"images of seer: the transformers engine only supports images of gemma3, qwen2_5_vl"
+    ):
         _engine(unknown, tiny_processor())
     with pytest.raises(ConfigError, match="processor is a TokenizersBackend, which makes no pixels"):
         _engine(tiny_vision_model(), tiny_processor().tokenizer)
@@ -232,7 +234,7 @@ async def test_models_and_processors_that_do_not_fit() -> None:
         _engine(other, tiny_processor())
     with pytest.raises(ConfigError, match=r"\(KeyError: 'image_grid_thw'\); is the processor its own\? Else use a ser"):
         _engine(tiny_vision_model(), tiny_processor("gemma3"))
-    with pytest.raises(ConfigError, match=r"qwen2_5_vl reads small images as \d+ tokens, and max_len leaves 14"):
+    with pytest.raises(ConfigError, match=r"qwen2_5_vl reads small images as \d+ tokens, but max_len leaves 14"):
         _engine(tiny_vision_model(), tiny_processor(), max_len=20)
     await asyncio.gather(blind.close(), alone.close())
 

@@ -25,8 +25,9 @@ CAPABILITIES = Capabilities(
 )
 PHASES = ("ranks", "join", "begin", "receive", "finish")
 SAYS = {
-    "ranks": "to say how many workers it has", "join": "to meet the sender", "begin": "to make ready for new weights",
-    "receive": "to take tensor b", "finish": "to put the weights into use",
+    "ranks": "to report how many workers it has", "join": "to connect to the sender",
+    "begin": "to prepare for new weights",
+    "receive": "to receive tensor b", "finish": "to put the weights into use",
 }  # fmt: skip
 WEIGHTS = {"a": torch.arange(4.0), "b": torch.arange(8.0), "c": torch.ones(2, 2)}
 ONE_EACH = 16
@@ -299,7 +300,7 @@ def test_two_engines_fail_one_after_the_other() -> None:
 
 @pytest.mark.parametrize(
     ("fails", "weights", "said"),
-    [(("ranks", "refuses", 1), (), "good failed to say how many workers"),
+    [(("ranks", "refuses", 1), (), "good failed to report how many workers"),
      (None, (iter(WEIGHTS.items()),), "iterator: give a module")],
     ids=["rounds", "an iterator"],
 )  # fmt: skip
@@ -309,7 +310,7 @@ def test_what_an_engine_got_in_an_earlier_round_counts(fails: Any, weights: tupl
     An iterator cannot be sent again: all that had begun are torn, and the error says what to give.
     """
     desk = Desk(Receiver("bad", fails=("receive", "refuses", 1)), Receiver("good", fails=fails))
-    with pytest.raises(EngineError, match=rf"engine bad failed to take tensor b.*{said}"):
+    with pytest.raises(EngineError, match=rf"engine bad failed to receive tensor b.*{said}"):
         desk.send(*weights)
     assert {name: fate.partially_updated for name, fate in desk.sender.left_out.items()} == {"bad": True, "good": True}
 
@@ -372,5 +373,5 @@ def test_what_the_weights_raise_is_raised() -> None:
 def test_engines_that_take_nothing_are_refused_before_anything_happens() -> None:
     """By name, with what to do."""
     deaf = Receiver("deaf", capabilities=replace(CAPABILITIES, collective=()))
-    with pytest.raises(ConfigError, match=r"weight_update: engine deaf takes no weights.*april doctor"):
+    with pytest.raises(ConfigError, match=r"weight_update: engine deaf accepts no weights.*april doctor"):
         WeightSender({"a": Receiver("a"), "deaf": deaf}, lambda calls: [], LIMIT_S).refuse_engines("weight_update")  # type: ignore[dict-item]

@@ -259,7 +259,7 @@ class Quantized(torch.nn.Linear):
         ({}, "there are no tensors"),
         ([], "there are no tensors"),
         (torch.nn.ReLU(), "ReLU has no parameters"),
-        ([torch.ones(3)], r"item 0 is a Tensor, and not \(name, tensor\)"),
+        ([torch.ones(3)], r"item 0 is a Tensor instead of \(name, tensor\)"),
         ([("a", torch.ones(1)), ("b",)], "item 1 is a tuple of 1"),
         ({"a": torch.ones(1), 3: torch.ones(1)}, "item 1 is a tuple of 2"),
         ({"a": [1.0]}, "a is a list, and not a tensor of torch"),

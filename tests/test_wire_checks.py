@@ -44,7 +44,7 @@ def check(c: Chunk, vocab_size: int = 10, room: int = 5, oldest: PolicyVersion |
         (chunk(logprobs=[-1, -9999, -1]), "log-probability -9999 stands for minus infinity"),
         (chunk(logprobs=[-1, -1, np.finfo(np.float32).min]), "-3.40282e\\+38 stands for minus infinity"),
         (chunk(logprobs=[-746, -1, -1]), "log-probability -746 stands for minus infinity"),
-        (chunk(version=V[2]), r"policy version 1\.0 came where any to 0\.1 was possible"),
+        (chunk(version=V[2]), r"policy version 1\.0 came, but only any to 0\.1 are possible"),
     ],
 )
 def test_what_cannot_be_true_is_refused(bad: Chunk, words: str) -> None:
@@ -144,7 +144,7 @@ def test_ends_that_fit_are_believed() -> None:
 @pytest.mark.parametrize(
     ("finish", "changes", "words"),
     [
-        ("length", {"count": 19}, r'for want of room \("length"\) after 19 of 20 tokens.*set engine.max_len'),
+        ("length", {"count": 19}, r'for lack of room \("length"\) after 19 of 20 tokens.*set engine.max_len'),
         ("length", {"count": 4, "prompt": 95}, "after 4 of 20 tokens"),
         ("stop", {"last": 5}, r"last token \(5\) is neither EOS nor a stop token.*engine.eos_token_ids \(\[2, 3\]\)"),
         ("stop", {"last": 5, "stopped_at": 5}, "is neither EOS nor a stop token"),

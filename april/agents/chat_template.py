@@ -70,7 +70,7 @@ class ChatTemplate:
         except RequestError:
             raise
         except Exception as error:
-            raise RequestError(f"the chat template does not take these messages: {error}") from error
+            raise RequestError(f"the chat template rejects these messages: {error}") from error
         return ids
 
     def _with_images(self, plain: list[dict[str, Any]], tools: Tools) -> list[int]:
@@ -197,6 +197,6 @@ def _shows(messages: Sequence[Message]) -> bool:
 
 
 NO_TOOLS = (
-    "the model's chat template does not write tools, so the model would not see them; describe them in the system "
-    "message, or use a model whose template has tools"
+    "the model's chat template ignores tools, so the model would not see them; describe them in the system message, or "
+    "use a model whose template supports tools"
 )

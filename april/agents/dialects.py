@@ -152,7 +152,7 @@ def choose_tools(choice: Any, tools: list[Json]) -> list[Json]:
         return tools
     if choice == "none":
         return []
-    raise RequestError("tool_choice: only auto and none are supported, as a model cannot be made to call a tool")
+    raise RequestError("tool_choice: only auto and none are supported, because a model cannot be forced to call a tool")
 
 
 class OpenAIChat:
@@ -246,10 +246,10 @@ class OpenAIText(OpenAIChat):
             prompt = prompt[0]
         ids = isinstance(prompt, list) and bool(prompt) and all(type(i) is int for i in prompt)
         if not ids and not (isinstance(prompt, str) and prompt):
-            raise RequestError("prompt must be one text or one list of token ids, and not be empty")
+            raise RequestError("prompt must be one non-empty text or one non-empty list of token ids")
         logprobs = b.take("logprobs", int)
         if logprobs is not None and logprobs > 1:
-            raise RequestError("logprobs: only those of the sampled tokens are there (0 or 1)")
+            raise RequestError("logprobs: only the log-probabilities of the sampled tokens are available (0 or 1)")
         options = b.take("stream_options", dict, {})
         request = ChatRequest(
             messages=() if ids else ({"role": "user", "content": prompt},),
@@ -296,7 +296,7 @@ class OpenAIText(OpenAIChat):
 def refuse_image_marks(i: int, blocks: Iterable[Any]) -> None:
     """Raise RequestError for an image block without a source: in Anthropic's format, its image was lost."""
     if any(block == MARK for block in blocks):
-        raise RequestError(f"messages[{i}]: an image has no source; give it in base64 in source")
+        raise RequestError(f"messages[{i}]: an image has no source; give its content in base64 in source")
 
 
 class Anthropic:
@@ -332,7 +332,7 @@ class Anthropic:
     def _tool(i: int, tool: Any) -> Json:
         if not isinstance(tool, dict) or not isinstance(tool.get("name"), str) or "input_schema" not in tool:
             wants = "a name and an input_schema"
-            raise RequestError(f"tools[{i}] must have {wants}; tools of the server are not supported")
+            raise RequestError(f"tools[{i}] must have {wants}; tools that run at the server are not supported")
         description = tool.get("description", "")
         function = {"name": tool["name"], "description": description, "parameters": tool["input_schema"]}
         return {"type": "function", "function": function}

@@ -197,17 +197,17 @@ class Endpoint:
         shared_path = request.match_info["path"] == SHARED_PATH
         served = self._sessions_by_path.get(request.match_info["path"])
         if served is None and not shared_path:
-            raise RequestError("no sample has this address, or not any more", 404, "not_found_error")
-        check_key(request, self.key if served is None else served.key, "the API key is not that of this address")
+            raise RequestError("no sample has this address any more, or none ever had it", 404, "not_found_error")
+        check_key(request, self.key if served is None else served.key, "the API key does not belong to this address")
         name = request.headers.get("X-Session-ID")
         if served is None and name is None and request.path.endswith("count_tokens"):
             served = next(iter(self._sessions_by_path.values()), None)  # all sessions count tokens alike
         served = served or self._sessions_by_name.get(name or "")
         if served is None:
             raise RequestError(
-                f"no sample has the name {name!r:.100} (X-Session-ID): the model {self.model!r} here is the policy, "
-                "which answers agents that are trained; another, such as a user simulator or a judge, needs a model of "
-                "its own in the environment's configuration", 404, "not_found_error",
+                f"no sample has the name {name!r:.100} (X-Session-ID): the model {self.model!r} is the policy, which "
+                "only answers agents that are trained; other models, such as a user simulator or a judge, need an "
+                "entry of their own in the environment's configuration", 404, "not_found_error",
             )  # fmt: skip
         served.on_request()
         return served
@@ -276,7 +276,9 @@ class Endpoint:
             answer = answer_task.task.result()
             encoded = _encode_answer(dialect, chat_request, answer)
         except asyncio.CancelledError:
-            error = RequestError("this sample was given up: nothing of it is answered any more", 410, "session_closed")
+            error = RequestError((
+                "this sample was given up, so its requests are no longer answered"
+            ), 410, "session_closed")
         except RequestError as refused:
             error = refused
         except Exception as failure:
@@ -354,7 +356,7 @@ def _max_body_bytes(session: Session) -> int:
 
 async def read_json_body(request: web.Request, max_bytes: int) -> Any:
     """Return the JSON of a request whose body has at most ``max_bytes`` bytes; raises RequestError."""
-    too_large = RequestError(f"the body is larger than {max_bytes:,} bytes, for which there is no room", 413)
+    too_large = RequestError(f"the body is larger than {max_bytes:,} bytes, the limit at the moment", 413)
     if (request.content_length or 0) > max_bytes:
         raise too_large
     try:
@@ -373,7 +375,7 @@ async def read_json_body(request: web.Request, max_bytes: int) -> Any:
         if "\\ud" in text or "\\uD" in text:
             json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise RequestError("the body has half of a surrogate pair, which is no text") from None
+        raise RequestError("the body has half of a surrogate pair, which is not valid text") from None
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not JSON: {str(error)[:200]}") from None
     return body

@@ -57,7 +57,7 @@ class Gateway:
 
     def __post_init__(self) -> None:
         if self.renderer is not None and self.tokenizer is None:
-            raise ConfigError("renderer= writes messages for llm.base_url, which needs tokenizer=, too")
+            raise ConfigError("renderer= is for llm.base_url, which also needs tokenizer=")
         for name, least in (("commit_s", "from 0 on"), ("alive_s", "above 0")):
             seconds = getattr(self, name)
             number = isinstance(seconds, Real) and not isinstance(seconds, bool) and math.isfinite(seconds)
@@ -117,9 +117,10 @@ class Gateway:
         if other and not self._warned:
             self._warned = True
             log.warning(
-                "a client at llm.base_url asks for %s; it gets the sampling of the configuration (in evaluations, of "
-                "evaluate), temperature=%s and top_p=%s here, as all samples do. Leave such parameters out of the "
-                "client. batch.metrics['overridden_requests'] counts these requests; this is said once",
+                "a client at llm.base_url asks for %s, but april uses the sampling of the configuration (in "
+                "evaluations, that of evaluate), temperature=%s and top_p=%s here, for all samples. Remove such "
+                "parameters from the client. batch.metrics['overridden_requests'] counts these requests; this warning "
+                "appears only once",
                 ", ".join(f"{name}={value!r:.40}" for name, value in other.items()),
                 sample.sampling.temperature, sample.sampling.top_p,
             )  # fmt: skip

@@ -74,7 +74,7 @@ def _images_in(message: Message) -> list[dict[str, Any]]:
 def _next_prompt_picture(prompt_pictures: Any, where: str) -> Picture:
     picture: Picture | None = next(prompt_pictures, None)
     if picture is None:
-        raise ConfigError(f"{where} has no content, and the prompt has no further image that it could stand for")
+        raise ConfigError(f"{where} has no content, but the prompt has no more images to which it could refer")
     return picture
 
 

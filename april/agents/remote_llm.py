@@ -84,7 +84,7 @@ class LLMServer:
         if found is None:
             return _error_response(RolloutError(AFTER_ITS_END))
         key, llm, loop = found
-        check_key(request, key, "the key is not that of this llm")
+        check_key(request, key, "the key does not belong to this llm")
         arguments = unpack(await request.read(), dict[str, Any])
         call = asyncio.run_coroutine_threadsafe(self._call(llm, request.match_info["method"], arguments), loop)
         try:
@@ -93,7 +93,7 @@ class LLMServer:
         except asyncio.CancelledError:
             if not call.cancelled():
                 raise
-            return _error_response(RolloutError("this sample was given up: nothing of it is answered any more"))
+            return _error_response(RolloutError("this sample was given up, so its requests are no longer answered"))
         except Exception as error:
             return _error_response(error)
 
@@ -103,7 +103,7 @@ class LLMServer:
         if method == "chat":
             return await llm.chat(**arguments)
         if method != "door":
-            raise RequestError(f"an llm has no {method!r:.50}", 404)
+            raise RequestError(f"llm has no method {method!r:.50}", 404)
         door = llm.endpoint(SessionAddress(self.endpoint))
         return _EndpointAddress(door.url, door.key)
 
@@ -156,7 +156,7 @@ class _LLMClient:
         try:
             content = pack(arguments)
         except TypeError as error:
-            raise UsageError(f"llm.{method}: an argument cannot go to the scheduler's process: {error}") from None
+            raise UsageError(f"llm.{method}: an argument cannot be sent to the scheduler's process: {error}") from None
         async with self._http.post(self._url + method, data=content, headers=self._headers) as answer:
             content = await answer.read()
         if answer.status != 200:

@@ -39,7 +39,7 @@ class OpenAIResponses(OpenAIChat):
     @staticmethod
     def _tool(i: int, tool: Any) -> Json:
         if not isinstance(tool, dict) or tool.get("type") != "function":
-            raise RequestError(f"tools[{i}] must be of type function; tools of the server are not supported")
+            raise RequestError(f"tools[{i}] must be of type function; tools that run at the server are not supported")
         return {"type": "function", "function": {k: v for k, v in tool.items() if k not in ("type", "strict")}}
 
     @staticmethod

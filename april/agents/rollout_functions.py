@@ -99,9 +99,9 @@ def _no_request_message(name: str, result: ProgramResult, last_refusal: str) -> 
     """Say why a program may have ended without a request that april accepted."""
     last = [line for line in (result.stderr.strip() or result.stdout.strip()).splitlines() if line.strip()][-3:]
     return (
-        f"{name} ended with exit code {result.returncode} and without a request that april accepted"
+        f"{name} ended with exit code {result.returncode} and without any request that april accepted"
         + (f"; april refused its last one: {last_refusal}" if last_refusal else "")
-        + (f"; it wrote last: {clean(' | '.join(last), 400)}" if last else "")
+        + (f"; its last output: {clean(' | '.join(last), 400)}" if last else "")
     )
 
 
@@ -157,7 +157,7 @@ def batched(function: Callable[..., Any]) -> Callable[[Prompt, BlockingLLM], Any
         completions = function([prompt.data], base_url=llm.base_url, api_key=llm.api_key)
         if not isinstance(completions, Sequence) or isinstance(completions, str) or len(completions) != 1:
             raise UsageError(
-                f"{rollout.__qualname__} was given one prompt and must return a list of one completion, got "
+                f"{rollout.__qualname__} was called with one prompt and must return a list of one completion, got "
                 f"{completions!r:.100}"
             )
         return completions[0]

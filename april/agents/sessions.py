@@ -188,7 +188,7 @@ class Sessions:
         router.add_post("/sessions/{id}/cancel", self._cancel)
 
     def _check(self, request: web.Request) -> None:
-        check_key(request, self.key, "the key is not that of these sessions")
+        check_key(request, self.key, "the key does not belong to these sessions")
 
     @staticmethod
     def _description(request: web.Request, session: _OpenSession) -> dict[str, Any]:
@@ -203,7 +203,7 @@ class Sessions:
             if self._open_sessions.get(session.id) is session and not session.taken:
                 session.assign()
                 return web.json_response(self._description(request, session))
-        raise RequestError("no sample is wanted now", 429, "no_sample", retry=True, retry_s=RETRY_AFTER_S)
+        raise RequestError("no sample is needed now", 429, "no_sample", retry=True, retry_s=RETRY_AFTER_S)
 
     async def _list(self, request: web.Request) -> web.Response:
         self._check(request)
@@ -236,9 +236,9 @@ class Sessions:
         session = self._open_sessions.get(name)
         if name not in self._ended:
             if session is None:
-                raise RequestError("there is no such session, or not any more: its sample was given up", 410, "gone")
+                raise RequestError("there is no such session, or no longer: its sample was given up", 410, "gone")
             if session.resumed and not session.has_requested and isinstance(outcome, dict):
-                outcome = RolloutError("its session was ended, and its agent has asked for nothing since a restart")
+                outcome = RolloutError("the session was ended because its agent has sent no request since a restart")
             session.set_outcome(outcome)
             self._ended[name] = state
             while len(self._ended) > MAX_ENDED_SESSIONS:
@@ -262,5 +262,5 @@ def _read_or_create_key(path: Path) -> str:
         raise UsageError(f"key_file: others can read {path}; chmod 600 it")
     key = path.read_text("utf-8").strip()
     if not key:
-        raise UsageError(f"key_file: {path} is empty; delete it, and a key is drawn")
+        raise UsageError(f"key_file: {path} is empty; delete it, and april creates a key")
     return key

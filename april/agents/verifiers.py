@@ -45,7 +45,9 @@ class Verifiers:
     def prompts(self) -> _Prompts:
         """The tasks of the environment's taskset as prompts; every iteration begins with the first."""
         if self._tokenizer is None:
-            raise UsageError("Verifiers.prompts are token ids: give Verifiers(..., tokenizer=...)")
+            raise UsageError(
+                "Verifiers.prompts needs a tokenizer to make token ids: give Verifiers(..., tokenizer=...)"
+            )
         return _Prompts(self.environment.taskset, self._tokenizer)
 
     async def rollout(self, prompt: Prompt, llm: LLM) -> Any:
@@ -76,8 +78,8 @@ class Verifiers:
         traces = [trace for trace in response.output.traces if trace.agent.trainable]
         if len(traces) != 1:
             raise UsageError(
-                f"the episode has {len(traces)} traces that are trained, and a sample has one reward; give "
-                "reward=lambda prompt, response: ... made of response.output.traces"
+                f"the episode has {len(traces)} traces to train, but a sample has one reward; give reward=lambda "
+                "prompt, response: ... computed from response.output.traces"
             )
         return float(traces[0].reward)
 
@@ -147,4 +149,4 @@ class _EnvironmentServers:
             if not started.done():
                 started.set_exception(error)
             else:
-                log.warning("verifiers: what the environment served did not end well: %r", error)
+                log.warning("verifiers: closing the environment failed: %r", error)

@@ -87,9 +87,9 @@ class TuningQuestion:
         figures = (answer.tokens_per_s, answer.off_policy_share, answer.speed_up, answer.share_now)
         wrong, most = "", (self.max_staleness + 1) * self.groups
         if not all(math.isfinite(figure) for figure in figures):
-            wrong = "what it expects is no number"
+            wrong = "an expected value is not a number"
         elif fixed := [name for name in Work if name not in free and getattr(best, name) != getattr(self.now, name)]:
-            wrong = f"{fixed[0]} is not to be chosen"
+            wrong = f"auto must not choose {fixed[0]}"
         elif best.refill not in (self.now.refill, Refill.NONE, Refill.SAMPLE):
             wrong = "refill"
         elif best == self.now:  # settings of the user's own may lie outside the ranges below

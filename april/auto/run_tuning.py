@@ -76,7 +76,7 @@ class RunTuning:
             question.check(answer)
         except Exception as error:
             why = str(error) or type(error).__name__
-            log.warning("auto: %s stays, as the search for something better failed: %s", question.now, why)
+            log.warning("auto: %s stays, because the search for a better setting failed: %s", question.now, why)
             return
         finally:
             self._task = None
@@ -122,8 +122,8 @@ class ChooserProcess:
             if not self._warned:
                 self._warned = True
                 log.warning(
-                    "auto: this loop cannot wait for the process that searches for better settings, so it stands still "
-                    "while that computes, for half a minute or more each time; in tests give settings instead of auto"
+                    "auto: this event loop cannot wait for the process that searches for better settings, so it stops "
+                    "during each search, for half a minute or more; in tests set values instead of auto"
                 )
             return _ask_blocking(question)
         try:

@@ -139,7 +139,7 @@ class AutoTuner:
             return None
         self._trial = None
         ratio, error = self._speeds.ratio_to(trial.speeds)
-        outcome = f"{ratio:.2f} (+-{error:.2f}) times the speed came, and {trial.expected:.2f} times was expected"
+        outcome = f"the speed rose by a factor of {ratio:.2f} (+-{error:.2f}), and {trial.expected:.2f} was expected"
         now, before = WorkSettings.of(self._core.settings), trial.before
         if holds:
             return Decision(f"{now} stays: {outcome}")
@@ -149,7 +149,7 @@ class AutoTuner:
         self._taken_back += 1
         change = self._apply(before)
         self._speeds_before_trial = trial.speeds
-        return Decision(f"{before} again, {now} is taken back: {outcome}", change)
+        return Decision(f"back to {before} from {now}: {outcome}", change)
 
     def _apply(self, to: WorkSettings) -> WorkChanged:
         self._speeds, self._speeds_before_trial = Speeds(), None
@@ -218,9 +218,9 @@ class AutoTuner:
             self._trial = Trial(now, self._speeds, answer.speed_up, needed)
         why = ""
         if not question.told:
-            why = ", as what was seen does not tell what more in flight costs"
+            why = ", because the data do not show what more samples in flight cost"
         return Decision(
-            f"{answer.best} from now on, after {now}: {answer.speed_up:.2f} times its speed is expected, "
+            f"{answer.best} from now on, after {now}: {answer.speed_up:.2f} times the speed is expected, with "
             f"{100.0 * answer.off_policy_share:.0f}% of the trained tokens from older weights{why}",
             self._apply(answer.best),
         )  # fmt: skip

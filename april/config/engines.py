@@ -45,8 +45,8 @@ def checked_url(url: str) -> str:
     if parts.hostname in ANY_ADDRESS:
         port = "" if parts.port is None else f":{parts.port}"
         raise ConfigError(
-            f"{parts.hostname} in {quoted(url, 100)} is where a server listens, not where it is reached; write "
-            f"{parts.scheme}://127.0.0.1{port} if it is on this machine, or else the name of its machine"
+            f"{parts.hostname} in {quoted(url, 100)} is an address to listen on, to which no client can connect; write "
+            f"{parts.scheme}://127.0.0.1{port} if the server is on this machine, or else the name of its machine"
         )
     return f"{parts.scheme}://{parts.netloc.lower()}"
 
@@ -86,11 +86,11 @@ def checked_key(key: str) -> str:
         raise ConfigError(f"the key of the server must be a string, got {type(key).__name__}")
     hide(key)
     if key.strip() != key:
-        raise ConfigError("the key of the server begins or ends with white space or a line break; take that away")
+        raise ConfigError("the key of the server begins or ends with white space or a line break; remove that")
     if not key.isascii() or not key.isprintable() or " " in key:
         raise ConfigError(
             "the key of the server has characters that no HTTP header can hold (line breaks, control characters, "
-            "spaces, or what is not ASCII); was something else copied along with it?"
+            "spaces or non-ASCII characters); was other text copied along with it?"
         )
     return key
 
@@ -100,13 +100,14 @@ class TransformersEngineConfig(Model):
 
     kind: Literal["transformers"] = "transformers"
     model: str | None = None
-    """Directory or hub name. None means the model object that is given to the scheduler."""
+    """Directory or hub name of the model. None means the model object that is given to the scheduler."""
     slots: PositiveInt = 64
     """Sequences decoded at the same time."""
     max_len: PositiveInt | None = None
-    """Longest prompt plus response. None means what the model's config says."""
+    """Longest prompt plus response, in tokens. None means the limit in the model's config."""
     stream_interval: PositiveInt | None = None
-    """Tokens per chunk. None means one chunk at the end of a request, or every two tokens where it has stop strings."""
+    """Tokens per chunk. None means one chunk at the end of a request, or one per two tokens if the request has stop
+    strings."""
 
 
 class SimulatedEngineConfig(Model):
@@ -124,15 +125,15 @@ class SimulatedEngineConfig(Model):
     slots: PositiveInt = 256
     """Sequences decoded at the same time, per engine."""
     max_len: PositiveInt = 32768
-    """Longest prompt plus response."""
+    """Longest prompt plus response, in tokens."""
     vocab_size: PositiveInt = 32000
     """Size of the vocabulary."""
     median_len: PositiveFloat = 2500.0
     """Median response length, in tokens."""
     sigma_between: NonNegativeFloat = 0.6
-    """Spread of log length between prompts."""
+    """Spread of the logarithm of response lengths between prompts."""
     sigma_within: NonNegativeFloat = 0.5
-    """Spread of log length within a prompt."""
+    """Spread of the logarithm of response lengths within a prompt."""
 
 
 THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
@@ -145,22 +146,23 @@ class AddressedEngineConfig(Model):
     """Settings that are common to all engines reached by an address."""
 
     urls: Urls
-    """The addresses of the servers, such as http://127.0.0.1:8000; one engine per server."""
+    """The addresses of the servers, such as http://127.0.0.1:8000, one per server."""
     api_key: SecretStr | None = None
-    """Sent to the servers as a bearer token; in files better named by api_key_env, and no flag, as those are seen by
-    everybody on the machine."""
+    """Key that is sent to the servers as a bearer token. In files, prefer api_key_env. There is no flag for the key,
+    because everybody on the machine can see flags."""
     api_key_env: str | None = None
-    """Environment variable that holds the key, where the servers want one."""
+    """Environment variable that holds the key, if the servers require one."""
     max_in_flight: PositiveInt | None = None
-    """Most requests at one server at the same time, within the max_in_flight of all together. None means what the
-    server's memory allows."""
+    """Most requests at one server at the same time; the max_in_flight of all servers together also applies. None means
+    as many as fit into the server's memory."""
     connect_timeout_s: Seconds = 10.0
     """Longest wait for a connection."""
     probe_timeout_s: Seconds = 60.0
-    """Longest wait at the start for a server to say what it can do."""
+    """Longest wait for a server to report its features when the run starts."""
     first_weights: Literal["start", "present"] = "start"
-    """Weights of the first version: start, those that the servers were started with (one that has those of another run
-    waits for the first weight update); or present, those that they have, whoever has put them there."""
+    """Weights that count as the first version: those with which the servers were started (start), or those that they
+    hold now, whoever loaded them (present). With start, a server that holds weights of another run waits for the first
+    weight update."""
 
     @field_validator("api_key")
     @classmethod
@@ -173,9 +175,9 @@ class AddressedEngineConfig(Model):
     def _one_of_each(self) -> Self:
         double = sorted({url for url in self.urls if self.urls.count(url) > 1})
         if double:
-            raise Mistake(SettingName("engine.urls"), f" names {double[0]} twice; each server is one engine")
+            raise Mistake(SettingName("engine.urls"), f" contains {double[0]} twice; list each server once")
         if self.api_key is not None and self.api_key_env is not None:
-            raise contradiction(self, "engine.api_key and {engine.api_key_env} are both given; leave out api_key")
+            raise contradiction(self, "engine.api_key and {engine.api_key_env} are both set; leave out api_key")
         return self
 
 
@@ -184,27 +186,29 @@ class AprilEngineConfig(AddressedEngineConfig):
 
     kind: Literal["april"] = "april"
     interval_s: NonNegativeFloat = 1.0
-    """Longest time for which a server keeps tokens of a request that nobody reads along; a server that dies takes them
-    with it. 0 means that all tokens come at once."""
+    """Longest time for which a server collects tokens before it sends them, unless a client reads along. If a server
+    dies, the collected tokens are lost. 0 means that all tokens are sent immediately."""
 
 
 class ServerEngineConfig(AddressedEngineConfig):
     """Settings that are common to engines behind third-party servers."""
 
     max_token_loss: NonNegativeInt | None = None
-    """Most tokens of one response that may be lost when its server dies. None means what costs least there."""
+    """Most tokens of one response that may be lost when its server dies. None means the cheapest value for this kind of
+    server."""
     vocab_size: PositiveInt | None = None
-    """Size of the vocabulary. None means what the server says."""
+    """Size of the vocabulary. None means the size that the server reports."""
     max_len: PositiveInt | None = None
-    """Longest prompt plus response. None means what the server says."""
+    """Longest prompt plus response, in tokens. None means the limit that the server reports."""
     eos_token_ids: tuple[NonNegativeInt, ...] | None = None
-    """Ids that end every response. None means what the server says."""
+    """Ids that end every response. None means the ids that the server reports."""
     logprobs: Literal["temperature", "processed", "raw"] | None = None
-    """Distribution of the log-probabilities. None means that april finds out by requests of one token."""
+    """Distribution of the returned log-probabilities. None means that april finds out with requests of one token."""
     model: str | None = None
-    """Name under which the servers list the model, or the adapter (LoRA), that is trained. None means the only one."""
+    """Name under which the servers list the trained model or adapter (LoRA). None means the only model that they
+    list."""
     expert_shape: tuple[PositiveInt, PositiveInt] | None = None
-    """Layers and experts per token, of routed_experts. None means what the model's files say."""
+    """Layers and experts per token in routed_experts. None means the numbers in the model's files."""
 
 
 class VllmEngineConfig(ServerEngineConfig):
@@ -212,8 +216,8 @@ class VllmEngineConfig(ServerEngineConfig):
 
     kind: Literal["vllm"] = "vllm"
     salted_kv_connectors: tuple[str, ...] = ()
-    """Names of KV connectors that keep keys of different cache salts apart, beyond those that april knows, and of
-    encoder-cache connectors where the encoder is not trained."""
+    """Names of KV connectors that separate keys with different cache salts, in addition to those that april knows. Also
+    names of encoder-cache connectors, if the encoder is not trained."""
 
 
 class SglangEngineConfig(ServerEngineConfig):
@@ -221,7 +225,8 @@ class SglangEngineConfig(ServerEngineConfig):
 
     kind: Literal["sglang"] = "sglang"
     router: Url | None = None
-    """Address of an sglang-router: requests go through it; urls are its workers, which take the control calls."""
+    """Address of an sglang-router. Requests go through the router; urls are the addresses of its workers, which get the
+    control calls."""
 
 
 class OpenAIEngineConfig(ServerEngineConfig):

@@ -72,7 +72,7 @@ def add_april_arguments(
     if not isinstance(parser, argparse.ArgumentParser):
         raise ConfigError(f"add_april_arguments: needs an argparse.ArgumentParser, got {type(parser).__name__}")
     if parser.get_default(NOT_GIVEN) is not None:
-        raise ConfigError("add_april_arguments: this parser has april's flags already; call it once")
+        raise ConfigError("add_april_arguments: this parser already has april's flags; add them only once")
     if not re.fullmatch(r"(\w[\w.-]*)?", prefix):
         raise ConfigError(f"add_april_arguments: prefix {prefix!r} cannot begin a flag; use something like 'april-'")
     renamed = dict(trainer_flags or {})
@@ -108,7 +108,9 @@ def config_from_arguments(args: argparse.Namespace) -> Config:
     """
     mark = getattr(args, NOT_GIVEN, None)
     if mark is None:
-        raise ConfigError("args come from a parser without april's flags; call april.add_april_arguments(parser) first")
+        raise ConfigError(
+            "args come from a parser that has no flags of april; call april.add_april_arguments(parser) first"
+        )
     settings = {s.path: s for s in settings_of()}
     file = getattr(args, "april_config", None)
     values = _sections({} if file is None else read_yaml(file), file, settings)
@@ -122,7 +124,9 @@ def config_from_arguments(args: argparse.Namespace) -> Config:
             continue
         dest, flag = mark["trainer"][path]
         if not hasattr(args, dest):
-            raise ConfigError(f"{flag}, which should decide {path}, is no flag of this trainer; see trainer_flags")
+            raise ConfigError(
+                f"trainer_flags names {flag} for {path}, but this trainer has no such flag; correct trainer_flags"
+            )
         if (value := getattr(args, dest)) is None:
             continue
         in_file = _look_up(values, path)
@@ -228,7 +232,7 @@ def _alternatives(models: list[type[BaseModel]], parent: str, discriminator: str
         annotation: Any = Union[tuple(setting.annotation for setting in members.values())]  # noqa: UP007 - at run time
         setting = Setting(path=path, annotation=annotation, help="", kinds=tuple(members))
         if path == chooser:
-            yield replace(setting, help=f"Which one. (default: {shown_value(chosen)})", default=chosen)
+            yield replace(setting, help=f"Which kind to use. (default: {shown_value(chosen)})", default=chosen)
             continue
         by_text = {s.help: ", ".join(members) for s in members.values()}
         parts = by_text.items() if len(by_text) == 1 else [(s.help, kind) for kind, s in members.items()]

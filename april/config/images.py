@@ -22,7 +22,9 @@ class InState(StrEnum):
 def _host(host: str) -> str:
     name = host.strip().lower().removeprefix("*.")
     if not name or any(c in name for c in "/@?#* ") or name.count(":") == 1 or "[" in name:
-        raise ValueError(f"a host is a name such as a.example.com, or *.example.com for those below it, got {host!r}")
+        raise ValueError(
+            f"a host must be a name such as a.example.com, or *.example.com for its subdomains, got {host!r}"
+        )
     return f"*.{name}" if host.strip().startswith("*.") else name
 
 
@@ -30,12 +32,13 @@ class ImagesConfig(Model):
     """Limits of images, which are checked before decoding, and hosts from which images may be fetched."""
 
     max_bytes: PositiveInt = 20_000_000
-    """Most bytes of an image, encoded."""
+    """Largest size of an encoded image, in bytes."""
     max_pixels: PositiveInt = 50_000_000
     """Most pixels of an image."""
     max_per_prompt: PositiveInt = 64
     """Most images of a conversation."""
     hosts: Annotated[tuple[Annotated[str, AfterValidator(_host)], ...], BeforeValidator(one_or_more)] = ()
-    """Hosts from which images may be fetched by http(s); `*.example.com` means those below it that are public."""
+    """Hosts from which images may be fetched by http(s); `*.example.com` means its subdomains with public addresses."""
     in_state: InState = InState.REFERENCE
-    """What is held and saved of an image in a file: its path and hash (reference), or its bytes (value)."""
+    """How an image from a file is kept in memory and in saved states: as path and hash (reference), or as its bytes
+    (value)."""

@@ -13,14 +13,14 @@ from string import Formatter
 from april.config.values import shown_value
 from april.errors import ConfigError
 
-_OTHER_DISTRIBUTION = "changes the distribution, and a trainer's recomputed log-probabilities could not match"
-_N = "every sample of a group is a request of its own; set n_samples_per_prompt"
-_GRAMMAR = f"a grammar {_OTHER_DISTRIBUTION}, nor would its state survive an abort"
+_OTHER_DISTRIBUTION = "changes the distribution, so a trainer's recomputed log-probabilities could not match"
+_N = "april sends each sample of a group as a request of its own; set n_samples_per_prompt"
+_GRAMMAR = f"a grammar {_OTHER_DISTRIBUTION}, and its state would be lost at an abort"
 _LORA = "april trains and samples one set of weights; merge the adapter, or load it in the engine for every request"
 _IMAGES = 'images come with a prompt, {"messages": ..., "images": [...]}, or with llm.generate(token_ids, images=[...])'
-_OTHER_MEDIA = "april carries images, and neither sound nor video"
-_STOP_TEXT = "is fixed: the token that completes a stop string is kept, with its log-probability"
-_LOGPROBS = "the log-probability of every sampled token always comes with it, and no others"
+_OTHER_MEDIA = "april supports images, but neither sound nor video"
+_STOP_TEXT = "cannot be changed: the token that completes a stop string is always kept, with its log-probability"
+_LOGPROBS = "april always returns the log-probability of each sampled token, and no others"
 
 UNSUPPORTED: dict[str, str] = {
     **dict.fromkeys(("n", "best_of", "num_return_sequences"), _N),
@@ -35,13 +35,13 @@ UNSUPPORTED: dict[str, str] = {
     **dict.fromkeys(("logprobs", "prompt_logprobs", "top_logprobs", "return_logprob"), _LOGPROBS),
     **dict.fromkeys(("include_stop_str_in_output", "no_stop_trim"), _STOP_TEXT),
     "return_routed_experts": "set Config.extras to routed_experts",
-    "seed": "april seeds each attempt by (run, sample, token offset): a resume repeats nothing; set Config.seed",
-    "priority": "april decides who goes first, by age and staleness",
-    "echo": "the prompt is yours already: Completion.conversation has it in front",
-    "ignore_eos": "a response that goes on after EOS is none; give max_tokens and min_tokens",
-    "stream": "tokens reach a rollout function when its call is complete; april streams inside where it needs to",
-    "max_new_tokens": "is called max_tokens here",
-    "stop_strings": "is called stop here",
+    "seed": "april seeds each attempt by (run, sample, token offset), so that none repeats another; set Config.seed",
+    "priority": "april decides which requests go first, by age and staleness",
+    "echo": "the prompt is never returned; Completion.conversation holds the prompt and the response",
+    "ignore_eos": "a response cannot go on after EOS; give max_tokens and min_tokens",
+    "stream": "a rollout function gets tokens when its call is complete; april streams internally where needed",
+    "max_new_tokens": "is called max_tokens in april",
+    "stop_strings": "is called stop in april",
     "skip_special_tokens": "belongs to response.text(special_tokens=...)",
 }
 """Options of common engines that april does not pass on, with the reason and what to do instead."""
@@ -84,9 +84,9 @@ _ARGUMENTS = (
     "prompts reward group_reward filter rollout model tokenizer processor renderer engines record progress exporters"
 )
 NO_SETTINGS: dict[str, str] = {
-    **dict.fromkeys(_TRAINERS_OWN.split(), "belongs to the trainer; april's settings are those of rollouts"),
+    **dict.fromkeys(_TRAINERS_OWN.split(), "belongs to the trainer; april only has settings for rollouts"),
     **dict.fromkeys(_SERVERS_OWN.split(), "belongs to the command that starts the server, or to the embedded model"),
-    **dict.fromkeys(_ARGUMENTS.split(), "is an argument of RolloutScheduler, beside the configuration"),
+    **dict.fromkeys(_ARGUMENTS.split(), "is an argument of RolloutScheduler, not a setting"),
 }
 """Names that have no counterpart in the configuration, with an explanation of where they belong."""
 

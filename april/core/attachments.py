@@ -137,9 +137,9 @@ def wrong_rows(extras: Extras, names: Sequence[str], count: int, layout: Extras 
         if not isinstance(rows, np.ndarray) or rows.ndim < 1:
             return f"no rows of {name}"
         if len(rows) != count:
-            return f"{len(rows)} rows of {name}, and {count} were asked for"
+            return f"{len(rows)} rows of {name}, but {count} were asked for"
         if rows.dtype.kind not in "iuf" or rows.itemsize > 8:
-            return f"rows of {name} that are no numbers of up to 8 bytes ({rows.dtype})"
+            return f"rows of {name} that are not numbers of up to 8 bytes ({rows.dtype})"
         earlier = layout.get(name)
         if earlier is not None and rows.shape[1:] != earlier.shape[1:]:
             return f"rows of {name} of shape {rows.shape[1:]}, after rows of shape {earlier.shape[1:]}"
@@ -153,10 +153,10 @@ def wrong_places(attached: Sequence[Placed], length: int, kinds: Sequence[str], 
     end = 0
     for placed in attached:
         if placed.at < end or placed.count < 1 or placed.end > length:
-            return f"something attached to tokens {placed.at} to {placed.end} of {length}, from {end} on"
+            return f"an attachment at tokens {placed.at} to {placed.end} of {length}, from {end} on"
         if placed.attachment.kind not in kinds:
-            return f"an attachment of another kind than {', '.join(kinds) or 'none'}"
+            return f"an attachment of a kind other than {', '.join(kinds) or 'none'}"
         if not placed.stands or not all(0 <= token < vocab_size for token in placed.stands):
-            return f"an attachment that ids stand for outside of the vocabulary of {vocab_size}"
+            return f"an attachment whose placeholder ids are outside the vocabulary of {vocab_size}"
         end = placed.end
     return None

@@ -63,7 +63,7 @@ class AttemptResults:
             return
         if attempt.state is AttemptState.WANTED:
             attempt.silent_s = event.seconds
-            self._context.change_state(attempt, SILENT, f"engine {attempt.engine} is silent")
+            self._context.change_state(attempt, SILENT, f"engine {attempt.engine} sends nothing")
         self._context.counts(attempt.sample)["stalled_attempts"] += 1
         self._context.stop([attempt])
 
@@ -94,11 +94,11 @@ class AttemptResults:
         if self._calls.complete_if_ended(call, stopped=stopped, length=event.finish is LENGTH):
             return
         if attempt.state is SILENT:
-            why = f"engine {attempt.engine} was silent for {attempt.silent_s:g} s"
+            why = f"engine {attempt.engine} sent nothing for {attempt.silent_s:g} s"
             self._retry_or_give_up(attempt, why, progressed=came > 0)
             return
         if call.sample.evaluation is not None:
-            why = f"engine {attempt.engine} ended a request that april wanted"
+            why = f"engine {attempt.engine} ended a request that april still wanted"
             self._retry_or_give_up(attempt, why, progressed=False)
             return
         if not came:
@@ -140,7 +140,10 @@ class AttemptResults:
         if not corrupt and self._calls.complete_if_ended(call, stopped=event.counts.ends):
             return
         if kind is AttemptFailure.WEIGHTS_WRITTEN:
-            self._calls.queue(call, f"engine {attempt.engine}: weights were written, {event.rejected} tokens dropped")
+            self._calls.queue(call, (
+                f"engine {attempt.engine}: weights were changed during the request, so {event.rejected} tokens are "
+                "dropped"
+            ))
             return
         if kind is AttemptFailure.BUSY:
             self._queue_for_another_engine(attempt, f"engine {attempt.engine} is busy", event.error, kind)
@@ -173,7 +176,7 @@ class AttemptResults:
             context.counters["late_events"] += 1
             return None
         if event.counts.tokens != attempt.tape.count:
-            what = f"has {attempt.tape.count} new tokens, its end says otherwise"
+            what = f"has {attempt.tape.count} new tokens, but its last event says otherwise"
             raise context.impossible_event(attempt.owner, what)
         if after_stop:
             tokens = context.ledger(attempt.sample)

@@ -253,14 +253,20 @@ class Batch:
 
     def _warn_of_no_signal(self) -> None:
         if not any(len(s.cohort) > 1 for s in self.samples):
-            why = "every response is alone in its group, and compares with none; raise n_samples_per_prompt"
+            why = (
+                "every response is alone in its group, so there is nothing to compare it with; raise "
+                "n_samples_per_prompt"
+            )
         elif not self.rewards.any():
-            why = "all rewards are 0; give reward= or group_reward=, or see whether it ever returns something else"
+            why = (
+                "all rewards are 0; give reward= or group_reward=, or check whether your reward function ever returns "
+                "another value"
+            )
         else:
-            why = "the rewards of each group are equal; filter=april.rewards_differ draws other prompts instead"
+            why = "the rewards within each group are equal; filter=april.rewards_differ replaces such groups"
         if why not in _warned_of:
             _warned_of.add(why)
-            log.warning("all advantages of batch %d are 0, so it teaches nothing: %s", self.id, why)
+            log.warning("all advantages of batch %d are 0, so the model learns nothing from it: %s", self.id, why)
 
     @property
     def extras(self) -> tuple[str, ...]:
@@ -305,8 +311,8 @@ class Batch:
         """
         if isinstance(pad_id, bool) or not isinstance(pad_id, (int, np.integer)):
             raise TypeError(
-                f"padded: pad_id must be a token id, got {pad_id!r}; any id will do where the masks are used, so "
-                "leave it out if the tokenizer has none"
+                f"padded: pad_id must be a token id, got {pad_id!r}; where masks are used, any id will do, so leave "
+                "pad_id out if the tokenizer has none"
             )
         samples, pad_id = self.samples, int(pad_id)
         prompts = [s.prompt.token_ids for s in samples]

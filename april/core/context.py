@@ -115,7 +115,7 @@ class CoreContext:
         if group is not None and (sample := group.samples[sample_id.index]).state not in SETTLED:
             return sample
         if sample_id.group >= self.groups_drawn:
-            raise InvariantError(f"no such sample: {sample_id}")
+            raise InvariantError(f"there is no sample {sample_id}")
         self.counters["late_events"] += sample_id.group >= 0
         return None
 
@@ -154,7 +154,7 @@ class CoreContext:
         """Return the logged changes of this sample and its group as text, one per line, oldest first."""
         own, all_of_it = tuple(sample), (sample[0], WHOLE_GROUP)
         lines = [f"  event {n}: {what}" for n, *of, what in self.log if tuple(of) in (own, all_of_it)]
-        return "\n".join([f"story of {sample}:", *(lines or ["  nothing remembered"])])
+        return "\n".join([f"history of {sample}:", *(lines or ["  nothing remembered"])])
 
     def impossible_event(self, sample: SampleId, what: str) -> InvariantError:
         """Return the error for an impossible event of this sample, with its story."""
@@ -172,7 +172,7 @@ class CoreContext:
         if seconds is not None:
             state = self.engines.states[name]
             state.open_probe = 0  # the answer to an earlier probe says nothing about the engine now
-            why = f"engine {name} is quarantined until a probe finds it well"
+            why = f"engine {name} is quarantined until a probe finds it healthy"
             state.probe_timer = self.start_timer(TimerKind.PROBE, seconds, name, why)
 
     def stop(self, attempts: list[Attempt], *, sweep: bool = False) -> None:

@@ -69,16 +69,16 @@ class LimitCode(StrEnum):
     NO_STREAM_INTERVAL = "no stream interval"
     RAW_LOGPROBS = "raw logprobs", "log-probabilities are right at temperatures other than 1"
     UNKNOWN_LOGPROBS = "unknown logprobs", "log-probabilities are right at temperatures other than 1"
-    UNKNOWN_EOS = "unknown eos", "no response is continued behind its end"
+    UNKNOWN_EOS = "unknown eos", "april does not continue a response after its end"
     UNSEEN_EOS = "unseen eos"
     """The EOS ids are known, but no response of the server was seen to contain one."""
     EARLY_STOP = "early stop"
     """Stop tokens other than EOS may end a response before min_tokens."""
     NO_SEEDS = "no seeds"
-    CHUNKED_PREFILL = "chunked prefill", "the server lives through the requests of others, and runs repeat"
+    CHUNKED_PREFILL = "chunked prefill", "the server survives the requests of other clients, and runs are reproducible"
     """A request with a seed crashes the server, so april sends no seeds."""
-    SPECULATION = "speculation", "tokens and log-probabilities are those of the model"
-    SEVERAL_COPIES = "several copies", "what april sees of the server holds for each of its copies"
+    SPECULATION = "speculation", "tokens and log-probabilities come from the model itself"
+    SEVERAL_COPIES = "several copies", "what april learns about the server holds for each of its copies"
     NO_EXPERTS = "no experts"
     """The server does not return the experts that the model chose for each token."""
     NO_ATTACHMENTS = "no attachments"
@@ -133,29 +133,31 @@ class Limit:
 
 UNKNOWN_LOGPROBS = Limit(
     LimitCode.UNKNOWN_LOGPROBS,
-    "Of which distribution the log-probabilities are could not be seen",
-    "say so with engine.logprobs, or train with temperature 1 and without top-p",
+    "april could not find out from which distribution the log-probabilities come",
+    "set engine.logprobs, or train with temperature 1 and without top_p",
 )
 
 
 def raw_logprobs(remedy: str, *flags: str) -> Limit:
     """Return the limit that log-probabilities are always those of temperature 1."""
     consequence = (
-        "Log-probabilities are those of the raw logits, whatever the temperature: right at temperature 1 only, without "
-        "top_p and the like"
+        "Log-probabilities are always those of the raw logits, which is right only at temperature 1, and without top_p "
+        "and similar settings"
     )
     return Limit(LimitCode.RAW_LOGPROBS, consequence, remedy, flags)
 
 
 def no_experts(remedy: str, *flags: str) -> Limit:
     """Return the limit that a server of a model with experts does not return which ones it chose."""
-    consequence = "The experts that the model chooses do not come with its tokens (extras: routed_experts)"
+    consequence = "The server does not return which experts the model chose for each token (extras: routed_experts)"
     return Limit(LimitCode.NO_EXPERTS, consequence, remedy, flags)
 
 
 def unknown_eos(
-    consequence: str = "The ids that end a response are not known, as the model's files are not on this machine or "
-    "name none: april takes the server's word for it",
+    consequence: str = (
+        "The ids that end a response are unknown, because the model's files are not on this machine or do not name "
+        "them, so april relies on the server to end responses"
+    ),
 ) -> Limit:
     """Return the limit that the ids which end a response are unknown."""
     remedy = "set engine.eos_token_ids (eos_token_id of the model's generation_config.json)"
@@ -166,7 +168,8 @@ def tied_embeddings(where: str = "The server runs on a CPU:") -> Limit:
     """Return the limit that vLLM on a CPU does not load the weights of a directory correctly."""
     return Limit(
         LimitCode.TIED_EMBEDDINGS,
-        f"{where} vLLM does not reload a model with tied embeddings rightly there (log-probabilities were wrong by "
-        "0.35 to 1.2 nats after an update of its weights)",
-        "save the model with tie_word_embeddings false and start with that, or do not update its weights",
+        f"{where} vLLM does not reload a model with tied embeddings correctly there (log-probabilities were wrong by "
+        "0.35 to 1.2 nats after a weight update)",
+        "save the model with tie_word_embeddings false and start the server with that model, or do not update its "
+        "weights",
     )

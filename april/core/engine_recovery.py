@@ -82,7 +82,10 @@ class EngineRecovery:
         asked_s = 0.0 if math.isnan(event.busy_s) else min(event.busy_s, context.settings.outage_deadline_s)
         seconds = context.engines.count_refusal(name, asked_s, state.in_flight)
         if seconds is not None:
-            why = f"engine {name} takes no requests for now and is left alone for {seconds:g} s: {event.error}"
+            why = (
+                f"engine {name} accepts no requests at the moment, and april sends it none for {seconds:g} s: "
+                f"{event.error}"
+            )
             state.rest_timer = context.start_timer(TimerKind.REST, seconds, name, "" if state.has_rested else why)
             state.health, state.has_rested = EngineHealth.RESTING, True
         elif not state.rest_timer:
@@ -150,7 +153,9 @@ class EngineRecovery:
                 self.adjust_cap(event.load)
         elif state.loaded:
             name = event.engine
-            self._context.out.append(do.Warn(f"engine {name} has not the weights that it was given: {event.detail}"))
+            self._context.out.append(do.Warn(
+                f"engine {name} does not have the weights that it was given: {event.detail}"
+            ))
             self._calls.weights_lost(name)
             self._context.engine_failed(name)
 
@@ -186,7 +191,9 @@ class EngineRecovery:
             if version in state.loaded:
                 what = f"has the weights of version {version}"
             else:
-                what = f"has not the present weights and waits for the next weight update{self._why_it_waits(name)}"
+                what = (
+                    f"does not have the current weights and waits for the next weight update{self._why_it_waits(name)}"
+                )
             context.out.append(do.Warn(f"engine {name} {what}"))
             context.engines.mark_well(name)
 
@@ -195,9 +202,9 @@ class EngineRecovery:
         if trouble is not None:
             return f": {trouble}"
         if self._updates.nothing_updated and self._context.engines.states[name].limits.written:
-            return ": it may have those of an earlier run"
+            return ": it may have weights of an earlier run"
         path, unread = self._updates.path, not self._updates.contents
-        return f": whether {path} still holds them cannot be read where april calls engines" if path and unread else ""
+        return f": april cannot read here whether {path} still holds the current weights" if path and unread else ""
 
     def call_ended(self, event: ev.EngineCallEnded, was: tuple[EngineGate, EngineWeights]) -> None:
         """Handle an engine's answer to a call while it comes back; ``was`` is its gate and weights during the call."""
@@ -213,7 +220,7 @@ class EngineRecovery:
                 return
             trouble = self._load_errors.pop(name, None)
             if trouble is not None:
-                self._context.out.append(do.Warn(f"engine {name} did not take the present weights: {trouble}"))
+                self._context.out.append(do.Warn(f"engine {name} did not load the current weights: {trouble}"))
             if trouble is not None or self._updates.running:
                 self._probe_later(name)
             else:

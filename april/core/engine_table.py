@@ -332,13 +332,13 @@ class EngineState:
     def contradiction(self) -> str | None:
         """Describe a contradiction in the engine's state; None if there is none."""
         if bool(self.loaded) != (self.weights is EngineWeights.CONFIRMED):
-            return f"its weights are {self.weights}, and of versions {set(self.loaded)}"
+            return f"its weights are {self.weights}, but it has those of versions {set(self.loaded)}"
         if self.resting and not self.rest_timer:
             return "it rests without an end"
         if self.recovering and not self.quarantined:
-            return "it is given the present weights, and is not quarantined"
+            return "it gets the current weights but is not quarantined"
         if self.load != (self.in_flight if self.loaded and self.has_room else None):
-            return f"it is looked for with {self.load} requests, and has {self.in_flight}"
+            return f"the index of free engines has it with {self.load} requests, but it has {self.in_flight}"
         return None
 
 
@@ -391,20 +391,26 @@ class EngineTable:
         """Return why an engine cannot join, as it has less than samples rely on; None if it can."""
         has, name = "", f"engine {engine.name}"
         if engine.max_context < self.max_context:
-            has = f"a context of {engine.max_context} tokens, and {self.max_context} are needed"
+            has = f"a context of {engine.max_context} tokens, but {self.max_context} are needed"
         elif engine.vocab_size < self.vocab_size:
-            has = f"a vocabulary of {engine.vocab_size} tokens, and {self.vocab_size} are needed"
+            has = f"a vocabulary of {engine.vocab_size} tokens, but {self.vocab_size} are needed"
         elif not self.eos_token_ids.issuperset(engine.eos_token_ids):
             theirs = sorted(self.eos_token_ids)
-            has = f"the end-of-sequence tokens {sorted(engine.eos_token_ids)}, and those of the others are {theirs}"
+            has = (
+                f"the end-of-sequence tokens {sorted(engine.eos_token_ids)}, but those of the other engines are "
+                f"{theirs}"
+            )
         elif self._in_flight not in (RESUBMIT, *engine.in_flight_updates):
-            has = f"no way to do on_weight_update: {self._in_flight}"
+            has = f"no support for on_weight_update: {self._in_flight}"
         elif lacks := [*set(self._attachments).difference(engine.attachments)]:
-            has = f"no way to take prompts with {', '.join(sorted(lacks))} attached"
+            has = f"no support for prompts with {', '.join(sorted(lacks))}"
         elif lacks := [*set(self._extras).difference(engine.extras)]:
-            has = f"no {', '.join(sorted(lacks))} to give with its tokens"
+            has = f"no {', '.join(sorted(lacks))} to return with its tokens"
         elif self.logprob_kind not in ("mixed", engine.logprob_kind):
-            has = f"log-probabilities of kind {engine.logprob_kind}, and those of the others are {self.logprob_kind}"
+            has = (
+                f"log-probabilities of kind {engine.logprob_kind}, but those of the other engines are "
+                f"{self.logprob_kind}"
+            )
         return f"{name} cannot join: it has {has}" if has else None
 
     def join(self, engine: EngineLimits) -> EngineState:
@@ -480,10 +486,10 @@ class EngineTable:
     def remedy(self, version: PolicyVersion) -> str:
         """Return advice for the user when no engine is usable, to be put into an error."""
         if not self.states:
-            return "all have left, so add some"
+            return "all engines have left, so add some"
         well = [name for name, state in self.states.items() if state.awaits_update(version)]
         if not well:
-            return f"mend one of {', '.join(self.states)}"
+            return f"repair one of {', '.join(self.states)}"
         return f"call weight_update, for which {', '.join(well)} {'wait' if well[1:] else 'waits'},"
 
     def in_flight(self) -> dict[str, int]:

@@ -116,7 +116,7 @@ class Evaluations:
             context.evaluation_groups[group.id] = group
             evaluation.unstarted.extend(group.samples)
             if (length := len(group.prompt.token_ids)) >= context.engines.max_context:
-                why = f"it has {length} tokens, which leaves no room for a response"
+                why = f"it has {length} tokens, so there is no room for a response"
                 evaluation.fail(why, sample=group.samples[0])
 
     def _give_up(self, evaluation: Evaluation) -> None:

@@ -67,7 +67,7 @@ class EventPump:
     ) -> None:
         named = [*executors, *ignored]
         if wrong := [t.__name__ for t in {*Command.__subclasses__(), *named} if named.count(t) != 1]:
-            raise TypeError(f"not carried out by exactly one executor: {', '.join(sorted(wrong))}")
+            raise TypeError(f"not executed by exactly one executor: {', '.join(sorted(wrong))}")
         self._core = ObservedCore(core, observers) if observers else core
         self._executors = {**executors, **dict.fromkeys(ignored, _nothing)}
         self._events: deque[Event] = deque()

@@ -46,7 +46,7 @@ class FunctionResults:
                 self._calls.restart_diverged(sample)
                 return
         if sample.finish is None:
-            error = "the rollout function returned without a call of llm.generate that it awaited"
+            error = "the rollout function returned without awaiting a call of llm.generate"
             self._lifecycle.replace_or_drop(sample, f"{error}; write await llm.generate(...)")
             return
         context.change_state(sample, SCORING, "returned")
@@ -156,7 +156,7 @@ class FunctionResults:
             if group.filter_failures >= context.settings.max_attempt_failures:
                 self._lifecycle.drop_group(group, DropReason.FAILED, f"filter of group {group.id}: {event.error}")
             elif self._should_pause(verdict) and (pause_s := self._lifecycle.retry_pause_s(group.filter_failures)):
-                context.change_group_state(group, JUDGED, f"the filter is asked again in {pause_s:g} s")
+                context.change_group_state(group, JUDGED, f"the filter is called again in {pause_s:g} s")
                 context.retries[context.start_timer(TimerKind.RETRY, pause_s)] = group, group.since
             else:
                 self._groups.ask_filter(group)
@@ -165,7 +165,7 @@ class FunctionResults:
         if event.keep:
             self._groups.accept(group)
         else:
-            self._lifecycle.drop_group(group, DropReason.FILTERED, "the filter rejected it")
+            self._lifecycle.drop_group(group, DropReason.FILTERED, "the filter rejected the group")
         return False
 
     def _is_verdict_awaited(self, group: Group | None, judgement: int) -> bool:

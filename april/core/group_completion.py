@@ -49,7 +49,7 @@ class GroupCompletion:
             self.accept(group)
 
     def ask_filter(self, group: Group) -> None:
-        self._context.change_group_state(group, JUDGED, "the filter is asked")
+        self._context.change_group_state(group, JUDGED, "the filter is called")
         self._context.out.append(do.JudgeGroup(group, group.since))
 
     def accept(self, group: Group) -> None:
@@ -99,7 +99,7 @@ class GroupCompletion:
                 self.unfinish_sample(sample)
                 context.lengths.generated.add(sample.generated, -1)  # counted once more when it finishes again
                 sample.finish = None
-                context.change_state(sample, NEW, "runs again for what it returns")
+                context.change_state(sample, NEW, "runs again because its result was lost")
                 context.over_sampler.push(sample)
         if group.state is not OPEN:
-            context.change_group_state(group, OPEN, "what the filter was to see is lost")
+            context.change_group_state(group, OPEN, "the samples for the filter are lost")

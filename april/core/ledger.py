@@ -183,7 +183,7 @@ class LengthLedger:
         accounted, generated = self._accounted(finished).as_dict(), self.generated.as_dict()
         if accounted == generated:
             return None
-        return f"lengths generated: {generated}; trained, finished and held, or dropped: {accounted}"
+        return f"lengths generated: {generated}; trained, held or dropped: {accounted}"
 
     def _accounted(self, finished: Iterable[int]) -> Lengths:
         lengths = deepcopy(self.trained)

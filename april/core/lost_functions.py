@@ -68,7 +68,7 @@ class LostFunctions:
             context.over_sampler.forget(call)
         sample.replay_all()
         sample.finish = None
-        context.change_state(sample, NEW, "its function runs again, answered from the tape")
+        context.change_state(sample, NEW, "its function runs again, with the recorded tokens")
         context.over_sampler.push(sample)
 
     def _restart_in_evaluation(self, sample: Sample, evaluation: Evaluation) -> None:
@@ -78,5 +78,5 @@ class LostFunctions:
         self._lifecycle.stop(sample, DropReason.FAILED)
         evaluation.tokens.drop(sample.generated, DropReason.FAILED)
         sample.clear()
-        self._context.change_state(sample, NEW, "begins again, as its function was lost")
+        self._context.change_state(sample, NEW, "starts again, because its function was lost")
         evaluation.unstarted.appendleft(sample)

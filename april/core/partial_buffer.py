@@ -56,11 +56,10 @@ class Leases:
         """Return the error for a trainer that asks for a batch while :attr:`full`."""
         newest = max(self.batches)
         return (
-            f"train first: {len(self.batches)} batches are out (delivered and not trained; the newest is {newest}), "
-            f"and no more than {min(self.bound, MOST_OUT)} weight updates may come between generation and training "
-            f"(max_staleness, at most {MOST_OUT}). Call weight_update() after each batch, "
-            "weight_update(trained=batch.id) if one update trains several, or commit(batch.id) after a batch that no "
-            "update follows"
+            f"{len(self.batches)} batches are delivered but not trained (the newest is {newest}), and at most "
+            f"{min(self.bound, MOST_OUT)} weight updates may come between generation and training (max_staleness, at "
+            f"most {MOST_OUT}). Train first: call weight_update() after each batch, weight_update(trained=batch.id) if "
+            "one update trains several, or commit(batch.id) after a batch without a weight update"
         )
 
     @property

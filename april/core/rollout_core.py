@@ -491,13 +491,13 @@ class RolloutCore:
         self._long_in_a_row += 1
         if self.settings.on_long_prompt is OnLongPrompt.ERROR:
             self.context.failure = (
-                f"prompt {group.id} has {len(group.prompt.token_ids)} tokens, which leaves no room in the engines' "
-                f"context of {self.engines.max_context}; shorten it or set on_long_prompt: skip"
+                f"prompt {group.id} has {len(group.prompt.token_ids)} tokens, so there is no room for a response in "
+                f"the engines' context of {self.engines.max_context}; shorten the prompt or set on_long_prompt: skip"
             )
         elif self._long_in_a_row >= TOO_LONG_IN_A_ROW:
             self.context.failure = (
-                f"{self._long_in_a_row} prompts in a row leave no room in the engines' context of "
-                f"{self.engines.max_context}; is it meant to be that small?"
+                f"{self._long_in_a_row} prompts in a row leave no room for a response in the engines' context of "
+                f"{self.engines.max_context}; check whether it is meant to be that small"
             )
             self._long_in_a_row = 0
 
@@ -505,7 +505,7 @@ class RolloutCore:
         """Drop restored samples that no longer fit the engines' context, with their groups if those are not READY."""
         samples, self.context.without_room = self.context.without_room, []
         for sample in samples:
-            why = f"there is no room to finish it in the engines' context of {self.engines.max_context}"
+            why = f"the engines' context of {self.engines.max_context} has no room to finish it"
             if sample.group.ready:
                 self.lifecycle.drop_sample(sample, DropReason.TOO_LONG, why)
             elif sample.state is not SampleState.DROPPED:  # not dropped with its group in this loop
@@ -632,6 +632,6 @@ class RolloutCore:
                 self._evaluations.fail_without_engine()
                 return
             self.context.failure = (
-                f"no engine with the current weights has been well for {self.settings.outage_deadline_s:g} s; "
-                f"everything is kept: {self.engines.remedy(self.clock.current)} and ask for the batch again"
+                f"no engine with the current weights was healthy for {self.settings.outage_deadline_s:g} s; april "
+                f"keeps all responses: {self.engines.remedy(self.clock.current)} and ask for the batch again"
             )

@@ -293,7 +293,7 @@ def bottleneck(
     if blocked >= TURNS * step:
         return (
             f"{blocking or 'a function (its name is in the log)'} is the bottleneck: it blocked april's event loop for "
-            f"{_of(min(blocked, step), step)}; make it a plain def, which april runs in a thread, or await what it "
+            f"{_of(min(blocked, step), step)}; make it a plain def, which april runs in a thread, or await whatever it "
             "waits for"
         )
     waited, ahead = times[TrainerTime.WAITS], times[TrainerTime.AHEAD]
@@ -308,18 +308,15 @@ def bottleneck(
     if first:
         starved = False
         side = (
-            f"start-up: the trainer waited {_of(waited, step)} for the first batch; what the bottleneck is, later ones "
-            "tell"
+            f"start-up: the trainer waited {_of(waited, step)} for the first batch; later batches show what the "
+            "bottleneck is"
         )
     elif stepwise and min(waited / step, turns) >= TURNS:
         side = f"trainer and engines take turns: the trainer waited {_of(waited, step)} for rollouts"
     elif not starved:
         side = _trainer_side(times)
     elif ahead > waited:
-        side = (
-            f"generation is the bottleneck: a batch was asked for ahead of training for {_of(ahead, step)}, and none "
-            "was there before"
-        )
+        side = f"generation is the bottleneck: a batch requested ahead of training was not ready for {_of(ahead, step)}"
     else:
         side = f"generation is the bottleneck: the trainer waited {_of(waited, step)} for rollouts"
     return f"{side}; {_engines(times, _Advice(settings, fits), starved=starved)}"
@@ -338,7 +335,7 @@ def _trainer_side(times: Mapping[str, float]) -> str:
     what = {
         TrainerTime.TRAINS: "training is the bottleneck: it took",
         TrainerTime.EVALUATES: "evaluation is the bottleneck: it took",
-        TrainerTime.OTHER: "the trainer is the bottleneck: it had nothing to train and asked for nothing for",
+        TrainerTime.OTHER: "the trainer is the bottleneck: it neither trained nor asked for anything for",
     }[longest]
     return f"{what} {took}; {waited}"
 
@@ -365,7 +362,7 @@ def _engines(times: Mapping[str, float], advice: _Advice, *, starved: bool) -> s
     cause = max(idle, key=lambda c: idle[c])
     if total < LITTLE:
         busy = f"engines were busy {times['engines_busy']:.0%} of the time"
-        return busy + ("; only more or faster ones would help" if starved else "")
+        return busy + ("; only more or faster engines would help" if starved else "")
     others = "" if idle[cause] > 0.9 * total else f", {idle[cause]:.0%}"
     because, change = _reason(cause, advice)
     if cause is IdleCause.BOUND and not starved:
@@ -384,19 +381,19 @@ def _reason(cause: IdleCause, advice: _Advice) -> tuple[str, str]:
         IdleCause.EVALUATION: ("of an evaluation", ""),
         IdleCause.TRAINER: (
             "no batch was asked for",
-            "with GPUs of their own they could go on (generation: continuous)"
+            "engines with GPUs of their own could continue (generation: continuous)"
             if s.generation is GenerationMode.STEPWISE and more("yes", known=True, generation="continuous") else "",
         ),
         IdleCause.BOUND: (
-            f"max_staleness {s.max_staleness} admits no more",
+            f"max_staleness {s.max_staleness} allows no more work",
             " or ".join(filter(None, (more("raise it", max_staleness=s.max_staleness + 1), "train faster"))),
         ),
-        IdleCause.STOP: ("requests that were cut took long to end", ""),
-        IdleCause.ENGINES: ("no engine took the work that waits", "see engine/NAME/cap and the log"),
-        IdleCause.FUNCTIONS: ("only functions ran (rollout, reward, filter)", "make them faster"),
+        IdleCause.STOP: ("aborted requests took long to end", ""),
+        IdleCause.ENGINES: ("no engine accepted the waiting work", "see engine/NAME/cap and the log"),
+        IdleCause.FUNCTIONS: ("only functions ran (rollout, reward, filter)", "make these functions faster"),
         IdleCause.PROMPTS: ("prompts were being drawn or have ended", ""),
         IdleCause.HELD: (
-            "as much is held as may be held",
+            "the limit of held tokens or extras is reached",
             " or ".join(filter(None, (
                 "" if held is None else more("raise max_held_tokens", max_held_tokens=2 * held),
                 more("raise max_extras_bytes", max_extras_bytes=2 * (s.max_extras_bytes or 1)) if s.extras else "",

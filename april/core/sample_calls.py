@@ -142,9 +142,9 @@ class SampleCalls:
         settings = self._context.settings
         # chains from before a restart count only once a call has used them again
         if sum(bool(chain.calls) for chain in sample.chains) >= settings.max_chains:
-            return f"it wants more than max_chains={settings.max_chains} conversations"
+            return f"it starts more than max_chains={settings.max_chains} conversations"
         if len(token_ids) >= self._context.engines.max_context:
-            return f"a conversation of {len(token_ids)} tokens has no room in the engines' context"
+            return f"a conversation of {len(token_ids)} tokens does not fit in the engines' context"
         return None
 
     def _open(self, chain: Chain, event: ev.CallMade, start: int) -> None:
@@ -163,7 +163,7 @@ class SampleCalls:
         if not chain.is_prefix_of(token_ids, len(chain.tape), attached):
             return (
                 "llm.generate was given a conversation that does not begin with the prompt and everything generated so "
-                "far, with what is attached to them; append to the conversation, never rewrite it"
+                "far, including attachments; append to the conversation, and never rewrite it"
             )
         end = self._max_length(chain, attached)
         chain.tape.add_environment(np.array(token_ids[have:end], np.int32), self._context.clock.current)
@@ -231,7 +231,7 @@ class SampleCalls:
             context.over_sampler.forget(call)
             self._lifecycle.abandon(call, DropReason.UNHEARD)
         chain, tokens = call.chain, context.ledger(sample)
-        context.note(sample, f"call {call.number} is heard by nobody")
+        context.note(sample, f"nobody waits for the result of call {call.number}")
         if chain.replay is not None:
             tokens.drop(chain.cut(call.end), DropReason.REPLAY_DIVERGED)  # it would have followed the answer
             context.counters["replays_diverged"] += 1

@@ -107,7 +107,7 @@ class SampleLifecycle:
         group.unfinished += 1
         context.buffer.change_held_count(group, 1)
         context.counters["replaced_samples"] += 1
-        context.note(fresh, f"takes the place of {sample.id}")
+        context.note(fresh, f"replaces {sample.id}")
         context.over_sampler.push(fresh)
         self.drop_sample(sample, DropReason.FAILED, error)
 
@@ -121,7 +121,7 @@ class SampleLifecycle:
         sample.clear()
         sample.reward = 0.0
         sample.restarts += 1
-        context.change_state(sample, NEW, f"begins again ({reason})")
+        context.change_state(sample, NEW, f"starts again ({reason})")
         context.over_sampler.push(sample)
         if was_finished:
             self._groups.reopen(sample.group)
@@ -169,7 +169,7 @@ class SampleLifecycle:
         size = group.delivered + group.held - 1
         group.quorum = min(group.quorum, size)
         if reason is DropReason.FAILED:
-            context.out.append(do.Warn(f"{error}; it is given up, and its group goes on with {size} samples"))
+            context.out.append(do.Warn(f"{error}; the sample is given up, and its group continues with {size} samples"))
         self._drop(sample, reason, f"dropped ({reason}): {error}")
         if context.settings.group_reward:
             self._ask_group_reward(group)  # the others may have waited for this one

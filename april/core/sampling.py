@@ -13,7 +13,9 @@ GAP = "\ufffd"
 
 def stop_id_of(text: str) -> str:
     """Return advice for a user who named a stop token by its text instead of its id."""
-    return f"a token is named by its id: tokenizer.convert_tokens_to_ids({text!r}); text that ends a response is stop"
+    return (
+        f"write the id of the token: tokenizer.convert_tokens_to_ids({text!r}); for text that ends a response, set stop"
+    )
 
 
 class LogprobKind(StrEnum):
@@ -101,5 +103,5 @@ def wrong_stop_strings(stop: Sequence[str]) -> str | None:
         if not text:
             return "an empty stop string would end every response at once; leave it out"
         if GAP in text:
-            return f"the stop string {text!r} has U+FFFD in it, which also stands for unfinished characters"
+            return f"the stop string {text!r} contains U+FFFD, which also stands for incomplete characters"
     return None

@@ -78,12 +78,12 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
     last = newest_committed if trained_through is None else trained_through
     if isinstance(last, bool) or not isinstance(last, int) or not -1 <= last < context.batches:
         newest = context.batches - 1
-        there = f"the batches delivered so far are 0 to {newest}" if context.batches else "no batch was delivered"
+        there = f"the batches delivered so far are 0 to {newest}" if context.batches else "no batch was delivered yet"
         raise CheckpointError(f"trained_through={last!r} must be the id of a batch, or -1; {there}")
     if last < newest_committed:
         raise CheckpointError(
-            f"trained_through={last}, but batch {newest_committed} is committed by a weight update and no longer "
-            "held; take the state before the weight update that follows the batch"
+            f"trained_through={last}, but batch {newest_committed} was committed by a weight update and is no longer "
+            "held; save the state before the weight update that follows the batch"
         )
     untrained = sorted(b for b in core.leased if trained_through is None or b > last)
     again = [sample for batch in untrained for sample in core.leased[batch]]
@@ -274,10 +274,12 @@ def restore(core: RolloutCore, state: State) -> None:
     require_fresh(core)
     try:
         if not isinstance(state, dict) or not isinstance(state.get("settings"), Mapping):
-            raise CheckpointError("this is not a state that april's state_dict() gave")
+            raise CheckpointError("this is not a state that april's state_dict() returned")
         for name, (saved, now) in changed_settings(core, state).items():
             if name in REFUSED:
-                raise CheckpointError(f"the state was saved with {REFUSED[name]}={saved}, the configuration has {now}")
+                raise CheckpointError(
+                    f"the state was saved with {REFUSED[name]}={saved}, but the configuration has {now}"
+                )
         _take_over_work(core, state["settings"])
         _restore(core, state)
     except CheckpointError:
@@ -291,7 +293,7 @@ def require_fresh(core: RolloutCore) -> None:
     """Raise CheckpointError for a core that has already drawn prompts, run a step or updated weights."""
     context = core.context
     if context.groups_drawn or context.batches or core.step is not None or core.clock.current != FIRST_VERSION:
-        raise CheckpointError("a state is loaded before the first batch and weight update; make a new scheduler")
+        raise CheckpointError("a state must be loaded before the first batch and weight update; create a new scheduler")
 
 
 def _take_over_work(core: RolloutCore, saved: State) -> None:
@@ -379,7 +381,7 @@ def _attachments_in(state: State) -> dict[str, Attachment]:
                 raise ValueError(f"the {kind} {digest[:12]} has neither bytes nor a path")
             found[digest] = Attachment(kind, digest, count_of(saved["size"]), path=path)
         elif not isinstance(data, bytes) or (attachment := Attachment.of(kind, data, path)).digest != digest:
-            raise ValueError(f"the {kind} {digest[:12]} has other bytes than its name says")
+            raise ValueError(f"the bytes of the {kind} {digest[:12]} do not match its digest")
         else:
             found[digest] = attachment
     return found
@@ -396,7 +398,8 @@ def _attached_in(
             raise ValueError(f"an attachment at tokens {placed.at} to {placed.end} of {tokens}, after token {end}")
         if placed.attachment.kind not in core.settings.attachments:
             raise CheckpointError(
-                f"the state has prompts with {placed.attachment.kind}s, and this scheduler has no processor= for them"
+                f"the state has prompts with {placed.attachment.kind}s, but this scheduler has no processor=; give it "
+                "one"
             )
         attached.append(placed)
         end = placed.end
@@ -430,7 +433,7 @@ def _group_in(core: RolloutCore, state: State, attachments: Mapping[str, Attachm
         longest = max(len(chain.tape) for chain in sample.chains)
         if longest > settings.max_response_len:
             raise CheckpointError(
-                f"the state holds {longest} tokens of {sample.id}, the configuration has "
+                f"the state holds {longest} tokens of {sample.id}, but the configuration has "
                 f"max_response_len={settings.max_response_len}"
             )
     _completed(core.settings, group, state, ready=ready)
@@ -454,7 +457,7 @@ def _completed(settings: CoreSettings, group: Group, state: State, *, ready: boo
     finished = {s.id.index for s in members if s.state is SampleState.FINISHED}
     if settings.whole_groups and (group.delivered or (ready and len(finished) < group.held)):
         raise CheckpointError(
-            f"group {group.id} of the state counts in part, and the configuration delivers whole groups; set "
+            f"group {group.id} of the state is delivered in parts, but the configuration delivers whole groups; set "
             "group_quorum below 1, as it was"
         )
     group.quorum = settings.quorum(group.held + group.delivered)
@@ -493,7 +496,7 @@ def _require_rewards(core: RolloutCore, state: State) -> None:
         had, has = ("a", "none") if saved else ("no", "one")
         raise CheckpointError(
             f"the state was saved with {had} reward function and holds {finished} finished samples; this scheduler has "
-            f"{has}, so their rewards would not be those of the others"
+            f"{has}, so their rewards would differ in meaning from the others"
         )
 
 
@@ -512,9 +515,9 @@ def _without_room(core: RolloutCore, state: State) -> list[Sample]:
     if lengths and core.settings.on_long_prompt is OnLongPrompt.ERROR:
         groups, longest = {sample.id.group for sample in lengths}, max(lengths.values())
         raise CheckpointError(
-            f"{len(groups)} unfinished groups of the state have no room in the engines' context of {now} tokens, which "
-            f"was {before} (the longest prompt and response have {longest}); give the engines a larger context, or set "
-            "on_long_prompt: skip, which drops these groups"
+            f"{len(groups)} unfinished groups of the state do not fit in the engines' context of {now} tokens, which "
+            f"was {before} (the longest prompt and response have {longest} tokens); give the engines a larger context, "
+            "or set on_long_prompt: skip, which drops these groups"
         )
     return list(lengths)
 
@@ -537,8 +540,8 @@ def _require_in_time(core: RolloutCore, state: State) -> None:
     raise CheckpointError(
         f"{late} of the {core.buffer.units} {what} of the state could not be delivered in time with "
         f"rollout_batch_size={settings.rollout_batch_size}, max_staleness={settings.max_staleness} and "
-        f"max_age={settings.max_age}, which on_stale: finish promises (it was saved with {was}); set {raises}"
-        f"{'group_quorum' if whole_now else 'max_staleness'} as it was, or on_stale to restart, drop or mask"
+        f"max_age={settings.max_age}, as on_stale: finish requires (the state was saved with {was}); set "
+        f"{raises}{'group_quorum' if whole_now else 'max_staleness'} as it was, or on_stale to restart, drop or mask"
     )
 
 
@@ -603,7 +606,7 @@ def restored_sample(
         replays = [chain.replay for chain in sample.chains if chain.replay is not None]
         finish = FinishReason(state["finish"])
         if any(r.open_start is not None for r in replays) or finish not in {r.calls[-1].finish for r in replays}:
-            raise ValueError(f"{sample.id}: it is finished, and its last call is not")
+            raise ValueError(f"{sample.id}: it is finished, but its last call is not")
         if keeps:
             sample.finish, sample.reward = finish, float32_reward(reward)
     return sample
@@ -623,7 +626,7 @@ def _chain_in(engines: EngineTable, chain: Chain, state: State) -> None:
     if wrong is not None:
         raise ValueError(f"{name}: {wrong}")
     if "prompt" in state and not len(chain.prompt):  # the group's own prompt may be empty where only workers know it
-        raise ValueError(f"{name}: a conversation begins with nothing")
+        raise ValueError(f"{name}: a conversation begins without tokens")
     for ids in (chain.prompt, chain.tape.tokens):
         if wrong := wrong_ids(ids, engines.vocab_size):
             raise CheckpointError(f"{name} of the state does not fit these engines: {wrong}")
@@ -638,8 +641,8 @@ def _extras_in(core: RolloutCore, chain: Chain, state: State) -> None:
         if name not in state:
             if chain.rows_due:
                 raise CheckpointError(
-                    f"the state holds tokens of {chain.sample.id} without {name}, which the setting extras wants with "
-                    "every token; leave it out until a new run, or begin without the state"
+                    f"the state holds tokens of {chain.sample.id} without {name}, which the setting extras requires "
+                    f"for every token; leave {name} out of extras until a new run, or begin without the state"
                 )
             continue
         rows = rows_in(state[name])
@@ -687,7 +690,7 @@ def _wrong_calls(tape: TokenTape, calls: list[RecordedCall], open_call: int | No
         asked[start:end] = 1
         at = end
     if not np.array_equal(asked, tape.loss_mask()):
-        return "it has tokens that nobody asked for"
+        return "it has tokens that no call asked for"
     return None
 
 
@@ -700,7 +703,7 @@ def _wrong_ends(tape: TokenTape, calls: list[RecordedCall], engines: EngineTable
             found = s.start + np.flatnonzero(np.isin(tape.tokens[s.start : s.start + s.count], list(stops)))
             for position in found.tolist():
                 if position + 1 not in ends:
-                    return f"tokens behind the end-of-sequence token at {position}"
+                    return f"tokens after the end-of-sequence token at {position}"
     return None
 
 

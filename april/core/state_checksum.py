@@ -33,13 +33,13 @@ def seal(kind: str, content: Mapping[str, Any]) -> State:
 def verify_checksum(kind: str, state: Any) -> None:
     """Raise CheckpointError if ``state`` is not a sealed state of this kind and format, or was changed."""
     if not isinstance(state, Mapping) or "april" not in state:
-        raise CheckpointError("this is not a state that april's state_dict() gave")
+        raise CheckpointError("this is not a state that april's state_dict() returned")
     if state.get("format") != FORMAT:
         raise CheckpointError(
             f"the state has format {state.get('format')!r}; this version of april reads format {FORMAT}"
         )
     if state["april"] != kind:
-        raise CheckpointError(f"this is a state of april's {state['april']!r}, and {kind!r} is to go on from one")
+        raise CheckpointError(f"this is a state of april's {state['april']!r}, but a state of {kind!r} is needed")
     content = {key: value for key, value in state.items() if key not in ("april", "format", "checksum")}
     try:
         found = checksum(kind, content)
@@ -47,8 +47,8 @@ def verify_checksum(kind: str, state: Any) -> None:
         raise CheckpointError(f"the state is damaged: {error}") from None
     if found != state.get("checksum"):
         raise CheckpointError(
-            f"the state is damaged: its checksum is {state.get('checksum')!r}, and its content has {found!r}; it was "
-            "changed after state_dict() gave it, or on its way to the disk and back"
+            f"the state is damaged: its checksum is {state.get('checksum')!r}, but its content has {found!r}; it was "
+            "changed after state_dict() returned it, or while it was written or read"
         )
 
 
@@ -87,7 +87,7 @@ def _add(value: Any, put: Callable[[Any], None]) -> None:
     elif hasattr(value, "tolist") and getattr(value, "nbytes", 0) <= LARGEST_ARRAY:
         _add(value.tolist(), put)
     else:
-        raise NoChecksum(f"a {type(value).__name__} is no plain value")
+        raise NoChecksum(f"a {type(value).__name__} is not a plain value")
 
 
 def _scalar(value: Any) -> bytes | None:

@@ -29,9 +29,9 @@ def check_calls(sample: Sample) -> str | None:
             return wrong if len(sample.chains) == 1 else f"chain {chain.number}: {wrong}"
     open_calls = sample.open_calls
     if any(c.function_lost for c in open_calls) and not any(c.state is CallState.IN_FLIGHT for c in open_calls):
-        return "its function was lost, and nothing of it is at an engine that would end"
+        return "its function was lost, and it has nothing left at an engine that would end"
     if sample.state is SampleState.FINISHED and not any(c.calls or c.replay for c in sample.chains):
-        return "finished, and it has made no call"
+        return "it is finished without any call"
     return None
 
 
@@ -40,7 +40,7 @@ def _check_chain(sample: Sample, chain: Chain) -> str | None:
     if len(done) + (call is not None) != len(chain.calls):
         return "an open call before the last one, or a complete one without its result"
     if (call and sample.state is not SampleState.RUNNING) or (chain.calls and sample.state is SampleState.NEW):
-        return "it has calls and does not run"
+        return "it has calls but does not run"
     calls = [*done, *(replay.calls if replay is not None else ())]
     position = 0
     for start, end, _ in calls:
@@ -53,7 +53,7 @@ def _check_chain(sample: Sample, chain: Chain) -> str | None:
     if sample.state is SampleState.FINISHED and position != len(chain.tape):
         return f"finished, but its calls end at {position} of {len(chain.tape)} tokens"
     if replay is not None and (call is not None or sample.state is SampleState.SCORING):
-        return "it is replayed and is beyond that"
+        return "it is replayed, but its tokens are beyond the replay"
     return None
 
 
@@ -63,17 +63,17 @@ def check_group(group: Group, *, whole: bool) -> str | None:
     finished = {s.id.index for s in members if s.state is SampleState.FINISHED}
     leased = {s.id.index for s in group.samples if s.state is SampleState.LEASED}
     if leased and whole:
-        return f"{sorted(leased)} are settled and still held"
+        return f"{sorted(leased)} are settled but still held"
     unfinished = len(members) - len(finished)
     if (unfinished, len(members)) != (group.unfinished, group.held):
         return f"it has {unfinished} unfinished samples of {len(members)}"
     if finished | leased != set(group.finishers) or len(leased) != group.delivered:
-        return f"{sorted(finished | leased)} are finished, its finishers are {group.finishers}"
+        return f"{sorted(finished | leased)} are finished, but its finishers are {group.finishers}"
     if whole and group.quorum != len(members):
         return f"a quorum of {group.quorum} of {len(members)}"
     open_one = group.state is GroupState.OPEN
     if (whole or open_one) and open_one == group.complete:
-        return "it is complete and neither ready nor judged, or it is too early"
+        return "it is complete but neither ready nor judged, or it is either of these too early"
     return None
 
 
@@ -105,11 +105,11 @@ def validate(context: CoreContext, updates: WeightUpdates) -> None:
             if sample.state is SampleState.RUNNING and not calls and not sample.any_chain:
                 started.add(sample.id)
             if any((call.state is CallState.IN_FLIGHT) != (call in by_call) for call in calls):
-                fail(f"{sample} is in flight without an attempt, or the other way round", sample)
+                fail(f"{sample} is in flight without an attempt, or has an attempt without being in flight", sample)
             waiting = [(sample.ticket, sample.state is SampleState.NEW and sample not in to_start)]
             waiting += [(c.ticket, c.state is CallState.QUEUED and not c.function_lost) for c in calls]
             if any((ticket > 0) != waits for ticket, waits in waiting):
-                fail(f"{sample} waits outside the queue, or is queued and does not wait", sample)
+                fail(f"{sample} waits outside the queue, or is queued without waiting", sample)
             queued += sum(waits for _, waits in waiting)
             for chain in sample.chains:
                 if wrong := chain.tape.check():
@@ -117,7 +117,7 @@ def validate(context: CoreContext, updates: WeightUpdates) -> None:
                 if len(chain.tape) > context.settings.max_response_len:
                     fail(f"{sample} is longer than max_response_len={context.settings.max_response_len}", sample)
                 if (rows := rows_of(chain.extras)) not in (0, chain.rows_due):
-                    fail(f"{sample} has {rows} rows of extras where its tokens have {chain.rows_due}", sample)
+                    fail(f"{sample} has {rows} rows of extras, but its tokens need {chain.rows_due}", sample)
             wrong = check_calls(sample)
             if wrong:
                 fail(f"{sample}: {wrong}", sample)
@@ -131,46 +131,46 @@ def validate(context: CoreContext, updates: WeightUpdates) -> None:
             fail(f"attempt {attempt.id} is {attempt.state}, its tokens lost for {attempt.drop_reason}", attempt.sample)
     per_engine = Counter(a.engine for a in context.attempts)
     if gone := per_engine.keys() - context.engines.states.keys():
-        fail(f"requests are in flight at {sorted(gone)}, which have left")
+        fail(f"requests are in flight at engines {sorted(gone)}, which have left")
     for name, state in context.engines.states.items():
         if state.in_flight != per_engine[name]:
-            fail(f"engine {name} counts {state.in_flight} in flight, there are {per_engine[name]}")
+            fail(f"engine {name} counts {state.in_flight} requests in flight, but there are {per_engine[name]}")
         if wrong := state.contradiction():
             fail(f"engine {name}: {wrong}")
     if wrong := updates.contradiction():
         fail(wrong)
     if reserved != started:
-        fail(f"places are reserved for {sorted(reserved)}, and {sorted(started)} have been started and made no call")
+        fail(f"places are reserved for {sorted(reserved)}, but {sorted(started)} were started and made no call")
     if (places := context.places).taken > max(places.total, places.max_taken):
         fail(f"more than max_in_flight={places.total} in flight, and than {places.max_taken} of before it was lowered")
     if context.over_sampler.waiting != queued:
-        fail(f"{context.over_sampler.waiting} in the queue, {queued} wait")
+        fail(f"{context.over_sampler.waiting} in the queue, but {queued} wait")
     units = [unit for group in context.buffer for unit in ((group,) if whole else group.members)]
     if {id(unit) for unit in units if unit.ready} != {id(unit) for unit in context.monitor}:
-        fail("the ready list is not the list of what is complete")
+        fail("the ready list is not the list of complete groups or samples")
     if context.buffer.units != len(units):
-        fail(f"the buffer counts {context.buffer.units} units, a recount finds {len(units)}")
+        fail(f"the buffer counts {context.buffer.units} units, but a recount finds {len(units)}")
     if context.aborts.pending > len(context.attempts):
         fail(f"{context.aborts.pending} aborts pending for {len(context.attempts)} attempts")
     if context.tokens.held != held:
-        fail(f"ledger: {context.tokens.held} tokens held, a recount finds {held}")
+        fail(f"ledger: {context.tokens.held} tokens held, but a recount finds {held}")
     if context.prompts.held != len(context.buffer):
-        fail(f"ledger: {context.prompts.held} prompts held, a recount finds {len(context.buffer)}")
+        fail(f"ledger: {context.prompts.held} prompts held, but a recount finds {len(context.buffer)}")
     finished = (s.generated for s in context.buffer.samples() if s.state is SampleState.FINISHED)
     if wrong := context.lengths.wrong(finished):
         fail(wrong)
     if context.lengths.trained.tokens > context.tokens.delivered:
-        fail(f"{context.lengths.trained.tokens} tokens are trained of {context.tokens.delivered} delivered")
+        fail(f"{context.lengths.trained.tokens} tokens are trained, but {context.tokens.delivered} were delivered")
     for name, ledger in (("tokens", context.tokens), ("prompts", context.prompts)):
         if not ledger.balanced:
-            fail(f"{name} were lost or made up: {ledger.as_dict()}")
+            fail(f"{name} do not add up: {ledger.as_dict()}")
     evaluations = context.evaluations
     for number, evaluation in evaluations.items():
         if wrong := check_evaluation(context, evaluation):
             fail(f"evaluation {number}: {wrong}")
     groups = {g.id for e in evaluations.values() if e.failure is None for g in e.groups}
     if groups != set(context.evaluation_groups):
-        fail(f"groups {sorted(context.evaluation_groups)} are evaluated, {sorted(groups)} should be")
+        fail(f"groups {sorted(context.evaluation_groups)} are evaluated, but {sorted(groups)} should be")
 
 
 def check_evaluation(context: CoreContext, evaluation: Evaluation) -> str | None:
@@ -178,15 +178,15 @@ def check_evaluation(context: CoreContext, evaluation: Evaluation) -> str | None
     samples = [s for g in evaluation.groups for s in g.samples]
     in_flight = sum(a.sample.evaluation is evaluation for a in context.attempts)
     if evaluation.in_flight != in_flight:
-        return f"{evaluation.in_flight} counted in flight, there are {in_flight}"
+        return f"{evaluation.in_flight} counted in flight, but there are {in_flight}"
     held = sum(s.generated for s in samples)
     if not evaluation.tokens.balanced or evaluation.tokens.held != held:
-        return f"{held} tokens held, its ledger says {evaluation.tokens.as_dict()}"
+        return f"{held} tokens held, but its ledger says {evaluation.tokens.as_dict()}"
     if evaluation.version is None:
         return None
     alone = context.settings.generation is GenerationMode.STEPWISE
     if evaluation.version != context.clock.current or (alone and context.attempts.in_flight):
-        return f"it began under {evaluation.version}, and weights changed or training went on"
+        return f"it began under {evaluation.version}, but weights changed or training continued"
     if {part.version for s in samples for part in s.segments} - {evaluation.version}:
         return f"tokens of other versions than {evaluation.version}"
     if evaluation.failure is not None:

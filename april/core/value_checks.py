@@ -38,8 +38,8 @@ def wrong_logprobs(logprobs: Float32) -> str | None:
     bad = float(logprobs[~((logprobs >= LEAST_LOGPROB) & (logprobs <= LOGPROB_EPS))][0])
     if -math.inf < bad < 0:
         return (
-            f"log-probability {bad:g} stands for minus infinity: the engine gave a token that it cannot have sampled "
-            "(speculative decoding does that on CPUs)"
+            f"log-probability {bad:g} stands for minus infinity: the engine returned a token that it cannot have "
+            "sampled (speculative decoding on CPUs does that)"
         )
     return f"log-probability {bad:g} is not a finite number <= 0"
 
@@ -49,7 +49,7 @@ def wrong_reward(reward: float) -> str | None:
     if not math.isfinite(reward):
         return f"{reward}; expected a finite number"
     if abs(reward) > LARGEST_REWARD:
-        return f"{reward:g}, which no float32 holds; expected a number of at most {LARGEST_REWARD:.3g}"
+        return f"{reward:g}, which does not fit in a float32; expected a number of at most {LARGEST_REWARD:.3g}"
     return None
 
 

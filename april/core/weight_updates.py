@@ -229,9 +229,10 @@ class WeightUpdates:
         if not all(state.limits.written for state in states.values()):
             return None
         return (
-            f"{some(list(states))} may have the weights of an earlier run, which are of no version of this one; give "
-            "them those of this run first, by weight_update or load_state_dict with path=, weights= or transfer=; or "
-            "restart the servers; or set engine.first_weights: present, if what they have is what the run begins with"
+            f"{some(list(states))} may have the weights of an earlier run, which belong to no version of this run; "
+            "call weight_update or load_state_dict with path=, weights= or transfer= to load this run's weights, or "
+            "restart the servers, or set engine.first_weights: present if the run begins with the weights that they "
+            "have"
         )
 
     @property
@@ -266,13 +267,13 @@ class WeightUpdates:
         given = some([name for name, state in self._context.engines.states.items() if state.recovering])
         return {
             Phase.IDLE: "the end of an evaluation or of a pause",
-            Phase.STOPPING: f"{in_flight} requests to end" if in_flight else f"{given} to get the present weights",
+            Phase.STOPPING: f"{in_flight} requests to end" if in_flight else f"{given} to get the current weights",
             Phase.PAUSING: f"{engines} to pause",
             Phase.RECALLING: f"{len(self._recalled)} requests to end",
             Phase.HANDING_OVER: "the weights to be sent" if self._update.sends else "its transfer function to return",
             Phase.LOADING: f"{engines} to load",
-            Phase.CHECKING: f"{engines} to say which weights it has",
-            Phase.RESTORING: "the saved state to be taken",
+            Phase.CHECKING: f"{engines} to confirm the loaded weights",
+            Phase.RESTORING: "the core to take over the saved state",
             Phase.RESUMING: f"{engines} to resume",
         }[self.phase]
 
@@ -481,8 +482,8 @@ class WeightUpdates:
             state.lose_weights(EngineWeights.HALF)
         if own:
             self.half_updated = (
-                f"the last transfer of weights was broken off ({why}), and nobody knows what the servers have of "
-                "it; call weight_update again before the next batch"
+                f"the last transfer of weights was interrupted ({why}), so april does not know which weights the "
+                "servers have; call weight_update again before the next batch"
             )
         self._failed, self._why = TRANSFER, ""
         self._resume()
@@ -508,7 +509,7 @@ class WeightUpdates:
                 state.lose_weights(EngineWeights.HALF)
         if torn and not any(current in state.loaded for state in states.values()):
             self.half_updated = (
-                f"the last transfer of weights was broken off ({why}), and no engine has whole ones; call "
+                f"the last transfer of weights was interrupted ({why}), and no engine has complete weights; call "
                 "weight_update again before the next batch"
             )
         self._failed, self._why = TRANSFER, ""
@@ -568,8 +569,8 @@ class WeightUpdates:
         if done or self._update.transfers:
             why = "; ".join(f"{name}: {event.error}" for name, event in failed.items())
             self.half_updated = (
-                f"the last weight update reached engines {done} and not {list(failed)} ({why}); "
-                "call weight_update again before the next batch"
+                f"the last weight update reached engines {done} but not {list(failed)} ({why}); call weight_update "
+                "again before the next batch"
             )
         refused = [name for name, event in failed.items() if event.result is ev.CallResult.REFUSED]
         if self.half_updated is None and refused:
@@ -597,8 +598,10 @@ class WeightUpdates:
             self._wrong_loads |= {self._answers[name].call}
             self._answers[name] = replace(
                 self._answers[name], result=ev.CallResult.UNREACHABLE, content="",
-                error=f"{path} held other weights when engine {name} loaded it than when others did; write into a "
-                "directory again when the weight update is over, and let all machines have the same files there",
+                error=(
+                    f"{path} held other weights when engine {name} loaded it than when the other engines did; write "
+                    "into a directory again only after the weight update, and give all machines the same files there"
+                ),
             )  # fmt: skip
 
     def _take_over(self) -> None:
@@ -634,7 +637,9 @@ class WeightUpdates:
         for name, event in failed.items():
             self._context.engine_failed(name)
             if self._adopted and name not in self._left_out:
-                self._context.out.append(do.Warn(f"engine {name} has the new weights and is paused: {event.error}"))
+                self._context.out.append(do.Warn(
+                    f"engine {name} has the new weights but is still paused: {event.error}"
+                ))
         if self._failed is None and not self._adopted:
             self._record_failure(failed.values())
         self._end()
@@ -695,18 +700,18 @@ class WeightUpdates:
         if self.phase not in (Phase.IDLE, Phase.STOPPING) and (len(attempts) if cuts else attempts.of_evaluations):
             return f"requests are in flight while an update is {self.phase}"
         if self.phase is not RECALLING and any(i in attempts.in_flight for i in self._recalled):
-            return f"requests that must not go on are in flight while an update is {self.phase}"
+            return f"requests that must be aborted are in flight while an update is {self.phase}"
         for name, state in states.items():
             part = self.running and self.phase is not Phase.STOPPING and name not in self._left_out
             awaited = self.phase is not Phase.CHECKING and name in self._awaited
             if bool(state.open_call) != (state.recovering or awaited):
-                return f"engine {name} is called, and nobody waits for it, or the other way round"
+                return f"engine {name} is called although nobody waits for it, or the other way round"
             usable = self._context.clock.current in state.loaded and not state.quarantined
             if not self.running and usable and state.gate is not EngineGate.OPEN:
-                return f"engine {name} is well, and nobody opens its gate, which is {state.gate}"
+                return f"engine {name} is healthy, but nobody opens its gate, which is {state.gate}"
             writing = self.phase in (Phase.HANDING_OVER, Phase.LOADING, Phase.RESTORING)
             if part and writing and state.gate is not EngineGate.CLOSED:
-                return f"engine {name} takes part in an update that is {self.phase}, and its gate is {state.gate}"
+                return f"engine {name} takes part in an update that is {self.phase}, but its gate is {state.gate}"
             if part and self.phase is Phase.RESTORING and self._version not in state.loaded:
-                return f"engine {name} does not have the weights that are adopted"
+                return f"engine {name} does not have the adopted weights"
         return None

@@ -142,7 +142,7 @@ def verdict_of(findings: Sequence[Finding]) -> Verdict:
 
 # ---------------------------------------------------------------- what a server can do
 
-NO_REMEDY = "nothing gives it on a server of this kind; vLLM and SGLang servers under their own engine.kind have it"
+NO_REMEDY = "servers of this kind do not return it; vLLM and SGLang servers under their own engine.kind do"
 _OTHER_SUBJECTS = {
     LimitCode.SEVERAL_COPIES: "copies", LimitCode.SPECULATION: "speculation", LimitCode.CHUNKED_PREFILL: "chunks",
 }  # fmt: skip

@@ -18,11 +18,12 @@ from april.text.server_text import clean
 
 _NO_ENGINE = {
     ServerKind.OTHER: (
-        "a web server answers here, but no inference server that april knows (no /v1/models, /model_info or /workers)",
+        "a web server answers here, but not an inference server that april knows (no /v1/models, /model_info or "
+        "/workers)",
         "is this the right port? the address must be the server's root, without /v1",
     ),
     ServerKind.STARTING: (
-        "everything is answered with 502, 503 or 504",
+        "the server answers every request with 502, 503 or 504",
         "wait until the server's log says that it is ready; if this is a proxy, the server behind it is down",
     ),
 }
@@ -55,34 +56,39 @@ def not_probed(url: str, identity: Identity, settings: Any, *, key_given: bool) 
 
 def paused_finding(url: str, kind: ServerKind, said: str) -> Finding:
     """Return a finding for a server of a known kind that reports itself that it answers no requests."""
-    sentence = f"the server takes requests and answers none: it is paused, asleep or loading ({said})"
+    sentence = f"the server accepts requests but answers none: it is paused, asleep or loading ({said})"
     return missing("paused", sentence, _RESUME[kind].format(url=url))
 
 
 def resting_finding(url: str, said: str) -> Finding:
     """Return a finding for a server that responds that it takes no requests for now."""
     advice = (
-        "wait until it does, and call april doctor again; a TensorRT-LLM that is paused goes on with "
-        "resume_generation() of its AsyncLLM, and one that sleeps with /resume_memory"
+        "wait until it does, and run april doctor again; resume a paused TensorRT-LLM with resume_generation() of its "
+        "AsyncLLM, and a sleeping one with /resume_memory"
     )
-    return missing("busy", f"{url} takes no requests for now ({said})", advice)
+    return missing("busy", f"{url} accepts no requests at the moment ({said})", advice)
 
 
 def router_findings(identity: Identity, settings: SglangEngineConfig) -> list[Finding]:
     """Check that ``engine.router`` is a router and knows exactly the servers that ``engine.urls`` names."""
     if identity.kind is not ServerKind.ROUTER:
-        return [missing("kind", f"engine.router is no sglang-router ({identity.kind.value})", "name it in engine.urls")]
+        return [missing("kind", (
+            f"engine.router is not an sglang-router ({identity.kind.value})"
+        ), "list it in engine.urls")]
     workers = [url.rstrip("/") for url in identity.workers]
     unknown = [url for url in workers if url not in settings.urls]
     idle = [url for url in settings.urls if url not in workers]
     if unknown:
         sentence = (
-            f"the router sends requests to {', '.join(unknown)}, which engine.urls does not name: april could neither "
-            "abort them nor give it weights"
+            f"the router sends requests to {', '.join(unknown)}, which engine.urls does not list: april could neither "
+            "abort them nor update its weights"
         )
-        return [missing("workers", sentence, "add it to engine.urls, as seen from here, or take it out of the router")]
+        return [missing("workers", sentence, "add it to engine.urls, as seen from here, or remove it from the router")]
     if idle:
-        advice = "start the router with all of engine.urls as --worker-urls; just started, it needs some seconds"
+        advice = (
+            "start the router with all of engine.urls as --worker-urls; a router that was just started needs some "
+            "seconds"
+        )
         return [missing("workers", f"the router does not know {', '.join(idle)}", advice)]
     return [Finding("workers", Level.OK, f"the router's workers are those of engine.urls: {', '.join(workers)}")]
 
@@ -96,7 +102,7 @@ def router_settings(url: str, identity: Identity) -> str:
 def _router_alone(url: str, identity: Identity) -> Finding:
     listed = ", ".join(identity.workers) or "none yet"
     sentence = (
-        "this is an sglang-router: it passes requests on, but no aborts, pauses and weight updates, which go to its "
+        "this is an sglang-router: it forwards requests, but no aborts, pauses and weight updates, which go to its "
         f"workers: {listed}"
     )
     return missing("kind", sentence, "give april the workers' addresses too, as seen from here")
@@ -104,19 +110,19 @@ def _router_alone(url: str, identity: Identity) -> Finding:
 
 def _key_refused(url: str, key_given: bool) -> Finding:
     if key_given:
-        return missing("key", f"{url} refuses the key", "give the one that the server was started with (--api-key)")
+        return missing("key", f"{url} refuses the key", "give the key with which the server was started (--api-key)")
     advice = (
-        "put it into an environment variable and name that: april doctor --api-key-env NAME, and in the configuration "
-        "engine.api_key_env: NAME"
+        "put it into an environment variable and use its name: april doctor --api-key-env NAME, and in the "
+        "configuration engine.api_key_env: NAME"
     )
-    return missing("key", f"{url} wants a key (it answers 401 or 403)", advice)
+    return missing("key", f"{url} requires a key (it answers 401 or 403)", advice)
 
 
 def _other_kind(settings: Any, kind: ServerKind) -> Finding | None:
     """Return a finding if the configuration names a different kind of server, else None."""
     if settings is None or isinstance(settings, SETTINGS[kind]) or settings.kind == ServerKind.OPENAI.value:
         return None  # every kind also has the OpenAI routes
-    sentence = f"engine.kind is {settings.kind}, and the server is {kind.value}"
+    sentence = f"engine.kind is {settings.kind}, but the server is {kind.value}"
     return missing("kind", sentence, f"write engine.kind: {kind.value}")
 
 
@@ -132,7 +138,7 @@ async def why_unreachable(url: str, timeout_s: float) -> Finding | None:
         async with asyncio.timeout(timeout_s):
             await _addresses(host, port)
     except TimeoutError:
-        return missing(_REACH, f"the name {host} was not resolved in {timeout_s:g} s", _CHECK_NAME)
+        return missing(_REACH, f"the name {host} was not resolved within {timeout_s:g} s", _CHECK_NAME)
     except OSError as error:
         return missing(_REACH, f"the name {host} does not resolve ({clean(error.strerror or error)})", _CHECK_NAME)
     try:
@@ -140,24 +146,24 @@ async def why_unreachable(url: str, timeout_s: float) -> Finding | None:
             _, writer = await asyncio.open_connection(host, port)
     except TimeoutError:
         return missing(
-            _REACH, f"{host} does not answer on port {port} in {timeout_s:g} s",
-            "look at the address, at firewalls between here and there, and whether the machine is up",
+            _REACH, f"{host} does not answer on port {port} within {timeout_s:g} s",
+            "check the address, firewalls between here and there, and whether the machine is up",
         )  # fmt: skip
     except ConnectionRefusedError:
         return missing(
             _REACH, f"nothing listens on port {port} of {host}",
             "start the server, or correct the port; vLLM opens its port only when the model is loaded, which takes "
-            "minutes; a server that listens on 127.0.0.1 is closed to other machines (start it with --host 0.0.0.0, "
-            "in a private network)",
+            "minutes; other machines cannot reach a server that listens on 127.0.0.1 (start it with --host 0.0.0.0, in "
+            "a private network)",
         )  # fmt: skip
     except OSError as error:
         why = clean(error.strerror or error)
-        return missing(_REACH, f"no connection to port {port} of {host} ({why})", "look at the address")
+        return missing(_REACH, f"no connection to port {port} of {host} ({why})", "check the address")
     await _close(writer)
     return None
 
 
-_CHECK_NAME = "correct the name, or give the address as a number"
+_CHECK_NAME = "correct the name, or write the address as a number"
 
 
 async def _addresses(host: str, port: int) -> None:
@@ -194,17 +200,17 @@ async def why_no_http(url: str, error: EngineError, timeout_s: float) -> Finding
         return missing(_HTTP_SUBJECT, str(error), "is this the server itself, or a proxy or web site before it?")
     if not error.why:
         return missing(
-            _HTTP_SUBJECT, f"{url} accepts connections and gives no answer in {timeout_s:g} s",
-            "the server is hung or drowned in requests: look at its log, restart it",
+            _HTTP_SUBJECT, f"{url} accepts connections but does not answer within {timeout_s:g} s",
+            "the server hangs or is overloaded: look at its log, restart it",
         )  # fmt: skip
     if error.distrusted:
         return missing(
             _HTTP_SUBJECT, f"the certificate of {url} is not trusted ({error.distrusted})",
-            "give the environment variable SSL_CERT_FILE the certificate of its authority",
+            "set the environment variable SSL_CERT_FILE to the certificate of its authority",
         )  # fmt: skip
     other = await _other_scheme(url, timeout_s)
     if other is not None:
-        sentence = f"the server speaks {other.upper()}, and the address says {parts.scheme}"
+        sentence = f"the server speaks {other.upper()}, but the address says {parts.scheme}"
         return missing(_HTTP_SUBJECT, sentence, f"write {other}://{parts.netloc}")
     return missing(_HTTP_SUBJECT, f"{url} does not speak HTTP ({error.why})", "is this the right port?")
 

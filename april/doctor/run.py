@@ -51,9 +51,9 @@ def parts(report: Report) -> Iterator[RenderableType]:
             yield Text("  Besides:")
             yield from (Padding(Text(remark.sentence), (0, 0, 0, 3)) for remark in remarks)
         if server.flags:
-            yield Text(f"  Flags and variables that exactness needs: {' '.join(server.flags)}")
+            yield Text(f"  Flags and variables that exact results need: {' '.join(server.flags)}")
         if server.optional_flags:
-            yield Text(f"  Optional, for speed or for runs that repeat: {' '.join(server.optional_flags)}")
+            yield Text(f"  Optional, for speed or repeatable runs: {' '.join(server.optional_flags)}")
     if report.together:
         yield ""
         configured = any(finding.subject == CONFIGURATION for finding in report.together)
@@ -71,7 +71,7 @@ def _headline(report: Report) -> str:
     what = f"these {len(report.servers)} servers" if several else "this server"
     match report.verdict:
         case Verdict.EXACT:
-            return f"exact: april will be exact with {what}"
+            return f"exact: april gives exact results with {what}"
         case Verdict.LIMITED:
             return f"usable, with limits: april can use {what}, but does not promise that"
         case _:
@@ -111,10 +111,12 @@ def examine(urls: Sequence[str], config: Path | None, api_key_env: str | None, p
         ConfigError: neither or both are named, an address is not valid, or the configuration is wrong.
     """
     if bool(urls) == (config is not None):
-        raise ConfigError("name servers (april doctor http://127.0.0.1:8000) or a configuration (--config april.yaml)")
+        raise ConfigError("give servers (april doctor http://127.0.0.1:8000) or a configuration (--config april.yaml)")
     if config is not None:
         if api_key_env is not None:
-            raise ConfigError("--api-key-env is for servers named by address; the configuration has engine.api_key_env")
+            raise ConfigError(
+                "--api-key-env is for servers given by address; in a configuration, set engine.api_key_env"
+            )
         return asyncio.run(examine_config(Config.from_yaml(config), patience))
     key = None
     if api_key_env is not None:

@@ -262,7 +262,9 @@ class AttemptStreams:
         if left > 0:
             return min(left, limit)
         attempt = stream.attempt
-        log.warning("attempt %s of %s: engine %s is silent", attempt.id, attempt.sample.key, attempt.engine)
+        log.warning((
+            "attempt %s of %s: engine %s has sent nothing for too long"
+        ), attempt.id, attempt.sample.key, attempt.engine)
         self._post(ev.AttemptStalled(attempt.id, limit))
         return None
 
@@ -281,7 +283,8 @@ class AttemptStreams:
                 self.unrequested_extras[name] += 1
                 if self.unrequested_extras[name] == 1:
                     log.warning(
-                        "engine %s gives %s with its tokens, which the setting extras does not name; it is dropped",
+                        "engine %s returns %s with its tokens, which the setting extras does not name; april drops "
+                        "these rows",
                         attempt.engine, clean(name, 40),
                     )  # fmt: skip
         return copied(chunk, attempt.request.extras)
@@ -336,7 +339,9 @@ class AttemptStreams:
                 event = msgspec.structs.replace(event, rejected=event.rejected + unread)
             else:
                 assert stream.failure is not None
-                self._failures.warn(stream.failure, "attempt %s of %s cannot be read", attempt.id, attempt.sample.key)
+                self._failures.warn(stream.failure, (
+                    "the stream of attempt %s of %s cannot be read"
+                ), attempt.id, attempt.sample.key)
                 event = ev.AttemptFailed.of(attempt, str(stream.failure), AttemptFailure.NO_TEXT, rejected=unread)
         self._post(event)
 
@@ -401,7 +406,7 @@ def refuse_attached(attempt: Attempt, kinds: Collection[str]) -> None:
     """
     request = attempt.request
     for kind in {placed.attachment.kind for placed in request.attached}.difference(kinds):
-        raise RequestRefused(f"engine {attempt.engine} takes no {kind}s, and the conversation has one attached")
+        raise RequestRefused(f"engine {attempt.engine} accepts no {kind}s, but the conversation contains one")
     loose = np.isin(request.token_ids, request.sampling.banned_ids)
     if loose.any():
         for placed in request.attached:
@@ -409,8 +414,8 @@ def refuse_attached(attempt: Attempt, kinds: Collection[str]) -> None:
     if loose.any():
         at = int(loose.argmax())
         raise RequestRefused(
-            f"token {request.token_ids[at]} at place {at} of the conversation stands for an image, or the like, and "
-            "none is attached there; give as many images as there are placeholders"
+            f"token {request.token_ids[at]} at position {at} of the conversation is a placeholder, for an image or the "
+            "like, but nothing is attached there; give as many images as there are placeholders"
         )
 
 

@@ -133,8 +133,8 @@ class CommandExecutor:
             _, stubborn = await asyncio.wait(ends, timeout=CLOSE_PATIENCE_S)
             if stubborn:
                 names = sorted(e.get_name() if isinstance(e, asyncio.Task) else plain[e] for e in stubborn)
-                more = f", and so are {len(names) - 1} more" if names[1:] else ""
-                log.error("%s did not end within %g s and is left behind%s", names[0], CLOSE_PATIENCE_S, more)
+                more = f", as are {len(names) - 1} more functions" if names[1:] else ""
+                log.error("%s did not end within %g s and is left running%s", names[0], CLOSE_PATIENCE_S, more)
         self.worker_threads.close()
         self.samples.clear()
         self.streams.clear()

@@ -52,7 +52,7 @@ class Detokenizer:
                 continue
             if isinstance(text, str):
                 return text
-            cause = TypeError(f"decode must return a str, and returned a {type(text).__name__}")
+            cause = TypeError(f"decode must return a str, but returned a {type(text).__name__}")
         what = f"{type(cause).__name__}: {cause} ({type(self._tokenizer).__name__}.decode of {len(ids)} tokens)"
         raise RolloutError(f"the tokenizer failed: {what}") from cause
 

@@ -82,18 +82,21 @@ class EngineControl:
             return ""
         if command.base is not None and isinstance(engine, KeepsAdapters) and engine.whole_version != command.base:
             raise WeightsGone(
-                f"engine {command.engine} has the whole weights of version {engine.whole_version}, and the adapter of "
-                f"version {command.version} belongs to those of {command.base}; update it with whole weights"
+                f"engine {command.engine} has the full weights of version {engine.whole_version}, but the adapter of "
+                f"version {command.version} belongs to those of version {command.base}; update this engine with full "
+                "weights"
             )
         before = await self._content_of(engine, path)
         if command.contents and before not in command.contents:
-            has = "holds other weights than those of" if before else "cannot be read here, so nobody knows if it has"
+            has = "holds weights other than those of" if before else (
+                "cannot be read from here, so april does not know whether it holds"
+            )
             raise WeightsGone(f"{path} {has} version {command.version}")
         await engine.update_weights(command.version, path)
         if before and await self._content_of(engine, path) != before:
             raise EngineUnreachable(
-                f"{path} was written while engine {command.engine} loaded it, and nobody knows what it has of it; "
-                "write into a directory again when the weight update is over, or into a fresh one"
+                f"{path} was written while engine {command.engine} loaded it, so april does not know which weights the "
+                "engine has; write into a directory again only after the weight update, or use a fresh one"
             )
         return before
 

@@ -53,7 +53,7 @@ class EngineRoster:
         name = name_at(url)
         self._driver.require_new(name)  # before connecting, which would end the server's present session
         if name in self._joining:
-            raise ConfigError(f"add_engine: there is an engine {name} already, which is about to join")
+            raise ConfigError(f"add_engine: an engine {name} is already about to join")
         self._joining.add(name)
         try:
             found = await open_server(self._config.engine, url, api_key)
@@ -94,7 +94,7 @@ class EngineRoster:
             try:
                 urls = await urls_of(discover)
             except Exception as error:
-                self._warn(troubles, "discover", f"discover failed, and all engines stay: {describe(error)}")
+                self._warn(troubles, "discover", f"discover failed, so all engines stay: {describe(error)}")
                 continue
             troubles.pop("discover", None)
             for url in [url for url in present if url not in urls]:
@@ -107,7 +107,7 @@ class EngineRoster:
                     present[url] = await self.add(url)
                     troubles.pop(url, None)
                 except (AprilError, TimeoutError) as error:
-                    self._warn(troubles, url, f"{url} was found and cannot join: {error}")
+                    self._warn(troubles, url, f"discover returned {url}, but it cannot join: {error}")
 
     @staticmethod
     def _warn(troubles: dict[str, str], of: str, what: str) -> None:
@@ -152,7 +152,7 @@ async def open_found(config: Config, discover: Discover) -> dict[str, Engine]:
     """
     urls = await urls_of(discover)
     if not urls:
-        raise ConfigError("discover has returned no address; a run begins with one engine at least")
+        raise ConfigError("discover returned no address, but a run needs at least one engine to begin")
     results = await asyncio.gather(*(open_server(config.engine, url) for url in urls), return_exceptions=True)
     engines = {url: result for url, result in zip(urls, results, strict=True) if not isinstance(result, BaseException)}
     errors = [result for result in results if isinstance(result, BaseException)]
@@ -162,5 +162,5 @@ async def open_found(config: Config, discover: Discover) -> dict[str, Engine]:
             await engine.close()
         raise (fatal or errors)[0]
     for error in errors:
-        log.warning("a server that discover has found is left out for now: %s", error)
+        log.warning("a server that discover returned is left out for now: %s", error)
     return engines

@@ -213,14 +213,13 @@ class SampleRun(NamedTuple):
 
 
 NO_ENDPOINT = (
-    "llm.base_url, llm.chat: this process serves no agents; give the scheduler tokenizer=..., and install "
+    "llm.base_url, llm.chat: this process has no endpoint for agents; give the scheduler tokenizer=..., and install "
     "april-rl[agents]"
 )
 
 
 NO_PROCESSOR = (
-    "llm.generate: there is no processor here that places images; give the scheduler processor=, the model's "
-    "transformers.AutoProcessor"
+    "llm.generate: images need a processor; give the scheduler processor=, the model's transformers.AutoProcessor"
 )
 
 
@@ -429,7 +428,8 @@ def as_token_ids(token_ids: Sequence[int] | Int32) -> Int32:
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         raise UsageError(
             f"llm.generate: token_ids must be a flat list of integers, got {type(token_ids).__name__} of "
-            f"{array.dtype}; give prompt.token_ids or Completion.conversation, and what your tokenizer makes of text"
+            f"{array.dtype}; give prompt.token_ids or Completion.conversation, followed by your tokenizer's ids of new "
+            "text"
         )
     if array.size and not 0 <= array.min() <= array.max() < 2**31:
         raise UsageError("llm.generate: token_ids must be in [0, 2**31)")
@@ -502,12 +502,13 @@ def checked_call(
     if not np.array_equal(token_ids[: len(have)], have):
         if len(token_ids) == len(have) and (token_ids != have).all():
             raise UsageError(
-                "llm.generate was given the conversation with a number added to each of its tokens, as + does with "
-                "arrays; append by [*completion.conversation, *new] or np.concatenate((completion.conversation, new))"
+                "llm.generate was given the conversation with a number added to each token, which is what + does with "
+                "an array; append with [*completion.conversation, *new] or np.concatenate((completion.conversation, "
+                "new))"
             )
         raise RolloutError(
-            "llm.generate was given tokens that do not begin with the prompt and everything generated so far; "
-            "append to the conversation (Completion.conversation), never rewrite it"
+            "llm.generate was given tokens that do not begin with the prompt and everything generated so far; append "
+            "to Completion.conversation, and never rewrite it"
         )
     new = token_ids[len(have) :]
     if len(new) and new.max() >= vocab_size:
@@ -523,7 +524,7 @@ def check_mismatch(sampling: SamplingParams, configured: SamplingParams, any_tem
     if not any_temperature and sampling.temperature != 1:
         raise UsageError(
             f"llm.generate: temperature={sampling.temperature} needs log-probabilities that follow the temperature, "
-            "which those of these engines do not; leave it at 1, or set allow_mismatch: true if your trainer accounts "
+            "but those of these engines do not; leave it at 1, or set allow_mismatch: true if your trainer accounts "
             "for it"
         )
     for name, neutral in (("top_p", 1.0), ("min_tokens", 0), ("temperature", None)):

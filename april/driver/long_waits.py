@@ -87,7 +87,7 @@ class LongWaits:
         if self._reason[0] in (RESPONSES, TRAINER):
             return ""
         what = wait_text(self._core) if self._given_reason is None else self._given_reason[1]
-        return f"waits for {what}, for {self.waited_s:.0f} s"
+        return f"has waited {self.waited_s:.0f} s for {what}"
 
     @property
     def waited_s(self) -> float:
@@ -152,22 +152,22 @@ class LongWaits:
             call, why = CALLS.get(what, "next_batch"), wait_text(core)
         if what is WaitReason.UPDATE:
             call = "load_state_dict" if core.updates.loads_a_state else call
-            why = f"{core.updates.waits_for}; meanwhile nothing is generated"
+            why = f"{core.updates.waits_for}; nothing is generated until then"
         elif what is WaitReason.BOUND:
             why = f"{why}. {core.leases.why_full()}"
         elif what is WaitReason.EVALUATION:
-            turn = f"its turn: {len(core.attempts)} requests of training run"
+            turn = f"{len(core.attempts)} training requests to end, after which it starts"
             turn = "the end of a pause" if core.pause_held else turn
             begun = any(e.version is not None for e in core.context.evaluations.values())
-            why = "an engine, or functions of its own" if begun else turn
+            why = "an engine, or for functions of the evaluation" if begun else turn
         elif what is WaitReason.ENGINES:
             remedy = core.engines.remedy(core.clock.current).rstrip(",")
-            why = f"an engine: {remedy}; after outage_deadline_s the step fails"
+            why = f"a healthy engine: {remedy}; after outage_deadline_s the step fails"
         elif what is WaitReason.RESPONSES:
             of_evaluations = core.context.attempts.of_evaluations
             call = CALLS[EVALUATION] if of_evaluations else call
             requests = len(of_evaluations or core.attempts)
-            why = f"responses: {requests} request{'s' * (requests != 1)} in flight, and no token of theirs has come"
+            why = f"responses: {requests} request{'s' * (requests != 1)} in flight, but no new tokens"
         elif what is WaitReason.PROMPTS:
-            why = "prompts: their source has not returned any, which were asked for"
+            why = "prompts: the prompt source has not returned the next ones"
         return f"{call} has waited {waited:.0f} s for {why}"

@@ -98,7 +98,9 @@ class LoopThread:
         """Raise RolloutError where waiting would deadlock: on the loop, and in a function april waits for."""
         refuse_inside_user_code()
         if threading.current_thread() is self._thread:
-            raise RolloutError("a call from april's own loop would wait for itself; call it where the trainer runs")
+            raise RolloutError(
+                "a call from april's own event loop would wait for itself; make the call in the thread of the trainer"
+            )
 
     def submit(self, work: Work[T], *heard: Callable[[Reply[T]], object]) -> Reply[T]:
         """Start a coroutine on the loop and return its reply; the callbacks ``heard`` are called there with the reply.
@@ -143,9 +145,9 @@ class LoopThread:
     def _refuse_other_process(self) -> None:
         if not self.in_own_process:
             raise RolloutError(
-                f"this scheduler belongs to process {self._process}, and this is process {os.getpid()}, forked off "
-                "later: threads do not live on in a fork. Create the scheduler after forking, in the process that "
-                "trains, or start other processes by the method spawn"
+                f"this scheduler belongs to process {self._process}, but this is process {os.getpid()}, which was "
+                "forked off later, and threads do not survive a fork. Create the scheduler after forking, in the "
+                "process that trains, or start other processes with the method spawn"
             )
         if self._stopping:
             raise SchedulerClosed(_CLOSED)
@@ -231,13 +233,13 @@ class LoopThread:
             self._thread.join(STOP_PATIENCE_S)
         if self._thread.is_alive():
             log.error(
-                "april's loop does not answer and is left behind: it is inside %s. An async function must not block: "
-                "await there, or make it a plain function, which runs in a thread of its own",
+                "april's event loop does not answer and is left running: it is inside %s. An async function must not "
+                "block: await there, or make it a plain function, which runs in a thread of its own",
                 self._where(),
             )
             self._refuse_pending()
         elif not self._pool.join(STOP_PATIENCE_S):
-            log.error("a function in a thread of asyncio.to_thread does not end and is left behind")
+            log.error("a function started with asyncio.to_thread does not end and is left running")
 
     def request_stop(self, last: Callable[[], Awaitable[None]] | None = None) -> None:
         """Stop the loop without waiting for it, from any thread or signal handler; ``last`` is awaited at the end."""
@@ -297,7 +299,7 @@ async def _cancel_everything(last: Callable[[], Awaitable[None]] | None) -> None
     if tasks:
         _, stubborn = await asyncio.wait(tasks, timeout=STOP_PATIENCE_S)
         for task in stubborn:
-            log.error("%s ignores its cancellation and is left behind", task.get_coro())
+            log.error("%s ignores its cancellation and is left running", task.get_coro())
     if last is not None:
         await last()
     await asyncio.get_running_loop().shutdown_asyncgens()
@@ -477,8 +479,8 @@ class LoopWatch:
         if seconds >= WARN_BLOCKED_S and seen.name not in self._warned:
             self._warned.add(seen.name)
             log.warning(
-                "%s blocks april's event loop, %.1f s so far (%s): nothing else of april runs meanwhile; make it a "
-                "plain def, which april runs in a thread, or await what it waits for",
+                "%s has blocked april's event loop for %.1f s (%s), and nothing else in april runs meanwhile; make it "
+                "a plain def, which april runs in a thread, or await whatever it waits for",
                 seen.name, seconds, seen.line,
             )  # fmt: skip
 

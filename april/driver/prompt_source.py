@@ -134,8 +134,8 @@ class PromptSource:
         self._once = self._iterator is prompts
         if epochs != 1 and self._once:
             raise ConfigError(
-                f"prompts can be iterated only once ({type(prompts).__name__}), and several epochs are wanted; give a "
-                "list or a data set, or an object whose __iter__ begins anew"
+                f"prompts can be iterated only once ({type(prompts).__name__}), but several epochs are wanted; give a "
+                "list or a data set, or an object whose __iter__ starts over"
             )
 
     def _begin(self, prompts: Iterable[Any], epoch: int) -> Iterator[Any]:
@@ -152,8 +152,8 @@ class PromptSource:
         """
         if self._epochs is None or self.epoch + 1 < self._epochs:
             raise ConfigError(
-                f"extend: epoch {self.epoch} of {self._epochs or 'endless'} is being drawn, and the prompts must be "
-                "the same in every pass; give more in the last one"
+                f"extend: epoch {self.epoch} of {self._epochs or 'endless'} is not the last one, and the prompts must "
+                "be the same in every epoch; add prompts during the last epoch"
             )
         # a draw may be using the iterator at this moment
         self._extensions.append(self._begin(prompts, self.epoch))
@@ -295,7 +295,9 @@ class PromptSource:
         stand = _position_of(state)
         epoch = stand.epoch
         if self._epochs is not None and epoch >= self._epochs:
-            raise CheckpointError(f"the state was saved in epoch {epoch}, the configuration has epochs={self._epochs}")
+            raise CheckpointError(
+                f"the state was saved in epoch {epoch}, but the configuration has epochs={self._epochs}"
+            )
         if getattr(self._prompts, "resumes", False):
             more = list(self._extensions)
             return RemainingPrompts(stand, self._iterator, more, len(more), stand.digest, 0)
@@ -326,8 +328,8 @@ class PromptSource:
                     iterator = more.pop(0)
             except (Exception, SystemExit) as error:
                 raise CheckpointError(
-                    f"the prompts drawn before cannot be gone through again: the source failed at prompt {position}: "
-                    f"{describe(error)}"
+                    "the prompts drawn before the restart cannot be drawn again: the source failed at prompt "
+                    f"{position}: {describe(error)}"
                 ) from error
             if item is _END and extended:
                 return rest._replace(iterator=iterator, more=more, found=found, missing=count - position)
@@ -386,22 +388,22 @@ def _position_of(state: Mapping[str, Any]) -> Position:
 
 def _ended(found: int, epoch: int, drawn: int) -> str:
     return (
-        f"the prompts ended after {found} of epoch {epoch}, where {drawn or 'some'} had been drawn before; they must "
-        "be the same in every pass, and after a restart"
+        f"the prompts ended after {found} of epoch {epoch}, where {drawn or 'some'} had been drawn before; give the "
+        "same prompts in every epoch, and after a restart"
     )
 
 
 def _others(epoch: int, drawn: int, after: str = "the restart") -> str:
     return (
-        f"the first {drawn} prompts of epoch {epoch} are not those that were drawn before {after}: others, or in "
-        "another order; april goes on over the same prompts only"
+        f"the first {drawn} prompts of epoch {epoch} differ from those drawn before {after}, or are in another order; "
+        "give the same prompts again"
     )
 
 
 def _ended_with_a_failure(epoch: int, drawn: int) -> str:
     return (
-        f"the prompts ended with the failure of their source after {drawn} of epoch {epoch}, and cannot be begun anew; "
-        "give a list or a data set whose __iter__ begins anew, or the rest of the prompts by extend()"
+        f"the prompt source failed after {drawn} prompts of epoch {epoch}, and it cannot start over; give a list or a "
+        "data set whose __iter__ starts over, or add the remaining prompts with extend()"
     )
 
 
@@ -429,13 +431,14 @@ def warn_of_equal_rollouts(seed: int, first: Prompt) -> threading.Thread | None:
             store = torch_ranks.distributed_c10d._get_default_store()
             equal = store.add(f"april/first_rollouts/{digest}", 1)
         except Exception as error:  # without the store there is no warning
-            log.debug("the ranks' store could not be asked: %s", error)
+            log.debug("the store that the ranks share could not be read: %s", error)
             return
         if equal > 1:
             log.warning(
-                "another rank of this trainer began with the same prompt and seed=%d: ranks with a scheduler each "
-                "generate the same responses then. Give all ranks shares of the same batches (april.RankScheduler), or "
-                "each its own share of the prompts (prompts[rank::world_size]) and a seed of its own",
+                "another rank of this trainer began with the same prompt and seed=%d, so ranks with their own "
+                "schedulers generate the same responses. Give all ranks shares of the same batches "
+                "(april.RankScheduler), or give each rank its own share of the prompts (prompts[rank::world_size]) and "
+                "its own seed",
                 seed,
             )
 

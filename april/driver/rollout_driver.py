@@ -208,7 +208,7 @@ class RolloutDriver:
                 raise RolloutError(self.core.leases.why_full())
         if self._batch is None:
             if self._loading:
-                raise CheckpointError("a state is being loaded; ask for the batch when load_state_dict has returned")
+                raise CheckpointError("a state is being loaded; ask for the batch after load_state_dict has returned")
             self._batch = asyncio.get_running_loop().create_future()
             self.post(ev.StepRequested())
         future = self._batch
@@ -221,7 +221,9 @@ class RolloutDriver:
         if future.exception() is not None and self._batch is future:
             self._batch = None
         batch = future.result()
-        with self.long_waits.waiting_for("next_batch", "engines to end what they still compute on the trainer's model"):
+        with self.long_waits.waiting_for("next_batch", (
+            "the engines to end what they still compute on the trainer's model"
+        )):
             await self.wait_until_engines_idle()
         return batch
 
@@ -268,7 +270,7 @@ class RolloutDriver:
 
     def _refuse_paused(self, call: str) -> None:
         if self._pause_held:
-            raise RolloutError(f"{call} would wait for ever, as generation is paused; call resume() first")
+            raise RolloutError(f"{call} would wait forever, because generation is paused; call resume() first")
 
     async def evaluate(
         self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, seed: int
@@ -361,7 +363,8 @@ class RolloutDriver:
             return None
         if isinstance(label, bool) or not isinstance(label, int) or not newest < label < 2**31:
             raise ConfigError(
-                f"weight_update: label must be a whole number above {newest}, that of the weights before, got {label!r}"
+                f"weight_update: label must be a whole number above {newest}, the label of the previous weights, got "
+                f"{label!r}"
             )
         return self.core.clock.current._replace(n=label)
 
@@ -387,8 +390,8 @@ class RolloutDriver:
         bound = now - 1 if to is None else to
         if isinstance(bound, bool) or not isinstance(bound, int) or not 0 <= bound <= now:
             raise ConfigError(
-                f"lower_staleness: the bound is {now} and can be lowered to 0 at least, got {bound!r}; a higher one is "
-                "a matter of the configuration (max_staleness)"
+                f"lower_staleness: bound must be between 0 and the current bound, {now}, got {bound!r}; to raise it, "
+                "change the configuration (max_staleness)"
             )
         self.post(ev.StalenessLowered(bound))
         if self.core.train_first and self._too_many_untrained is not None and not self._too_many_untrained.done():
@@ -401,7 +404,7 @@ class RolloutDriver:
             raise ConfigError(f"{call}: a batch is named by its number, batch.id; got {named!r}")
         newest = -1 if self.handed_out is None else self.handed_out
         if named is not None and not 0 <= named <= newest:
-            there = f"the batches so far are 0 to {newest}" if newest >= 0 else "there was no batch yet"
+            there = f"the batches so far are 0 to {newest}" if newest >= 0 else "no batch was delivered yet"
             raise ConfigError(f"{call}: there is no batch {named}; {there}")
         return [b for b in self.core.leased if b <= newest]
 
@@ -442,7 +445,7 @@ class RolloutDriver:
     def require_new(self, name: str) -> None:
         """Raise ConfigError if there is an engine of this name."""
         if name in self.core.engines.states:
-            raise ConfigError(f"add_engine: there is an engine {name} already; names must be unique")
+            raise ConfigError(f"add_engine: an engine {name} exists already; names must be unique")
 
     async def remove_engine(self, name: str, *, cut: bool) -> Engine:
         """Send an engine no more requests, wait until it has none, and return it without closing it.
@@ -453,7 +456,7 @@ class RolloutDriver:
         engine = self.executor.engines.get(name)
         if engine is None:
             names = ", ".join(self.executor.engines) or "none"
-            raise ConfigError(f"remove_engine: there is no engine {name}; there are {names}")
+            raise ConfigError(f"remove_engine: no engine is named {name}; the engines are {names}")
         gone = self._leaving.setdefault(name, asyncio.get_running_loop().create_future())
         self.post(ev.EngineLeaving(name, cut))
         await asyncio.shield(gone)
@@ -478,7 +481,7 @@ class RolloutDriver:
         """Return the core's state, the position in the prompts, the sampling, and outputs of rollout functions."""
         self._raise_if_broken()
         if self._loading:
-            raise CheckpointError("a state is being loaded; take one when load_state_dict has returned")
+            raise CheckpointError("a state is being loaded; call state_dict after load_state_dict has returned")
         self.executor.streams.catch_up()
         core, prompts = snapshot.take(self.core, trained_through), self._source.state_dict()
         content: dict[str, Any] = {"core": core, "prompts": prompts, "sampling": sampling_out(self.sampling)}
@@ -508,10 +511,12 @@ class RolloutDriver:
             refuse_sampling(trial, sampling, self.sampling, allow_mismatch=self._settings.allow_mismatch)
             snapshot.require_fresh(self.core)
             if self._drawing:
-                raise CheckpointError("prompts are being drawn for this scheduler; load the state into a new one")
+                raise CheckpointError(
+                    "this scheduler has already started to draw prompts; load the state into a new one"
+                )
             self._loading = True
             try:
-                again = "the prompts drawn before, which are gone through again"
+                again = "the prompts drawn before the restart, which are drawn again"
                 with self.long_waits.waiting_for("load_state_dict", again):
                     rest = await self._rest_from(prompts)
                 refuse_undrawn(trial, rest.position)
@@ -669,10 +674,12 @@ class RolloutDriver:
             self.recorder.record_batch(batch)
         if self._options.delivered is not None:
             self._options.delivered(batch)
-        log.info("batch %d: %s", batch.id, why or "it was there already")
+        log.info("batch %d: %s", batch.id, why or "it was ready already")
         if batch.id == 0 and len(batch.group_sizes) < self.core.settings.rollout_batch_size:
-            log.warning("batch 0 has %d of %d groups, as there are no more prompts; to repeat them set epochs or "
-                        "on_data_end: wrap", len(batch.group_sizes), self.core.settings.rollout_batch_size)  # fmt: skip
+            log.warning((
+                "batch 0 has only %d of %d groups because the prompts have ended; to repeat them set epochs or "
+                "on_data_end: wrap"
+            ), len(batch.group_sizes), self.core.settings.rollout_batch_size)  # fmt: skip
         if self._without_end is not None:
             self._warn_without_ends(batch)
         if self._source.first is not None and not self._ranks_told:
@@ -691,8 +698,8 @@ class RolloutDriver:
         if unended and seen >= MAX_WITHOUT_END:
             log.warning(
                 "all %d responses so far have max_response_len=%d tokens: none of them contains an end-of-sequence "
-                "token, which are %s here; if the model ends its turns with another one, name that in "
-                "sampling.stop_token_ids (docs/rollouts.md)",
+                "token (%s); if the model ends its turns with another token, add it to sampling.stop_token_ids "
+                "(docs/rollouts.md)",
                 seen, most, sorted(self.core.engines.eos_token_ids) or "unknown",
             )  # fmt: skip
             self._without_end = None
@@ -700,14 +707,14 @@ class RolloutDriver:
     def _end_of_data(self, command: do.EndOfData) -> None:
         what = "complete groups" if self.core.settings.whole_groups else "finished responses"
         rest = (
-            f"{what} that wait for more prompts: {command.kept}; give those to extend(), or set on_data_end: short"
+            f"{what} that wait for more prompts: {command.kept}; add prompts with extend(), or set on_data_end: short"
             if command.kept
-            else "every prompt is settled"
+            else "every prompt is delivered or dropped"
         )
         if dropped := {str(reason): count for reason, count in self.core.prompts.dropped.items() if count}:
             rest += f" (dropped so far: {dropped})"
         some = self.core.context.groups_drawn > 0
-        ended = "the prompt source has ended" if some else "there are no prompts: prompts= gave none"
+        ended = "the prompt source has ended" if some else "prompts= contains no prompts"
         self._fail_batch(DataExhausted(f"{ended}; {rest}"))
 
     def _fail(self, command: do.Fail) -> None:
@@ -783,7 +790,7 @@ def outputs_in(outputs: Any) -> dict[SampleId, Any]:
     try:
         return {SampleId(group, index): restored(value) for group, index, value in outputs}
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"the state is damaged: what functions have returned: {error}") from error
+        raise CheckpointError(f"the state is damaged: the functions' results cannot be read: {error}") from error
 
 
 def sampling_out(sampling: SamplingParams) -> dict[str, Any]:
@@ -801,12 +808,12 @@ def refuse_sampling(core: RolloutCore, saved: Any, sampling: SamplingParams, *, 
     """
     now = sampling_out(sampling)
     if not isinstance(saved, dict) or saved.keys() != now.keys():
-        raise CheckpointError("the state is damaged: it does not say how it was sampled")
+        raise CheckpointError("the state is damaged: its sampling parameters are missing")
     held = core.tokens.held
     for name, value in now.items():
         if saved[name] != value and held and not (allow_mismatch and name not in ALWAYS_REFUSED):
             raise CheckpointError(
-                f"the state holds {held} tokens that were sampled with {name}={saved[name]}, the configuration has "
+                f"the state holds {held} tokens that were sampled with {name}={saved[name]}, but the configuration has "
                 f"{value}; set sampling.{name} as it was"
                 + ("" if name in ALWAYS_REFUSED else ", or allow_mismatch: true if your trainer accounts for it")
             )
@@ -817,8 +824,8 @@ def refuse_undrawn(core: RolloutCore, stand: Position) -> None:
     names = [(group.prompt.epoch, group.prompt.position) for group in core.buffer]
     if len(set(names)) < len(names) or any(name >= (stand.epoch, stand.position) for name in names):
         raise CheckpointError(
-            f"the state is damaged: it holds prompts that were not drawn before prompt {stand.position} of epoch "
-            f"{stand.epoch}, or one of them twice"
+            f"the state is damaged: it holds a prompt twice, or one that was not drawn before prompt {stand.position} "
+            f"of epoch {stand.epoch}"
         )
 
 
@@ -826,4 +833,4 @@ def log_changes(core: RolloutCore, state: dict[str, Any]) -> None:
     """Log the settings that differ from those in the saved state."""
     if changes := snapshot.changed_settings(core, state):
         said = "; ".join(f"{name} was {saved}, now {now}" for name, (saved, now) in changes.items())
-        log.info("the state goes on under other settings: %s", said)
+        log.info("the run continues from the state under other settings: %s", said)

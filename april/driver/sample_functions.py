@@ -192,7 +192,7 @@ class SampleFunctions:
     def _refuse_after_its_end(self, function: UserCall) -> None:
         """Raise if the function has ended, or the scheduler is closed: its leftover tasks may still call ``llm``."""
         if self._closed:
-            raise SchedulerClosed("llm: the scheduler is closed, and nothing is generated any more")
+            raise SchedulerClosed("llm: the scheduler is closed, so nothing is generated any more")
         if function.done:
             raise RolloutError(AFTER_ITS_END)
 
@@ -295,7 +295,7 @@ class SampleFunctions:
                 self._post(ev.CallUnheard(sample.id, number))
             abandoned = isinstance(error, TimeoutError) and bool(runner.calls)
             if error is None and runner.calls:
-                error = RolloutError(f"it returned, but {_ABANDONED}")
+                error = RolloutError(f"it returned too early: {_ABANDONED}")
             if error is None:
                 if evaluation is None:
                     self._succeeded.add(FunctionKind.ROLLOUT)
@@ -347,7 +347,7 @@ class SampleFunctions:
 
         def placed() -> tuple[Int32, tuple[Placed, ...]]:
             pictures = reader.read(images, "llm.generate")
-            return reader.place_after(token_ids, have, known, pictures, "llm.generate: what is new")
+            return reader.place_after(token_ids, have, known, pictures, "llm.generate: the new part")
 
         try:
             return await run_in_thread(placed) if images else placed()
@@ -543,6 +543,6 @@ def answered_by(sample: Sample) -> list[AnsweredCall]:
 
 
 _ABANDONED = (
-    "an earlier llm.generate was given up (cancelled, timed out or not awaited) while its response is still being "
-    "generated; await every call to its end, without a timeout: a parked call takes as long as the steps between"
+    "an earlier llm.generate was given up (cancelled, timed out or not awaited) while its response was still being "
+    "generated; await every call to its end, without a timeout, as a call may take several steps"
 )

@@ -77,8 +77,8 @@ class UserCall:
             self._calls.warn_slow(name_of(self._function), self._where)
             return None if limits.seconds is None else limits.seconds - limits.warn_s
         error = RolloutError(
-            f"{name_of(self._function)} was not done with {self._where} after "
-            f"function_timeout_s={limits.seconds:g}; limit what it waits for, or raise function_timeout_s"
+            f"{name_of(self._function)} did not finish {self._where} within function_timeout_s={limits.seconds:g}; set "
+            "a time limit on whatever it waits for, or raise function_timeout_s"
         )
         if not self.done:
             if self.task is not None:
@@ -155,8 +155,8 @@ class UserCalls:
         if now < self._warned.get(name, now):
             return
         self._warned[name] = now + WARN_AGAIN * early_s
-        ends = "nothing ends it (function_timeout_s)" if seconds is None else f"it is ended after {seconds:g} s"
-        log.warning("%s has been at work on %s for %g s; %s", name, where, early_s, ends)
+        ends = "no limit is set (function_timeout_s)" if seconds is None else f"april ends it after {seconds:g} s"
+        log.warning("%s has been working on %s for %g s; %s", name, where, early_s, ends)
 
     def release_thread(self, call: UserCall) -> None:
         """Stop counting a call as running, and start the next plain function in the queue."""
@@ -339,8 +339,8 @@ class WorkerThreads:
             job = self._pool.submit(outcome_of, partial(context.run, partial(function, *args)))
         except RuntimeError as error:
             raise RolloutError(
-                f"the system gives no more threads ({error}; this process has {threading.active_count()}); plain "
-                "functions need one each: start fewer samples at a time, or write async functions"
+                f"the system gives no more threads ({error}; this process has {threading.active_count()}), and each "
+                "plain function needs one; start fewer samples at a time, or write async functions"
             ) from None
         job.add_done_callback(lambda done: call_on(loop, heard, done.result()))
         return job

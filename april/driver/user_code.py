@@ -58,7 +58,7 @@ def refuse_inside_user_code() -> None:
     if _inside.get():
         raise RolloutError(
             "next_batch, weight_update, evaluate and close cannot be called inside a rollout or reward function, or a "
-            "transfer: they may wait for that very function; call them where the trainer runs"
+            "transfer, because they may wait for that very function; call them where the trainer runs"
         )
 
 
@@ -87,7 +87,7 @@ def check_function(what: str, function: Any, parameters: Sequence[str]) -> None:
     except TypeError as error:
         given = ", ".join(parameters)
         raise ConfigError(
-            f"{what} is called with ({given}), which {name_of(function)}{signature} does not take: {error}"
+            f"{what} is called with ({given}), but {name_of(function)}{signature} does not accept that: {error}"
         ) from None
 
 
@@ -285,8 +285,8 @@ def describe_with_place(error: BaseException, place: str) -> str:
     said = f"{describe(error)} ({place})" if place else describe(error)
     if isinstance(error, ValueError) and "main thread" in str(error):  # from signal.signal, or a library that uses it
         said += (
-            "; plain functions run in threads, which have no signals: set function_timeout_s, or let what needs an "
-            "alarm run in a process of its own"
+            "; plain functions run in threads, where signals do not work: set function_timeout_s, or use the alarm in "
+            "a process of its own"
         )
     return said
 

@@ -152,7 +152,7 @@ class TrainerUpdate(WeightUpdate):
         """
         if self._transferred or self._caller_thread is not None:
             if not self._transferred and self._caller_thread == threading.get_ident():
-                raise RolloutError("a signal handler asks for the weight update in the middle of which it was called")
+                raise RolloutError("a signal handler called weight_update during a weight update")
             reply = self._begin(run)
             self._report_progress()  # the interrupted caller may not have done so
             reply.wait()
@@ -210,9 +210,9 @@ class TrainerUpdate(WeightUpdate):
                 await self._handed_over
         except TimeoutError:
             self._timeout_error = (
-                f"weight_update: its transfer function had not returned in {self._limit_s:g} s, and nobody knows what "
-                "the servers have of the new weights; call weight_update again, with a transfer that ends, or raise "
-                "outage_deadline_s, of which this is twice as long"
+                f"weight_update: its transfer function did not return within {self._limit_s:g} s, so april does not "
+                "know which weights the servers have; call weight_update again with a transfer that ends, or raise "
+                "outage_deadline_s, which is half of this limit"
             )
             log.error("%s", self._timeout_error)
             self._interrupt()
@@ -313,7 +313,7 @@ class OpenUpdates:
 
 UNCHANGED = {
     "weight_update": "would keep the old weights under the new version",
-    "load_state_dict": "would keep the weights that they have now, whatever they are, under the checkpoint's version",
+    "load_state_dict": "would keep their current weights under the checkpoint's version",
 }
 """Part of an error message: what servers that get no weights would do, by the call that changes the version."""
 
@@ -338,8 +338,8 @@ def directory_for(
     if path is not None and is_adapter(path):
         if in_flight is not OnWeightUpdate.RESUBMIT:
             raise ConfigError(
-                f"{what}: {path} is an adapter, which a request keeps to its end: on_weight_update: {in_flight} would "
-                "leave those in flight on old ones; set on_weight_update: resubmit"
+                f"{what}: {path} is an adapter, and a request keeps its adapter until it ends, so on_weight_update: "
+                f"{in_flight} would leave requests in flight on old weights; set on_weight_update: resubmit"
             )
         for engine in engines:
             can = engine.capabilities
@@ -350,8 +350,8 @@ def directory_for(
     if servers and path is None and not written:
         raise ConfigError(
             f"{what}: {', '.join(servers)} {UNCHANGED[what]}; give path=, a directory that every server can read, or "
-            "transfer=, a function that hands the weights over (one that does nothing says that the servers have them "
-            "already)"
+            "transfer=, a function that hands the weights over (a function that does nothing means that the servers "
+            "already have them)"
         )
     return absolute(path) if servers and path is not None else path
 

@@ -182,18 +182,18 @@ def _abort(c: Capabilities, config: Config | None) -> str | None:
         return ""
     if c.abort_means is not AbortMeans.BY_ID or c.cause("abort_means") is not None:
         return None
-    return "each request by its id; its tokens are handed over"
+    return "each request by its id; its tokens are returned"
 
 
 _EXACT_LOGPROBS = {
-    LogprobKind.TEMPERATURE: "of log_softmax(logits / T), what a trainer recomputes, at every temperature",
-    LogprobKind.PROCESSED: "of the distribution sampled from: with top_p 1 what a trainer recomputes",
+    LogprobKind.TEMPERATURE: "those of log_softmax(logits / T), as a trainer recomputes them, at every temperature",
+    LogprobKind.PROCESSED: "those of the distribution that is sampled; with top_p 1 a trainer recomputes the same",
 }
 
 
 def _logprobs(c: Capabilities, config: Config | None) -> str | None:
     if config is not None and config.sampling.temperature == 1 and c.logprob_kind not in _EXACT_LOGPROBS:
-        return "right at sampling.temperature 1, and at no other"
+        return "right only at sampling.temperature 1"
     return _EXACT_LOGPROBS.get(c.logprob_kind)
 
 
@@ -226,7 +226,7 @@ def _weights(c: Capabilities, config: Config | None) -> str | None:
         return f"from a directory (weight_update(path)),{sent} or by a transfer of your own"
     cause = c.cause("updates_from_disk")
     if cause is not None and cause.code is LimitCode.ADAPTERS_ONLY:
-        return "adapters (LoRA) from a directory; whole weights not, as requests name an adapter"
+        return "adapters (LoRA) from a directory, but no full weights, because requests use an adapter"
     return None
 
 
@@ -235,20 +235,22 @@ def _adapters(c: Capabilities, config: Config | None) -> str | None:
         return None if c.needs.get("adapters") else ""
     rank = "" if c.adapters.max_rank is None else f" up to rank {c.adapters.max_rank}"
     slots = "" if c.adapters.slots is None else f", {c.adapters.slots} at the same time"
-    return f"LoRA policies are loaded as such{rank}{slots}, from a directory and beside requests"
+    return f"LoRA policies are loaded as adapters{rank}{slots}, from a directory and alongside requests"
 
 
 def _extras_missing(config: Config, kinds: Sequence[str], engine: str, c: Capabilities) -> str:
     missing = ", ".join(extra for extra in config.extras if extra not in c.extras)
-    remedy = f"it gives {', '.join(c.extras)}" if c.extras else c.remedy("extras")
+    remedy = f"it returns {', '.join(c.extras)}" if c.extras else c.remedy("extras")
     return missing and f"engine {engine} does not give {missing} with its tokens, as extras asks; {remedy}"
 
 
 def _images(c: Capabilities, config: Config | None) -> str | None:
     if not c.attachments:
         return None if c.needs.get("attachments") else ""
-    bans = "and what stands for them is never generated" if c.bans else "and what stands for them may be generated"
-    return f"{', '.join(c.attachments)}: they come with prompts that have some, {bans}"
+    bans = (
+        "and the model never generates their placeholders"
+    ) if c.bans else "and the model may generate their placeholders"
+    return f"{', '.join(c.attachments)}: accepted with prompts, {bans}"
 
 
 def _attachments_missing(config: Config, kinds: Sequence[str], engine: str, c: Capabilities) -> str:
@@ -285,7 +287,7 @@ def _ends(c: Capabilities, config: Config | None) -> str | None:
         ids = ", ".join(map(str, c.eos_token_ids))
         return f"a response ends with token{'s' * (len(c.eos_token_ids) > 1)} {ids}, or with a stop id"
     if config is not None and getattr(config.engine, "eos_token_ids", None) is not None:
-        return "no id but a stop id ends a response, as engine.eos_token_ids says"
+        return "only a stop id ends a response, as engine.eos_token_ids says"
     return None
 
 
@@ -297,7 +299,7 @@ ABILITIES = (
             f"tokens; set {'generation: stepwise, ' if _is_continuous(config) else ''}over_sampling_batch_size to "
             "rollout_batch_size, and refill: none"
         ),
-        lacking="an aborted request hands over nothing: no partial rollouts, N' = N",
+        lacking="an aborted request returns nothing, so partial rollouts are impossible: N' = N",
         shown=lambda c, config: "" if c.returns_partials else None,
         words={"partials of aborted requests": lambda c: "handed over" if c.returns_partials else "lost"},
     ),
@@ -309,7 +311,7 @@ ABILITIES = (
         name="verifies_weights", causes=(LimitCode.NO_LABELS,), subject="versions",
         shown=lambda c, config: None if not c.verifies_weights else (
             "replies say which weights made which token" if c.version_spans
-            else "known from when a request was sent: april ends all requests before weights change"
+            else "derived from when a request was sent: april ends all requests before weights change"
         ),
     ),
     Ability(
@@ -333,21 +335,23 @@ ABILITIES = (
         words={"weights from the trainer's process": lambda c: "yes" if c.collective or c.takes_tensors else "no"},
     ),
     Ability(
-        name="adapters", lacking="the engine takes no adapters", remedy="use servers that take adapters",
+        name="adapters", lacking="the engine accepts no adapters", remedy="use servers that accept adapters",
         subject="adapters", shown=_adapters,
         remark=lambda c: (
             f"none are taken; a LoRA policy is sent merged, as a whole model; for adapters {c.remedy('adapters')}"
         ),
     ),
     Ability(
-        name="extras", unfit=_extras_missing, lacking="the engine gives no rows with its tokens",
-        remedy="leave extras out, or use an engine that does", subject="extras",
-        shown=lambda c, config: f"{', '.join(c.extras)}: rows come with the tokens, for extras" if c.extras else "",
+        name="extras", unfit=_extras_missing, lacking="the engine returns no rows with its tokens",
+        remedy="leave extras out, or use another engine", subject="extras",
+        shown=lambda c, config: (
+            f"{', '.join(c.extras)}: the server returns these rows with the tokens, for extras"
+        ) if c.extras else "",
         words={"rows with tokens": lambda c: ", ".join(c.extras) or "none"},
     ),
     Ability(
         name="attachments", unfit=_attachments_missing, lacking="the engine takes no attachments",
-        remedy="use an engine and a model that do", subject="images", shown=_images,
+        remedy="use an engine and a model that accept them", subject="images", shown=_images,
         remark=lambda c: (
             f"none are taken, though its model takes some; for prompts that have some, {c.remedy('attachments')}"
         ),
@@ -369,8 +373,10 @@ ABILITIES = (
     Ability(name="eos_token_ids", causes=(LimitCode.UNKNOWN_EOS,), subject="ends", shown=_ends),
     Ability(
         name="streams", subject="if it dies",
-        shown=lambda c, config: "april can hold tokens as they are made (max_token_loss)" if c.streams else None,
-        remark=lambda c: "tokens of its running requests are made again; engine.max_token_loss bounds how many",
+        shown=lambda c, config: "april can receive tokens while they are made (max_token_loss)" if c.streams else None,
+        remark=lambda c: (
+            "april generates the tokens of its running requests again; engine.max_token_loss limits how many"
+        ),
         words={
             "tokens come": lambda c: "while they are made" if c.streams else "at the end of a request",
             "lost if the engine dies": lambda c: (
@@ -382,7 +388,7 @@ ABILITIES = (
         name="honours_seeds", lacking="honours_seeds is False",
         causes=(LimitCode.NO_SEEDS, LimitCode.CHUNKED_PREFILL), subject="seeds",
         shown=lambda c, config: "the same seed gives the same tokens" if c.honours_seeds else None,
-        remark=lambda c: "not honoured: runs do not repeat; nothing else depends on them",
+        remark=lambda c: "seeds have no effect, so runs cannot be repeated; nothing else depends on them",
         words={"seeds": lambda c: "honoured" if c.honours_seeds else "not honoured"},
     ),
     Ability(

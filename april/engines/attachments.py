@@ -24,6 +24,7 @@ def attachment_bytes(attachment: Attachment) -> bytes:
         raise AttachmentError(f"{what} cannot be read: {error.strerror or error}") from None
     if hashlib.sha256(data).hexdigest() != attachment.digest:
         raise AttachmentError(
-            f"{what} has other content than when its prompt was drawn; a response that has begun cannot go on with it"
+            f"{what} has changed since its prompt was drawn, so a response that has begun cannot continue; restore the "
+            "old content"
         )
     return data

@@ -38,7 +38,7 @@ class EngineBase:
 
     def _require_paused(self, *, stopped: bool = True) -> None:
         if not (self._paused and stopped):
-            raise EngineError(f"engine {self._name}: weights change only while it is paused; await pause() first")
+            raise EngineError(f"engine {self._name}: weights can change only while it is paused; await pause() first")
 
 
 class VersionedEngine(EngineBase):

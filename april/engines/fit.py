@@ -32,7 +32,7 @@ def check_engines(config: Config, engines: Sequence[Engine], *, gathers: bool, a
             raise ConfigError(f"engines: {type(engine).__name__} is not an engine (april.engines.protocol.Engine)")
         if engine.capabilities.gathers_weights and not gathers:
             raise ConfigError(
-                f"engine {engine.name}: the model's parameters are sharded over ranks, which have to gather them "
+                f"engine {engine.name}: the model's parameters are sharded over several ranks, which must gather them "
                 "together; use april.RankScheduler on every rank"
             )
     names = [e.name for e in engines]
@@ -56,12 +56,13 @@ def warnings_of(config: Config) -> Iterator[str]:
     n, over = config.rollout_batch_size, config.groups_in_work
     if over < n:
         yield (
-            f"over_sampling_batch_size={over} is below rollout_batch_size={n}, so groups are submitted in portions of "
-            f"{over} until {n} are in work, and none beyond; to over-sample set it above {n}"
+            f"over_sampling_batch_size={over} is below rollout_batch_size={n}, so april starts {over} groups at a time "
+            f"until {n} are in work, and no more; to over-sample, set it above {n}"
         )
     most = (config.max_staleness + 1) * n
     if over > most and config.on_stale is not OnStale.DROP:
         yield (
-            f"max_staleness={config.max_staleness} limits the groups in work to {most}: what over_sampling_batch_size="
-            f"{over} begins beyond that could not be trained in time; raise max_staleness, or set on_stale: drop"
+            f"max_staleness={config.max_staleness} allows {most} groups in work at most: more, as "
+            f"over_sampling_batch_size={over} asks for, could not be trained in time; raise max_staleness, or set "
+            "on_stale: drop"
         )

@@ -95,8 +95,9 @@ def extract_images(
         return plain, rest
     if used_count != given_count:
         raise ConfigError(
-            f'{where} has {counted(given_count, "image")} beside its messages ("images"), and '
-            f'{counted(used_count, "part")} {{"type": "image"}} in them; give one for each'
+            f'{where} has {counted(given_count, "image")} in "images", but '
+            f'{counted(used_count, "part")} {{"type": "image"}} in its '
+            "messages; give one part for each image"
         )
     return plain, found
 

@@ -33,12 +33,12 @@ def fetch_image(url: str, hosts: Sequence[str], max_bytes: int, where: str) -> b
     except ValueError:
         host = ""
     if not host:
-        raise ConfigError(f"{where} has a URL without a host; give a whole one, or the image itself")
+        raise ConfigError(f"{where} has a URL without a host; give a complete URL, or the image itself")
     named = host in hosts
     if not named and not any(h.startswith("*.") and host.endswith(h[1:]) for h in hosts):
         raise ConfigError(
-            f"{where} is at {clean(host, 100)}, and images are fetched from the hosts in images.hosts alone; name it "
-            "there, or give the image itself"
+            f"{where} is at {clean(host, 100)}, but images are fetched only from the hosts in images.hosts; add the "
+            "host there, or give the image itself"
         )
     what = f"{where}, from {clean(host, 100)},"
     address = _address(host, port, what, private=named)
@@ -62,8 +62,8 @@ def _address(host: str, port: int, what: str, *, private: bool) -> str:
     for address in found:
         if not private and not _is_public(address):
             raise ConfigError(
-                f"{what} is at {address}, which is not a public address; name that very host in images.hosts if it is "
-                "meant"
+                f"{what} is at {address}, which is not a public address; if that is intended, add this exact host to "
+                "images.hosts"
             )
     return found[0]
 
@@ -97,7 +97,7 @@ def _read(connection: socket.socket, parts: SplitResult, host: str, max_bytes: i
         speaker.request("GET", path, headers={"Host": at if port == default else f"{at}:{port}", "Accept": "image/*"})
         with closing(speaker.getresponse()) as response:
             if 300 <= response.status < 400:
-                raise ConfigError(f"{what} is elsewhere, says its server (HTTP {response.status}); give its last URL")
+                raise ConfigError(f"{what} was moved (HTTP {response.status}); give its final URL")
             if response.status != 200:
                 raise ConfigError(f"{what} cannot be fetched: HTTP {response.status}")
             if (response.length or 0) > max_bytes:
@@ -108,7 +108,7 @@ def _read(connection: socket.socket, parts: SplitResult, host: str, max_bytes: i
                 if len(data) > max_bytes:
                     raise ConfigError(_too_large_message(what, max_bytes))
             if response.length:
-                raise ConfigError(f"{what} broke off after {len(data):,} bytes")
+                raise ConfigError(f"{what} was interrupted after {len(data):,} bytes")
             return bytes(data)
     finally:
         late.cancel()
@@ -122,4 +122,4 @@ def _close_late(sockets: Sequence[socket.socket]) -> None:
 
 
 def _too_large_message(what: str, max_bytes: int) -> str:
-    return f"{what} has more bytes than images.max_bytes, {max_bytes:,}; make it smaller, or raise that"
+    return f"{what} has more bytes than images.max_bytes, {max_bytes:,}; make the image smaller, or raise the limit"

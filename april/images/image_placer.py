@@ -43,7 +43,7 @@ def load_processor(processor: Any) -> Any:
         loader: Any = transformers.AutoProcessor
         return loader.from_pretrained(processor)
     except Exception as error:  # such as a wrong path, a model without a processor, or a missing package
-        raise ConfigError(f"processor: it cannot be loaded: {clean(error)}") from error
+        raise ConfigError(f"processor: loading failed: {clean(error)}") from error
 
 
 class ImagePlacer:
@@ -113,9 +113,9 @@ class ImagePlacer:
             ours, _ = self.place(self.encode(text), pictures, "a prompt")
             if not np.array_equal(ours, theirs):
                 raise ConfigError(
-                    f"processor: {self.name} makes other tokens of a prompt with images ({len(theirs)}) than april "
-                    f"({len(ours)}), which follows processors that put the same tokens in place of each "
-                    f"{clean(mark)}; this model's images cannot be used"
+                    f"processor: {self.name} turns a prompt with images into {len(theirs)} tokens and april into "
+                    f"{len(ours)}; april only supports processors that replace each {clean(mark)} by the same tokens, "
+                    "so this model's images cannot be used"
                 )
 
     def _trial_chat(self) -> str:
@@ -135,7 +135,7 @@ class ImagePlacer:
             return np.array(output["input_ids"][0], np.int32)
         except Exception as error:
             size = " and ".join(f"{width} x {height}" for height, width in sizes)
-            raise ConfigError(f"{self.name} does not take an image of {size} pixels: {clean(error)}") from error
+            raise ConfigError(f"{self.name} rejects an image of {size} pixels: {clean(error)}") from error
 
     def _token_count(self, height: int, width: int) -> int:
         """Return the number of tokens of an image as the processor counts them from its size; -1 if it cannot."""
@@ -146,7 +146,7 @@ class ImagePlacer:
             return -1
         except Exception as error:  # a size that the processor does not take
             raise ConfigError(
-                f"{self.name} does not take an image of {width} x {height} pixels: {clean(error)}"
+                f"{self.name} rejects an image of {width} x {height} pixels: {clean(error)}"
             ) from error
 
     @property
@@ -174,7 +174,7 @@ class ImagePlacer:
         try:
             return self.encode(self.text(messages, tools))
         except Exception as error:  # whatever a template raises
-            raise ConfigError(f"{where}: the chat template does not take its messages: {clean(error)}") from error
+            raise ConfigError(f"{where}: the chat template rejects its messages: {clean(error)}") from error
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -304,7 +304,7 @@ class ImagePlacer:
     def _wrong_count_message(self, found: int, others: int, replacements: Sequence[Int32], where: str) -> str:
         mark, images = clean(self._placeholder), len(replacements)
         if others and found == images:
-            return f"{where} has {others} placeholders of video or sound, which april does not take; it takes images"
+            return f"{where} has {others} placeholders of video or sound, but april only supports images"
         whole = sum(int((tokens == self._placeholder_id).sum()) for tokens in replacements)
         remedy = f"one placeholder for each image, or all {whole} that {self.name} makes of them"
         return (

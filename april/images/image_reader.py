@@ -74,7 +74,7 @@ class ImageReader:
         """Raise ConfigError if a conversation has too many images."""
         if count > self._limits.max_per_prompt:
             raise ConfigError(
-                f"{where} has {count:,} images, and images.max_per_prompt is {self._limits.max_per_prompt:,}; give it "
+                f"{where} has {count:,} images, but images.max_per_prompt is {self._limits.max_per_prompt:,}; give "
                 "fewer, or raise that"
             )
 
@@ -136,16 +136,18 @@ class ImageReader:
         if scheme == "file" and self._allow_paths:
             named = urlsplit(url)
             if named.netloc not in ("", "localhost"):
-                raise ConfigError(f"{where}: {clean(text, 100)} is a file of another machine; give a path of this one")
+                raise ConfigError(f"{where}: {clean(text, 100)} is a file on another machine; give a path on this one")
             return self._read_file(url2pathname(named.path), where, decode)
         if not self._allow_paths:
-            raise ConfigError(f"{where}: a client sends an image as a data: URL or in base64, not as {clean(text, 40)}")
+            raise ConfigError(
+                f"{where}: a client must send an image as a data: URL or in base64, not as {clean(text, 40)}"
+            )
         return self._read_file(text, where, decode)
 
     def _decode_data_url(self, url: str, where: str) -> bytes:
         head, comma, body = url.partition(",")
         if not comma:
-            raise ConfigError(f"{where} is a data: URL without a comma, which has no content; was it cut?")
+            raise ConfigError(f"{where} is a data: URL without a comma, so it has no content; was it truncated?")
         if "base64" in [parameter.strip() for parameter in head.lower().split(";")[1:]]:
             return self._decode_base64(body, where)
         self._check_size(len(body) // 3, where)
@@ -171,17 +173,17 @@ class ImageReader:
             why = f"{len(raw) - len(coded)} padding characters follow {len(coded):,} others"
         else:
             return base64.b64decode(coded + b"=" * (-len(coded) % 4))
-        raise ConfigError(f"{where} is no base64; was it cut, or encoded twice ({why})?")
+        raise ConfigError(f"{where} is not base64; was it truncated, or encoded twice ({why})?")
 
     def _read_file(self, path: str, where: str, decode: bool) -> Picture:
         named = f"{where} ({clean(path, 100)})"
         if not self._allow_paths:
-            raise ConfigError(f"{where}: a client sends an image as a data: URL or in base64, not as a path")
+            raise ConfigError(f"{where}: a client must send an image as a data: URL or in base64, not as a path")
         try:
             with open(path, "rb") as file:
                 about = os.fstat(file.fileno())
                 if not stat.S_ISREG(about.st_mode):
-                    raise ConfigError(f"{named} is no file")
+                    raise ConfigError(f"{named} is not a file")
                 self._check_size(about.st_size, named)
                 data = file.read(self._limits.max_bytes + 1)
         except (OSError, ValueError) as error:  # ValueError: a null byte in the file's name
@@ -203,7 +205,7 @@ class ImageReader:
     def _check_size(self, size: int, where: str) -> None:
         if size > self._limits.max_bytes:
             raise ConfigError(
-                f"{where} has {size:,} bytes, and images.max_bytes is {self._limits.max_bytes:,}; make it smaller, or "
+                f"{where} has {size:,} bytes, but images.max_bytes is {self._limits.max_bytes:,}; make it smaller, or "
                 "raise that"
             )
 
@@ -212,7 +214,7 @@ class ImageReader:
             raise ConfigError(f"{where} is empty: {width} x {height} pixels")
         if width * height > self._limits.max_pixels:
             raise ConfigError(
-                f"{where} has {width:,} x {height:,} pixels, and images.max_pixels is {self._limits.max_pixels:,}; "
+                f"{where} has {width:,} x {height:,} pixels, but images.max_pixels is {self._limits.max_pixels:,}; "
                 "make it smaller, or raise that"
             )
 
@@ -250,17 +252,17 @@ class ImageReader:
             raise
         except UnidentifiedImageError:
             raise ConfigError(
-                f"{where} is no image that can be read ({len(data):,} bytes beginning with {data[:8]!r}); give one of "
-                f"{', '.join(FORMATS)}"
+                f"{where} is not an image that can be read ({len(data):,} bytes beginning with {data[:8]!r}); give one "
+                f"of {', '.join(FORMATS)}"
             ) from None
         except Image.DecompressionBombError:
             raise ConfigError(
-                f"{where} has more pixels than images.max_pixels, {self._limits.max_pixels:,}, and than PIL takes; "
+                f"{where} has more pixels than images.max_pixels, {self._limits.max_pixels:,}, and than PIL accepts; "
                 "make it smaller"
             ) from None
         except Exception as error:  # whatever a decoder raises on broken data
             raise ConfigError(
-                f"{where} is broken, or was cut: it cannot be decoded ({clean(error, 100)}); make it anew"
+                f"{where} is damaged or truncated: it cannot be decoded ({clean(error, 100)}); create the file again"
             ) from None
 
 
@@ -270,7 +272,7 @@ def _is_animated(image: Any) -> bool:
 
 
 def _animated(where: str) -> str:
-    return f"{where} is animated, and readers would differ in which of its frames they take; give one frame"
+    return f"{where} is animated, and different readers would use different frames of it; give one frame"
 
 
 def _as_png(image: Any, where: str) -> bytes:
@@ -279,7 +281,7 @@ def _as_png(image: Any, where: str) -> bytes:
 
     if image.mode.startswith(("I", "F")):
         raise ConfigError(
-            f"{where} has the mode {image.mode}, more than 8 bits per channel, which readers make differently small; "
+            f"{where} has the mode {image.mode}, more than 8 bits per channel, which readers reduce in different ways; "
             'convert it to "RGB"'
         )
     buffer = io.BytesIO()
@@ -295,6 +297,6 @@ def _as_png(image: Any, where: str) -> bytes:
         raise
     except Exception as error:
         raise ConfigError(
-            f"{where} is broken, or was cut: it cannot be decoded ({clean(error, 100)}); make it anew"
+            f"{where} is damaged or truncated: it cannot be decoded ({clean(error, 100)}); create the file again"
         ) from None
     return buffer.getvalue()

@@ -137,7 +137,7 @@ class RankClient:
         loop.call_later(self._heartbeats.interval_s, self._check_heartbeats, websocket)
 
     def _mark_lost(self, why: str) -> None:
-        self._lost_reason = f"{self._name} is gone: {why}"
+        self._lost_reason = f"the connection to {self._name} is lost: {why}"
         self._group_error = self._group_error or RankError(self._lost_reason, (0,))
 
     async def _send(self, websocket: aiohttp.ClientWebSocketResponse, message: bytes) -> None:
@@ -193,7 +193,7 @@ class RankClient:
         try:
             pack(look)
         except TypeError as error:
-            raise ConfigError(f"{method}: an argument cannot go to {self._name}: {error}") from None
+            raise ConfigError(f"{method}: an argument cannot be sent to {self._name}: {error}") from None
         ended = self._wait_for(lambda: self._post("/look", look))
         assert isinstance(ended, messages.CallResult)
         if ended.error is not None:

@@ -65,7 +65,7 @@ def pack_call(method: str, arguments: Mapping[str, Any]) -> bytes:
     try:
         return pack(call)
     except TypeError as error:
-        raise ConfigError(f"{method}: an argument cannot go to the core's actor: {error}") from None
+        raise ConfigError(f"{method}: an argument cannot be sent to the core's actor: {error}") from None
 
 
 def pack_failure(error: Exception) -> bytes:
@@ -82,7 +82,7 @@ def unpack_call(content: bytes, transfer: Callable[[], Any]) -> tuple[str, dict[
     if call.error is not None:
         raise error_from_message(call.error)
     if call.method not in CALL_RESULTS:
-        raise RankError(f"a rank asks for {call.method!r}, which is no call of the ranks", (0,))
+        raise RankError(f"a rank calls {call.method!r}, which ranks cannot call", (0,))
     more: dict[str, Any] = {} if call.prompts is None else {"prompts": call.prompts}
     return call.method, call.arguments | more | ({"transfer": transfer} if call.transfer else {})
 
@@ -98,8 +98,8 @@ def _as_plain_prompt(method: str, item: Any, number: int) -> Prompt:
     chat = isinstance(item, Mapping) and item.get("messages") and not {"token_ids", "input_ids"} & item.keys()
     if chat or (isinstance(item, Mapping) and item.get("images")):
         raise ConfigError(
-            f"{method}: prompt {number} is a chat or has images, which are read where the scheduler is; give them "
-            "among its prompts, or give token ids here"
+            f"{method}: prompt {number} is a chat or has images, which can only be read in the scheduler's process; "
+            "give it among the scheduler's prompts, or give token ids here"
         )
     # only the scheduler knows whether the rollout function writes its own conversations
     bare = item and has_no_conversation(item)
@@ -112,11 +112,11 @@ def refuse_not_plain(prompt: Prompt) -> None:
     """Raise RolloutError for a prompt whose data cannot go to another process."""
     data = dict(prompt.data)
     why = why_not_plain(data, "data")
-    why = why or next((f"the key {key!r}, which is no string" for key in data if type(key) is not str), None)
+    why = why or next((f"the key {key!r}, which is not a string" for key in data if type(key) is not str), None)
     if why is not None:
         raise RolloutError(
-            f"the data of prompt {prompt.position} cannot go to another rank: {why}; use numbers, text, bytes, lists "
-            "and dicts"
+            f"the data of prompt {prompt.position} cannot be sent to another rank: {why}; use numbers, text, bytes, "
+            "lists and dicts"
         )
 
 

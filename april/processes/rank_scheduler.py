@@ -86,9 +86,9 @@ def warn_if_weights_differ(rank: int, own: bytes, first: bytes) -> bool:
     if len(here) == len(there):
         how = f"largest difference of {len(here):,} values: {np.nanmax(np.abs(here - there)):.2g}"
     log.warning(
-        "rank %d does not generate from the weights of rank 0 (%s), so log-probabilities are not those of the model "
-        "that is trained on them; train one model on all ranks (DistributedDataParallel, or average the gradients), or "
-        "give model= on rank 0 only", rank, how,
+        "rank %d does not generate from the weights of rank 0 (%s), so its log-probabilities do not belong to the "
+        "model that is trained with them; train one model on all ranks (DistributedDataParallel, or average the "
+        "gradients), or give model= on rank 0 only", rank, how,
     )  # fmt: skip
     return True
 
@@ -119,7 +119,7 @@ class PendingCall:
         """Carry out the call, or wait for the thread that does; after an interrupt the call stays open."""
         if self._runner is not None:
             if self._runner == threading.get_ident():
-                raise RolloutError(f"{self.call_text} was called in the middle of itself, by a signal handler")
+                raise RolloutError(f"a signal handler called {self.call_text} during {self.call_text}")
             self.outcome.wait()
         if self.outcome.done():
             return
@@ -234,7 +234,7 @@ class SharedScheduler(RolloutScheduler):
                 arguments["weights"] = GatheredWeights(request.weights, on_all)
         if method == JOIN:
             if missing := set(range(self._ranks.shares)) - set(shares):
-                raise ConfigError(f"ranks: nobody has the data_rank {min(missing)}, of data_size {self._ranks.shares}")
+                raise ConfigError(f"ranks: no rank has the data_rank {min(missing)}, of data_size {self._ranks.shares}")
             if arguments:
                 self._add_rank_engines(on_all(JOIN, pack(arguments["gathers"])), arguments["key"])
             return None, [pack(None)] * len(shares)
@@ -267,7 +267,7 @@ class SharedScheduler(RolloutScheduler):
     def query(self, method: str, arguments: list[Any]) -> bytes:
         """Answer a question of a rank in another process."""
         if method not in packing.QUERY_RESULTS:
-            raise RolloutError(f"a rank cannot ask for {method}")
+            raise RolloutError(f"a rank cannot call {method}")
         return pack(self.value_of(method, *arguments))
 
     def value_of(self, method: str, *arguments: Any) -> Any:
@@ -448,7 +448,7 @@ class RankScheduler(BatchIterator, SchedulerQueries):
             self._rank_engines = RankEngines(self.config, model, engines, processor, host=client.host, key=client.token)
         if gathers and not engines_to_gather(self.engines):
             raise ConfigError(
-                "the parameters of rank 0's model are sharded over the ranks, so every rank gives its model: model="
+                "the parameters of rank 0's model are sharded over the ranks, so every rank must give its model: model="
             )
         return b"" if self._rank_engines is None else pack(self._rank_engines.urls)
 
@@ -560,7 +560,7 @@ class RankScheduler(BatchIterator, SchedulerQueries):
         call = self._pending
         if call is not None and call.has_caller:
             raise RolloutError(
-                f"{call_text} was called while {call.call_text} is waited for; make one call after the other"
+                f"{call_text} was called while {call.call_text} was still running; make one call after the other"
             )
         if call is None or call.call_text != call_text:
             # takes the place of an interrupted call: the other ranks are told that the calls differ

@@ -249,9 +249,10 @@ class RankServer:
     def _disconnect_replaced(self, rank: int) -> None:
         """Disconnect a rank that was restarted while it seems to be connected still."""
         if (websocket := self._websockets.get(rank)) is not None:
-            message = messages.GroupFailed(f"rank {rank} has attached anew, and is not here any more", (rank,))
+            sentence = f"rank {rank} has connected again, and this connection is no longer valid"
+            message = messages.GroupFailed(sentence, (rank,))
             self._in_background(self._disconnect(websocket, pack(message)))
-        self._remove_rank(rank, "it was started anew")
+        self._remove_rank(rank, "it was restarted")
 
     async def _disconnect(self, websocket: web.WebSocketResponse, message: bytes = messages.HEARTBEAT) -> None:
         await self._send(websocket, message)
@@ -275,10 +276,12 @@ class RankServer:
         if not why or self._closing or self.group_error is not None:
             return
         if not self._allow_rejoin:
-            self._fail_group(f"rank {rank} is gone: {why}", (rank,))
+            self._fail_group(f"the connection to rank {rank} is lost: {why}", (rank,))
             return
         late_s = self._ranks.rank_timeout_s
-        sentence = f"rank {rank} is gone: {why}; it has not come back within {late_s:g} s (rank_timeout_s)"
+        sentence = (
+            f"the connection to rank {rank} is lost: {why}; it did not come back within {late_s:g} s (rank_timeout_s)"
+        )
         self._rejoin_timers[rank] = asyncio.get_running_loop().call_later(late_s, self._fail_group, sentence, (rank,))
         for call in self._calls.values():
             if not call.started:
@@ -296,7 +299,7 @@ class RankServer:
             self._fail_group(f"rank {rank} has ended with an error: {error}", (rank,))
         elif (found := next(((r, what) for r, what in waiting if r != rank), None)) is not None:
             other, call_text = found
-            self._fail_group(f"rank {rank} closed its scheduler in the middle of {call_text} of rank {other}", (rank,))
+            self._fail_group(f"rank {rank} closed its scheduler during {call_text} of rank {other}", (rank,))
         self._check_waiters()
 
     # ---------------------------------------------------------------- a call
@@ -368,7 +371,7 @@ class RankServer:
             why = "has attached anew, and is not here any more" if rank in self._sessions else "has lost its connection"
             raise self._group_error_copy() or RankError(f"rank {rank} {why}", (rank,))
         if latest < self._latest_requests.get(rank, latest):
-            raise RankError(f"rank {rank} has asked again since", (rank,))
+            raise RankError(f"rank {rank} has made a newer call", (rank,))
         self._latest_requests[rank], self._latest_calls[rank] = latest, request.call_number
         call = self._calls.setdefault(request.call_number, CollectiveCall())
         self._require_same_call(rank, call, request.call_text)
@@ -387,13 +390,13 @@ class RankServer:
         other = next((r for r, text in others.items() if text != call_text), None)
         if other is not None and call.results is not None and self._allow_rejoin:
             raise RankError(
-                f"rank {rank} was started anew and makes another call than all ranks have made there: {call_text} in "
-                f"place of {others[other]}"
+                f"rank {rank} was restarted and makes another call than all ranks have made there: {call_text} "
+                f"instead of {others[other]}"
             )
         if other is not None and call.started:
             self._fail_group(
-                f"rank {rank} was interrupted in {others[other]} and called {call_text} instead, which the others did "
-                "not; a call that was interrupted must be made again",
+                f"rank {rank} was interrupted in {others[other]} and called {call_text} instead, unlike the other "
+                "ranks; an interrupted call must be made again",
                 (rank,),
             )
         elif other is not None:
@@ -500,7 +503,7 @@ class RankServer:
     def _fail_missing(self, missing: Collection[int], where: str) -> None:
         late_s = self._ranks.rank_timeout_s
         self._fail_group(
-            f"{_rank_names(missing)} did not come to {where} within {late_s:g} s (rank_timeout_s)", missing
+            f"{_rank_names(missing)} did not reach {where} within {late_s:g} s (rank_timeout_s)", missing
         )
 
     def _fail_group(self, sentence: str, ranks: Iterable[int]) -> None:
@@ -509,7 +512,7 @@ class RankServer:
             return
         self.group_error = RankError(sentence, tuple(sorted(set(ranks))))
         if self._allow_rejoin and not self._closing:
-            log.warning("the ranks do not go on together: %s", sentence)
+            log.warning("the ranks cannot continue together: %s", sentence)
         for websocket in self._websockets.values():
             self._in_background(self._send(websocket, pack(messages.GroupFailed(sentence, self.group_error.ranks))))
         self._check_waiters()

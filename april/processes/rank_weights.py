@@ -55,14 +55,14 @@ class RankWeights:
             self._portions = self._require_source().ungathered_buckets()
         elif step == READ:
             if self._portions is None:
-                raise RolloutError("weight_update was interrupted in the middle of sending weights; call it again")
+                raise RolloutError("weight_update was interrupted while it sent weights; call it again")
             drawn = self._portions
             self.portion = call_user_code(lambda: next(drawn, None))  # the iterable may be the user's code
         elif step == COMPARE:
             if self.portion is None or self.portion.digest() != content:
                 raise RolloutError(
-                    f"weights: this rank has {_portion_names(self.portion)} next, and rank 0 has something else; every "
-                    "rank must give the same names, shapes and dtypes in the same order"
+                    f"weights: this rank sends {_portion_names(self.portion)} next, but rank 0 sends something else; "
+                    "every rank must give the same names, shapes and dtypes in the same order"
                 )
         else:
             self._gather()
@@ -82,7 +82,7 @@ class RankWeights:
 
     def _require_source(self) -> WeightSource:
         if self.source is None:
-            raise RolloutError("weight_update was interrupted in the middle of sending weights; call it again")
+            raise RolloutError("weight_update was interrupted while it sent weights; call it again")
         return self.source
 
     def _require_portion(self) -> UngatheredBucket:

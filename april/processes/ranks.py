@@ -53,7 +53,9 @@ class Ranks:
             if isinstance(number, bool) or not isinstance(number, int | None):
                 raise ConfigError(f"ranks: {name} must be a whole number, got {number!r}")
         if not 0 <= self.rank < self.world_size:
-            raise ConfigError(f"ranks: rank {self.rank} is none of {self.world_size}; ranks count from 0")
+            raise ConfigError(
+                f"ranks: rank {self.rank} is not one of {self.world_size} ranks, which are numbered from 0"
+            )
         if not 0 <= self.share < self.shares <= self.world_size:
             raise ConfigError(
                 f"ranks: data_rank {self.share} of data_size {self.shares} is not among {self.world_size} ranks"
@@ -62,13 +64,13 @@ class Ranks:
             raise ConfigError("ranks: rank_timeout_s and rank_deadline_s must be above 0")
         if self.world_size > 1 and self.store is None and not (self.address and self.token):
             raise ConfigError(
-                "ranks: several ranks need the address at which rank 0 listens and a token, the same for all; "
-                "Ranks.of_torch() finds them under torch.distributed"
+                "ranks: several ranks need the address at which rank 0 listens and a common token; Ranks.of_torch() "
+                "finds both under torch.distributed"
             )
         if self.token:
             checked_key(self.token)
         if self.rank and self.store is None and not split_address(self.address)[1]:
-            raise ConfigError(f"ranks: nobody finds rank 0 at {self.address}; give the port at which it listens")
+            raise ConfigError(f"ranks: rank 0 cannot be reached at {self.address}; give the port at which it listens")
 
     def __repr__(self) -> str:
         return f"<Ranks rank={self.rank} of {self.world_size}, share {self.share} of {self.shares}>"
@@ -153,7 +155,7 @@ class Rendezvous:
             address, _, token = bytes(store.get(self._key)).decode("ascii").partition(" ")
         except Exception as error:  # whatever torch raises
             raise RankError(
-                f"rank 0 has not said where it listens within {timeout_s:g} s (rank_timeout_s), or torch's store is "
+                f"rank 0 did not publish its address within {timeout_s:g} s (rank_timeout_s), or torch's store is "
                 f"gone: {type(error).__name__}",
                 (0,),
             ) from None

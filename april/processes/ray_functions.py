@@ -45,7 +45,7 @@ def require_ray() -> Any:
     except ImportError:
         raise ConfigError("april.ray needs Ray 2.40 or newer: pip install ray") from None
     if not ray.is_initialized():
-        raise ConfigError("april.ray: call ray.init() first; april begins no cluster of its own")
+        raise ConfigError("april.ray: call ray.init() first; april does not start a cluster itself")
     return ray
 
 
@@ -78,12 +78,14 @@ def remote(
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ConfigError(f"{what}: expected a whole number and at least 1, got {count!r}")
     if own := RESERVED_OPTIONS & options.keys():
-        raise ConfigError(f"april.ray.remote: {min(own)} is april's, which replaces actors that died; leave it out")
+        raise ConfigError(
+            f"april.ray.remote: april itself sets {min(own)} because it replaces actors that died; leave it out"
+        )
     try:
         ray.remote(num_cpus=num_cpus, **options)(_PlainActor)
         ray.cloudpickle.dumps(function)
     except Exception as error:
-        raise ConfigError(f"april.ray.remote: Ray does not take {name_of(function)}: {describe(error)}") from None
+        raise ConfigError(f"april.ray.remote: Ray rejects {name_of(function)}: {describe(error)}") from None
     return _RemoteFunction(function, num_actors, {"num_cpus": num_cpus, **options})
 
 
@@ -114,7 +116,7 @@ class _RemoteFunction:
             except FunctionLost as error:
                 deaths += 1
                 if deaths == MAX_DEATHS:
-                    died = f"{deaths} actors in a row died while {self.__qualname__} ran there"
+                    died = f"{deaths} actors in a row died while they ran {self.__qualname__}"
                     raise RolloutError(f"{died}, the last one: {error}") from None
 
     def _pool(self, arguments: Sequence[Any], *, side_by_side: bool) -> _Pool:

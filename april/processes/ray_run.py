@@ -88,7 +88,9 @@ class SchedulerActor:
         """Return the Config and the Ranks for a rank, or a RankError if there is no such rank."""
         await self._attachable.wait()
         if not 0 <= rank < self._ranks.world_size:
-            return RankError(f"rank {rank} is none of {self._ranks.world_size}; ranks count from 0", (rank,))
+            return RankError((
+                f"rank {rank} is not one of {self._ranks.world_size} ranks, which are numbered from 0"
+            ), (rank,))
         return self._config, replace(self._ranks, rank=rank)
 
     async def close(self) -> None:
@@ -136,8 +138,8 @@ class ActorScheduler(RankScheduler):
     def _weights_to_send(self, given: Any) -> None:
         if given is not None:
             raise ConfigError(
-                "weights=: the engines of a run are in other processes, and weights go to engines of rank 0's; give "
-                "path=, or transfer="
+                "weights=: the engines of a run are in other processes, but weights can only be sent to engines in "
+                "rank 0's process; give path=, or transfer="
             )
 
     def _method_call(self, method: str, bound: inspect.BoundArguments) -> Any:
@@ -263,8 +265,8 @@ def scheduler(
         raise ConfigError(f"ranks: expected a whole number and at least 1, got {ranks!r}")
     if (actor_options or {}).get("max_restarts"):
         raise ConfigError(
-            "actor_options: a core that Ray starts anew has lost what it held, so max_restarts stays 0; make a new run "
-            "and give it the saved state with load_state_dict"
+            "actor_options: max_restarts must stay 0, because a core that Ray restarts has lost what it held; make a "
+            "new run and load the saved state with load_state_dict"
         )
     group = Ranks(
         world_size=ranks, address=f"ray:{name}", token=secrets.token_hex(32), rank_timeout_s=rank_timeout_s,
@@ -275,7 +277,7 @@ def scheduler(
     try:
         core = actor.options(**{**(actor_options or {}), **lives, "name": ACTOR_NAME}).remote()
     except ValueError:
-        raise ConfigError(f"name: there is a run {name!r} in this cluster already") from None
+        raise ConfigError(f"name: a run named {name!r} exists already in this cluster") from None
     run = Run(name, core)
     try:
         error = ray.get(

@@ -91,7 +91,7 @@ def _converter(kind: type) -> Converter:
         return lambda value, of, named: [_CONVERTERS[type(v)](v, of, n) for v, n in zip(value, are_names, strict=True)]
     if issubclass(kind, (list, tuple)):
         return lambda value, of, named: [_CONVERTERS[type(item)](item, of, named) for item in value]
-    raise TypeError(f"a {kind.__name__} has no plain form")
+    raise TypeError(f"a {kind.__name__} cannot be recorded")
 
 
 class _Converters(dict[type, Converter]):

@@ -117,7 +117,7 @@ class RecordFile:
             self._write_waiting()
         except OSError as error:
             self.ended = True
-            log.warning("the record %s ends here, the run goes on: %s", self.path, error.strerror)
+            log.warning("the record %s ends here, but the run continues: %s", self.path, error.strerror)
         finally:
             os.close(self._file)
 
@@ -163,7 +163,7 @@ def _rename_existing(path: Path) -> None:
             raise
         else:
             if not _remove_if_empty(renamed):
-                log.info("what was in %s is kept as %s", path, renamed)
+                log.info("the old content of %s is kept as %s", path, renamed)
         return
 
 
@@ -229,7 +229,7 @@ class LineReader:
                 raise ValueError
         except (ValueError, RecursionError):
             if self.number == 0:
-                raise RecordError(f"{self._path} is no record of april's") from None
+                raise RecordError(f"{self._path} is not a record of april") from None
             raise RecordError(f"line {self.number + 1} of {self._path} is damaged, or was changed") from None
         self.number += 1
         return Line(self.number, time_s, what, parts, digest)
@@ -268,7 +268,7 @@ def lines_of(path: Path, only: Collection[str] = ()) -> Iterator[Line]:
     except OSError as error:
         raise RecordError(f"{path} cannot be read: {error.strerror}") from None
     if reader.number == 0:
-        raise RecordError(f"{path} is no record of april's")
+        raise RecordError(f"{path} is not a record of april")
 
 
 def refuse_other_formats(path: Path, head: dict[str, Any]) -> None:
@@ -281,5 +281,5 @@ def refuse_other_formats(path: Path, head: dict[str, Any]) -> None:
 def end_text(kind: str, fields: dict[str, Any]) -> str | None:
     """Return words on how the record ends if this is its last line, else None."""
     if kind == CUT_OFF:
-        return f"the run went on, its record did not: {fields.get('why')}"
+        return f"the run continued, but its record stopped: {fields.get('why')}"
     return "the run was closed" if kind == CLOSED else None

@@ -76,10 +76,10 @@ class _RecordLines:
             self.decisions.add(commands)
             why = self.file.add(self._line(kind, parts()))
         except Exception as error:
-            why = f"{kind} could not be written down ({type(error).__name__})"
+            why = f"{kind} could not be recorded ({type(error).__name__})"
         if why:
             self.file.ended = True
-            log.warning("the record %s ends here, the run goes on: %s", self.file.path, why)
+            log.warning("the record %s ends here, but the run continues: %s", self.file.path, why)
             self.file.add(self._line(CUT_OFF, {"why": why}), last=True)
 
     def close(self) -> None:

@@ -68,9 +68,11 @@ class Replay:
         ledgers = {"tokens": core.tokens.as_dict(), "prompts": core.prompts.as_dict()}
         return {
             "recorded": f"{self.head.get('began')}, april {self.head.get('april')}, {self.seconds:.1f} s",
-            "events": f"{count}, all decided as in the run; ledgers and indices checked {self.checks} times",
-            "steps": f"{self.events['StepRequested']} asked for, {core.context.batches} batches delivered",
-            "time": bottleneck_of(self.steps, core.settings) or "none passed before a batch",
+            "events": (
+                f"{count}, with the same decisions as in the run; ledgers and indices checked {self.checks} times"
+            ),
+            "steps": f"{self.events['StepRequested']} requested, {core.context.batches} batches delivered",
+            "time": bottleneck_of(self.steps, core.settings) or "none before a batch",
             "version": str(core.clock.current),
             **{name: ", ".join(f"{key} {value}" for key, value in of.items()) for name, of in ledgers.items()},
             "digest": self.decisions.digest,
@@ -115,7 +117,7 @@ def replay(path: Path, *, whole_story: bool = False, watch: EventObserver | None
             raise RecordError(f"{where} is not valid: {type(error).__name__}: {error}") from None
         run.seconds = time_s
         if run.decisions.digest != digest:
-            why = broke or "the core decides otherwise than it did in the run"
+            why = broke or "the core decides differently than in the run"
             raise RecordError(f"{where}: {why} (recorded by april {head.get('april')}, replayed by {__version__})")
         if broke:
             run.end = f"the run broke in line {number}: {broke}"

@@ -86,7 +86,7 @@ def checksum_of(data: bytes) -> str:
 def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise TypeError(f"a {type(value).__name__} is no plain value")
+    raise TypeError(f"a {type(value).__name__} is not a plain value")
 
 
 NO_SYNC = (errno.EINVAL, errno.ENOTSUP)

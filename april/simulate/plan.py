@@ -252,7 +252,7 @@ def plan(
         RolloutError: the core gave up.
     """
     if not 0.0 <= max_off_policy_share <= 1.0:
-        raise ValueError(f"max_off_policy_share={max_off_policy_share:g} is a share, from 0 to 1")
+        raise ValueError(f"max_off_policy_share must be from 0 to 1, got {max_off_policy_share:g}")
     space = space or SearchSpace.full(workload)
     rows: dict[Schedule, CandidateResult] = {}
     share = max_off_policy_share

@@ -37,7 +37,7 @@ MAX_SHOWN_ROWS = 8
 
 def plan_table(plan: Plan) -> Table:
     """Return a table of the Pareto front of speed and off-policy share, with the chosen candidate marked."""
-    out = Table(title="What cannot be had faster without older tokens", box=SIMPLE_HEAD, collapse_padding=True)
+    out = Table(title="What is faster only with older tokens", box=SIMPLE_HEAD, collapse_padding=True)
     for column in ("", "tokens\nper s", "speed-\nup", "off-\npolicy", "stale-\nness", "s per\nbatch"):
         out.add_column(column, justify="right" if column else "left", no_wrap=bool(column))
     rows = [row for row in pareto_front(plan.rows) if row is not plan.base][:MAX_SHOWN_ROWS]
@@ -73,8 +73,8 @@ def notes(workload: Workload, row: CandidateResult) -> list[str]:
     if row.schedule.quorum != 1.0:
         out.append(
             f"group_quorum {row.schedule.quorum:g}: a batch is N x n single responses, with parts of groups. Take the "
-            "advantages from batch.advantages(), never from means over the rows of a group, and let every token weigh "
-            'the same in the loss, as april.loss_weights(mask, "dapo") does: docs/quorum.md'
+            "advantages from batch.advantages(), never from means over the rows of a group, and give every token the "
+            'same weight in the loss, as april.loss_weights(mask, "dapo") does: docs/quorum.md'
         )
     if row.off_policy_share:
         out.append(
@@ -82,20 +82,22 @@ def notes(workload: Workload, row: CandidateResult) -> list[str]:
             "log-probabilities of the batch to correct for them, docs/corrections.md"
         )
     if config.on_stale is OnStale.MASK:
-        out.append("on_stale mask: tokens that are too old have loss_mask 0, and the loss must leave them out")
+        out.append("on_stale mask: tokens that are too old have loss_mask 0, so the loss must leave them out")
     if not run.get("partial_rollout", True):
         out.append("partial_rollout was false in the run; this plan needs it to be true")
     if not run:
         out.append(
-            "planned from lengths, without a run: sampling, engine, seed and all else that is not here have their "
-            "defaults; add those of your run"
+            "planned from lengths, without a run: sampling, engine, seed and all settings that are missing here have "
+            "their defaults; add those of your run"
         )
     elif missing := [name for name in type(config).model_fields if name not in {*run, *SHOWN_ALWAYS}]:
-        out.append(f"not in the record, and therefore not here: {', '.join(missing)}; add those of your run")
+        out.append(f"missing here, because the record does not have them: {', '.join(missing)}; add those of your run")
     if "api_key_env" in run.get("engine", ()) and run["engine"]["api_key_env"] is None:
-        out.append("a key of the servers is in no record; if they need one, name it by engine.api_key_env")
+        out.append("a record never contains the servers' key; if they need one, set engine.api_key_env")
     if workload.filtered:
-        out.append("filter= of the run is no setting: give it to the scheduler again. Its rejections are not simulated")
+        out.append(
+            "the run's filter= is not a setting: give it to the scheduler again. Its rejections are not simulated"
+        )
     return out
 
 
@@ -198,7 +200,7 @@ def plan_file(
         f"trained tokens from older weights, at most {best.staleness_max} updates old", soft_wrap=True,
     )  # fmt: skip
     if best.off_policy_share > max_off_policy_share:
-        console.print(f"note: no candidate stays within an off-policy share of {max_off_policy_share:.0%}")
+        console.print(f"note: no candidate has an off-policy share of {max_off_policy_share:.0%} or less")
     for note in notes(workload, best):
         console.print(f"note: {note}", soft_wrap=True)
     written = [out / "plan.yaml", out / "plan.json"]
@@ -220,7 +222,9 @@ def read_workload(path: Path, given: dict[str, Any]) -> Workload:
     if wrong and "measured_cost" in given:
         raise ValueError(f"the engines' cost was measured; leave out {', '.join(wrong)}")
     if wrong and recorded:
-        raise ValueError(f"{path} is the record of a run, whose engines' cost is known; leave out {', '.join(wrong)}")
+        raise ValueError(
+            f"{path} is the record of a run, from which the engines' cost is known; leave out {', '.join(wrong)}"
+        )
     if not recorded:
         return Workload(lengths_file=path, over=given.get("groups", Workload.groups), **given)
     found = workload_of(path)

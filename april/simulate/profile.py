@@ -74,12 +74,12 @@ def read_cost(path: Path) -> DecodeCost:
     try:
         found: Any = json.loads(path.read_text("utf-8"))
         if not isinstance(found, dict) or found.get("format") != FORMAT:
-            raise ValueError("no format that this april knows")
+            raise ValueError("its format is unknown to this version of april")
         return DecodeCost(**{str(name): value for name, value in found["cost"].items()})
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not what april profile has written: {error}") from None
+        raise ValueError(f"{path} was not written by april profile: {error}") from None
 
 
 def in_flight_points(most: int) -> list[int]:
@@ -139,15 +139,15 @@ def _fitted(numbers: Sequence[int], seen: list[list[list[EndedRequest]]]) -> Cos
     found = fit(Requests.of(used))
     if found is None:
         raise EngineError(
-            f"{len(used)} requests brought {sum(ran.generated for ran in used)} tokens, which does not tell what a "
-            f"step costs; at least {MIN_REQUESTS} are needed, and more than a few tokens each"
+            f"{len(used)} requests made {sum(ran.generated for ran in used)} tokens, which does not show what a step "
+            f"costs; at least {MIN_REQUESTS} requests are needed, with more than a few tokens each"
         )
     errors, speeds = [], {}
     for number, wave in zip(numbers, seen[-1], strict=True):
         requests = Requests.of(wave)
         took = float((requests.ended_s - requests.began_s).sum())
         if took <= 0.0:
-            raise EngineError(f"{len(wave)} requests took no time, which does not tell what a step costs")
+            raise EngineError(f"{len(wave)} requests took no time, which does not show what a step costs")
         errors.append(abs(float(predicted_s(requests, found.cost).sum()) / took - 1.0))
         seconds = float(requests.ended_s.max() - requests.began_s.min())
         speeds[number] = float(requests.generated.sum()) / seconds
@@ -188,9 +188,9 @@ def profile_server(
     console.print(table)
     cost = found.cost
     console.print(
-        f"a step takes {cost_of_a_step(cost)}; a prefilled token takes {short_time(cost.per_prefill_token_s)}. "
-        f"Fitted to {found.requests:,} requests, off by "
-        f"{found.held_out:.0%} in the last round, which was left out of that", soft_wrap=True,
+        f"a step takes {cost_of_a_step(cost)}; a prefilled token takes {short_time(cost.per_prefill_token_s)}. Fitted "
+        f"to {found.requests:,} requests; the error is {found.held_out:.0%} on the last round, which was not used for "
+        "the fit", soft_wrap=True,
     )  # fmt: skip
     found.write(out)
     console.print(f"wrote {out}: april plan LENGTHS --cost {out}", soft_wrap=True)

@@ -39,7 +39,7 @@ def workload_of(path: Path) -> Workload:
     lengths = lengths_of(run)
     if run.finished.size < MIN_RESPONSES:
         count = run.finished.size
-        raise RecordError(f"{path}: {count} responses came to their end; {MIN_RESPONSES} are needed to plan")
+        raise RecordError(f"{path}: {count} responses were finished, but {MIN_RESPONSES} are needed to plan")
     first = run.context[(run.age == 0) & ~run.evaluation]
     # the first step is not typical: it began with nothing in flight
     train_s, ahead = pace(batch.metrics for batch in run.batches[1:])
@@ -63,7 +63,7 @@ def doubts_of(run: RunData) -> tuple[str, ...]:
     out = []
     if len(run.batches) < FEW_BATCHES:
         few = len(run.batches)
-        out.append(f"the record has {few} batches; from {FEW_BATCHES} on lengths and costs are known well enough")
+        out.append(f"the record has {few} batches; {FEW_BATCHES} are needed to know lengths and costs well enough")
     if (limit := limit_distance_of(run)) is not None and limit.doubt:
         out.append(f"the speeds may be wrong: {limit.doubt}")
     return tuple(out)
@@ -105,7 +105,7 @@ def mean_cost(run: RunData, path: Path) -> DecodeCost:
     """Return the mean cost of the run's engines. Raises RecordError if none could be fitted."""
     costs = [fitted.cost for fitted in run.costs.values()]
     if not costs:
-        raise RecordError(f"{path}: too few requests ended to know what the engines cost")
+        raise RecordError(f"{path}: too few requests ended to estimate the engines' cost")
     return DecodeCost(
         *(
             float(np.mean([getattr(cost, name) for cost in costs]))

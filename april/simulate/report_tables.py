@@ -123,9 +123,9 @@ def verdict(report: dict[str, Any]) -> list[str]:
     if report["loop"] is not None:
         return [*_loop_verdict(report), *(f"note: {note}" for note in report["notes"])]
     return [
-        f"refill reaches {m['fraction_of_limit']:.1%} of its limit: the same tokens on the same engines, with "
-        f"{m['in_flight']} samples in flight all the time; {m['reprefill_time_share']:.1%} of the time goes to "
-        f"prefilling again what the ends of steps cut, {m['bubble']:.1%} of the slots are empty",
+        f"refill reaches {m['fraction_of_limit']:.1%} of its limit, which is the speed for the same tokens on the same "
+        f"engines with {m['in_flight']} samples always in flight; {m['reprefill_time_share']:.1%} of the time is spent "
+        f"to prefill again what the ends of steps cut, {m['bubble']:.1%} of the slots are empty",
         *_quorum_verdict(report),
         *(f"note: {note}" for note in report["notes"]),
     ]

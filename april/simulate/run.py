@@ -326,10 +326,12 @@ def _notes(workload: Workload, modes: dict[str, dict[str, Any]]) -> list[str]:
         if m["in_flight"] > workload.fits:
             notes.append(
                 f"{name}: the KV cache holds about {workload.fits:.0f} samples on average, not {m['in_flight']}, so "
-                f"the limit at {m['in_flight']} in flight is out of reach; use more GPUs or fewer samples in flight"
+                f"the limit at {m['in_flight']} in flight cannot be reached; use more GPUs or fewer samples in flight"
             )
         if m["preemptions"]:
-            notes.append(f"{name}: the KV cache was full, {m['preemptions']:,} times a sample had to leave it and wait")
+            notes.append(
+                f"{name}: the KV cache was full, and {m['preemptions']:,} times a sample had to leave it and wait"
+            )
         bound = m["max_staleness"] * workload.groups
         of_them = "" if m["group_quorum"] == 1.0 else " (responses not delivered, divided by n)"
         if (
@@ -340,14 +342,14 @@ def _notes(workload: Workload, modes: dict[str, dict[str, Any]]) -> list[str]:
             and m["in_flight"] <= workload.fits  # otherwise slots are also empty because the KV cache is full
         ):
             notes.append(
-                f"{name}: max_staleness={workload.max_staleness} binds: no more than {bound + workload.groups} groups "
-                f"may be held{of_them}, or some could not be delivered in time, so {m['bubble']:.0%} of the slots stay "
-                f"empty; raise max_staleness or lower the {m['in_flight']} samples in flight"
+                f"{name}: max_staleness={workload.max_staleness} limits the run: at most {bound + workload.groups} "
+                f"groups may be held{of_them}, or some could not be delivered in time, so {m['bubble']:.0%} of the "
+                f"slots stay empty; raise max_staleness or lower the {m['in_flight']} samples in flight"
             )
         if m["dropped_tokens"]:
             notes.append(
                 f"{name}: {m['dropped_tokens'] / m['generated_tokens']:.1%} of the generated tokens were dropped "
-                f"because they got too old (on_stale={workload.on_stale}); they do not count as throughput"
+                f"because they were too old (on_stale={workload.on_stale}); they do not count as throughput"
             )
         if m["masked_tokens"]:
             share = m["masked_tokens"] / (m["masked_tokens"] + m["trained_tokens"])

@@ -143,7 +143,9 @@ class _Auditor:
             delivered += generated
             share = old / generated if generated else 0.0
             if abs(share - batch.off_policy_share) > 1e-9:
-                self.problems.append(f"batch {batch.id} says off_policy_share {batch.off_policy_share}, it is {share}")
+                self.problems.append(
+                    f"batch {batch.id} reports off_policy_share {batch.off_policy_share}, but it is {share}"
+                )
         self.seeds()
         waiting = rejected = lost = 0
         for record in self.records.values():
@@ -226,7 +228,7 @@ class _Auditor:
         where = slice(segment.start, segment.start + segment.count)
         for what in ("tokens", "logprobs"):
             if not np.array_equal(getattr(sample, what)[where], getattr(row, what)[where]):
-                self.wrong(sample, f"has other {what} from {segment.start} than the state that was loaded")
+                self.wrong(sample, f"has other {what} from {segment.start} than the loaded state")
         return True
 
     def equal(
@@ -266,7 +268,7 @@ class _Auditor:
         for segment in sample.segments:
             mask = sample.loss_mask[segment.start : segment.start + segment.count]
             if segment.kind is SegmentKind.GENERATED and not mask.all() and (mask.any() or segment.version >= kept):
-                self.wrong(sample, f"has no loss on tokens of version {segment.version}, and has some on {kept}")
+                self.wrong(sample, f"has no loss on tokens of version {segment.version}, but has some on {kept}")
 
     def end(self, sample: DeliveredSample, last: AttemptRecord) -> None:
         """Check that a stopped response ends in the stop token of its last attempt."""
@@ -292,8 +294,8 @@ class _Auditor:
             missing = record.count - self.used[record.attempt_id]
             if record.request.sample_key in seen and not record.wrong and missing:
                 self.problems.append(
-                    f"{_name(record)} handed over {record.count} tokens, {missing} of them are not in the delivered "
-                    "sample (pass ledger= if samples may begin again)"
+                    f"{_name(record)} handed over {record.count} tokens, but {missing} of them are not in the "
+                    "delivered sample (pass ledger= if samples may begin again)"
                 )
 
     def compare(self, ledger: Ledger, handed_over: int, delivered: int, rejected: int, lost: int) -> None:
@@ -310,10 +312,10 @@ class _Auditor:
             ("corrupt", rejected, min(max(rejected, corrupt), corrupt + ledger.dropped[DropReason.NO_EXTRAS])),
         ):
             if counted != booked:
-                self.problems.append(f"the ledger has {booked} tokens {what}, the engines' records say {counted}")
+                self.problems.append(f"the ledger has {booked} tokens {what}, but the engines' records have {counted}")
         if lost > named:
             self.problems.append(
-                f"{lost} tokens of delivered samples are not in them, and the ledger names {named} as dropped"
+                f"{lost} tokens of delivered samples are missing in them, but the ledger lists {named} as dropped"
             )
 
 

@@ -430,7 +430,7 @@ class FakeEngine(WithoutWeights):
         if not 0 <= held < total:
             raise self._violation(request, f"response_offset {held} leaves no prompt in its {total} token ids")
         if held and int(request.token_ids[-1]) in self._stops(request):
-            raise self._violation(request, "it continues a response that has ended in a stop token")
+            raise self._violation(request, "it continues a response that has already ended with a stop token")
         if room < 1:
             raise self._violation(
                 request, f"no token may be generated: max_tokens {request.sampling.max_tokens}, context used {total}"

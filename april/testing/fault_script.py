@@ -119,7 +119,7 @@ class Fault:
 
     def __post_init__(self) -> None:
         if self.kind not in list(FaultKind):
-            raise ValueError(f"there is no fault {self.kind!r}; there are {', '.join(FaultKind)}")
+            raise ValueError(f"there is no fault {self.kind!r}; choose from {', '.join(FaultKind)}")
         object.__setattr__(self, "kind", FaultKind(self.kind))
         if self.sample is not None and not (isinstance(self.sample, tuple) and len(self.sample) == 2):
             raise ValueError(f"fault {self.kind}: sample must be (group, index), got {self.sample!r}")

@@ -193,7 +193,7 @@ class Rollouts:
         """
         engines = [engine for engine in self.engines if isinstance(engine, FakeEngine)]
         if len(engines) < len(self.engines):
-            raise ConfigError("an audit needs the records of fake engines; these rollouts have others too")
+            raise ConfigError("an audit needs the records of fake engines, but these rollouts also have others")
         return audit(self.batches, engines, self.ledger(), loaded=self._loaded)
 
     @property
@@ -249,8 +249,8 @@ def rollouts(
         check_functions(config, rollout, reward, group_reward, filter)  # check the functions before they are wrapped
     if isinstance(asyncio.get_running_loop(), VirtualClockLoop) and not is_async(rollout):
         raise ConfigError(
-            f"rollout: {name_of(rollout)} is a plain function, which runs in a thread, and a virtual clock waits for "
-            "none; make it async, or use a real loop"
+            f"rollout: {name_of(rollout)} is a plain function, which runs in a thread, but a virtual clock waits for "
+            "no thread; make it async, or use a real loop"
         )
     scheduler = _SameLoopScheduler(
         config,

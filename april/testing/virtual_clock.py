@@ -77,8 +77,8 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         when = timers[0].when()
         if when > self._virtual_end:
             raise VirtualDeadlock(
-                f"the limit of virtual time is over at {self._virtual_now} s, next timer at {when} s; raise limit_s "
-                f"if the program really takes that long; {self._who_waits()}"
+                f"the limit of virtual time is reached at {self._virtual_now} s, and the next timer is at {when} s; "
+                f"raise limit_s if the program really takes that long; {self._who_waits()}"
             )
         self._virtual_now = max(self._virtual_now, when)
         self._set_resolution()

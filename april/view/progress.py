@@ -243,4 +243,4 @@ def _log_errors(function: Callable[[], object]) -> None:
     try:
         function()
     except Exception:
-        log.debug("the line of progress could not be drawn", exc_info=True)
+        log.debug("the progress line could not be drawn", exc_info=True)

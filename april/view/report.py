@@ -68,7 +68,7 @@ DROPS = {
     "prompts_too_long": "prompts without room for a response",
     "after_stop_tokens": "tokens after a stop string",
     "no_extras_tokens": "tokens that came without their rows of extras",
-    "masked_tokens": "tokens without loss, as they were too old",
+    "masked_tokens": "tokens without loss, because they were too old",
     "late_events": "results that came too late",
 }
 
@@ -131,13 +131,13 @@ def _run(run: RunData, number: int, findings: ReportFigures) -> str:
         _answer(f"{advice[:1].upper() + advice[1:]}.") if advice else "",
         _facts(run, findings),
         "<h2>Busy places</h2>",
-        f"<p>Each of the {run.places:,} places generates one response at a time. The colour is the age of what it goes "
-        "on from: weight updates since the oldest token of the response. Grey: empty.</p>",
+        f"<p>Each of the {run.places:,} places generates one response at a time. The colour shows the age of the "
+        "response that it continues, in weight updates since the oldest token. Grey means empty.</p>",
         report_figures.busy_places(run, f"p{number}"),
     ]
     if near := report_figures.close_up(run, f"d{number}"):
         parts += [
-            "<h2>The latest steps from near</h2>",
+            "<h2>The latest steps in detail</h2>",
             "<p>Line: a batch is delivered. Dots: a weight update begins.</p>", near,
         ]  # fmt: skip
     if steps:
@@ -157,23 +157,23 @@ def _run(run: RunData, number: int, findings: ReportFigures) -> str:
 def speed_up_sentence(gain: SpeedUp) -> str:
     """Return a sentence that says whether the run was faster than synchronous steps would have been."""
     if gain.synchronous:
-        return "The run was synchronous itself: no more groups were begun than a step needs."
+        return "The run itself was synchronous: it started no more groups than a step needs."
     if gain.doubt:
-        return f"It cannot be known from this record: {gain.doubt}."
+        return f"This record does not show it: {gain.doubt}."
     rates = f"{gain.real:,.0f} trained tokens per second against {gain.sync:,.0f}"
     if abs(gain.factor - 1.0) < EQUAL_SPEED:
-        return f"Hardly: as fast as with synchronous steps ({rates}, simulated)."
+        return f"Hardly: it is as fast as with synchronous steps ({rates}, simulated)."
     if gain.factor < 1.0:
-        return f"No: {gain.factor:.2f}x the speed of synchronous steps ({rates}, simulated)."
-    return f"Yes: {gain.factor:.2f}x the speed of synchronous steps ({rates}, simulated)."
+        return f"No: it has {gain.factor:.2f}x the speed of synchronous steps ({rates}, simulated)."
+    return f"Yes: it has {gain.factor:.2f}x the speed of synchronous steps ({rates}, simulated)."
 
 
 def off_policy_sentence(health: OffPolicySummary | None) -> str:
     """Return a sentence that says how far off-policy the trained tokens were."""
     if health is None:
         return (
-            "The record does not say. Call rollouts.record_report(batch.id, april.off_policy_report(batch, logprobs)) "
-            "before each optimizer step, with the trainer's own log-probabilities."
+            "The record does not show it. Call rollouts.record_report(batch.id, april.off_policy_report(batch, "
+            "logprobs)) before each optimizer step, with the trainer's own log-probabilities."
         )
     of_all = health.rows[0]
     figures = [f"KL {of_all.kl:.4f} nats per token"] if of_all.kl is not None else []
@@ -287,8 +287,8 @@ def _limit(run: RunData, found: RunDistance | None) -> str:
     of = found.distance
     if found.doubt:
         return (
-            f"<p>How far the run was from the limit of its engines cannot be said: {_text(found.doubt)}. A guess is "
-            f"that the limit takes {of.at_limit:.0%} of the time.</p>"
+            f"<p>This record does not show how far the run was from the limit of its engines: {_text(found.doubt)}. An "
+            f"estimate is that the limit takes {of.at_limit:.0%} of the time.</p>"
         )
     parts = [("at the limit", of.at_limit, Colour.AGE0), ("prefilled again", of.reprefill, Colour.AGE2)]
     parts += [
@@ -298,8 +298,8 @@ def _limit(run: RunData, found: RunDistance | None) -> str:
     if of.unexplained >= 0.005:
         parts.append(("unexplained", of.unexplained, Colour.FAINT))
     words = (
-        "The limit: the same tokens on the same engines with all places busy all the time and nothing prefilled twice, "
-        "by the cost that was fitted to their requests. The rest, by what kept places empty:"
+        "The limit is the speed for the same tokens on the same engines with all places busy all the time and nothing "
+        "prefilled twice, by the cost that was fitted to their requests. The rest is shown by what kept places empty:"
     )
     if found.halves is not None:
         first, second = sorted(found.halves)
@@ -342,7 +342,9 @@ def _lengths(run: RunData) -> str:
     made, trained = metrics.get("length_mean_generated"), metrics.get("length_mean_trained")
     if not made or trained is None:
         return ""
-    said = f"Mean of all that were generated to the end {made:,.0f} tokens, of those in batches {trained:,.0f}"
+    said = (
+        f"Responses that were generated to the end have {made:,.0f} tokens on average, those in batches {trained:,.0f}"
+    )
     unknown = metrics.get("length_unknown", 0.0)
     return f"<p>{said}{f'; {unknown:.1%} were given up before their end' if unknown else ''}.</p>"
 

@@ -302,7 +302,7 @@ def read_run(path: Path) -> RunData:
         raise RecordError(f"line {line.number} of {path} is not valid: {kind}: {error}") from None
     if not batches and not rows:
         older = _older_record(path)
-        raise RecordError(f"{path} has no batch and no request that ended: there is nothing to show{older}")
+        raise RecordError(f"{path} has no batch and no finished request, so there is nothing to show{older}")
     columns = np.array(rows, np.float64).reshape(-1, 7).T
     lengths = np.array(finished, np.int64).reshape(-1, 2).T
     run = RunData(
@@ -322,7 +322,7 @@ def _older_record(path: Path) -> str:
     """Return words that name the latest older record that was moved aside for this one; empty if there is none."""
     aside = (Path(f"{path}.{number}") for number in count(1))
     there = list(takewhile(Path.exists, aside))
-    return f"; the record before it is {there[-1]}" if there else ""
+    return f"; the previous record is {there[-1]}" if there else ""
 
 
 def mean_busy(began_s: Floats, ended_s: Floats, edges: Floats) -> Floats:
@@ -391,7 +391,7 @@ def _doubt(run: RunData, since: float, until: float, halves: tuple[float, float]
     few, many = np.quantile(busy, [0.1, 0.95])
     if many < NEARLY_FULL and (many < 0.5 or many < MIN_BUSY_RATIO * few):
         return (
-            f"between {few:.0%} and {many:.0%} of the places were busy, which does not tell what decoding costs when "
+            f"between {few:.0%} and {many:.0%} of the places were busy, which does not show what decoding costs when "
             "all of them are"
         )
     if halves is None:

@@ -21,6 +21,6 @@ def short_time(seconds: float) -> str:
 def cost_of_a_step(cost: DecodeCost) -> str:
     """Describe the cost of a decode step, in words that end a sentence."""
     return (
-        f"{short_time(cost.base_s)}, and {short_time(cost.per_sequence_s)} more for each response in flight and "
-        f"{short_time(1000 * cost.per_kv_token_s)} for each 1,000 tokens that these have in memory"
+        f"{short_time(cost.base_s)}, plus {short_time(cost.per_sequence_s)} for each response in flight and "
+        f"{short_time(1000 * cost.per_kv_token_s)} for each 1,000 tokens of these in memory"
     )

@@ -115,7 +115,7 @@ class RecordFollower:
             raise RecordError(f"{self._path} cannot be read: {error.strerror}") from None
         *lines, self._rest = (self._rest + piece).split(b"\n")
         if len(self._rest) > (MAX_LINE_BYTES if self._reader.number else READ_BYTES):
-            raise RecordError(f"{self._path} is no record of april's: one of its lines does not end")
+            raise RecordError(f"{self._path} is not a record of april: one of its lines has no end")
         for raw in lines:
             if (line := self._reader.read(raw + b"\n")) is not None:
                 self._add(line)
@@ -201,9 +201,9 @@ class Screen:
     def notice(self) -> str:
         """A sentence that says why the record does not grow: no file yet, or no writer. Empty otherwise."""
         if not self.follower.exists:
-            return f"{clean(self._path)} is not there yet"
+            return f"{clean(self._path)} does not exist yet"
         if self._seen.end is None and self.follower.abandoned:
-            return "no process on this machine writes the record: the run was killed, or is on another machine"
+            return "no process on this machine writes the record: the run was killed, or runs on another machine"
         return ""
 
     def render(self, silent_s: float = 0.0) -> RenderableType:
@@ -219,8 +219,9 @@ class Screen:
         elif notice:
             parts.insert(0, Text(notice))
         if seen.end is None and silent_s > SILENT_S:
-            parts.append(_one_line(f"nothing was written for {silent_s:.0f} s: the run stands still, or its process "
-                                   "has died"))  # fmt: skip
+            parts.append(_one_line(
+                f"nothing was written for {silent_s:.0f} s: the run is stuck, or its process has died"
+            ))  # fmt: skip
         if seen.batches:
             parts.append(_steps(seen))
             if why := seen.batches[-1][2]:

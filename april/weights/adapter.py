@@ -82,7 +82,9 @@ def adapter_of(model: Any) -> TrainedAdapter:
     active = getattr(model, "active_adapters", None) or [model.active_adapter]
     names = list(active() if callable(active) else active)
     if len(names) != 1 or names[0] not in configs:
-        raise ConfigError(f"PEFT model with the active adapters {names}: a request names one adapter; activate one")
+        raise ConfigError(
+            f"PEFT model with the active adapters {names}: a request can use only one adapter; activate one"
+        )
     (name,) = names
     config = configs[name]
     settings = config.to_dict() if hasattr(config, "to_dict") else dict(vars(config))
@@ -99,8 +101,8 @@ def adapter_of(model: Any) -> TrainedAdapter:
     besides = [key for key, p in model.named_parameters() if p.requires_grad and id(p) not in mine]
     if besides:
         raise ConfigError(
-            f"PEFT model that trains {besides[0]} besides its adapter {name}: servers would go on with the old values; "
-            "train the adapter alone"
+            f"PEFT model that trains {besides[0]} in addition to its adapter {name}: servers would keep the old "
+            "values; train only the adapter"
         )
     return TrainedAdapter({**settings, "inference_mode": True}, tensors)
 

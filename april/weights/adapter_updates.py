@@ -44,20 +44,21 @@ class AdapterUpdates:
             need = lacking[0].capabilities.remedy("adapters")
             if not all(engine.capabilities.collective for engine in engines):
                 raise ConfigError(
-                    f"{caller}: weights= is a model with an adapter (PEFT), and engine {lacking[0].name} takes none; "
+                    f"{caller}: weights= is a model with an adapter (PEFT), but engine {lacking[0].name} accepts none; "
                     f"{need}"
                 )
             if not self._warned:
                 log.warning(
-                    "engine %s takes no adapters, so the whole model is sent, the adapter merged into a copy; %s",
+                    "engine %s accepts no adapters, so april sends it the whole model, with the adapter merged into a "
+                    "copy; %s",
                     lacking[0].name, need,
                 )  # fmt: skip
             self._warned = True
             return None, merged_copy(weights)
         if self._remote_urls and not self._shared:
             raise ConfigError(
-                f"{caller}: {self._remote_urls[0]} is on another machine and loads an adapter from a directory; "
-                "set adapters_dir to one that all servers read"
+                f"{caller}: {self._remote_urls[0]} is on another machine and loads an adapter from a directory; set "
+                "adapters_dir to one that all servers can read"
             )
         adapter = adapter_of(weights)
         scales = all(e.capabilities.adapters is not None and e.capabilities.adapters.scales for e in engines)

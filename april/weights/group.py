@@ -55,4 +55,4 @@ def open_group(
 
         nccl = NcclSender(world_size)
         return nccl, replace(meeting, unique_id=nccl.unique_id)
-    raise ConfigError(f"april has no group over {backend} with the handshake {handshake}")
+    raise ConfigError(f"april has no group for {backend} with the handshake {handshake}")

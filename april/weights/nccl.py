@@ -108,7 +108,7 @@ class NcclSender:
         if result:
             self._nccl.ncclGetErrorString.restype = ctypes.c_char_p
             what = self._nccl.ncclGetErrorString(result)
-            raise RuntimeError(f"NCCL says: {what.decode() if isinstance(what, bytes) else result}")
+            raise RuntimeError(f"NCCL reports: {what.decode() if isinstance(what, bytes) else result}")
 
 
 def _at(tensor: Any) -> ctypes.c_void_p:

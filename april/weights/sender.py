@@ -115,8 +115,8 @@ class WeightSender:
             can = engine.capabilities
             if not (can.collective or can.takes_tensors or can.shares_weights):
                 raise ConfigError(
-                    f"{what}: engine {name} takes no weights from the trainer's process (april doctor says by "
-                    "which flags of its server it would); give path=, or transfer="
+                    f"{what}: engine {name} accepts no weights from the trainer's process (april doctor shows with "
+                    "which flags its server would); give path=, or transfer="
                 )
 
     def send(self, source: Weights, names: Sequence[str]) -> None:
@@ -148,8 +148,8 @@ class WeightSender:
                 self.left_out |= transfer.outcomes(remaining)
                 self.outcome_known = True
                 raise EngineError(
-                    f"{_failure_sentence(blamed)}; the others cannot be sent the weights again, as they were given as "
-                    "an iterator: give a module, a mapping, or what can be gone through again"
+                    f"{_failure_sentence(blamed)}; the weights cannot be sent to the other engines again, because they "
+                    "were given as an iterator: give a module, a mapping, or an object that can be iterated again"
                 )
         self.outcome_known = True
         if names and self.left_out.keys() == set(names):
@@ -185,7 +185,7 @@ class _Round:
         """Run the round; raises _RoundFailed if engines fail, and whatever reading the weights raises."""
         self._form_groups()
         self._sender.outcome_known, self._started = False, True
-        self._call_all("to make ready for new weights", lambda name: self._receiver(name).begin(), self._receivers)
+        self._call_all("to prepare for new weights", lambda name: self._receiver(name).begin(), self._receivers)
         self.source_read = True
         passing: Any = self._source.buckets()
         with closing(passing):
@@ -194,7 +194,7 @@ class _Round:
         self._call_all("to put the weights into use", lambda name: self._receiver(name).finish(), self._receivers)
 
     def _form_groups(self) -> None:
-        phase = "to say how many workers it has"
+        phase = "to report how many workers it has"
         ranks = self._call_all(phase, lambda name: self._receiver(name).ranks(), self._receivers)
         groups: dict[tuple[str, Handshake], _EngineGroup] = {}
         for name in self._receivers:
@@ -217,7 +217,7 @@ class _Round:
         group = engine_group.group
         assert group is not None
         self._call_with_local_work(
-            "to meet the sender",
+            "to connect to the sender",
             lambda name: self._receiver(name).join(replace(meeting, rank_offset=offsets[name])),
             engine_group.engines, lambda goes_on: group.connect(goes_on),
         )  # fmt: skip
@@ -239,7 +239,7 @@ class _Round:
                     lane.group.broadcast(tensors, specs, goes_on)
 
         self._tensors_sent = True
-        self._call_with_local_work(f"to take {_tensor_names(specs)}", receive, self._names, broadcast)
+        self._call_with_local_work(f"to receive {_tensor_names(specs)}", receive, self._names, broadcast)
 
     # ---------------------------------------------------------------- calls of engines
 
@@ -275,7 +275,7 @@ class _Round:
             if calls.errors():
                 raise _RoundFailed
             if sender.now() > deadline:
-                raise EngineUnreachable(f"the engines failed {phase} in {sender.limit_s:g} s")
+                raise EngineUnreachable(f"the engines failed {phase} within {sender.limit_s:g} s")
 
         try:
             local_work(check)
@@ -340,7 +340,7 @@ class _Round:
 
     def outcomes(self, names: Iterable[str]) -> dict[str, EngineWithoutWeights]:
         """Return what each of these engines has, after the round has ended."""
-        why = f"the transfer was broken off when engines were {self._calls.phase}"
+        why = f"the transfer was interrupted when engines were {self._calls.phase}"
         partial = self._sender.partially_updated
         return {name: EngineWithoutWeights(self._errors.get(name, why), name in partial) for name in names}
 
@@ -355,7 +355,7 @@ async def _with_time_limit(
     except TimeoutError as error:
         if not limit.expired():
             return None, error
-        return None, EngineUnreachable(f"it has not answered in {limit_s:g} s")
+        return None, EngineUnreachable(f"it did not answer within {limit_s:g} s")
     except Exception as error:
         return None, error
 

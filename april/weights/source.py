@@ -27,8 +27,8 @@ BUCKET_BYTES = 256 << 20
 """Default size of a bucket, in bytes."""
 WHAT_TO_GIVE = "give a torch module, a dict of tensors by name, or an iterable of (name, tensor)"
 _ALREADY_READ = (
-    "weights: an iterator was given, and it has been drawn from; give a list, or an object whose __iter__ begins anew, "
-    "so that weights can be sent again"
+    "weights: an iterator was given, and its items are already used; give a list, or an object whose __iter__ starts "
+    "over, so that weights can be sent again"
 )
 _WRAPPED_ATTRIBUTE = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
 """Wrapper classes of torch, each with the attribute that holds the wrapped model."""
@@ -208,7 +208,7 @@ def _dtype_of(name: str) -> torch.dtype:
 
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ConfigError(f"weights: {name!r} is no floating-point dtype of torch, such as bfloat16")
+        raise ConfigError(f"weights: {name!r} is not a floating-point dtype of torch, such as bfloat16")
     return dtype
 
 
@@ -247,10 +247,10 @@ def _checked(pairs: Iterable[Any]) -> Iterator[_SourceTensor]:
     seen: set[str] = set()
     for number, pair in enumerate(pairs):
         if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], str)):
-            raise ConfigError(f"weights: item {number} is {_type_text(pair)}, and not (name, tensor); {WHAT_TO_GIVE}")
+            raise ConfigError(f"weights: item {number} is {_type_text(pair)} instead of (name, tensor); {WHAT_TO_GIVE}")
         name, tensor = pair
         if not isinstance(tensor, torch.Tensor):
-            raise ConfigError(f"weights: {name} is a {type(tensor).__name__}, and not a tensor of torch")
+            raise ConfigError(f"weights: {name} is a {type(tensor).__name__}, not a tensor of torch")
         if name in seen:
             raise ConfigError(f"weights: {name} comes twice; an engine would load one of the two")
         seen.add(name)
@@ -269,19 +269,19 @@ def _require_sendable(name: str, tensor: Any) -> None:
     if tensor.is_meta:
         raise ConfigError(f"weights: {name} is on the meta device, where tensors have no values; load the model first")
     if tensor.layout != torch.strided or tensor.is_quantized:
-        raise ConfigError(f"weights: {name} is sparse or quantized, and engines are sent plain tensors; convert it")
+        raise ConfigError(f"weights: {name} is sparse or quantized, but engines only accept plain tensors; convert it")
     if getattr(tensor, "ds_id", None) is not None and not tensor.numel():
         raise ConfigError(
-            f"weights: {name} is spread over ranks by DeepSpeed ZeRO-3; give an iterable that gathers each parameter "
+            f"weights: {name} is sharded over ranks by DeepSpeed ZeRO-3; give an iterable that gathers each parameter "
             "(deepspeed.zero.GatheredParameters) and yields (name, tensor)"
         )
     if ".lora_A." in name or ".lora_B." in name:
-        raise ConfigError(f"weights: {name} is of an adapter; {_ADAPTERS}")
+        raise ConfigError(f"weights: {name} belongs to an adapter; {_ADAPTERS}")
 
 
 _ADAPTERS = (
-    "save it (save_pretrained) and give its directory as path= to servers that take adapters, or merge it into a copy "
-    "of the model and give that"
+    "save it (save_pretrained) and give its directory as path= to servers that accept adapters, or merge it into a "
+    "copy of the model and give that"
 )
 
 
@@ -329,7 +329,7 @@ def _unwrapped(module: Any) -> Any:
         raise ConfigError(f"weights: {type(module).__name__} is a model with adapters (PEFT); {_ADAPTERS}")
     if getattr(module, "is_quantized", False):
         raise ConfigError(
-            f"weights: the parameters of {type(module).__name__} are quantized, and engines are sent plain ones; "
+            f"weights: the parameters of {type(module).__name__} are quantized, but engines only accept plain ones; "
             "dequantize a copy of the model and give that"
         )
     return module
@@ -374,7 +374,7 @@ def _as_in_checkpoint(model: Any, items: list[_SourceTensor]) -> list[_SourceTen
     found = {n: t.shape for n, t in chain.from_iterable(part.items() for part in parts.values())}
     if found != {n: t.shape for n, t in whole.items()}:
         raise ConfigError(
-            f"weights: a checkpoint of {type(model).__name__} has tensors that are made of several of the model's; "
+            f"weights: some tensors in a checkpoint of {type(model).__name__} combine several tensors of the model; "
             "give an iterable of (name in the checkpoint, tensor)"
         )
     return [i if list(parts[i.name]) == [i.name] else _SourceTensor(i.name, i.tensor, split) for i in items]

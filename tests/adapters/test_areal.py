@@ -142,7 +142,7 @@ def test_a_trainer_that_never_updates_is_told(trainer: Make) -> None:
         asks(run)
         run.rollout.pause()
         run.rollout.resume()
-    with pytest.raises(RolloutError, match="train first: 2 batches are out"):
+    with pytest.raises(RolloutError, match="2 batches are delivered but not trained"):
         asks(run)
 
 
@@ -151,7 +151,7 @@ def test_weights_that_changed_without_a_pause_are_refused(trainer: Make) -> None
     run = trainer()
     asks(run)
     run.rollout.set_version(1)
-    with pytest.raises(RolloutError, match="the weights went from 0 to 1 while requests were at the servers"):
+    with pytest.raises(RolloutError, match="the weights changed from 0 to 1 while requests were at the servers"):
         asks(run)
     run = trainer({"generation": "stepwise"})
     asks(run)
@@ -209,9 +209,9 @@ def test_a_server_that_breaks_off_costs_nothing(trainer: Make) -> None:
 def test_a_data_set_smaller_than_a_batch_is_told(trainer: Make) -> None:
     """Instead of a search for prompts that never ends; found beside the trainer, and told to it."""
     run = trainer(rows=0)
-    with pytest.raises(RolloutError, match="gives no batch"):
+    with pytest.raises(RolloutError, match="returns no batch"):
         run.train(run.workflow, 1)
-    with pytest.raises(RolloutError, match="gives no batch"):
+    with pytest.raises(RolloutError, match="returns no batch"):
         run.train(run.workflow, 1)
 
 
@@ -475,5 +475,5 @@ def test_a_state_that_is_gone_is_refused(trainer: Make, tmp_path: Path) -> None:
     run.train(run.workflow, 2)
     info = tmp_path / "e" / "t" / "recover_info" / "info.json"
     (info.parent / json.loads(info.read_text())["loader"]["april"]).unlink()
-    with pytest.raises(CheckpointError, match=r"needs april's state .* and it is not there"):
+    with pytest.raises(CheckpointError, match=r"needs april's state .* which does not exist"):
         trainer()

@@ -124,7 +124,7 @@ async def test_an_image_in_a_file_is_read_on_this_side(tmp_path: Path) -> None:
         seen = salt_of([features(picture.tobytes(), "tiny0")])
         assert chunk.tokens.tolist() == text(len(chunk.tokens), "tiny0" + seen, ids)
         (tmp_path / "a.png").write_bytes(b"another")
-        with pytest.raises(AttachmentError, match=r"a\.png has other content"):
+        with pytest.raises(AttachmentError, match=r"a\.png has changed since its prompt"):
             await collect(engine, replace(request("a2", ids), attached=(placed,)))
         assert len(llm.runs) == 1
 
@@ -187,11 +187,11 @@ async def test_weights_wait_for_no_request() -> None:
         await until_stopped(llm)
         with pytest.raises(EngineError, match="weights were updated while 1 requests run"):
             actor.side.require_idle()
-        with pytest.raises(EngineError, match="pause it first"):
+        with pytest.raises(EngineError, match="pause the engine first"):
             await engine.update_weights(PolicyVersion(0, 1))
         await engine.abort()
         await running
-        with pytest.raises(EngineError, match="the trainer puts the weights into its engines itself"):
+        with pytest.raises(EngineError, match="only the trainer itself loads weights into its engines"):
             await engine.update_weights(PolicyVersion(0, 1), "somewhere")
 
 
@@ -202,11 +202,11 @@ async def test_an_actor_that_was_started_anew() -> None:
         assert (await engine.health()).current
         llm.label = "default"  # of a new process
         actor.side = EngineActor(llm)
-        with pytest.raises(EngineError, match=r"under weights 0\.0 and not 0\.1; was its actor started anew"):
+        with pytest.raises(EngineError, match=r"under weights 0\.0 instead of 0\.1; was its actor restarted"):
             await collect(engine, request())
         health = await engine.health()
         assert (health.ok, health.current) == (True, False)
-        assert "started anew" in health.detail
+        assert "restarted" in health.detail
 
 
 async def test_an_actor_that_was_started_anew_during_a_transfer() -> None:
@@ -214,7 +214,7 @@ async def test_an_actor_that_was_started_anew_during_a_transfer() -> None:
     async with world() as (llm, actor, engine):
         await engine.pause()
         actor.side = EngineActor(llm)
-        with pytest.raises(EngineError, match="started anew while weights were handed over"):
+        with pytest.raises(EngineError, match="restarted while weights were handed over"):
             await engine.update_weights(PolicyVersion(0, 1))
         await engine.resume()
         await engine.pause()

@@ -112,8 +112,8 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({}, {"epochs": 2}, "epochs=2, on_data_end=short: the trainer decides how long it trains"),
         ({}, {"on_data_end": "wait"}, "on_data_end to short or wrap"),
         ({}, {"engine": URLS, "weights": "disk"}, "through a directory (weights: disk); give rollout(weights_dir=...)"),
-        ({}, {"engine": OTHERS}, "(servers of this kind take no others); give rollout(weights_dir=...)"),
-        ({}, {"engine": OTHERS, "weights": "collective"}, "(servers of this kind take no others)"),
+        ({}, {"engine": OTHERS}, "(servers of this kind accept no other weights); give rollout(weights_dir=...)"),
+        ({}, {"engine": OTHERS, "weights": "collective"}, "(servers of this kind accept no other weights)"),
         ({"temperature": 0.0}, {}, "GRPOConfig.temperature=0: greedy samples"),
         ({"top_p": 0.9}, {}, "GRPOConfig.top_p=0.9: this is not part of the log-prob"),
         ({"top_k": 5}, {}, "GRPOConfig.top_k=5"),
@@ -141,7 +141,7 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({}, {"on_failed_sample": "shrink"}, "april.on_failed_sample=shrink:  .. so none may have fewer; use replace"),
         ({}, {"on_stale": "mask"}, "april.on_stale: mask"),
         ({}, {**OVER, "partial_rollout": False}, "set partial_rollout: true"),
-        ({}, {"over_sampling_batch_size": 400}, "holds more groups than max_staleness=5"),
+        ({}, {"over_sampling_batch_size": 400}, "is too large: with max_staleness=5"),
         ({}, {"rollout_batch_size": 4}, "april.rollout_batch_size: OpenRLHF's --rollout.batch_size decides this"),
         ({}, {"sampling": {"top_p": 0.9}}, "april.sampling: OpenRLHF's --rollout.temperature decides"),
         ({}, {"sampling.top_p": 0.9}, "april.sampling.top_p: OpenRLHF's --rollout.temperature"),
@@ -149,15 +149,15 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({}, {"epochs": 2}, "april.epochs: OpenRLHF's --train.num_episodes"),
         ({}, {"max_stalenes": 2}, "max_stalenes: unknown setting; do you mean max_staleness"),
         ({"vllm__enable_sleep": True, "train__colocate_all": True}, GOES_ON,
-         "--vllm.enable_sleep: the engines sleep or stand still"),
-        ({"train__colocate_all": True}, GOES_ON, "--train.colocate_all: the engines sleep or"),
+         "--vllm.enable_sleep: the engines sleep on the"),
+        ({"train__colocate_all": True}, GOES_ON, "--train.colocate_all: the engines sleep on"),
     ],
     "slime": [
         ({"partial_rollout": False}, {},
          "--over-sampling-batch-size 5: it starts more groups than --rollout-batch-size 3, and without --partial-roll"),
-        ({"rollout_top_p": 0.9}, {}, "--rollout-top-p 0.9: the trainer would recompute other log-probabilities"),
+        ({"rollout_top_p": 0.9}, {}, "--rollout-top-p 0.9: the trainer would recompute log-probabilities other"),
         ({"rollout_temperature": 0.0}, {}, "--rollout-temperature 0: greedy samples of a group are all equal"),
-        ({"rollout_top_k": 20}, {}, "--rollout-top-k 20: the trainer would recompute other log-probabilities"),
+        ({"rollout_top_k": 20}, {}, "--rollout-top-k 20: the trainer would recompute log-probabilities other"),
         ({"rollout_max_response_len": None}, {}, "--rollout-max-response-len is missing"),
         ({"rollout_global_dataset": False}, {}, "--disable-rollout-global-dataset: it leaves april without"),
         ({}, {"rollout_batch_size": 4}, "april.rollout_batch_size: slime's --rollout-batch-size decides"),
@@ -165,20 +165,22 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         (SIX, QUORUM,
          f"april.group_quorum=0.5: it delivers groups in parts, and slime {MEAN_OVER} "
          "april.adapters.slime.post_process_rewards"),
-        ({**SIX, **MINE}, QUORUM, f"in parts, and {USER}.my_rewards {MEAN_OVER}"),
-        ({**SIX, **MINE, "rewards_normalization": False}, QUORUM, f"in parts, and {USER}.my_rewards {MEAN_OVER}"),
+        ({**SIX, **MINE}, QUORUM, f"in parts, but {USER}.my_rewards {MEAN_OVER}"),
+        ({**SIX, **MINE, "rewards_normalization": False}, QUORUM, f"in parts, but {USER}.my_rewards {MEAN_OVER}"),
         *(
-            ({**SIX, **HOOKED, flag: "x"}, QUORUM, f"--{flag.replace('_', '-')}: it goes by whole groups, and april.gr")
+            ({**SIX, **HOOKED, flag: "x"}, QUORUM, f"--{flag.replace('_', '-')}: it needs whole groups, but april.gr")
             for flag in ("group_rm", "log_passrate", "rollout_all_samples_process_path",
                          "custom_convert_samples_to_train_data_path")
         ),
-        (HOOKED, QUORUM, "count with 1 finished responses, and a baseline needs 3"),
+        (HOOKED, QUORUM, "from 1 finished responses on, but a baseline needs 3"),
         ({}, {"on_failed_sample": "shrink"}, "april.on_failed_sample=shrink: a batch would have fewer than"),
         ({}, "fast", "april: in --custom-config-path: expected a mapping of settings, got str"),
         ({"custom_rm_path": "nowhere.reward"}, {}, "slime cannot load nowhere.reward"),
         ({"custom_rm_path": f"{USER}.nothing"}, {}, f"slime cannot load {USER}.nothing"),
         ({"custom_generate_function_path": f"{USER}.one_argument"}, {}, "generate-function-path is called with (args"),
-        ({"custom_rm_path": f"{USER}.two_rewards"}, {}, "no number; of several, name one by --reward-key"),
+        ({"custom_rm_path": f"{USER}.two_rewards"}, {}, (
+            "not a number; if there are several, choose one with --reward-key"
+        )),
         ({"custom_generate_function_path": f"{USER}.several"}, {}, "custom generate function returned several samples"),
         ({"colocate": True}, GOES_ON, "--colocate: the engines sleep while the trainer trains"),
         ({"offload_rollout": True}, GOES_ON, "--offload-rollout: the engines sleep while the trainer trains"),
@@ -191,18 +193,18 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({"algorithm__rollout_correction__rollout_is": None}, {},
          "algorithm.rollout_correction.rollout_is=null: verl recomputes old log-probabilities with the present weig"),
         ({}, QUORUM,
-         "april.group_quorum=0.5: it delivers groups in parts, and algorithm.adv_estimator=grpo compares rows of the "
+         "april.group_quorum=0.5: it delivers groups in parts, but algorithm.adv_estimator=grpo compares rows of the "
          "same batch"),
-        ({**OWN_ESTIMATOR, f"{ROLLOUT}n": 4}, QUORUM, "count with 2 finished responses, and a baseline needs 3"),
+        ({**OWN_ESTIMATOR, f"{ROLLOUT}n": 4}, QUORUM, "from 2 finished responses on, but a baseline needs 3"),
         ({**OWN_ESTIMATOR, f"{ROLLOUT}n": 6, "algorithm__use_kl_in_reward": True}, QUORUM,
          "algorithm.use_kl_in_reward=True: it changes rewards that"),
         ({**OWN_ESTIMATOR, **REWARD_MODEL}, {},
-         "algorithm.adv_estimator=april_grpo: it needs rewards when a response is finished"),
+         "algorithm.adv_estimator=april_grpo: it needs a reward as soon as a response is finished"),
         ({f"{ROLLOUT}top_p": 0.9}, {}, "actor_rollout_ref.rollout.top_p=0.9: this is not part of the log"),
         ({f"{ROLLOUT}top_k": 20}, {}, "actor_rollout_ref.rollout.top_k=20: this is not part of the log-probabilities"),
         ({f"{ROLLOUT}temperature": 0}, {}, "temperature=0: greedy samples of a group are all equal"),
         ({f"{ROLLOUT}logprobs_mode": "raw_logprobs", f"{ROLLOUT}temperature": 0.8}, {},
-         "actor_rollout_ref.rollout.logprobs_mode=raw_logprobs: it leaves out the temperature"),
+         "actor_rollout_ref.rollout.logprobs_mode=raw_logprobs: it ignores the temperature"),
         ({f"{ROLLOUT}calculate_log_probs": False}, {}, "rollout.calculate_log_probs=False: tokens of older"),
         ({}, {"extras": "routed_experts"}, "verl's actor_rollout_ref.rollout.enable_rollout_routing_replay decides"),
         ({"trainer__v1__trainer_mode": "sync"}, {}, "trainer.v1.trainer_mode=sync: april continues"),
@@ -211,14 +213,14 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({f"{ROLLOUT}agent": {}}, {}, "agent_loop_manager_class is empty: april would not see a request"),
         ({"skip__rollout_tq__enable": True}, {}, "skip.rollout_tq.enable=True: it replays stored rollouts"),
         ({"algorithm__adv_estimator": "remax"}, {}, "algorithm.adv_estimator=remax: it mixes greedy samples"),
-        ({**FILTERS, **REWARD_MODEL}, {}, "algorithm.filter_groups: it needs rewards when a group is finished"),
+        ({**FILTERS, **REWARD_MODEL}, {}, "algorithm.filter_groups: it needs rewards as soon as a group is finished"),
         ({**FILTERS, "algorithm__filter_groups__metric": None}, {}, "enable=True: it needs algorithm.filter"),
         ({}, {"rollout_batch_size": 4}, "april.rollout_batch_size: verl's data.train_batch_size decides this"),
         ({}, GOES_ON, "april.generation: verl's trainer.v1.trainer_mode decides this"),
         ({}, {"max_stalenes": 4}, "april.max_stalenes: there is no such setting; there are over_sampling_batch_size,"),
         ({"april": "fast"}, {}, "april: expected a mapping of settings, got str"),
         ({}, {"max_staleness": 0, "over_sampling_batch_size": 6},
-         "over_sampling_batch_size=6 holds more groups than max_staleness=0 lets april deliver in time"),
+         "over_sampling_batch_size=6 is too large: with max_staleness=0 april can deliver 3 groups in time"),
         # verl's logprobs_mode does not reach TensorRT-LLM, and one of its samplers leaves the temperature out
         *(
             (
@@ -237,12 +239,12 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
          "so the servers sleep while the"),
         ({"rollout___version": "v2"}, {}, "rollout._version and actor._version: v2 generates behind a gateway"),
         ({"dynamic_bs": True}, {}, "dynamic_bs: batches are to be short"),
-        ({"rollout__use_lora": True}, {}, "use_lora: AReaL trains adapters in its single-controller mode only"),
+        ({"rollout__use_lora": True}, {}, "use_lora: AReaL trains adapters only in its single-controller mode"),
         ({"rollout__agent": SimpleNamespace(mode="online")}, {}, "rollout.agent.mode: online has no prompts"),
         ({"gconfig__greedy": True}, {}, "greedy samples of a group are all equal"),
         ({"gconfig__use_beam_search": True}, {}, "beams have no log-probability"),
         ({"rollout__backend": "vllm:d1", "gconfig__temperature": 0.8}, {},
-         "gconfig.temperature=0.8 with rollout.backend=vllm:d1: vLLM's log-probabilities leave the temperature out"),
+         "gconfig.temperature=0.8 with rollout.backend=vllm:d1: vLLM's log-probabilities ignore the temperature"),
         ({"gconfig__top_p": 0.9}, {}, "gconfig.top_p=0.9: this is not part of the log-probabilities"),
         ({"gconfig__top_k": 20}, {}, "gconfig.top_k=20: this is not part of the log-probabilities"),
         ({"gconfig__frequency_penalty": 0.1}, {}, "gconfig.frequency_penalty=0.1: this is not part"),
@@ -250,7 +252,7 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
          "actor.recompute_logprob without actor.use_decoupled_loss: log-probabilities of the"),
         ({"actor__rejection_sampling": None}, {}, "actor.use_decoupled_loss without actor.rejection_sampling: it"),
         ({"rollout__max_head_offpolicyness": 0}, {"generation": "stepwise", "over_sampling_batch_size": 6},
-         "over_sampling_batch_size=6 holds more groups than max_staleness=0 lets april deliver in time"),
+         "over_sampling_batch_size=6 is too large: with max_staleness=0 april can deliver 3 groups in time"),
     ],
 }  # fmt: skip
 
@@ -392,7 +394,7 @@ VERL_SEAMS = "april.adapters.verl.settings.REQUIRED_FUNCTIONS"
     ("adapters.stand_in_trl.GRPOTrainer", Renamed, lambda: trl_adapter.april_trainer(trl.GRPOTrainer),
      "_tokenize_prompts of trl  .. takes ( .. images), and  .. trl==1.16.0"),
     ("openrlhf.trainer.ppo_utils.samples_generator.SamplesGenerator", Moved, require_openrlhf,
-     "_generate_vllm of openrlhf  .. takes ( .. more .. ), and april's adapter builds on"),
+     "_generate_vllm of openrlhf  .. takes ( .. more .. ), but april's adapter needs"),
     ("openrlhf.utils.agent.SingleTurnAgentExecutor", Gone, require_openrlhf,
      "_fetch_rewards_via_func of  .. is not there"),
     (f"{PPO}.PPOTrainer", Gone, lambda: undecorated(f"{PPO}.PPOTrainer"), "is not the Ray actor that april knows"),
@@ -401,7 +403,7 @@ VERL_SEAMS = "april.adapters.verl.settings.REQUIRED_FUNCTIONS"
     (EXECUTOR, Changed, areal_checks.require_areal, "WorkflowExecutor.pause of areal  .. takes (self, hard)"),
     (EXECUTOR, None, areal_checks.require_areal, "is not there, and april"),
     (VERL_SEAMS, {"verl.stand_in:A.sample": ("self", "global_steps")}, verl_checks.require_verl,
-     "A.sample of verl 0.9.7 takes (self, steps), and  .. builds on"),
+     "A.sample of verl 0.9.7 takes (self, steps), but  .. needs"),
     (VERL_SEAMS, {"verl.stand_in:A.wait": ("self",)}, verl_checks.require_verl, "A.wait of verl 0.9.7 is not there"),
     (RM, None, slime_session, "slime has no rollout.rm_hub.async_rm .. tried with slime 624b824"),
     (RM, other_reward, slime_session, "async_rm is called with (args, sample), which  .. does not take"),
@@ -451,9 +453,9 @@ def slime_samples(count: int = 2, prompt: Any = "p1", **fields: Any) -> list[Any
 
 @pytest.mark.parametrize(("group", "said"), [
     ([object(), object()], "a sample of the data source (object) has no index, prompt"),
-    (slime_samples(1), "the data source gave a group of 1 samples, and --n-samples-per-prompt is 2"),
-    (slime_samples(prompt=[{"role": "user"}]), "is no text; add --apply-chat-template"),
-    (slime_samples(multimodal_inputs={"images": [1]}), "name their column in --multimodal-keys"),
+    (slime_samples(1), "the data source returned a group of 1 samples, but --n-samples-per-prompt is 2"),
+    (slime_samples(prompt=[{"role": "user"}]), "is not text; add --apply-chat-template"),
+    (slime_samples(multimodal_inputs={"images": [1]}), "name it in --multimodal-keys"),
     (slime_samples(multimodal_inputs={"images": None, "videos": [1]}), "has videos, and april takes text and images"),
 ])  # fmt: skip
 def test_groups_of_slime_that_cannot_be_used(group: list[Any], said: str, tmp_path: Path) -> None:
@@ -482,8 +484,8 @@ class Room:
 @pytest.mark.parametrize(("data", "rollout", "options", "sentence"), [
     (iter([]), {}, {}, "list_iterator, which cannot be read row by row"),
     (trl.Rows([{"prompt": "1", "image": 0}]), {}, {}, "column image, and processing_class (Words) reads no images"),
-    (PROMPTS, {}, {"sees": True, "environment_factory": Room}, "environment_factory with a model that sees"),
-    (PROMPTS, {}, {"sees": True, "tools": [print]}, "tools with a model that sees"),
+    (PROMPTS, {}, {"sees": True, "environment_factory": Room}, "environment_factory with a vision model"),
+    (PROMPTS, {}, {"sees": True, "tools": [print]}, "tools with a vision model"),
     (SHOWN, {}, {"sees": True}, "an image in its messages: TRL leaves it out of its loss"),
     (PROMPTS, {}, {"environment_factory": Room, **MODEL}, "environment_factory: rewards by a model"),
     (PROMPTS, {"weights_dir": "somewhere"}, {}, "weights_dir is for servers"),
@@ -513,7 +515,7 @@ def test_some_adapters_of_peft_are_refused() -> None:
     attach()
     attach(**servers)  # which may take the adapter as such
     others = servers | {"engine": OTHERS}
-    refused(attach, "the embedding or the output layer, which are one", **others)
+    refused(attach, "the embedding or the output layer, which are tied", **others)
     model.config.quantization_config = SimpleNamespace(quant_method="bitsandbytes")
     refused(attach, "PEFT model over a quantised base")
     del model.config.quantization_config

@@ -332,12 +332,12 @@ def test_a_checkpoint_without_carry_is_told(tmp_path: Path, caplog: pytest.LogCa
     Run(tmp_path).data.save(0)
     with Run(tmp_path, 1) as run:
         run(1)
-    assert "goes on from a checkpoint that april has not written" in caplog.text
+    assert "continues from a checkpoint that april did not write" in caplog.text
 
 
 def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
     """A sample with something that is no plain value."""
-    with pytest.raises(CheckpointError, match="cannot be saved: a object is no plain value"):
+    with pytest.raises(CheckpointError, match="cannot be saved: a object is not a plain value"):
         write_state(tmp_path / "x", "slime", {"held": {"0.0": {"image": object()}}})
     assert not list(tmp_path.iterdir())
 
@@ -410,7 +410,7 @@ def test_what_an_agent_cannot_go_with() -> None:
     for flags, said in (
         ({"custom_reward_post_process_path": None}, "takes the mean reward over rows; add --custom-reward-post"),
         ({"use_dynamic_batch_size": False}, "slime's micro-batches .build_dp_schedule.; add --use-dynamic"),
-        ({"log_passrate": True}, "may bring several rows of one response, and --log-passrate takes n per group"),
+        ({"log_passrate": True}, "may return several rows for one response, but --log-passrate takes n per group"),
         ({"custom_generate_function_path": f"{USER}.generate"}, "both generate the responses; leave out one of them"),
         ({"april": {"rollout": 7}}, "april.rollout must be the path of a function"),
         ({"april": {"rollout": f"{USER}.generate"}}, "april.rollout"),
@@ -450,7 +450,7 @@ def test_without_a_quorum_the_hook_gives_what_slime_makes_of_rewards(flags: dict
 
 def test_samples_of_somebody_else_are_refused() -> None:
     """The hook without april's rollout function."""
-    with pytest.raises(RolloutError, match="goes with --rollout-function-path april"):
+    with pytest.raises(RolloutError, match="only works with --rollout-function-path april"):
         post_process_rewards(namespace(), [Sample(0, 0, "p1", reward=1.0)])
 
 

@@ -180,7 +180,7 @@ def test_a_pause_ends_calls_that_do_not_end_themselves(
 
     engine_test(test)
     assert "has not ended 1 aborted requests in 0.05 s" in caplog.text
-    assert "what they have is lost" in caplog.text
+    assert "and their tokens are lost" in caplog.text
 
 
 def test_the_function_gets_slimes_sampling_parameters() -> None:

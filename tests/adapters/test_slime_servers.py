@@ -382,7 +382,7 @@ def test_evaluation_is_slimes_own_and_cuts_nothing() -> None:
 
 def test_servers_that_do_not_name_their_weights_are_refused() -> None:
     """Nobody could say which weights made a token."""
-    with Loop(labels=False) as loop, pytest.raises(ConfigError, match="says which weights made a token"):
+    with Loop(labels=False) as loop, pytest.raises(ConfigError, match="reports which weights made a token"):
         loop.rollout(0)
 
 

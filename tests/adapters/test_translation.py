@@ -135,7 +135,7 @@ def test_trls_settings_come_from_a_config_a_mapping_a_file_or_keywords(tmp_path:
     assert made().sampling.stop_token_ids == (trl.EOS,)
     from_file = made(tmp_path / "april.yaml", over_sampling_batch_size=4)
     assert (from_file.over_sampling_batch_size, from_file.max_staleness) == (4, 2)
-    with pytest.raises(ConfigError, match=r"rollout: \['seed'\] beside an april.Config"):
+    with pytest.raises(ConfigError, match=r"rollout: \['seed'\] given together with an april.Config"):
         trl_adapter.rollout(whole, seed=1)
     with pytest.raises(ConfigError, match="expected a mapping of settings, got list"):
         trl_adapter.rollout([1])  # type: ignore[arg-type]
@@ -173,7 +173,7 @@ def test_answers_of_openrlhfs_reward_functions() -> None:
         with pytest.raises(RolloutError, match="expected a mapping with rewards"):
             RewardResult.of(answer)
     for value in ([], "much", object()):
-        with pytest.raises(RolloutError, match="where a number is needed"):
+        with pytest.raises(RolloutError, match="instead of a number"):
             RewardResult.of({"rewards": value})
 
 

@@ -186,7 +186,7 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(april.CheckpointError, match="the first 4 prompts of epoch 0 are not those that were drawn"):
         changed.train(6, checkpoint)
     (tmp_path / "checkpoint-1" / STATE_FILE).unlink()
-    with pytest.raises(april.CheckpointError, match="was not saved by AprilGRPOTrainer"):
+    with pytest.raises(april.CheckpointError, match="AprilGRPOTrainer did not save it"):
         trainer().train(2, checkpoint)
 
 
@@ -264,10 +264,10 @@ def test_servers_that_take_weights_by_a_directory_alone_need_one(tmp_path: Path)
     server = FakeVllmServer(max_running=4, turns=5)
     with ServerThread(server):
         engine = {"kind": "vllm", "urls": [server.url], **KNOWN}
-        with pytest.raises(april.ConfigError, match=r"takes none from there, .* give rollout\(weights_dir=\.\.\.\)"):
+        with pytest.raises(april.ConfigError, match=r"accepts none from there, .* give rollout\(weights_dir=\.\.\.\)"):
             Trainer(tiny_model(), adapter.rollout(engine=engine), trl.prompts(12)).train(steps=1)
         rollouts = adapter.rollout(engine=engine, weights="collective", weights_dir=tmp_path)
-        with pytest.raises(april.ConfigError, match=r"weights: collective: engine .* takes none from there"):
+        with pytest.raises(april.ConfigError, match=r"weights: collective: engine .* accepts none from there"):
             Trainer(tiny_model(), rollouts, trl.prompts(12)).train(steps=1)
 
 
@@ -425,7 +425,7 @@ def test_with_a_quorum_rewards_are_of_single_responses(caplog: pytest.LogCapture
     comparing.optimizer_step = lambda output: comparing.evaluate(rows)
     comparing.train(steps=3)
     (told,) = [r.getMessage() for r in caplog.records if "must not compare responses with each other" in r.getMessage()]
-    assert told.startswith("batch 0 has a mean reward of 1 where TRL logs 0.")
+    assert told.startswith("batch 0 has a mean reward of 1, but TRL logs 0.")
 
 
 def test_with_a_quorum_a_filter_judges_the_first_k() -> None:
@@ -466,5 +466,5 @@ def test_other_calls_and_ends_of_the_data_are_refused() -> None:
     with pytest.raises(april.RolloutError, match="asked for 3 rows, and its configuration says 4"):
         made.rollout_func.next_rows(made, 3)
     few = trainer(count=3)
-    with pytest.raises(april.RolloutError, match="a batch of 2 rows where TRL needs 4"):
+    with pytest.raises(april.RolloutError, match="a batch of 2 rows, but TRL needs 4"):
         few.train(steps=2)

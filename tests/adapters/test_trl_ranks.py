@@ -285,7 +285,7 @@ def test_each_rank_keeps_what_it_has_left_of_a_batch(tmp_path: Path) -> None:
             list(range(10 * rank + i, 10 * rank + i + 3)) for i in range(2)
         ]
     assert len(found) == 2
-    with pytest.raises(april.CheckpointError, match="each of 2 processes had its part, and now there are 3"):
+    with pytest.raises(april.CheckpointError, match="each of 2 processes had its part, but now there are 3"):
         resume(ranks=3)
     other = checkpoint / buffer_file(1)
     other.write_bytes((checkpoint / BUFFER_FILE).read_bytes())
@@ -379,7 +379,7 @@ def test_all_ranks_hear_that_the_prompts_have_ended() -> None:
 
         made.rollout_func.next_rows = noted
 
-    with pytest.raises(april.RolloutError, match="a batch of 4 rows where TRL needs 6"):
+    with pytest.raises(april.RolloutError, match="a batch of 4 rows, but TRL needs 6"):
         train(2, rows=5, prepare=run)
     assert len(said) == 2
     assert any("(see rank 0)" in sentence for sentence in said)
@@ -433,12 +433,12 @@ def test_ranks_that_share_a_model_or_its_rows_are_refused_where_april_cannot_ser
         made(model, adapter.rollout(), trl.prompts(4), fsdp=1)
     with pytest.raises(april.ConfigError, match="ZeRO-3: it leaves no rank with the whole model"):
         made(model, adapter.rollout(), trl.prompts(4), stage=3)
-    with pytest.raises(april.ConfigError, match="tensor, context or sequence parallelism: several ranks train"):
+    with pytest.raises(april.ConfigError, match="tensor, context or sequence parallelism: several ranks then train"):
         made(model, adapter.rollout(), trl.prompts(4), model_parallel=2)
     made(model, adapter.rollout(), trl.prompts(4), stage=2)
     made(model, adapter.rollout(), trl.prompts(4), fsdp=2)
     made(model, adapter.rollout(**TO_SERVERS), trl.prompts(4), fsdp=2)
     made(model, adapter.rollout(**TO_SERVERS), trl.prompts(4), stage=3)
     model.peft_config = {}
-    with pytest.raises(april.ConfigError, match="PEFT model under ZeRO-3: adapters are merged where one rank has"):
+    with pytest.raises(april.ConfigError, match="PEFT model under ZeRO-3: adapters are merged on a rank with"):
         made(model, adapter.rollout(**TO_SERVERS), trl.prompts(4), stage=3)

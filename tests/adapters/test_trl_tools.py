@@ -244,7 +244,7 @@ def test_finished_responses_have_their_messages_after_a_restart(
     trained = Counter(row["answer"] for made in (before, after) for rows in made.scored for row in rows[::2])
     assert trained == dict.fromkeys(range(12), 1)
     assert not after.rollout_func.ledger["tokens"].dropped
-    with pytest.raises(april.CheckpointError, match="saved with some of tools and environment_factory, and now there"):
+    with pytest.raises(april.CheckpointError, match="saved with some of tools and environment_factory, but now there"):
         Trainer(tiny_model(), adapter.rollout(PARTIALS), trl.conversations(12), **EXAMPLES).train(6, checkpoint)
 
 

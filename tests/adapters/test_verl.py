@@ -167,7 +167,9 @@ def test_an_agent_loop_without_a_call_is_told(trainer: Make) -> None:
 
     run = trainer()
     run.agent_loop = silent
-    with pytest.raises(RolloutError, match=r"8 groups failed in a row.*returned without a call of llm.generate"):
+    with pytest.raises(
+        RolloutError, match=r"8 groups failed in a row.*returned without awaiting a call of llm.generate"
+    ):
         run.step()
 
 
@@ -548,7 +550,7 @@ def test_a_sample_that_goes_on_without_its_agent_loop_ends_it() -> None:
 
     async def stubborn(session: Any) -> None:
         session.keys.append("u0_1_1")
-        with pytest.raises(SampleGivenUp, match="u0 goes on without this rollout"):
+        with pytest.raises(SampleGivenUp, match="u0 continues without this rollout"):
             await session.generate(ASKED)
 
     said, forgotten = said_by(stubborn, None)
@@ -565,7 +567,7 @@ def test_what_april_refuses_fails_in_generate() -> None:
             await session.generate(ASKED)
         raise NameError("x")
 
-    said, _ = said_by(loop, "append to the conversation, never rewrite it")
+    said, _ = said_by(loop, "append to the conversation, and never rewrite it")
     told, kind = said[1]
     assert told.startswith("NameError: x (line ")
     assert kind.startswith("NameError, line ")

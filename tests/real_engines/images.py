@@ -291,7 +291,7 @@ def check(kind: str, where: Path) -> dict[str, Any]:
     if kind == "vllm":
         for life, servers in found["sendings"].items():
             for server, times in servers.items():
-                restarted = server.endswith("started anew")
+                restarted = server.endswith("restarted")
                 if times["most per image"] > 1 + restarted:
                     raise NotKept(f"{life}: an image was sent to {server} {times['most per image']} times")
     return found

@@ -50,8 +50,8 @@ CLOSE = 1e-3
 APART = 0.1
 """Fewest nats by which two versions differ somewhere, so that a wrong one is seen."""
 PHASES = {
-    "join": ("/init_weight_transfer_engine", 0, "to meet the sender"),
-    "begin": ("/start_weight_update", 0, "to make ready"),
+    "join": ("/init_weight_transfer_engine", 0, "to connect to the sender"),
+    "begin": ("/start_weight_update", 0, "to prepare"),
     "bucket": ("/update_weights", 1, "to take tensor"),
     "finish": ("/finish_weight_update", 0, "to put the weights into use"),
     "cache": ("/reset_prefix_cache", 0, "reset_prefix_cache|cache|update_weights"),

@@ -70,7 +70,7 @@ class ArealPrompts:
             self._batches = None
             self._empty += 1
             if self._empty > 1:  # one empty pass is allowed: a restart may be at the end of an epoch
-                raise RolloutError("the loader of prompts gives no batch; is the data set smaller than a batch?")
+                raise RolloutError("the prompt loader returns no batch; is the data set smaller than a batch?")
             self.epoch += 1
 
 
@@ -118,8 +118,8 @@ class ArealRollouts:
         now, last = self.scheduler.version.n, self.deliveries.last
         if self._continuous and last is not None and label != now:
             raise RolloutError(
-                f"the weights went from {now} to {label} while requests were at the servers, so nobody knows which "
-                "weights wrote their tokens; pause before the weights change, and resume after it"
+                f"the weights changed from {now} to {label} while requests were at the servers, so april does not know "
+                "which weights made their tokens; pause before the weights change, and resume afterwards"
             )
         self.deliveries.report_weights(self.scheduler, label)
         if not self._continuous and last is not None:
@@ -160,8 +160,9 @@ class ArealRollouts:
                 continue
             if not len(group["loss_mask"]) == len(samples) == len(kept):
                 raise RolloutError(
-                    f"tokens of prompt {row.id.group} are older than max_head_offpolicyness, and its workflow gives "
-                    "several rows per sample, so april cannot take the loss off them; set april={'on_stale': 'drop'}"
+                    f"tokens of prompt {row.id.group} are older than max_head_offpolicyness, and its workflow returns "
+                    "several rows per sample, so april cannot exclude them from the loss; set april={'on_stale': "
+                    "'drop'}"
                 )
             mask, at = row.loss_mask, len(row.prompt.token_ids)
             group["loss_mask"][number, at : at + len(mask)] *= group["loss_mask"].new_tensor(mask)
@@ -204,7 +205,9 @@ class ArealRollouts:
                 group["data"] = plain(group["data"], "a prompt")
             ahead = plain(ahead, "prompts")
         except CheckpointError as error:
-            raise CheckpointError(f"{error}; let the data set give such, or set recover.mode to disabled") from None
+            raise CheckpointError(
+                f"{error}; let the data set return such values, or set recover.mode to disabled"
+            ) from None
         content = {"state": state, "late": self._servers.late_responses(), "ahead": ahead, "epoch": self.prompts.epoch}
         write_state(path, KIND, content)
         return theirs

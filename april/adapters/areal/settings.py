@@ -123,10 +123,12 @@ def refusals(config: Any, own: Mapping[str, Any]) -> Iterator[Refusal]:
            "leave it out, or give the servers GPUs of their own")
     yield ("v2" in (rollout._version, actor._version), "rollout._version and actor._version",
            "v2 generates behind a gateway, where april cannot end a request and go on later", "leave them at v1")
-    yield (config.dynamic_bs, "dynamic_bs", "batches are to be short by the groups that the filter rejects, and april "
-           "replaces those while generation goes on, so that each batch is whole", "set it to false")
+    yield (config.dynamic_bs, "dynamic_bs", (
+        "batches would be shortened by the groups that the filter rejects, but april replaces those during generation, "
+        "so that each batch is complete"
+    ), "set it to false")
     yield (rollout.use_lora or actor.use_lora, "use_lora",
-           "AReaL trains adapters in its single-controller mode only, where april is not", "set it to false")
+           "AReaL trains adapters only in its single-controller mode, which april does not support", "set it to false")
     yield (getattr(getattr(rollout, "agent", None), "mode", None) == "online", "rollout.agent.mode",
            "online has no prompts that april could count", "use inline or a workflow")
     yield greedy(sampling.greedy or sampling.temperature == 0, "gconfig.greedy (or temperature 0)")
@@ -136,21 +138,23 @@ def refusals(config: Any, own: Mapping[str, Any]) -> Iterator[Refusal]:
         return
     yield (str(rollout.backend).startswith("vllm") and sampling.temperature != 1,
            f"gconfig.temperature={sampling.temperature:g} with rollout.backend={rollout.backend}",
-           "vLLM's log-probabilities leave the temperature out, and the trainer's do not", "set it to 1, or start the "
-           "servers with --logprobs-mode processed_logprobs and say april={'allow_mismatch': True}")
+           "vLLM's log-probabilities ignore the temperature, but the trainer's do not", (
+               "set it to 1, or start the servers with --logprobs-mode processed_logprobs and set "
+               "april={'allow_mismatch': True}"
+           ))
     neutral = {"top_p": sampling.top_p >= 1, "top_k": sampling.top_k >= NEUTRAL_TOP_K,
                "frequency_penalty": sampling.frequency_penalty == 0}
     yield from distorting({f"gconfig.{name}={getattr(sampling, name):g}": not is_neutral
-                           for name, is_neutral in neutral.items()}, ", or say april={'allow_mismatch': True}")
+                           for name, is_neutral in neutral.items()}, ", or set april={'allow_mismatch': True}")
     older = rollout.max_head_offpolicyness > 0
     yield (older and actor.recompute_logprob and not actor.use_decoupled_loss,
            "actor.recompute_logprob without actor.use_decoupled_loss",
-           "log-probabilities of the present weights replace those that tokens were drawn with, so tokens of older "
-           "weights would be trained uncorrected", "set use_decoupled_loss to true, or recompute_logprob to false")
+           "log-probabilities of the current weights replace those of the sampling, so tokens of older weights would "
+           "be trained without correction", "set use_decoupled_loss to true, or recompute_logprob to false")
     unweighted = getattr(actor, "rejection_sampling", True) is None  # it gives each token its weight
     yield (older and actor.use_decoupled_loss and unweighted,
            "actor.use_decoupled_loss without actor.rejection_sampling",
-           "it takes no weight for a token, so those of older weights would be trained uncorrected",
+           "tokens of older weights get no importance weight, so they would be trained without correction",
            "set rejection_sampling to {level: token, action: clamp, metric: ratio, upper: 2.0}, or use_decoupled_loss "
            "to false")
     # fmt: on

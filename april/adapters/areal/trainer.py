@@ -169,7 +169,7 @@ class WorkflowEngine:
             # keep the cause only: AReaL's text repeats the whole request
             raise RolloutError(f"server {address}: {clean(str(error).rpartition('Last error: ')[2])}") from None
         if not isinstance(answer, dict):
-            raise RolloutError(f"server {address} gave a {type(answer).__name__} where JSON was expected")
+            raise RolloutError(f"server {address} returned a {type(answer).__name__} instead of JSON")
         return inner.backend.parse_generation_response(answer)
 
 
@@ -291,7 +291,7 @@ def _tensors(trajectory: Any) -> Trajectory | None:
     if trajectory is None:
         return None
     if not isinstance(trajectory, dict) or not trajectory:
-        raise RolloutError(f"a workflow returned {type(trajectory).__name__} where a dict of tensors was expected")
+        raise RolloutError(f"a workflow returned {type(trajectory).__name__} instead of a dict of tensors")
     if all(hasattr(part, "to_tensor_dict") for part in trajectory.values()):
         made: Trajectory = concat_padded_tensors([part.to_tensor_dict() for part in trajectory.values()])
         return made
@@ -315,8 +315,8 @@ class PPOTrainer(ArealPPOTrainer):  # type: ignore[misc]
     ) -> None:  # fmt: skip
         if is_single_controller():
             raise ConfigError(
-                "AReaL's single-controller mode runs workflows in processes of its own, which april's core does not "
-                "reach; start the run in SPMD mode: AREAL_SPMD_MODE=1, python3 -m areal.infra.launcher.local train.py"
+                "AReaL's single-controller mode runs workflows in its own processes, which april's core cannot reach; "
+                "start the run in SPMD mode: AREAL_SPMD_MODE=1, python3 -m areal.infra.launcher.local train.py"
             )
         self._april_settings = dict(april or {})
         refuse(refusals(config, self._april_settings))
@@ -375,14 +375,14 @@ class PPOTrainer(ArealPPOTrainer):  # type: ignore[misc]
     def _load_april(self, name: str | None) -> None:
         if name is None:
             log.warning(
-                "AReaL's recover checkpoint was saved without april: what was unfinished then is lost, and its prompts "
-                "are not asked again in this epoch"
+                "AReaL's recover checkpoint was saved without april: unfinished responses are lost, and their prompts "
+                "are not used again in this epoch"
             )
         if not name:
             return
         path = self._folder() / name
         if path.parent != self._folder() or not path.is_file():
-            raise CheckpointError(f"AReaL's recover checkpoint needs april's state {path}, and it is not there")
+            raise CheckpointError(f"AReaL's recover checkpoint needs april's state {path}, which does not exist")
         assert self._april is not None
         self._april.saved = path
         for old in self._folder().glob(f"{_prefix()}*"):

@@ -45,7 +45,7 @@ def require_functions(package: str, tested: str, functions: RequiredFunctions, o
             has = "is not there" if found is None else f"takes ({', '.join(found)})"
             path = where if owner is None else f"{owner.__name__}.{where}"
             raise ConfigError(
-                f"{path} of {package} {version_of(package)} {has}, and april's adapter builds on "
+                f"{path} of {package} {version_of(package)} {has}, but april's adapter needs "
                 f"({', '.join(parameters)}); pip install {package}=={tested}"
             )
 

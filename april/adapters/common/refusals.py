@@ -68,7 +68,7 @@ def divided_groups(own: Mapping[str, Any], trainer: str, samples: str, shown: st
 def require_count(count: int, wanted: int, unit: str = "prompts") -> None:
     """Raise RolloutError if the trainer asks for a batch size that differs from its configuration."""
     if count != wanted:
-        raise RolloutError(f"the trainer asked for {count} {unit}, and its configuration says {wanted}")
+        raise RolloutError(f"the trainer asked for {count} {unit}, but its configuration says {wanted}")
 
 
 def why_not_one_row(batch: Batch, trainer: str, call: str = "") -> str | None:
@@ -80,9 +80,9 @@ def why_not_one_row(batch: Batch, trainer: str, call: str = "") -> str | None:
         return None
     (sample, rows), *_ = Counter(s.id for s in batch.samples).most_common(1)
     return (
-        f"{trainer} trains one row per sample{call and f' ({call})'}, and sample {sample} of batch {batch.id} has "
-        f"{rows} conversations; have its rollout function go on with one conversation, or train with a loop of your "
-        "own, by batch.sample_numbers"
+        f"{trainer} trains one row per sample{call and f' ({call})'}, but sample {sample} of batch {batch.id} has "
+        f"{rows} conversations; let its rollout function continue one conversation, or train with a loop of your own, "
+        "by batch.sample_numbers"
     )
 
 

@@ -146,7 +146,7 @@ class TrainerServers(VersionedEngine):
         version_unknown = result.label is None and version != self._version  # the weights are unknown
         if not sent.has_reader or version_unknown:
             self._count_unused(result)
-            sent.error = "its answer came after the weights had changed, and does not say by which it was written"
+            sent.error = "its answer came after the weights had changed, and does not show which weights made it"
             return
         sent.version = version if result.label is None else self._version._replace(n=result.label)
         sent.result = result

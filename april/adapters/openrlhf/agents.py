@@ -47,7 +47,7 @@ class AgentEngine:
     async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
         """Return an output in vLLM's form, with ``token_ids``, ``text``, ``logprobs`` and ``finish_reason``."""
         if multi_modal_data:
-            raise RolloutError("the agent sends images, and april resumes by token ids alone; use text")
+            raise RolloutError("the agent sends images, but april resumes from token ids alone; use text")
         changed = {
             name: value
             for name in PASSED_ON
@@ -98,13 +98,13 @@ class Agents:
 
     def _result(self, result: Mapping[str, Any], last: Completion | None) -> RewardResult:
         if last is None:
-            raise RolloutError("the agent has ended without a request; a prompt must leave room in --data.max_len")
+            raise RolloutError("the agent ended without a request; a prompt must leave room in --data.max_len")
         generated, ids = last.conversation.tolist(), list(result["observation_tokens"])
         if ids[: len(generated)] != generated:
             at = next((i for i, (a, b) in enumerate(zip(ids, generated, strict=False)) if a != b), len(ids))
             raise RolloutError(
-                f"the agent returned observation_tokens that are not its last request and the answer to it, from token "
-                f"{at} on; return what was generated, and append to it"
+                "the agent returned observation_tokens that differ from its last request and the answer to it, from "
+                f"token {at} on; return what was generated, and append to it"
             )
         logs = result.get("extra_logs") or {}
         answer = RewardResult.of({"rewards": result["reward"], "scores": result.get("scores"), "extra_logs": logs})

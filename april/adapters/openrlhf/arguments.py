@@ -97,19 +97,21 @@ def _refusals(args: Any, own: Mapping[str, Any]) -> Iterator[Refusal]:
            "expected a Python file with a class AgentExecutor", "name one")
     yield (getattr(args.data, "max_images_per_prompt", 0) and agent,
            "--data.max_images_per_prompt with --train.agent_func_path",
-           "what an agent makes of images for training is not kept over cuts and restarts", "use one of the two")
+           "april does not keep what an agent makes of images for training over aborts and "
+           "restarts", "use one of the two")
     yield (getattr(args.train, "partial_rollout_enable", False), "--train.partial_rollout_enable",
-           "it changes weights in the middle of requests, so nobody would know which weights wrote a token",
+           "it changes weights in the middle of requests, so april would not know which weights made a token",
            "leave it out, april continues partial rollouts itself")
     yield ((getattr(rollout, "vllm_generate_batch_size", None) or rollout.batch_size) != rollout.batch_size,
            "--rollout.vllm_generate_batch_size is not --rollout.batch_size",
-           "more is OpenRLHF's own over-sampling, which waits for all of it, and less is not a whole step",
+           "a larger value is OpenRLHF's own over-sampling, which waits for all responses, and a smaller one is not a "
+           "whole step",
            f"leave it out and set {PREFIX}over_sampling_batch_size")
     yield greedy(rollout.temperature == 0, "--rollout.temperature 0")
     yield (level is None, "this OpenRLHF has no --algo.advantage.is_correction_level", "april's adapter needs it",
            "install 0.11.2")
     yield (level == "off", "--algo.advantage.is_correction_level is off (OpenRLHF's default)",
-           "tokens of older weights would be trained as if the present ones had written them",
+           "tokens of older weights would be trained as if the current weights had made them",
            "add --algo.advantage.is_correction_level token")
     yield from distorting({f"--rollout.top_p {rollout.top_p:g}": rollout.top_p != 1})
     yield (own.get("weights") == "disk", "april.weights disk", "OpenRLHF sends its weights to its engines itself",
@@ -134,14 +136,14 @@ def _refusals_together(args: Any, config: Config) -> Iterator[Refusal]:
            "it may leave a response without a trained token, and OpenRLHF divides by their number",
            "use finish, restart or drop")
     yield (separate and queued > config.max_staleness, f"--train.async_queue_size {queued}",
-           "so many batches may wait or be trained while the next one is generated, which then is older than "
-           f"april.max_staleness={config.max_staleness} when it is trained", "lower the one or raise the other")
+           "that many batches may wait or be trained while the next one is generated, which is then older than "
+           f"april.max_staleness={config.max_staleness} when it is trained", "lower the first or raise the second")
     for flag, shares in (
         ("--vllm.enable_sleep", getattr(args.vllm, "enable_sleep", False)),
         ("--train.colocate_all", getattr(args.train, "colocate_all", False) and not separate),
     ):
         yield (continuous and shares, flag,
-               "the engines sleep or stand still on the trainer's GPUs while it trains, and april.generation: "
-               "continuous is for engines that go on",
+               "the engines sleep on the trainer's GPUs while it trains, but april.generation: continuous is for "
+               "engines that never stop",
                "give them GPUs of their own (--train.async_enable, or no --train.colocate_all), or leave it out")
     # fmt: on

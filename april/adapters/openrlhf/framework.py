@@ -34,7 +34,7 @@ REQUIRED_FUNCTIONS: dict[str, tuple[str, ...]] = {
     f"{_ENGINE}.update_weight_cuda_ipc": ("self", "name", "dtype", "shape", "ipc_handles", "empty_cache"),
 }  # fmt: skip
 """Parameters of OpenRLHF's functions that april calls or overrides."""
-_HELD = f"april's adapter was held against openrlhf {TESTED_VERSION}: install that, or another version that has it"
+_HELD = f"april's adapter was tested with openrlhf {TESTED_VERSION}: install that, or another version that has it"
 
 
 def require_openrlhf() -> None:

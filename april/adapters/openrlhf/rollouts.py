@@ -90,7 +90,7 @@ class TransferThread:
     def _transfer(self) -> None:
         self._may_write.set_result(None)
         if not self._written.result():
-            raise RolloutError("the trainer's transfer of weights broke off; its own error says why")
+            raise RolloutError("the trainer's transfer of weights failed; its own error says why")
 
 
 log = logging.getLogger("april")
@@ -210,8 +210,8 @@ class OpenRLHFRollouts:
         counts = asyncio.run(all_engines())
         if len(set(counts)) > 1:
             raise RolloutError(
-                f"the engines have got weights {counts} times: one of them was started anew, or a transfer broke off; "
-                "start the run again from its checkpoint"
+                f"the engines got weights {counts} times: one of them was restarted, or a transfer failed; restart the "
+                "run from its checkpoint"
             )
         return counts[0]
 
@@ -296,7 +296,9 @@ class OpenRLHFRollouts:
     def load(self, saved: Any) -> bool:
         """Keep a saved state for the next batch; return True if its episode had ended. Raises CheckpointError."""
         if saved is None:
-            log.warning("the checkpoint was written without april: nothing in it is unfinished, and april begins anew")
+            log.warning(
+                "the checkpoint was written without april, so it holds nothing unfinished, and april starts afresh"
+            )
             return False
         with checkpoint_errors(CARRY):
             data = np.asarray(saved, np.uint8).tobytes()

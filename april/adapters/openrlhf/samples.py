@@ -45,7 +45,7 @@ class RewardResult:
     def of(cls, answer: Any) -> RewardResult:
         """Parse ``{"rewards", "scores", "extra_logs"}``: numbers, or lists or tensors of one. Raises RolloutError."""
         if not isinstance(answer, Mapping) or answer.get("rewards") is None:
-            raise RolloutError(f"the reward function answered {answer!r}; expected a mapping with rewards")
+            raise RolloutError(f"the reward function returned {answer!r}; expected a mapping with rewards")
         reward = _number(answer["rewards"])
         scores = answer.get("scores")
         logs = {str(key): _number(value) for key, value in (answer.get("extra_logs") or {}).items()}
@@ -57,7 +57,7 @@ def _number(value: Any) -> float:
     try:
         return float(np.asarray(value, np.float64).reshape(-1)[0])
     except (TypeError, ValueError, IndexError):
-        raise RolloutError(f"a reward function gave {value!r} where a number is needed") from None
+        raise RolloutError(f"a reward function returned {value!r} instead of a number") from None
 
 
 Held = dict[SampleId, RewardResult]
@@ -90,7 +90,7 @@ def row_of(item: Any) -> tuple[str, Any, list[Any]]:
         _, (prompt,), (label,), (images,) = item
     except (TypeError, ValueError):
         raise RolloutError(
-            f"the loader of prompts gave {item!r}; expected sources, prompts, labels and images, one of each"
+            f"the prompt loader returned {item!r}; expected sources, prompts, labels and images, one of each"
         ) from None
     several = images if isinstance(images, (list, tuple)) else [images]
     return str(prompt), label, [image for image in several if image is not None]
@@ -203,7 +203,8 @@ class OpenRLHFPrompts:
     def _kept(self, images: list[Any]) -> list[Any]:
         if images and self._images is None:
             raise ConfigError(
-                "a prompt has images, and --data.max_images_per_prompt is 0; set it to the most that a prompt has"
+                "a prompt has images, but --data.max_images_per_prompt is 0; set it to the largest number that a "
+                "prompt has"
             )
         return self._images(images) if images and self._images is not None else []
 
@@ -226,7 +227,7 @@ class ShownImages:
     def __init__(self, processor: Any, limits: ImagesConfig) -> None:
         if not hasattr(processor, "image_processor"):
             raise ConfigError(
-                "--data.max_images_per_prompt is for models that see, and this one has no image processor; leave it out"
+                "--data.max_images_per_prompt is for vision models, but this one has no image processor; leave it out"
             )
         self.processor, self.tokenizer = processor, processor.tokenizer
         self._reader = ImageReader(limits)
@@ -258,7 +259,7 @@ class ShownImages:
         )  # fmt: skip
         if made["input_ids"][0].tolist() != row.prompt.token_ids.tolist():
             raise RolloutError(
-                f"the processor makes other tokens of prompt {row.prompt.position} than were generated from, so its "
-                "images would be trained at other places"
+                f"the processor turns prompt {row.prompt.position} into other tokens than those of the generation, so "
+                "its images would be trained at wrong positions"
             )
         return {name: value for name, value in made.items() if name not in NOT_TRAINED}

@@ -100,8 +100,8 @@ def warn_of(args: Any, config: Config) -> None:
     corrected = any(getattr(args, flag, None) for flag in ("use_tis", "use_rollout_logprobs"))
     if config.leaves_partials and not corrected:
         log.warning(
-            "tokens of older weights will be trained on without correction: slime recomputes their log-probabilities "
-            "with the present weights, so their ratio is 1; add --use-tis or --use-rollout-logprobs"
+            "tokens of older weights will be trained without correction: slime recomputes their log-probabilities with "
+            "the current weights, so their ratio is 1; add --use-tis or --use-rollout-logprobs"
         )
     if getattr(args, "buffer_filter_path", None):
         log.warning(
@@ -137,16 +137,16 @@ def _ends(args: Any) -> dict[str, Any]:
 def _refusals_with_agent(args: Any, own_function: bool) -> Iterator[Refusal]:
     """Yield refusals of flags that do not work together with ``april.rollout``."""
     hook = getattr(args, "custom_reward_post_process_path", None)
-    rows = "it may bring several rows of one response"
+    rows = "it may return several rows for one response"
     yield (own_function, "april.rollout and --custom-generate-function-path", "both generate the responses",
            "leave out one of them")
-    yield (getattr(args, "log_passrate", False), "april.rollout", f"{rows}, and --log-passrate takes n per group",
+    yield (getattr(args, "log_passrate", False), "april.rollout", f"{rows}, but --log-passrate takes n per group",
            "leave --log-passrate out")
     yield (not getattr(args, "use_dynamic_batch_size", True), "april.rollout",
            f"{rows}, so their number is not a multiple of slime's micro-batches (build_dp_schedule)",
            "add --use-dynamic-batch-size with --max-tokens-per-gpu")
     yield (hook != HOOK and method_of(args) is not None, "april.rollout",
-           f"{rows}, and {hook or 'slime'} takes the mean reward over rows",
+           f"{rows}, but {hook or 'slime'} takes the mean reward over rows",
            f"add --custom-reward-post-process-path {HOOK}")
 
 
@@ -168,33 +168,38 @@ def _refusals(args: Any, own_function: bool) -> Iterator[Refusal]:
         (f"--rollout-top-p {args.rollout_top_p}", args.rollout_top_p != 1),
         (f"--rollout-top-k {args.rollout_top_k}", args.rollout_top_k not in (-1, None)),
     ):
-        yield (applies, setting, "the trainer would recompute other log-probabilities than were sampled from, and "
-               "needs the kept ids of every token, which april does not ask for", f"leave it out{instead}")
+        yield (applies, setting, (
+            "the trainer would recompute log-probabilities other than those of the sampling, and needs the kept ids of "
+            "every token, which april does not request"
+        ), f"leave it out{instead}")
 
 
 def _refusals_together(args: Any, config: Config, own_function: bool) -> Iterator[Refusal]:
     """Yield refusals that depend on several settings together."""
     continuous, parts = config.generation is GenerationMode.CONTINUOUS, config.delivers_parts
     for flag in ("colocate", "offload_rollout"):
-        yield (continuous and getattr(args, flag, False), f"--{flag.replace('_', '-')}", "the engines sleep while the "
-               "trainer trains, and april.generation=continuous lets them go on",
+        yield (continuous and getattr(args, flag, False), f"--{flag.replace('_', '-')}", (
+            "the engines sleep while the trainer trains, but april.generation=continuous would let them continue"
+        ),
                "give the engines GPUs of their own, or leave it out")
-    yield (continuous and own_function, "--custom-generate-function-path", "it sends its requests itself, so april "
-           "cannot tell which weights made the tokens of those that an update meets",
+    yield (continuous and own_function, "--custom-generate-function-path", (
+        "it sends its requests itself, so april cannot tell which weights made the tokens of requests that run during "
+        "an update"
+    ),
            "leave april.generation=continuous out")
     quorum = f"april.group_quorum={shown_value(config.group_quorum)}"
     for flag in WHOLE_GROUPS:
         yield (parts and getattr(args, flag, None), f"--{flag.replace('_', '-')}",
-               f"it goes by whole groups, and {quorum} delivers parts of them", "leave out one of them")
+               f"it needs whole groups, but {quorum} delivers parts of them", "leave out one of them")
     hook = getattr(args, "custom_reward_post_process_path", None)
     yield (parts and hook != HOOK and (hook is not None or method_of(args) is not None), quorum,
-           f"it delivers groups in parts, and {hook or 'slime'} takes the mean reward over whole ones",
+           f"it delivers groups in parts, but {hook or 'slime'} takes the mean reward over whole ones",
            f"add --custom-reward-post-process-path {HOOK}")
     yield (not parts and config.on_failed_sample is OnFailedSample.SHRINK, "april.on_failed_sample=shrink",
-           "a batch would have fewer than --rollout-batch-size * --n-samples-per-prompt samples, and slime trains in "
-           "full --global-batch-size only", "say replace, or set april.group_quorum below 1")
+           "a batch would have fewer than --rollout-batch-size * --n-samples-per-prompt samples, but slime only trains "
+           "full --global-batch-size batches", "say replace, or set april.group_quorum below 1")
     interval = int(getattr(args, "update_weights_interval", None) or 1)
     yield (interval > max(1, config.max_staleness), f"--update-weights-interval {interval}", "the last batch before an "
            f"update is trained so many updates after it was generated, and april.max_staleness={config.max_staleness}",
-           "lower the one or raise the other")
+           "lower the first or raise the second")
 # fmt: on

@@ -132,8 +132,8 @@ class FunctionEngine(ServerEngine):
         sample = await self._function(args, sample, params)
         if isinstance(sample, list):
             raise RequestRefused(
-                "the custom generate function returned several samples for one, which april cannot count, as it has "
-                "seen none of their requests; write it as a rollout function, april.rollout of --custom-config-path"
+                "the custom generate function returned several samples for one, but april has seen none of their "
+                "requests and cannot count them; write it as a rollout function, april.rollout of --custom-config-path"
             )
         return sample
 
@@ -171,7 +171,7 @@ class FunctionEngine(ServerEngine):
         try:
             await super().pause()
         except EngineError as error:
-            log.warning("%s; the calls of the custom generate function are ended, what they have is lost", error)
+            log.warning("%s; april ends the calls of the custom generate function, and their tokens are lost", error)
             self._end(list(self._calls))
             await self._admission.until_idle()
 

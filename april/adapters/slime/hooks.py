@@ -67,7 +67,7 @@ class SlimeHooks:
             self._framework.get("rollout.rm_hub.batched_async_rm")(self._args, samples)
         )
         if len(rewards) != len(samples):
-            raise RolloutError(f"the group reward gave {len(rewards)} rewards for {len(samples)} samples")
+            raise RolloutError(f"the group reward returned {len(rewards)} rewards for {len(samples)} samples")
         for sample, reward in zip(samples, rewards, strict=True):
             sample.reward = reward
         self.held.update(zip((r.sample_id for r in responses), samples, strict=True))
@@ -119,7 +119,8 @@ class SlimeHooks:
             number = float(value)
         except (TypeError, ValueError):
             raise RolloutError(
-                f"the reward of sample {sample.index} is {value!r}, no number; of several, name one by --reward-key"
+                f"the reward of sample {sample.index} is {value!r}, which is not a number; if there are several, "
+                "choose one with --reward-key"
             ) from None
         if wrong_reward(number) is None:  # so that slime's filter sees the same number as april's batch
             number = float32_reward(number)

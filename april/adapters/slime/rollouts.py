@@ -204,7 +204,7 @@ class SlimeRollouts:
                 self._restore(saved)
             if config.generation is GenerationMode.CONTINUOUS:
                 other, name = framework.name != "slime", framework.name
-                refuse([(other, "april.generation=continuous", f"it was not tried with {name}", "leave it out")])
+                refuse([(other, "april.generation=continuous", f"it was not tested with {name}", "leave it out")])
                 self._followed = SlimeUpdates(
                     self.scheduler.engines, self._weights, self._update,
                     lambda version: self._weights.name(version, self._weights.next_rollout),
@@ -265,7 +265,7 @@ class SlimeRollouts:
                 break
             threading.Event().wait(STEADY_S)
         else:
-            raise CheckpointError(f"the data source has been giving one prompt for {STEADY_S * STEADY_TRIES:g} s")
+            raise CheckpointError(f"the data source has returned the same prompt for {STEADY_S * STEADY_TRIES:g} s")
         inside = groups_in(state)
         held = self._hooks.held.copy()
         for leased in list(self._leased.values()):
@@ -290,8 +290,8 @@ class SlimeRollouts:
         path = carry_path(directory, rollout_id - 1)
         if not path.exists():
             log.warning(
-                "rollout %d goes on from a checkpoint that april has not written (there is no %s): what was unfinished "
-                "then is lost, and its prompts are not asked again in this epoch", rollout_id, path,
+                "rollout %d continues from a checkpoint that april did not write (there is no %s): unfinished "
+                "responses are lost, and their prompts are not used again in this epoch", rollout_id, path,
             )  # fmt: skip
             return None
         return read_state(path, KIND)

@@ -67,7 +67,7 @@ def post_process_rewards(args: Any, samples: Sequence[Any], **kwargs: Any) -> tu
         return raw, [sample.metadata["april"]["advantage"] for sample in samples]
     except (KeyError, TypeError):
         raise RolloutError(
-            f"--custom-reward-post-process-path {HOOK} got a sample that april has not delivered; it goes with "
+            f"--custom-reward-post-process-path {HOOK} got a sample that april has not delivered; it only works with "
             "--rollout-function-path april.adapters.slime.generate_rollout"
         ) from None
 
@@ -154,15 +154,17 @@ class Groups:
         (group,) = groups
         if len(group) != self._n:
             raise RolloutError(
-                f"the data source gave a group of {len(group)} samples, and --n-samples-per-prompt is {self._n}"
+                f"the data source returned a group of {len(group)} samples, but --n-samples-per-prompt is {self._n}"
             )
         if self._type is None:
             self._check(group[0])
             self._type = type(group[0])
         if group[0].response_length and not self._warned:
             self._warned = True
-            log.warning("samples of the data source come with a response; april does not know how it came about and "
-                        "generates it anew")  # fmt: skip
+            log.warning(
+                "samples of the data source contain a response; april does not know how it was made and generates it "
+                "again"
+            )  # fmt: skip
         return list(group)
 
     def _first(self, group: Sequence[Any]) -> Any:
@@ -177,7 +179,7 @@ class Groups:
         images = images_of(sample)
         if images and self._images is None:
             raise ConfigError(
-                f"sample {sample.index} has images, and nothing says that the data set has some; name their column in "
+                f"sample {sample.index} has images, but no column of the data set is declared for them; name it in "
                 "--multimodal-keys"
             )
         take_out(group)
@@ -191,7 +193,7 @@ class Groups:
         if self._any_prompt:
             return self._encode(str(sample.prompt)) or [0]
         if not isinstance(sample.prompt, str):
-            raise ConfigError(f"the prompt of sample {sample.index} is no text; add --apply-chat-template")
+            raise ConfigError(f"the prompt of sample {sample.index} is not text; add --apply-chat-template")
         return self._encode(sample.prompt)
 
 
@@ -270,7 +272,7 @@ def add_experts(sample: Any, delivered: DeliveredSample) -> None:
         return
     if len(sample.tokens) != len(rows) + 1:
         raise RolloutError(
-            f"sample {sample.index} has {len(sample.tokens)} tokens, and {len(rows) + 1} were generated or read: a "
+            f"sample {sample.index} has {len(sample.tokens)} tokens, but {len(rows) + 1} were generated or read: a "
             "hook has rewritten the response, whose experts --use-rollout-routing-replay would replay"
         )
     setattr(sample, EXPERTS, rows.astype(np.int32))
@@ -360,8 +362,8 @@ def images_of(sample: Any) -> list[Any]:
     given = getattr(sample, INPUTS, None) or {}
     if others := [name for name, value in given.items() if value is not None and name != "images"]:
         raise ConfigError(
-            f"sample {sample.index} has {', '.join(others)}, and april takes text and images; let slime itself talk to "
-            "the servers: --custom-generate-function-path slime.rollout.sglang_rollout.generate"
+            f"sample {sample.index} has {', '.join(others)}, but april only supports text and images; let slime itself "
+            "talk to the servers: --custom-generate-function-path slime.rollout.sglang_rollout.generate"
         )
     return list(given.get("images") or ())
 
@@ -408,8 +410,8 @@ class SampleImages:
         processor = load(args.hf_checkpoint, trust_remote_code=True)
         if processor is None:
             raise ConfigError(
-                f"--multimodal-keys names images, and {framework.name} finds no processor for them at --hf-checkpoint "
-                f"{args.hf_checkpoint}"
+                f"--multimodal-keys declares images, but {framework.name} finds no processor for them at "
+                f"--hf-checkpoint {args.hf_checkpoint}"
             )
         return cls(framework, processor)
 

@@ -167,8 +167,8 @@ class SlimeUpdates:
         for engine in engines:
             if not isinstance(engine, SglangEngine) or engine.facts.label is None:
                 raise ConfigError(
-                    "april.generation=continuous needs slime's SGLang servers, of a version that says which weights "
-                    f"made a token (/model_info, weight_version), and {engine.name} is none; leave it out"
+                    "april.generation=continuous needs slime's SGLang servers, in a version that reports which weights "
+                    f"made a token (/model_info, weight_version), but {engine.name} does not; leave it out"
                 )
             engine.on_foreign_pause = self._begin
             self._engines.append(engine)

@@ -49,14 +49,14 @@ def read(folder: Path, trainer: Any) -> Any:
     """
     if not (folder / STATE_FILE).exists():
         raise CheckpointError(
-            f"{folder} has no {STATE_FILE}: it was not saved by AprilGRPOTrainer, so nobody knows which prompts were "
-            "trained; begin anew from its weights (model=...) instead"
+            f"{folder} has no {STATE_FILE}: AprilGRPOTrainer did not save it, so april does not know which prompts "
+            "were trained; start a new run from its weights (model=...) instead"
         )
     state = read_state(folder / STATE_FILE, KIND)
     if state["order"] != (now := _order_of_prompts(trainer)):
         raise CheckpointError(
-            f"{folder} was saved with prompts {state['order']}, now they are {now}; they must be the same, in the same "
-            "order, after a restart"
+            f"{folder} was saved with prompts {state['order']}, but now they are {now}; they must be the same, in the "
+            "same order, after a restart"
         )
     if state["micro"]:
         trainer._step, trainer._buffered_inputs = state["micro"], _parts(folder, state, trainer.accelerator)
@@ -71,8 +71,8 @@ def _parts(folder: Path, state: dict[str, Any], accelerator: Any) -> list[dict[s
     if len(checksums) != accelerator.num_processes:
         raise CheckpointError(
             f"{folder} was saved in the middle of a generation batch, of which each of {len(checksums)} processes had "
-            f"its part, and now there are {accelerator.num_processes}; go on with as many, or from a checkpoint "
-            "between two generation batches"
+            f"its part, but now there are {accelerator.num_processes}; continue with the same number, or from a "
+            "checkpoint between two generation batches"
         )
     rank = accelerator.process_index
     try:

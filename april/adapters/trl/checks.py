@@ -80,9 +80,10 @@ def refusals(trainer: Any, config: Config, *, servers: bool, filters: bool) -> I
     parallel, sharding = getattr(trainer.accelerator, "parallelism_config", None), sharding_of(trainer)
     embedded = isinstance(config.engine, TransformersEngineConfig)
     yield (parallel is not None and parallel.non_data_parallel_size > 1, "tensor, context or sequence parallelism",
-           "several ranks train the same rows then, and april gives each its own", "use DDP, FSDP or DeepSpeed")
+           "several ranks then train the same rows, but april gives each rank rows of its "
+           "own", "use DDP, FSDP or DeepSpeed")
     for name in ("use_vllm", "use_transformers_continuous_batching"):
-        yield (getattr(args, name), f"{name}=True", "april generates, on the engine of its own configuration",
+        yield (getattr(args, name), f"{name}=True", "april generates on the engine of its own configuration",
                f"leave {name} out")
     yield from distorting({f"GRPOConfig.{name}={getattr(args, name)}": getattr(args, name) not in neutral
                            for name, neutral in _SAMPLING.items()})
@@ -99,8 +100,8 @@ def refusals(trainer: Any, config: Config, *, servers: bool, filters: bool) -> I
            "set num_train_epochs or max_steps of GRPOConfig, and on_data_end to short or wrap")
     yield from _refused_adapters(trainer, config.engine)
     yield (embedded and sharding in UNREADABLE, sharding,
-           "it leaves no rank with the whole model, from which the embedded engine generates",
-           "use FSDP2 (fsdp_version: 2), whose ranks put the weights together for it, or servers")
+           "it leaves no rank with the whole model, which the embedded engine needs to generate",
+           "use FSDP2 (fsdp_version: 2), whose ranks gather the weights for the engine, or use servers")
     yield (embedded and servers, "weights_dir is for servers", "the embedded engine reads the trainer's model in place",
            "leave it out")
     why = "" if embedded and config.weights is not WeightsRoute.COLLECTIVE else why_not_sent(trainer, config)
@@ -114,30 +115,30 @@ def refusals(trainer: Any, config: Config, *, servers: bool, filters: bool) -> I
            "use replace or drop_group, or a group_quorum below 1, with which batches have that number of rows")
     objective = trainer.multi_objective_aggregation
     yield (config.delivers_parts and objective != "sum_then_normalize", f"multi_objective_aggregation={objective}",
-           "it normalises each reward function over whole groups, and with group_quorum below 1 a batch has parts of "
+           "it normalises each reward function over whole groups, but with group_quorum below 1 a batch has parts of "
            "groups", "use sum_then_normalize")
     early = "environment_factory" if trainer.environment_factories else "filter" if filters else ""
     early = "group_quorum below 1" if config.delivers_parts else early
     yield (early and any(hasattr(function, "parameters") for function in trainer.reward_funcs), early,
-           "rewards by a model are computed by TRL alone, too late for it", "use reward functions")
+           "only TRL computes rewards by a model, too late for a quorum", "use reward functions")
 
 
 def _refused_images(trainer: Any) -> Iterator[Refusal]:
     """Yield refusals about images in the data set and about vision models."""
     column, processor = column_of(trainer.train_dataset), type(trainer.processing_class).__name__
     yield (column is not None and not trainer._is_vlm,
-           f"train_dataset has a column {column}, and processing_class ({processor}) reads no images",
-           "TRL would train without them", "give the processor of a model that sees, or remove the column")
+           f"train_dataset has a column {column}, but processing_class ({processor}) reads no images",
+           "TRL would train without them", "give the processor of a vision model, or remove the column")
     side = getattr(tokenizer_of(trainer), "padding_side", "left")
     yield (column is not None and side != "left", f"the processor pads on the {side}",
-           "TRL puts what it says of the tokens of images beside prompts that are padded on the left",
+           "TRL aligns the processor's token types with prompts that are padded on the left",
            "set processing_class.tokenizer.padding_side = 'left'")
     first = trainer.train_dataset[0] if len(trainer.train_dataset) else {}
     if first.get("prompt") is not None:
         require_shown(first["prompt"], of_row(first))
     what = "environment_factory" if trainer.environment_factories else "tools"
-    yield (trainer._is_vlm and (trainer.tools or trainer.environment_factories), f"{what} with a model that sees",
-           "april does not bring images of turns to TRL's loss", f"leave {what} out")
+    yield (trainer._is_vlm and (trainer.tools or trainer.environment_factories), f"{what} with a vision model",
+           "april does not pass images of later turns to TRL's loss", f"leave {what} out")
 
 
 def _refused_adapters(trainer: Any, engine: EngineConfig) -> Iterator[Refusal]:
@@ -147,11 +148,11 @@ def _refused_adapters(trainer: Any, engine: EngineConfig) -> Iterator[Refusal]:
     if adapters is None:
         return
     yield (getattr(model.config, "quantization_config", None) is not None, "PEFT model over a quantised base",
-           "not held against TRL's log-probabilities", "load the base unquantised")
+           "not tested against TRL's log-probabilities", "load the base unquantised")
     for name, adapter in adapters.items():
         yield (getattr(adapter, "is_prompt_learning", False),
                f"PEFT adapter {name} is of the kind prompt learning, which puts virtual tokens before every prompt",
-               "april resumes by the tokens there are", "use LoRA")
+               "april resumes from real tokens only", "use LoRA")
     # other servers may load the adapter unmerged, unless no rank has its whole tensors
     alone = isinstance(engine, OpenAIEngineConfig) or sharding_of(trainer) in UNREADABLE
     if not isinstance(engine, TransformersEngineConfig) and alone and (why := why_unmerged(trainer)):

@@ -64,8 +64,8 @@ class Templates:
         if self._of_environment:
             if name not in self._of_environment:
                 raise ConfigError(
-                    f"a row of the dataset has environment={name!r}, and environment_factory has "
-                    f"{list(self._of_environment)}; name one of them"
+                    f"a row of the dataset has environment={name!r}, but environment_factory has "
+                    f"{list(self._of_environment)}; name one of these"
                 )
             writer = self._of_environment[name]
         prompt = shown(self.prompt_of(row), of_row(row))
@@ -114,8 +114,8 @@ class DatasetPasses:
             put_back(row, prompt.attached)
         if self.templates.tokens_of(row) != prompt.token_ids.tolist():
             raise CheckpointError(
-                f"row {prompt.data[ROW]} of train_dataset is another prompt now than when it was drawn; the dataset "
-                "and the chat template must be the same after a restart"
+                f"row {prompt.data[ROW]} of train_dataset is not the prompt that was drawn before; the dataset and the "
+                "chat template must be the same after a restart"
             )
         if asked is None:
             self._last = (prompt, dict(row))
@@ -213,8 +213,8 @@ def scored(prompt: Any, value: float) -> float:
     """Return the reward ``value``, or raise RolloutError if it is NaN."""
     if math.isnan(value):
         raise RolloutError(
-            f"every reward function returned None or NaN for a response to row {prompt.data[ROW]} of the dataset, "
-            "and with group_quorum below 1 the advantages of its siblings are made of its reward; return a number"
+            f"every reward function returned None or NaN for a response to row {prompt.data[ROW]} of the dataset, but "
+            "with group_quorum below 1 the advantages of its siblings need its reward; return a number"
         )
     return value
 
@@ -247,8 +247,8 @@ def warn_of_other_rewards(trainer: Any, batch: Batch) -> bool:
     if np.isclose(theirs, ours, rtol=1e-4, atol=1e-4):
         return False
     log.warning(
-        "batch %d has a mean reward of %g where TRL logs %g: a reward function gives other values when it is asked "
-        "once more, about a whole batch. Advantages are made of the former, for which each response was alone; with "
+        "batch %d has a mean reward of %g, but TRL logs %g: a reward function returns other values when it is called "
+        "again for a whole batch. The advantages use the first values, for which each response was alone; with "
         "group_quorum below 1 reward functions must not compare responses with each other",
         batch.id, ours, theirs,
     )  # fmt: skip
@@ -295,7 +295,7 @@ def require_shown(prompt: Any, images: Sequence[Any]) -> None:
     parts = () if plain else (p for m in prompt if isinstance(m.get("content"), list) for p in m["content"])
     # fmt: off
     refuse([
-        (plain and images, "train_dataset has images and a prompt of plain text", "TRL wants messages then",
+        (plain and images, "train_dataset has images and a prompt of plain text", "TRL needs messages then",
          "give messages"),
         (any(part.get("type") == "image" and part.get("image") is not None for part in parts),
          "a prompt of train_dataset has an image in its messages",

@@ -58,7 +58,9 @@ def of_all_ranks(trainer: Any, value: Any) -> list[Any]:
     try:
         data = msgspec.msgpack.encode(value)
     except TypeError as error:
-        raise RolloutError(f"tools on several ranks: columns and messages go between them, and {error}") from error
+        raise RolloutError(
+            f"tools on several ranks: columns and messages are sent between them, but {error}"
+        ) from error
     return [msgspec.msgpack.decode(bytes(row)) for row in rows_of_all_ranks(trainer, [list(data)])]
 
 
@@ -87,7 +89,7 @@ def takes_adapters(trainer: Any, scheduler: Any) -> bool:
     if trainer.accelerator.is_main_process:
         sites = [engine.capabilities for engine in scheduler.engines]
         needs = [can.remedy("adapters") for can in sites if can.adapters is None]
-        why = f"the servers take none; {needs[0]}" if needs else _why_unservable(model, sites)
+        why = f"the servers accept none; {needs[0]}" if needs else _why_unservable(model, sites)
     why = str(of_all_ranks(trainer, why)[0])
     if why and (unmerged := why_unmerged(trainer)):
         raise ConfigError(f"{unmerged}, and it cannot be sent as an adapter: {why}")
@@ -108,9 +110,9 @@ def why_not_sent(trainer: Any, config: Config) -> str:
     if config.weights is WeightsRoute.DISK:
         return "weights: disk"
     if isinstance(config.engine, OpenAIEngineConfig):
-        return "servers of this kind take no others"
+        return "servers of this kind accept no other weights"
     if is_adapted(trainer.accelerator.unwrap_model(trainer.model)):
-        return "a PEFT model goes there as an adapter, or merged"
+        return "a PEFT model is sent as an adapter, or merged"
     sharding = sharding_of(trainer)
     return f"{sharding} leaves no parameters that could be sent" if sharding in UNREADABLE else ""
 
@@ -123,7 +125,7 @@ def sends_weights(trainer: Any, scheduler: Any, config: Config, *, has_weights_d
     why = why_not_sent(trainer, config)
     if not why and trainer.accelerator.is_main_process:
         names = [e.name for e in scheduler.engines if not (e.capabilities.collective or e.capabilities.takes_tensors)]
-        why = f"engine {names[0]} takes none from there, and april doctor says what it would need" if names else ""
+        why = f"engine {names[0]} accepts none from there, and april doctor shows what it would need" if names else ""
     why = str(of_all_ranks(trainer, why)[0])
     if why and not has_weights_dir:
         raise ConfigError(f"weights go through a directory ({why}): give rollout(weights_dir=...)")
@@ -141,12 +143,12 @@ def why_unmerged(trainer: Any) -> str:
     """Return the reason why servers cannot get a PEFT model merged, or an empty string if they can."""
     if sharding := sharding_of(trainer):
         return (
-            f"PEFT model under {sharding}: adapters are merged where one rank has the whole model, and none has; use "
+            f"PEFT model under {sharding}: adapters are merged on a rank with the whole model, but no rank has it; use "
             "DDP, or generate with the embedded engine"
         )
     if trains_tied_layers(trainer.model):
         return (
-            "PEFT model whose adapters train the embedding or the output layer, which are one (tie_word_embeddings): "
+            "PEFT model whose adapters train the embedding or the output layer, which are tied (tie_word_embeddings): "
             "servers hold one tensor for both; leave these layers out of the adapter, or untie them first"
         )
     return ""

@@ -199,7 +199,7 @@ class ToolLoop:
         accelerator = self._trainer.accelerator
         first, *_ = of_all_ranks(self._trainer, notes if accelerator.is_main_process else None)
         if None in first:
-            raise RolloutError("a response has come without what its tools have said; report this")
+            raise RolloutError("a response arrived without the output of its tools; report this as a bug")
         found = msgspec.convert(first, list[Note])
         count = len(found) // accelerator.num_processes
         return found[accelerator.process_index * count :][:count]
@@ -235,8 +235,8 @@ def check_notes(state: Any, loop: ToolLoop | None) -> None:
     if (state is None) != (loop is None):
         had, has = ("none", "some") if state is None else ("some", "none")
         raise CheckpointError(
-            f"the checkpoint was saved with {had} of tools and environment_factory, and now there are {has}; its "
-            "responses are of other conversations: give what there was"
+            f"the checkpoint was saved with {had} of tools and environment_factory, but now there are {has}; its "
+            "responses belong to other conversations: use the same as before"
         )
 
 

@@ -89,7 +89,9 @@ class Rollout:
             raise ConfigError(f'rollout: metrics must be a list of names, or "all", got {metrics!r}')
         if isinstance(config, Config):
             if settings:
-                raise ConfigError(f"rollout: {sorted(settings)} beside an april.Config; put them into the Config")
+                raise ConfigError(
+                    f"rollout: {sorted(settings)} given together with an april.Config; put them into the Config"
+                )
             self._settings: Config | dict[str, Any] = config
         else:
             given = read_yaml(config) if isinstance(config, (str, Path)) else config
@@ -187,8 +189,8 @@ class Rollout:
             if self._is_main:
                 where = ", ".join(f"{name}: {dict(ledger.dropped)}" for name, ledger in scheduler.ledger().items())
             raise RolloutError(
-                f"the prompts ended with a batch of {found} rows where TRL needs {wanted}, as some were dropped "
-                f"({where}); set on_data_end: wrap to begin them again"
+                f"the prompts ended with a batch of {found} rows, but TRL needs {wanted}; some were dropped ({where}); "
+                "set on_data_end: wrap to start over"
             )
         self._log(batch, trainer)
         self._batch = self._last_batch = batch

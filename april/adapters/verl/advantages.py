@@ -47,7 +47,8 @@ def april_grpo(
     unknown = [name for name in index if name not in _given and not name.startswith(PADDING)]
     if unknown:
         raise RolloutError(
-            f"row {unknown[0]} is not of april's last batch; algorithm.adv_estimator={ESTIMATOR} is for those"
+            f"row {unknown[0]} is not in april's last batch; algorithm.adv_estimator={ESTIMATOR} only works with its "
+            "rows"
         )
     of_rows = torch.tensor(
         [_given.get(name, 0.0) for name in index], dtype=token_level_rewards.dtype, device=token_level_rewards.device

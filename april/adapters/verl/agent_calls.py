@@ -148,7 +148,7 @@ class SampleGivenUp(asyncio.CancelledError):
     """Raised in an agent loop that was replaced or dropped, to end it; ``except Exception`` does not catch it."""
 
 
-GIVEN_UP = "it went on while a call of generate was unfinished"
+GIVEN_UP = "it continued while a call of generate was unfinished"
 
 
 class AgentLoopSession:
@@ -205,7 +205,7 @@ class AgentLoopSession:
 
     def _raise_if_given_up(self) -> None:
         if self.given_up:
-            raise SampleGivenUp(f"{self.uid} goes on without this rollout")
+            raise SampleGivenUp(f"{self.uid} continues without this rollout")
 
     def require_complete(self) -> None:
         """Raise RolloutError if the agent loop returned while one of its calls was unfinished."""

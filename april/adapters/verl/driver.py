@@ -169,10 +169,10 @@ class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
         callback: CheckpointCallback = None if sampler is None else sampler.trainer.checkpoint_callback
         # fmt: off
         refuse([
-            (sampler is None, "trainer.v1.sampler.custom_sampler is not april's", "nobody would ask for batches",
+            (sampler is None, "trainer.v1.sampler.custom_sampler is not april's", "no component would ask for batches",
              "leave it to +april=verl"),
             (not isinstance(callback, Checkpoints), f"trainer.checkpoint_callback_class is {type(callback).__name__}",
-             "checkpoints would lose what is unfinished",
+             "checkpoints would lose unfinished responses",
              "let it be a subclass of april.adapters.verl.Checkpoints"),
         ])
         # fmt: on
@@ -239,7 +239,7 @@ class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
         if not prompts:
             return
         log.warning(
-            "%s was saved without april: responses to its %d prompts that are not trained yet are generated anew",
+            "%s was saved without april, so april generates responses to its %d untrained prompts again",
             folder, len(prompts),
         )  # fmt: skip
         _label(prompts, "pending", self._sampler.trainer.global_steps)
@@ -277,5 +277,5 @@ def _checkpoint(trainer: Any) -> Path | None:
     where = os.path.abspath(path)
     found = find_latest_ckpt_path(where) if settings.resume_mode == "auto" else where
     if found is None:
-        raise CheckpointError(f"verl has loaded step {trainer.global_steps}, and there is no checkpoint in {where}")
+        raise CheckpointError(f"verl has loaded step {trainer.global_steps}, but there is no checkpoint in {where}")
     return Path(found)

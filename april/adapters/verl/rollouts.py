@@ -136,7 +136,7 @@ class _Worker:
             try:
                 await work
             except Exception as error:
-                log.warning("a worker of verl's could not be called: %s", describe(error))
+                log.warning("a worker of verl could not be called: %s", describe(error))
                 for one in [session] if session is not None else [*self.sessions.values()]:
                     one.fail(f"verl's worker could not be called: {type(error).__name__}", "")
 
@@ -339,7 +339,7 @@ class VerlRollouts:
             if missing := [uid for g in groups if (uid := g["data"]["uid"]) not in stored]:
                 raise CheckpointError(
                     f"{len(missing)} prompts of april's state (the first is {missing[0]}) are not in the trainer's "
-                    "checkpoint: the two do not belong together"
+                    "checkpoint, so the two do not belong together"
                 )
             again = []
             for group in groups:
@@ -365,7 +365,7 @@ class VerlRollouts:
         self.prompts.rows = dict(zip(held, rows(held), strict=True))
         self.prompts.offer(zip(waiting, rows(waiting), strict=True))
         self.deliveries.skip_dropped(scheduler.ledger())
-        log.info("april goes on with %d prompts", len(held))
+        log.info("april continues with %d prompts", len(held))
         return held
 
 

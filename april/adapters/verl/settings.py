@@ -167,13 +167,15 @@ def refusals(config: Any, own: dict[str, Any]) -> Iterator[Refusal]:
     yield from misplaced(own, "verl", DECIDED, (*OURS, *HERE))
     yield (quorum not in (None, 1) and not april_grpo and estimator not in WITHOUT_GROUPS,
            f"april.group_quorum={quorum}",
-           f"it delivers groups in parts, and algorithm.adv_estimator={estimator} compares rows of the same batch",
+           f"it delivers groups in parts, but algorithm.adv_estimator={estimator} compares rows of the same batch",
            f"set that to {ESTIMATOR}, which compares with the first finishers of the group")
     yield (april_grpo and select(config, "algorithm.use_kl_in_reward", False), "algorithm.use_kl_in_reward=True",
            f"it changes rewards that algorithm.adv_estimator={ESTIMATOR} has already compared",
            "set it to False (actor.use_kl_loss is a penalty that needs no reward)")
-    yield (april_grpo and scored_later, f"algorithm.adv_estimator={ESTIMATOR}", "it needs rewards when a response is "
-           "finished, and a reward model on the training GPUs gives them later", own_reward_gpus)
+    yield (april_grpo and scored_later, f"algorithm.adv_estimator={ESTIMATOR}", (
+        "it needs a reward as soon as a response is finished, but a reward model on the training GPUs returns rewards "
+        "later"
+    ), own_reward_gpus)
     yield (not v1 or mode != "colocate_async", f"trainer.use_v1={v1}, trainer.v1.trainer_mode={mode}",
            "april continues partial rollouts in the v1 trainer's colocate_async mode",
            "switch it on with +april=verl, and set neither")
@@ -185,34 +187,35 @@ def refusals(config: Any, own: dict[str, Any]) -> Iterator[Refusal]:
     yield (not select(config, f"{rollout}.do_sample", True), f"{rollout}.do_sample=False",
            "greedy samples of a group are all equal", "leave it out")
     yield (not select(config, f"{rollout}.calculate_log_probs", False), f"{rollout}.calculate_log_probs=False",
-           "tokens of older weights cannot be corrected without the log-probabilities they were drawn with",
+           "tokens of older weights cannot be corrected without the log-probabilities of their sampling",
            "set it to True")
     yield (select(config, f"{rollout}.logprobs_mode") == "raw_logprobs" and temperature != 1.0,
-           f"{rollout}.logprobs_mode=raw_logprobs", "it leaves out the temperature, which verl's actor does not",
+           f"{rollout}.logprobs_mode=raw_logprobs", "it ignores the temperature, which verl's actor does not",
            "leave it at processed_logprobs")
     yield (name == "trtllm" and temperature != 1.0, f"{rollout}.temperature={temperature} with {rollout}.name=trtllm",
-           "verl's logprobs_mode does not reach this server, its TorchSampler leaves the temperature out of the "
-           "log-probabilities, and what its other sampler does was not seen", "set it to 1, or use vllm or sglang")
+           "verl's logprobs_mode does not reach this server, whose TorchSampler ignores the temperature in "
+           "log-probabilities, and its other sampler was not tested", "set it to 1, or use vllm or sglang")
     uncorrected = select(config, f"{correction}.rollout_is") is None
     yield (uncorrected and not select(config, f"{correction}.bypass_mode", False), f"{correction}.rollout_is=null",
-           "verl recomputes old log-probabilities with the present weights, so tokens "
-           "of older ones would be trained with ratio 1, uncorrected", "set it to token or sequence (or bypass_mode)")
+           "verl recomputes old log-probabilities with the current weights, so tokens of older weights would be "
+           "trained with ratio 1, without correction", "set it to token or sequence (or bypass_mode)")
     yield (select(config, "skip.rollout_tq.enable", False), "skip.rollout_tq.enable=True",
            "it replays stored rollouts instead of making new ones", "leave out one of the two")
     yield (estimator == "remax", "algorithm.adv_estimator=remax",
            "it mixes greedy samples into each group, which april cannot tell apart", "use another estimator")
     yield (not select(config, "trainer.checkpoint_callback_class"), "trainer.checkpoint_callback_class is empty",
-           "checkpoints would lose what is unfinished",
+           "checkpoints would lose unfinished responses",
            "leave it to +april=verl, or name a subclass of april.adapters.verl.Checkpoints")
     yield (not select(config, f"{rollout}.agent.agent_loop_manager_class"),
            f"{rollout}.agent.agent_loop_manager_class is empty", "april would not see a request",
            "leave it to +april=verl")
-    yield (filters is not None and scored_later, "algorithm.filter_groups", "it needs rewards when a group is "
-           "finished, and a reward model on the training GPUs gives them later",
+    yield (filters is not None and scored_later, "algorithm.filter_groups", (
+        "it needs rewards as soon as a group is finished, but a reward model on the training GPUs returns them later"
+    ),
            f"{own_reward_gpus}, or leave the filter out")
     yield (select(config, "algorithm.filter_groups.enable", False) and filters is None,
            "algorithm.filter_groups.enable=True", "it needs algorithm.filter_groups.metric",
-           "set that to reward, or acc and its like")
+           "set that to reward, or to a metric such as acc")
     # fmt: on
 
 

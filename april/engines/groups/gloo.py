@@ -78,9 +78,9 @@ class GlooReceiver:
 
         def goes_on() -> None:
             if store.check([OFF]):
-                raise RuntimeError("the sender has called the transfer off")
+                raise RuntimeError("the sender has cancelled the transfer")
             if time.monotonic() > late:
-                raise RuntimeError(f"not all workers of the group were there in {timeout_s:g} s")
+                raise RuntimeError(f"some workers did not join the group within {timeout_s:g} s")
 
         poll_until(lambda: store.check([ALL_HERE]), goes_on)
         self._process_group = _group(store, group, rank, world_size, local_address(address, port), timeout_s)

@@ -64,15 +64,18 @@ def why_unservable(settings: Mapping[str, Any], *, scales: bool) -> str | None:
     """
     kind = settings.get("peft_type")
     if str(getattr(kind, "value", kind)) != "LORA":
-        return f"it is of the kind {clean(getattr(kind, 'value', kind))}, and servers take LoRA"
+        return f"it is of the kind {clean(getattr(kind, 'value', kind))}, but servers only accept LoRA"
     start = settings.get("init_lora_weights")
     if isinstance(start, str) and start.lower() not in _PLAIN_STARTS:
-        return f"it began with init_lora_weights={clean(start)}, which changes the base that servers do not have"
+        return (
+            f"it began with init_lora_weights={clean(start)}, which changes the base weights, and servers do not have "
+            "the changed ones"
+        )
     if settings.get("bias", "none") != "none":
-        return "it trains biases of the base, which servers do not take"
+        return "it trains biases of the base model, which servers do not accept"
     for name, words in (_CHANGES if scales else _CHANGES | _SCALES).items():
         if settings.get(name):
-            return f"it has {words}, which the server does not compute"
+            return f"it has {words}, which the server does not support"
     return None
 
 
@@ -82,20 +85,20 @@ def why_refused(path: str, site: AdapterSite | None) -> str | None:
     ``site`` describes where the server takes adapters; None means that it takes none.
     """
     if site is None:
-        return f"{path} has a {ADAPTER_FILE}: it is an adapter (LoRA), and nothing here takes one"
+        return f"{path} contains {ADAPTER_FILE}, so it is an adapter (LoRA), but no engine here accepts adapters"
     try:
         adapter = _read(Path(path))
     except _Unreadable as error:
-        return f"{path} is no whole adapter: {clean(error)}; save it with PEFT's save_pretrained, as safetensors"
+        return f"{path} is not a complete adapter: {clean(error)}; save it with PEFT's save_pretrained, as safetensors"
     if (why := why_unservable(adapter.settings, scales=site.scales)) is not None:
         return f"the adapter in {path} cannot be served: {why}; give merged weights"
     if site.max_rank is not None and adapter.rank > site.max_rank:
         return (
-            f"the adapter in {path} has rank {adapter.rank}, and the server takes ranks up to {site.max_rank}; start "
+            f"the adapter in {path} has rank {adapter.rank}, but the server accepts ranks up to {site.max_rank}; start "
             f"it with --max-lora-rank {adapter.rank}"
         )
     if (why := _why_of_another_base(adapter.shapes, site.base)) is not None:
-        return f"the adapter in {path} is of another base than the server's: {why}"
+        return f"the adapter in {path} belongs to another base model than the server's: {why}"
     return None
 
 
@@ -109,7 +112,7 @@ def _read(where: Path) -> Adapter:
     except (OSError, ValueError) as error:
         raise _Unreadable(f"{ADAPTER_FILE} cannot be read ({type(error).__name__})") from None
     if not isinstance(settings, dict) or not isinstance(settings.get("r", 0), int):
-        raise _Unreadable(f"{ADAPTER_FILE} has not the settings of one")
+        raise _Unreadable(f"{ADAPTER_FILE} does not contain the settings of an adapter")
     try:
         return Adapter(settings, {name: shape for name, (_, shape) in header_of(where / TENSORS).items()})
     except (OSError, ValueError) as error:
@@ -127,10 +130,10 @@ def header_of(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             raise ValueError("the header of safetensors is missing")
         told = read_json(opened.read(length))
         if not isinstance(told, dict):
-            raise ValueError("the header of safetensors is no mapping")
+            raise ValueError("the header of safetensors is not a mapping")
         rest = max((t["data_offsets"][1] for n, t in told.items() if n != "__metadata__"), default=0)
         if opened.seek(0, 2) < 8 + length + rest:
-            raise ValueError("the file ends in the middle")
+            raise ValueError("the file is truncated")
     return {n: (str(t["dtype"]), tuple(t["shape"])) for n, t in told.items() if n != "__metadata__"}
 
 
@@ -159,5 +162,5 @@ def _why_of_another_base(shapes: Mapping[str, tuple[int, ...]], base: Mapping[st
         rows, columns = base[found["layer"]]
         mine, theirs = (shape[1], columns) if found["part"] == "A" else (shape[0], rows)
         if mine != theirs:
-            return f"{clean(name)} is for {mine} values where the model's layer has {theirs}"
+            return f"{clean(name)} has {mine} values, but the model's layer has {theirs}"
     return None

@@ -115,8 +115,8 @@ class HttpClient:
             except _BROKEN as error:
                 if type(error) is TimeoutError and timeout_s is not None:
                     raise EngineUnreachable(
-                        f"{method} {self.url}{route} has not answered in {timeout_s:g} s; is the server overloaded or "
-                        "hung?"
+                        f"{method} {self.url}{route} did not answer within {timeout_s:g} s; is the server overloaded "
+                        "or hung?"
                     ) from None
                 if not retry:
                     # not chained: aiohttp's error repeats what the server has sent
@@ -165,7 +165,7 @@ class HttpClient:
         try:
             return read_json(reply.body)
         except NotJson as error:
-            raise WireError(f"{self.url}{route} answered what is no JSON: {error}") from None
+            raise WireError(f"{self.url}{route} answered with invalid JSON: {error}") from None
 
     async def post(self, route: str, body: bytes) -> ResponseBytes:
         """POST JSON and return the streamed response, to be closed. Raises EngineError unless its status is 200."""
@@ -212,7 +212,7 @@ class HttpClient:
                 )  # fmt: skip
         except aiohttp.WSServerHandshakeError as error:
             status = error.status
-            raise EngineError(f"{self.url}{route} answered {status} where a WebSocket was asked for") from None
+            raise EngineError(f"{self.url}{route} answered {status}, but a WebSocket was requested") from None
         except _BROKEN as error:
             raise self._unreachable("GET", route, error) from None
 
@@ -249,12 +249,12 @@ class HttpClient:
         return task is not None and before is not None and task.uncancel() <= before
 
     def _closed_early(self) -> EngineUnreachable:
-        return EngineUnreachable(f"engine {self.name} was closed while a call was on its way")
+        return EngineUnreachable(f"engine {self.name} was closed during a call")
 
     @property
     def _http(self) -> aiohttp.ClientSession:
         if self._closed:
-            raise EngineError(f"engine {self.name} is closed; make a new one")
+            raise EngineError(f"engine {self.name} is closed; create a new one")
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 # limit 0: the default of 100 connections would silently throttle over-sampling
@@ -297,8 +297,8 @@ class HttpClient:
         if 300 <= response.status < 400:
             target = response.headers.get("Location", "nowhere").partition("?")[0].partition("#")[0]
             raise EngineError(
-                f"{self.url}{route} answered with a redirect ({response.status}) to {clean(target)}, which "
-                "april does not follow; give the server's own address"
+                f"{self.url}{route} answered with a redirect ({response.status}) to {clean(target)}, which april does "
+                "not follow; set the server's own address"
             )
 
     def _unreachable(self, method: str, route: str, error: BaseException) -> EngineUnreachable:
@@ -306,7 +306,7 @@ class HttpClient:
             self.refusals += 1
         why, hint = _connection_error(error), f"is the server alive? `april doctor {self.url}` says more"
         if "WRONG_VERSION_NUMBER" in why:
-            hint = f"the server speaks no TLS; write {self.url.replace('https:', 'http:', 1)}"
+            hint = f"the server does not use TLS; write {self.url.replace('https:', 'http:', 1)}"
         certificate = getattr(error, "certificate_error", None)
         distrusted = "" if certificate is None else clean(getattr(certificate, "verify_message", certificate))
         what = f"{method} {self.url}{route} failed: {why}; {hint}"
@@ -382,7 +382,7 @@ class ResponseBytes:
 _ERROR_TEXTS: tuple[tuple[type[BaseException], str], ...] = (
     (aiohttp.ServerDisconnectedError, "the server closed the connection without an answer"),
     (aiohttp.ClientPayloadError, "the connection broke in the middle of the answer"),
-    (aiohttp.ClientResponseError, "the answer is no HTTP"),
+    (aiohttp.ClientResponseError, "the answer is not HTTP"),
 )
 """Replacement texts for aiohttp errors that repeat what the server sent, including token ids."""
 
@@ -448,8 +448,8 @@ def require_confirmation(client: HttpClient, reply: Reply, route: str, *words: C
     said = json_value(reply)
     if not any(word(said) for word in words):
         raise EngineError(
-            f"{client.url}{route} answered 200, but not that it is done: {error_text(reply.body)}; is a proxy or "
-            "another server in between?"
+            f"{client.url}{route} answered with status 200, but did not confirm success: {error_text(reply.body)}; is "
+            "there a proxy or another server in between?"
         )
 
 

@@ -50,7 +50,7 @@ async def unload_adapter(
         why = f"it answered {reply.status}, {error_text(reply.body)}"
     except EngineError as error:
         why = str(error)
-    log.warning("%s keeps the adapter %s, which april has no use for: %s", client.url, adapter.name, why)
+    log.warning("%s still has the adapter %s, which april no longer needs: %s", client.url, adapter.name, why)
     return False
 
 

@@ -97,8 +97,8 @@ class ReadProgress(StrEnum):
 
 _TOKENS = ReadProgress.TOKENS
 OTHER_PROCESSOR = (
-    "does the server's processor cut images up as the one here does (the same files, min_pixels and max_pixels), and "
-    "has the prompt what its model wants around an image?"
+    "does the server's processor split images as the one here does (same files, min_pixels and max_pixels), and does "
+    "the prompt have the tokens that its model expects around an image?"
 )
 """Hint that ends the error message when the server has expanded a prompt to other token ids than april."""
 
@@ -106,9 +106,9 @@ OTHER_PROCESSOR = (
 def require_prompt(parser: Parser[Any], sent: Int32, said: Sequence[int]) -> None:
     """Raise WireError unless the server has expanded the prompt to the same ids as april."""
     if len(said) != len(sent):
-        raise parser.wrong(f"is to a prompt of {len(said)} tokens, and {len(sent)} were sent; {OTHER_PROCESSOR}")
+        raise parser.wrong(f"belongs to a prompt of {len(said)} tokens, but {len(sent)} were sent; {OTHER_PROCESSOR}")
     if not np.array_equal(np.asarray(said), sent):
-        raise parser.wrong(f"goes on from other prompt ids than were sent; {OTHER_PROCESSOR}")
+        raise parser.wrong(f"belongs to other prompt ids than were sent; {OTHER_PROCESSOR}")
 
 
 class ResponseReader:
@@ -170,7 +170,7 @@ class ResponseReader:
             return
         try:
             if self.progress is ReadProgress.DONE:
-                raise self._parser.wrong("goes on after [DONE]")
+                raise self._parser.wrong("continues after [DONE]")
             done = payloads[-1] == _DONE
             if done:
                 payloads = payloads[:-1]
@@ -255,12 +255,12 @@ class ResponseReader:
         if self.progress is not _TOKENS:
             self._require_no_tokens(piece)
         if count != len(logprobs):
-            raise self._parser.wrong(f"has {count} tokens with {len(logprobs)} log-probabilities")
+            raise self._parser.wrong(f"has {count} tokens but {len(logprobs)} log-probabilities")
         if piece.prompt_tokens is not None and self._prompt_tokens not in (None, piece.prompt_tokens):
             # the server has shortened the prompt or put a token before it: the response continues something else
             sent = self._prompt_tokens
             why = f"; {OTHER_PROCESSOR}" if self._expands else ""
-            raise self._parser.wrong(f"is to a prompt of {piece.prompt_tokens} tokens, and {sent} were sent{why}")
+            raise self._parser.wrong(f"belongs to a prompt of {piece.prompt_tokens} tokens, but {sent} were sent{why}")
         if piece.end is not None:
             self._end(piece, piece.end)
         elif self._held_ids or (self._label and piece.label not in (None, self._label)):
@@ -275,15 +275,15 @@ class ResponseReader:
             if total < self.count:
                 self._last = []  # the server counts fewer tokens than it sent, so drop the last ones
             raise self._parser.wrong(
-                f"says {total} tokens and came with {self.count}; does the server keep the EOS or stop token back?"
+                f"reports {total} tokens but contains {self.count}; does the server leave out the EOS or stop token?"
             )
 
     def _require_no_tokens(self, piece: ResponsePart) -> None:
         if not self._parser.count_may_follow:
-            raise self._parser.wrong("goes on after the event that ended it")
+            raise self._parser.wrong("continues after the event that ended it")
         if piece.ids or piece.end is not None:
             again = "" if piece.end is None else "another end and "
-            raise self._parser.wrong(f"has {again}{len(piece.ids)} tokens more after it ended")
+            raise self._parser.wrong(f"has {again}{len(piece.ids)} more tokens after it ended")
 
     def _end(self, piece: ResponsePart, end: ResponseEnd) -> None:
         """Add the tokens that came with the end, split by the weights that made them."""
@@ -329,7 +329,7 @@ class ResponseReader:
         """Split the last tokens by ``spans``. Tokens handed over earlier must have the version at submission."""
         had, total = self.count, self.count + len(ids)
         if not require_covering(spans, total):
-            raise self._parser.wrong(f"has version spans that do not cover its {total} tokens one after the other")
+            raise self._parser.wrong(f"has version spans that do not cover its {total} tokens without gaps")
         for span in spans:
             known = span.version == self._label
             version = self._version if known else labels.version_of(span.version, self._version)
@@ -342,7 +342,7 @@ class ResponseReader:
     def _set_all_versions(self, labels: ReadingLabels, spans: Sequence[Span], total: int) -> None:
         """Set the versions of all tokens of a response during which the weights changed; sure ones must not differ."""
         if not require_covering(spans, total):
-            raise self._parser.wrong(f"has version spans that do not cover its {total} tokens one after the other")
+            raise self._parser.wrong(f"has version spans that do not cover its {total} tokens without gaps")
         self._versions = []
         for span in spans:
             version = labels.version_of(span.version, self._version)

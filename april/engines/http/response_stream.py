@@ -71,7 +71,7 @@ class EventSplitter:
                     events.append(b"\n".join(self._data) if len(self._data) > 1 else self._data[0])
                     self._data, self._lines = [], 0
             elif not (line.startswith(b":") or line.split(b":", 1)[0] in (b"event", b"id", b"retry")):
-                raise WireError(f"the stream has a line that is no server-sent event ({len(line)} bytes)")
+                raise WireError(f"the stream has a line that is not a server-sent event ({len(line)} bytes)")
         return events
 
     def end(self) -> list[bytes]:
@@ -439,7 +439,7 @@ class ResponseStream(BufferedStream):
                 f"{self._request.attempt_id}; has the server died?"
             ))  # fmt: skip
         else:
-            reader.fail(EngineUnreachable(f"{where}: the stream broke off; has the server died?"))
+            reader.fail(EngineUnreachable(f"{where}: the stream was interrupted; has the server died?"))
 
     @property
     def _closing(self) -> bool:

@@ -162,4 +162,4 @@ async def _url(attempt_id: str, attachment: Attachment) -> str:
             return read()
         return await run_in_thread(read)
     except AttachmentError as error:
-        raise AttachmentError(f"attempt {attempt_id} cannot go on: {error}") from None
+        raise AttachmentError(f"attempt {attempt_id} cannot continue: {error}") from None

@@ -87,7 +87,7 @@ class Admission:
 
     def _require_new(self, attempt_id: str) -> None:
         if attempt_id in self._inside or attempt_id in self._waiting:
-            raise RequestRefused(f"attempt {attempt_id} is in flight already: give every attempt an id of its own")
+            raise RequestRefused(f"attempt {attempt_id} is already in flight: give every attempt an id of its own")
 
     def leave(self, attempt_id: str) -> None:
         """Record that its request has ended."""
@@ -166,15 +166,15 @@ class ServerEngine(EngineBase):
         shown = ", ".join(dict.fromkeys(quoted(label) for label in labels if label is not None))
         if self._capabilities.first_weights is FirstWeights.OTHERS:
             self._why_incomplete = (
-                f"engine {self.name} has weights of another run of april (it calls them {shown}), and none of this run "
-                "before a weight update"
+                f"engine {self.name} has weights of another run of april (with the label {shown}), and has none of "
+                "this run before a weight update"
             )
             log.warning("%s", self._why_incomplete)
             return None
         if self._capabilities.first_weights is FirstWeights.UNVERIFIED:
             log.warning(
-                "engine %s calls its weights %s, a name that april has not given: they are taken for version %s, "
-                "unverified. If an earlier run left them there, restart the server; if they are right, set "
+                "engine %s labels its weights %s, a label that april did not set, so april assumes version %s without "
+                "verification. If an earlier run left them there, restart the server; if they are right, set "
                 "engine.first_weights: present", self.name, shown, FIRST_VERSION,
             )  # fmt: skip
         return self._labels.of(FIRST_VERSION)
@@ -191,13 +191,13 @@ class ServerEngine(EngineBase):
             raise EngineError(self._why_incomplete)
         ids, limit = request.token_ids, self._capabilities
         if not len(ids):
-            raise RequestRefused(f"attempt {request.attempt_id} has no token ids; a prompt needs at least one")
+            raise RequestRefused(f"attempt {request.attempt_id} has no token ids; a prompt needs at least one token")
         for placed in request.attached:
             if placed.attachment.kind not in limit.attachments:
                 need = f"; {need}" if (need := limit.needs.get("attachments")) else ""
                 raise RequestRefused(
-                    f"attempt {request.attempt_id} comes with {placed.attachment.kind}s, and engine {self.name} would "
-                    f"leave them out without a word{need}"
+                    f"attempt {request.attempt_id} contains {placed.attachment.kind}s, which engine {self.name} would "
+                    f"silently ignore{need}"
                 )
         if request.attached:
             self._check_places(request)
@@ -205,11 +205,11 @@ class ServerEngine(EngineBase):
         if ids.view(np.uint32).max() >= limit.vocab_size:
             raise RequestRefused(
                 f"attempt {request.attempt_id} has a token id outside the vocabulary of {limit.vocab_size} of engine "
-                f"{self.name}; is the tokenizer that of the model?"
+                f"{self.name}; does the tokenizer belong to the model?"
             )
         if len(ids) + request.sampling.max_tokens > limit.max_context:
             raise RequestRefused(
-                f"attempt {request.attempt_id} wants {len(ids)} + {request.sampling.max_tokens} tokens where engine "
+                f"attempt {request.attempt_id} needs {len(ids)} + {request.sampling.max_tokens} tokens, but engine "
                 f"{self.name} has room for {limit.max_context}; lower max_response_len or set engine.max_len"
             )
 
@@ -220,8 +220,8 @@ class ServerEngine(EngineBase):
         found = int(np.isin(sent, stands).sum())
         if found != len(stands):
             raise RequestRefused(
-                f"attempt {request.attempt_id} has {found} tokens that stand for attachments, and {len(stands)} are of "
-                "some; were they generated, on an engine that cannot ban them?"
+                f"attempt {request.attempt_id} has {found} placeholder tokens for attachments, but its attachments "
+                f"need {len(stands)}; were some generated, on an engine that cannot ban them?"
             )
 
     def _to_abort(self, attempt_ids: Sequence[str] | None) -> list[str]:
@@ -254,8 +254,8 @@ class ServerEngine(EngineBase):
                             await self._admission.until_idle()
         except TimeoutError:
             raise EngineError(
-                f"engine {self.name} has not ended {len(self._admission.inside)} aborted requests in "
-                f"{PAUSE_DEADLINE_S:g} s; is it paused by somebody else?"
+                f"engine {self.name} has not ended {len(self._admission.inside)} aborted requests within "
+                f"{PAUSE_DEADLINE_S:g} s; has somebody else paused it?"
             ) from failure
 
     async def resume(self) -> None:
@@ -328,7 +328,7 @@ class ServerEngine(EngineBase):
             return await self._why_not_served(), False
         listed = await asyncio.gather(*(is_listed(server, present.name) for server in self._servers))
         lost = False in listed
-        return (f"the server has no adapter {present.name} any more" if lost else ""), lost
+        return (f"the server no longer has the adapter {present.name}" if lost else ""), lost
 
     def _require_loadable(self, path: str) -> None:
         """Raise EngineError for a directory that this engine must not load."""
@@ -337,7 +337,7 @@ class ServerEngine(EngineBase):
             return
         if not self._capabilities.updates_from_disk:
             cause = self._capabilities.cause("updates_from_disk")
-            reason = "nothing here loads weights" if cause is None else cause.sentence
+            reason = "no engine here loads weights" if cause is None else cause.sentence
             raise EngineError(f"engine {self.name} cannot load weights from {path}: {reason}")
 
     def _require_adapter(self, path: str) -> None:
@@ -346,9 +346,9 @@ class ServerEngine(EngineBase):
         why = why_refused(path, can.adapters)
         if why is not None:
             need = f"; {need}" if can.adapters is None and (need := can.needs.get("adapters")) else ""
-            raise EngineError(f"engine {self.name} was not asked to load its weights: {why}{need}")
+            raise EngineError(f"engine {self.name} was not asked to load the weights: {why}{need}")
         if self._why_incomplete:
-            raise EngineError(f"{self._why_incomplete}: an adapter does not mend that, so give whole weights first")
+            raise EngineError(f"{self._why_incomplete}, which an adapter cannot repair; load full weights first")
 
     @property
     def whole_version(self) -> PolicyVersion:
@@ -363,6 +363,6 @@ class ServerEngine(EngineBase):
         """Raise EngineError while requests are running: their tokens would belong to no version."""
         if self._admission.inside:
             raise EngineError(
-                f"engine {self.name}: weights were updated while {len(self._admission.inside)} requests run, whose "
-                "tokens would be of no version; pause it first"
+                f"engine {self.name}: the weights were updated while {len(self._admission.inside)} requests run, so "
+                "the versions of their tokens would be unknown; pause the engine first"
             )

@@ -328,18 +328,18 @@ class ServedModel:
         """Return the limits that follow from adapters; ``takes_adapters`` means that april can load new ones."""
         if self.base is not None:
             how = "give a directory with a new adapter" if takes_adapters else (
-                "hand a new adapter over with weight_update(transfer=...)"
+                "load a new adapter with weight_update(transfer=...)"
             )  # fmt: skip
             return (
                 Limit(
                     LimitCode.ADAPTERS_ONLY if takes_adapters else LimitCode.ADAPTER,
-                    f"Requests name the adapter {clean(self.name)}, made for the model {clean(self.base)}: whole "
-                    "weights from a directory would change that model under it",
-                    f"{how}, or train merged weights and name {clean(self.base)} in engine.model",
+                    f"Requests use the adapter {clean(self.name)}, trained on the model {clean(self.base)}: full "
+                    "weights from a directory would replace that model under the adapter",
+                    f"{how}, or train merged weights and set engine.model to {clean(self.base)}",
                 ),
             )
         if self.adapters:
-            named = f"Requests name the model {clean(self.name)} itself, as engine.model says, and no adapter of it"
+            named = f"Requests use the model {clean(self.name)} itself, as engine.model says, and none of its adapters"
             return (Limit(LimitCode.UNUSED_ADAPTERS, f"{named} ({_listed(self.adapters)})"),)
         return ()
 
@@ -401,10 +401,10 @@ def _choice(models: dict[str, Any], adapters: dict[str, str]) -> str:
     """Return the message part that lists the models and adapters, and says how to choose."""
     if not adapters:
         several = f"several models ({_listed(models)})" if models else "no model"
-        return f"serves {several}; name the one that is trained"
+        return f"serves {several}; set it to the one that is trained"
     return (
-        f"serves {_listed(models) or 'no model'} and the adapters (LoRA) {_listed(adapters)}, and a request that names "
-        f"none is answered without them; set it to {clean(next(iter(adapters)))} to train that adapter"
+        f"serves {_listed(models) or 'no model'} and the adapters (LoRA) {_listed(adapters)}, and answers a request "
+        f"that names no adapter without one; set it to {clean(next(iter(adapters)))} to train that adapter"
         + (f", or to {clean(next(iter(models)))} to train the model itself" if models else "")
     )
 
@@ -434,8 +434,8 @@ async def connect_all(config: AddressedEngineConfig, connect: Callable[[HttpClie
             if not limit.expired():
                 raise
             raise EngineError(
-                f"{client.url} has not said in {config.probe_timeout_s:g} s what it can do; is it overloaded or paused?"
-                " If it is only slow at first, raise engine.probe_timeout_s"
+                f"{client.url} has not reported its features within {config.probe_timeout_s:g} s; is it overloaded or "
+                "paused? If it is only slow at first, raise engine.probe_timeout_s"
             ) from None
 
     try:

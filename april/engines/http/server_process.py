@@ -67,7 +67,7 @@ async def while_paused(pause: Call, resume: Call) -> AsyncIterator[None]:
         try:
             await asyncio.shield(_undo(pausing, resume))
         except EngineError as error:
-            log.warning("a server that was paused may stand still now: %s", error)
+            log.warning("a server that was paused may still be paused now: %s", error)
         raise
     await asyncio.shield(resume())
 
@@ -79,8 +79,8 @@ def require_left_paused(url: str, label: str | None, load: EngineLoad | None, re
     paused, so none of its requests run on weights that it is writing.
     """
     if not is_ours(label) or load is None or load.running or load.waiting:
-        raise EngineError(f"{url} is paused; {remedy} and start again")
-    log.warning("%s is paused, no request is there, and april has named its weights %s: it is resumed", url, label)
+        raise EngineError(f"{url} is paused; {remedy} and start the run again")
+    log.warning("%s is paused, it has no requests, and april labelled its weights %s, so april resumes it", url, label)
 
 
 async def _undo(pausing: asyncio.Future[object], resume: Call) -> None:
@@ -161,7 +161,7 @@ IDENTITY_TIMEOUT_S = 10.0
 AGAIN_S = 0.5
 """Seconds between two such checks."""
 
-UNSAID = "its metrics do not say whether it is still the process that was given the present weights"
+UNSAID = "its metrics do not show whether it is still the process that got the current weights"
 
 Check = Callable[[], Awaitable[bool | None]]
 """Returns whether the server has the present weights; None if it does not say."""
@@ -216,8 +216,8 @@ class ServerProcess:
         gone = self._client.refusals != refusals if paused is None else now not in (None, paused)
         if gone:
             raise EngineError(
-                f"{self._client.url} was started anew while weights were handed over, and may have those of its start; "
-                "hand them over again"
+                f"{self._client.url} was restarted while weights were handed over, and may have the weights of its "
+                "start; hand them over again"
             )
         self._present = self._seen = now or paused
         self._refusals = self._client.refusals
@@ -263,13 +263,13 @@ class Confirmation:
                 heard_s, same = self._checked_s, self._same
             if same is False:
                 raise EngineError(
-                    f"engine {self._name} was started anew and has not the weights that it was given; its answers are "
-                    "not used"
+                    f"engine {self._name} was restarted and does not have the weights that it was given; april drops "
+                    "its answers"
                 )
             if same is None and (loop.time() >= deadline or broken()):
                 raise EngineError(
-                    f"engine {self._name} has not said whether it is still the process that was "
-                    "given the present weights (its metrics fail); answers of unknown weights are not used"
+                    f"engine {self._name} has not reported whether it is still the process that got the current "
+                    "weights (its metrics fail); april drops answers of unknown weights"
                 )
             if same is None:
                 await asyncio.sleep(AGAIN_S)

@@ -20,7 +20,7 @@ from april.engines.http.wire import positive
 from april.engines.protocol import ROUTED_EXPERTS
 from april.text.server_text import clean
 
-NO_EXPERTS = "serve a model with experts, as its config.json has no num_experts_per_tok"
+NO_EXPERTS = "serve a model with experts; the config.json of this one has no num_experts_per_tok"
 _LARGEST = 1 << 16
 """Number of ids that fit into two bytes."""
 _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
@@ -64,7 +64,7 @@ def experts_of_numbers(text: str, routing: Routing) -> Rows:
     raw = _bytes_of(text)
     if len(raw) % (4 * routing.width):
         raise InvalidRows(
-            f"{len(raw)} bytes of {ROUTED_EXPERTS}, which are no rows of {routing.layers} layers with {routing.top_k} "
+            f"{len(raw)} bytes of {ROUTED_EXPERTS}, which do not match {routing.layers} layers with {routing.top_k} "
             "experts per token"
         )
     return narrow_ids(np.frombuffer(raw, "<i4").reshape(-1, routing.layers, routing.top_k), routing.experts)
@@ -78,10 +78,12 @@ def experts_of_npy(text: str, routing: Routing | None = None) -> Rows:
 def experts_of_array(rows: Rows, routing: Routing | None = None) -> Rows:
     """Check and narrow rows that are already an array. Raises InvalidRows, like :func:`experts_of_npy`."""
     if rows.ndim != 3 or rows.dtype.kind not in "iu":
-        raise InvalidRows(f"{ROUTED_EXPERTS} of shape {rows.shape} and type {rows.dtype}, and not rows of ids by layer")
+        raise InvalidRows(
+            f"{ROUTED_EXPERTS} of shape {rows.shape} and type {rows.dtype}, but rows of ids per layer are needed"
+        )
     if routing is not None and rows.shape[1:] != (routing.layers, routing.top_k):
         raise InvalidRows(
-            f"{ROUTED_EXPERTS} of {rows.shape[1]} layers with {rows.shape[2]} experts per token, and the model has "
+            f"{ROUTED_EXPERTS} of {rows.shape[1]} layers with {rows.shape[2]} experts per token, but the model has "
             f"{routing.layers} with {routing.top_k}"
         )
     return narrow_ids(rows, None if routing is None else routing.experts)
@@ -95,7 +97,7 @@ def narrow_ids(rows: Rows, experts: int | None) -> Rows:
     low, high = (int(rows.min()), int(rows.max())) if rows.size else (0, 0)
     most = _LARGEST if experts is None else experts
     if low < 0 or high >= most or most > _LARGEST:
-        raise InvalidRows(f"the expert {low if low < 0 else high}, and they are numbered from 0 to {most - 1}")
+        raise InvalidRows(f"the expert {low if low < 0 else high}, but experts are numbered from 0 to {most - 1}")
     small = (high + 1 if experts is None else experts) <= 256
     return rows.astype(np.uint8 if small else np.uint16)
 
@@ -104,7 +106,7 @@ def _bytes_of(text: str) -> bytes:
     try:
         return binascii.a2b_base64(text, strict_mode=True)
     except (binascii.Error, ValueError) as error:
-        raise InvalidRows(f"{len(text)} characters of {ROUTED_EXPERTS} that are no base64 ({clean(error)})") from None
+        raise InvalidRows(f"{len(text)} characters of {ROUTED_EXPERTS} that are not base64 ({clean(error)})") from None
 
 
 def _array_of(raw: bytes) -> Rows:
@@ -113,7 +115,7 @@ def _array_of(raw: bytes) -> Rows:
     try:
         shape, by_columns, dtype = _HEADERS[npy.read_magic(file)](file)
     except (ValueError, KeyError, OverflowError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
-        raise InvalidRows(f"{ROUTED_EXPERTS} that are no array of numpy's ({clean(error)})") from None
+        raise InvalidRows(f"{ROUTED_EXPERTS} that are not a numpy array ({clean(error)})") from None
     left = len(raw) - file.tell()
     if dtype.hasobject or dtype.itemsize * math.prod(shape) != left or any(size < 0 for size in shape):
         raise InvalidRows(f"{ROUTED_EXPERTS} of shape {clean(shape)} and type {clean(dtype)} in {left} bytes")

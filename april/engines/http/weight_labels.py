@@ -179,8 +179,7 @@ async def require_base(
     fresh = shown in (START_LABEL, first) or labels.is_mark(shown) or labels.is_of(shown, base)
     if not (fresh and of_start):
         raise WeightsGone(
-            f"its server has the model {quoted(shown)}, and not {label}, to which the adapter belongs; update it with "
-            "whole weights"
+            f"its server has the model {quoted(shown)}, but the adapter belongs to {label}; update it with full weights"
         )
     await server.set_label(label)
 
@@ -216,7 +215,7 @@ async def require_first_weights(
     """Raise WeightsGone if ``version`` means weights from before april connected that the server may have lost."""
     if version == FIRST_VERSION and not start_is_known(first) and not labels.is_of(await server.label(), version):
         raise WeightsGone(
-            f"its server was started anew, and had been given weights ({quoted(first)}) before april connected"
+            f"its server was restarted, and had got weights ({quoted(first)}) before april connected"
         )
 
 
@@ -231,6 +230,6 @@ def foreign_weights(attempt_id: str, sent_to: str, label: str, *, too_late: bool
     """Return the error for tokens of foreign weights; ``too_late`` means that some may have been handed over."""
     error = WireError if too_late else EngineError
     return error(
-        f"attempt {attempt_id} was sent to weights {sent_to} and has tokens of weights {quoted(label)}: the server was "
-        "started anew, or somebody else changes its weights; change them through april only"
+        f"attempt {attempt_id} was sent to weights {sent_to}, but has tokens of weights {quoted(label)}: the server "
+        "was restarted, or somebody else changes its weights; change them only through april"
     )

@@ -44,7 +44,7 @@ def create_engines(
     if isinstance(config, TransformersEngineConfig):
         return [_transformers(config, model, seed, processor)]
     if model is not None:
-        raise ConfigError(f"engine kind {config.kind} takes no model object; leave model out or change engine.kind")
+        raise ConfigError(f"engine kind {config.kind} accepts no model object; leave model= out or change engine.kind")
     if isinstance(config, SimulatedEngineConfig):
         return _simulated(config, seed)
     return run(open_servers(config))
@@ -80,7 +80,9 @@ async def open_server(config: EngineConfig, url: str, api_key: str | None = None
         EngineError: the server could not be asked.
     """
     if isinstance(config, SglangEngineConfig) and config.router is not None:
-        raise ConfigError(f"{config.router} decides which servers get requests; add {url} there and start the run anew")
+        raise ConfigError(
+            f"the router {config.router} decides which servers get requests; add {url} there and restart the run"
+        )
     if api_key is not None:
         checked_key(api_key)  # the settings' own error would show it
     changes: dict[str, Any] = {"urls": (url,)} | ({} if api_key is None else {"api_key": api_key, "api_key_env": None})

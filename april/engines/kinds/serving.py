@@ -54,14 +54,16 @@ async def _made(make: Callable[[], Engine | Sequence[Engine]] | Mapping[str, Any
     if isinstance(make, Mapping):
         settings = Config(rollout_batch_size=1, n_samples_per_prompt=1, max_response_len=1, engine=make).engine
         if not isinstance(settings, ServerEngineConfig):
-            raise ConfigError(f"serve_forever: not for kind {settings.kind}; give a function that makes the engine")
+            raise ConfigError(
+                f"serve_forever: engine.kind {settings.kind} cannot be served; give a function that makes the engine"
+            )
         return await open_servers(settings)
     if not callable(make):
-        got = f"got {type(make).__name__}; april.serve takes an engine"
+        got = f"got {type(make).__name__}; to serve an engine object, call april.serve"
         raise ConfigError(f"serve_forever: give a function that makes the engine, {got}")
     made = make()
     engines = made if isinstance(made, Sequence) else [made]
     several = len({id(engine) for engine in engines}) == len(engines) > 0
     if not several or not all(hasattr(engine, "capabilities") for engine in engines):
-        raise ConfigError(f"serve_forever: the function must return an engine, or several ones, got {quoted(made)}")
+        raise ConfigError(f"serve_forever: the function must return an engine or several engines, got {quoted(made)}")
     return engines

@@ -60,26 +60,26 @@ TENSORRT_LLM = KnownServer(
     limits=(
         Limit(
             LimitCode.NO_SEEDS,
-            "runs TensorRT-LLM, which honours the seed of a request only while it runs alone: runs cannot be repeated "
-            "exactly. Start it without speculative decoding: there, samples of a group may come out equal",
+            "runs TensorRT-LLM, which obeys the seed of a request only while no other request runs, so runs cannot be "
+            "repeated exactly. Start it without speculative decoding, with which samples of a group may be equal",
             server=IT,
         ),
         Limit(
             LimitCode.LATE_STREAM_END,
-            "looks once a second whether a client is gone: a request goes on for up to 1 s after april has closed its "
-            "stream, also while the trainer begins to use a GPU that it shares with it",
+            "checks once a second whether a client has disconnected, so a request runs for up to 1 s after april has "
+            "closed its stream, even while the trainer begins to use a GPU that they share",
             server=IT,
         ),
         Limit(
             LimitCode.EARLY_STOP,
-            "holds back only its tokenizer's EOS before min_tokens: a response that ends earlier by another id is "
-            "refused, and generated again",
+            "only prevents its tokenizer's EOS before min_tokens: april refuses a response that ends earlier with "
+            "another id, and generates it again",
             server=IT,
         ),
         Limit(
             LimitCode.NO_START_TIME,
-            "does not say when its process began: one that is started anew with other weights is noticed only if its "
-            "port was found closed meanwhile",
+            "does not report when its process began, so april notices a restart with other weights only if the port "
+            "was found closed in between",
             server=IT,
         ),
     ),
@@ -93,8 +93,8 @@ VLLM = KnownServer(
     limits=(
         Limit(
             LimitCode.NO_SEEDS,
-            "runs vLLM, which on a CPU with chunked prefill dies of a request with a seed, so april sends none, and "
-            "runs do not repeat. Use engine.kind vllm, which finds out",
+            "runs vLLM, which crashes on a CPU with chunked prefill when a request has a seed, so april sends no "
+            "seeds, and runs cannot be repeated. Use engine.kind vllm, which detects whether that is needed",
             server=IT,
         ),
     ),
@@ -118,23 +118,23 @@ _EOS_BIAS = 100.0
 _LIMITS = (
     Limit(
         LimitCode.NO_ABORT_BY_ID,
-        "has no route for aborts: a request is ended by closing its stream, and tokens that the server had made and "
-        "not sent by then are lost; a vLLM or SGLang server under its own engine kind loses none", server=IT,
+        "has no route for aborts: april ends a request by closing its stream, which loses tokens that the server has "
+        "made but not sent; vLLM and SGLang servers under their own engine kinds lose none", server=IT,
     ),
     Limit(
         LimitCode.NO_LABELS,
-        "does not say which weights made which token: the version is that of the request's submission, and no request "
-        "lives through a weight update", server=IT,
+        "does not report which weights made which token: tokens get the version at the request's submission, and a "
+        "weight update aborts all requests", server=IT,
     ),
     Limit(
         LimitCode.NO_DISK_UPDATES,
         "does not load weights from disk for april: hand them over yourself, with weight_update(transfer=...), and "
-        "have it forget the cached keys and values of the old weights there", server=IT,
+        "make it forget the cached keys and values of the old weights", server=IT,
     ),
 )  # fmt: skip
 _UNKNOWN_EOS = unknown_eos(
-    "engine.eos_token_ids is not set, and the server does not tell: a response that is cut right behind its EOS, "
-    "before the server says that it ended, would be continued"
+    "engine.eos_token_ids is not set, and the server does not report the ids: april would continue a response that is "
+    "aborted after its EOS but before the server reports its end"
 )
 
 
@@ -164,14 +164,14 @@ async def probe_openai(client: HttpClient, config: OpenAIEngineConfig) -> OpenAI
     model = served.name if served.base is None else server.adapter_name.format(base=served.base, adapter=served.name)
     if config.vocab_size is None:
         raise ConfigError(
-            f"engine.vocab_size: {client.url} does not tell the size of its vocabulary; set it to vocab_size of the "
+            f"engine.vocab_size: {client.url} does not report the size of its vocabulary; set it to vocab_size of the "
             "model's config.json"
         )
     max_context = config.max_len or said_len
     if max_context is None:
         raise ConfigError(
-            f"engine.max_len: {client.url} does not tell its context; set it to what the server was started with "
-            "(TensorRT-LLM: --max_seq_len)"
+            f"engine.max_len: {client.url} does not report its context; set it to the value with which the server was "
+            "started (TensorRT-LLM: --max_seq_len)"
         )
     if said_len is not None and max_context > said_len:
         raise ConfigError(f"engine.max_len={max_context} is more than the context of {client.url}, {said_len} tokens")
@@ -182,18 +182,18 @@ async def probe_openai(client: HttpClient, config: OpenAIEngineConfig) -> OpenAI
     for limit in _LIMITS:
         found.note(limit.of(client.url))
     seen = LogprobKind.UNKNOWN if config.logprobs is not None else await _logprob_kind(probe)
-    kind = found.logprobs(seen, raw_logprobs("set engine.logprobs if you know them better"))
+    kind = found.logprobs(seen, raw_logprobs("set engine.logprobs if you know the right kind"))
     for limit in server.limits:
         found.note(limit.of(client.url))
     seeds = server.honours_seeds and await _honours_seeds(probe)
     found.lacks(
         not seeds and server.honours_seeds, LimitCode.NO_SEEDS,
-        "does not repeat a response for the same seed: runs cannot be repeated exactly", server=client.url,
+        "does not repeat a response for the same seed, so runs cannot be repeated exactly", server=client.url,
     )  # fmt: skip
     found.lacks(
         eos and keeps_eos is None, LimitCode.UNSEEN_EOS,
-        "could not be made to end a response at the start: whether EOS is among its ids is checked with every "
-        "response, and one without it fails",
+        "could not be made to end a response at the start, so april checks with every response whether EOS is among "
+        "its ids, and a response without it fails",
         server=client.url,
     )  # fmt: skip
     found.note(_UNKNOWN_EOS, not eos)
@@ -229,10 +229,10 @@ async def _models(client: HttpClient) -> Any:
         answer = read_json(reply.body)
     except NotJson as error:
         raise ConfigError(
-            f"{client.url}{ROUTE_OF_MODELS} is no list of models: {error}; is it such a server?"
+            f"{client.url}{ROUTE_OF_MODELS} does not return a list of models: {error}; is it such a server?"
         ) from None
     if not isinstance(answer, dict) or not isinstance(answer.get("data"), list):
-        raise ConfigError(f"{client.url}{ROUTE_OF_MODELS} is no list of models; is it such a server?")
+        raise ConfigError(f"{client.url}{ROUTE_OF_MODELS} does not return a list of models; is it such a server?")
     return answer
 
 
@@ -287,8 +287,8 @@ async def _token_shape(client: HttpClient, model: str, shapes: Iterable[TokenSha
             return shape
         said.append(f"{shape}: {len(answer.tokens)} token ids for max_tokens=1")
     raise ConfigError(
-        f"{client.url} gives no token ids with log-probabilities, which april cannot do without, in any way that it "
-        f"knows ({'; '.join(said)}); use a server that does, such as vLLM or trtllm-serve"
+        f"{client.url} returns no token ids with log-probabilities in any way that april knows ({'; '.join(said)}), "
+        "and april needs them; use a server that returns them, such as vLLM or trtllm-serve"
     )
 
 
@@ -301,8 +301,8 @@ async def _refuse_repeated_tokens(probe: _Probe) -> None:
         wrong = str(error)
     if wrong:
         raise ConfigError(
-            f"{probe.client.url} does not hand over each token once ({wrong}); do its events repeat the tokens before "
-            "them? april cannot use such a server"
+            f"{probe.client.url} does not return each token once ({wrong}); do its events repeat earlier tokens? april "
+            "cannot use such a server"
         )
 
 
@@ -314,10 +314,10 @@ async def _refuse_without_stop_ids(probe: _Probe) -> None:
     except WireError:  # it counts a token that it did not return
         answer = _Generated([], [], EngineFinish.STOP)
     if answer.tokens != [token] or answer.finish is not EngineFinish.STOP:
-        what = "keeps the stop token back" if not answer.tokens else "does not stop at the ids in stop_token_ids"
+        what = "leaves the stop token out" if not answer.tokens else "does not stop at the ids in stop_token_ids"
         raise ConfigError(
-            f"{probe.client.url} {what}; a response without the token that ended it would be trained on as if it had "
-            "not ended, so april cannot use this server"
+            f"{probe.client.url} {what}; a response without the token that ended it would be trained as if it had not "
+            "ended, so april cannot use this server"
         )
 
 
@@ -337,8 +337,8 @@ async def _keeps_eos(probe: _Probe, eos: int) -> bool | None:
         return None  # the bias was ignored, or this id does not end responses here
     if answer.tokens != [eos]:
         raise ConfigError(
-            f"{probe.client.url} keeps EOS ({eos}) back; a response without the token that ended it would be trained "
-            "on as if it had not ended, so april cannot use this server"
+            f"{probe.client.url} leaves EOS ({eos}) out; a response without the token that ended it would be trained "
+            "as if it had not ended, so april cannot use this server"
         )
     return True
 

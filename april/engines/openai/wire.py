@@ -185,9 +185,9 @@ class CompletionParser(Parser[_Event | _NamedEvent]):
             raise self.failed(payload)
         choice: _Choice = choices[0] if choices else _NOTHING
         if choice.index or (choices and len(choices) > 1):
-            raise self.wrong("has a second response, and one was asked for")
+            raise self.wrong("has a second response, but april asked for one")
         if choice.prompt_token_ids is not None and not _equal(choice.prompt_token_ids, self._prompt):
-            raise self.wrong("goes on from other prompt ids than were sent")
+            raise self.wrong("belongs to other prompt ids than were sent")
         logprobs = choice.logprobs.token_logprobs or [] if choice.logprobs is not None else []
         piece = ResponsePart(self._ids(choice), logprobs)
         if choice.finish_reason is not None:
@@ -203,7 +203,7 @@ class CompletionParser(Parser[_Event | _NamedEvent]):
     def _named_id(self, name: str) -> int:
         digits = name.removeprefix(_ID_PREFIX)
         if digits == name or not digits.isdecimal():
-            raise self.wrong(f"must name a token token_id:<number>, and has {len(name)} characters of text")
+            raise self.wrong(f"must name a token as token_id:<number>, but has {len(name)} characters of text")
         return int(digits)
 
 

@@ -63,7 +63,7 @@ class ServedEngine(ServerEngine):
     def __init__(self, client: HttpClient, config: AprilEngineConfig, began: CallReply, me: str) -> None:
         can = began.capabilities
         if can is None:
-            raise WireError(f"{client.url} does not say what its engine can do")
+            raise WireError(f"{client.url} does not report what its engine can do")
         present = config.first_weights == "present"
         self._of_start = began.untouched or present or can.shares_weights
         """True if the server's weights at connection count as the first version, and a restarted server has them
@@ -88,7 +88,7 @@ class ServedEngine(ServerEngine):
         self.attachments_sent = 0
         if not self._of_start:
             self._why_incomplete = (
-                f"engine {self.name} has weights that another run of april gave it, and none of this run before a "
+                f"engine {self.name} has weights that another run of april gave it, and has none of this run before a "
                 "weight update"
             )
             log.warning("%s", self._why_incomplete)
@@ -120,7 +120,7 @@ class ServedEngine(ServerEngine):
                     return
                 for digest in missing:
                     self._sent.pop(digest, None)
-            raise EngineError(f"{self._client.url} loses attachments as soon as it has them")
+            raise EngineError(f"{self._client.url} loses attachments right after it gets them")
 
     async def _answer(self, request: Request) -> AsyncGenerator[ChunkMessage, None]:
         line = await self._connect()
@@ -189,29 +189,29 @@ class ServedEngine(ServerEngine):
         if now.session == self._session:
             return
         if now.client:
-            raise EngineError(f"{self._client.url} has another client, and two cannot share its weights")
+            raise EngineError(f"{self._client.url} has another client, and two clients cannot share its weights")
         await self._disconnect()
         self._sent.clear()
         began = await self._call("begin", EngineCall(client=self._client_id))
         if other := self._differs(began.capabilities):
             await self._call("end", EngineCall(began.session))
-            raise EngineError(f"{self._client.url} was started anew with another model: {other}; remove this engine")
+            raise EngineError(f"{self._client.url} was restarted with another model: {other}; remove this engine")
         self._session = began.session
         self._of_start = self._of_start and began.untouched
         if not self._capabilities.shares_weights:
             self._why_incomplete = (
-                f"{self._client.url} was started anew, or had another client, and has no weights of this run"
+                f"{self._client.url} was restarted, or had another client, and does not have the weights of this run"
             )
 
     def _differs(self, now: Capabilities | None) -> str:
         """Describe a change that alters what tokens and log-probabilities mean; empty if there is none."""
         before = self._capabilities
         if now is None:
-            return "it does not say which"
+            return "it does not say which one"
         for name in (*OF_THE_MODEL, "max_context"):
             there, was = getattr(now, name), getattr(before, name)
             if there != was and not (name == "max_context" and there > was):
-                return f"{name} {there} and not {was}"
+                return f"{name} {there} instead of {was}"
         return ""
 
     async def pause(self) -> None:
@@ -254,9 +254,9 @@ class ServedEngine(ServerEngine):
         if adapter is None:
             self.require_idle()
         if path is None and version == FIRST_VERSION and not self._of_start:
-            raise WeightsGone(f"{self._client.url} was started anew, and had been given other weights before")
+            raise WeightsGone(f"{self._client.url} was restarted, and had got other weights before")
         before, present = self._why_incomplete, self._version
-        self._why_incomplete = f"{self._client.url} is between two versions until an update to {version} has succeeded"
+        self._why_incomplete = f"{self._client.url} is between two versions until an update to {version} succeeds"
         try:
             await self._call("update", EngineCall(self._session, version=version, path=path))
         except (EngineBusy, WeightsGone):
@@ -290,7 +290,7 @@ class ServedEngine(ServerEngine):
         def raw() -> list[memoryview]:
             return [t.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data for t in tensors]
 
-        self._why_incomplete = f"engine {self.name} has a part of new weights until an update has succeeded"
+        self._why_incomplete = f"engine {self.name} has only part of the new weights until an update succeeds"
         parts = await run_in_thread(raw)
         head = pack(Tensors(self._session, list(specs), [part.nbytes for part in parts], last))
         await _answer_of(self._client, "tensors", _in_pieces(head, parts))
@@ -306,11 +306,13 @@ class ServedEngine(ServerEngine):
             now = await self._call("health", EngineCall(self._session))
         except EngineError as error:
             return Health(ok=False, detail=str(error))
-        said = now.health or Health(ok=False, detail="the engine does not say how it is")
+        said = now.health or Health(ok=False, detail="the engine does not report its state")
         if now.session != self._session and now.client:
-            return replace(said, ok=False, detail="another client has the engine")  # until then it stays as it was left
+            return replace(said, ok=False, detail=(
+                "another client uses the engine"
+            ))  # until then it stays as it was left
         whole = now.session == self._session and now.version == self._version and not self._why_incomplete
-        amiss = "" if now.session == self._session else "the server was started anew, or has no client"
+        amiss = "" if now.session == self._session else "the server was restarted, or has no client"
         detail = "; ".join(filter(None, (said.detail, self._why_incomplete, amiss)))
         return replace(said, current=said.current and whole, detail=detail)
 
@@ -388,7 +390,7 @@ async def _answer_of(client: HttpClient, name: str, body: Any) -> CallReply:
     try:
         answer = unpack(reply.body, CallReply)
     except LinkError as error:
-        raise WireError(f"{client.url}{route} answered something else: {error}") from None
+        raise WireError(f"{client.url}{route} answered something unexpected: {error}") from None
     if answer.failure is not None:
         raise answer.failure.error()
     return answer

@@ -64,7 +64,7 @@ ATTACHMENT_BYTES = 1 << 30
 """Bytes of attachments that are kept, the most recently used; a client sends missing ones again."""
 ABORT_AGAIN_S = 0.02
 """Seconds between two aborts while the server waits for requests to end: some engines register a request late."""
-NO_SESSION = "the server of the engine was started anew, or has another client"
+NO_SESSION = "the server of the engine was restarted, or has another client"
 
 
 class EngineServer:
@@ -142,7 +142,7 @@ class EngineServer:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         if hdrs.ORIGIN in request.headers:  # only browsers send this header, possibly for a stranger's page
-            return web.Response(status=403, text="no browser may use this")
+            return web.Response(status=403, text="browsers may not use this server")
         if self._key and not hmac.compare_digest(request.headers.get("Authorization", "").encode(), self._key):
             return web.Response(status=401, text="the key is missing or wrong")
         return await handler(request)
@@ -159,7 +159,7 @@ class EngineServer:
         try:
             interval_s = float(http.query["interval_s"])
         except (KeyError, ValueError):
-            return web.Response(status=400, text="interval_s is missing, or no number")
+            return web.Response(status=400, text="interval_s is missing, or is not a number")
         ws = web.WebSocketResponse(max_msg_size=MESSAGE_BYTES, compress=False, heartbeat=HEARTBEAT_S)
         await ws.prepare(http)
         line, before = _ClientConnection(self, ws, interval_s), self._connection
@@ -172,7 +172,7 @@ class EngineServer:
     def generate(self, request: Request) -> AsyncIterator[Chunk]:
         """Begin a request, with the attachments that were uploaded before."""
         if self._version is None:
-            raise EngineError("the weights are those of no version; update them")
+            raise EngineError("the weights belong to no version; update them")
         if request.attached:
             own = (
                 replace(placed, attachment=self._attachments[placed.attachment.digest]) for placed in request.attached
@@ -191,7 +191,7 @@ class EngineServer:
     async def _take_attachment(self, http: web.Request) -> web.Response:
         attachment = Attachment.of(http.match_info["kind"], await http.read())
         if attachment.digest != http.match_info["digest"]:
-            return web.Response(status=400, text="the bytes are not those of the digest")
+            return web.Response(status=400, text="the bytes do not match the digest")
         self._attachments[attachment.digest] = attachment
         held = sum(a.size for a in self._attachments.values())
         while held > ATTACHMENT_BYTES and len(self._attachments) > 1:
@@ -298,11 +298,11 @@ class EngineServer:
         try:
             size = int.from_bytes(await http.content.readexactly(4), "big")
             if size > MESSAGE_BYTES:
-                raise WireError(f"{size} bytes stand before the tensors, and at most {MESSAGE_BYTES} may")
+                raise WireError(f"{size} bytes come before the tensors, but at most {MESSAGE_BYTES} may")
             head = unpack(await http.content.readexactly(size), Tensors)
             self._require(head.session)  # checked before memory is allocated
             if min(head.sizes, default=0) < 0 or sum(head.sizes) > TENSOR_BYTES:
-                raise WireError(f"tensors of {sum(head.sizes)} bytes, and at most {TENSOR_BYTES} may come at a time")
+                raise WireError(f"tensors of {sum(head.sizes)} bytes, but at most {TENSOR_BYTES} may come at a time")
             body, filled = bytearray(sum(head.sizes)), 0
             while piece := await http.content.readany():
                 if filled + len(piece) > len(body):
@@ -322,7 +322,7 @@ class EngineServer:
         async def made(answer: CallReply) -> None:
             self._require(head.session)
             if not isinstance(self.engine, TakesTensors):
-                raise EngineError(f"engine {self.engine.name} takes no tensors")
+                raise EngineError(f"engine {self.engine.name} accepts no tensors")
             self._version, self._untouched = None, False
             await self.engine.take(head.specs, tensors, head.last)
 
@@ -330,7 +330,7 @@ class EngineServer:
 
     async def _content(self, call: EngineCall, answer: CallReply) -> None:
         if not isinstance(self.engine, ReadsPaths) or call.path is None:
-            raise EngineError(f"engine {self.engine.name} reads no paths of its own")
+            raise EngineError(f"engine {self.engine.name} does not read paths itself")
         answer.content = await self.engine.content_of(call.path)
 
     async def _quiet(self, call: EngineCall, answer: CallReply) -> None:
@@ -366,7 +366,7 @@ class _ClientConnection:
                 for ask in unpacked(message.data, Ask):
                     self._take(ask)
         except WireError as error:
-            log.warning("a client of engine %s was cut off: %s", self._server.engine.name, error)
+            log.warning("a client of engine %s was disconnected: %s", self._server.engine.name, error)
         finally:
             await self.close()
 
@@ -494,7 +494,7 @@ async def serve(
             no key.
     """
     if host not in THIS_MACHINE and not key:
-        raise ConfigError(f"serve: others can reach {host}, so give a key=, such as april.new_token()")
+        raise ConfigError(f"serve: other machines can reach {host}, so give a key=, such as april.new_token()")
     server = EngineServer(engine, key, shares_model=shares_model)
     await server.start(host, port)
     return server

@@ -103,7 +103,7 @@ def unpacked(content: bytes, kind: Any) -> list[Any]:
     try:
         return [unpack(each, kind) for each in _SEVERAL.decode(content)]
     except (msgspec.DecodeError, errors.LinkError) as error:
-        raise WireError(f"another process has sent what is no message: {clean(error)}") from None
+        raise WireError(f"another process has sent something that is not a message: {clean(error)}") from None
 
 
 _SEVERAL = msgspec.msgpack.Decoder(list[bytes])

@@ -186,7 +186,7 @@ class SglangEngine(ServerEngine):
         if path is None:
             await _all(require_first_weights(w, self._labels, w.facts.label, version) for w in self.workers)
         before, self._why_incomplete = self._why_incomplete, (
-            f"engine {self.name} is between two versions, since an update to {version} has not reached all of its "
+            f"engine {self.name} is between two versions, because an update to {version} has not reached all of its "
             "weights; update them again"
         )  # also holds if this call is cancelled
         results = await asyncio.gather(
@@ -239,8 +239,8 @@ class SglangEngine(ServerEngine):
     async def receive(self, bucket: Sequence[TensorSpec], last: bool) -> None:
         """Have all workers receive these tensors."""
         self._why_incomplete = (
-            f"engine {self.name} is between two versions, since a transfer of weights has not come to its end; update "
-            "them again"
+            f"engine {self.name} is between two versions, because a transfer of weights was not completed; update them "
+            "again"
         )
         await all_or_first_error([transfer.receive(bucket, last, self._mark) for transfer in self._transfers])
 
@@ -285,7 +285,7 @@ class SglangEngine(ServerEngine):
         if other not in (None, START_LABEL) and await self._stands_still() and self.is_paused_by_others:
             # whoever paused it is giving it new weights, so none were lost
             return Health(ok=False, detail="others are changing its weights", current=not self._why_incomplete)
-        named = "" if other is None else f"its weights are named {quoted(other)}, and april named them {label!r}"
+        named = "" if other is None else f"its weights are labelled {quoted(other)}, but april set {label!r}"
         problem = self._why_incomplete or amiss or (str(sick[0]) if sick else named)
         total = EngineLoad(
             sum(load.running for load in loads),
@@ -334,7 +334,7 @@ async def connect_sglang(config: SglangEngineConfig) -> list[Engine]:
         facts = await probe_sglang(client, config)
         if facts.paused:
             worker = SglangWorker(client, facts)
-            remedy = "continue it (POST /continue_generation with the body {})"
+            remedy = "resume it (POST /continue_generation with the body {})"
             require_left_paused(client.url, facts.label, await worker.load(), remedy)
             await worker.go_on()
             facts = await probe_sglang(client, config)
@@ -372,7 +372,7 @@ async def _look_at(worker: SglangWorker) -> tuple[str | None, EngineLoad | None]
             label, load = await asyncio.gather(worker.label(), worker.load())
     except TimeoutError:
         raise EngineUnreachable(
-            f"{worker.client.url} has not said its load and label in {HEALTH_S:g} s; is it overloaded or hung?"
+            f"{worker.client.url} has not reported its load and label within {HEALTH_S:g} s; is it overloaded or hung?"
         ) from None
     return label, load
 

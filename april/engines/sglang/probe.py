@@ -84,13 +84,13 @@ class _SglangProbe(ServerProbe):
         )  # fmt: skip
         self.lacks(
             not labels, LimitCode.NO_LABELS,
-            "Versions cannot be set (/update_weight_version is missing): new weights are unverified, and april cannot "
-            "see that the server was restarted with other weights",
+            "Versions cannot be set (/update_weight_version is missing), so new weights are unverified, and april "
+            "cannot notice that the server was restarted with other weights",
             "upgrade SGLang",
         )  # fmt: skip
         self.lacks(
             not disk, LimitCode.NO_DISK_UPDATES,
-            "Weights cannot be loaded from a directory (/update_weights_from_disk is missing): the trainer has to "
+            "Weights cannot be loaded from a directory (/update_weights_from_disk is missing), so the trainer must "
             "transfer them itself",
             "upgrade SGLang",
         )  # fmt: skip
@@ -107,28 +107,28 @@ class _SglangProbe(ServerProbe):
         copies, stages = int(server.get("dp_size") or 1), int(server.get("pp_size") or 1)
         self.lacks(
             copies > 1, LimitCode.SEVERAL_COPIES,
-            f"The server runs {copies} data-parallel copies, with which april was not tried",
-            "start one server per copy, each with --dp-size 1, and name all of them", "--dp-size 1",
+            f"The server runs {copies} data-parallel copies, with which april was not tested",
+            "start one server per copy, each with --dp-size 1, and list all of them in engine.urls", "--dp-size 1",
         )  # fmt: skip
         sent = all(transfers) and "retract" in modes and copies == 1 and stages == 1 and adapter is None
         incremental = bool(server.get("incremental_streaming_output", server.get("stream_output", False)))
         self.lacks(
             not incremental, LimitCode.CUMULATIVE_STREAMS,
-            "Streams repeat the whole response in every event, which costs time that grows with the square of its "
-            "length: april asks for one answer at the end instead, and a request that is put back for want of memory "
-            "loses up to 49 tokens at an abort",
+            "Streams repeat the whole response in every event, which costs time quadratic in its length, so april asks "
+            "for one answer at the end instead; an aborted request that the server had put back for lack of memory "
+            "loses up to 49 tokens",
             "start the server with --incremental-streaming-output", "--incremental-streaming-output",
         )  # fmt: skip
         seeds = not self.lacks(
             not server.get("enable_deterministic_inference"), LimitCode.NO_SEEDS,
-            "Seeds do nothing: two requests with the same seed differ",
+            "Seeds have no effect: two requests with the same seed differ",
             "start the server with --enable-deterministic-inference if runs must repeat",
             "--enable-deterministic-inference",
         )  # fmt: skip
         self.lacks(
             server.get("speculative_algorithm"), LimitCode.SPECULATION,
-            "The server speculates (speculative_algorithm): whether its log-probabilities are those of the tokens then "
-            "was not tried",
+            "The server uses speculative decoding (speculative_algorithm); whether its log-probabilities then belong "
+            "to its tokens was not tested",
             "start the server without --speculative-algorithm",
         )  # fmt: skip
         attachments, site = await self._attachments(), await self._adapter_site(copies)
@@ -161,20 +161,20 @@ class _SglangProbe(ServerProbe):
         )
         if not isinstance(self.model, dict) or "model_path" not in self.model or not isinstance(self.server, dict):
             raise ConfigError(
-                f"{client.url} is no SGLang server (it has no /model_info); engine.urls must name SGLang servers, "
-                "not a router and not another engine"
+                f"{client.url} is not an SGLang server (it has no /model_info); engine.urls must list SGLang servers, "
+                "not a router or another engine"
             )
         if self.models is not None or self.config.model is not None:
             self.choose_model(self.models)
         self.paused = ready.status == 503
         self.lacks(
             self.paused, LimitCode.PAUSED,
-            "The server is paused: no request runs until somebody continues it (POST /continue_generation with the "
-            "body {}); what can only be learned from a reply is unknown",
+            "The server is paused: no request runs until somebody resumes it (POST /continue_generation with the body "
+            "{}); whatever only a reply can show is unknown",
         )  # fmt: skip
         self.lacks(
             self.loads is None, LimitCode.NO_LOAD,
-            "The server does not tell its load (/v1/loads is missing, SGLang below 0.5.9)", "upgrade SGLang",
+            "The server does not report its load (/v1/loads is missing, SGLang below 0.5.9)", "upgrade SGLang",
         )  # fmt: skip
 
     async def _routing(self, vocab_size: int) -> Routing | None:
@@ -195,11 +195,11 @@ class _SglangProbe(ServerProbe):
             said = Routing(*self.config.expert_shape, None if said is None else said.experts)
         if said is None:
             return (
-                "set engine.expert_shape to its model's layers and experts per token (num_hidden_layers and "
-                "num_experts_per_tok of its config.json, which is not on this machine)"
+                "set engine.expert_shape to the layers and experts per token of its model (num_hidden_layers and "
+                "num_experts_per_tok in config.json, which is not on this machine)"
             )
         if self.paused:
-            return "continue the server, as only a reply shows them"
+            return "resume the server, because only a reply shows them"
         prompt, where = [i % vocab_size for i in (3, 4, 5)], f"{self.client.url}/generate"
         answer = await self._token(prompt, {"temperature": 0.0}, return_routed_experts=True)
         if isinstance(answer, Reply):
@@ -210,7 +210,7 @@ class _SglangProbe(ServerProbe):
             raise WireError(f"{where} answers with {wrong}; is engine.expert_shape right?") from None
         if len(rows) != len(prompt):
             raise WireError(
-                f"{where} was asked for the experts of {len(prompt)} tokens and answered with {len(rows)} rows of "
+                f"{where} was asked for the experts of {len(prompt)} tokens, but answered with {len(rows)} rows of "
                 f"{said.layers} layers with {said.top_k} experts per token; is engine.expert_shape right?"
             )
         return said
@@ -224,8 +224,9 @@ class _SglangProbe(ServerProbe):
         named = reply.ok and b'"mm_hashes"' in reply.body
         if self.lacks(
             not named, LimitCode.NO_ATTACHMENTS,
-            "The model takes images, and the server none from april: its requests cannot name them (/openapi.json has "
-            "no mm_hashes), and after a weight update it would answer with what the old weights have seen in them",
+            "The model accepts images, but april cannot send any to this server: its requests cannot name them "
+            "(/openapi.json has no mm_hashes), so after a weight update it would reuse what the old weights saw in "
+            "them",
             "upgrade SGLang",
         ):  # fmt: skip
             self.needs["attachments"] = "upgrade SGLang"
@@ -237,7 +238,9 @@ class _SglangProbe(ServerProbe):
             self.needs["adapters"] = ADAPTERS_NEED
             return None
         if copies > 1:
-            self.needs["adapters"] = "start one server per copy, each with --dp-size 1, as copies share no adapters"
+            self.needs["adapters"] = (
+                "start one server per copy, each with --dp-size 1, because copies share no adapters"
+            )
             return None
         rank, slots = positive(self.server, "max_lora_rank"), positive(self.server, "max_loras_per_batch")
         base = await asyncio.to_thread(base_shapes, self.model["model_path"])
@@ -305,12 +308,12 @@ class _SglangProbe(ServerProbe):
         self.lacks(
             not self._spans, LimitCode.NO_VERSION_SPANS,
             "Replies do not say which weights made which token (SGLang below 0.5.20): every token gets the version at "
-            "submission, and no request lives through a weight update",
+            "submission, and a weight update aborts all requests",
             "upgrade to 0.5.20 or later",
         )  # fmt: skip
         self.lacks(
             not self._stream_interval, LimitCode.NO_STREAM_INTERVAL,
-            "A request cannot say how often it wants tokens (sampling_params.stream_interval is refused)",
+            "A request cannot set how often it gets tokens (sampling_params.stream_interval is refused)",
             "set --stream-interval at the server instead", "--stream-interval",
         )  # fmt: skip
         return kind
@@ -331,10 +334,10 @@ class _SglangProbe(ServerProbe):
         try:
             answer = read_json(reply.body, GenerateReply)
         except NotJson as error:
-            raise WireError(f"{self.client.url}/generate answered what april cannot read: {error}") from None
+            raise WireError(f"{self.client.url}/generate answered something that april cannot read: {error}") from None
         if answer.meta_info is None or len(answer.output_ids) != 1 or len(answer.meta_info.output_token_logprobs) != 1:
             raise WireError(
-                f"{self.client.url}/generate was asked for one token with its log-probability and answered otherwise: "
+                f"{self.client.url}/generate was asked for one token with its log-probability, but answered with "
                 f"{len(answer.output_ids)} tokens; april needs return_logprob"
             )
         return answer

@@ -34,7 +34,7 @@ async def router_workers(router: HttpClient) -> frozenset[str]:
         raise ConfigError(f"engine.router: {router.url}/workers does not answer as an sglang-router does") from None
     if split:
         worker = clean(split[0])
-        raise ConfigError(f"engine.router: {worker} splits prefill from decode, which april was not tried with")
+        raise ConfigError(f"engine.router: {worker} splits prefill from decode, with which april was not tested")
     return urls
 
 
@@ -49,13 +49,13 @@ async def require_same_workers(router: HttpClient, config: SglangEngineConfig) -
         found = await router_workers(router)
     if unknown := sorted(found - wanted):
         raise ConfigError(
-            f"the router {router.url} sends requests to {clean(unknown[0])}, which engine.urls does not name: its "
+            f"the router {router.url} sends requests to {clean(unknown[0])}, which is missing in engine.urls, so its "
             "weights would never be updated; add it to engine.urls, written as the router writes it"
         )
     if idle := sorted(wanted - found):
         raise ConfigError(
-            f"engine.urls names {idle[0]}, which the router {router.url} does not have; add it to the router, or take "
-            "it out of engine.urls (addresses must be written alike)"
+            f"engine.urls contains {idle[0]}, which the router {router.url} does not have; add it to the router, or "
+            "remove it from engine.urls (addresses must be written alike)"
         )
 
 
@@ -68,7 +68,7 @@ def common_facts(workers: Sequence[SglangFacts]) -> SglangFacts:
             if ours[what] != theirs:
                 raise ConfigError(
                     f"the workers {first.url} and {other.url} of one router differ in {what} ({clean(ours[what])} and "
-                    f"{clean(theirs)}); start them alike"
+                    f"{clean(theirs)}); start them with the same settings"
                 )
     each = [worker.capabilities for worker in workers]
     places = [c.max_in_flight for c in each if c.max_in_flight is not None]

@@ -99,7 +99,7 @@ class WeightTransfer:
         try:
             await self.resume()
         except EngineError as error:
-            log.warning("a server that was paused for a transfer may stand still now: %s", error)
+            log.warning("a server that was paused for a transfer may still be paused now: %s", error)
         return not self.touched
 
     async def _part(self) -> None:

@@ -191,7 +191,7 @@ class ReplyParser(Parser[Reply]):
             # old servers report no count for a request aborted in the queue, which has no new tokens; otherwise a
             # missing count would leave new and repeated tokens indistinguishable
             if not aborted:
-                raise self.wrong("does not say how many tokens there are")
+                raise self.wrong("does not report how many tokens there are")
             total = had if self._incremental else len(ids)
         new = total - had
         if new < 0:
@@ -207,13 +207,13 @@ class ReplyParser(Parser[Reply]):
             scored = scored[:new]
         if len(ids) != new or len(scored) != new:
             raise self.wrong(
-                f"says {total} tokens, {had} of them known, and came with {len(ids)} ids and {len(scored)} "
-                "log-probabilities of new ones"
+                f"reports {total} tokens, {had} of them known, but contains {len(ids)} ids and {len(scored)} "
+                "log-probabilities of new tokens"
             )
         if not new:
             return [], []
         if [one.token for one in scored] != ids:
-            raise self.wrong("has log-probabilities of other tokens than its ids")
+            raise self.wrong("has log-probabilities of tokens other than its ids")
         return ids, [one.logprob for one in scored]
 
     def _extras(self, meta: Meta) -> Extras:
@@ -230,7 +230,7 @@ class ReplyParser(Parser[Reply]):
         reason: EngineFinish | EngineError | None = _FINISHES.get(finish.type)
         if finish.type == "abort" and status is not None and 400 <= status < 600:
             reason = failure_of(
-                status, f"the server gave the request up ({status}): {clean(finish.message or 'nothing')}"
+                status, f"the server gave up the request ({status}): {clean(finish.message or 'nothing')}"
             )
         elif reason is None:
             reason = WireError(f"attempt {self.attempt_id}: unknown finish reason {quoted(finish.type)}")

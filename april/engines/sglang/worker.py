@@ -91,8 +91,8 @@ class SglangWorker:
                 await asyncio.gather(*(ask() for _ in range(min(at_once, len(left)))))
         except TimeoutError:
             raise EngineUnreachable(
-                f"{self.client.url} has not answered {len(rids)} aborts in {CONTROL_TIMEOUT_S:g} s; is it overloaded "
-                "or hung?"
+                f"{self.client.url} has not answered {len(rids)} aborts within {CONTROL_TIMEOUT_S:g} s; is it "
+                "overloaded or hung?"
             ) from None
         if errors:
             raise errors[0]
@@ -119,7 +119,7 @@ class SglangWorker:
         await control(self.client, "/update_weight_version", has_value("success", True), body=body)
         now = await self.label()
         if now != label:
-            raise PartlyUpdated(f"{self.client.url} says its weights are {clean(now)} after april called them {label}")
+            raise PartlyUpdated(f"{self.client.url} labels its weights {clean(now)} after april set {label}")
 
     async def mark(self, labels: WeightLabels) -> str | None:
         """Call :func:`~april.engines.http.weight_labels.mark_process` with a timeout of a few seconds."""
@@ -160,7 +160,7 @@ class SglangWorker:
                     flushed = await self._load(label, path, shown)
                     loaded = True
                     if not flushed:
-                        log.warning("%s loaded new weights and kept its cache; april empties it", self.client.url)
+                        log.warning("%s loaded new weights but kept its cache; april empties it", self.client.url)
                         await self._flush(label)
                 now = await self.label()
                 if now not in (label, shown):
@@ -175,7 +175,7 @@ class SglangWorker:
             if not loaded:
                 raise
             kind = PartlyUpdatedAndGone if isinstance(error, EngineUnreachable) else PartlyUpdated
-            what = f"{self.client.url} has the weights {label}, and not all that belongs to them: {error}"
+            what = f"{self.client.url} has the weights {label}, but not everything that belongs to them: {error}"
             raise kind(what) from error
 
     async def load_adapter(self, labels: WeightLabels, base: PolicyVersion, adapter: LoadedAdapter) -> None:
@@ -192,10 +192,10 @@ class SglangWorker:
         if not (reply.ok and has_value("success", True)(answer)) or await is_listed(self.client, adapter.name) is False:
             said = answer.get("error_message") if isinstance(answer, dict) else None
             why = clean(said) if said else error_text(reply.body)
-            raise EngineError(f"{text}: it answered {reply.status}, {why}; it keeps what it had")
+            raise EngineError(f"{text}: it answered {reply.status}, {why}; it keeps its old adapter")
         now = await self._process()
         if await self.label() not in (None, labels.of(base)) or (process is not None and now != process):
-            raise EngineError(f"{text}: it was started anew meanwhile; update its weights again")
+            raise EngineError(f"{text}: it was restarted meanwhile; update its weights again")
 
     async def unload_adapter(self, adapter: LoadedAdapter) -> bool:
         """Unload an adapter; if it may still be there, log a warning and return False."""
@@ -214,8 +214,8 @@ class SglangWorker:
 
     def _started_anew(self, label: str) -> str:
         return (
-            f"{self.client.url} was started anew in the middle of the update to {label}, and may have the weights of "
-            "its start; update its weights again"
+            f"{self.client.url} was restarted during the update to {label}, and may have the weights of its start; "
+            "update its weights again"
         )
 
     async def load(self) -> EngineLoad | None:
@@ -227,7 +227,7 @@ class SglangWorker:
         try:
             loads = read_json(reply.body, _Loads).loads
         except NotJson as error:
-            raise WireError(f"{self.client.url}/v1/loads answered what april cannot read: {error}") from None
+            raise WireError(f"{self.client.url}/v1/loads answered something that april cannot read: {error}") from None
         return EngineLoad(
             sum(load.num_running_reqs for load in loads),
             sum(load.num_waiting_reqs for load in loads),
@@ -254,9 +254,9 @@ class SglangWorker:
             return False
         if refused or reply.status == 422:
             if before is not None and before != label and await self.label() != before:
-                raise PartlyUpdated(f"{text}; it shows other weights than before")
-            raise EngineError(f"{text}; it keeps the weights it had")
-        raise PartlyUpdated(f"{text} (status {reply.status}); nobody knows which weights it has now")
+                raise PartlyUpdated(f"{text}; it has other weights than before")
+            raise EngineError(f"{text}; it keeps its old weights")
+        raise PartlyUpdated(f"{text} (status {reply.status}); april does not know which weights it has now")
 
     async def _flush(self, label: str) -> None:
         """Empty the cache, which holds keys and values computed with old weights."""

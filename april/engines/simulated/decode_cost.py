@@ -152,7 +152,7 @@ def _known(table: Mapping[str, _T], name: str, what: str) -> _T:
     try:
         return table[name]
     except KeyError:
-        raise ValueError(f"unknown {what} {name!r}; known are {', '.join(sorted(table))}") from None
+        raise ValueError(f"unknown {what} {name!r}; choose one of {', '.join(sorted(table))}") from None
 
 
 def limit_s(cost: DecodeCost, lengths: Lengths, in_flight: float, prompt_tokens: float = 0.0) -> float:

@@ -185,13 +185,13 @@ class SimulatedDecoder:
             ValueError: the id is in use, a count is impossible, or the request could never fit into the KV cache.
         """
         if request_id in self._running or request_id in self._waiting:
-            raise ValueError(f"request {request_id!r} is in flight already; ids are used once")
+            raise ValueError(f"request {request_id!r} is already in flight; use each id once")
         if prefix_tokens < 0 or new_tokens < 1:
             raise ValueError(f"request {request_id!r}: prefix {prefix_tokens} must be >= 0, new {new_tokens} >= 1")
         if self._capacity is not None and prefix_tokens + new_tokens > self._capacity:
             raise ValueError(
-                f"request {request_id!r} needs {prefix_tokens} + {new_tokens} tokens of KV cache, the engine has "
-                f"{self._capacity}; shorten it or give the engine more KV"
+                f"request {request_id!r} needs {prefix_tokens} + {new_tokens} tokens of KV cache, but the engine has "
+                f"{self._capacity}; shorten it or give the engine more KV cache"
             )
         self._waiting[request_id] = _Sequence(request_id, prefix_tokens, new_tokens, cached)
         self._counters.requests += 1

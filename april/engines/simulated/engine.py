@@ -54,8 +54,8 @@ def by_sample_key(lengths: ResponseLengths) -> Callable[[Request], int]:
     def length_of(request: Request) -> int:
         if request.sample_key is None:
             raise EngineError(
-                f"request {request.attempt_id} has no sample_key, which response lengths are drawn from; set "
-                f"Request.sample_key or give the engine a length_of that does without"
+                f"request {request.attempt_id} has no sample_key, from which response lengths are drawn; set "
+                "Request.sample_key or give the engine a length_of that does not need it"
             )
         return lengths.sample(*request.sample_key)
 
@@ -280,7 +280,7 @@ class SimulatedEngine(WithoutWeights):
             raise EngineError(f"{where}: the engine is closed")
         self._catch_up()
         if request.attempt_id in self._streams:
-            raise EngineError(f"{where}: the id is in flight already; every attempt needs a new one")
+            raise EngineError(f"{where}: the id is already in flight; every attempt needs a new one")
         held, total = request.response_offset, len(request.token_ids)
         if total and not 0 <= request.token_ids.min() <= request.token_ids.max() < self._capabilities.vocab_size:
             raise EngineError(f"{where}: a token id is outside the vocabulary of {self._capabilities.vocab_size}")
@@ -289,7 +289,7 @@ class SimulatedEngine(WithoutWeights):
         length = self._length_of(request)
         to_stop = max(length - held, request.sampling.min_tokens, 0 if held else 1)
         if to_stop < 1:
-            raise EngineError(f"{where}: {held} tokens are there and the response has {length}; it is complete")
+            raise EngineError(f"{where}: the response is complete: it has {length} tokens, and {held} are there")
         budget = min(request.sampling.max_tokens, self._capabilities.max_context - total)
         if budget < 1:
             raise EngineError(
@@ -302,7 +302,7 @@ class SimulatedEngine(WithoutWeights):
             expected, _ = self._synthetic(request, 0, held)
             differs = np.flatnonzero(expected != request.token_ids[total - held :])
             if differs.size:
-                raise EngineError(f"{where}: response token {differs[0]} of {held} is not the one that was generated")
+                raise EngineError(f"{where}: response token {differs[0]} of {held} differs from the generated one")
         self._decoder.add(request.attempt_id, total, stream.new_tokens)
         self._streams[request.attempt_id] = stream
         self._set_timer()

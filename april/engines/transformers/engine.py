@@ -143,9 +143,9 @@ class TransformersEngine(EngineBase):
         model = inner_model(model)
         if not hasattr(model, "config"):
             hint = (
-                "a directory or hub name goes to engine.model of the configuration"
+                "to load a model by its directory or hub name, set engine.model in the configuration"
                 if isinstance(model, (str, Path))
-                else "pass a Hugging Face causal language model, the one inside the wrapper if there is one"
+                else "pass a Hugging Face causal language model, or the one inside the wrapper"
             )
             raise ConfigError(f"model is of type {type(model).__name__}, which has no config: {hint}")
         if num_threads is not None:
@@ -269,7 +269,7 @@ class TransformersEngine(EngineBase):
         where = f"{self._name}, attempt {request.attempt_id}"
         wrong: str | None
         if self._closed:
-            wrong = "the engine is closed: make a new one"
+            wrong = "the engine is closed: create a new one"
         elif request.attempt_id in self._streams:
             wrong = "this id is already in flight: give every attempt an id of its own"
         else:
@@ -280,9 +280,9 @@ class TransformersEngine(EngineBase):
             raise AttachmentError(f"{where}: {wrong}")
         if not self._weights.ready:
             raise EngineError(
-                f"{where}: the model's parameters are sharded over ranks and were not gathered; they are inside "
-                "next_batch() and evaluate() of april.RankScheduler, which every rank calls, and between gather() and "
-                "release() of the engine"
+                f"{where}: the model's parameters are sharded over ranks and were not gathered; april.RankScheduler "
+                "gathers them during next_batch() and evaluate(), which every rank calls; with the engine alone, "
+                "generate between gather() and release()"
             )
         if self._overwritten:
             raise WeightsInUse(self._overwritten)
@@ -330,8 +330,8 @@ class TransformersEngine(EngineBase):
             if bad.size:
                 good = int(bad[0])
                 stream.error = EngineError(
-                    f"{self._name}, attempt {attempt_id}: the model gave a log-probability of {logprobs[good]} under "
-                    f"version {self._decoder.version}; look for NaN or infinity in its weights"
+                    f"{self._name}, attempt {attempt_id}: the model returned a log-probability of {logprobs[good]} "
+                    f"under version {self._decoder.version}; look for NaN or infinity in its weights"
                 )
                 self.stats.failures += 1
                 self.stats.discarded_tokens += tokens.size - good
@@ -344,8 +344,8 @@ class TransformersEngine(EngineBase):
                 stream.error = WeightsInUse(str(cause), output.unsound)
             elif cause is not None and finish is None:
                 stream.error = EngineError(
-                    f"{self._name}, attempt {attempt_id}: a model call failed ({type(cause).__name__}: {cause}); "
-                    "the tokens before it were handed over"
+                    f"{self._name}, attempt {attempt_id}: a model call failed ({type(cause).__name__}: {cause}); april "
+                    "keeps the tokens before it"
                 )
                 stream.error.__cause__ = cause
             if tokens.size or finish is not None:
@@ -384,7 +384,7 @@ class TransformersEngine(EngineBase):
         except (Exception, asyncio.CancelledError) as error:
             # A bug in this module, or the loop is shutting down: no consumer may wait for ever because of it.
             self._closed = True
-            self._failure = f"the engine broke down ({type(error).__name__}: {error}): make a new one"
+            self._failure = f"the engine failed ({type(error).__name__}: {error}): create a new one"
             for stream in self._streams.values():
                 stream.error = EngineError(f"{self._name}, attempt {stream.attempt_id}: {self._failure}")
                 stream.error.__cause__ = error
@@ -410,8 +410,9 @@ class TransformersEngine(EngineBase):
         if error is not None and not isinstance(error, WeightsInUse) and not _is_out_of_memory(error):
             # running out of memory may be temporary; any other error of a model call would hit every request
             broken = ModelBroken(
-                f"{self._name}: a model call failed ({type(error).__name__}: {error}), as the next one would; all "
-                "before it is kept: mend the model, call weight_update(), and ask for the batch again"
+                f"{self._name}: a model call failed ({type(error).__name__}: {error}), and the next one would fail as "
+                "well; april keeps everything generated so far: repair the model, call weight_update(), and ask for "
+                "the batch again"
             )
             broken.__cause__, error = error, broken
         if isinstance(error, WeightsInUse):
@@ -517,7 +518,7 @@ class TransformersEngine(EngineBase):
         """Continue; raises EngineError if weights were written while active requests keep keys of the old ones."""
         if self._decoder.active and self._paused and self._state.weights_written():
             raise EngineError(
-                f"{self._name}: the weights were written while {self._decoder.active} requests keep keys and values of "
+                f"{self._name}: the weights were changed while {self._decoder.active} requests keep keys and values of "
                 "the old ones: abort them, call update_weights, then resume"
             )
         self._paused = False
@@ -550,7 +551,7 @@ class TransformersEngine(EngineBase):
 
     def _require_idle(self) -> None:
         if self._closed:
-            raise EngineError(f"{self._name}: the engine is closed: make a new one")
+            raise EngineError(f"{self._name}: the engine is closed: create a new one")
         if self._decoder.active or self._ticking:
             raise EngineError(
                 f"{self._name}: {self._decoder.active} requests are active under version {self._decoder.version}: "
@@ -652,9 +653,9 @@ class TransformersEngine(EngineBase):
         self._unchanged = 0 if self._state.weights_written() else self._unchanged + 1
         if self._unchanged == 2:
             log.warning(
-                "%s: weight_update() was called twice since anything wrote to the weights of model=, so responses "
-                "still come from the same weights under new versions; is a copy of the model trained? Give the "
-                "scheduler the model whose parameters the optimizer holds", self._name,
+                "%s: weight_update() was called twice, but nothing changed the weights of model= in between, so "
+                "responses still come from the same weights under new versions; is a copy of the model trained? Give "
+                "the scheduler the model whose parameters the optimizer holds", self._name,
             )  # fmt: skip
 
     def _notice_silent_update(self) -> None:
@@ -665,8 +666,8 @@ class TransformersEngine(EngineBase):
         elif self._generated_under[1] not in (None, stamp):
             self._generated_under = (version, None)
             log.warning(
-                "%s: the model's weights were written, but the policy version is still %s, so new tokens are taken for "
-                "those of the old weights; call weight_update() after each update of the model",
+                "%s: the model's weights were changed, but the policy version is still %s, so new tokens count as "
+                "tokens of the old weights; call weight_update() after each update of the model",
                 self._name,
                 version,
             )

@@ -164,7 +164,7 @@ def check_model(model: Any, max_len: int, vision: Vision | None = None) -> float
         if name:
             where += f" ({name} in its configuration: a max_len of at most {safe_below(length)} avoids it)"
             if cost_of_trial(model, length) > _WORTH_A_LINE:
-                log.info("trying the model with %d tokens, as %s is %d", crossing[-1], name, length)
+                log.info("trying the model with %d tokens, because %s is %d", crossing[-1], name, length)
         _compare(model, _prompts(model, _SHORT_NEIGHBOURS, crossing), noise, where)
     return difference
 
@@ -206,21 +206,21 @@ def _compare(
         ) from error
     if decoder.asks_length:
         raise ConfigError(
-            f"{kind} computes with the length of its cache, which is that of the longest sequence in a batch"
-            f"{where}, so a token would depend on its neighbours{why_not_exact(model)}; use a served engine (vllm, "
-            "sglang) for this model"
+            f"{kind} computes with the length of its cache, which is that of the longest sequence in a batch{where}, "
+            f"so a token would depend on the other sequences{why_not_exact(model)}; use a served engine (vllm, sglang) "
+            "for this model"
         )
     if exact and not noise:
         differs, allowed, known = difference, EXACT_NATS, ""
     else:
         differs = max(_upper_median(_distances(t.decoded, t.alone)) for t in trials if t.n == _NEW_TOKENS)
         allowed = min(_MOST_NATS_HALF if halves else _MOST_NATS, max(EXACT_NATS, _NOISE * noise))
-        known = f", where its own noise in this precision explains {allowed:.2g}"
+        known = f", where the rounding of this precision explains {allowed:.2g}"
     if not differs <= allowed:
         raise ConfigError(
-            f"{kind} decoded with slots differs from a full forward pass by {differs:.2g} nats{where}{known}: it does "
-            f"not keep to keys, values, masks and positions alone{why_not_exact(model)}; use a served engine (vllm, "
-            "sglang) for this model"
+            f"{kind} decoded with slots differs from a full forward pass by {differs:.2g} nats{where}{known}: its "
+            f"output depends on more than keys, values, masks and positions{why_not_exact(model)}; use a served engine "
+            "(vllm, sglang) for this model"
         )
     return difference, noise
 

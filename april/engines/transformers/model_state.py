@@ -30,8 +30,8 @@ WHAT_TO_DO = (
 )
 
 HOLD_IT = (
-    "the embedded engine reads the trainer's model in place, so switch it in rewards, rollout functions and threads "
-    "only inside of `with april.hold_model(model):`, and leave it as it was; weight_update() clears this"
+    "the embedded engine reads the trainer's model in place, so rewards, rollout functions and threads must switch it "
+    "only inside `with april.hold_model(model):`, and switch it back there; weight_update() clears this error"
 )
 
 
@@ -50,8 +50,8 @@ def guard_optimizers(engine: Any, weights: Any) -> weakref.finalize[Any, Any]:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if any(id(parameter) in held for parameter in trained.trained()):
             raise WeightsInUse(
-                f"an optimizer step while {generating.name} generates from the same weights was refused, and nothing "
-                f"was written: {WHAT_TO_DO}"
+                f"april refused an optimizer step while {generating.name} generates from the same weights, and no "
+                f"weight was changed: {WHAT_TO_DO}"
             )
 
     handle = register_optimizer_step_pre_hook(before_step)
@@ -62,7 +62,7 @@ CHECKED_PER_STEP = 12
 """Number of settings, and of tensors, compared before a decode step; a 32nd of all if that is more."""
 PATIENCE_S, POLL_S = 10.0, 0.01
 """Seconds to wait for other code to restore the model, and seconds between two checks meanwhile."""
-WRITTEN = "its weights were written"
+WRITTEN = "its weights were changed"
 _GONE, _NONE, _OURS = object(), object(), object()
 _PLAIN = (bool, str, int, float, type(None))
 T = TypeVar("T")
@@ -147,9 +147,9 @@ class ModelState:
         """Build the error of engine ``name`` after a tick in which ``torn``, or else the weights, changed."""
         switched = torn not in ("", WRITTEN)
         return WeightsInUse(
-            f"{name}: {f'the model was switched ({torn})' if switched else 'the weights were written'} while "
-            f"{requests} requests were generated from them: {unsound} tokens are of no known weights and were "
-            f"dropped, all before them is kept; {HOLD_IT if switched else WHAT_TO_DO}"
+            f"{name}: {f'the model was switched ({torn})' if switched else 'the weights were changed'} while "
+            f"{requests} requests generated from them: april dropped {unsound} tokens of unknown weights and kept all "
+            f"before them; {HOLD_IT if switched else WHAT_TO_DO}"
         )
 
     async def wait_until_restored(
@@ -165,7 +165,7 @@ class ModelState:
         end = loop.time() + PATIENCE_S
         while switched := await loop.run_in_executor(thread, look):
             if loop.time() > end:
-                raise WeightsInUse(f"{name}: the model was switched and is not as it was ({switched}); {HOLD_IT}")
+                raise WeightsInUse(f"{name}: the model was switched and not switched back ({switched}); {HOLD_IT}")
             await asyncio.sleep(POLL_S)
 
     def _look(self, *_: object) -> None:

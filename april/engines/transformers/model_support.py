@@ -79,8 +79,8 @@ def attention_patterns(config: Any) -> tuple[AttentionPattern, ...]:
     unknown = [name for name in distinct if name not in _PATTERN_SIZE]
     if unknown:
         raise ConfigError(
-            f"{config.model_type} has layers of type {', '.join(unknown)}: the transformers engine keeps keys and "
-            "values only, not recurrent or other state; use a served engine (vllm, sglang) for this model"
+            f"{config.model_type} has layers of type {', '.join(unknown)}: the transformers engine keeps only keys and "
+            "values, not recurrent or other state; use a served engine (vllm, sglang) for this model"
         )
     return tuple(
         AttentionPattern(name, None if (size := _PATTERN_SIZE[name]) is None else int(getattr(config, size)))
@@ -138,21 +138,23 @@ def refuse_unsupported(model: Any, max_len: int) -> None:
     refuse_shards(model, kind)
     if dynamic := _dynamically_quantised(model):
         raise ConfigError(
-            f"{kind} has layers that quantise their inputs as they come ({dynamic}), by a scale of the whole batch, so "
-            "a token would depend on its neighbours: generate with the model as it was before quantize_dynamic"
+            f"{kind} has layers that quantise their inputs at run time ({dynamic}) with one scale for the whole batch, "
+            "so a token would depend on the other sequences: generate with the model from before quantize_dynamic"
         )
     if any(getattr(c, "is_prompt_learning", False) for c in getattr(model, "peft_config", {}).values()):
         raise ConfigError(
-            f"{kind} has a PEFT adapter of the kind prompt learning, which puts virtual tokens before every prompt: "
-            "the transformers engine resumes by the tokens there are; use LoRA, or a served engine (vllm, sglang)"
+            f"{kind} has a PEFT adapter of the kind prompt learning, which puts virtual tokens before every prompt, "
+            "but the transformers engine resumes from real tokens only: use LoRA, or a served engine (vllm, sglang)"
         )
     if getattr(model, "_is_stateful", False):
         raise ConfigError(
-            f"{kind} keeps recurrent state: the transformers engine keeps keys and values only; "
-            "use a served engine (vllm, sglang) for this model"
+            f"{kind} keeps recurrent state, but the transformers engine keeps only keys and values; use a served "
+            "engine (vllm, sglang) for this model"
         )
     if getattr(model.config, "is_encoder_decoder", False):
-        raise ConfigError(f"{kind} is an encoder-decoder: the transformers engine drives decoder-only models")
+        raise ConfigError(
+            f"{kind} is an encoder-decoder model, but the transformers engine supports only decoder-only models"
+        )
     attention_patterns(config)
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     context: int = getattr(config, "max_position_embeddings", max_len)
@@ -161,13 +163,14 @@ def refuse_unsupported(model: Any, max_len: int) -> None:
         if scaled.get("rope_type") in _BATCH_DEPENDENT_ROPE and max_len > trained:
             raise ConfigError(
                 f"{kind} scales its rotary embedding ({scaled['rope_type']}) with the longest sequence of a batch "
-                f"beyond {trained} tokens, so a token would depend on its neighbours: set max_len to at most {trained}"
+                f"beyond {trained} tokens, so a token would depend on the other sequences: set max_len to at most "
+                f"{trained}"
             )
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1 or next(iter(devices)).type == "meta":
         raise ConfigError(
-            f"the parameters of {kind} are on {sorted(map(str, devices))}: the transformers engine wants all of them "
-            "on one real device"
+            f"the parameters of {kind} are on {sorted(map(str, devices))}, but the transformers engine needs all of "
+            "them on one real device"
         )
 
 
@@ -185,7 +188,7 @@ def why_not_exact(model: Any) -> str:
         known.append("it is compiled: give the engine the model from before torch.compile, which has the same weights")
     method = getattr(getattr(model.config, "quantization_config", None), "quant_method", None)
     if method is not None:
-        known.append(f"it is quantised ({getattr(method, 'value', method)}): give the engine whole weights")
+        known.append(f"it is quantised ({getattr(method, 'value', method)}): give the engine unquantised weights")
     return "".join(f"; {sentence}" for sentence in known)
 
 
@@ -207,8 +210,8 @@ def affordable_context(model: Any) -> int:
     for length, name in sorted(named_lengths(model, context).items()):
         if cost_of_trial(model, length) > _MOST_COST.get(next(model.parameters()).device.type, _MOST_COST_ELSEWHERE):
             log.warning(
-                "max_len is %d: beyond it the arithmetic of %s may change (%s in its configuration), and to try that "
-                "would take long on this device; give max_len to go further",
+                "max_len is %d: beyond it the arithmetic of %s may change (%s in its configuration), and testing that "
+                "would take long on this device; set max_len to allow longer sequences",
                 safe_below(length),
                 text_config(model).model_type,
                 name,
@@ -252,9 +255,9 @@ def _warn_of_dropout(training: list[Any]) -> None:
     most = max((share for share in shares if isinstance(share, float)), default=0.0)
     if most > 0.0:
         log.warning(
-            "the model is in training mode with dropout of %g: responses are sampled without it, so the trainer's "
-            "log-probabilities of the same tokens differ by noise; call model.eval() (gradients are as before), or set "
-            "dropout to 0", most,
+            "the model is in training mode with dropout of %g, but responses are sampled without dropout, so the "
+            "trainer's log-probabilities of the same tokens differ by noise; call model.eval() (gradients stay the "
+            "same), or set dropout to 0", most,
         )  # fmt: skip
 
 

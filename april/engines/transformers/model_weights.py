@@ -163,18 +163,18 @@ def refuse_shards(model: Any, kind: str) -> None:
     elif any(hasattr(parameter, "ds_id") for parameter in parameters):
         how = "DeepSpeed's ZeRO-3"
     elif any(type(p).__name__ == "DTensor" for p in parameters) and not units:
-        how = "DTensor, as of tensor parallelism without FSDP2"
+        how = "DTensor, such as tensor parallelism without FSDP2"
     if how:
         raise ConfigError(
             f"the parameters of {kind} are sharded over ranks ({how}), so every rank would have to take part in every "
-            "decode step: use FSDP2 (fully_shard), an engine behind a server (vllm, sglang), or give this engine a "
-            "plain copy of the model, into which every rank gathers the weights (get_model_state_dict with "
+            "decode step: use FSDP2 (fully_shard), an engine behind a server (vllm, sglang), or give this engine an "
+            "unsharded copy of the model, into which every rank gathers the weights (get_model_state_dict with "
             "full_state_dict=True) before weight_update()"
         )
     if units and (wrong := _untried(units, parameters)):
         raise ConfigError(
-            f"the parameters of {kind} are sharded over ranks by fully_shard {wrong}, and with that the transformers "
-            "engine was not seen working: use an engine behind a server (vllm, sglang), or leave it out"
+            f"the parameters of {kind} are sharded over ranks by fully_shard {wrong}, with which the transformers "
+            "engine was not tested: use an engine behind a server (vllm, sglang), or leave that option out"
         )
 
 
@@ -192,7 +192,7 @@ def _untried(units: list[Any], parameters: list[Any]) -> str:
     whole = [getattr(fsdp, "_unsharded_param", None) for group in groups for fsdp in group.fsdp_params]
     known = {id(p) for p in [*pieces, *whole]}
     if any(id(parameter) not in known for parameter in parameters):
-        return "without some of them (ignored_params, or a model of which only parts were sharded)"
+        return "without some of them (ignored_params, or a model that is sharded only in part)"
     return ""
 
 
@@ -247,7 +247,7 @@ def load_weights(model: Any, path: str) -> None:
         raise EngineError(f"the weights in {path} cannot be loaded ({type(error).__name__}: {error})") from error
     wrong = {what: sorted(map(str, names)) for what, names in report.items() if names and what != "error_msgs"}
     if wrong:
-        raise EngineError(f"the weights in {path} are not those of this {type(model).__name__}: {wrong}")
+        raise EngineError(f"the weights in {path} do not fit this {type(model).__name__}: {wrong}")
     with torch.no_grad():
         new_weights = loaded.state_dict()
         for name, weight in model.state_dict().items():
@@ -274,7 +274,7 @@ class ModelWriter:
             if place is None or tuple(place.shape) != spec.shape:
                 has = "no tensor of this name" if place is None else f"one of shape {tuple(place.shape)}"
                 raise EngineError(
-                    f"{spec.name} came with shape {spec.shape}, and this {self._kind} has {has}: give weights under "
+                    f"{spec.name} came with shape {spec.shape}, but this {self._kind} has {has}: give weights under "
                     "the names of the model's own state, or load a directory (path=)"
                 )
             place.copy_(tensor)
@@ -282,4 +282,4 @@ class ModelWriter:
         if last and self._missing:
             name = next(iter(self._missing.values()))
             more = f" and {len(self._missing) - 1} more" if len(self._missing) > 1 else ""
-            raise EngineError(f"{name}{more} of this {self._kind} did not come: the weights were not all of the model")
+            raise EngineError(f"{name}{more} of this {self._kind} did not come: the weights were incomplete")

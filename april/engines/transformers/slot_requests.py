@@ -89,8 +89,8 @@ def wrong_images(request: Request, vision: Vision | None) -> str | None:
     if not request.attached:
         return None
     return (
-        f"it comes with {len(request.attached)} attachments, and this engine takes none: give it a model that sees, "
-        "and the scheduler its processor"
+        f"it comes with {len(request.attached)} attachments, but this engine accepts none: give it a vision model, and "
+        "give the scheduler its processor"
     )
 
 

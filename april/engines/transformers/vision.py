@@ -99,19 +99,24 @@ class Vision:
         for placed in attached:
             what = f"the {placed.attachment.kind} at token {placed.at}"
             if placed.attachment.kind != IMAGE:
-                return f"{what}: this engine takes images alone"
+                return f"{what}: this engine only accepts images"
             if placed.at < end or placed.end > tokens.size:
-                return f"{what} has {placed.count} tokens, which are not there, or are of another one"
+                return f"{what} has {placed.count} tokens, some of which are missing or belong to another attachment"
             if self._family.grid and end and placed.at == end:
-                return f"{what} follows another one at once, and the model takes them for one: put a token between them"
+                return (
+                    f"{what} follows another one immediately, and the model would read both as one: put a token "
+                    "between them"
+                )
             if not is_image[placed.at : placed.end].any():
-                return f"{what} has no token {self.image_id} in its place: give token_ids of the model's own processor"
+                return (
+                    f"{what} has no token {self.image_id} at its position: give token_ids of the model's own processor"
+                )
             is_image[placed.at : placed.end] = False
             end = placed.end
         if attached and is_image.any():
             return (
-                f"token {int(is_image.argmax())} is {self.image_id}, which stands for a part of an image, and there is "
-                "none: ban it (banned_ids), for a response that has it cannot be trained either"
+                f"token {int(is_image.argmax())} is {self.image_id}, the placeholder of an image, but no image belongs "
+                "to it: ban it (banned_ids), because a response with it cannot be trained either"
             )
         return None
 
@@ -123,8 +128,8 @@ class Vision:
             count = int((tokens[placed.at : placed.end] == self.image_id).sum())
             if count != of_one.count:
                 raise AttachmentError(
-                    f"the image {_name(placed.attachment)} is read as {of_one.count} tokens, and the conversation has "
-                    f"{count} for it: expand prompts with the processor that the engine has"
+                    f"the image {_name(placed.attachment)} becomes {of_one.count} tokens, but the conversation has "
+                    f"{count} for it: expand prompts with the processor of the engine"
                 )
             pixels.append(of_one)
         if not self._family.grid:
@@ -201,12 +206,12 @@ def vision_of(model: Any, processor: Any) -> Vision | None:
     kind = model.config.model_type
     if kind not in FAMILIES:
         raise ConfigError(
-            f"images of {kind}: the transformers engine knows how {', '.join(sorted(FAMILIES))} are given theirs; use "
-            "a served engine (vllm, sglang) for this model, or leave processor out where prompts are text alone"
+            f"images of {kind}: the transformers engine only supports images of {', '.join(sorted(FAMILIES))}; use a "
+            "served engine (vllm, sglang) for this model, or leave processor out if prompts are text alone"
         )
     if not hasattr(processor, "image_processor") or not hasattr(processor, "image_token"):
         raise ConfigError(
-            f"processor is a {type(processor).__name__}, which makes no pixels of images: give the model's own, of "
-            "AutoProcessor.from_pretrained"
+            f"processor is a {type(processor).__name__}, which makes no pixels of images: give the model's own "
+            "processor, from AutoProcessor.from_pretrained"
         )
     return Vision(model, processor)

@@ -50,8 +50,8 @@ def prompts_with_images(model: Any, vision: Vision, longest: int) -> list[TrialP
     prompts = [_prompt(vision, images) for images in ([first], others, [_picture(*_SIZES[0], seed=9)])]
     if (needed := max(prompt.tokens.size for prompt in prompts)) > longest:
         raise ConfigError(
-            f"{model.config.model_type} reads small images as {needed} tokens, and max_len leaves {longest}: raise "
-            "it, or leave processor out where prompts are text alone"
+            f"{model.config.model_type} reads small images as {needed} tokens, but max_len leaves {longest}: raise it, "
+            "or leave processor out if prompts are text alone"
         )
     return prompts
 
@@ -70,8 +70,8 @@ def _prompt(vision: Vision, images: Sequence[bytes]) -> TrialPrompt:
     placed = _placed(tokens, vision.image_id, images)
     if placed is None:
         raise ConfigError(
-            f"processor: {type(processor).__name__} makes other tokens of an image than {vision.image_id}, which is "
-            "the model's image_token_id; give the model's own: transformers.AutoProcessor.from_pretrained(...)"
+            f"processor: {type(processor).__name__} turns an image into tokens other than {vision.image_id}, the "
+            "model's image_token_id; give the model's own processor: transformers.AutoProcessor.from_pretrained(...)"
         )
     return TrialPrompt(tokens, placed, given, (vision.image_id,))
 

@@ -75,7 +75,7 @@ class EngineActor:
     async def update_weights(self, version: Sequence[int], life: str | None = None) -> Result:
         """Record that the trainer has put ``version`` into the actor process ``life`` (None if that is unknown)."""
         if life not in (None, self._life):
-            return "error", "its actor was started anew while weights were handed over; hand them over again"
+            return "error", "its actor was restarted while weights were handed over; hand them over again"
         try:
             await self._engine.update_weights(PolicyVersion(*version))
         except EngineError as error:
@@ -152,8 +152,8 @@ class ActorEngine(ServerEngine):
                         self._actor.april_abort.remote([request.attempt_id])
             if tuple(under) != tuple(version):
                 raise EngineError(
-                    f"engine {self.name} generated attempt {request.attempt_id} under weights "
-                    f"{PolicyVersion(*under)} and not {version}; was its actor started anew?"
+                    f"engine {self.name} generated attempt {request.attempt_id} under weights {PolicyVersion(*under)} "
+                    f"instead of {version}; was its actor restarted?"
                 )
             yield replace(chunk_of(tokens, logprobs, version, EngineFinish(finish)), stopped_at=stopped_at)
 
@@ -182,7 +182,7 @@ class ActorEngine(ServerEngine):
         Raises EngineError if ``path`` is given, requests are running, or vLLM could not drop the keys of old weights.
         """
         if path is not None:
-            raise EngineError(f"engine {self.name}: the trainer puts the weights into its engines itself")
+            raise EngineError(f"engine {self.name}: only the trainer itself loads weights into its engines")
         self.require_idle()
         await self._ask("april_update_weights", list(version), self._life)
         self._labels.present = version
@@ -193,11 +193,11 @@ class ActorEngine(ServerEngine):
             async with asyncio.timeout(HEALTH_DEADLINE_S):
                 ok, detail, version, _ = await self._call("april_health")
         except TimeoutError:
-            return Health(ok=False, detail=f"its actor has not answered in {HEALTH_DEADLINE_S:g} s")
+            return Health(ok=False, detail=f"its actor has not answered within {HEALTH_DEADLINE_S:g} s")
         except EngineError as error:
             return Health(ok=False, detail=str(error))
         current = tuple(version) == tuple(self._version)
-        told = detail if current else "its actor was started anew, with the weights of its start"
+        told = detail if current else "its actor was restarted, with the weights of its start"
         return Health(
             ok=ok, detail=told, counters={"open_requests": float(len(self._admission.inside))}, current=current
         )

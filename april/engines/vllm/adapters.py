@@ -23,8 +23,9 @@ async def load_adapter(client: HttpClient, adapter: LoadedAdapter) -> None:
     if reply.status in (429, 503):
         raise EngineBusy(f"{text}: it answered {reply.status}, {error_text(reply.body)}", reply.retry_after_s)
     if not reply.ok:
-        raise EngineError(f"{text}: it answered {reply.status}, {error_text(reply.body)}; it keeps what it had")
+        raise EngineError(f"{text}: it answered {reply.status}, {error_text(reply.body)}; it keeps its old adapter")
     if await is_listed(client, adapter.name) is not True:
         raise EngineError(
-            f"{text}: it answered {reply.status}, {error_text(reply.body)}, and does not list it; it keeps what it had"
+            f"{text}: it answered {reply.status}, {error_text(reply.body)}, and does not list the adapter; it keeps "
+            "its old one"
         )

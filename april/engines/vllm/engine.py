@@ -172,7 +172,7 @@ class VllmEngine(TransferEngine):
         await load_adapter(self._client, adapter)
         if await self.label() not in (None, self._labels.of(self._adapters.base)):
             raise EngineError(
-                f"{self._client.url} was started anew while it loaded {adapter.path}; update its weights again"
+                f"{self._client.url} was restarted while it loaded {adapter.path}; update its weights again"
             )
         await self._process.note_weights(version)
 
@@ -184,8 +184,8 @@ class VllmEngine(TransferEngine):
 
     def _restarted_while_loading(self, version: PolicyVersion) -> str:
         self._why_incomplete = (
-            f"{self._client.url} was started anew in the middle of the update to {version}, and may have the weights "
-            "of its start; update its weights again"
+            f"{self._client.url} was restarted during the update to {version}, and may have the weights of its start; "
+            "update its weights again"
         )
         return self._why_incomplete
 
@@ -199,8 +199,8 @@ class VllmEngine(TransferEngine):
             return
         if directory.exists() or urlsplit(self._client.url).hostname in THIS_MACHINE:
             raise EngineError(
-                f"engine {self.name} was not asked to load {path}: there are no weights in it "
-                f"({', '.join(WEIGHT_FILES)}), and vLLM would die of that; save the model there first"
+                f"engine {self.name} was not asked to load {path}: the directory contains no weights "
+                f"({', '.join(WEIGHT_FILES)}), and vLLM would crash; save the model there first"
             )
 
     async def _load(self, path: str, version: PolicyVersion) -> str | None:
@@ -208,20 +208,20 @@ class VllmEngine(TransferEngine):
         mark = await mark_process(self, self._labels, self.facts.label, version)
         await self.forget_transfers()
         body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
-        self._why_incomplete = f"engine {self.name} is without weights until an update to {version} has succeeded"
+        self._why_incomplete = f"engine {self.name} has no weights until an update to {version} succeeds"
         reply = await self._client.call("POST", "/collective_rpc", body, timeout_s=LOAD_WEIGHTS_S)
         if not (reply.ok and _reloaded(json_value(reply))):
             self._why_incomplete = (
                 f"{self._client.url} could not load {path} as {version}: it answered {reply.status}, "
-                f"{error_text(reply.body)}; it may be without weights now, and dies of that: update its weights again, "
-                "or start it anew"
+                f"{error_text(reply.body)}; it may have no weights now, with which it crashes: update its weights "
+                "again, or restart it"
             )
             raise EngineError(self._why_incomplete)
         return mark
 
     async def _check_weights_written(self, version: PolicyVersion) -> str | None:
         """Check that the trainer put the weights into the process that was paused, and return its label."""
-        self._why_incomplete = f"engine {self.name} is between two versions until an update to {version} has succeeded"
+        self._why_incomplete = f"engine {self.name} is between two versions until an update to {version} succeeds"
         shown = await self.label()
         if not self._admission.is_open and shown is not None and is_another_process(
             shown, self._paused_as, self._labels, self.facts.label
@@ -241,7 +241,8 @@ class VllmEngine(TransferEngine):
             said = reply.body
             await asyncio.sleep(RESET_WAIT_S)
         raise EngineError(
-            f"{self._client.url} did not empty its cache; does somebody else keep it busy? It said: {error_text(said)}"
+            f"{self._client.url} did not empty its cache; do other clients send it requests? It said: "
+            f"{error_text(said)}"
         )
 
     async def _empty_encoder_cache(self) -> None:
@@ -266,7 +267,7 @@ class VllmEngine(TransferEngine):
         await control(self._client, "/update_weight_version", has_value("success", True), body={"new_version": label})
         now = await self.label()
         if now != label:
-            raise EngineError(f"{self._client.url} says its weights are {quoted(now)} after april called them {label}")
+            raise EngineError(f"{self._client.url} labels its weights {quoted(now)} after april set {label}")
 
     async def label(self) -> str | None:
         """Return the label of the present weights; None if the server has no labels."""
@@ -317,7 +318,7 @@ class VllmEngine(TransferEngine):
         counters = {} if load is None else {"running": float(load.running), "waiting": float(load.waiting)}
         counters |= self.attachments.counters
         told = (
-            self._why_incomplete, amiss, "" if current else "the server was started anew, or has other weights",
+            self._why_incomplete, amiss, "" if current else "the server was restarted, or has other weights",
             "" if known else UNSAID,
             "somebody has paused the server; resume it (POST /resume)" if paused else "",
         )  # fmt: skip

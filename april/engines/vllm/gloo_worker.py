@@ -69,7 +69,7 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def receive_weights(self, update_info: BucketInfo) -> None:
         """Receive one bucket and load it."""
         if self._receiver is None:
-            raise RuntimeError("init_weight_transfer_engine has not been called, or the group was let go")
+            raise RuntimeError("init_weight_transfer_engine has not been called, or the group was closed")
         try:
             tensors = self._receiver.receive(update_info.specs())
         except BaseException:

@@ -41,23 +41,23 @@ ABORT_AGAIN_S = 0.05
 """Seconds between aborts during a pause, because an abort misses a request that is just being handed to vLLM."""
 _UPDATES_END_ALL = Limit(
     LimitCode.UPDATES_END_ALL,
-    "A weight update ends all requests of this vLLM object, those of others too; april continues its own",
+    "A weight update ends all requests of this vLLM object, also those of other users; april continues its own",
 )
 _TOKENS_AT_END = Limit(
     LimitCode.TOKENS_AT_END,
-    "Tokens come at the end of a request: if vLLM dies, those of running requests are lost",
-    "stream=True bounds that",
+    "Tokens come only at the end of a request, so if vLLM dies, those of running requests are lost",
+    "stream=True limits that loss",
 )
 _TIED_EMBEDDINGS = tied_embeddings("This AsyncLLM runs on a CPU:")
-_RAW_LOGPROBS = raw_logprobs("make the AsyncLLM with logprobs_mode='processed_logprobs'")
+_RAW_LOGPROBS = raw_logprobs("create the AsyncLLM with logprobs_mode='processed_logprobs'")
 _ADAPTER = Limit(
     LimitCode.ADAPTER,
-    "Requests go to an adapter: whole weights from a directory would change the model under it",
-    "hand a new adapter over with weight_update(transfer=...), or train merged weights with lora_request=False",
+    "Requests use an adapter, and full weights from a directory would replace the model under it",
+    "load a new adapter with weight_update(transfer=...), or train merged weights with lora_request=False",
 )
 _REFUSED = "VLLMClientError"
 """Name of vLLM's error class for bad requests; older versions raise ValueError."""
-_BETWEEN = "its last weight update failed, and its weights are those of no version; update them again"
+_BETWEEN = "its last weight update failed, so its weights belong to no version; update them again"
 _FINISHES = {finish.value: finish for finish in EngineFinish}
 
 
@@ -207,7 +207,7 @@ class VllmInProcessEngine(Transfers):
             len(said) != len(request.token_ids) or not np.array_equal(np.asarray(said), request.token_ids)
         ):
             raise WireError(
-                f"engine {self._name} reads the prompt of attempt {request.attempt_id} as {len(said)} tokens, and it "
+                f"engine {self._name} reads the prompt of attempt {request.attempt_id} as {len(said)} tokens, but it "
                 f"has {len(request.token_ids)}; {OTHER_PROCESSOR}"
             )
 
@@ -221,7 +221,7 @@ class VllmInProcessEngine(Transfers):
         labels = [span.version for span in spans or ()]
         if not self._labelled and labels and first_weights(labels[0], present=False) is FirstWeights.OTHERS:
             raise EngineError(
-                f"engine {self._name} has weights that another run of april gave it (it calls them "
+                f"engine {self._name} has weights that another run of april gave it (with the label "
                 f"{quoted(labels[0])}); call weight_update before the first batch"
             )
         expected = self._labels.of(self._version) if self._labelled else labels[0] if labels else ""
@@ -259,7 +259,7 @@ class VllmInProcessEngine(Transfers):
         if await self._call_on_llm_loop(self._llm.reset_prefix_cache) is not True:
             raise EngineError(
                 f"engine {self._name} could not reset its prefix cache, which holds keys and values of the old "
-                "weights; are there requests of others at it?"
+                "weights; does it have requests of other clients?"
             )
         if hasattr(self._llm, "update_weight_version"):
             label = self._labels.of(version)
@@ -267,7 +267,7 @@ class VllmInProcessEngine(Transfers):
             if hasattr(self._llm, "get_weight_version"):
                 shown = await self._call_on_llm_loop(self._llm.get_weight_version)
                 if shown != label:
-                    what = f"says its weights are {clean(shown, 64)} after april called them {label}"
+                    what = f"labels its weights {clean(shown, 64)} after april set {label}"
                     raise EngineError(f"engine {self._name} {what}")
             self._labelled = True
 
@@ -317,8 +317,8 @@ class VllmInProcessEngine(Transfers):
             loop = asyncio.get_running_loop() if handler is None else handler.get_loop()
         if loop.is_closed():
             raise EngineError(
-                f"engine {self._name}: the event loop of its AsyncLLM is closed (with the scheduler that used it "
-                "first?); make a new AsyncLLM, or one on a loop of its own"
+                f"engine {self._name}: the event loop of its AsyncLLM is closed (perhaps with the scheduler that used "
+                "it first); create a new AsyncLLM, or one on a loop of its own"
             )
         if not loop.is_running():
             raise EngineError(
@@ -353,13 +353,13 @@ def _capabilities(llm: Any, stream: bool, eos_token_ids: Sequence[int] | None, l
         ) from None
     if mode not in LOGPROBS_MODES:
         raise ConfigError(
-            f"vLLM was made with logprobs_mode={mode!r}, which gives no log-probabilities; use processed_logprobs, or "
-            "raw_logprobs for temperature 1"
+            f"vLLM was created with logprobs_mode={mode!r}, which returns no log-probabilities; use "
+            "processed_logprobs, or raw_logprobs for temperature 1"
         )
     require_salts_kept_apart("the AsyncLLM", config, ())
     if lora_request is None and getattr(config, "lora_config", None) is not None:
         raise ConfigError(
-            "vLLM was made with enable_lora, and a request without an adapter is answered by the model itself; give "
+            "vLLM was created with enable_lora, and the model itself answers a request without an adapter; give "
             "VllmInProcessEngine lora_request=LoRARequest(...) of the adapter that is trained, or lora_request=False "
             "to train the model itself"
         )
@@ -379,7 +379,7 @@ def _capabilities(llm: Any, stream: bool, eos_token_ids: Sequence[int] | None, l
         updates_from_disk=reloads and not lora_request, version_spans=False, streams=stream, own_weights=True,
         attachments=("image",) if getattr(model, "is_multimodal_model", False) else (), bans=True,
         extras=(ROUTED_EXPERTS,) if _gives_experts(llm) else (),
-        needs={} if _gives_experts(llm) else {"extras": "make the AsyncLLM with enable_return_routed_experts=True"},
+        needs={} if _gives_experts(llm) else {"extras": "create the AsyncLLM with enable_return_routed_experts=True"},
         collective=_backends(llm) if not lora_request else (),
         limits=tuple(limit for amiss, limit in limits if amiss),
     )  # fmt: skip
@@ -426,7 +426,7 @@ def _images(attempt_id: str, attachments: Sequence[Attachment]) -> list[Any]:
         try:
             images.append(Image.open(io.BytesIO(attachment_bytes(attachment))).convert("RGB"))
         except (AttachmentError, UnidentifiedImageError, OSError) as error:
-            raise AttachmentError(f"attempt {attempt_id} cannot go on: {clean(error)}") from None
+            raise AttachmentError(f"attempt {attempt_id} cannot continue: {clean(error)}") from None
     return images
 
 

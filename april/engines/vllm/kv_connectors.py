@@ -41,16 +41,16 @@ def require_salts_kept_apart(server: str, config: object, trusted: Collection[st
     encoded = _field(_field(config, "ec_transfer_config"), "ec_connector")
     if encoded is not None and str(encoded) not in trusted:
         raise ConfigError(
-            f"{server} has the encoder-cache connector {clean(str(encoded), 64)}, which finds images by their content "
-            "alone: after a weight update they come as older weights have encoded them. Start the server without "
-            "--ec-transfer-config, or, if the encoder is not trained, name it in engine.salted_kv_connectors"
+            f"{server} has the encoder-cache connector {clean(str(encoded), 64)}, which finds images only by their "
+            "content, so after a weight update it returns encodings of older weights. Start the server without "
+            "--ec-transfer-config, or, if the encoder is not trained, add the connector to engine.salted_kv_connectors"
         )
 
 
 def refuse_hidden_connector(server: str, trusted: Collection[str]) -> None:
     """Refuse a server that was seen to use a KV connector whose name it hides, unless some connector is ``trusted``."""
     if not trusted:
-        raise _refusal(server, "a KV connector whose name it does not show without VLLM_SERVER_DEV_MODE=1")
+        raise _refusal(server, "a KV connector whose name is hidden without VLLM_SERVER_DEV_MODE=1")
 
 
 def has_connector(transfer: object) -> bool:
@@ -60,9 +60,9 @@ def has_connector(transfer: object) -> bool:
 
 def _refusal(server: str, what: str) -> ConfigError:
     return ConfigError(
-        f"{server} has {what}: april does not know that it keeps keys of different cache salts apart, and if not, "
-        "prompts are answered with keys of older weights. Start the server without it, with one of "
-        f"{', '.join(sorted(KEEP_SALTS_APART))}, or, if its keys depend on cache_salt, name it in "
+        f"{server} has {what}, and april does not know whether it separates keys with different cache salts; if not, "
+        "it answers prompts with keys of older weights. Start the server without it, with one of "
+        f"{', '.join(sorted(KEEP_SALTS_APART))}, or, if its keys depend on cache_salt, add it to "
         "engine.salted_kv_connectors"
     )
 

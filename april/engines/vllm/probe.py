@@ -81,8 +81,9 @@ class _VllmProbe(ServerProbe):
         copies, running = self._copies(), positive(self.settings, "max_num_seqs")
         self.lacks(
             "speculation" in self.settings, LimitCode.SPECULATION,
-            f"The server speculates ({clean(self.settings.get('speculation'))}): on a CPU n-gram speculation gave "
-            "wrong tokens at temperatures above 0, with log-probabilities of -9999, and nothing else was tried",
+            f"The server uses speculative decoding ({clean(self.settings.get('speculation'))}): on a CPU n-gram "
+            "speculation returned wrong tokens at temperatures above 0, with log-probabilities of -9999, and nothing "
+            "else was tested",
             "start the server without --speculative-config",
         )  # fmt: skip
         return VllmFacts(
@@ -114,8 +115,8 @@ class _VllmProbe(ServerProbe):
         )
         if not isinstance(version, dict) or not isinstance(models, dict) or "data" not in models:
             raise ConfigError(
-                f"{client.url} is no vLLM server (it has no /version or no /v1/models); engine.urls must name servers "
-                "that were started with `vllm serve`"
+                f"{client.url} is not a vLLM server (it has no /version or no /v1/models); engine.urls must list "
+                "servers that were started with `vllm serve`"
             )
         self.software = str(version.get("version", "unknown"))
         self.shown = info.get("vllm_config") if isinstance(info, dict) else None
@@ -140,7 +141,7 @@ class _VllmProbe(ServerProbe):
         self.lacks(
             self.label is None, LimitCode.NO_LABELS,
             "The server's weights have no label: every token gets the version at submission, new weights are "
-            "unverified, and a restart of the server is seen only by the time at which its process began",
+            "unverified, and april notices a restart only by the time at which the server's process began",
             f"start the server with {_DEVELOPER}", _DEVELOPER,
         )  # fmt: skip
 
@@ -165,8 +166,8 @@ class _VllmProbe(ServerProbe):
         self.lacks(
             copies > 1, LimitCode.SEVERAL_COPIES,
             f"The server runs {copies} data-parallel copies: aborts and weights were right with two of them behind one "
-            "API process on a CPU, nothing else was tried",
-            "start one server per copy, and name all of them",
+            "API process on a CPU, but nothing else was tested",
+            "start one server per copy, and list all of them in engine.urls",
         )  # fmt: skip
         return copies
 
@@ -181,8 +182,8 @@ class _VllmProbe(ServerProbe):
         if self.processes > 1:
             means = AbortMeans.PAUSE if self.developer else AbortMeans.CLOSE
             how = (
-                "by pausing the whole server, which ends the requests of others too" if self.developer
-                else "by closing streams, which loses tokens that were not sent yet"
+                "by pausing the whole server, which also ends the requests of other clients" if self.developer
+                else "by closing streams, which loses tokens that were not yet sent"
             )  # fmt: skip
             self.lacks(
                 True, LimitCode.SEVERAL_PROCESSES,
@@ -192,8 +193,8 @@ class _VllmProbe(ServerProbe):
             )  # fmt: skip
         self.lacks(
             not route, LimitCode.NO_ABORT_BY_ID,
-            "Requests cannot be aborted by id: april streams every token and closes the stream, and tokens that were "
-            "made and not sent yet are lost",
+            "Requests cannot be aborted by id, so april streams every token and closes the stream, which loses tokens "
+            "that were made but not yet sent",
             f"start the server with {_DEVELOPER}, or with --enable-scale-out", _DEVELOPER,
         )  # fmt: skip
         return route, means
@@ -203,8 +204,8 @@ class _VllmProbe(ServerProbe):
         spans = self.label is not None and (self.token_route or (not self.paused and await self._completions_say_it()))
         self.lacks(
             not (self.token_route or spans), LimitCode.NO_VERSION_SPANS,
-            "The route with token ids and version spans is closed: april uses /v1/completions, where every token gets "
-            "the version at submission and no request lives through a weight update",
+            "The route with token ids and version spans is closed, so april uses /v1/completions, where every token "
+            "gets the version at submission and a weight update aborts all requests",
             "start the server with --enable-scale-out", "--enable-scale-out",
         )  # fmt: skip
         return spans
@@ -217,12 +218,13 @@ class _VllmProbe(ServerProbe):
         tied = self.developer and self.on_cpu is not False and _tied(self.files)
         self.lacks(
             not self.developer, LimitCode.NO_DISK_UPDATES,
-            "Weights cannot be loaded from a directory, and the cache cannot be emptied, through april: the trainer "
-            "has to do both",
-            f"start the server with {_DEVELOPER}, bound to a private address, as its key does not guard those routes",
+            "april can neither load weights from a directory nor empty the cache of this server, so the trainer must "
+            "do both",
+            f"start the server with {_DEVELOPER}, bound to a private address, because its key does not protect those "
+            "routes",
             _DEVELOPER,
         )  # fmt: skip
-        self.note(tied_embeddings() if self.on_cpu else tied_embeddings("If the server runs on a CPU, mind:"), tied)
+        self.note(tied_embeddings() if self.on_cpu else tied_embeddings("If the server runs on a CPU:"), tied)
         loads = self.developer and not (tied and self.on_cpu) and self.served.base is None
         return loads and self.label is not None
 
@@ -245,8 +247,10 @@ class _VllmProbe(ServerProbe):
         self.lacks(
             chunks, LimitCode.CHUNKED_PREFILL,
             ("The server runs" if known else "The server does not show whether it runs")
-            + " on a CPU with chunked prefill: it dies of a request with a seed whose prompt it reads in chunks, so "
-            "april sends no seeds, and runs do not repeat",
+            + (
+                " on a CPU with chunked prefill, where it crashes when it reads the prompt of a request with a seed in "
+                "chunks, so april sends no seeds, and runs cannot be repeated"
+            ),
             "start the server with --no-enable-chunked-prefill, and with --max-num-batched-tokens of at least its "
             "context" if known
             else f"start the server with {_DEVELOPER}, and on a CPU with --no-enable-chunked-prefill",
@@ -281,7 +285,9 @@ class _VllmProbe(ServerProbe):
             else "with --enable-scale-out"
         )  # fmt: skip
         self.lacks(
-            True, LimitCode.NO_ATTACHMENTS, f"The model takes images, and the server none from april: {why_not}", need,
+            True, LimitCode.NO_ATTACHMENTS, (
+                f"The model accepts images, but april cannot send any to this server: {why_not}"
+            ), need,
             *(() if is_open else ("--enable-scale-out",)),
         )  # fmt: skip
         return kinds, keeps
@@ -323,7 +329,7 @@ class _VllmProbe(ServerProbe):
         if not self.token_route or means is AbortMeans.CLOSE or self.settings.get(ROUTED_EXPERTS) is False:
             return _EXPERTS_NEED
         if self.paused:
-            return "resume the server, as only a reply shows them"
+            return "resume the server, because only a reply shows them"
         prompt = [3, 4, 5]
         reply = await self.ask(TOKEN_ROUTE, {
             "model": self.served.name, "token_ids": prompt, "request_id": self.new_id(),
@@ -342,8 +348,8 @@ class _VllmProbe(ServerProbe):
         shape = Routing(rows.shape[1], rows.shape[2], None if said is None else said.experts)
         if len(rows) != len(prompt) or self.config.expert_shape not in (None, (shape.layers, shape.top_k)):
             raise WireError(
-                f"{where} was asked for 3 rows of experts and answered with {len(rows)}, of {shape.layers} layers with "
-                f"{shape.top_k} experts per token; is engine.expert_shape right?"
+                f"{where} was asked for 3 rows of experts, but answered with {len(rows)}, of {shape.layers} layers "
+                f"with {shape.top_k} experts per token; is engine.expert_shape right?"
             )
         return shape
 
@@ -354,7 +360,7 @@ class _VllmProbe(ServerProbe):
             return None
         if self.processes > 1:
             self.needs["adapters"] = (
-                "start the server with --api-server-count 1, as only one of its processes would have the adapter"
+                "start the server with --api-server-count 1, because only one of its processes would have the adapter"
             )
             return None
         shown = self.shown if isinstance(self.shown, dict) else {}
@@ -410,8 +416,8 @@ class _VllmProbe(ServerProbe):
             (_,), (_,) = choice.logprobs.token_logprobs, choice.token_ids
         except ValueError as error:
             raise EngineError(
-                f"{self.client.url}{COMPLETIONS_ROUTE} was asked for one token with its id and log-probability and "
-                f"answered otherwise: {clean(error)}; april needs a vLLM that knows return_token_ids (0.11 or later)"
+                f"{self.client.url}{COMPLETIONS_ROUTE} was asked for one token with its id and log-probability, but "
+                f"its answer is wrong: {clean(error)}; april needs a vLLM that knows return_token_ids (0.11 or later)"
             ) from None
         return choice
 

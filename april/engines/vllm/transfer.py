@@ -101,7 +101,7 @@ class Transfers(ServerEngine):
             "shapes": [spec.shape for spec in bucket],
         }  # fmt: skip
         self._weights_received = True
-        self._why_incomplete = f"engine {self.name} has a part of new weights; update its weights again"
+        self._why_incomplete = f"engine {self.name} has only part of the new weights; update its weights again"
         await self._transfer(UPDATE, {"update_info": info})
 
     async def finish(self) -> None:
@@ -160,7 +160,7 @@ class TransferEngine(Transfers, CompletionsEngine):
         said = await self._client.json("GET", "/get_world_size", params={"include_dp": "true"}, retry=True)
         size = said.get("world_size") if isinstance(said, dict) else None
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise EngineError(f"{self._client.url}/get_world_size does not say how many workers there are")
+            raise EngineError(f"{self._client.url}/get_world_size does not report how many workers there are")
         return size
 
     async def _transfer(self, call: str, arguments: dict[str, Any] | None = None) -> None:

@@ -143,10 +143,10 @@ class TokenParser(Parser[TokenReply]):
             raise self.failed(payload)
         choice = choices[0] if choices else _NOTHING
         if choice.index or len(choices) > 1:
-            raise self.wrong("has a second response, and one was asked for")
+            raise self.wrong("has a second response, but april asked for one")
         if self._prompt is not None and (choice.token_ids or event.prompt_token_ids is not None):
             if event.prompt_token_ids is None:
-                raise self.wrong("does not say into which ids it has expanded its prompt (return_token_ids)")
+                raise self.wrong("does not contain the ids of its expanded prompt (return_token_ids)")
             require_prompt(self, self._prompt, event.prompt_token_ids)
             self._prompt = None
         ids = choice.token_ids or []
@@ -156,7 +156,7 @@ class TokenParser(Parser[TokenReply]):
         else:
             named, logprobs = [one.token_id for one in content], [one.logprob for one in content]
         if named != ids and len(named) == len(ids):
-            raise self.wrong("has log-probabilities of other tokens than its ids")
+            raise self.wrong("has log-probabilities of tokens other than its ids")
         piece = ResponsePart(ids, logprobs)
         if choice.finish_reason is not None:
             reason = finish_of(self.attempt_id, choice.finish_reason)

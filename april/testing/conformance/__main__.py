@@ -20,19 +20,25 @@ from april.testing.conformance.subject import Report, Verdict
 
 
 def main(
-    urls: Annotated[list[str], typer.Argument(help="Address of the server; of all workers behind a router.")],
+    urls: Annotated[list[str], typer.Argument(help=(
+        "Address of the server; with a router, the addresses of all its workers."
+    ))],
     kind: Annotated[str, typer.Option(help="Engine kind: vllm, sglang, openai.")],
     model: Annotated[str | None, typer.Option(help="Directory of the server's weights, for the reference.")] = None,
-    other: Annotated[str | None, typer.Option(help="Directory of other weights, to be loaded and put back.")] = None,
+    other: Annotated[str | None, typer.Option(help=(
+        "Directory of other weights, which the checks load and replace again."
+    ))] = None,
     second: Annotated[str | None, typer.Option(help="Another server with the same weights.")] = None,
     only: Annotated[list[str] | None, typer.Option(help="Checks to run (default: all).")] = None,
-    aborts: Annotated[int, typer.Option(min=1, help="Aborted requests in the count of lost tokens.")] = 1000,
-    long_tokens: Annotated[int, typer.Option(min=40, help="Tokens of a long response.")] = 1000,
-    patience: Annotated[float, typer.Option(min=1, help="Seconds before an engine counts as hanging.")] = 60.0,
+    aborts: Annotated[int, typer.Option(min=1, help="Number of aborted requests in the check for lost tokens.")] = 1000,
+    long_tokens: Annotated[int, typer.Option(min=40, help="Length of a long response, in tokens.")] = 1000,
+    patience: Annotated[float, typer.Option(min=1, help="Seconds after which an engine counts as hanging.")] = 60.0,
     option: Annotated[list[str] | None, typer.Option(help="Setting of the engine, as name=value.")] = None,
-    gives_up: Annotated[list[str] | None, typer.Option(help="check=why: promises that are not offered.")] = None,
+    gives_up: Annotated[list[str] | None, typer.Option(help=(
+        "check=why: a promise that the engine does not make."
+    ))] = None,
     name: Annotated[str, typer.Option(help="Column of the matrix.")] = "",
-    version: Annotated[str, typer.Option(help="Of the server's software, for the report.")] = "",
+    version: Annotated[str, typer.Option(help="Version of the server's software, for the report.")] = "",
     out: Annotated[Path | None, typer.Option(help="File for the report, JSON.")] = None,
     matrix: Annotated[bool, typer.Option("--matrix", help="Print the semantics matrix as Markdown.")] = False,
 ) -> None:

@@ -89,7 +89,7 @@ async def abort_queued(bench: Bench) -> Figures:
     figures = await _require_accounted(bench, waiting)
     others = sum(r.finish is EngineFinish.ABORT for r in first)
     if others:
-        raise Broken(f"{others} of {ahead} requests ended with ABORT, and nobody had asked for it")
+        raise Broken(f"{others} of {ahead} requests ended with ABORT, although nobody had aborted them")
     await bench.abort_until_ended(first)
     bench.require_no_errors(first)
     return figures | {"ahead of them": ahead}
@@ -126,10 +126,10 @@ async def abort_just_finished(bench: Bench) -> Figures:
     await bench.wait_for_ends([bystander])
     figures = await _require_accounted(bench, [*readings, bystander])
     if bystander.finish is EngineFinish.ABORT:
-        raise Broken("a request ended with ABORT, and only others had been aborted")
+        raise Broken("a request ended with ABORT, although only others had been aborted")
     (later,) = await bench.run_complete([bench.request(0, 8, attempt_id=unknown)])
     if later.finish is EngineFinish.ABORT:
-        raise Broken("an id was aborted before it was used, and the request that came later ended with ABORT")
+        raise Broken("an id was aborted before it was used, but the request that came later ended with ABORT")
     return figures
 
 
@@ -150,7 +150,7 @@ async def prefix_free_ids(bench: Bench) -> Figures:
         await bench.wait_for_ends(others)
         for other in others:
             if other.finish is EngineFinish.ABORT:
-                raise Broken(f"the abort of {target.id} has ended {other.id} after {other.count} tokens")
+                raise Broken(f"the abort of {target.id} ended {other.id} after {other.count} tokens")
         bench.require_no_errors(started)
         if bench.subject.greedy_repeats:
             fresh = await bench.run_complete(bench.copy_of(r.request) for r in others)
@@ -197,7 +197,7 @@ async def cut_and_resume(bench: Bench) -> Figures:
     bench.require_greedy_repeats()
     count, length = bench.subject.in_flight, bench.subject.long_tokens // 2
     uncut = await bench.run_complete([bench.request(i, length) for i in range(count)])
-    bench.say(f"{count} uncut responses are there")
+    bench.say(f"{count} uncut responses exist")
     have: list[Int32] = [np.empty(0, np.int32)] * count
     open_ones, cuts, attempts = list(range(count)), 0, 0
     # after the first rounds no request is aborted any more
@@ -286,7 +286,7 @@ async def server_killed(bench: Bench) -> Figures:
     if not isinstance(after.error, EngineError):
         raise Broken(f"a request to the dead server ended with {after.finish} and {after.error!r}")
     if (await bench.with_timeout(bench.engine.health(), "health")).ok:
-        raise Broken("the dead engine calls itself well")
+        raise Broken("the dead engine reports that it is healthy")
     if not broken:
         raise NotTested("all requests were complete before the server died; raise Subject.long_tokens")
     return {"broken off": len(broken), "tokens read before": sum(r.count for r in broken)} | figures

@@ -54,7 +54,7 @@ async def attached(bench: Bench) -> Figures:
     if len(answers) < len(firsts):
         raise Broken(
             f"{len(firsts)} prompts with other attachments got {len(answers)} different answers of {LENGTH} tokens: "
-            "what is attached is not read, or something else is taken for it"
+            "the engine ignores attachments, or confuses them"
         )
     return {"prompts": len(prompts)} | _against_reference(bench, bench.weights, [*readings, *later], prompts)
 
@@ -111,7 +111,7 @@ def _against_reference(bench: Bench, weights: Weights, readings: list[ReadReques
     if not worst <= bench.subject.tolerance:
         raise Broken(
             f"log-probabilities of prompts with attachments differ by up to {worst:.3g} nats from the reference: other "
-            "weights, or those of before, have read what is attached, or something else was read"
+            "or earlier weights have read the attachments, or the engine read something else"
         )
     return {"largest difference to the reference": worst}
 
@@ -128,7 +128,7 @@ async def banned_ids(bench: Bench) -> Figures:
             again = bench.copy_of(request)
             (held,) = await bench.run_complete([replace(again, sampling=replace(again.sampling, banned_ids=never))])
             if came := set(never) & set(held.tokens.tolist()):
-                raise Broken(f"{len(never)} ids were banned, and {len(came)} of them came, {min(came)} for instance")
+                raise Broken(f"{len(never)} ids were banned, but {len(came)} of them came, {min(came)} for instance")
             if held.count != request.sampling.max_tokens and held.finish is not EngineFinish.STOP:
                 raise Broken(f"a response with banned ids ended with {held.finish} after {held.count} tokens")
             banned += len(never)

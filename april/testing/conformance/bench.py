@@ -80,7 +80,7 @@ def compare_with_wire(wire: Witness | None, held: Iterable[ClientTokens], means:
             else:
                 lost += more
     if lost:
-        raise Broken(f"{lost} of {seen} tokens are lost: they were sent, and are not held")
+        raise Broken(f"{lost} of {seen} tokens are lost: the server sent them, but the engine does not hold them")
     return {"lost": 0, "never read": never_read, "seen on the wire": seen}
 
 
@@ -143,14 +143,14 @@ class ReadRequest(YieldedChunks):
         oldest, room, finish = None, self.request.sampling.max_tokens, None
         for chunk in self.chunks:
             if finish is not None:
-                raise Broken(f"request {self.id}: a chunk came after the one that ended the stream ({finish})")
+                raise Broken(f"request {self.id}: a chunk came after the last chunk of the stream ({finish})")
             try:
                 check_chunk(chunk, limits.vocab_size, room, oldest, newest)
             except WireError as error:
                 raise Broken(f"request {self.id}: {error}") from None
             oldest, room, finish = chunk.version, room - len(chunk.tokens), chunk.finish
         if finish is not None and finish not in set(EngineFinish):
-            raise Broken(f"request {self.id}: {finish!r} is no finish reason")
+            raise Broken(f"request {self.id}: {finish!r} is not a finish reason")
         if self.task.done() and self.error is None and finish is None:
             raise Broken(f"request {self.id}: the stream ended after {self.count} tokens without a finish reason")
         if finish is not None and self.count:
@@ -326,7 +326,7 @@ class Bench:
         """Wait until the engine reports no requests; return the last reported number as text."""
         load = await self.load()
         if load is None:
-            return "the engine does not tell its load"
+            return "the engine does not report its load"
         deadline = asyncio.get_running_loop().time() + self.subject.patience_s
         while load:
             if asyncio.get_running_loop().time() > deadline:
@@ -339,7 +339,7 @@ class Bench:
         """Check that the engine is healthy and serves a request."""
         health = await self.with_timeout(self.engine.health(), "health")
         if not health.ok:
-            raise Broken(f"the engine is not well afterwards: {health.detail}")
+            raise Broken(f"the engine is not healthy afterwards: {health.detail}")
         await self.run_complete([self.request(0, 4)])
 
     # ---------------------------------------------------------------- weights
@@ -455,7 +455,7 @@ def require_equal(got: Int32, wanted: Int32, what: str) -> None:
     """Raise Broken unless both are the same tokens."""
     require_prefix(got, wanted, what)
     if len(got) != len(wanted):
-        raise Broken(f"{what}: {len(got)} tokens, and the uncut response has {len(wanted)}")
+        raise Broken(f"{what}: {len(got)} tokens, but the uncut response has {len(wanted)}")
 
 
 LONGEST_CHECK = 20
@@ -489,7 +489,7 @@ class Check:
         limit = asyncio.timeout(LONGEST_CHECK * bench.subject.patience_s)
         try:
             if bench.killed:
-                raise NotTested("the server was killed by a check before")
+                raise NotTested("an earlier check has killed the server")
             if self.name in bench.subject.gives_up:
                 raise NotOffered(bench.subject.gives_up[self.name])
             try:

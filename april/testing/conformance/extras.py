@@ -46,7 +46,7 @@ async def extras(bench: Bench) -> Figures:
     _require_rows(uncut)
     for reading in await bench.run_complete([bench.request(0, CUT)]):
         if any(chunk.extras for chunk in reading.chunks):
-            raise Broken(f"request {reading.id}: rows came that nobody had asked for")
+            raise Broken(f"request {reading.id}: rows came, although nobody had asked for them")
     worst = 1.0
     for i, whole in enumerate(uncut):
         if whole.count <= CUT:
@@ -62,8 +62,8 @@ async def extras(bench: Bench) -> Figures:
             worst = min(worst, float(equal))
             if equal < _ENOUGH:
                 raise Broken(
-                    f"request {rest.id} goes on from token {start}, and {equal:.0%} of its rows of {name} are those of "
-                    "the same tokens in a request that was not cut: they are of other tokens"
+                    f"request {rest.id} continues from token {start}, but {equal:.0%} of its rows of {name} equal "
+                    "those of the same tokens in a request that was not cut: the rows belong to other tokens"
                 )
     return {"rows": sum(len(r.chunks[-1].extras[names[0]]) for r in uncut), "same when read again": worst} | (
         await _cut(bench)

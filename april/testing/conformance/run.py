@@ -101,7 +101,7 @@ def check_named(name: str) -> Check:
     for one in CHECKS:
         if one.name == name:
             return one
-    raise KeyError(f"no check is called {name}; there are {', '.join(c.name for c in CHECKS)}")
+    raise KeyError(f"there is no check {name}; choose from {', '.join(c.name for c in CHECKS)}")
 
 
 async def run(subject: Subject, checks: Sequence[Check] = CHECKS, watch: Watcher | None = None) -> Report:

@@ -96,7 +96,7 @@ async def _response(bench: Bench, config: Config, engine: _AlteringEngine, promp
         batch = await bench.with_timeout(run.next_batch(), "a step of one response")
         ledger = run.ledger()["tokens"]
         if not ledger.balanced or ledger.observed != engine.tokens:
-            raise Broken(f"the engine handed {engine.tokens} tokens over and april's ledger says {ledger}")
+            raise Broken(f"the engine returned {engine.tokens} tokens, but april's ledger says {ledger}")
         return batch.samples[0].tokens, batch.samples[0].finish
 
 
@@ -212,7 +212,7 @@ async def thousand_aborts(bench: Bench) -> Figures:
         ledger = run.ledger()["tokens"]
         handed_over = engine.tokens
         if not ledger.balanced or ledger.observed != handed_over:
-            raise Broken(f"the engine handed {handed_over} tokens over and april's ledger says {ledger.as_dict()}")
+            raise Broken(f"the engine returned {handed_over} tokens, but april's ledger says {ledger.as_dict()}")
         corrupt = {str(k): v for k, v in ledger.dropped.items() if v and k is not DropReason.AFTER_STOP}
         if corrupt:
             raise Broken(f"april dropped tokens: {corrupt}")
@@ -255,7 +255,7 @@ def _exact(batch: Batch, engines: Sequence[_AlteringEngine]) -> int:
         got = np.concatenate([tokens for _, tokens in parts])
         if not np.array_equal(got, sample.tokens):
             raise Broken(
-                f"sample {sample.id}: {len(sample.tokens)} tokens were delivered, and its {len(parts)} requests got "
+                f"sample {sample.id}: {len(sample.tokens)} tokens were delivered, but its {len(parts)} requests got "
                 f"{len(got)}, or others"
             )
         total += len(sample.tokens)
@@ -290,7 +290,7 @@ async def failover(bench: Bench, death: Callable[[], Awaitable[None]]) -> Figure
     await second.engine.close()
     both = first.tokens + second.tokens
     if not ledger.balanced or ledger.observed != both:
-        raise Broken(f"the engines handed {both} tokens over and april's ledger says {ledger.as_dict()}")
+        raise Broken(f"the engines returned {both} tokens, but april's ledger says {ledger.as_dict()}")
     if dropped := {str(k): v for k, v in ledger.dropped.items() if v}:
         raise Broken(f"april dropped tokens: {dropped}")
     if len(batch.samples) != KILL_GROUPS * SAMPLES:

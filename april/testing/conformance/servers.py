@@ -63,7 +63,7 @@ async def served(
 def _config(kind: str, urls: Sequence[str], options: dict[str, Any]) -> ServerEngineConfig:
     config = TypeAdapter(EngineConfig).validate_python({"kind": kind, "urls": list(urls), **options})
     if not isinstance(config, ServerEngineConfig):
-        raise ConfigError(f"engine kind {kind} is no server; make a Subject of your own for it")
+        raise ConfigError(f"engine kind {kind} is not a server; make a Subject of your own for it")
     return config
 
 

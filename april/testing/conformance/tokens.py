@@ -24,7 +24,7 @@ async def budgets(bench: Bench) -> Figures:
     for reading in await bench.run_complete([bench.request(i, count) for i, count in enumerate(asked)]):
         if reading.count != reading.request.sampling.max_tokens:
             most = reading.request.sampling.max_tokens
-            raise Broken(f"{reading.count} tokens came where max_tokens and min_tokens were {most}")
+            raise Broken(f"{reading.count} tokens came, but max_tokens and min_tokens were {most}")
         if reading.finish not in (EngineFinish.LENGTH, EngineFinish.STOP):
             raise Broken(f"a response that used its budget up ended with {reading.finish}")
     (free,) = await bench.run_complete([bench.request(0, 64, forced=False)])
@@ -57,7 +57,7 @@ async def _natural_end(bench: Bench) -> ReadRequest:
             if reading.finish is EngineFinish.STOP:
                 return reading
             if inside := eos & set(reading.tokens.tolist()):
-                raise Broken(f"the response went on behind EOS ({inside}), and ended with {reading.finish}")
+                raise Broken(f"the response continued after EOS ({inside}), and ended with {reading.finish}")
     raise NotTested(f"no response ended by itself in {seen} tokens; give Subject.ending_prompts")
 
 
@@ -66,9 +66,9 @@ async def eos_in_tokens(bench: Bench) -> Figures:
     reading = await _natural_end(bench)
     eos, tokens = bench.engine.capabilities.eos_token_ids, reading.tokens
     if not len(tokens):
-        raise Broken("a response ended with STOP and no token: its EOS is missing")
+        raise Broken("a response ended with STOP but without a token: its EOS is missing")
     if eos and tokens[-1] not in eos:
-        raise Broken(f"a response ended with STOP, and its last token is {tokens[-1]}, none of the EOS ids {eos}")
+        raise Broken(f"a response ended with STOP, but its last token {tokens[-1]} is not one of the EOS ids {eos}")
     if set(tokens[:-1].tolist()) & set(eos):
         raise Broken("EOS came before the last token")
     if not eos and bench.weights.reference is None:
@@ -102,7 +102,7 @@ def _stopped_at(bench: Bench, ended: ReadRequest, tokens: list[int], stop: int) 
     if not got or got[-1] != tokens[stop]:
         raise Broken(f"the stop token {tokens[stop]} is not the last token of the {len(got)} of its response")
     if got.count(tokens[stop]) > 1:
-        raise Broken(f"the response went on behind the stop token {tokens[stop]}")
+        raise Broken(f"the response continued after the stop token {tokens[stop]}")
     if got != tokens[: stop + 1]:
         # only engines whose tokens depend on the stop ids may differ here; they too must end with the stop token
         raise Broken(f"the response is not the greedy one up to the stop token: {len(got)} tokens, not {stop + 1}")
@@ -151,7 +151,7 @@ async def over_long_input(bench: Bench) -> Figures:
         raised = await _refused(bench, request, f"a prompt of {length} tokens")
     (full,) = await bench.run_complete([bench.request(0, 4, prompt=np.resize(bench.prompt(), context - 4))])
     if full.count != 4:
-        raise Broken(f"{context - 4} tokens of prompt leave room for 4, and {full.count} came")
+        raise Broken(f"{context - 4} tokens of prompt leave room for 4, but {full.count} came")
     await bench.require_healthy()
     return {"context": context, "refused with": raised}
 
@@ -236,7 +236,7 @@ def _check(name: str, promise: str, temperature: float, top_p: float) -> Check:
         if reference is None:
             raise NotTested("no reference model was given")
         if kind is LogprobKind.UNKNOWN and (temperature != 1.0 or top_p < 1.0):
-            raise NotOffered("the engine does not know of which kind its log-probabilities are")
+            raise NotOffered("the engine does not report the kind of its log-probabilities")
         asked = asked_kind(bench)
         readings = await bench.run_complete(
             bench.request(i, LENGTH, forced=False, temperature=temperature, top_p=top_p) for i in range(SAMPLES)

@@ -44,7 +44,7 @@ def greedy_under(
     if wrong.size:
         raise Broken(
             f"{what}: token {start + int(wrong[0])} of {len(tokens)} is not the greedy one of these weights "
-            f"({float(short[wrong[0]]):.3g} below it); other weights, or the cache of others, have made it"
+            f"({float(short[wrong[0]]):.3g} below it); other weights, or their cache, made it"
         )
 
 
@@ -205,7 +205,7 @@ async def pause_and_resume(bench: Bench) -> Figures:
 async def kept_over_an_update(bench: Bench) -> Figures:
     modes, engine = bench.offered("in_flight_updates"), bench.engine
     if not isinstance(engine, KeepsRequests):
-        raise Broken(f"it declares {', '.join(modes)} and has no pause_in_flight")
+        raise Broken(f"it declares {', '.join(modes)} but has no pause_in_flight")
     figures: Figures = {}
     for mode in modes:
         new, before, old = other_weights(bench), bench.version, bench.weights

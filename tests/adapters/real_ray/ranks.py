@@ -194,7 +194,7 @@ def test_mistakes() -> None:
     """Each with a sentence."""
     driver, _ = blocks()
     with start("mistakes", driver):
-        with pytest.raises(april.ConfigError, match="there is a run 'mistakes' in this cluster already"):
+        with pytest.raises(april.ConfigError, match="a run named 'mistakes' exists already in this cluster"):
             start("mistakes", driver)
         with pytest.raises(april.RankError, match="rank 5 is none of 2"):
             april.ray.attach("mistakes", 5)

@@ -42,22 +42,26 @@ def ask(surroundings: tuple[str, Path], *flags: str, **settings: Any) -> Any:
 
 @pytest.mark.parametrize(("flags", "settings", "said"), [
     ([], {}, "it starts more groups than --rollout-batch-size 4, and without --partial-rollout the tokens of"),
-    (["--partial-rollout", "--rollout-top-p", "0.9"], {}, "--rollout-top-p 0.9: the trainer would recompute other"),
-    (["--partial-rollout", "--rollout-top-k", "20"], {}, "--rollout-top-k 20: the trainer would recompute other"),
+    (["--partial-rollout", "--rollout-top-p", "0.9"], {}, (
+        "--rollout-top-p 0.9: the trainer would recompute log-probabilities"
+    )),
+    (["--partial-rollout", "--rollout-top-k", "20"], {}, (
+        "--rollout-top-k 20: the trainer would recompute log-probabilities"
+    )),
     (["--partial-rollout", "--disable-rollout-global-dataset"], {}, "it leaves april without prompts"),
     (["--partial-rollout", "--custom-rm-path", "nowhere.reward"], {}, "slime cannot load nowhere.reward"),
     (
         ["--partial-rollout", "--n-samples-per-prompt", "4"], {"april": {"group_quorum": 0.75}},
-        "april.group_quorum=0.75: it delivers groups in parts, and slime takes the mean reward over whole ones; add "
+        "april.group_quorum=0.75: it delivers groups in parts, but slime takes the mean reward over whole ones; add "
         "--custom-reward-post-process-path april.adapters.slime.post_process_rewards",
     ),
     (
         ["--partial-rollout", "--n-samples-per-prompt", "4", "--group-rm"], {"april": {"group_quorum": 0.75}},
-        "--group-rm: it goes by whole groups, and april.group_quorum=0.75 delivers parts of them",
+        "--group-rm: it needs whole groups, but april.group_quorum=0.75 delivers parts of them",
     ),
     (
         ["--partial-rollout", "--n-samples-per-prompt", "4", "--log-passrate"], {"april": {"group_quorum": 0.75}},
-        "--log-passrate: it goes by whole groups, and april.group_quorum=0.75 delivers parts of them",
+        "--log-passrate: it needs whole groups, but april.group_quorum=0.75 delivers parts of them",
     ),
     (
         ["--partial-rollout"], {"april": {"on_failed_sample": "shrink"}},

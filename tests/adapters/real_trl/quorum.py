@@ -222,5 +222,5 @@ def test_rewards_that_compare_responses_are_told_of(tmp_path: Path, caplog: pyte
 
     with caplog.at_level(logging.WARNING, "april"):
         trainer(tmp_path, reward_funcs=best, reward_weights=None, max_steps=2).train()
-    told = [record for record in caplog.records if "gives other values when it is asked" in record.getMessage()]
+    told = [record for record in caplog.records if "returns other values when it is called" in record.getMessage()]
     assert len(told) == 1

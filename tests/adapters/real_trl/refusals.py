@@ -28,7 +28,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"num_generations": 2}, {"n_samples_per_prompt": 4}, "contradicts num_generations=2"),
     ({"generation_batch_size": 32}, {"rollout_batch_size": 4}, "contradicts generation_batch_size / num_generations=8"),
     ({}, {"group_quorum": 0.5}, "a baseline needs 3"),
-    ({"multi_objective_aggregation": "normalize_then_sum"}, {"group_quorum": 0.75}, "over whole groups, and with"),
+    ({"multi_objective_aggregation": "normalize_then_sum"}, {"group_quorum": 0.75}, "over whole groups, but with"),
     ({}, {"on_failed_sample": "shrink"}, "on_failed_sample=shrink: a smaller group leaves TRL with fewer rows"),
     ({}, {"over_sampling_batch_size": 8, "partial_rollout": False}, "set partial_rollout: true"),
 ]

@@ -127,7 +127,7 @@ def test_wrong_use_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
     off = "algorithm.rollout_correction.rollout_is=null"
     done = train(tmp_path, "trainer.total_training_steps=1", off)
     assert done.status != 0
-    assert f"ConfigError: {off}: verl recomputes old log-probabilities with the present weights" in done.log
+    assert f"ConfigError: {off}: verl recomputes old log-probabilities with the current weights" in done.log
     assert not done.metrics
 
 
