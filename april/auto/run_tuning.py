@@ -1,4 +1,7 @@
-"""Tunes the ``auto`` settings of a run. The simulation works in another process, so the run does not wait for it."""
+"""Searches better values for the settings of a run that are ``auto``.
+
+The search simulates the run in another process, so the run does not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ class RunTuning:
         self._task: asyncio.Task[None] | None = None
 
     def add_batch(self, batch: Batch) -> Batch:
-        """Return the batch with the ``auto`` settings added to its metrics. Ask a question if one is due."""
+        """Return a delivered batch with the ``auto`` settings added to its metrics; start a search if one is due."""
         self._apply(self._tuner.add_batch(batch))
         if self._task is None and self._tuner.question_due:
             question = self._tuner.question(fitted for _, fitted in self._costs)
@@ -130,7 +133,8 @@ class ChooserProcess:
             out, errors = await process.communicate(msgspec.json.encode(question))
         finally:
             self.close()
-            if process.returncode is None:  # killed: read to the end, so that its pipes close before the loop
+            if process.returncode is None:
+                # it was killed just now: read its output to the end, so that its pipes close before the event loop does
                 await process.communicate()
         return _parse_answer(process.returncode, out, errors)
 

@@ -3,8 +3,8 @@
 Its tokens are stored or dropped, and its call is completed, sent again or given up.
 
 ``engine_recovery`` decides when an engine that failed or was busy is used again. Invariants: the tokens of an attempt
-are stored before anything else is decided; if a sample went on without an attempt, the attempt's tokens are dropped for
-that reason when it ends.
+are stored before anything else is decided; if a sample has stopped waiting for an attempt, the attempt's tokens are
+dropped when it ends, for the reason for which the sample stopped waiting.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class AttemptResults:
         if attempt is None:
             return
         came = counts.tokens
-        # an attempt that was aborted without tokens may never have reached the engine, so it says nothing about it
+        # an attempt that was aborted without tokens may never have reached the engine, so does not show that it works
         if not event.fenced and (event.finish is not ABORT or came or counts.after_stop):
             context.engines.count_end(attempt.engine, context.engines.states[attempt.engine].in_flight)
         self._store_tokens(attempt, event.finish, counts)
@@ -153,7 +153,10 @@ class AttemptResults:
     def _retry_or_give_up(
         self, attempt: Attempt, error: str, kind: AttemptFailure = AttemptFailure.BROKE_OFF, *, progressed: bool
     ) -> None:
-        """Queue the call again, for another engine if possible; the sample fails after too many at the same token."""
+        """Queue the call again, for another engine if possible.
+
+        The sample fails after too many failed attempts in a row that brought no token.
+        """
         call = attempt.call
         progressed &= call.sample.evaluation is None  # a call of an evaluation begins again without its tokens
         call.failures = 0 if progressed else call.failures + 1
@@ -169,7 +172,7 @@ class AttemptResults:
         self._calls.queue(attempt.call, why)
 
     def _close(self, event: ev.AttemptEnded | ev.AttemptFailed) -> Attempt | None:
-        """Remove the attempt from the book and return it; None if it had already ended."""
+        """Remove the attempt from those in flight and return it; None if it had already ended."""
         context, after_stop = self._context, event.counts.after_stop
         attempt = context.attempts.close(event.attempt_id)
         if attempt is None:
@@ -210,5 +213,6 @@ class AttemptResults:
             if attempt.tape.extras:
                 chain.add_extras(attempt.tape.extras)
             state = self._context.engines.states[attempt.engine]
-            kept = attempt.over not in (None, state.version)  # its cache is of older weights and serves no new request
+            # the request has kept keys and values of older weights, which the engine does not reuse for later requests
+            kept = attempt.over not in (None, state.version)
             chain.cached_on, chain.cache_key = "" if kept else attempt.engine, state.cache_key

@@ -5,8 +5,8 @@ Only this table says which weights an engine has; ``weight_updates`` and ``engin
 An engine whose key-value memory is too small for its requests preempts some of them and prefills them again later,
 which costs more than waiting. Its load reports show this: preemptions grow, or requests wait while the memory is full.
 Its cap (most requests at a time) is then lowered to what it really held, and raised by an eighth per report while there
-is room. An engine that refuses requests is capped at what it accepted; that cap, too, is raised by an eighth each time
-a full cap of requests has ended.
+is room. An engine that refuses requests is capped at the number that it accepted. This cap, too, is raised by an eighth
+each time as many requests have ended as the cap allows at a time.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from april.errors import InvariantError
 
 RESUBMIT = OnWeightUpdate.RESUBMIT
 FULL_MEMORY = 0.95
-"""Used share of the key-value memory from which waiting requests are taken to wait for memory."""
+"""Requests that wait in the engine are taken to wait for memory if at least this share of its key-value memory is
+used."""
 SPARE_MEMORY = 0.85
 """Used share of the key-value memory below which there is room for more requests."""
 LOSS_PER_BURST = 4
-"""Largest factor by which a burst of refusals lowers a cap: an engine that refuses everything does not show how many
-requests it can hold."""
+"""Largest factor by which a burst of refusals lowers a cap. A burst is a refusal and those that follow while the engine
+rests. An engine that refuses everything for a while would get a cap of 1, though it can hold more."""
 
 
 class AdmissionCap:
@@ -48,7 +49,7 @@ class AdmissionCap:
         self._by_refusal = False
         """True if the measured cap comes from a refusal; False if it comes from load reports."""
         self._ended = 0
-        """Number of requests that ended under a cap from a refusal since it last changed."""
+        """Number of requests that have ended since the cap last changed; counted only for a cap from a refusal."""
         self._least = 1
         """Lowest cap that the present burst of refusals may set."""
 
@@ -70,13 +71,14 @@ class AdmissionCap:
         before, self._preemptions = self._preemptions, preemptions
         recently, self._held = self._held, min(in_flight, running)
         if not self._held:
-            return False  # preemptions from before it became idle do not show how much it can hold
+            return False  # the engine runs none of april's requests, so preemptions do not show how many it can hold
         preempted = before is not None and preemptions > before
         if preempted or (waiting > 0 and kv_usage >= FULL_MEMORY):
             held = self._held
             if preempted and in_flight < recently:
-                held = max(held, recently)  # the preempted requests ran at the last report, when there were more
-            # a sixteenth less than what it held: responses grow while they are decoded
+                # some requests have ended since the last report, and were still running when others were preempted
+                held = max(held, recently)
+            # a sixteenth fewer requests than it held, because responses grow while they are decoded
             lower = max(1, held - max(1, held // 16))
             if self.measured is None or lower < self.measured:
                 self.measured, self._by_refusal = lower, False
@@ -87,7 +89,10 @@ class AdmissionCap:
         return False
 
     def refused(self, in_flight: int, *, again: bool = False) -> None:
-        """Lower the cap after a refusal with ``in_flight`` accepted requests; ``again``: in the same burst."""
+        """Lower the cap after the engine refused a request while it had ``in_flight`` others.
+
+        ``again`` means that the refusal belongs to the same burst as the one before.
+        """
         if not again:
             self._least = max(1, (in_flight + 1) // LOSS_PER_BURST)
         took = max(self._least, in_flight)
@@ -111,7 +116,7 @@ class AdmissionCap:
 
 
 SPARE_ENTRIES = 64
-"""Heap entries, in addition to eight per engine, above which void entries are removed."""
+"""Void entries are removed once the heap has more than eight entries per engine, plus this number."""
 PLACE_BITS = 32
 """Number of bits of a heap entry that hold the engine's place."""
 
@@ -168,13 +173,13 @@ class LeastLoaded:
 FAILURES_BEFORE_QUARANTINE = 3
 """Number of corrupt answers in a row that quarantine an engine; a single one may be an accident."""
 AFFINITY_SLACK = 8
-"""Requests that an engine with the sample's prefix cached may have more than the least loaded one: prefilling a prefix
-again costs about as much as the slowdown by a few more requests."""
+"""The engine that has a sample's prefix cached is preferred if it has at most this many requests more than the least
+loaded engine: prefilling a prefix again costs about as much as the slowdown by a few more requests."""
 FIRST_REST_S = 0.5
 LONGEST_REST_S = 60.0
 RESTS_BEFORE_QUARANTINE = 8
-"""Number of rests in a row (some two minutes) after which a busy engine is probed; until it accepts a request again, it
-no longer counts as usable."""
+"""Number of rests in a row (about two minutes in all) after which the next refusal quarantines a busy engine. It counts
+as usable again only once one of its requests has ended normally."""
 PROBE_INTERVAL_S = 1.0
 """Seconds between two health probes of a quarantined engine."""
 
@@ -206,7 +211,8 @@ class EngineWeights(StrEnum):
     """The engine has confirmed that it has the versions in ``EngineState.loaded``."""
     LOADING = "loading"
     HALF = "half"
-    """The weights may be incomplete or of an update that was not adopted; they must be loaded again before use."""
+    """The weights may be incomplete, or belong to an update that did not become the current version or to an earlier
+    run; they must be loaded again before use."""
     UNKNOWN = "unknown"
     """The server was restarted, or its weights were changed by someone else."""
 
@@ -215,7 +221,7 @@ class EngineWeights(StrEnum):
 WELL, OPEN = EngineHealth.WELL, EngineGate.OPEN
 
 _ADMISSION_FIELDS = frozenset({"gate", "health", "in_flight", "leaving", "loaded"})
-"""Attributes of an engine that decide whether it accepts a request, and its place in the order."""
+"""Attributes of an engine that decide whether it accepts requests, and how early it is picked."""
 _set = object.__setattr__
 """Sets an attribute without calling ``EngineState.__setattr__``, which is slower; used at every request."""
 
@@ -232,18 +238,19 @@ class EngineState:
     limits: EngineLimits
     cap: AdmissionCap
     loaded_before: frozenset[PolicyVersion] = frozenset()
-    """Versions from before a running or refused load; the engine may confirm that it still has them."""
+    """Versions that the engine had before it was told to load others; it may confirm later that it still has them."""
     weights: EngineWeights = EngineWeights.CONFIRMED
     open_call: int = 0
-    """Number of the running call (pause, load or resume); 0 if none runs."""
+    """Id of the running call (pause, load or resume); 0 if none runs."""
     open_probe: int = 0
-    """Number of the probe whose answer is awaited; 0 if none is."""
+    """Id of the probe whose answer is awaited; 0 if none is."""
     rest_timer: int = 0
-    """Number of the timer that ends its rest; 0 if it does not rest."""
+    """Id of the timer that ends the engine's rest; 0 if it does not rest."""
     probe_timer: int = 0
-    """Number of the timer for its next probe, which also runs while it works; 0 if none runs."""
+    """Id of the timer for the next probe; 0 if none runs. Servers are also probed while they work."""
     unloadable_version: PolicyVersion | None = None
-    """Version that it could not load, as the directory now holds other weights; it waits for a later version."""
+    """Version that the engine could not load, because its directory holds other weights by now; the engine then waits
+    for a later version."""
     recovering: bool = False
     """True while an engine that came back with other weights is given the present ones outside of any update."""
     failures: int = 0
@@ -372,7 +379,8 @@ class EngineTable:
         self.turnover = 0
         """Counter that grows when an engine joins or leaves."""
         self.row_layout: dict[str, Rows] = {}
-        """Empty arrays with the row shape and number type of the run's first extras; all later rows must match."""
+        """Row shape and number type of each per-token array (extras) as first received in this run, kept as an empty
+        array; all later rows must match."""
         self.max_context = min(e.max_context for e in engines)
         self.vocab_size = min(e.vocab_size for e in engines)
         self.eos_token_ids = frozenset(i for e in engines for i in e.eos_token_ids)

@@ -79,10 +79,10 @@ class FunctionResults:
         return verdict.certain
 
     def _as_far_as(self, sample: Sample, *, whole: bool) -> Iterator[Sample]:
-        """Yield samples whose function has got at least as far as that of ``sample`` had when it failed."""
+        """Yield samples whose function runs, and has come at least as far as the failed function of ``sample``."""
         scored = (SCORING, FINISHED)
         if sample.state is RUNNING and sample.generated:
-            return  # it failed with tokens; samples that still generate have not got as far
+            return  # the function failed after it had received tokens; those that still wait for tokens are behind it
         for group in self._context.buffer.groups.values():
             if whole and not all(s.state in scored for s in group.members):
                 continue  # its group reward is not asked for yet
@@ -91,7 +91,10 @@ class FunctionResults:
                     yield s
 
     def _should_pause(self, verdict: BugVerdict) -> bool:
-        """Return whether to pause before the retry: not for a likely bug while too few prompts are open to be sure."""
+        """Return whether to pause before the retry.
+
+        A likely bug is retried at once while fewer prompts are held than must fail before the bug counts as certain.
+        """
         return not verdict.likely or len(self._context.buffer.groups) >= self._bugs.groups
 
     def scored(self, event: ev.Scored) -> None:

@@ -75,7 +75,10 @@ class GroupCompletion:
         sample.group.unfinished += 1
 
     def reopen(self, group: Group) -> None:
-        """Open a group again because a finished sample began again; no change once a quorum's cohort is fixed."""
+        """Open a group again because one of its finished samples began again.
+
+        A group that was accepted by a quorum of its samples stays accepted: its cohort is fixed.
+        """
         context, settings = self._context, self._context.settings
         if group.state is READY and not settings.whole_groups:
             return

@@ -1,7 +1,7 @@
 """Decides what happens to a rollout function whose process died.
 
 Invariant: the function is restarted only when none of its attempts is at an engine. Its earlier calls are then answered
-from the tape.
+with their stored tokens (the tape).
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ class LostFunctions:
         self._lifecycle = lifecycle
 
     def function_lost(self, event: ev.FunctionLost) -> None:
-        """Restart a rollout function whose process died; it fails if that happens repeatedly without progress."""
+        """Restart a rollout function whose process died; it fails if that happens repeatedly without progress.
+
+        Deaths count only while no call is open: a function that waits for tokens cannot have ended its process.
+        """
         sample = self._context.sample(event.sample)
         if sample is None or sample.state is not RUNNING:
             return
@@ -58,7 +61,7 @@ class LostFunctions:
     def restart_with_replay(self, sample: Sample) -> None:
         """Start the function of a sample again once none of its attempts is at an engine.
 
-        Its earlier calls are answered from the tapes.
+        Its earlier calls are answered with their stored tokens (the tapes).
         """
         context, calls = self._context, sample.open_calls
         if any(call.attempt is not None for call in calls):

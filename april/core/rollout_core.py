@@ -68,7 +68,8 @@ class Step:
     observed: int
     """Number of tokens observed in the run when the step began."""
     filled: bool = False
-    """True once all prompts wanted at the beginning were drawn, those in place of skipped ones included."""
+    """True once all prompts that the step wanted were drawn, including replacements for skipped ones. False again after
+    a commit or a weight update, when the step may draw more."""
     stopping: bool = False
     """True once the target is reached or the step has failed, so that nothing is started any more."""
     in_flight_at_stop: Counter[str] = field(default_factory=Counter)
@@ -242,7 +243,7 @@ class RolloutCore:
 
     def _begin_step(self) -> None:
         self.step = Step(self.counters.copy(), self.observed_tokens())
-        # the last delivery moved the version at which the next batch will be trained
+        # with the last batch delivered, the next one is trained one update later, so samples may now be too old for it
         self.lifecycle.restart_or_drop_stale()
         self._plan_deadlines()
 
@@ -299,11 +300,15 @@ class RolloutCore:
             return True
         if self.monitor.ready < self.buffer.units or self.attempts:
             return False
-        # with a quorum, prompts that could only be delivered too old do not fill a gap that failures have left
+        # with a quorum, failures may leave fewer samples than the target: the batch is then delivered short if further
+        # prompts could only be delivered too old
         return self.over_sampler.exhausted or (self.monitor.ready > 0 and not self.buffer.fits)
 
     def _advance_others(self) -> None:
-        """Advance evaluations, weight updates and pauses, for which training waits and which wait for its attempts."""
+        """Advance evaluations, weight updates and pauses.
+
+        Training waits for them, and they may have to wait until the running attempts of training have ended.
+        """
         evaluations, updates = self._evaluations, self.updates
         first = min(updates.numbers, default=0)
         if self.context.evaluations:
@@ -332,7 +337,10 @@ class RolloutCore:
         self.context.stop(list(self.attempts.values()), sweep=True)
 
     def _end_step(self) -> None:
-        """End the step with a delivery; with ``on_data_end: wait``, fewer than N remaining groups are kept instead."""
+        """End the step with a delivery.
+
+        If the data has ended and less than a batch is left, ``on_data_end: wait`` keeps the rest instead.
+        """
         ended = self.over_sampler.exhausted and self.monitor.ready < self.settings.target
         waits = ended and self.settings.on_data_end is OnDataEnd.WAIT
         units = [] if waits else self.monitor.take(self.buffer.delivery_order)
@@ -515,7 +523,8 @@ class RolloutCore:
     # ---------------------------------------------------------------- bugs in the user's functions
 
     def _sample_failed(self, event: ev.SampleFailed) -> None:
-        # if the function would fail for every sample, later failures repeat this one
+        # a function that would fail for every sample fails the step; between steps nothing is noted, since the function
+        # will fail again in the next one
         if self._function_results.sample_failed(event) and self.step is not None:
             self.context.failure = f"{event.sample}: {event.error}"
 

@@ -1,7 +1,8 @@
-"""Decides how a call of ``llm.generate`` is answered: from the tape of a replay, or by an engine.
+"""Decides how a call of ``llm.generate`` is answered: by an engine, or with tokens that are already stored.
 
 A call continues one of its sample's chains (token sequences), or begins another chain. It takes one or more attempts
-(engine requests), whose results are handled in ``attempt_results``.
+(engine requests), whose results are handled in ``attempt_results``. If a rollout function is lost, it runs again, and
+the calls that it repeats are answered from its chains' tapes, where their tokens are stored (a replay).
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ class SampleCalls:
         self._open(chain, event, len(chain.tape.tokens))
 
     def _call_in_any_chain(self, sample: Sample, event: ev.CallMade) -> None:
-        """Handle a call for any conversation: replay its answer from a tape, continue a chain, or begin a chain."""
+        """Handle a call that brings a whole conversation, which need not be the sample's first or only one.
+
+        It is answered from a tape, or continues or begins a chain.
+        """
         ids, attached, sample.any_chain = event.token_ids, event.attached, True
         assert ids is not None
         if event.chain is None:
@@ -81,8 +85,8 @@ class SampleCalls:
     def find_chain(self, sample: Sample, token_ids: Int32, attached: Sequence[Placed] = ()) -> Chain | None:
         """Return the chain (token sequence) that a call with these tokens continues, or None if it begins a new one.
 
-        A chain in which the call was already made before its function was lost goes first; then the longest free chain
-        that the tokens extend.
+        The first choice is a chain that is replayed and has recorded this call, or the calls before it. The second is
+        the longest other chain without an open call whose tokens these tokens begin with.
         """
         lost_ones = [chain for chain in sample.chains if chain.replay is not None]
         claims = [(chain, self._answers_received(chain, token_ids, attached)) for chain in lost_ones]
@@ -96,7 +100,8 @@ class SampleCalls:
         longest, _, chain = max(extended, default=(-1, 0, None))
         if claimed:
             heard, _, lost = min(claimed)
-            # a chain whose answers the client has seen in this run goes before an equal one that is new to it
+            # if the tokens contain answers of both chains, the longer one goes first; of two equally long ones the
+            # chain that is not replayed, as calls have already used it since the restart
             if not heard or chain is None or self._length_after_answers(lost, heard) > longest:
                 return lost
         return chain
@@ -107,10 +112,10 @@ class SampleCalls:
         return len(chain.prompt) + chain.replay.calls[heard - 1].end
 
     def _answers_received(self, chain: Chain, token_ids: Int32, attached: Sequence[Placed]) -> int | None:
-        """Return how many replayed answers precede a call with these tokens; None if it belongs to another chain.
+        """Return how many recorded answers of the chain these tokens contain; None if they belong to another chain.
 
-        A restarted function asks for the first answer. A client that outlived the process asks for the answer after
-        the last one that it received; its tokens contain the earlier answers.
+        A rollout function that was started again has received none. A client of it, such as an agent in another
+        process, may have lived on: its tokens contain the answers that it has received.
         """
         replay = chain.replay
         assert replay is not None
@@ -124,7 +129,10 @@ class SampleCalls:
         return None
 
     def _repeats_call_at(self, chain: Chain, token_ids: Int32, start: int, attached: Sequence[Placed]) -> bool:
-        """Return True if the tokens equal the conversation before ``start``, both cut to the room that there is."""
+        """Return True if the tokens, cut to what fits the chain, are the conversation up to response token ``start``.
+
+        Then the call that began there is repeated.
+        """
         asked = token_ids[: self._max_length(chain, attached)]
         return len(asked) == len(chain.prompt) + start and chain.is_prefix_of(asked, start, attached)
 
@@ -217,7 +225,10 @@ class SampleCalls:
         sample.chains = tuple(chain for chain in sample.chains if chain.number == 0 or chain.calls)
 
     def call_unheard(self, event: ev.CallUnheard) -> None:
-        """End a call whose answer nobody will read and drop its tokens, unless its chain has continued since."""
+        """End a call whose answer nobody will read and drop its tokens, unless its chain has continued since.
+
+        If the chain is replayed, the recorded tokens that followed this answer are dropped, too.
+        """
         context = self._context
         sample = context.sample(event.sample)
         if sample is None:

@@ -64,7 +64,7 @@ class UserFunctions:
     filter: Callable[..., Any] | None = None
     detokenizer: Detokenizer | None = None
     endpoints: ClientEndpoints | None = None
-    """Server of endpoints for clients of rollout functions; None means that there is none."""
+    """Opens endpoints at which other programs, such as agents, generate for a sample; None if there are none."""
     images: ImagePlacer | None = None
     """Reader of images; None means that no conversation has images."""
 
@@ -85,13 +85,13 @@ class RolloutSettings:
     vocab_size: int = 0
     """Size of the smallest vocabulary of all engines."""
     any_temperature: bool = True
-    """True if the log-probabilities of all engines follow the temperature."""
+    """True if all engines return log-probabilities at the sampling temperature, so that any temperature is allowed."""
 
 
 MAX_EMPTY_CALLS = 1000
 """Number of consecutive calls without a token after which a rollout function is stopped as an endless loop."""
 MAX_RECENT_ERRORS = 8
-"""Most failures of functions that are remembered, to be chained as causes of errors."""
+"""Maximum number of errors of functions that are remembered, so that a later error can name one as its cause."""
 CLEAN_UP_S = 10.0
 """Seconds that cancelled functions of an evaluation have to end."""
 
@@ -129,11 +129,12 @@ class SampleFunctions:
     """Runs the user's functions for all samples.
 
     Args:
-        view: Read-only part of the core's state.
-        functions: Functions of the user.
-        rollout: Coroutine function that runs the user's rollout function.
-        calls: Calls the functions with their time limits.
-        post: Callback for events to the core.
+        view: read-only part of the core's state.
+        functions: functions of the user.
+        rollout: coroutine function that runs the user's rollout function.
+        settings: default sampling, and limits of calls and tokens.
+        calls: object that calls the functions with their time limits.
+        post: function that passes an event to the core.
     """
 
     def __init__(
@@ -190,7 +191,7 @@ class SampleFunctions:
                 call.cancel()
 
     def _refuse_after_its_end(self, function: UserCall) -> None:
-        """Raise if the function has ended, or the scheduler is closed: its leftover tasks may still call ``llm``."""
+        """Raise if the function has ended or the scheduler is closed: tasks of the function may still call ``llm``."""
         if self._closed:
             raise SchedulerClosed("llm: the scheduler is closed, so nothing is generated any more")
         if function.done:
@@ -203,7 +204,10 @@ class SampleFunctions:
     # ---------------------------------------------------------------- rollout functions
 
     def start(self, command: do.StartSample) -> None:
-        """Start the rollout function of a sample; the default function's only call is posted without a coroutine."""
+        """Start the rollout function of a sample.
+
+        The default function makes just one call, so this call is made at once and no coroutine is started.
+        """
         sample, evaluation = command.sample, command.sample.evaluation
         settings = self._settings
         default = settings.sampling if evaluation is None else evaluation.request.sampling
@@ -286,6 +290,7 @@ class SampleFunctions:
             return runner.chat
 
         def ended(output: Any, error: BaseException | None) -> None:
+            """Post how the function ended. A lost function will run again and repeat the calls that were answered."""
             runner.output, unread = output, self._close_endpoint(runner)
             if isinstance(error, FunctionLost):  # what it has heard is asked again
                 self._end_calls(runner)
@@ -332,9 +337,9 @@ class SampleFunctions:
     async def _attached(
         self, sample: Sample, token_ids: Int32, images: Sequence[Any], *, any_chain: bool
     ) -> tuple[Int32, tuple[Placed, ...]]:
-        """Return a conversation's tokens as the model reads them, and its attachments.
+        """Return a conversation's tokens, with those that stand for images in the model's input, and its attachments.
 
-        ``images`` are those of the new tokens.
+        ``images`` are the images of the part that is new since the last call.
         """
         have, known = known_attached(sample, token_ids, any_chain=any_chain, new=bool(images))
         reader = self._functions.images
@@ -514,15 +519,15 @@ class SampleFunctions:
 def known_attached(
     sample: Sample, token_ids: Int32, *, any_chain: bool, new: bool = False
 ) -> tuple[int, tuple[Placed, ...]]:
-    """Return how many leading tokens of ``token_ids`` are known from the sample, and their attachments.
+    """Return how many leading tokens of ``token_ids`` the sample already has, and the attachments of these tokens.
 
-    With ``any_chain`` they are those of the longest known conversation that ``token_ids`` repeat, or of the prompt if
-    there are new images (``new``); otherwise those of the sample's only conversation.
+    With ``any_chain``, the longest known conversation with which ``token_ids`` begin counts, or only the prompt if
+    there are ``new`` images. Without it, the sample's only conversation counts.
     """
     if not any_chain:
         chain = sample.chains[0]
         have = len(chain.prompt) + chain.seen_tokens
-        return have, before(chain.attached, have)  # a restarted function has not repeated the rest yet
+        return have, before(chain.attached, have)  # a restarted function has not come to the later attachments yet
     prompt = sample.group.prompt
     known = [(prompt.token_ids, prompt.attached)]
     if not new:

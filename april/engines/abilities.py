@@ -103,8 +103,8 @@ class Capabilities:
     """True if the engine is behind a server, which others may update and which may restart: while it works, april
     asks regularly for its load and its weights."""
     own_weights: bool = False
-    """True if the engine is no server but a trainer copies weights into it: after a transfer that broke off, nobody
-    knows which weights it has."""
+    """True if the engine is not a server and the trainer copies weights into it: after a transfer that broke off,
+    nobody knows which weights the engine has."""
     verifies_weights: bool = True
     """True if the engine can show which weights it has. If False, new weights are unverified: april believes whoever
     loaded them."""
@@ -119,7 +119,8 @@ class Capabilities:
     bans: bool = False
     """True if ``sampling.banned_ids`` are honoured."""
     answers_late: bool = False
-    """True if the engine may answer a request with tokens that an earlier, fenced request made under older weights."""
+    """True if the engine may answer a request with tokens made under older weights, for an earlier request that did not
+    end in time and whose stream april has closed."""
     needs: Mapping[str, str] = field(default_factory=dict, hash=False)
     """What the user should do to get an ability that the engine lacks, indexed by field ("adapters", "attachments",
     "extras"). A field is missing if nothing helps, or nothing is needed."""

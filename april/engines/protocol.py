@@ -41,7 +41,8 @@ from april.engines.abilities import FirstWeights as FirstWeights
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
 ROUTED_EXPERTS = "routed_experts"
-"""Name of the extras that hold the experts chosen for each token: [R, layers, experts per token], uint8 or uint16."""
+"""Name of the extras that hold the experts chosen for each token: [tokens, layers, experts per token], uint8 or
+uint16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,8 @@ class Chunk:
     """The arrays that the request asked for, on the last chunk: the rows described at :attr:`Request.extras_from`.
     If they are missing, april drops the tokens and generates them again."""
     own_end: bool = False
-    """True if the request could end for reasons that april does not know, so its last token says nothing about the
-    end."""
+    """True if the engine may end the request by a rule that april does not know, so that april cannot conclude from the
+    last token why it ended."""
 
 
 PIECES_AT_ONCE = 32

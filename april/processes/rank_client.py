@@ -1,4 +1,7 @@
-"""The client with which a rank makes its calls at the rank server; its WebSocket stays open while the rank is there."""
+"""The client of the rank server, which runs beside the scheduler: a training rank makes its calls through this client.
+
+Its WebSocket stays open until the rank leaves.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ CONNECTION_ERRORS = (aiohttp.ClientError, OSError, TimeoutError)
 
 
 class RankClient:
-    """Makes the calls of one rank at the rank server.
+    """Sends the calls of one rank to the rank server, which executes each call once for all ranks.
 
     Args:
         name: name of the process that has the scheduler, for messages.
@@ -39,7 +42,7 @@ class RankClient:
     def __init__(self, ranks: Ranks, name: str = "rank 0", server: RankServer | None = None) -> None:
         self._ranks, self._name, self._server = ranks, name, server
         self.next_call = 0
-        """Number of the next call."""
+        """Number of the next call that this rank makes; the server says it when the rank joins."""
         self.token = ""
         """The token that all ranks share."""
         self._session_id = 0
@@ -175,7 +178,11 @@ class RankClient:
     def exchange(
         self, call_number: int, call_text: str, steps_done: int, arguments: bytes = b"", step_result: bytes = b""
     ) -> messages.Step | messages.CallResult:
-        """Call :meth:`april.processes.rank_server.RankServer.exchange`; an interrupt takes the rank out of the call."""
+        """Take part in a call of all ranks; return the next step that this rank must do, or the call's result.
+
+        The arguments are the fields of :class:`april.processes.rank_messages.CallRequest`. An interrupt takes the rank
+        out of the call.
+        """
         answer: messages.Step | messages.CallResult = self._wait_for(
             lambda: self._exchange(call_number, call_text, steps_done, None, arguments, step_result)
         )

@@ -1,4 +1,6 @@
-"""Writes and reads the file of a record. The event loop adds lines, a thread writes them; readers check every line.
+"""Writes and reads the record of a run: a file with its events, from which the run can be replayed.
+
+The event loop adds lines, a thread writes them; readers check every line.
 
 Invariant: the event loop neither waits for the disk nor gets its errors. A record that cannot be continued ends, with
 one warning in the log, and the run goes on.
@@ -34,7 +36,7 @@ HEAD, STATE, CUT_OFF, CLOSED, BATCH, STATUS = "Record", "State", "Over", "Closed
 REPORT = "Learning"
 """Kinds of lines that hold no event of the core."""
 NO_LAST_LINE = "in the middle: the process was killed, or still runs"
-"""Words on the end of a record that has no last line."""
+"""Text on the end of a record whose closing line (CUT_OFF or CLOSED) is missing."""
 WRITE_EVERY_S = 0.2
 """Seconds between two writes; a process that is killed loses the lines of up to this time."""
 MAX_WAITING_BYTES = 32 << 20

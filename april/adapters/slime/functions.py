@@ -1,7 +1,8 @@
-"""Wraps a custom generate function of slime as an engine: the function calls the servers, april schedules its calls.
+"""Makes an engine of a custom generate function of slime: april schedules the calls, the function asks the servers.
 
-Servers can end such requests only all at once (``abort_all``). The sample that the function returns is trained; april
-keeps a copy of its tokens for its ledger and the policy versions.
+april does not know the ids of the requests that the function sends, so it can abort them only all at once
+(``abort_all``). slime trains on the sample that the function returns; april copies the sample's tokens, to count them
+and to note their policy versions.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class FunctionEngine(ServerEngine):
                 return
             known = self._standing_at(key, request.response_offset)
             before = known.response_length
-            # a copy, as a call may fail halfway
+            # the function gets a copy: a call that fails may leave its sample half changed
             call = asyncio.ensure_future(self._framework.on_its_loop(self._call(self._groups.sample(known), key.index)))
             self._calls[request.attempt_id] = call
             try:
@@ -104,7 +105,11 @@ class FunctionEngine(ServerEngine):
             yield self._chunk(sample, before)
 
     def _standing_at(self, key: SampleId, offset: int) -> Any:
-        """Return the kept state of a sample with ``offset`` response tokens. Raises EngineError if there is none."""
+        """Return the state of a sample that has exactly ``offset`` response tokens.
+
+        This is the latest state, the one before the last call, or for offset 0 a copy of the new sample. Raises
+        EngineError if no state has that many tokens.
+        """
         for known in (self._samples.get(key), self._before.get(key)):
             if known is not None and known.response_length == offset:
                 return known
@@ -149,7 +154,10 @@ class FunctionEngine(ServerEngine):
     # ---------------------------------------------------------------- aborts and weights
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
-        """Abort all requests at the servers. If only some are to end, cancel their calls and lose their tokens."""
+        """End attempts. If these are all running ones, abort all requests at the servers, which return their tokens.
+
+        If only some are to end, cancel the calls of those; their tokens are lost.
+        """
         asked = set(self._to_abort(attempt_ids)) & set(self._calls)
         if not asked:
             return

@@ -166,9 +166,10 @@ class GenerateRoute:
     the attachments to send. Raises EngineError for a request that must not be sent."""
     abort_means: AbortMeans
     marks_end: bool
-    """True if a stream that ends without its end mark has broken off; the token count comes before that mark."""
+    """True if a stream without its end mark counts as broken off even after the finish reason, because the server's
+    token count comes between the two."""
     confirmation: Confirmation | None = None
-    """Check of the server's weights, if responses do not name them before they end."""
+    """Confirms which weights the server has; needed if a response does not name them before it ends."""
     pauses: OwnPauseLock = field(default_factory=OwnPauseLock)
     """Pauses by which april itself ends requests at this server."""
     paused_by_others: Callable[[], Awaitable[bool]] | None = None
@@ -270,8 +271,8 @@ class ResponseStream(BufferedStream):
         return chunks
 
     def abort(self) -> None:
-        """Abort the request. If aborting closes the stream, the bytes that have arrived are still read; otherwise the
-        server is asked to abort it and ends the response."""
+        """Abort the request. With AbortMeans.CLOSE the stream is closed here, and the bytes that have arrived are still
+        read. Otherwise only the wish is noted: the engine asks the server, which ends the response."""
         self._abort_wanted = True
         if self._endpoint.abort_means is AbortMeans.CLOSE:
             self._break_off()
@@ -371,7 +372,10 @@ class ResponseStream(BufferedStream):
         return False
 
     def _begin(self, reader: ResponseReader) -> None:
-        """Hold back tokens that need a confirmation; a whole response may name its weights itself, a stream cannot."""
+        """Go to HELD if the tokens need a confirmation of the server's weights, else to READING.
+
+        A response that is not streamed needs none if it names its weights itself.
+        """
         confirmation = self._endpoint.confirmation
         held = confirmation is not None and confirmation.needed() and (self._streamed or reader.labels is None)
         self._set_state(StreamState.HELD if held else StreamState.READING)
@@ -393,7 +397,7 @@ class ResponseStream(BufferedStream):
     async def _end_request(self, error: EngineError | None) -> None:
         """End the request: its response is complete, ``error`` has broken it off, or it was never sent.
 
-        Tokens from before the error count, and so does a finish reason that nothing can follow.
+        Tokens that came before the error are kept; so is a finish reason, if nothing was to come after it.
         """
         reader = self._reader
         if reader is None:

@@ -69,8 +69,8 @@ REFUSES = (401, 403, 404, 405)
 def model_files(root: Any, tokenizer: Any = None, ends: Collection[str] = ()) -> list[dict[str, Any]]:
     """Return the model's configuration files, plus its tokenizer's end tokens, if its directory is on this machine.
 
-    ``ends`` are texts of further tokens at which the server stops if the tokenizer (by default the model's) has added
-    them.
+    ``tokenizer`` is the tokenizer's directory, by default the model's. ``ends`` are texts of further tokens at which
+    the server stops; those that are not among the tokenizer's added tokens are ignored.
     """
     found = [f for f in (_json_file(root, name) for name in ("config.json", "generation_config.json")) if f]
     # servers also stop at the tokenizer's EOS, which may differ from the model's (that of a chat format, say)
@@ -320,7 +320,7 @@ class ServedModel:
     base: str | None = None
     """Base model, if this entry is an adapter."""
     card: dict[str, Any]
-    """Everything that the server says of the model (of the base model, if it is listed, for an adapter)."""
+    """The server's entry of the model; for an adapter that of the base model, if the server lists it."""
     adapters: tuple[str, ...] = ()
     """Names of the adapters that the server also has."""
 
@@ -421,7 +421,7 @@ async def connect_all(config: AddressedEngineConfig, connect: Callable[[HttpClie
 
     Raises:
         ConfigError: ``connect`` raised it, or the environment variable of the API key is not set.
-        EngineError: A server could not be asked; the message names it.
+        EngineError: a server could not be asked; the message names it.
     """
     clients = [client_of(url, config) for url in config.urls]
 

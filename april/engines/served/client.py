@@ -66,8 +66,8 @@ class ServedEngine(ServerEngine):
             raise WireError(f"{client.url} does not report what its engine can do")
         present = config.first_weights == "present"
         self._of_start = began.untouched or present or can.shares_weights
-        """True if the server's weights at connection count as the first version, and a restarted server has them
-        again."""
+        """True if the weights that the server had when this client connected count as the first version. A restarted
+        server then counts as having the first version again."""
         super().__init__(
             client.name,
             replace(
@@ -308,9 +308,10 @@ class ServedEngine(ServerEngine):
             return Health(ok=False, detail=str(error))
         said = now.health or Health(ok=False, detail="the engine does not report its state")
         if now.session != self._session and now.client:
+            # ``current`` is left as it is: False would make april load weights although another client uses the engine
             return replace(said, ok=False, detail=(
                 "another client uses the engine"
-            ))  # until then it stays as it was left
+            ))
         whole = now.session == self._session and now.version == self._version and not self._why_incomplete
         amiss = "" if now.session == self._session else "the server was restarted, or has no client"
         detail = "; ".join(filter(None, (said.detail, self._why_incomplete, amiss)))
@@ -383,7 +384,7 @@ async def _in_pieces(head: bytes, parts: Sequence[memoryview]) -> AsyncIterator[
 
 
 async def _answer_of(client: HttpClient, name: str, body: Any) -> CallReply:
-    """Make a control call without a timeout, which the caller sets; raises the error that the server reports."""
+    """Make a control call; raises the error that the server reports. The caller limits its time."""
     route = ROUTE + name
     reply = await client.call("POST", route, body, timeout_s=None, limit=MESSAGE_BYTES)
     client.require_ok(reply, route)

@@ -1,7 +1,7 @@
-"""Messages between the server of an engine and its client, encoded as april's own values.
+"""Messages between the server of an engine and its client, encoded by :mod:`april.serialization.own_values`.
 
-Requests and answers share one WebSocket; all that are put in one iteration of the event loop form one message.
-Control calls, attachments and tensors use plain HTTP.
+Requests and answers share one WebSocket; all that are queued in one iteration of the event loop are sent as one
+message. Control calls, attachments and tensors use plain HTTP.
 """
 
 from __future__ import annotations

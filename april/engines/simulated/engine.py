@@ -1,6 +1,7 @@
 """A simulated engine: realistic timing and synthetic tokens, without a model or a GPU.
 
-It runs on the event loop's clock: in real time on an ordinary loop, without waiting on ``april.testing.virtual_clock``.
+It follows the clock of the event loop: in real time on an ordinary loop, and without any waiting on a loop of
+``april.testing.virtual_clock``.
 
 Invariant: token t of a response depends only on (prompt ids, sample key, t, vocabulary, stop ids). So an attempt
 that resumes a sample, on this or another engine, continues the same sequence, and ``synthetic_response`` tells what
@@ -118,20 +119,22 @@ class SimulatedEngine(WithoutWeights):
     makes a response longer if necessary.
 
     Args:
-        name: Unique label.
-        cost: Cost of decoding.
-        length_of: Function from a request to the length of its whole response in tokens; see :func:`by_sample_key`.
-        max_running: Number of decode slots; further requests wait inside the engine.
-        vocab_size: Size of the vocabulary; token ids are in [0, vocab_size).
-        eos_token_id: Stop token for requests that name none.
-        max_context: Largest number of tokens of prompt plus response; the KV capacity limits it too.
-        version: Policy version of the weights at the start.
-        stream_interval_s: Longest time between two chunks; None means only when a request ends or weights change.
-        weight_update_s: Duration of ``update_weights`` in seconds. A path is accepted and not read.
-        admission_reserve: Tokens of KV that stay free per running sequence when a request is admitted.
-        remote: True if april should ask for its load while it works, as with a server.
-        check_prefix: Refuse a resumed request whose response tokens differ from those this engine would have made.
-        extras: Names of the arrays returned with tokens, see :mod:`april.engines.simulated.synthetic_rows`.
+        name: unique label.
+        cost: cost of decoding.
+        length_of: function from a request to the length of its whole response in tokens; see :func:`by_sample_key`.
+        max_running: number of decode slots; further requests wait inside the engine.
+        vocab_size: size of the vocabulary; token ids are in [0, vocab_size).
+        eos_token_id: stop token for requests that name none.
+        max_context: largest number of tokens of prompt plus response; the KV capacity limits it too.
+        version: policy version of the weights at the start.
+        stream_interval_s: longest time between two chunks; None means only when a request ends or weights change.
+        weight_update_s: duration of ``update_weights`` in seconds. A path is accepted and not read.
+        admission_reserve: number of tokens whose key-value memory stays free for each running sequence when a request
+            is admitted.
+        remote: True if april should ask for the engine's load while it works, as with a server.
+        check_prefix: True to refuse a resumed request whose response tokens differ from those that this engine would
+            have made.
+        extras: names of the arrays returned with tokens, see :mod:`april.engines.simulated.synthetic_rows`.
     """
 
     def __init__(

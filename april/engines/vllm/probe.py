@@ -73,7 +73,7 @@ class _VllmProbe(ServerProbe):
         vocab_size = await self._vocab_size()
         spans = await self._spans()
         kind = self.logprobs(await self._logprobs_seen(), raw_logprobs(f"start the server with {_MODE}", _MODE))
-        # by now the metrics count the requests above, in case a connector was queried for their keys
+        # read only now: if there is a KV connector, it was queried for the requests above, and the metrics show that
         if not isinstance(self.shown, dict) and (await read_metrics(self.client)).asks_kv_connector:
             refuse_hidden_connector(self.client.url, self.config.salted_kv_connectors)
         eos, loads, seeds = self.ends(), self._loads(), self._seeds()
@@ -293,9 +293,10 @@ class _VllmProbe(ServerProbe):
         return kinds, keeps
 
     async def _attachments_taken(self) -> tuple[tuple[str, ...], str, bool]:
-        """Find out whether images are taken, by naming an unknown one: the server misses its bytes, or takes no images.
+        """Find out whether the server accepts images, by a request that names an unknown one.
 
-        Routes without token ids would silently ignore images.
+        A server that accepts images answers that the image's bytes are missing. Routes without token ids would silently
+        ignore images.
         """
         sees = any("vision_config" in file for file in self.files)
         if not self.token_route:
