@@ -125,7 +125,7 @@ class ChatTemplate:
             return None
         tail = self._tokenizer.encode(whole[len(head) :], add_special_tokens=False)
         if completion and tail and completion[-1] == tail[0]:
-            tail = tail[1:]  # the model has generated the end of its turn itself
+            tail = tail[1:]  # the token that ends the turn is already there: the model has generated it
         return [*prompt, *completion, *tail]
 
     def _text(self, messages: list[dict[str, Any]], tools: Tools, go_on: bool) -> str | None:

@@ -1,8 +1,8 @@
 """The HTTP server of a process, with an address and a key for each sample; it runs in its own thread.
 
-A client sees only that an answer takes long, never an abort: filler bytes keep its connection alive. The thread is
-separate so that a function which blocks the driver's loop with its own client can be told so; a server on that loop
-would wait for itself.
+A client sees only that an answer takes long, never an abort: filler bytes keep its connection alive. The server has a
+thread of its own because a rollout function may block the driver's event loop with its own client: this thread can
+still answer with an error that says so, while a server on the driver's loop would never answer.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ wire_log.addFilter(_without_content)
 GRACE_S = 60.0
 """Seconds for which an answer is still generated after its client has left, in case the client asks again."""
 SHUTDOWN_S = 1.0
-"""Seconds that clients have to read what is left when the server stops."""
+"""Seconds that clients have to read the rest of their answers when the server stops."""
 SHARED_PATH = "by-name"
 """Path that clients use instead of a session's own when they name the session in a header."""
 MAX_BODY_BYTES = 32 << 20

@@ -56,7 +56,8 @@ class GenerateFunction(Protocol):
 
 
 MAX_ANSWERS_PER_TEXT = 8
-"""Most answers that are remembered for one conversation and one answer text, as their tokens may differ."""
+"""Maximum number of answers that are remembered for one conversation and one text of the answer; answers with the same
+text may have different tokens."""
 
 
 MAX_RECENT_SEQUENCES = 16
@@ -109,7 +110,7 @@ TokenizedConversation = tuple[Int32, tuple[Placed, ...]]
 
 
 MessageBuilder = Callable[[str, Int32, Int32, Tools, Mapping[str, Any]], Message]
-"""Makes the message that the client has, from an answer's id, prompt and tokens, the tools and the sampling."""
+"""Makes the message that a client got as the answer, from its id, prompt, tokens, tools and sampling."""
 
 
 class Conversations:

@@ -55,7 +55,10 @@ class _OpenSession:
     """True once the agent has made a request."""
 
     def assign(self, *, by_request: bool = False) -> None:
-        """Mark the session as taken by an agent, whose time counts from now on; ``by_request``: it made a request."""
+        """Mark the session as taken by an agent, whose time counts from now on.
+
+        ``by_request`` means that the agent has made a request.
+        """
         self.has_requested |= by_request
         if not self.taken:
             self.taken = True

@@ -78,7 +78,7 @@ class ImagePlacer:
         """Ids that stand for media instead of text, and must never be generated."""
         self._special_ids = frozenset((*self.banned_ids, *_unmergeable_ids(self.tokenizer)))
         self._text_codec: ImageTextCodec | None = None
-        """Set if the processor writes text around an image."""
+        """Replaces placeholders if the processor writes text around an image; None if it writes none."""
         self._counts_tokens = False
         self._replacements_by_size: dict[tuple[int, int], Int32] = {}
         self._lock = threading.RLock()
@@ -191,7 +191,10 @@ class ImagePlacer:
     def place_after(
         self, token_ids: Int32, placed_tokens: int, attached: Sequence[Placed], pictures: Sequence[Picture], where: str
     ) -> tuple[Int32, tuple[Placed, ...]]:
-        """Place images after the first ``placed_tokens`` tokens, which already have ``attached``; return everything."""
+        """Place images after the first ``placed_tokens`` tokens, to which ``attached`` belongs.
+
+        Returns all tokens and all attachments.
+        """
         new, placed = self.place(token_ids[placed_tokens:], pictures, where)
         moved = (replace(one, at=one.at + placed_tokens) for one in placed)
         return np.concatenate((token_ids[:placed_tokens], new)), (*attached, *moved)

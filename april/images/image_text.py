@@ -14,7 +14,7 @@ Int32 = NDArray[np.int32]
 Encode = Callable[[str], list[int]]
 Decode = Callable[[Sequence[int]], str]
 _MAX_MERGED_TOKENS = 4
-"""Number of tokens beside an image in which the text around it is searched."""
+"""The text that a processor writes around an image is searched in fewer tokens beside the image than this."""
 
 
 class Replacement(NamedTuple):
@@ -26,7 +26,7 @@ class Replacement(NamedTuple):
 
 
 class ReplacedSpan(NamedTuple):
-    """The tokens [at, at + length) that replace an image, and the tokens of the conversation that they replace."""
+    """The tokens [start, start + length) that replace an image, and the conversation's tokens that they replace."""
 
     start: int
     length: int

@@ -643,7 +643,10 @@ class RankScheduler(BatchIterator, SchedulerQueries):
         return f"<RankScheduler {rank}{'' if self._scheduler is None else f' {self._scheduler!r}'}>"
 
     def close(self) -> None:
-        """Leave. Rank 0 waits until the others close too, as they may still ask something, and then ends everything."""
+        """Close this rank's scheduler.
+
+        Rank 0 waits until the other ranks close theirs, as these may still make calls. It then ends the run.
+        """
         self._close(None)
 
     def _close(self, error: BaseException | None) -> None:
@@ -651,7 +654,7 @@ class RankScheduler(BatchIterator, SchedulerQueries):
         broken = self._client.group_error
         if broken is not None and error is not None and not isinstance(error, RankError):
             error.add_note(f"april: {broken}")  # explains why a collective of the trainer has failed
-        with ExitStack() as ends:  # all of them in reverse order, even if one is interrupted
+        with ExitStack() as ends:  # makes these calls in reverse order, all of them even if one is interrupted
             if self._rank_engines is not None:
                 # rank 0 must end its scheduler before these engines disappear
                 ends.callback(

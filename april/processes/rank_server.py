@@ -247,7 +247,7 @@ class RankServer:
         return websocket
 
     def _disconnect_replaced(self, rank: int) -> None:
-        """Disconnect a rank that was restarted while it seems to be connected still."""
+        """Disconnect the earlier process of a rank that was restarted, if it still seems to be connected."""
         if (websocket := self._websockets.get(rank)) is not None:
             sentence = f"rank {rank} has connected again, and this connection is no longer valid"
             message = messages.GroupFailed(sentence, (rank,))
@@ -490,7 +490,8 @@ class RankServer:
         if condition():
             future.set_result(None)
         elif not failing and (broken := self._group_error_copy()) is not None:
-            future.set_exception(broken)  # a call with a failed step ends first, as that error says more
+            # not before a call with a failed step has ended, because the error of that step says more
+            future.set_exception(broken)
 
     def _fail_late_ranks(self, call: CollectiveCall, call_text: str) -> None:
         self._fail_missing(self._all_ranks - call.call_texts.keys(), call_text)

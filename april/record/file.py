@@ -281,7 +281,7 @@ def refuse_other_formats(path: Path, head: dict[str, Any]) -> None:
 
 
 def end_text(kind: str, fields: dict[str, Any]) -> str | None:
-    """Return words on how the record ends if this is its last line, else None."""
+    """Return a text that says how the record ends if this line closes it, else None."""
     if kind == CUT_OFF:
         return f"the run continued, but its record stopped: {fields.get('why')}"
     return "the run was closed" if kind == CLOSED else None

@@ -120,7 +120,7 @@ class Recorder:
 
     def before(self, event: ev.Event) -> None:
         """Remember facts that can only be read from the core's state before it handles the event."""
-        self._before = None  # after an error here, None makes after() end the record
+        self._before = None  # if reading the facts fails, this None makes after() end the record
         if not self._lines.file.ended:
             with suppress(Exception):
                 self._before = self._token_comparison(event) | self._request_facts(event)
@@ -133,7 +133,10 @@ class Recorder:
         self.record_status()
 
     def record_status(self, waited_s: float = 0.0) -> None:
-        """Record the state of the run unless that was done lately. ``waited_s``: known length of the current wait."""
+        """Record the state of the run, unless that was done less than STATUS_EVERY_S ago.
+
+        ``waited_s`` is the known length of the current wait in seconds.
+        """
         if (now := self._now()) >= self._next_status_s:
             self._next_status_s = now + STATUS_EVERY_S
             self._lines.add(STATUS, lambda: asdict(run_status(self._core, waited_s)))

@@ -94,7 +94,7 @@ def run_status(core: RolloutCore, waited_s: float = 0.0) -> RunStatus:
 
 
 def wait_text(core: RolloutCore) -> str:
-    """Return words on what the trainer waits for; for a weight update, also on what the update waits for."""
+    """Return a text that says what the trainer waits for; for a weight update, also what the update waits for."""
     waits = wait_reason(core)
     return f"{waits}: {core.updates.waits_for}" if waits is WaitReason.UPDATE else waits.value
 

@@ -37,7 +37,7 @@ class Audit:
     rejected: int
     """Number of tokens of attempts with an invalid chunk."""
     lost: int
-    """Number of tokens missing in delivered samples: dropped for a named reason (began again), or really lost."""
+    """Number of tokens that are missing in delivered samples: dropped, because the sample began again, or lost."""
     duplicated: int
     """Number of tokens delivered more than once; not part of ``handed_over``."""
     repeated: int

@@ -54,7 +54,7 @@ class FakeStream:
     """(version, count) of tokens that were made and not yielded."""
     sent: int = 0
     fault_tokens_checked: int = -1
-    """Number of tokens up to which faults have had their chance to hit."""
+    """Number of yielded tokens at which faults were last checked; only faults after more tokens can still hit."""
     empty_until: float = -math.inf
     """Time until which only empty chunks are yielded."""
     abort_at: float = math.inf

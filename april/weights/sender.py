@@ -280,7 +280,7 @@ class _Round:
         try:
             local_work(check)
         except (_RoundFailed, EngineUnreachable, RuntimeError) as error:
-            # a group breaks when one of its members does, and that member's own call says so
+            # if a worker fails, the sender's group fails too; the call to the worker's engine then reports the cause
             calls.first_failed = frozenset(calls.errors())
             self._close_groups()
             self._find_failed_engines()
@@ -297,10 +297,10 @@ class _Round:
         return {name: answer.result()[0] for name, answer in calls.pending.items()}
 
     def _find_failed_engines(self) -> None:
-        """Wait for the calls that are still running, and find the engines that broke the round.
+        """Wait for the calls that are still running, and find the engines because of which the round failed.
 
-        They are the engines that do not answer. If all answer, they are those that had failed before the sender gave
-        up: later errors come from workers that the failed ones left alone.
+        These are the engines that do not answer. If all answer, these are the engines whose calls had failed before the
+        sender gave up: later errors come from workers that waited for the failed ones.
         """
         calls = self._calls
         for answer in calls.pending.values():
@@ -326,7 +326,8 @@ class _Round:
         for name, answer in zip(asked, answers, strict=True):
             answer.wait()
             self._left_group[name] = answer.result()[0] is True
-        # kept for later rounds: an engine that got nothing in one of those reports only that it is unchanged since
+        # kept for later rounds: an engine that gets nothing in one of them can only report that this round changed
+        # nothing
         self._sender.partially_updated |= {name for name in self._names if self._is_partially_updated(name)}
 
     def _is_partially_updated(self, name: str) -> bool:

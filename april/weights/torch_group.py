@@ -106,7 +106,8 @@ class TorchSender:
                     held[0].abort()
             held.clear()  # a gloo group with a transfer that hangs ends after its timeout
 
-        # no daemon for gloo, as a thread inside torch at Python's exit kills the process; NCCL may never return
+        # with gloo, Python's exit waits for this thread, because a daemon thread inside torch would then kill the
+        # process; with NCCL it does not wait, because the call may never return
         threading.Thread(target=end, name="april-group-ends", daemon=self._backend != GLOO).start()
 
     def _run_in_thread(self, call: Callable[[], T], goes_on: Callable[[], None]) -> T:

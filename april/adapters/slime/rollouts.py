@@ -127,7 +127,7 @@ class SlimeRollouts:
             group: list[Any] = []
             for sample_id, rows in groupby(islice(done, size), key=lambda row: row[0].id):
                 (first, advantage), *others = rows
-                # in both tables for a moment, since another thread may write a checkpoint now
+                # another thread may write a checkpoint now, so the sample is never absent from both tables
                 sample = leased[sample_id] = self._hooks.held[sample_id]
                 del self._hooks.held[sample_id]
                 if self._finished is not None:

@@ -46,7 +46,7 @@ class Templates:
         self._trainer = trainer
         self._of_environment = {}
         for name in trainer.environment_factories or ():
-            # a copy each, because TRL reads the environments of the batch from the trainer
+            # a copy of the trainer for each environment, because TRL reads the batch's environments from the trainer
             self._of_environment[name] = copy.copy(trainer)
             self._of_environment[name]._batch_environments = [name]
 

@@ -28,7 +28,10 @@ async def result_from(there: asyncio.AbstractEventLoop, work: Coroutine[Any, Any
 
 
 async def _stopped(there: asyncio.AbstractEventLoop) -> bool:
-    """Return whether the loop has stopped. By then, everything it had queued on this loop has been received."""
+    """Return whether the loop ``there`` has stopped.
+
+    If it has, all callbacks that it had queued on the present loop have run when this returns.
+    """
     if there.is_running():
         return False
     await asyncio.sleep(0)  # callbacks run in their order, and this comes after those that it queued

@@ -154,9 +154,10 @@ async def mark_process(
 
 
 def is_another_process(label: str, mark: str | None, labels: WeightLabels, first: str | None) -> bool:
-    """Return whether the process with label ``mark`` has been, or (``mark`` None) may have been, replaced.
+    """Return whether the server's process was replaced since it had the label ``mark``; ``label`` is the present one.
 
-    A trainer that hands weights over may label them itself, but hardly with a label from the start.
+    With ``mark`` None the former label is unknown, so any label other than that of the present version may belong to a
+    new process. A trainer may label the weights that it sends, but hardly with a label that a process has at its start.
     """
     if label == mark or labels.is_of(label, labels.present):
         return False
@@ -185,15 +186,15 @@ async def require_base(
 
 
 def start_is_known(first: str | None) -> bool:
-    """Return whether a restarted server has the same weights as on april's connection, when it showed ``first``.
+    """Return whether a restarted server has the weights that it had when april connected and it showed ``first``.
 
-    Servers show START_LABEL until other weights are loaded; for servers without labels it is assumed.
+    Servers show START_LABEL until other weights are loaded. A server without labels is assumed to have them.
     """
     return first in (None, START_LABEL) or is_of_start(first)
 
 
 def is_of_start(label: str | None) -> bool:
-    """Return whether a run of april has labelled the weights of a server's start so."""
+    """Return whether the label is one that april gives to weights with which a server was started."""
     return label is not None and _OF_START.fullmatch(label) is not None
 
 

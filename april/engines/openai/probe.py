@@ -39,7 +39,8 @@ class KnownServer:
     load_route: str = "/metrics"
     """Route of the Prometheus metrics page."""
     load_route_always: bool = True
-    """False if a request for a missing page does harm; then it is asked for once, and later only if it existed."""
+    """False if a request for a missing metrics page does harm; the page is then requested once, and later only if it
+    existed."""
     adapter_name: str = "{adapter}"
     """Format of an adapter's name in requests; under other names the base model would answer."""
     honours_seeds: bool = True

@@ -54,7 +54,7 @@ STREAMED: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": 
 _FINISHES = {
     "stop": EngineFinish.STOP,
     "length": EngineFinish.LENGTH,
-    # the server ended it for its own reasons; the tokens are valid and generation continues elsewhere
+    # the server ended the request for its own reasons; the tokens are valid, and april sends the rest as a new request
     "abort": EngineFinish.ABORT,
     "cancelled": EngineFinish.ABORT,
     "timeout": EngineFinish.ABORT,
@@ -72,7 +72,7 @@ def completion_body(
     """
     params = sampling_of(request, bans=bans, seeds=seeds)
     body = {"model": model, "prompt": request.token_ids.tolist(), "n": 1, **params, **STREAMED}
-    if salt and shape is not TokenShape.DETOKENIZE:  # TensorRT-LLM accepts it only on its chat route
+    if salt and shape is not TokenShape.DETOKENIZE:  # TensorRT-LLM accepts salts only on its chat route
         body["cache_salt"] = salt
     return msgspec.json.encode({**body, **_EXTRA[shape], **changes})
 

@@ -171,7 +171,7 @@ class SglangEngine(ServerEngine):
         """Pause like :class:`ServerEngine`, and remember the processes, as the trainer may write weights into them."""
         await super().pause()
         marks = await asyncio.gather(*(w.mark(self._labels) for w in self.workers), return_exceptions=True)
-        # if one does not answer, the update will report that
+        # if a worker does not answer, the update will report that
         self._paused_as = tuple(None if isinstance(mark, BaseException) else mark for mark in marks)
 
     async def resume(self) -> None:
@@ -283,7 +283,7 @@ class SglangEngine(ServerEngine):
         names = [name for name, _ in well if name is not None]
         other = next((name for name in names if not self._labels.is_of(name, self._adapters.base)), None)
         if other not in (None, START_LABEL) and await self._stands_still() and self.is_paused_by_others:
-            # whoever paused it is giving it new weights, so none were lost
+            # somebody has paused the servers to give them new weights, so other labels do not mean lost weights
             return Health(ok=False, detail="others are changing its weights", current=not self._why_incomplete)
         named = "" if other is None else f"its weights are labelled {quoted(other)}, but april set {label!r}"
         problem = self._why_incomplete or amiss or (str(sick[0]) if sick else named)

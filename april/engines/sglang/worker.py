@@ -48,7 +48,7 @@ _KEPT_CACHE = "Weights were updated, but the cache was not flushed"
 
 
 class PartlyUpdated(EngineError):
-    """Raised if the weights may be new while something that belongs to them is old."""
+    """Raised if a server may have new weights while its label or its cached keys still belong to the old ones."""
 
 
 class PartlyUpdatedAndGone(PartlyUpdated, EngineUnreachable):

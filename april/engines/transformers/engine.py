@@ -160,8 +160,10 @@ class TransformersEngine(EngineBase):
         self.weight_sample = self._weights.sample
         self._state = ModelState(model, self._weights)
         self._model_lock = model_lock_of(model)
-        self._trainers = True  # the trainer used the model last, so the next tick takes its state as intended
-        self._handed_back = False  # set by quiet(); until then, an idle engine hands it back by itself
+        # True if the trainer used the model last: the next tick takes the model's state as the trainer's intention
+        self._trainers = True
+        # True once quiet() was called; until then an idle engine gives the model back to the trainer by itself
+        self._handed_back = False
         self._unchecked = check
         try:
             self._check_once()

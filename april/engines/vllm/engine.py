@@ -103,7 +103,10 @@ class VllmEngine(TransferEngine):
     # ---------------------------------------------------------------- weights
 
     async def pause(self) -> None:
-        """Pause like :class:`CompletionsEngine`, and remember the label of the process."""
+        """Pause like :class:`CompletionsEngine`, and remember the label of the process.
+
+        If :meth:`pause_in_flight` has failed before, the server is resumed first.
+        """
         if self._keeps is not None:  # from a pause that failed: the server may be paused with its cache not emptied
             self._admission.close()
             await control(self._client, "/resume", has_value("status", "resumed"))
@@ -117,7 +120,7 @@ class VllmEngine(TransferEngine):
         self._keeps = in_flight
         clear = "true" if in_flight is OnWeightUpdate.RECOMPUTE else "false"
         if in_flight is OnWeightUpdate.RECOMPUTE:
-            self.attachments.forget()  # the server drops them too, and would refuse their digests
+            self.attachments.forget()  # the server drops its attachments as well, and would refuse their digests
         await control(
             self._client, "/pause", has_value("status", "paused"), params={"mode": "keep", "clear_cache": clear}
         )
@@ -159,7 +162,7 @@ class VllmEngine(TransferEngine):
                 mark = await load
                 if self._keeps is None:
                     await self._empty_cache()
-                else:  # it was emptied at the pause, or salts keep old and new keys apart
+                else:  # the cache was emptied at the pause, or salts keep old and new keys apart
                     await self._empty_encoder_cache()
                 await self._label_as(version, mark)
         # from now on this process counts as the one with the present weights

@@ -302,7 +302,10 @@ class Bench:
         await self.wait_for_ends(readings)
 
     async def wait_for_tokens(self, readings: Sequence[ReadRequest], every: bool = True) -> None:
-        """Wait until all (``every=False``: any) have tokens, but not long if an engine yields them only at the end."""
+        """Wait until all requests have tokens, or with ``every=False`` until one has.
+
+        The wait is short if the engine seems to yield tokens only at the end.
+        """
         loop = asyncio.get_running_loop()
         began, enough = loop.time(), all if every else any
         while not enough(r.count or r.task.done() for r in readings):
