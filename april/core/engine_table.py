@@ -30,7 +30,7 @@ SPARE_MEMORY = 0.85
 """Used share of the key-value memory below which there is room for more requests."""
 LOSS_PER_BURST = 4
 """Largest factor by which a burst of refusals lowers a cap. A burst is a refusal and those that follow while the engine
-rests. An engine that refuses everything for a while would get a cap of 1, though it can hold more."""
+rests. An engine that refuses everything for a while does not show how many requests it can hold."""
 
 
 class AdmissionCap:

@@ -521,8 +521,8 @@ def known_attached(
 ) -> tuple[int, tuple[Placed, ...]]:
     """Return how many leading tokens of ``token_ids`` the sample already has, and the attachments of these tokens.
 
-    With ``any_chain``, the longest known conversation with which ``token_ids`` begin counts, or only the prompt if
-    there are ``new`` images. Without it, the sample's only conversation counts.
+    With ``any_chain``, the longest of the prompt and the conversations with attachments counts with which ``token_ids``
+    begin, or only the prompt if there are ``new`` images. Without it, the sample's only conversation counts.
     """
     if not any_chain:
         chain = sample.chains[0]

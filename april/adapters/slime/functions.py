@@ -1,8 +1,7 @@
 """Makes an engine of a custom generate function of slime: april schedules the calls, the function asks the servers.
 
-april does not know the ids of the requests that the function sends, so it can abort them only all at once
-(``abort_all``). slime trains on the sample that the function returns; april copies the sample's tokens, to count them
-and to note their policy versions.
+The requests that the function sends can be aborted only all at once (``abort_all``). slime trains on the sample that
+the function returns; april copies the sample's tokens, to count them and to note their policy versions.
 """
 
 from __future__ import annotations

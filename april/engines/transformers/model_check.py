@@ -62,7 +62,7 @@ _WORTH_A_LINE = 10**11
 EXACT_NATS = 1e-4
 """Largest mean difference in float32 on a CPU."""
 _NOISE = 1.5
-"""Factor by which the decoder may exceed the model's own noise, as it is one more batch shape."""
+"""Factor by which the decoder's difference may exceed the model's own noise: the decoder adds one more batch shape."""
 _MOST_NATS, _MOST_NATS_HALF = 2e-2, 0.5
 """Largest accepted difference, whatever the noise: in float32 on a GPU (TF32 may be on), and below float32."""
 

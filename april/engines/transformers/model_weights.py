@@ -106,6 +106,8 @@ class ShardedWeights(ModelWeights):
     def gather(self) -> None:
         """Gather the parameters. Collective: all ranks of the mesh, at the same time.
 
+        Parameters that an earlier forward pass has left gathered are sharded first, because they have old values.
+
         Raises:
             EngineError: another rank did not take part, or tensor parallelism keeps its part of them.
         """
@@ -123,7 +125,7 @@ class ShardedWeights(ModelWeights):
         self.ready = True
 
     def release(self) -> None:
-        """Shard them again; without communication, so each rank can do it at any time."""
+        """Shard the parameters again; without communication, so each rank can do it at any time."""
         self.ready = False
         self._mark("IDLE")
         self._spread()
