@@ -1,4 +1,4 @@
-"""Searches better values for the settings of a run that are ``auto``.
+"""Searches for better values of the settings of a run that are ``auto``.
 
 The search simulates the run in another process, so the run does not wait for it.
 """

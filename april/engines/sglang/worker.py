@@ -48,7 +48,7 @@ _KEPT_CACHE = "Weights were updated, but the cache was not flushed"
 
 
 class PartlyUpdated(EngineError):
-    """Raised if a server may have new weights while its label or its cached keys still belong to the old ones."""
+    """Raised if a server has, or may have, new weights, but a later part of the update (cache, label) has failed."""
 
 
 class PartlyUpdatedAndGone(PartlyUpdated, EngineUnreachable):
