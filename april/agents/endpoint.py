@@ -1,8 +1,8 @@
 """The HTTP server of a process, with an address and a key for each sample; it runs in its own thread.
 
 A client sees only that an answer takes long, never an abort: filler bytes keep its connection alive. The server has a
-thread of its own because a rollout function may block the driver's event loop with its own client: this thread can
-still answer with an error that says so, while a server on the driver's loop would never answer.
+thread of its own because a rollout function may block the driver's event loop while its client waits for an answer. A
+server on that loop would then wait for itself; with this thread, april can tell the user that the function blocks.
 """
 
 from __future__ import annotations
