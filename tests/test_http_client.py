@@ -157,7 +157,7 @@ async def test_nobody_listens() -> None:
 
 
 async def test_no_limit_of_connections_and_of_time() -> None:
-    """aiohttp's 100 connections and 300 s would throttle and cut long responses without a word."""
+    """aiohttp's 100 connections but does not 300 s would throttle and cut long responses without a word."""
     async with served() as (answers, client):
         answers.hold.clear()
         calls = [asyncio.create_task(client.call("POST", "/x", {}, timeout_s=None)) for _ in range(150)]

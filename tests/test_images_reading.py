@@ -166,7 +166,7 @@ def test_base64_of_common_writers() -> None:
     ("item", "sentence"),
     [
         (b"", "is empty: 0 bytes"),
-        (b"<svg>", r"is no image that can be read \(5 bytes beginning with b'<svg>'\); give one of PNG, JPEG"),
+        (b"<svg>", r"is not an image that can be read \(5 bytes beginning with b'<svg>'\); give one of PNG, JPEG"),
         (RED[: len(RED) // 2], "is damaged or truncated: it cannot be decoded"),
         (encoded(picture(300, 300), "JPEG")[:-700], "is damaged or truncated"),
         (bomb(), r"has (60,000 x 60,000|more) pixels"),

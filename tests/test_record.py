@@ -291,7 +291,7 @@ def test_a_record_without_its_settings_is_refused(path: Path) -> None:
     with pytest.raises(RecordError, match=r"line 1 of .*: Object missing required field `rollout_batch_size`"):
         replay(written(path, lines))
     path.write_bytes(b"")
-    with pytest.raises(RecordError, match="is no record of april's"):
+    with pytest.raises(RecordError, match="is not a record of april's"):
         replay(path)
 
 
@@ -355,13 +355,13 @@ def test_a_record_that_cannot_go_on_ends_and_the_run_goes_on(
         rollouts = record(path, steps=6)
     assert rollouts.core.context.batches == 6
     assert [r.message for r in caplog.records if r.message.startswith("the record")] == [
-        f"the record {path} ends here, the run goes on: {why}"
+        f"the record {path} ends here, but the run continues: {why}"
     ]
     run = replay(path)
     assert sum(run.events.values()) > 10
     if how == "limit":
         assert limit - 1000 < path.stat().st_size <= limit
-        assert run.end == f"the run went on, its record did not: {why}"
+        assert run.end == f"the run continued, but its record stopped: {why}"
 
 
 @pytest.mark.parametrize(("number", "error"), [(1j, "TypeError"), (float("nan"), "ValueError")])
@@ -530,7 +530,7 @@ def test_the_command_prints_the_run_and_a_sample(path: Path) -> None:
     assert "the run was closed" in said
     code, said = command("replay", path, "--story", "three")
     assert code == 2
-    assert "no sample is called 'three'; the name of one is g3.s1: group 3, sample 1" in said
+    assert "no sample is named 'three'; a name looks like g33.s1: group 3, sample 1" in said
 
 
 # ----------------------------------------------------------------

@@ -62,8 +62,8 @@ NUMBERS: dict[str, tuple[dict[str, Any], str]] = {
     "negative ids": ({"tokens": all_of(-1, "<i4")}, "does not fit these engines: token id -1 is outside"),
     "fewer tokens": ({"tokens": lambda data: data[:-4]}, "is damaged"),
     "bytes": ({"tokens": lambda data: data[:-1]}, "is damaged"),
-    "calls": ({"calls": [], "open_call": None}, "is damaged: .*nobody asked for"),
-    "call": ({"open_call": 1, "calls": []}, "is damaged: .*nobody asked for"),
+    "calls": ({"calls": [], "open_call": None}, "is damaged: .*no call asked for"),
+    "call": ({"open_call": 1, "calls": []}, "is damaged: .*no call asked for"),
     "backwards": ({"calls": [[5, 2, "stop"]]}, "is damaged: .* a call of tokens 5 to 2 after 0"),
     "attempts": ({"attempts": 0}, "is damaged: .* of 0 attempts"),
     "finished": ({"finished": 1}, "is damaged: .* finished is 1"),
@@ -84,11 +84,11 @@ DAMAGED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "none": (lambda s: None, "not a state that april's"),
     "text": (lambda s: "state", "not a state that april's"),
     "empty": (lambda s: {}, "not a state that april's"),
-    "changed": (damage(["core", "batches"], 7), "its checksum is '[0-9a-f]{32}', and its content has '[0-9a-f]{32}'"),
+    "changed": (damage(["core", "batches"], 7), "its checksum is '[0-9a-f]{32}', but its content has '[0-9a-f]{32}'"),
     "one bit": (samples(tokens=lambda data: bytes([data[0] ^ 1]) + data[1:]), "its checksum is "),
     "no checksum": (damage(["checksum"], ...), "its checksum is None"),
     "format": (damage(["format"], 99), "has format 99; this version of april reads format 2"),
-    "kind": (damage(["april"], "desk"), "a state of april's 'desk', and 'rollouts' is to go on from one"),
+    "kind": (damage(["april"], "desk"), "a state of april's 'desk', and 'rollouts' is needed"),
     "no core": (sealed(damage(["core"], ...)), "is damaged"),
     "core": (sealed(damage(["core"], {})), "not a state that april's"),
     "n": (
@@ -158,7 +158,7 @@ async def test_a_state_is_loaded_first(after: str) -> None:
         delivered += (await again.step()).group_ids.tolist()
     else:
         await again.driver.update_weights()
-    with pytest.raises(CheckpointError, match="loaded before the first batch and weight update; make a new sched"):
+    with pytest.raises(CheckpointError, match="loaded before the first batch and weight update; create a new sched"):
         await again.driver.load_state_dict(state)
     async for batch in until_the_end(again):
         delivered += batch.group_ids.tolist()

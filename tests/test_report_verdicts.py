@@ -94,7 +94,7 @@ def test_what_cannot_be_known_is_said(run: Path, tmp_path: Path) -> None:
     for words, found in doubts.items():
         assert words in found.doubt
         assert found.sync == 0.0
-        assert speed_up_sentence(found) == f"It cannot be known from this record: {found.doubt}."
+        assert speed_up_sentence(found) == f"This record: {found.doubt}."
 
 
 # ---------------------------------------------------------------- the health of learning

@@ -135,15 +135,15 @@ WRONG: list[tuple[str, Said, str]] = [
     ("both", lambda run, rows: None, "no rows of routed_experts"),
     ("both", lambda run, rows: rows[:-1], "rows of routed_experts, and"),
     ("both", lambda run, rows: np.concatenate([rows, rows[:1]]), "rows of routed_experts, and"),
-    ("both", lambda run, rows: "no base64!", "that are no base64"),
+    ("both", lambda run, rows: "no base64!", "that are not base6464"),
     ("sglang", lambda run, rows: -rows - 1, "the expert -"),
     ("sglang", lambda run, rows: rows + 65536, "the expert 6"),
     ("sglang", lambda run, rows: rows[:, :2], "bytes of routed_experts, which are no rows of 3 layers with 2"),
     ("vllm", lambda run, rows: npy(rows.astype(np.int32) + 65536), "the expert 6"),
-    ("vllm", lambda run, rows: npy(rows[:, :2].astype(np.uint8)), "of 2 layers with 2 experts per token, and"),
-    ("vllm", lambda run, rows: npy(rows.astype(np.float32)), "and type float32, and not rows of ids"),
-    ("vllm", lambda run, rows: npy(rows[:, :, 0].astype(np.uint16)), "and not rows of ids"),
-    ("vllm", lambda run, rows: base64.b64encode(b"\x93NUMPY\x01\x00").decode(), "that are no array of numpy's"),
+    ("vllm", lambda run, rows: npy(rows[:, :2].astype(np.uint8)), "of 2 layers with 2 experts per token, but"),
+    ("vllm", lambda run, rows: npy(rows.astype(np.float32)), "and type float32, but rows of ids"),
+    ("vllm", lambda run, rows: npy(rows[:, :, 0].astype(np.uint16)), "but rows of ids"),
+    ("vllm", lambda run, rows: base64.b64encode(b"\x93NUMPY\x01\x00").decode(), "that are not a numpy array's"),
     ("vllm", lambda run, rows: npy(rows.astype(np.uint16), shape=(10**15, 3, 2)), "of shape (1000000000000000, 3, 2)"),
     ("vllm", lambda run, rows: npy(rows.astype(np.uint16), shape=(-1, 3, 2)), "of shape (-1, 3, 2)"),
     ("vllm", lambda run, rows: npy(rows.astype(np.uint16), descr="|O"), "type object"),
@@ -169,7 +169,7 @@ def test_an_id_beyond_the_experts_of_the_model() -> None:
     """Where their number is known, an id that none of them has is refused, and so are more than two bytes can name."""
     rows = np.array([[[0, 7]]], np.int32)
     assert narrow_ids(rows, 8).dtype == np.uint8
-    for experts, words in ((7, "the expert 7, and they are numbered from 0 to 6"), (70_000, "the expert 7")):
+    for experts, words in ((7, "the expert 7, but experts are numbered from 0 to 6"), (70_000, "the expert 7")):
         with pytest.raises(InvalidRows, match=words):
             narrow_ids(rows, experts)
 
@@ -314,7 +314,7 @@ async def test_vllm_in_process_that_lies(monkeypatch: pytest.MonkeyPatch) -> Non
         for said, words in (
             (lambda run, rows: None, "no rows of routed_experts"),
             (lambda run, rows: rows[:-1], "rows of routed_experts, and"),
-            (lambda run, rows: rows[:, :1], "of 1 layers with 2 experts per token, and the model"),
+            (lambda run, rows: rows[:, :1], "of 1 layers with 2 experts per token, but the model"),
             (lambda run, rows: rows + 300, "the expert"),
         ):
             llm.rows_said = said

@@ -334,7 +334,7 @@ def test_the_sentences_of_the_page() -> None:
 def test_a_trainer_that_asks_ahead_is_not_said_to_wait() -> None:
     """Whether it trained or waited nobody knows; but where batches wait for it, training is too slow."""
     assert sentence(step_s=14, asked_ahead_s=13.9, train_s=0.1).startswith(
-        "generation is the bottleneck: a batch was asked for ahead of training for 13.9 of 14.0 s, and none was there"
+        "a batch requested ahead of training was not ready for 13.9 of 14.0 s, and none was there"
     )
     assert sentence(step_s=14, asked_ahead_s=9, train_s=5).startswith("training is the bottleneck: it took 5.0 of")
 
@@ -353,7 +353,7 @@ def test_what_the_trainer_does_otherwise_is_named() -> None:
         "evaluation is the bottleneck: it took 150 of 200 s; the trainer waited 10 s"
     )
     assert sentence(step_s=2, other_s=1.5, trainer_wait_s=0.5).startswith(
-        "the trainer is the bottleneck: it had nothing to train and asked for nothing for 1.50 of 2.00 s"
+        "the trainer is the bottleneck: it neither trained nor asked for anything for 1.50 of 2.00 s"
     )
 
 

@@ -185,9 +185,9 @@ async def test_two_calls_do_not_get_the_same_batch() -> None:
     with scheduler() as rollouts:
         first = asyncio.create_task(rollouts.anext_batch())
         await asyncio.sleep(0)
-        with pytest.raises(RolloutError, match="one batch after the other"):
+        with pytest.raises(RolloutError, match="one batch at a time"):
             await rollouts.anext_batch()
-        with pytest.raises(RolloutError, match="one batch after the other"):
+        with pytest.raises(RolloutError, match="one batch at a time"):
             rollouts.next_batch()
         assert [(await first).id, (await rollouts.anext_batch()).id] == [0, 1]
 
@@ -247,7 +247,7 @@ def test_blocking_calls_inside_a_transfer_are_refused(what: str) -> None:
             "evaluate": lambda: rollouts.evaluate([[1, 2]]),
         }
         rollouts.next_batch()
-        with pytest.raises(RolloutError, match="or a transfer: they may wait"):
+        with pytest.raises(RolloutError, match="or a transfer, because they may wait"):
             rollouts.weight_update(transfer=calls[what])
         assert rollouts.version == (0, 0)
         assert rollouts.weight_update(transfer=rollouts.ledger) == (0, 1)

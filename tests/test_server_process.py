@@ -103,7 +103,7 @@ async def test_a_restart_during_the_transfer_is_no_update(kind: str, fault: Cont
         server._restart_at_once()
         metrics(server, fault)
         if fault is None:
-            with pytest.raises(EngineError, match="started anew while weights were handed over"):
+            with pytest.raises(EngineError, match="restarted while weights were handed over"):
                 await engine.update_weights(SECOND)
         else:
             await engine.update_weights(SECOND)

@@ -64,7 +64,7 @@ async def test_tokens_of_a_tick_during_which_the_weights_change_are_not_handed_o
 
     assert len(joined(chunks).tokens) == len(joined(none).tokens) == 17
     assert error.unsound == same.unsound == 8
-    assert "written while 2 requests were generated from them: 16 tokens" in str(error)
+    assert "written while 2 requests generated from them: 16 tokens" in str(error)
     old = tiny_model()
     old.load_state_dict(before)
     assert off(old, tiny_request(), joined(chunks)) <= 1e-5

@@ -107,9 +107,9 @@ def test_report_of_all_modes_and_the_sweep() -> None:
 @pytest.mark.parametrize(
     ("max_staleness", "on_stale", "words"),
     [
-        (1, OnStale.FINISH, ["refill: max_staleness=1 binds: no more than 8 groups"]),
+        (1, OnStale.FINISH, ["refill: max_staleness=1 limits the run: at most 8 groups"]),
         (1, OnStale.DROP, ["of the generated tokens were dropped because they got too old (on_stale=drop)"]),
-        (1, OnStale.MASK, ["refill: max_staleness=1 binds: no more than 8 groups"]),
+        (1, OnStale.MASK, ["refill: max_staleness=1 limits the run: at most 8 groups"]),
         (50, OnStale.FINISH, []),
     ],
 )
@@ -201,7 +201,7 @@ def test_own_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "sentence"),
     [
         (["--model", "gpt-9"], "unknown model 'gpt-9'; known are qwen3-4b, qwen3-8b, r1-distill-1.5b"),
-        (["--gpu", "abacus"], "unknown GPU 'abacus'; known are"),
+        (["--gpu", "abacus"], "unknown GPU 'abacus'; choose one of"),
         (["--over-sampling-batch-size", "0"], "'--over-sampling-batch-size'"),
         (["--n-samples-per-prompt", "0"], "'--n-samples-per-prompt'"),
         (["--over-sampling-batch-size", "400"], "over_sampling_batch_size=400 holds more groups than max_staleness=5"),

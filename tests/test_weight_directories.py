@@ -155,7 +155,7 @@ async def test_a_directory_that_was_written_over_is_not_the_old_version(
     warned = [r.getMessage() for r in caplog.records if "waits for the next weight update" in r.getMessage()]
     assert len(warned) == 5
     assert warned[0] == (
-        "engine s0 has not the present weights and waits for the next weight update: "
+        "engine s0 does not have the current weights and waits for the next weight update: "
         f"{tmp_path / 'weights'} holds other weights than those of version 0.2"
     )
 
