@@ -1,7 +1,7 @@
-"""The configuration: one frozen model, which refuses each contradiction between settings with one sentence.
+"""The configuration: an immutable pydantic model. Contradicting settings raise a ConfigError, one sentence each.
 
-It is made from keyword arguments, a plain mapping, an OmegaConf container or a YAML file. The names of settings follow
-slime's, which users already know.
+A configuration is made from keyword arguments, a plain mapping, an OmegaConf container or a YAML file. The names of
+settings follow those of slime, an RL framework.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from april.errors import ConfigError
 from april.text.install_command import install
 
 MAX_STOPS = 1_000_000
-"""Largest number of times that the same abort may be sent."""
+"""Largest number of times that april may send the abort of one request."""
 RETRY_PAUSE_S = 4.0
 """Seconds before a failed reward function or filter is called again; the next pause is 8 times as long."""
 _ENGINES = {str(engine.model_fields["kind"].default): engine for engine in ENGINE_CONFIGS}
@@ -91,7 +91,7 @@ class SamplingConfig(Model):
     top_p: Annotated[float, Field(gt=0, le=1), Number] = 1.0
     """Sample from the most likely tokens that together have this probability; 1 means all tokens."""
     min_tokens: NonNegativeInt = 0
-    """Least tokens of a response before EOS."""
+    """Minimum number of tokens of a response before EOS."""
     stop_token_ids: Annotated[
         tuple[Annotated[NonNegativeInt, BeforeValidator(_stop_id)], ...], BeforeValidator(_stop_id)
     ] = ()
@@ -112,93 +112,101 @@ class Config(Model):
     n_samples_per_prompt: Annotated[PositiveInt, Field(le=65_536)] = 8
     """n: responses per prompt."""
     over_sampling_batch_size: OrAuto[PositiveInt] | None = None
-    """N': groups in work. None means N. A number below N draws so many at a time, until N are in work."""
+    """N': number of prompt groups in progress at the same time. None means N. If it is below N, groups are started N'
+    at a time until at least N are in progress."""
     partial_rollout: bool = True
     """Keep unfinished responses and continue them in the next step."""
     group_quorum: OrAuto[Annotated[float, Field(gt=0, le=1), Number]] = 1.0
     """Share of a group's responses that must be finished before any of them is delivered. Below 1, or with auto, a
     batch is N * n responses, and the rest of a group follows when it is finished."""
     on_failed_sample: OnFailedSample = OnFailedSample.DROP_GROUP
-    """Consequence of a response that cannot go on: its group is dropped, it is replaced, or the group goes on without
-    it."""
+    """What happens if a response fails for good: its group is dropped (drop_group), another response replaces it
+    (replace), or the group continues without it (shrink)."""
     min_group_size: PositiveInt | None = None
-    """Fewest responses of a group with on_failed_sample: shrink. None means half of them."""
+    """Minimum number of responses of a group with on_failed_sample: shrink. None means half of n_samples_per_prompt."""
     max_response_len: PositiveInt
-    """Most tokens of a response, over all its segments, tool results included; of each, if a sample has several
-    conversations."""
+    """Maximum number of tokens of a response, tool results included. If a sample has several conversations, the limit
+    applies to each conversation."""
     max_sample_tokens: PositiveInt | None = None
-    """Most tokens that a sample may generate in all its conversations; requests side by side each get what was left as
-    they began."""
+    """Maximum number of tokens that a sample may generate in all its conversations together. Each of several concurrent
+    requests gets the number that was left when the request began."""
     max_chains: PositiveInt = 64
-    """Most conversations of a sample; one more fails it."""
+    """Maximum number of conversations of a sample; a sample with more conversations fails."""
     generation: GenerationMode = GenerationMode.STEPWISE
-    """Span of generation: from the request for a batch to its delivery (stepwise), or always, for engines with GPUs of
-    their own (continuous)."""
+    """When responses are generated: only between the request for a batch and its delivery (stepwise), or always, for
+    engines with GPUs of their own (continuous)."""
     on_weight_update: OnWeightUpdate = OnWeightUpdate.RESUBMIT
-    """Treatment of requests in flight at a weight update, if generation is continuous: cut and prefilled again
-    (resubmit), or continued over the old keys (keep) or new ones (recompute)."""
+    """What happens to running requests at a weight update with generation: continuous. They are aborted and prefilled
+    again (resubmit), continue with the old KV cache (keep), or continue with a recomputed KV cache (recompute)."""
     refill: Refill = Refill.NONE
-    """Start of new work between two deliveries: once (none), per finished group, or per finished sample, which is the
-    default with generation: continuous."""
+    """When new prompts are started between two deliveries: only at the beginning (none), when a group finishes (group),
+    or when a sample finishes (sample, the default with generation: continuous)."""
     max_in_flight: OrAuto[PositiveInt] | None = None
-    """Samples generated at the same time, on all engines together. None means max(N, N') * n, and no more than the
-    engines' slots. If this and N' are auto, april also chooses whether to refill."""
+    """Maximum number of samples generated at the same time, on all engines together. None means max(N, N') * n, and at
+    most the number of the engines' slots. If max_in_flight and N' are auto, april also chooses whether to refill."""
     sampling: SamplingConfig = SamplingConfig()
     max_staleness: NonNegativeInt = 5
-    """Most weight updates between a token and the training of its batch; also most batches out at a time."""
+    """Maximum number of weight updates between the generation of a token and its training. No further batch
+    is delivered while more delivered batches than that are untrained."""
     max_off_policy_share: Annotated[float, Field(gt=0, le=1), Number] = 1.0
-    """Largest share of the trained tokens that older weights may have made, in what auto chooses."""
+    """For settings that are auto: largest share of the trained tokens that may come from older weights."""
     on_stale: OnStale = OnStale.FINISH
-    """Treatment of a sample older than max_staleness. Except with drop, steps wait so that there is none."""
+    """What happens to a sample that becomes older than max_staleness. With all values except drop, steps wait for
+    samples that are close to the limit."""
     max_age: PositiveInt | None = None
-    """Weight updates after which a group goes first and the step waits for it. None means 4 * (max_staleness + 1)."""
+    """Number of weight updates after which a group has priority and the step waits for it. None means 4 *
+    (max_staleness + 1)."""
     max_resumes: PositiveInt = 100
-    """Continuations of one response after which the same holds, unless on_stale is finish."""
+    """Number of continuations of one response after which its group has priority and the step waits for the group,
+    unless on_stale is finish."""
     on_long_prompt: OnLongPrompt = OnLongPrompt.ERROR
-    """Treatment of a prompt that leaves no room for a response: an error, or skipped and counted."""
+    """What happens to a prompt that leaves no room for a response: it raises an error, or is skipped and counted."""
     epochs: PositiveInt = 1
-    """Passes over the prompts."""
+    """Number of passes over the prompts."""
     on_data_end: OnDataEnd = OnDataEnd.SHORT
-    """Treatment of the last groups if they are fewer than N: a shorter batch (short), kept until there are more prompts
-    (wait), or the prompts begin again, for ever (wrap)."""
+    """What happens at the end of the prompts if fewer than N groups are left: they form a shorter batch (short), they
+    are kept until there are more prompts (wait), or the prompts begin again without end (wrap)."""
     max_filtered_groups: PositiveInt = 1000
-    """Most groups that the filter may reject in a row before the step fails."""
+    """Maximum number of groups that the filter may reject in a row before the step fails."""
     extras: Annotated[tuple[str, ...], BeforeValidator(one_or_more), AfterValidator(_each_once)] = ()
-    """Rows that come with every trained token: routed_experts, for trainers that replay those."""
+    """Names of extra data to deliver for each token: routed_experts, for trainers that replay the routing of
+    experts."""
     max_held_tokens: PositiveInt | None = None
-    """Number of held tokens from which on no prompt is drawn beyond what the step needs."""
+    """Number of undelivered response tokens at which april stops drawing prompts beyond those that the step needs."""
     max_extras_bytes: Bytes = 8 << 30
-    """Bytes of held rows from which on the same holds."""
+    """Number of undelivered bytes of extras at which april stops drawing prompts beyond those that the step needs."""
     max_attempt_failures: PositiveInt = 3
-    """Failures (engine, rollout or reward) of a sample after which on_failed_sample says what it costs."""
+    """Number of failures (engine, rollout or reward) of one sample after which on_failed_sample is applied."""
     max_failed_groups: PositiveInt = 8
     """Number of groups dropped for failures in a row before the step fails."""
     function_timeout_s: Seconds | None = 600.0
-    """Longest that a reward function or filter may take, and a rollout function outside of llm.generate at a time.
-    None means no limit."""
+    """Longest time that a reward function or filter may take, and that a rollout function may run without calling
+    llm.generate. None means no limit."""
     abort_deadline_s: Seconds = 30.0
     """Longest wait for an aborted request before its engine is quarantined, and for an engine to pause, resume or
     close."""
     abort_resend_s: Seconds = 1.0
     """Time between two requests for the same abort."""
     stall_timeout_s: Seconds | None = 1800.0
-    """Longest time without a token of a request, or the answer of one that comes whole; then it is ended and continued.
-    """
+    """Longest wait for the next token of a streamed request, or for the answer to a request that is not streamed. After
+    that time the request is aborted, and a new request continues its response."""
     warn_after_s: Seconds | None = None
-    """Wait for the same thing after which a warning names it. None means 60 s, or outage_deadline_s if that is less."""
+    """Time that april waits for one reason before a warning names the reason. None means 60 s, or outage_deadline_s if
+    that is less."""
     outage_deadline_s: Seconds = 600.0
-    """Longest wait for an engine while none is well, and for an engine to load weights or take a part of them; a
-    transfer of your own has twice as long."""
+    """Longest time without a healthy engine before the step fails, and longest wait for an engine to load weights or to
+    receive a part of them. A transfer function that you supply may take twice as long."""
     weights: WeightsRoute = WeightsRoute.AUTO
-    """Way of new weights to servers, where a trainer's adapter chooses: a directory (disk), from the trainer's
-    process (collective), or that where all servers can (auto)."""
+    """How new weights reach the servers, if april's integration with the trainer transfers them: through a directory
+    (disk), directly from the trainer's process (collective), or collective if all servers support it, else disk (auto).
+    """
     adapters_dir: str | None = None
     """Directory that all servers read, for the adapters (LoRA) that weight_update(weights=model) writes. None means a
     temporary one on this machine."""
     allow_mismatch: bool = False
     """Accept sampling parameters under which a trainer's recomputed log-probabilities cannot match."""
     seed: Seed = 0
-    """Seed of all sampling, from which that of each attempt follows."""
+    """Seed of all sampling; the seed of each request is derived from it."""
     relax_gc: bool = True
     """Let Python's garbage collector run less often in this process while the scheduler is open, with the thresholds
     50,000, 20 and 100. A collector that the program has disabled or relaxed further is left alone."""
@@ -337,7 +345,7 @@ class Config(Model):
 
     @property
     def groups_in_work(self) -> int:
-        """N', or N if it is not given or auto. N without partial_rollout, as portions may add up to more than N."""
+        """N' if it is a number, else N. Without partial_rollout N, as several times N' groups may be more than N."""
         given = self._number(self.over_sampling_batch_size) if self.partial_rollout else None
         return given or self.rollout_batch_size
 
@@ -446,7 +454,7 @@ def read_yaml(path: str | Path) -> Any:
 
 
 def _why_no_yaml(error: Exception) -> str:
-    """Return what is wrong in which line. The line itself is not shown, as it may contain a key."""
+    """Return the problem and its line number. The line itself is not shown, as it may contain a key."""
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         return " ".join(str(error).split())
@@ -454,7 +462,7 @@ def _why_no_yaml(error: Exception) -> str:
 
 
 def _mistake(item: Any) -> Mistake:
-    """Convert one of pydantic's errors to a mistake: where, what is wrong, what is possible. Secrets are not shown."""
+    """Convert one of pydantic's errors to a mistake: the setting, the problem and the remedy. Secrets are not shown."""
     loc, kind = item["loc"], None
     if loc[:1] == ("engine",) and len(loc) > 1 and loc[1] in _ENGINES:
         kind, loc = str(loc[1]), ("engine", *loc[2:])
@@ -503,19 +511,19 @@ _ENGINE_NAMES = dict.fromkeys(("base_url", "api_base", "server_url", "host", "en
 
 
 def _why_unknown(where: SettingName, kind: str | None, value: Any) -> Mistake:
-    """Return a mistake for an unknown setting that suggests the one meant. ``kind``: engine kind, inside ``engine``."""
+    """Return a mistake for an unknown setting, with a similar known one. ``kind``: engine kind, inside ``engine``."""
     name = where.path.rpartition(".")[2]
     if kind is not None:
         return _why_unknown_in_engine(where, name, kind)
     inside = [f"{parent}{key}" for key in value for parent in ("", f"{name}.")] if isinstance(value, Mapping) else []
-    near = next(filter(None, map(NAMES_ELSEWHERE.get, [name, *inside])), None)  # also names inside a trainer's section
+    near = next(filter(None, map(NAMES_ELSEWHERE.get, [name, *inside])), None)  # also nested names: rollout.n
     if near is None and (reason := NO_SETTINGS.get(name) or UNSUPPORTED.get(name)):
         return Mistake(where, f": {reason}")
     engines = {field for engine in ENGINE_CONFIGS for field in engine.model_fields}
     sections = {"": Config.model_fields, "sampling.": SamplingConfig.model_fields, "engine.": engines}
     known = [section + field for section, fields in sections.items() for field in fields]
     same = [path for path in known if path.rpartition(".")[2] == name]
-    # the unknown name is in a file, so the suggestion is worded as in a file
+    # a file or keyword arguments contain the unknown name, so the suggestion is a dotted name, not a flag
     near = near or next(iter(same or difflib.get_close_matches(where.path, known, 1, 0.75)), None)
     return Mistake(where, f": unknown setting; {f'do you mean {near}?' if near else 'see april.Config for the names'}")
 
