@@ -670,7 +670,7 @@ class BlockingLLM:
     chat = _blocking(LLM.chat)  # type: ignore[arg-type]  # mypy counts self as an argument
 
     def _end(self, *, cancelled: bool) -> None:
-        """Refuse further calls. If ``cancelled``, waiting calls raise CancelledError; if none waits, the next one does."""
+        """Refuse further calls. If ``cancelled``, waiting calls raise CancelledError; if none waits, the next call."""
         with self._lock:
             self._over = True
             self._cancels_next = cancelled and not sum([call.cancel() for call in self._calls])

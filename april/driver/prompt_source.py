@@ -108,7 +108,7 @@ class PromptSource:
         self.first: Prompt | None = None
         """First prompt that was drawn in this process."""
         self._unusable = 0
-        """1 from the draw of an unusable prompt until its error is returned, which then counts the prompt; otherwise 0."""
+        """1 after the draw of an unusable prompt until its error is returned and the prompt is counted; otherwise 0."""
         self.epoch = 0
         """Number of complete epochs."""
         self.position = 0
