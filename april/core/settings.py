@@ -61,8 +61,8 @@ class CoreSettings:
     max_filtered_groups: int = 1000
     """Number of groups that the filter may reject in a row before the step fails."""
     max_attempt_failures: int = 3
-    """Number of failures after which a sample fails for good: attempts in a row at the same token, or all failures of
-    its functions."""
+    """Number of failures after which a sample fails for good: attempts that broke off in a row at the same token, or
+    failures of its functions in total."""
     retry_pause_s: float = 0.0
     """Seconds before the first retry of a failed reward function or filter; 0 means no pause."""
     max_failed_groups: int = 8

@@ -1,8 +1,8 @@
 """Draws prompts from the user's iterable, epoch after epoch, and checks each one as it is drawn.
 
-``fetch`` may run in a thread while the event loop goes on; its prompts count as drawn once ``hand_over`` is called.
+``fetch`` may run in a thread while the event loop runs; its prompts count as drawn once ``hand_over`` is called.
 Invariants: a prompt is named by (epoch, position); each is handed over once, also across a restart. Each epoch has a
-digest of its drawn prompts, so a restart over other prompts, or over the same in another order, is detected.
+digest of its drawn prompts, so a restart over other prompts, or over the same prompts in another order, is detected.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class PromptSource:
         refuse: Callback that raises ConfigError for a prompt that is unusable for another reason.
 
     Raises:
-        ConfigError: ``prompts`` is no iterable, or can be iterated only once although there are several epochs.
+        ConfigError: ``prompts`` is not an iterable, or can be iterated only once although there are several epochs.
     """
 
     def __init__(
@@ -365,7 +365,7 @@ _END = object()
 
 
 def _next_digest(digest: bytes, prompt: Prompt | None) -> bytes:
-    """Return the digest after one more prompt; None stands for an unusable one."""
+    """Return the digest after one more prompt; None stands for an unusable prompt."""
     ids = b"" if prompt is None else prompt.token_ids.astype("<i4").tobytes()
     if prompt is not None and not ids:  # a prompt without tokens is identified by its data
         with suppress(TypeError, ValueError, RecursionError):  # keys that JSON lacks, or a list that contains itself
