@@ -88,7 +88,7 @@ def doctor(
 
     Exact: the weights and the log-probability of every token are known, and an aborted request loses no token.
 
-    Exit code 0: april can use them. 1: it cannot, or they were not reached. 2: the command line or the file is wrong.
+    Exit code 0: april can use the servers. 1: it cannot, or cannot reach them. 2: the command line or file is wrong.
     """
     from april.doctor.examine import TimeLimits
     from april.doctor.run import examine, present

@@ -187,15 +187,15 @@ class AprilEngineConfig(AddressedEngineConfig):
     kind: Literal["april"] = "april"
     interval_s: NonNegativeFloat = 1.0
     """Longest time for which a server collects tokens before it sends them, unless the request is streamed. If a server
-    dies, the collected tokens are lost. 0 means that each token is sent immediately."""
+    dies, the collected tokens are lost. 0 means that tokens are sent without delay."""
 
 
 class ServerEngineConfig(AddressedEngineConfig):
     """Settings that are common to engines behind third-party servers."""
 
     max_token_loss: NonNegativeInt | None = None
-    """Maximum number of tokens of one response that may be lost when its server dies. None means the number that costs
-    this kind of server the least time."""
+    """Maximum number of tokens of one response that may be lost when its server dies. None means april's default for
+    this kind of server."""
     vocab_size: PositiveInt | None = None
     """Size of the vocabulary. None means the size that the server reports."""
     max_len: PositiveInt | None = None
