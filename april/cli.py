@@ -214,7 +214,7 @@ def simulate(
         int | None, _in(_BATCH, "Samples in flight in the refill mode; default N x n.", "--max-in-flight", min=1)
     ] = None,
     max_staleness: Annotated[int, _in(_BATCH, "Maximum weight updates between a token and its training.", min=0)] = 5,
-    on_stale: Annotated[OnStale, _in(_BATCH, "What happens to samples older than that.")] = OnStale.FINISH,
+    on_stale: Annotated[OnStale, _in(_BATCH, "What happens to samples older than max_staleness.")] = OnStale.FINISH,
     group_quorum: Annotated[
         float,
         _in(_BATCH, (
