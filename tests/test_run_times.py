@@ -334,7 +334,7 @@ def test_the_sentences_of_the_page() -> None:
 def test_a_trainer_that_asks_ahead_is_not_said_to_wait() -> None:
     """Whether it trained or waited nobody knows; but where batches wait for it, training is too slow."""
     assert sentence(step_s=14, asked_ahead_s=13.9, train_s=0.1).startswith(
-        "a batch requested ahead of training was not ready for 13.9 of 14.0 s, and none was there"
+        "generation is the bottleneck: a batch requested ahead of training was not ready for 13.9 of 14.0 s"
     )
     assert sentence(step_s=14, asked_ahead_s=9, train_s=5).startswith("training is the bottleneck: it took 5.0 of")
 

@@ -282,8 +282,8 @@ class Config(Model):
         yield self.abort_resend_s > self.abort_deadline_s, "{abort_resend_s=} is longer than {abort_deadline_s=}"
         times = self.abort_deadline_s / self.abort_resend_s
         yield times > MAX_STOPS, (
-            f"{{abort_resend_s=}} would ask {times:.0e} times within {{abort_deadline_s=}}; {MAX_STOPS:,} times are "
-            "the most"
+            f"{{abort_resend_s=}} would send the same abort {times:.0e} times within {{abort_deadline_s=}}; the most "
+            f"is {MAX_STOPS:,} times"
         )
         if self.allow_mismatch:
             return

@@ -207,7 +207,7 @@ def _of_mapping(item: Mapping[str, Any], position: int) -> tuple[Any, Mapping[st
     if name == "input_ids" and "attention_mask" in item:
         taken.add("attention_mask")
         whole = True
-        with suppress(ValueError, TypeError, RuntimeError):  # the ids are no array either, which is refused later
+        with suppress(ValueError, TypeError, RuntimeError):  # the ids are not an array either, which is refused later
             whole = bool(np.asarray(item["attention_mask"]).all())
         if not whole:
             raise ConfigError(f"prompt {position} is padded (its attention_mask has zeros); give it without padding")

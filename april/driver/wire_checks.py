@@ -125,7 +125,7 @@ class AnswerChecks:
 def copied(chunk: Chunk, extras: Sequence[str]) -> Chunk:
     """Return a copy of the chunk, as an engine may reuse its buffers, with only the named ``extras``.
 
-    Values that are no arrays are kept as they are; the checks refuse them.
+    Values that are not arrays are kept as they are; the checks refuse them.
     """
     rows = {name: _copy(chunk.extras[name]) for name in extras if name in chunk.extras} if chunk.extras else NO_EXTRAS
     return Chunk(
