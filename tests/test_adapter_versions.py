@@ -297,7 +297,7 @@ async def test_an_adapter_is_of_the_model_that_the_run_gave(kind: str, tmp_path:
         await update(engine, version(1), str(tmp_path / "whole"))
         await update(engine, version(2), path)
         await server.restart()
-        with pytest.raises(WeightsGone, match="but the adapter belongs to .*; update it with full weights"):
+        with pytest.raises(WeightsGone, match=r"but the adapter belongs to .*; update it with full weights"):
             await update(engine, version(3), path)
 
 

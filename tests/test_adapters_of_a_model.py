@@ -65,7 +65,8 @@ def test_what_is_trained_besides_the_adapter() -> None:
     """Servers would go on with its old values; two active adapters are no one name."""
     model = Adapted()
     model.get_parameter("base_model.model.q_proj.base_layer.weight").requires_grad_(True)
-    with pytest.raises(ConfigError, match=r"trains base_model\.model\.q_proj\.base_layer\.weight in addition to its adapter"):
+    sentence = r"trains base_model\.model\.q_proj\.base_layer\.weight in addition to its adapter"
+    with pytest.raises(ConfigError, match=sentence):
         adapter_of(model)
     model = Adapted()
     model.active_adapters = ["default", "other"]

@@ -372,5 +372,6 @@ def test_engines_that_take_no_images_are_named_at_the_start() -> None:
             return replace(super().capabilities, attachments=())
 
     config = april.Config(rollout_batch_size=1, max_response_len=9)
-    with pytest.raises(ConfigError, match=r"engine e accepts no images, .*; use an engine and a model that accept them; for text"):
+    sentence = r"engine e accepts no images, .*; use an engine and a model that accept them; for text"
+    with pytest.raises(ConfigError, match=sentence):
         april.RolloutScheduler(config, prompts=[[1]], reward=None, engines=[Blind("e")], processor=tiny_processor())

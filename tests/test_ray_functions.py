@@ -369,7 +369,8 @@ async def wrong_calls(prompt: april.Prompt, llm: april.LLM) -> None:
         await llm.generate(best_of=3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="max_tokens must be"):
         await llm.generate(max_tokens=0)
-    with pytest.raises(UsageError, match=r"llm.generate: an argument cannot be sent to the scheduler's process: a object"):
+    sentence = r"llm.generate: an argument cannot be sent to the scheduler's process: a object"
+    with pytest.raises(UsageError, match=sentence):
         await llm.generate([*prompt.token_ids, 3], images=[object()])
     with pytest.raises(UsageError, match="tokenizer"):
         await llm.chat([{"role": "user", "content": "x"}])

@@ -65,8 +65,8 @@ NUMBERS: dict[str, tuple[dict[str, Any], str]] = {
     "negative ids": ({"tokens": all_of(-1, "<i4")}, "does not fit these engines: token id -1 is outside"),
     "fewer tokens": ({"tokens": lambda data: data[:-4]}, "is damaged"),
     "bytes": ({"tokens": lambda data: data[:-1]}, "is damaged"),
-    "calls": ({"calls": [], "open_call": None}, "is damaged: .*nobody asked for"),
-    "call": ({"open_call": 1, "calls": []}, "is damaged: .*nobody asked for"),
+    "calls": ({"calls": [], "open_call": None}, "is damaged: .*no call asked for"),
+    "call": ({"open_call": 1, "calls": []}, "is damaged: .*no call asked for"),
     "backwards": ({"calls": [[5, 2, "stop"]]}, "is damaged: .* a call of tokens 5 to 2 after 0"),
     "attempts": ({"attempts": 0}, "is damaged: .* of 0 attempts"),
     "finished": ({"finished": 1}, "is damaged: .* finished is 1"),
@@ -74,7 +74,8 @@ NUMBERS: dict[str, tuple[dict[str, Any], str]] = {
     "temperature": ({"segments": lambda s: [[*p[:6], -1.0] for p in s]}, "is damaged: .* a temperature of -1.0"),
     "version": ({"segments": lambda s: [[p[0], 0, 7, *p[3:]] for p in s]}, "is damaged: .* is newer than the"),
     "huge version": ({"segments": lambda s: [[p[0], 0, 2**70, *p[3:]] for p in s]}, "is damaged: "),
-    "reward": ({"of": "finished", "reward": 1e39}, r"is damaged: .* its reward is 1e\+39, which does not fit in a float32"),
+    "reward": ({"of": "finished", "reward": 1e39}, r"is damaged: .* its reward is 1e\+39, which does not fit in a "
+    "float32"),
     "no reward": (
         {"of": "finished", "reward": float("nan")}, "is damaged: .* its reward is nan; expected a finite number",
     ),
@@ -159,7 +160,7 @@ async def test_a_state_is_loaded_first(after: str) -> None:
         delivered += (await again.step()).group_ids.tolist()
     else:
         await again.driver.update_weights()
-    with pytest.raises(CheckpointError, match="loaded before the first batch and weight update; make a new sched"):
+    with pytest.raises(CheckpointError, match="loaded before the first batch and weight update; create a new sched"):
         await again.driver.load_state_dict(state)
     async for batch in until_the_end(again):
         delivered += batch.group_ids.tolist()

@@ -94,7 +94,7 @@ def test_what_cannot_be_known_is_said(run: Path, tmp_path: Path) -> None:
     for words, found in doubts.items():
         assert words in found.doubt
         assert found.sync == 0.0
-        assert helped(found) == f"It cannot be known from this record: {found.doubt}."
+        assert helped(found) == f"This record does not show it: {found.doubt}."
 
 
 # ---------------------------------------------------------------- the health of learning

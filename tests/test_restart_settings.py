@@ -88,7 +88,7 @@ async def test_settings_that_may_change(changes: dict[str, Any], caplog: pytest.
     assert seen == dict.fromkeys(range(60), 1)
     assert sum(b.metrics["masked_tokens"] for b in batches) == 0
     assert max(b.metrics["staleness_max"] for b in batches) <= changes.get("max_staleness", 5)
-    told = [r.getMessage() for r in caplog.records if "goes on under other settings" in r.getMessage()]
+    told = [r.getMessage() for r in caplog.records if "continues from the state under other settings" in r.getMessage()]
     assert bool(told) is bool(changes)
     for name in changes.keys() - {"partial_rollout"}:
         assert f"{name} was " in told[0]
@@ -229,8 +229,8 @@ def loader(prompts: list[Any], broken: bool = False) -> Callable[[], Iterator[An
     ("prompts", "words"),
     [
         (PROMPTS[::-1], r"the first \d+ prompts of epoch 0 differ from those drawn .*in another order"),
-        ([*PROMPTS[1:2], *PROMPTS[:1], *PROMPTS[2:]], "are not those that were drawn"),
-        ([{"token_ids": [9, 9]}, *PROMPTS[1:]], "are not those that were drawn"),
+        ([*PROMPTS[1:2], *PROMPTS[:1], *PROMPTS[2:]], "differ from those drawn"),
+        ([{"token_ids": [9, 9]}, *PROMPTS[1:]], "differ from those drawn"),
         (PROMPTS[:7], r"the prompts ended after 7 of epoch 0, where \d+ had been drawn before"),
         ([*PROMPTS[:4], "text", *PROMPTS[5:]], r"differ from those .* \(prompt 4 is of type str"),
         (None, "the source failed at prompt 5: OSError: shard list is gone"),

@@ -223,7 +223,7 @@ async def test_a_second_client_shuts_out_the_first() -> None:
         for call in (first.pause, first.resume, lambda: first.update_weights(TWO, "w://2")):
             with pytest.raises(EngineError):
                 await call()
-        assert await first.health() == Health(ok=False, detail="another client has the engine")
+        assert await first.health() == Health(ok=False, detail="another client uses the engine")
         assert engine.weights == "w://1"
         # of the second client, which knows nothing of them, these weights are those of another run
         assert second.capabilities.first_weights is FirstWeights.OTHERS
@@ -306,7 +306,7 @@ async def test_another_model_at_the_same_address_is_none_of_the_run() -> None:
         await process.start()
         process.engine.capabilities = replace(process.engine.capabilities, **changes)
         for _ in range(2):
-            with pytest.raises(EngineError, match=f"was started anew with another model: {told}"):
+            with pytest.raises(EngineError, match=f"was restarted with another model: {told}"):
                 await client.pause()
         assert not (await client.health()).current
         assert not process.server._client, "it is nobody's"
@@ -436,7 +436,7 @@ async def test_tensors_that_come_leave_no_version_until_they_are_named() -> None
         await client.take(specs[:1], sent[:1], False)
         await client.resume()
         assert not (await client.health()).current
-        assert "part of new weights" in str((await read(client, request())).error)
+        assert "part of the new weights" in str((await read(client, request())).error)
         assert server._version is None
         await client.pause()
         await client.take(specs, sent, True)

@@ -283,7 +283,7 @@ async def test_a_server_that_restarts_behind_a_transfer() -> None:
         await engine.pause()
         await sent(engine)
         server._restart_at_once()
-        with pytest.raises(HalfUpdated, match="was started anew"):
+        with pytest.raises(HalfUpdated, match="was restarted"):
             await engine.update_weights(V2)
         await engine.resume()
         assert server.label == "default"

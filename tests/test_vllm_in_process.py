@@ -191,7 +191,7 @@ async def test_weights_from_disk_between_two_steps(own_loop: bool) -> None:
         await w.there(lambda: w.llm.limit(4))
         running = asyncio.create_task(w.ask())
         await w.until(lambda: w.llm.stopped == 1)
-        with pytest.raises(EngineError, match="pause it first"):
+        with pytest.raises(EngineError, match="pause the engine first"):
             await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
         await w.engine.pause()
         await w.there(lambda: w.llm.limit())
@@ -222,7 +222,7 @@ async def test_an_update_that_fails_says_so() -> None:
         await w.engine.resume()
         answer = await w.ask()
         assert isinstance(answer.error, EngineError)
-        assert "its weights are those of no version" in str(answer.error)
+        assert "its weights belong to no version" in str(answer.error)
         assert not (await w.engine.health()).ok
         w.llm.cache_resets = True
         await w.engine.pause()
@@ -241,7 +241,7 @@ async def test_a_reload_counts_when_every_worker_has_returned_nothing(results: A
         with pytest.raises(EngineError, match="workers returned"):
             await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
         w.llm.rpc_results, w.llm.keeps_label = [None], True
-        with pytest.raises(EngineError, match="says its weights are default"):
+        with pytest.raises(EngineError, match="labels its weights default"):
             await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
         await w.engine.resume()
         assert (await w.ask()).error is not None

@@ -25,7 +25,9 @@ CAPABILITIES = Capabilities(
 )
 PHASES = ("ranks", "join", "begin", "receive", "finish")
 SAYS = {
-    "ranks": "to say how many workers it has", "join": "to meet the sender", "begin": "to make ready for new weights",
+    "ranks": "to report how many workers it has", "join": (
+        "to connect to the sender"
+    ), "begin": "to prepare for new weights",
     "receive": "to take tensor b", "finish": "to put the weights into use",
 }  # fmt: skip
 WEIGHTS = {"a": torch.arange(4.0), "b": torch.arange(8.0), "c": torch.ones(2, 2)}
@@ -300,7 +302,8 @@ def test_two_engines_fail_one_after_the_other() -> None:
 def test_what_an_engine_got_in_an_earlier_round_counts() -> None:
     """It is torn by the first round, though the second one, to which nobody else was left, ended before any tensor."""
     desk = Desk(Receiver("bad", fails=("receive", "refuses", 1)), Receiver("good", fails=("ranks", "refuses", 1)))
-    with pytest.raises(EngineError, match=r"engine bad failed to receive tensor b.*good failed to report how many workers"):
+    sentence = r"engine bad failed to receive tensor b.*good failed to report how many workers"
+    with pytest.raises(EngineError, match=sentence):
         desk.send()
     assert {name: fate.torn for name, fate in desk.sender.left_out.items()} == {"bad": True, "good": True}
 

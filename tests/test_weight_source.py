@@ -215,7 +215,7 @@ def test_weights_can_be_sent_again() -> None:
     once = WeightSource(iter([("w", torch.ones(2))]))
     assert not once.repeatable
     assert len(list(once.buckets())) == 1
-    with pytest.raises(ConfigError, match="an iterator was given, and it has been drawn from"):
+    with pytest.raises(ConfigError, match="an iterator was given, and its items are already used"):
         next(once.buckets())
 
 
@@ -223,11 +223,11 @@ def test_the_rest_of_a_generator_is_not_all() -> None:
     """One that an earlier call has begun with is refused before anything happens, whole or not."""
     begun = torch.nn.Linear(2, 2).named_parameters()
     next(WeightSource(begun, bucket_bytes=1).buckets())
-    with pytest.raises(ConfigError, match="an iterator was given, and it has been drawn from"):
+    with pytest.raises(ConfigError, match="an iterator was given, and its items are already used"):
         WeightSource(begun)
     ended = torch.nn.Linear(2, 2).named_parameters()
     assert len(list(ended)) == 2
-    with pytest.raises(ConfigError, match="an iterator was given, and it has been drawn from"):
+    with pytest.raises(ConfigError, match="an iterator was given, and its items are already used"):
         WeightSource(ended)
 
 
@@ -283,7 +283,7 @@ def test_parameters_of_zero_3_are_refused() -> None:
     """DeepSpeed leaves an empty tensor in the place of each, which would be sent as such."""
     parameter = torch.nn.Parameter(torch.empty(0))
     parameter.ds_id = 0  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="w is spread over ranks by DeepSpeed ZeRO-3"):
+    with pytest.raises(ConfigError, match="w is sharded over ranks by DeepSpeed ZeRO-3"):
         WeightSource({"w": parameter})
 
 
@@ -306,8 +306,8 @@ def test_an_iterator_is_refused_where_it_goes_wrong(pairs: list[Any], words: str
     ("options", "words"),
     [
         ({"bucket_bytes": 0}, "bucket_bytes must be at least 1"),
-        ({"dtype": "int8"}, "'int8' is no floating-point dtype"),
-        ({"dtype": "bf16"}, "'bf16' is no floating-point dtype"),
+        ({"dtype": "int8"}, "'int8' is not a floating-point dtype"),
+        ({"dtype": "bf16"}, "'bf16' is not a floating-point dtype"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], words: str) -> None:

@@ -11,15 +11,15 @@ from urllib.parse import urlsplit
 
 from april.config.engines import AddressedEngineConfig, ServerEngineConfig, SglangEngineConfig
 from april.config.settings import Config
-from april.doctor.findings import CONFIGURATION, Finding, Level, Report, ServerReport, abilities
+from april.doctor.findings import CONFIGURATION, Examined, Finding, Level, Report, abilities
 from april.doctor.reach import (
+    at_rest,
     missing,
     not_probed,
-    paused_finding,
-    resting_finding,
+    paused,
     router_findings,
     router_settings,
-    why_no_http,
+    why_no_talk,
     why_unreachable,
 )
 from april.engines.fit import why_unfit
@@ -30,7 +30,7 @@ from april.errors import ConfigError, EngineBusy, EngineError
 from april.text.server_text import clean
 
 
-def differences(servers: Mapping[str, ServerFacts]) -> list[Finding]:
+def compared(servers: Mapping[str, ServerFacts]) -> list[Finding]:
     """Return findings on differences between servers, given by address, in things that they should have in common."""
     found: list[Finding] = []
     for what, of, level, advice, promise in _COMMON:
@@ -45,30 +45,33 @@ _SAME_MODEL = "serve the same model everywhere"
 _COMMON: tuple[tuple[str, Callable[[ServerFacts], Any], Level, str, str], ...] = (
     ("vocabulary", lambda s: s.capabilities.vocab_size, Level.MISSING, _SAME_MODEL, ""),
     (
-        "model", lambda s: s.model, Level.LIMITED, f"{_SAME_MODEL}; if only the names differ, all is well",
+        "model", lambda s: s.model, Level.LIMITED, f"{_SAME_MODEL}; if only the names differ, ignore this",
         "all servers have the same weights before the first update",
     ),
     (
         "EOS ids", lambda s: s.capabilities.eos_token_ids, Level.LIMITED, _SAME_MODEL,
         "a response ends in the same way at every server",
     ),
-    ("context", lambda s: s.capabilities.max_context, Level.REMARK, "april keeps to the shortest", ""),
+    ("context", lambda s: s.capabilities.max_context, Level.REMARK, "april uses the shortest context", ""),
     ("weight version", lambda s: s.label, Level.REMARK, "april's first weight update makes them equal", ""),
     (
-        "log-probabilities", lambda s: s.capabilities.logprob_kind, Level.LIMITED, "start all with the same flags",
+        "log-probabilities", lambda s: s.capabilities.logprob_kind, Level.LIMITED, (
+            "start all servers with the same flags"
+        ),
         "log-probabilities are of one kind",
     ),
     (
         "software version", lambda s: s.software, Level.LIMITED,
-        "run the same everywhere, or a response that goes on at another server may differ in its last digits",
-        "all servers compute the same to the last digit",
+        "run the same software everywhere, or a response that continues at another server may differ in its last "
+        "digits",
+        "all servers compute exactly the same values",
     ),
 )  # fmt: skip
 """(subject, function that reads it, level of a difference, advice, promise that april does not keep then)"""
 
 
 @dataclass(frozen=True, slots=True)
-class TimeLimits:
+class Patience:
     """Time limits of the doctor, in seconds."""
 
     total_s: float = 15.0
@@ -79,23 +82,23 @@ class TimeLimits:
     """Limit for one response while the kind of the server is being found out."""
 
 
-async def examine_urls(urls: Sequence[str], key: str | None, patience: TimeLimits) -> Report:
+async def examine_urls(urls: Sequence[str], key: str | None, patience: Patience) -> Report:
     """Examine servers that are given only by their addresses."""
     began = time.monotonic()
     examinations = [Examination(url, key, None, patience) for url in urls]
     await _run(examinations, patience)
     report = Report([e.found for e in examinations])
-    report.together = differences({e.found.url: e.facts for e in examinations if e.facts is not None})
+    report.together = compared({e.found.url: e.facts for e in examinations if e.facts is not None})
     report.engine_settings = _settings(examinations)
     report.seconds = time.monotonic() - began
     return report
 
 
-async def examine_config(config: Config, patience: TimeLimits) -> Report:
+async def examine_config(config: Config, patience: Patience) -> Report:
     """Examine the servers of a configuration, and check whether they fit it."""
     engine = config.engine
     if not isinstance(engine, ServerEngineConfig):
-        sentence = f"engine.kind {engine.kind} runs in the trainer's process: there is no server to examine"
+        sentence = f"engine.kind {engine.kind} runs in the trainer's process, so there is no server to examine"
         if isinstance(engine, AddressedEngineConfig):
             sentence = f"engine.kind {engine.kind}: servers of april itself need no examination"
         return Report([], [Finding("engine", Level.OK, sentence)])
@@ -110,7 +113,7 @@ async def examine_config(config: Config, patience: TimeLimits) -> Report:
         routers.append(RouterExamination(engine.router, key, config, patience))
     await _run([*examinations, *routers], patience)
     report = Report([e.found for e in [*examinations, *routers]])
-    report.together = differences({e.found.url: e.facts for e in examinations if e.facts is not None})
+    report.together = compared({e.found.url: e.facts for e in examinations if e.facts is not None})
     engines = {e.name: e.facts.capabilities for e in examinations if e.facts is not None}
     report.together += [Finding(CONFIGURATION, Level.MISSING, sentence) for sentence in why_unfit(config, engines)]
     report.seconds = time.monotonic() - began
@@ -120,8 +123,8 @@ async def examine_config(config: Config, patience: TimeLimits) -> Report:
 class Examination:
     """Examines one server. ``found`` is valid at any time, even if the examination is interrupted."""
 
-    def __init__(self, url: str, key: str | None, config: Config | None, patience: TimeLimits) -> None:
-        self.found = ServerReport(url=url)
+    def __init__(self, url: str, key: str | None, config: Config | None, patience: Patience) -> None:
+        self.found = Examined(url=url)
         self.name = urlsplit(url).netloc
         self.identity: Identity | None = None
         self.facts: ServerFacts | None = None
@@ -145,24 +148,24 @@ class Examination:
             self.found.model = next(iter(self.identity.models), None)
             await self._examine(client, self.identity)
         except ConfigError as error:
-            self.found.findings.append(missing("offer", str(error), self._unreported_advice()))
+            self.found.findings.append(missing("offer", str(error), self._say_it()))
         except EngineError as error:
-            advice = "look at the server's log, and call april doctor again"
+            advice = "look at the server's log, and run april doctor again"
             self.found.findings.append(missing("offer", str(error), advice))
         finally:
             await client.close()
 
-    def _unreported_advice(self) -> str:
+    def _say_it(self) -> str:
         """Return advice for a server that does not report something which april must know."""
         if self._settings is not None or self.identity is None:
             return ""
         engine = f"engine: {{kind: {self.identity.kind.value}, urls: [{self.found.url}], ...}}"
-        return f"say it in a configuration ({engine}), and call april doctor --config FILE"
+        return f"set it in a configuration ({engine}), and run april doctor --config FILE"
 
-    def note_timeout(self) -> None:
+    def cut(self) -> None:
         """Add a finding that the time limit was reached."""
-        sentence = f"{self.found.url} had not said in {self._patience.total_s:g} s what it can do"
-        advice = "is it drowned in requests? look at its log, and call april doctor again"
+        sentence = f"{self.found.url} did not report its features within {self._patience.total_s:g} s"
+        advice = "is it overloaded with requests? look at its log, and run april doctor again"
         self.found.findings.append(missing("time", sentence, advice))
 
     async def _identify(self, client: HttpClient) -> Finding | None:
@@ -173,7 +176,7 @@ class Examination:
         try:
             self.identity = await identify(client, patience.answer_s)
         except EngineError as error:
-            return await why_no_http(url, error, patience.answer_s)
+            return await why_no_talk(url, error, patience.answer_s)
         return None
 
     async def _examine(self, client: HttpClient, identity: Identity) -> None:
@@ -184,13 +187,13 @@ class Examination:
             return
         why = await why_silent(client, identity.kind, self._patience.answer_s)
         if why:
-            found.findings.append(paused_finding(found.url, identity.kind, why))
+            found.findings.append(paused(found.url, identity.kind, why))
             return
         settings = self._settings or SETTINGS[identity.kind](urls=(found.url,))
         try:
             self.facts = await probe(client, settings)
         except EngineBusy as error:
-            found.findings.append(resting_finding(found.url, str(error)))
+            found.findings.append(at_rest(found.url, str(error)))
             return
         facts = self.facts
         found.version = clean(facts.software, VERSION_CHARS) or found.version
@@ -211,13 +214,13 @@ async def unfinished(tasks: Iterable[asyncio.Task[None]], seconds: float) -> set
     return (await asyncio.wait(tasks, timeout=seconds))[1]
 
 
-async def _run(examinations: Sequence[Examination], patience: TimeLimits) -> None:
+async def _run(examinations: Sequence[Examination], patience: Patience) -> None:
     """Run all examinations concurrently, until they finish or the time limit is reached."""
     tasks = {asyncio.create_task(e.run()): e for e in examinations}
     late = await unfinished(tasks, patience.total_s)
     for task in late:
         task.cancel()
-        tasks[task].note_timeout()
+        tasks[task].cut()
     for result in await asyncio.gather(*tasks, return_exceptions=True):
         if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
             raise result
