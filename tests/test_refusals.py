@@ -375,8 +375,8 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"config": config(epochs=2)},
-        r"prompts can be iterated only once \(Untouched\), and several epochs are wanted; give a list or a data set, "
-        "or an object whose __iter__ begins anew",
+        r"prompts can be iterated only once \(Untouched\), but several epochs are wanted; give a list or a data set, "
+        "or an object whose __iter__ starts over",
     ),
     (
         {"config": config(sampling={"stop_token_ids": [VOCAB]})},
@@ -406,7 +406,8 @@ CALLS: list[tuple[Callable[[april.RolloutScheduler], Any], type[AprilError], str
     ),
     (lambda r: r.weight_update(transfer=3), ConfigError, "weight_update: transfer must be a function, got int"),
     (lambda r: r.evaluate(None), ConfigError, "evaluate: prompts must be an iterable of prompts, got NoneType"),
-    (lambda r: r.evaluate("text"), ConfigError, "evaluate: prompts must be an iterable of prompts, got str; a file.*"),
+    (lambda r: r.evaluate("text"), ConfigError,
+     "evaluate: prompts must be an iterable of prompts, got str; april does not read files.*"),
     (lambda r: r.evaluate([]), ConfigError, "evaluate: there are no prompts"),
     (
         lambda r: r.evaluate([[1], [5000]]),
