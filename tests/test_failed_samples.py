@@ -179,7 +179,7 @@ def test_nothing_but_failures_ends_the_step_with_a_sentence(policy: OnFailedSamp
         fail(m, tuple(running[0].id))  # type: ignore[arg-type]
         failures += 1
         assert failures < 100
-    assert m.errors == [f"3 groups failed in a row, the last one: {m.errors[0].rpartition('error is: ')[2]}"]
+    assert m.errors == [f"3 groups failed in a row; the last error is: {m.errors[0].rpartition('error is: ')[2]}"]
     assert m.errors[0].endswith("broken")
     # each of two tries: the first; n replaced and the first beyond; the third, which would leave one
     assert failures == 3 * 2 * {DROP_GROUP: 1, REPLACE: 5, SHRINK: 3}[policy]

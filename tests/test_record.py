@@ -269,7 +269,7 @@ def test_a_change_is_found_in_its_line(path: Path) -> None:
     with pytest.raises(RecordError, match=f"line {number} of .* is damaged, or was changed"):
         replay(path)
     at = next(i for i, line in enumerate(lines, 1) if line[1] == "StepRequested")
-    with pytest.raises(RecordError, match=rf"line {at} of .*StepRequested, at .* otherwise .*{april.__version__}"):
+    with pytest.raises(RecordError, match=rf"line {at} of .*StepRequested, at .* differently .*{april.__version__}"):
         replay(written(path, [*lines[: at - 1], [*lines[at - 1][:3], "0" * 16], *lines[at:]]))
     lines[number - 1][2]["sampling"]["max_tokens"] -= 1
     sentence = rf"line {number} of .*\(CallMade, at 0 s\): the core decides differently than"

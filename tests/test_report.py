@@ -350,7 +350,7 @@ def test_what_is_no_record(record: Path, tmp_path: Path, what: str, who: str) ->
     elif what == "a directory":
         path.mkdir()
     elif who == "watch":
-        sentence[what] = "is not there yet"
+        sentence[what] = "does not exist yet"
     code, said = command(who, path, *(["--once"] if who == "watch" else []))
     assert code == 1
     assert said.count(sentence[what].format(path=path)) == 1

@@ -127,12 +127,12 @@ def npy(rows: NDArray[Any], **changes: Any) -> str:
 Said = Callable[[Any, NDArray[np.int32]], Any]
 WRONG: list[tuple[str, Said, str]] = [
     ("both", lambda run, rows: None, "no rows of routed_experts"),
-    ("both", lambda run, rows: rows[:-1], "rows of routed_experts, and"),
-    ("both", lambda run, rows: np.concatenate([rows, rows[:1]]), "rows of routed_experts, and"),
+    ("both", lambda run, rows: rows[:-1], "rows of routed_experts, but"),
+    ("both", lambda run, rows: np.concatenate([rows, rows[:1]]), "rows of routed_experts, but"),
     ("both", lambda run, rows: "no base64!", "that are not base64"),
     ("sglang", lambda run, rows: -rows - 1, "the expert -"),
     ("sglang", lambda run, rows: rows + 65536, "the expert 6"),
-    ("sglang", lambda run, rows: rows[:, :2], "bytes of routed_experts, which are no rows of 3 layers with 2"),
+    ("sglang", lambda run, rows: rows[:, :2], "bytes of routed_experts, which do not match 3 layers with 2"),
     ("vllm", lambda run, rows: npy(rows.astype(np.int32) + 65536), "the expert 6"),
     ("vllm", lambda run, rows: npy(rows[:, :2].astype(np.uint8)), "of 2 layers with 2 experts per token, but"),
     ("vllm", lambda run, rows: npy(rows.astype(np.float32)), "and type float32, but rows of ids per layer are needed"),
@@ -311,7 +311,7 @@ async def test_vllm_in_process_that_lies(monkeypatch: pytest.MonkeyPatch) -> Non
     async with in_process(monkeypatch, 33) as (llm, engine):
         for said, words in (
             (lambda run, rows: None, "no rows of routed_experts"),
-            (lambda run, rows: rows[:-1], "rows of routed_experts, and"),
+            (lambda run, rows: rows[:-1], "rows of routed_experts, but"),
             (lambda run, rows: rows[:, :1], "of 1 layers with 2 experts per token, but the model"),
             (lambda run, rows: rows + 300, "the expert"),
         ):

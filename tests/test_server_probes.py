@@ -194,7 +194,7 @@ REPEATS = "do its events repeat earlier tokens"
     ("server", "config", "message"),
     [
         (FakeOpenAIServer(None), {}, "returns no token ids with log-probabilities in any way that april knows"),
-        (FakeOpenAIServer(strips=frozenset({2})), {}, r"keeps EOS \(2\) back"),
+        (FakeOpenAIServer(strips=frozenset({2})), {}, r"leaves EOS \(2\) out"),
         (FakeOpenAIServer(strips=frozenset(range(512))), {}, "leaves the stop token out"),
         (FakeOpenAIServer(), {"vocab_size": None}, r"engine.vocab_size: .* vocab_size of the model's config.json"),
         (FakeOpenAIServer(TokenShape.DETOKENIZE), {"max_len": None}, r"engine.max_len: .* does not report its context"),

@@ -56,7 +56,7 @@ async def test_a_restart_whose_metrics_fail(kind: str, fault: ControlFault, monk
         metrics(server, fault)
         health = await engine.health()
         assert (health.ok, health.current) == (False, True)
-        assert "do not say" in health.detail
+        assert "do not show" in health.detail
         got = await read(engine, request())
         assert not got.tokens
         assert "has not reported" in str(got.error)

@@ -140,7 +140,7 @@ async def test_a_load_that_fails(tmp_path: Path, kind: str, options: dict[str, A
             await update(engine, V1, path)
         got, health = await read(engine, request()), await engine.health()
         if (kind, name) == ("vllm", "missing"):
-            assert "without weights" in str(got.error)
+            assert "no weights now" in str(got.error)
             assert (health.ok, health.current, server.runs) == (False, False, [])
             await engine.update_weights(V1, saved(tmp_path, "w1"))
             assert (await read(engine, request())).error is None

@@ -202,7 +202,7 @@ def test_own_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "sentence"),
     [
         (["--model", "gpt-9"], "unknown model 'gpt-9'; choose one of qwen3-4b, qwen3-8b, r1-distill-1.5b"),
-        (["--gpu", "abacus"], "unknown GPU 'abacus'; known are"),
+        (["--gpu", "abacus"], "unknown GPU 'abacus'; choose one of"),
         (["--over-sampling-batch-size", "0"], "'--over-sampling-batch-size'"),
         (["--n-samples-per-prompt", "0"], "'--n-samples-per-prompt'"),
         (["--over-sampling-batch-size", "400"], "over_sampling_batch_size=400 is too large: with max_staleness=5"),

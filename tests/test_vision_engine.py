@@ -185,7 +185,7 @@ async def test_what_cannot_be_seen_is_refused_by_a_sentence_and_alone(tmp_path: 
         (stray, (placed,), f"token 0 is {IMAGE}, the placeholder of an image, but no image belongs to it: ban it"),
         (beside, (placed,), f"token {len(tokens)} is {IMAGE}"),
         (together, two, "follows another one immediately"),
-        (tokens, of(picture(1), count=99), "has 99 tokens, which are not there"),
+        (tokens, of(picture(1), count=99), "has 99 tokens, some of which are missing"),
         (tokens, of(picture(1), at=0, count=1), f"has no token {IMAGE} in its place"),
         (tokens, of(Attachment.of("audio", b"la")), "this engine only accepts images"),
         (tokens, of(picture(5, 32, 32)), r"is read as 16 tokens, and the conversation has 6 for it"),

@@ -156,7 +156,7 @@ async def test_a_directory_that_was_written_over_is_not_the_old_version(
     assert len(warned) == 5
     assert warned[0] == (
         f"engine s0 does not have the current weights and waits for the next weight update: {tmp_path / 'weights'} "
-        "holds other weights than those of version 0.2"
+        "holds weights other than those of version 0.2"
     )
 
 

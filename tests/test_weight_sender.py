@@ -28,7 +28,7 @@ SAYS = {
     "ranks": "to report how many workers it has", "join": (
         "to connect to the sender"
     ), "begin": "to prepare for new weights",
-    "receive": "to take tensor b", "finish": "to put the weights into use",
+    "receive": "to receive tensor b", "finish": "to put the weights into use",
 }  # fmt: skip
 WEIGHTS = {"a": torch.arange(4.0), "b": torch.arange(8.0), "c": torch.ones(2, 2)}
 ONE_EACH = 16

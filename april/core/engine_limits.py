@@ -156,7 +156,7 @@ def no_experts(remedy: str, *flags: str) -> Limit:
 def unknown_eos(
     consequence: str = (
         "The ids that end a response are unknown, because the model's files are not on this machine or do not name "
-        "them, so april relies on the server to end responses"
+        "them: april relies on the server to end responses"
     ),
 ) -> Limit:
     """Return the limit that the ids which end a response are unknown."""
