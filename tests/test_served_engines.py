@@ -298,7 +298,7 @@ async def test_another_model_at_the_same_address_is_none_of_the_run() -> None:
     client = await client_of(process.server)
     for changes, told in (
         ({"vocab_size": 50}, "vocab_size 50 instead of 1000"),
-        ({"eos_token_ids": (7,)}, r"eos_token_ids \(7,\) and not \(0,\)"),
+        ({"eos_token_ids": (7,)}, r"eos_token_ids \(7,\) instead of \(0,\)"),
         ({"logprob_kind": april.LogprobKind.RAW}, "logprob_kind raw and not temperature"),
         ({"max_context": 30}, "max_context 30 and not 400"),
     ):
