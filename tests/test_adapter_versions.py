@@ -284,7 +284,7 @@ async def test_somebody_else_unloads_the_adapter(kind: str, tmp_path: Path) -> N
         server.loras.present.clear()
         health = await engine.health()
         assert (health.ok, health.current) == (False, False)
-        assert f"no adapter {name} any more" in health.detail
+        assert f"the server no longer has the adapter {name}" in health.detail
 
 
 @both

@@ -209,7 +209,7 @@ def test_people_hear_of_a_sample_that_is_given_up(policy: OnFailedSample) -> Non
     fail(m, (0, 3))
     (warning,) = [c.message for c in m.commands if isinstance(c, do.Warn)]
     assert warning == (
-        f"g0.s3: broken; it is given up, and its group goes on with {4 if policy is REPLACE else 3} samples"
+        f"g0.s3: broken; the sample is given up, and its group continues with {4 if policy is REPLACE else 3} samples"
     )
 
 

@@ -86,18 +86,18 @@ DAMAGED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "none": (lambda s: None, "not a state that april's"),
     "text": (lambda s: "state", "not a state that april's"),
     "empty": (lambda s: {}, "not a state that april's"),
-    "changed": (damage(["core", "batches"], 7), "its checksum is '[0-9a-f]{32}', and its content has '[0-9a-f]{32}'"),
+    "changed": (damage(["core", "batches"], 7), "its checksum is '[0-9a-f]{32}', but its content has '[0-9a-f]{32}'"),
     "one bit": (samples(tokens=lambda data: bytes([data[0] ^ 1]) + data[1:]), "its checksum is "),
     "no checksum": (damage(["checksum"], ...), "its checksum is None"),
     "format": (damage(["format"], 99), "has format 99; this version of april reads format 2"),
-    "kind": (damage(["april"], "desk"), "a state of april's 'desk', and 'rollouts' is to go on from one"),
+    "kind": (damage(["april"], "desk"), "a state of april's 'desk', but a state of 'rollouts' is needed"),
     "no core": (sealed(damage(["core"], ...)), "is damaged"),
     "core": (sealed(damage(["core"], {})), "not a state that april's"),
     "n": (
         sealed(damage(["core", "settings", "n_samples_per_prompt"], 3)),
-        "saved with n_samples_per_prompt=3, the configuration has 2",
+        "saved with n_samples_per_prompt=3, but the configuration has 2",
     ),
-    "seed": (sealed(damage(["core", "settings", "run_seed"], 7)), "saved with seed=7, the configuration has 0"),
+    "seed": (sealed(damage(["core", "settings", "run_seed"], 7)), "saved with seed=7, but the configuration has 0"),
     "version": (sealed(damage(["core", "version"], 3)), "is damaged"),
     "waiting": (sealed(damage(["core", "waiting"], ...)), "is damaged"),
     "ledger": (sealed(damage(["core", "tokens", "observed"], 1)), "is damaged: .*does not balance"),
@@ -106,7 +106,7 @@ DAMAGED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "sample": (sealed(damage(["core", "waiting", 0, "samples", -1], ...)), "is damaged"),
     "position": (sealed(damage(["prompts", "position"], None)), "is damaged"),
     "prompts": (sealed(damage(["prompts"], [])), "is damaged"),
-    "epoch": (sealed(damage(["prompts", "epoch"], 4)), r"saved in epoch 4, the configuration has epochs=1"),
+    "epoch": (sealed(damage(["prompts", "epoch"], 4)), r"saved in epoch 4, but the configuration has epochs=1"),
 }
 DAMAGED |= {kind: (sealed(samples(**changes)), words) for kind, (changes, words) in NUMBERS.items()}
 
@@ -189,7 +189,7 @@ async def test_an_engine_that_cannot_be_told() -> None:
         await again.driver.load_state_dict(state)
     assert len(again.core.buffer) == 0
     assert again.driver._source.position == 0
-    with pytest.raises(EngineError, match=r"reached engines \['e0'\] and not \['e1'\]"):
+    with pytest.raises(EngineError, match=r"reached engines \['e0'\] but not \['e1'\]"):
         await again.driver.next_batch()
     assert await again.driver.load_state_dict(state) == PolicyVersion(1, 1)
     check(await again.driver.next_batch())

@@ -64,7 +64,7 @@ def test_the_gain_is_that_against_a_run_that_was_synchronous(mode: str, tmp_path
     assert found.sync == pytest.approx(sync, rel=0.03)
     assert found.factor > 1.1
     words = helped(found)
-    assert words.startswith(f"Yes: {found.factor:.2f}x the speed of synchronous steps")
+    assert words.startswith(f"Yes: it has {found.factor:.2f}x the speed of synchronous steps")
     assert "simulated" in words
     assert words in page([read_run(tmp_path / mode)])
 

@@ -187,7 +187,7 @@ async def test_a_server_that_reads_an_image_as_other_tokens_is_an_error(kind: st
         got = await read(engine, shown(RED, max_tokens=60, stream=stream))
         assert isinstance(got.error, WireError)
         assert "11 tokens" not in str(got.error)
-        assert "a prompt of 10 tokens, and 9 were sent" in str(got.error)
+        assert "a prompt of 10 tokens, but 9 were sent" in str(got.error)
         assert "min_pixels and max_pixels" in str(got.error)
         assert not got.tokens
 
@@ -225,7 +225,7 @@ async def test_who_takes_no_images_gets_none(kind: str) -> None:
         assert engine.capabilities.attachments == ()
         got = await read(engine, shown(RED))
         assert isinstance(got.error, RequestRefused)
-        assert "comes with images, and engine" in str(got.error)
+        assert "contains images, which engine" in str(got.error)
         assert not server.runs
 
 

@@ -65,7 +65,7 @@ def test_a_call_that_cannot_be_is_one_line_with_its_place(caplog: pytest.LogCapt
     with scheduler(rollout=rollout, config=config()) as rollouts, caplog.at_level(logging.WARNING, "april"), failure:
         rollouts.next_batch()
     assert len(caplog.records) == 1
-    assert re.search(r"of text \(line \d+ of test_user_mistakes.py\)$", caplog.messages[0])
+    assert re.search(r"of new text \(line \d+ of test_user_mistakes.py\)$", caplog.messages[0])
     assert not caplog.records[0].exc_info
 
 
@@ -246,7 +246,7 @@ def test_a_model_that_never_ends(
     assert len(caplog.messages) == warned
     for said in caplog.messages:
         assert said.startswith("all 16 responses so far have max_response_len=20 tokens: none of them contains an end-")
-        assert "token, which are [0] here" in said
+        assert "token ([0]);" in said
         assert "sampling.stop_token_ids" in said
 
 
@@ -257,7 +257,7 @@ def test_dropout_in_training_mode(caplog: pytest.LogCaptureFixture) -> None:
         with generation_mode(model):
             assert not any(module.training for module in model.modules())
     (said,) = caplog.messages
-    assert said.startswith("the model is in training mode with dropout of 0.1: ")
+    assert said.startswith("the model is in training mode with dropout of 0.1, but ")
     assert dropping in model_support._looked_at
 
 

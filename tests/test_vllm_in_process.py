@@ -543,7 +543,7 @@ async def test_images_that_cannot_be_had_are_refused(tmp_path: Path) -> None:
         w.llm.images.each += 1
         got = await read(w.engine, shown(picture((1, 2, 3))[0]))
         assert isinstance(got.error, WireError)
-        assert "as 9 tokens, and it has 8; does the server's processor" in str(got.error)
+        assert "as 9 tokens, but it has 8; does the server's processor" in str(got.error)
         assert not got.tokens
 
 

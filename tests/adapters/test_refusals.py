@@ -556,4 +556,4 @@ TAKE_BATCH: dict[str, Callable[[Batch], object]] = {
 @pytest.mark.parametrize("trainer", TAKE_BATCH)
 def test_samples_of_several_conversations_are_refused_by_trainers_with_a_row_for_each(trainer: str) -> None:
     """The sentence names a sample and what to do; it comes before the trainer has got anything of the batch."""
-    refused(TAKE_BATCH[trainer], f"{trainer} .. , and sample g7.s0 of batch 4 has 3", batch())
+    refused(TAKE_BATCH[trainer], f"{trainer} .. , but sample g7.s0 of batch 4 has 3", batch())
