@@ -208,7 +208,7 @@ async def test_a_load_that_hangs_hurts_nothing(kind: str, tmp_path: Path, monkey
     async with served(kind, server=server_of(kind)) as (server, engine):
         await update(engine, version(1), first)
         server.control_faults.append(PlannedControlFault(kind=ControlFault.SILENT, route=LOADS[kind]))
-        with pytest.raises(EngineUnreachable, match=f"{LOADS[kind]} has not answered in 0.01 s"):
+        with pytest.raises(EngineUnreachable, match=f"{LOADS[kind]} did not answer within 0.01 s"):
             await update(engine, version(2), second)
         assert len(server.loras.present) == 2
         got = await read(engine, request())

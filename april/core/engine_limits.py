@@ -69,7 +69,7 @@ class LimitCode(StrEnum):
     NO_STREAM_INTERVAL = "no stream interval"
     RAW_LOGPROBS = "raw logprobs", "log-probabilities are right at temperatures other than 1"
     UNKNOWN_LOGPROBS = "unknown logprobs", "log-probabilities are right at temperatures other than 1"
-    UNKNOWN_EOS = "unknown eos", "april does not continue a response after its end"
+    UNKNOWN_EOS = "unknown eos", "april stops each response at its end"
     UNSEEN_EOS = "unseen eos"
     """The EOS ids are known, but no response of the server was seen to contain one."""
     EARLY_STOP = "early stop"
