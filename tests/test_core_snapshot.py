@@ -373,8 +373,8 @@ def load(state: Any, **changes: Any) -> CoreMachine:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"samples": 3}, "saved with n_samples_per_prompt=2, the configuration has 3"),
-        ({"run_seed": 5}, "saved with seed=0, the configuration has 5"),
+        ({"samples": 3}, "saved with n_samples_per_prompt=2, but the configuration has 3"),
+        ({"run_seed": 5}, "saved with seed=0, but the configuration has 5"),
         ({"max_response_len": 10}, "max_response_len=10"),
     ],
 )

@@ -229,7 +229,8 @@ async def test_a_mark_stands_for_an_image_of_the_prompt() -> None:
             "images are fetched only from the hosts in"
         )),
         (part(RED[:60]), "the request, image 1 is damaged or truncated"),
-        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,###"}}, "request, image 1 is not base64"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,###"}},
+         "request, image 1 is not base64"),
         ({"type": "text", "text": "<|image_pad|>"}, "the request has 1 placeholder <|image_pad|> (id 5) and no images"),
         ({"type": "input_audio", "input_audio": {}}, "a part of type 'input_audio' is not supported"),
     ],

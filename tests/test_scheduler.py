@@ -405,7 +405,7 @@ def test_close_from_two_threads_at_once() -> None:
         first = pool.submit(rollouts.close)
         begun.wait()
         second = pool.submit(rollouts.close)
-        with pytest.raises(RolloutError, match="a call from april's own loop"):
+        with pytest.raises(RolloutError, match="a call from april's own event loop"):
             # a whole round of the loop: the second call has arrived
             rollouts._thread.call(rollouts.close)
         assert not released

@@ -293,10 +293,10 @@ async def test_another_model_at_the_same_address_is_none_of_the_run() -> None:
     assert process.server is not None
     client = await client_of(process.server)
     for changes, told in (
-        ({"vocab_size": 50}, "vocab_size 50 and not 1000"),
-        ({"eos_token_ids": (7,)}, r"eos_token_ids \(7,\) and not \(0,\)"),
-        ({"logprob_kind": april.LogprobKind.RAW}, "logprob_kind raw and not temperature"),
-        ({"max_context": 30}, "max_context 30 and not 400"),
+        ({"vocab_size": 50}, "vocab_size 50 instead of 1000"),
+        ({"eos_token_ids": (7,)}, r"eos_token_ids \(7,\) instead of \(0,\)"),
+        ({"logprob_kind": april.LogprobKind.RAW}, "logprob_kind raw instead of temperature"),
+        ({"max_context": 30}, "max_context 30 instead of 400"),
     ):
         await process.kill()
         await process.start()
@@ -609,7 +609,7 @@ def test_april_serve_is_at_the_door() -> None:
         (TrueEngine(), "give a function that makes the engine, got TrueEngine"),
         (lambda: None, "must return an engine"), (lambda: [], "must return an engine"),
         (lambda: [TrueEngine(), 3], "must return an engine"), (lambda: [TrueEngine()] * 2, "must return an engine"),
-        ({"kind": "april", "urls": ["http://127.0.0.1:1"]}, "not for kind april"),
+        ({"kind": "april", "urls": ["http://127.0.0.1:1"]}, "engine.kind april cannot be served"),
     ],
 )  # fmt: skip
 def test_what_is_no_way_to_make_engines_is_refused(make: Any, says: str) -> None:

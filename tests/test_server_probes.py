@@ -81,7 +81,8 @@ def test_sglang() -> None:
     assert can.logprob_kind is LogprobKind.TEMPERATURE
     assert [sentence.split(":")[0] for sentence in can.notes] == [
         "Seeds have no effect",
-        "The ids that end a response are unknown, because the model's files are not on this machine or do not",
+        "The ids that end a response are unknown, because the model's files are not on this machine or do not name "
+        "them",
     ]
 
 
@@ -192,8 +193,8 @@ REPEATS = "do its events repeat earlier tokens"
 @pytest.mark.parametrize(
     ("server", "config", "message"),
     [
-        (FakeOpenAIServer(None), {}, "returns no token ids with log-probabilities"),
-        (FakeOpenAIServer(strips=frozenset({2})), {}, r"leaves EOS \(2\) back"),
+        (FakeOpenAIServer(None), {}, "returns no token ids with log-probabilities in any way that april knows"),
+        (FakeOpenAIServer(strips=frozenset({2})), {}, r"leaves EOS \(2\) out"),
         (FakeOpenAIServer(strips=frozenset(range(512))), {}, "leaves the stop token out"),
         (FakeOpenAIServer(), {"vocab_size": None}, r"engine.vocab_size: .* vocab_size of the model's config.json"),
         (FakeOpenAIServer(TokenShape.DETOKENIZE), {"max_len": None}, r"engine.max_len: .* does not report its context"),
@@ -231,7 +232,7 @@ async def test_what_is_no_sglang_server_is_said() -> None:
     with pytest.raises(EngineUnreachable):
         await connected("sglang", server)
     for answer, patience, error, words in (
-        (http(404), 30.0, ConfigError, "not an SGLang server"), (None, 0.3, EngineError, "has not said"),
+        (http(404), 30.0, ConfigError, "not an SGLang server"), (None, 0.3, EngineError, "has not reported"),
     ):  # fmt: skip
         with raw_server(lambda path, answer=answer: answer) as raw, pytest.raises(error, match=words):
             await connected("sglang", raw, probe_timeout_s=patience)

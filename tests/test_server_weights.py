@@ -127,8 +127,8 @@ async def test_health_says_the_load(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "name", "words"),
     [
-        pytest.param("vllm", {}, "empty", "no weights", id="vLLM would die of an empty directory"),
-        pytest.param("vllm", {}, "nowhere", "no weights", id="vLLM would die of no directory"),
+        pytest.param("vllm", {}, "empty", "contains no weights", id="vLLM would die of an empty directory"),
+        pytest.param("vllm", {}, "nowhere", "contains no weights", id="vLLM would die of no directory"),
         pytest.param("vllm", {"developer": False}, "w1", "VLLM_SERVER_DEV_MODE=1", id="vLLM without the route"),
         pytest.param("vllm", {}, "missing", "could not load", id="vLLM may be without weights"),
         *(
@@ -147,7 +147,7 @@ async def test_a_load_that_fails(tmp_path: Path, kind: str, options: dict[str, A
             await update(engine, V1, path)
         got, health = await read(engine, request()), await engine.health()
         if (kind, name) == ("vllm", "missing"):
-            assert "without weights" in str(got.error)
+            assert "no weights now" in str(got.error)
             assert (health.ok, health.current, server.runs) == (False, False, [])
             await engine.update_weights(V1, saved(tmp_path, "w1"))
             assert (await read(engine, request())).error is None

@@ -237,7 +237,7 @@ async def test_a_reload_counts_when_every_worker_has_returned_nothing(results: A
         with pytest.raises(EngineError, match="workers returned"):
             await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
         w.llm.rpc_results, w.llm.keeps_label = [None], True
-        with pytest.raises(EngineError, match="says its weights are default"):
+        with pytest.raises(EngineError, match="labels its weights default"):
             await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
         await w.engine.resume()
         assert (await w.ask()).error is not None

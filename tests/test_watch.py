@@ -186,7 +186,7 @@ def test_what_is_not_there_is_said_before_a_pipe(record: Path, tmp_path: Path, k
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert text.startswith("no process" if killed else f"{path} does not exist yet\n")
-    assert text.count("exist yet") == (0 if killed else 2)  # and what the last screen shows
+    assert text.count("not exist yet") == (0 if killed else 2)  # and what the last screen shows
 
 
 @pytest.mark.parametrize("which", ["report", "replay", "watch --once"])

@@ -262,11 +262,11 @@ class Quantized(torch.nn.Linear):
         ([torch.ones(3)], r"item 0 is a Tensor instead of \(name, tensor\)"),
         ([("a", torch.ones(1)), ("b",)], "item 1 is a tuple of 1"),
         ({"a": torch.ones(1), 3: torch.ones(1)}, "item 1 is a tuple of 2"),
-        ({"a": [1.0]}, "a is a list, and not a tensor of torch"),
+        ({"a": [1.0]}, "a is a list, not a tensor of torch"),
         ([("a", torch.ones(1)), ("a", torch.ones(1))], "a comes twice"),
         ({"a": torch.empty(2, device="meta")}, "a is on the meta device, where tensors have no values"),
         ({"a": torch.eye(2).to_sparse()}, "a is sparse or quantized"),
-        ({"x.lora_A.weight": torch.ones(1)}, "x.lora_A.weight is of an adapter; save it"),
+        ({"x.lora_A.weight": torch.ones(1)}, "x.lora_A.weight belongs to an adapter; save it"),
         (PeftModel(1, 1), r"PeftModel is a model with adapters \(PEFT\); save it"),
         (FullyShardedDataParallel(1, 1), "FSDP1 keeps the parameters of a layer in one flat tensor"),
         (Quantized(1, 1), "the parameters of Quantized are quantized"),
@@ -282,7 +282,7 @@ def test_parameters_of_zero_3_are_refused() -> None:
     """DeepSpeed leaves an empty tensor in the place of each, which would be sent as such."""
     parameter = torch.nn.Parameter(torch.empty(0))
     parameter.ds_id = 0  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="w is spread over ranks by DeepSpeed ZeRO-3"):
+    with pytest.raises(ConfigError, match="w is sharded over ranks by DeepSpeed ZeRO-3"):
         WeightSource({"w": parameter})
 
 

@@ -209,14 +209,14 @@ class SampleLifecycle:
         if reason is DropReason.FAILED:
             groups.failed_in_a_row += 1
             if groups.failed_in_a_row >= settings.max_failed_groups:
-                context.failure = f"{groups.failed_in_a_row} groups failed in a row, the last one: {error}"
+                context.failure = f"{groups.failed_in_a_row} groups failed in a row; the last error is: {error}"
                 groups.failed_in_a_row = 0
         elif reason is DropReason.FILTERED:
             groups.filtered_in_a_row += 1
             if groups.filtered_in_a_row >= settings.max_filtered_groups:
                 context.failure = (
-                    f"the filter rejected {groups.filtered_in_a_row} groups in a row; are the prompts too easy or too "
-                    "hard for the model? Otherwise raise max_filtered_groups"
+                    f"the filter rejected {groups.filtered_in_a_row} groups in a row; check whether the prompts are "
+                    "too easy or too hard for the model, or raise max_filtered_groups"
                 )
                 groups.filtered_in_a_row = 0
 

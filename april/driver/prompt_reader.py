@@ -13,11 +13,11 @@ import numpy as np
 from april.core.attachments import Placed
 from april.core.types import Prompt
 from april.errors import ConfigError
-from april.images.chat_images import extract_images
+from april.images.chats import taken_out
 from april.text.server_text import clean
 
 if TYPE_CHECKING:
-    from april.images.image_placer import ImagePlacer
+    from april.images.placing import Images
 
 MESSAGES = (
     'give a text as messages, {"messages": [{"role": "user", "content": text}]}, with tokenizer=, or as token ids, '
@@ -54,7 +54,7 @@ class PromptReader:
     """
 
     def __init__(
-        self, vocab_size: int, tokenizer: Any = None, images: ImagePlacer | None = None, *, data_alone: bool = False
+        self, vocab_size: int, tokenizer: Any = None, images: Images | None = None, *, data_alone: bool = False
     ) -> None:
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
@@ -90,7 +90,7 @@ class PromptReader:
         messages = item["messages"]
         if not _is_chat(messages):
             raise ConfigError(f"{where}: messages must be a list of chat messages, got {type(messages).__name__}")
-        plain, images = extract_images(messages, images, where)
+        plain, images = taken_out(messages, images, where)
         if images and self._images is None:
             raise ConfigError(_no_processor(where))
         if self._images is not None:

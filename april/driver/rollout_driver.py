@@ -221,7 +221,7 @@ class RolloutDriver:
         if future.exception() is not None and self._batch is future:
             self._batch = None
         batch = future.result()
-        busy = "the engines to end what they still compute on the trainer's model"
+        busy = "the engines to stop computing on the trainer's model"
         with self.long_waits.waiting_for("next_batch", busy):
             await self.wait_until_engines_idle()
         return batch

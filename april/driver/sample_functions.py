@@ -329,9 +329,9 @@ class SampleFunctions:
         if runner.empty >= MAX_EMPTY_CALLS:
             await asyncio.sleep(0)  # lets the loop run if the function catches the error and goes on
             raise RolloutError(
-                f"the last {MAX_EMPTY_CALLS:,} calls of llm.generate have returned no tokens, as nothing is left of "
-                "max_response_len or the engines' context: end the function once Completion.finish is length and it "
-                "has no tokens"
+                f"the last {MAX_EMPTY_CALLS:,} calls of llm.generate returned no tokens, because nothing is left of "
+                "max_response_len or of the engines' context; end the function when Completion.finish is length and "
+                "there are no tokens"
             )
 
     async def _attached(
