@@ -141,7 +141,8 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({}, {"on_failed_sample": "shrink"}, "april.on_failed_sample=shrink:  .. so none may have fewer; use replace"),
         ({}, {"on_stale": "mask"}, "april.on_stale: mask"),
         ({}, {**OVER, "partial_rollout": False}, "set partial_rollout: true"),
-        ({}, {"over_sampling_batch_size": 400}, "is too large: with max_staleness=5"),
+        ({}, {"over_sampling_batch_size": 400},
+         "over_sampling_batch_size=400 holds more groups than max_staleness=5 lets april deliver in time, which is 24"),
         ({}, {"rollout_batch_size": 4}, "april.rollout_batch_size: OpenRLHF's --rollout.batch_size decides this"),
         ({}, {"sampling": {"top_p": 0.9}}, "april.sampling: OpenRLHF's --rollout.temperature decides"),
         ({}, {"sampling.top_p": 0.9}, "april.sampling.top_p: OpenRLHF's --rollout.temperature"),
@@ -163,7 +164,7 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({}, {"rollout_batch_size": 4}, "april.rollout_batch_size: slime's --rollout-batch-size decides"),
         ({}, {"max_stalenes": 4}, "max_stalenes: unknown setting; do you mean max_staleness?"),
         (SIX, QUORUM,
-         f"april.group_quorum=0.5: it delivers groups in parts, and slime {MEAN_OVER} "
+         f"april.group_quorum=0.5: it delivers groups in parts, but slime {MEAN_OVER} "
          "april.adapters.slime.post_process_rewards"),
         ({**SIX, **MINE}, QUORUM, f"in parts, but {USER}.my_rewards {MEAN_OVER}"),
         ({**SIX, **MINE, "rewards_normalization": False}, QUORUM, f"in parts, but {USER}.my_rewards {MEAN_OVER}"),
@@ -172,7 +173,7 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
             for flag in ("group_rm", "log_passrate", "rollout_all_samples_process_path",
                          "custom_convert_samples_to_train_data_path")
         ),
-        (HOOKED, QUORUM, "from 1 finished responses on, but a baseline needs 3"),
+        (HOOKED, QUORUM, "n_samples_per_prompt=2 count with 1 finished responses, and a baseline needs 3"),
         ({}, {"on_failed_sample": "shrink"}, "april.on_failed_sample=shrink: a batch would have fewer than"),
         ({}, "fast", "april: in --custom-config-path: expected a mapping of settings, got str"),
         ({"custom_rm_path": "nowhere.reward"}, {}, "slime cannot load nowhere.reward"),
@@ -191,11 +192,12 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({}, {"partial_rollout": False, "over_sampling_batch_size": 6},
          "over_sampling_batch_size=6 starts more groups than rollout_batch_size=3, and partial_rollout=false would"),
         ({"algorithm__rollout_correction__rollout_is": None}, {},
-         "algorithm.rollout_correction.rollout_is=null: verl recomputes old log-probabilities with the present weig"),
+         "algorithm.rollout_correction.rollout_is=null: verl recomputes old log-probabilities with the current weig"),
         ({}, QUORUM,
          "april.group_quorum=0.5: it delivers groups in parts, but algorithm.adv_estimator=grpo compares rows of the "
          "same batch"),
-        ({**OWN_ESTIMATOR, f"{ROLLOUT}n": 4}, QUORUM, "from 2 finished responses on, but a baseline needs 3"),
+        ({**OWN_ESTIMATOR, f"{ROLLOUT}n": 4}, QUORUM,
+         "n_samples_per_prompt=4 count with 2 finished responses, and a baseline needs 3"),
         ({**OWN_ESTIMATOR, f"{ROLLOUT}n": 6, "algorithm__use_kl_in_reward": True}, QUORUM,
          "algorithm.use_kl_in_reward=True: it changes rewards that"),
         ({**OWN_ESTIMATOR, **REWARD_MODEL}, {},
@@ -220,7 +222,7 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({}, {"max_stalenes": 4}, "april.max_stalenes: there is no such setting; there are over_sampling_batch_size,"),
         ({"april": "fast"}, {}, "april: expected a mapping of settings, got str"),
         ({}, {"max_staleness": 0, "over_sampling_batch_size": 6},
-         "over_sampling_batch_size=6 is too large: with max_staleness=0 april can deliver 3 groups in time"),
+         "over_sampling_batch_size=6 holds more groups than max_staleness=0 lets april deliver in time, which is 3"),
         # verl's logprobs_mode does not reach TensorRT-LLM, and one of its samplers leaves the temperature out
         *(
             (
@@ -238,7 +240,7 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({"rollout__scheduling_strategy": COLOCATED}, GOES_ON,
          "so the servers sleep while the"),
         ({"rollout___version": "v2"}, {}, "rollout._version and actor._version: v2 generates behind a gateway"),
-        ({"dynamic_bs": True}, {}, "dynamic_bs: batches are to be short"),
+        ({"dynamic_bs": True}, {}, "dynamic_bs: batches would be shortened by the groups that the filter rejects"),
         ({"rollout__use_lora": True}, {}, "use_lora: AReaL trains adapters only in its single-controller mode"),
         ({"rollout__agent": SimpleNamespace(mode="online")}, {}, "rollout.agent.mode: online has no prompts"),
         ({"gconfig__greedy": True}, {}, "greedy samples of a group are all equal"),
@@ -250,9 +252,9 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({"gconfig__frequency_penalty": 0.1}, {}, "gconfig.frequency_penalty=0.1: this is not part"),
         ({"actor__recompute_logprob": True, "actor__use_decoupled_loss": False}, {},
          "actor.recompute_logprob without actor.use_decoupled_loss: log-probabilities of the"),
-        ({"actor__rejection_sampling": None}, {}, "actor.use_decoupled_loss without actor.rejection_sampling: it"),
+        ({"actor__rejection_sampling": None}, {}, "actor.use_decoupled_loss without actor.rejection_sampling: tokens"),
         ({"rollout__max_head_offpolicyness": 0}, {"generation": "stepwise", "over_sampling_batch_size": 6},
-         "over_sampling_batch_size=6 is too large: with max_staleness=0 april can deliver 3 groups in time"),
+         "over_sampling_batch_size=6 holds more groups than max_staleness=0 lets april deliver in time, which is 3"),
     ],
 }  # fmt: skip
 
@@ -392,7 +394,7 @@ VERL_SEAMS = "april.adapters.verl.settings.REQUIRED_FUNCTIONS"
 
 @pytest.mark.parametrize(("place", "other", "look", "sentence"), [
     ("adapters.stand_in_trl.GRPOTrainer", Renamed, lambda: trl_adapter.april_trainer(trl.GRPOTrainer),
-     "_tokenize_prompts of trl  .. takes ( .. images), and  .. trl==1.16.0"),
+     "_tokenize_prompts of trl  .. takes ( .. images), but  .. trl==1.16.0"),
     ("openrlhf.trainer.ppo_utils.samples_generator.SamplesGenerator", Moved, require_openrlhf,
      "_generate_vllm of openrlhf  .. takes ( .. more .. ), but april's adapter needs"),
     ("openrlhf.utils.agent.SingleTurnAgentExecutor", Gone, require_openrlhf,
@@ -401,12 +403,13 @@ VERL_SEAMS = "april.adapters.verl.settings.REQUIRED_FUNCTIONS"
     (f"{PPO}.PPOTrainer", None, lambda: undecorated(f"{PPO}.PPOTrainer"),
      f"has no {PPO}.PPOTrainer that can be imported"),
     (EXECUTOR, Changed, areal_checks.require_areal, "WorkflowExecutor.pause of areal  .. takes (self, hard)"),
-    (EXECUTOR, None, areal_checks.require_areal, "is not there, and april"),
+    (EXECUTOR, None, areal_checks.require_areal, "is not there, but april's adapter needs"),
     (VERL_SEAMS, {"verl.stand_in:A.sample": ("self", "global_steps")}, verl_checks.require_verl,
      "A.sample of verl 0.9.7 takes (self, steps), but  .. needs"),
     (VERL_SEAMS, {"verl.stand_in:A.wait": ("self",)}, verl_checks.require_verl, "A.wait of verl 0.9.7 is not there"),
     (RM, None, slime_session, "slime has no rollout.rm_hub.async_rm .. tried with slime 624b824"),
-    (RM, other_reward, slime_session, "async_rm is called with (args, sample), which  .. does not take"),
+    (RM, other_reward, slime_session,
+     "async_rm is called with (args, sample), but other_reward(sample) does not accept that"),
 ], ids=lambda value: value[-50:] if isinstance(value, str) else None)  # fmt: skip
 def test_functions_that_have_moved(
     place: str, other: Any, look: Refuse, sentence: str, all_installed: pytest.MonkeyPatch
@@ -456,7 +459,8 @@ def slime_samples(count: int = 2, prompt: Any = "p1", **fields: Any) -> list[Any
     (slime_samples(1), "the data source returned a group of 1 samples, but --n-samples-per-prompt is 2"),
     (slime_samples(prompt=[{"role": "user"}]), "is not text; add --apply-chat-template"),
     (slime_samples(multimodal_inputs={"images": [1]}), "name it in --multimodal-keys"),
-    (slime_samples(multimodal_inputs={"images": None, "videos": [1]}), "has videos, and april takes text and images"),
+    (slime_samples(multimodal_inputs={"images": None, "videos": [1]}),
+     "has videos, but april only supports text and images"),
 ])  # fmt: skip
 def test_groups_of_slime_that_cannot_be_used(group: list[Any], said: str, tmp_path: Path) -> None:
     """What a data source of the user's own may get wrong."""
@@ -483,15 +487,15 @@ class Room:
 
 @pytest.mark.parametrize(("data", "rollout", "options", "sentence"), [
     (iter([]), {}, {}, "list_iterator, which cannot be read row by row"),
-    (trl.Rows([{"prompt": "1", "image": 0}]), {}, {}, "column image, and processing_class (Words) reads no images"),
+    (trl.Rows([{"prompt": "1", "image": 0}]), {}, {}, "column image, but processing_class (Words) reads no images"),
     (PROMPTS, {}, {"sees": True, "environment_factory": Room}, "environment_factory with a vision model"),
     (PROMPTS, {}, {"sees": True, "tools": [print]}, "tools with a vision model"),
     (SHOWN, {}, {"sees": True}, "an image in its messages: TRL leaves it out of its loss"),
-    (PROMPTS, {}, {"environment_factory": Room, **MODEL}, "environment_factory: rewards by a model"),
+    (PROMPTS, {}, {"environment_factory": Room, **MODEL}, "environment_factory: only TRL computes rewards by a model"),
     (PROMPTS, {"weights_dir": "somewhere"}, {}, "weights_dir is for servers"),
     (PROMPTS, {"group_quorum": 0.75}, SUMS, "normalises each reward function over whole groups"),
-    (PROMPTS, {"group_quorum": 0.75}, MODEL, "group_quorum below 1: rewards by a model"),
-    (PROMPTS, {**DIFFER, "on_data_end": "wrap"}, MODEL, "filter: rewards by a model"),
+    (PROMPTS, {"group_quorum": 0.75}, MODEL, "group_quorum below 1: only TRL computes rewards by a model"),
+    (PROMPTS, {**DIFFER, "on_data_end": "wrap"}, MODEL, "filter: only TRL computes rewards by a model"),
     (PROMPTS, DIFFER, {}, "filter:  .. set on_data_end: wrap"),
 ])  # fmt: skip
 def test_what_trls_trainer_may_have_that_april_cannot_be_exact_with(
@@ -555,4 +559,4 @@ TAKE_BATCH: dict[str, Callable[[Batch], object]] = {
 @pytest.mark.parametrize("trainer", TAKE_BATCH)
 def test_samples_of_several_conversations_are_refused_by_trainers_with_a_row_for_each(trainer: str) -> None:
     """The sentence names a sample and what to do; it comes before the trainer has got anything of the batch."""
-    refused(TAKE_BATCH[trainer], f"{trainer} .. , and sample g7.s0 of batch 4 has 3", batch())
+    refused(TAKE_BATCH[trainer], f"{trainer} .. , but sample g7.s0 of batch 4 has 3", batch())
