@@ -13,11 +13,11 @@ import numpy as np
 from april.core.attachments import Placed
 from april.core.types import Prompt
 from april.errors import ConfigError
-from april.images.chats import taken_out
+from april.images.chat_images import extract_images
 from april.text.server_text import clean
 
 if TYPE_CHECKING:
-    from april.images.placing import Images
+    from april.images.image_placer import ImagePlacer
 
 MESSAGES = (
     'give a text as messages, {"messages": [{"role": "user", "content": text}]}, with tokenizer=, or as token ids, '
@@ -54,7 +54,7 @@ class PromptReader:
     """
 
     def __init__(
-        self, vocab_size: int, tokenizer: Any = None, images: Images | None = None, *, data_alone: bool = False
+        self, vocab_size: int, tokenizer: Any = None, images: ImagePlacer | None = None, *, data_alone: bool = False
     ) -> None:
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
@@ -90,7 +90,7 @@ class PromptReader:
         messages = item["messages"]
         if not _is_chat(messages):
             raise ConfigError(f"{where}: messages must be a list of chat messages, got {type(messages).__name__}")
-        plain, images = taken_out(messages, images, where)
+        plain, images = extract_images(messages, images, where)
         if images and self._images is None:
             raise ConfigError(_no_processor(where))
         if self._images is not None:
@@ -207,7 +207,7 @@ def _of_mapping(item: Mapping[str, Any], position: int) -> tuple[Any, Mapping[st
     if name == "input_ids" and "attention_mask" in item:
         taken.add("attention_mask")
         whole = True
-        with suppress(ValueError, TypeError, RuntimeError):  # the ids are not an array either, which is refused later
+        with suppress(ValueError, TypeError, RuntimeError):  # the ids are no array either, which is refused later
             whole = bool(np.asarray(item["attention_mask"]).all())
         if not whole:
             raise ConfigError(f"prompt {position} is padded (its attention_mask has zeros); give it without padding")

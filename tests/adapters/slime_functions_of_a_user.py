@@ -67,6 +67,14 @@ async def reward_of_agents(args: Namespace, sample: Sample, **kwargs: Any) -> fl
     return float(sample.index or 0)
 
 
+async def fails_for_one(args: Namespace, sample: Sample, **kwargs: Any) -> float:
+    """Never works for the second sample of every third group; the length of all others."""
+    n = args.n_samples_per_prompt
+    if sample.index is not None and sample.index % n == 1 and sample.index // n % 3 == 0:
+        raise ValueError("the judge cannot read this")
+    return float(sample.response_length)
+
+
 def keep_short(args: Namespace, group: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
     """A reason with every verdict."""
     return DynamicFilterOutput(group[0].response_length < KEPT_LENGTH, reason="long")

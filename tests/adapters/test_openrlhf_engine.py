@@ -245,7 +245,7 @@ async def test_what_is_refused() -> None:
         assert "generate" not in actor.calls
         running = asyncio.create_task(collect(engine, request("twice")))
         await asyncio.sleep(0)
-        with pytest.raises(RequestRefused, match="in flight already"):
+        with pytest.raises(RequestRefused, match="attempt twice is already in flight"):
             await collect(engine, request("twice"))
         await running
         assert not llm.open_requests

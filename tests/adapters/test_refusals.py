@@ -141,7 +141,8 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({}, {"on_failed_sample": "shrink"}, "april.on_failed_sample=shrink:  .. so none may have fewer; use replace"),
         ({}, {"on_stale": "mask"}, "april.on_stale: mask"),
         ({}, {**OVER, "partial_rollout": False}, "set partial_rollout: true"),
-        ({}, {"over_sampling_batch_size": 400}, "is too large: with max_staleness=5"),
+        ({}, {"over_sampling_batch_size": 400},
+         "over_sampling_batch_size=400 holds more groups than max_staleness=5 lets april deliver in time, which is 24"),
         ({}, {"rollout_batch_size": 4}, "april.rollout_batch_size: OpenRLHF's --rollout.batch_size decides this"),
         ({}, {"sampling": {"top_p": 0.9}}, "april.sampling: OpenRLHF's --rollout.temperature decides"),
         ({}, {"sampling.top_p": 0.9}, "april.sampling.top_p: OpenRLHF's --rollout.temperature"),
@@ -172,7 +173,7 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
             for flag in ("group_rm", "log_passrate", "rollout_all_samples_process_path",
                          "custom_convert_samples_to_train_data_path")
         ),
-        (HOOKED, QUORUM, "from 1 finished responses on, but a baseline needs 3"),
+        (HOOKED, QUORUM, "n_samples_per_prompt=2 count with 1 finished responses, and a baseline needs 3"),
         ({}, {"on_failed_sample": "shrink"}, "april.on_failed_sample=shrink: a batch would have fewer than"),
         ({}, "fast", "april: in --custom-config-path: expected a mapping of settings, got str"),
         ({"custom_rm_path": "nowhere.reward"}, {}, "slime cannot load nowhere.reward"),
@@ -195,7 +196,8 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({}, QUORUM,
          "april.group_quorum=0.5: it delivers groups in parts, but algorithm.adv_estimator=grpo compares rows of the "
          "same batch"),
-        ({**OWN_ESTIMATOR, f"{ROLLOUT}n": 4}, QUORUM, "from 2 finished responses on, but a baseline needs 3"),
+        ({**OWN_ESTIMATOR, f"{ROLLOUT}n": 4}, QUORUM,
+         "n_samples_per_prompt=4 count with 2 finished responses, and a baseline needs 3"),
         ({**OWN_ESTIMATOR, f"{ROLLOUT}n": 6, "algorithm__use_kl_in_reward": True}, QUORUM,
          "algorithm.use_kl_in_reward=True: it changes rewards that"),
         ({**OWN_ESTIMATOR, **REWARD_MODEL}, {},
@@ -220,7 +222,7 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({}, {"max_stalenes": 4}, "april.max_stalenes: there is no such setting; there are over_sampling_batch_size,"),
         ({"april": "fast"}, {}, "april: expected a mapping of settings, got str"),
         ({}, {"max_staleness": 0, "over_sampling_batch_size": 6},
-         "over_sampling_batch_size=6 is too large: with max_staleness=0 april can deliver 3 groups in time"),
+         "over_sampling_batch_size=6 holds more groups than max_staleness=0 lets april deliver in time, which is 3"),
         # verl's logprobs_mode does not reach TensorRT-LLM, and one of its samplers leaves the temperature out
         *(
             (
@@ -238,7 +240,7 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({"rollout__scheduling_strategy": COLOCATED}, GOES_ON,
          "so the servers sleep while the"),
         ({"rollout___version": "v2"}, {}, "rollout._version and actor._version: v2 generates behind a gateway"),
-        ({"dynamic_bs": True}, {}, "dynamic_bs: batches would be shortened"),
+        ({"dynamic_bs": True}, {}, "dynamic_bs: batches would be shortened by the groups that the filter rejects"),
         ({"rollout__use_lora": True}, {}, "use_lora: AReaL trains adapters only in its single-controller mode"),
         ({"rollout__agent": SimpleNamespace(mode="online")}, {}, "rollout.agent.mode: online has no prompts"),
         ({"gconfig__greedy": True}, {}, "greedy samples of a group are all equal"),
@@ -252,7 +254,7 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
          "actor.recompute_logprob without actor.use_decoupled_loss: log-probabilities of the"),
         ({"actor__rejection_sampling": None}, {}, "actor.use_decoupled_loss without actor.rejection_sampling: tokens"),
         ({"rollout__max_head_offpolicyness": 0}, {"generation": "stepwise", "over_sampling_batch_size": 6},
-         "over_sampling_batch_size=6 is too large: with max_staleness=0 april can deliver 3 groups in time"),
+         "over_sampling_batch_size=6 holds more groups than max_staleness=0 lets april deliver in time, which is 3"),
     ],
 }  # fmt: skip
 
@@ -401,12 +403,13 @@ VERL_SEAMS = "april.adapters.verl.settings.REQUIRED_FUNCTIONS"
     (f"{PPO}.PPOTrainer", None, lambda: undecorated(f"{PPO}.PPOTrainer"),
      f"has no {PPO}.PPOTrainer that can be imported"),
     (EXECUTOR, Changed, areal_checks.require_areal, "WorkflowExecutor.pause of areal  .. takes (self, hard)"),
-    (EXECUTOR, None, areal_checks.require_areal, "is not there, but april"),
+    (EXECUTOR, None, areal_checks.require_areal, "is not there, but april's adapter needs"),
     (VERL_SEAMS, {"verl.stand_in:A.sample": ("self", "global_steps")}, verl_checks.require_verl,
      "A.sample of verl 0.9.7 takes (self, steps), but  .. needs"),
     (VERL_SEAMS, {"verl.stand_in:A.wait": ("self",)}, verl_checks.require_verl, "A.wait of verl 0.9.7 is not there"),
     (RM, None, slime_session, "slime has no rollout.rm_hub.async_rm .. tried with slime 624b824"),
-    (RM, other_reward, slime_session, "async_rm is called with (args, sample), but  .. does not accept"),
+    (RM, other_reward, slime_session,
+     "async_rm is called with (args, sample), but other_reward(sample) does not accept that"),
 ], ids=lambda value: value[-50:] if isinstance(value, str) else None)  # fmt: skip
 def test_functions_that_have_moved(
     place: str, other: Any, look: Refuse, sentence: str, all_installed: pytest.MonkeyPatch

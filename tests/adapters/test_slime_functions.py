@@ -179,7 +179,7 @@ def test_a_pause_ends_calls_that_do_not_end_themselves(
         assert (await read(engine, request(0, "b"))).version == (0, 1)
 
     engine_test(test)
-    assert "has not ended 1 aborted requests in 0.05 s" in caplog.text
+    assert "has not ended 1 aborted requests within 0.05 s" in caplog.text
     assert "and their tokens are lost" in caplog.text
 
 

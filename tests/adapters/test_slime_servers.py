@@ -387,8 +387,8 @@ def test_servers_that_do_not_name_their_weights_are_refused() -> None:
 
 
 def test_miles_is_refused() -> None:
-    """It was not tried there."""
+    """It was not tested there."""
     with installed("miles"), Loop() as loop:
         loop.data = type("DataSource", (DataSource,), {"__module__": "miles.rollout.data_source"})(loop.args)
-        with pytest.raises(ConfigError, match="was not tried with miles"):
+        with pytest.raises(ConfigError, match="generation=continuous: it was not tested with miles"):
             loop.rollout(0)

@@ -177,13 +177,14 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     before.train(steps=1)
     checkpoint = str(tmp_path / "checkpoint-1")
 
-    with pytest.raises(april.CheckpointError, match=r"saved with prompts .*'rows': 12.*, now they are .*'rows': 11"):
+    rows = r"saved with prompts .*'rows': 12.*, but now they are .*'rows': 11"
+    with pytest.raises(april.CheckpointError, match=rows):
         trainer(count=11).train(2, checkpoint)
-    with pytest.raises(april.CheckpointError, match=r"'seed': 42.*, now they are .*'seed': 43"):
+    with pytest.raises(april.CheckpointError, match=r"'seed': 42.*, but now they are .*'seed': 43"):
         trainer(seed=43).train(2, checkpoint)
     changed = trainer()
     changed.train_dataset = trl.Rows(row | {"prompt": "5 6"} for row in trl.prompts(12))
-    with pytest.raises(april.CheckpointError, match="the first 4 prompts of epoch 0 are not those that were drawn"):
+    with pytest.raises(april.CheckpointError, match="the first 4 prompts of epoch 0 differ from those drawn before"):
         changed.train(6, checkpoint)
     (tmp_path / "checkpoint-1" / STATE_FILE).unlink()
     with pytest.raises(april.CheckpointError, match="AprilGRPOTrainer did not save it"):
@@ -463,7 +464,7 @@ def test_other_calls_and_ends_of_the_data_are_refused() -> None:
     made = trainer()
     with pytest.raises(april.RolloutError, match="outside of its generation step"):
         made.rollout_func(["10 11"] * 4, made)
-    with pytest.raises(april.RolloutError, match="asked for 3 rows, and its configuration says 4"):
+    with pytest.raises(april.RolloutError, match="asked for 3 rows, but its configuration says 4"):
         made.rollout_func.next_rows(made, 3)
     few = trainer(count=3)
     with pytest.raises(april.RolloutError, match="a batch of 2 rows, but TRL needs 4"):

@@ -268,7 +268,7 @@ def test_a_row_of_an_unknown_environment_is_named() -> None:
     """Where there are several, rows say which is theirs."""
     rooms: dict[str, Any] = {"environment_factory": {"red": Room, "blue": Room}, "reward_funcs": [rewards_of_rooms]}
     made = trainer(columns=lambda row: {"environment": "green"}, **rooms)
-    with pytest.raises(april.RolloutError, match=r"environment='green', and environment_factory has \['red', 'blue'\]"):
+    with pytest.raises(april.RolloutError, match=r"environment='green', but environment_factory has \['red', 'blue'\]"):
         made.train(steps=1)
 
 

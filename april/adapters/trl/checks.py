@@ -120,7 +120,7 @@ def refusals(trainer: Any, config: Config, *, servers: bool, filters: bool) -> I
     early = "environment_factory" if trainer.environment_factories else "filter" if filters else ""
     early = "group_quorum below 1" if config.delivers_parts else early
     yield (early and any(hasattr(function, "parameters") for function in trainer.reward_funcs), early,
-           "only TRL computes rewards by a model, too late for a quorum", "use reward functions")
+           "only TRL computes rewards by a model, too late for it", "use reward functions")
 
 
 def _refused_images(trainer: Any) -> Iterator[Refusal]:

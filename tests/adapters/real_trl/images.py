@@ -205,7 +205,7 @@ def test_models_that_see_nothing_yet(tmp_path: Path) -> None:
 
 def test_what_cannot_be_right_is_refused(tmp_path: Path) -> None:
     """When the trainer is made, or when the row is drawn, by name."""
-    with pytest.raises(april.ConfigError, match=r"column images, and processing_class \(.*\) reads no images"):
+    with pytest.raises(april.ConfigError, match=r"column images, but processing_class \(.*\) reads no images"):
         short_runs.trainer(tmp_path, rollout(**SETTINGS), reward, data(), **RUN)
     text = data().map(lambda row: {"prompt": json.dumps(row["prompt"])})
     with pytest.raises(april.ConfigError, match="has images and a prompt of plain text"):

@@ -41,7 +41,7 @@ def test_each_workload(model: str, algorithm: str) -> None:
         assert (made.config.rollout_batch_size, made.config.n_samples_per_prompt) == (32, 8)
         assert made.config.over_sampling_batch_size == 64
         assert (made.config.max_response_len, made.config.sampling.temperature) == (16384, 0.8)
-        assert made.core.max_in_flight == 512
+        assert made.config.samples_in_flight == 512
         assert (made.filter_metric == "reward") == (algorithm == "dapo")
         actor = config.actor_rollout_ref.actor
         assert actor.strategy == {"fsdp": "fsdp2", "megatron": "megatron"}[engine]
@@ -76,7 +76,7 @@ def test_what_stands_on_the_command_line_wins() -> None:
             ],
         )  # fmt: skip
     made = settings_of(config)
-    assert (made.core.max_staleness, made.core.refill) == (3, "sample")
+    assert (made.config.max_staleness, made.config.refill) == (3, "sample")
     assert config.algorithm.rollout_correction.rollout_is == "sequence"
 
 
