@@ -244,7 +244,7 @@ async def test_what_is_no_json() -> None:
     """A WireError that names the route; an empty answer is None."""
     async with served() as (answers, client):
         answers.answer = lambda: web.Response(text="<html>")
-        with pytest.raises(WireError, match="/x answered what is no JSON"):
+        with pytest.raises(WireError, match="/x answered with invalid JSON"):
             await client.json("GET", "/x")
         answers.answer = lambda: web.Response()
         assert await client.json("GET", "/x") is None
