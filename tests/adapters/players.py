@@ -178,7 +178,8 @@ class OpenRlhf(Player):
                 batches.append([self._response(*both) for both in given])
                 if number < saved:
                     self.saved = run.loader.state_dict()
-            drawn = run.loader._loader._at - len(run.rollouts._prompts.carried.ahead)
+        # both are read after the end, until which april draws prompts
+        drawn = run.loader._loader._at - len(run.rollouts._prompts.carried.ahead)
         books = {name: Book.of(ledger) for name, ledger in run.rollouts.ledger.items()}
         return Life(batches, books["prompts"], books["tokens"], drawn)
 
