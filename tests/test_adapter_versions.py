@@ -224,7 +224,7 @@ async def test_an_unload_that_fails(
     kind: str, wrong: ControlFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The update has succeeded all the same; a warning names the adapter, and the next update tries again."""
-    monkeypatch.setattr("april.engines.http.own_adapters.UNLOAD_S", 0.01)
+    monkeypatch.setattr("april.engines.http.loaded_adapters.UNLOAD_S", 0.01)
     paths = [write_adapter(tmp_path / str(n), n) for n in range(4)]
     async with served(kind, server=server_of(kind)) as (server, engine):
         await update(engine, version(1), paths[1])
