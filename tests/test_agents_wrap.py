@@ -21,7 +21,7 @@ from tests.gateway_suite.script import EOS, TOKENIZER, VOCAB, reply
 
 renderers = pytest.importorskip("renderers")
 DOOR = SimpleNamespace(url="http://127.0.0.1:1/x/v1", key="k", has_accepted_requests=True, last_refusal="")
-LLM: Any = SimpleNamespace(door=lambda: DOOR)
+LLM: Any = SimpleNamespace(endpoint=lambda: DOOR)
 
 
 def prompt(**data: Any) -> april.Prompt:
