@@ -45,8 +45,8 @@ def _no_record(out: Path) -> Path:
 def _sentences(out: Path | str = "", usage: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Turn errors inside the block into a message and an exit code, without a traceback.
 
-    Errors of the types ``usage``, and OSError if there is an ``out``, are wrong command lines (code 2); other errors of
-    april are failures (code 1)."""
+    Exit code 2: ConfigError or a non-april error of a type in ``usage``, or OSError if ``out`` is given. Exit code 1:
+    any other AprilError."""
     known: tuple[type[Exception], ...] = (AprilError, *usage)
     try:
         yield
@@ -84,9 +84,11 @@ def doctor(
     timeout: Annotated[float, typer.Option(min=0.1, max=15, help="Time limit in seconds.")] = 15.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check what these servers can do, what to change in their setup, and whether april will be exact with them.
+    """Check what these servers can do, what to change in their setup, and whether april gives exact results with them.
 
-    Exit code 0: april can use them. 1: it cannot, or they were not reached. 2: the command line or the file is wrong.
+    Exact: the weights and the log-probability of every token are known, and an aborted request loses no token.
+
+    Exit code 0: april can use the servers. 1: it cannot, or cannot reach them. 2: the command line or file is wrong.
     """
     from april.doctor.examine import TimeLimits
     from april.doctor.run import examine, present
@@ -104,9 +106,11 @@ def replay(
         "Show what happened to one sample, such as g3.s1."
     ), metavar="ID")] = None,
 ) -> None:
-    """Replay a recorded run from its events, and check that april decides the same and that its ledgers balance.
+    """Replay the events of a recorded run: check that april makes the same decisions again, and that every token and
+    prompt it received is counted as delivered, held or dropped.
 
-    Exit code 0: they match. 1: they do not, or the file was changed or cannot be read. 2: the command line is wrong.
+    Exit code 0: all checks pass. 1: a check fails, or the file was changed or cannot be read. 2: the command line is
+    wrong.
     """
     from april.core.types import SampleId
     from april.record.replay import replay as run
@@ -170,10 +174,10 @@ def watch(
     ],
     once: Annotated[bool, typer.Option("--once", help="Print the state of the run once, and exit.")] = False,
 ) -> None:
-    """Show the state of a run in another process, from its record, until it has ended or Ctrl-C.
+    """Show the state of a run that another process executes, from its record, until the run ends or Ctrl-C is pressed.
 
-    Exit code 0: the run has ended, or you stopped watching. 1: the file is no record, or with --once there is none. 2:
-    the command line is wrong.
+    Exit code 0: the run has ended, or you stopped watching. 1: the file is not a record, or does not exist with --once.
+    2: the command line is wrong.
     """
     from april.view.watch import watch as follow
 
@@ -204,35 +208,35 @@ def simulate(
     groups: Annotated[int, _in(_BATCH, "N, prompt groups per batch.", "--rollout-batch-size", min=1)] = 32,
     samples: Annotated[int, _in(_BATCH, "n, responses per prompt.", "--n-samples-per-prompt", min=1)] = 8,
     over: Annotated[
-        int | None, _in(_BATCH, "N' of the april mode; default 2 N.", "--over-sampling-batch-size", min=1)
+        int | None, _in(_BATCH, "N', groups in progress with april; default 2 N.", "--over-sampling-batch-size", min=1)
     ] = None,
     in_flight: Annotated[
-        int | None, _in(_BATCH, "Samples in flight with refill; default N x n, as sync.", "--max-in-flight", min=1)
+        int | None, _in(_BATCH, "Samples in flight in the refill mode; default N x n.", "--max-in-flight", min=1)
     ] = None,
-    max_staleness: Annotated[int, _in(_BATCH, "Most weight updates between a token and its training.", min=0)] = 5,
-    on_stale: Annotated[OnStale, _in(_BATCH, "What happens to a sample that would exceed it.")] = OnStale.FINISH,
+    max_staleness: Annotated[int, _in(_BATCH, "Maximum weight updates between a token and its training.", min=0)] = 5,
+    on_stale: Annotated[OnStale, _in(_BATCH, "What happens to samples older than max_staleness.")] = OnStale.FINISH,
     group_quorum: Annotated[
         float,
         _in(_BATCH, (
-            "Share of a group's responses that must be finished before they can be delivered. Below 1, the modes april "
-            "and refill are also run with it."
+            "Share of a group's responses that must be finished before any can be delivered. Below 1, the modes april "
+            "and refill are simulated both with this share and with 1."
         )),
     ] = 1.0,
     train_time: Annotated[
         str | None,
         _in(_TRAINER, (
-            "Training time of one batch: seconds (40), or a multiple of the time that the engines need for one at "
-            "their limit (0.5x). With it, the whole loop is simulated, generation and training."
+            "Training time of one batch: seconds (40), or a multiple (0.5x) of the time in which fully used engines "
+            "generate a batch. With this option, the whole loop is simulated, generation and training."
         )),
     ] = None,
     placement: Annotated[
         Placement | None,
         _in(_TRAINER, (
-            "Whether the trainer has GPUs of its own (separate, the default with --train-time) or shares those of the "
-            "engines (colocated), which stop while it trains."
+            "Whether the trainer has GPUs of its own (separate, the default with --train-time) or shares the GPUs of "
+            "the engines (colocated), which then stop during training."
         )),
     ] = None,
-    fetch_ahead: Annotated[int, _in(_TRAINER, "Batches that the trainer requests while it trains one.", min=0)] = 0,
+    fetch_ahead: Annotated[int, _in(_TRAINER, "Batches that the trainer requests ahead during training.", min=0)] = 0,
     keep: Annotated[
         bool,
         _in(_TRAINER, (
@@ -240,7 +244,7 @@ def simulate(
             "Engines then prefill the prompt of a group once per version."
         ), "--keep"),
     ] = False,
-    max_response_len: Annotated[int, _in(_LENGTHS, "Most tokens of a response.", min=1)] = 16_384,
+    max_response_len: Annotated[int, _in(_LENGTHS, "Maximum tokens of a response.", min=1)] = 16_384,
     prompt_len: Annotated[int, _in(_LENGTHS, "Tokens of a prompt.", min=1)] = 128,
     lengths_file: Annotated[
         Path | None,
@@ -268,7 +272,8 @@ def simulate(
     ] = True,
     out: Annotated[Path, _in(_RUN, "Directory for simulate.json and simulate.png.")] = Path("runs/simulate"),
 ) -> None:  # fmt: skip
-    """Simulate sync, april (N' = 2N) and refill for your workload before you run it, on virtual time, without a GPU.
+    """Simulate your workload on virtual time, without a GPU, in three modes: sync (only the N groups of each batch),
+    april (2N groups in progress, unfinished ones continue in the next step), refill (samples start as others finish).
 
     With --train-time the whole training loop is simulated, and continuous generation too.
     """
@@ -324,9 +329,9 @@ def profile(
     api_key_env: Annotated[
         str | None, typer.Option(help="Environment variable with the server's key.", metavar="NAME")
     ] = None,
-    max_in_flight: Annotated[int, typer.Option(min=8, max=4096, help="Most requests at the same time.")] = 64,
+    max_in_flight: Annotated[int, typer.Option(min=8, max=4096, help="Maximum concurrent requests.")] = 64,
     tokens: Annotated[int, typer.Option(min=16, help=(
-        "Length of the longest response; it has room for 512 more."
+        "Length of the longest response, after a prompt of up to 512 tokens."
     ))] = 256,
     out: Annotated[Path, typer.Option(help="File to write.", callback=_no_record)] = Path("runs/profile.json"),
 ) -> None:
@@ -357,11 +362,11 @@ def plan(
         "Largest share of trained tokens from older weights."
     ), min=0, max=1)] = None,
     max_staleness: Annotated[int | None, _in(_BATCH, (
-        "Most weight updates between a token and its training."
+        "Maximum number of weight updates between a token and its training."
     ), min=0)] = None,
     groups: Annotated[int | None, _in(_BATCH, "N, prompt groups per batch.", "--rollout-batch-size", min=1)] = None,
     samples: Annotated[int | None, _in(_BATCH, "n, responses per prompt.", "--n-samples-per-prompt", min=1)] = None,
-    max_response_len: Annotated[int | None, _in(_LENGTHS, "Most tokens of a response.", min=1)] = None,
+    max_response_len: Annotated[int | None, _in(_LENGTHS, "Maximum tokens of a response.", min=1)] = None,
     prompt_len: Annotated[int | None, _in(_LENGTHS, "Tokens of a prompt.", min=1)] = None,
     model: Annotated[str | None, _in(_ENGINES, "Named model.")] = None,
     gpu: Annotated[str | None, _in(_ENGINES, "Named GPU.")] = None,
@@ -370,9 +375,9 @@ def plan(
     cost: Annotated[
         Path | None, _in(_ENGINES, "File that april profile has written, with the cost of one engine.")
     ] = None,
-    train_time: Annotated[str | None, _in(_TRAINER, "Training time of one batch: 40 (seconds), or 0.5x.")] = None,
+    train_time: Annotated[str | None, _in(_TRAINER, "Training time, as for april simulate: 40, or 0.5x.")] = None,
     placement: Annotated[Placement | None, _in(_TRAINER, (
-        "Whether the trainer has GPUs of its own (separate) or shares those of the engines (colocated)."
+        "Whether the trainer has GPUs of its own (separate) or shares the GPUs of the engines (colocated)."
     ))] = None,
     processes: Annotated[int, _in(_RUN, "Number of processes that run simulations at the same time.", min=1)] = 2,
     out: Annotated[Path, _in(_RUN, "Directory for plan.yaml, plan.json and plan.png.")] = Path("runs/plan"),

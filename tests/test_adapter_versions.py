@@ -208,7 +208,7 @@ async def test_a_load_that_hangs_hurts_nothing(kind: str, tmp_path: Path, monkey
     async with served(kind, server=server_of(kind)) as (server, engine):
         await update(engine, version(1), first)
         server.control_faults.append(PlannedControlFault(kind=ControlFault.SILENT, route=LOADS[kind]))
-        with pytest.raises(EngineUnreachable, match=f"{LOADS[kind]} has not answered in 0.01 s"):
+        with pytest.raises(EngineUnreachable, match=f"{LOADS[kind]} did not answer within 0.01 s"):
             await update(engine, version(2), second)
         assert len(server.loras.present) == 2
         got = await read(engine, request())
@@ -284,7 +284,7 @@ async def test_somebody_else_unloads_the_adapter(kind: str, tmp_path: Path) -> N
         server.loras.present.clear()
         health = await engine.health()
         assert (health.ok, health.current) == (False, False)
-        assert f"no adapter {name} any more" in health.detail
+        assert f"the server no longer has the adapter {name}" in health.detail
 
 
 @both

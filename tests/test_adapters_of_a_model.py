@@ -65,9 +65,8 @@ def test_what_is_trained_besides_the_adapter() -> None:
     """Servers would go on with its old values; two active adapters are no one name."""
     model = Adapted()
     model.get_parameter("base_model.model.q_proj.base_layer.weight").requires_grad_(True)
-    with pytest.raises(
-        ConfigError, match=r"trains base_model\.model\.q_proj\.base_layer\.weight in addition to its adapter"
-    ):
+    sentence = r"trains base_model\.model\.q_proj\.base_layer\.weight in addition to its adapter"
+    with pytest.raises(ConfigError, match=sentence):
         adapter_of(model)
     model = Adapted()
     model.active_adapters = ["default", "other"]
@@ -118,7 +117,7 @@ def test_an_update_that_fails_keeps_what_requests_run_under() -> None:
         (path,) = scheduler.engines[0].adapter_paths()  # type: ignore[attr-defined]
         server.loras.load = lambda name, path: "worker died"  # type: ignore[method-assign]
         for _ in range(3):
-            with pytest.raises(april.EngineError, match="worker died; it keeps what it had"):
+            with pytest.raises(april.EngineError, match="worker died; it keeps its old adapter"):
                 scheduler.weight_update(weights=model)
         assert Path(path).exists()
         assert scheduler.version == PolicyVersion(0, 1)
@@ -131,7 +130,8 @@ def test_a_server_that_takes_no_adapters() -> None:
     with ServerThread(server), april.RolloutScheduler(
         run_of(server), prompts=[[3, 7, 9]] * 9, reward=lambda p, r: 1.0
     ) as scheduler:
-        with pytest.raises(april.ConfigError, match=r"engine .* takes none; start the server with VLLM_ALLOW_RUNTIME"):
+        sentence = r"engine .* accepts none; start the server with VLLM_ALLOW_RUNTIME"
+        with pytest.raises(april.ConfigError, match=sentence):
             scheduler.weight_update(weights=Adapted())
         assert scheduler.version == PolicyVersion(0, 0)
 

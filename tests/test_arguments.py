@@ -255,9 +255,8 @@ def test_misuse_is_refused_with_one_sentence() -> None:
         parser_with(trainer_flags={"max_len": "--rollout-max-response-len"})
     with pytest.raises(april.ConfigError, match=r"conflicting option string: --no-partial-rollout; give april's flags"):
         parser_with(("--no-partial-rollout", {"action": "store_true"}))
-    with pytest.raises(
-        april.ConfigError, match=r"that has no flags of april; call april.add_april_arguments\(parser\)"
-    ):
+    sentence = r"that has no flags of april; call april.add_april_arguments\(parser\)"
+    with pytest.raises(april.ConfigError, match=sentence):
         april.config_from_arguments(argparse.Namespace(rollout_batch_size=8))
     parser = parser_with(trainer_flags={"seed": "--rollout-seed"})
     assert sentence_of(parser, *NEEDED).startswith("trainer_flags names --rollout-seed for seed, but this")

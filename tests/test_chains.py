@@ -233,7 +233,7 @@ def test_a_conversation_without_room_in_the_context_fails_by_name() -> None:
     m.say(P)
     m.call([7] * 4096)
     (drop,) = [c for c in m.commands if isinstance(c, do.ReportDrop)]
-    assert "a conversation of 4096 tokens has no room" in drop.why
+    assert "a conversation of 4096 tokens does not fit" in drop.why
 
 
 def test_each_row_has_the_budget_to_itself() -> None:

@@ -147,7 +147,7 @@ def test_trained_through_takes_what_is_held_and_refuses_the_rest() -> None:
         m.step(random.Random(0))
     m.post(ev.BatchCommitted(1))  # the trainer may commit in any order
     assert [len(snapshot.take(m.core, through)["ready"]) for through in (None, 1, 2)] == [2, 1, 0]
-    for through, words in ((0, "batch 1 is committed by a weight update"), (3, "=3 must"), (-2, "=-2 must")):
+    for through, words in ((0, "batch 1 was committed by a weight update"), (3, "=3 must"), (-2, "=-2 must")):
         with pytest.raises(CheckpointError, match=words):
             snapshot.take(m.core, through)
 
@@ -373,8 +373,8 @@ def load(state: Any, **changes: Any) -> CoreMachine:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"samples": 3}, "saved with n_samples_per_prompt=2, the configuration has 3"),
-        ({"run_seed": 5}, "saved with seed=0, the configuration has 5"),
+        ({"samples": 3}, "saved with n_samples_per_prompt=2, but the configuration has 3"),
+        ({"run_seed": 5}, "saved with seed=0, but the configuration has 5"),
         ({"max_response_len": 10}, "max_response_len=10"),
     ],
 )

@@ -232,7 +232,7 @@ def test_images(tmp_path: Path) -> None:
     for takes in (FakeVllmServer(images=FakeImages(), root=root), FakeSglangServer(images=FakeImages())):
         ((level, sentence),) = images_of(report_of(takes))
         assert level is Level.OK
-        assert "never generated" in sentence
+        assert "never generates" in sentence
     for could, need in (
         (FakeVllmServer(images=FakeImages(), root=root, scale_out=False), "start the server with --enable-scale-out"),
         (FakeSglangServer(images=FakeImages(), names_images=False), "upgrade SGLang"),

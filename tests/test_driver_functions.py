@@ -507,9 +507,8 @@ async def test_a_filter_that_rejects_everything_ends_the_step_with_a_reason() ->
 
     rollouts = Rollouts(table({}), n=2, samples=2, filter=only(lambda g: not strict[0]), max_filtered_groups=7)
     for total in (7, 14):
-        with pytest.raises(
-            RolloutError, match=r"the filter rejected 7 groups in a row; check whether the prompts are too easy"
-        ):
+        sentence = r"the filter rejected 7 groups in a row; check whether the prompts are too easy"
+        with pytest.raises(RolloutError, match=sentence):
             await rollouts.driver.next_batch()
         rollouts.check_ledger()
         assert rollouts.core.prompts.dropped[DropReason.FILTERED] in (total, total + 1)

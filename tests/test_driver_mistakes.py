@@ -103,7 +103,7 @@ EVERYWHERE: dict[str, tuple[Callable[[], Awaitable[Any]], str]] = {
     "raises no Exception": (raises(type("Odd", (BaseException,), {})("odd")), "Odd: odd"),
     "is cancelled from inside": (cancelled, "something that it waited for was cancelled"),
     "cancels itself": (cancels_itself, "something that it waited for was cancelled"),
-    "hangs": (lambda: asyncio.Event().wait(), "after function_timeout_s=60"),
+    "hangs": (lambda: asyncio.Event().wait(), "within function_timeout_s=60"),
 }
 VALUES: dict[str, list[tuple[Any, str]]] = {
     "reward": [

@@ -72,7 +72,7 @@ async def test_a_batch_that_was_not_trained_is_delivered_again() -> None:
         await old.driver.update_weights()
     batches.append(await old.driver.next_batch())
     states = {through: plain(old.driver.state_dict(through)) for through in (None, 1, 2)}
-    with pytest.raises(CheckpointError, match=r"trained_through=0, but batch 1 is committed by a weight update"):
+    with pytest.raises(CheckpointError, match=r"trained_through=0, but batch 1 was committed by a weight update"):
         old.driver.state_dict(0)
     for wrong in (3, -2):
         with pytest.raises(CheckpointError, match=rf"trained_through={wrong} .* delivered so far are 0 to 2"):

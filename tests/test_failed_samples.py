@@ -179,7 +179,7 @@ def test_nothing_but_failures_ends_the_step_with_a_sentence(policy: OnFailedSamp
         fail(m, tuple(running[0].id))  # type: ignore[arg-type]
         failures += 1
         assert failures < 100
-    assert m.errors == [f"3 groups failed in a row, the last one: {m.errors[0].rpartition('one: ')[2]}"]
+    assert m.errors == [f"3 groups failed in a row; the last error is: {m.errors[0].rpartition('error is: ')[2]}"]
     assert m.errors[0].endswith("broken")
     # each of two tries: the first; n replaced and the first beyond; the third, which would leave one
     assert failures == 3 * 2 * {DROP_GROUP: 1, REPLACE: 5, SHRINK: 3}[policy]
@@ -209,7 +209,7 @@ def test_people_hear_of_a_sample_that_is_given_up(policy: OnFailedSample) -> Non
     fail(m, (0, 3))
     (warning,) = [c.message for c in m.commands if isinstance(c, do.Warn)]
     assert warning == (
-        f"g0.s3: broken; it is given up, and its group goes on with {4 if policy is REPLACE else 3} samples"
+        f"g0.s3: broken; the sample is given up, and its group continues with {4 if policy is REPLACE else 3} samples"
     )
 
 

@@ -203,7 +203,7 @@ def test_a_name_that_april_has_not_given_is_unverified(
             for _ in range(2):
                 batch = run.next_batch()
             assert metric not in batch.metrics
-        assert [r.levelno for r in caplog.records if "'step-7', a name that april has not given" in r.getMessage()] == [
+        assert [r.levelno for r in caplog.records if "'step-7', a label that april did not set" in r.getMessage()] == [
             logging.WARNING
         ]
 

@@ -157,7 +157,7 @@ async def test_nobody_listens() -> None:
 
 
 async def test_no_limit_of_connections_and_of_time() -> None:
-    """aiohttp's 100 connections and 300 s would throttle and cut long responses without a word."""
+    """aiohttp's 100 connections but does not 300 s would throttle and cut long responses without a word."""
     async with served() as (answers, client):
         answers.hold.clear()
         calls = [asyncio.create_task(client.call("POST", "/x", {}, timeout_s=None)) for _ in range(150)]
@@ -244,7 +244,7 @@ async def test_what_is_no_json() -> None:
     """A WireError that names the route; an empty answer is None."""
     async with served() as (answers, client):
         answers.answer = lambda: web.Response(text="<html>")
-        with pytest.raises(WireError, match="/x answered what is no JSON"):
+        with pytest.raises(WireError, match="/x answered with invalid JSON"):
             await client.json("GET", "/x")
         answers.answer = lambda: web.Response()
         assert await client.json("GET", "/x") is None

@@ -228,8 +228,9 @@ async def test_a_mark_stands_for_an_image_of_the_prompt() -> None:
         ({"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a"}}, (
             "images are fetched only from the hosts in"
         )),
-        (part(RED[:60]), "the request, image 1 is broken, or was cut"),
-        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,###"}}, "the request, image 1 is no base64"),
+        (part(RED[:60]), "the request, image 1 is damaged or truncated"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,###"}},
+         "request, image 1 is not base64"),
         ({"type": "text", "text": "<|image_pad|>"}, "the request has 1 placeholder <|image_pad|> (id 5) and no images"),
         ({"type": "input_audio", "input_audio": {}}, "a part of type 'input_audio' is not supported"),
     ],

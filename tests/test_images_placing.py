@@ -247,7 +247,7 @@ def test_a_chat_without_images_needs_a_tokenizer_only() -> None:
         ({"messages": SAID, "images": RED}, "prompt 5: images must be a list of images, got bytes"),
         ({"messages": "hello", "images": []}, "prompt 5: messages must be a list of chat messages, got str"),
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "a part of type 'video'; april takes text"),
-        ({"token_ids": [1, IMAGE_ID], "images": [RED[:50]]}, "prompt 5, image 1 is broken, or was cut"),
+        ({"token_ids": [1, IMAGE_ID], "images": [RED[:50]]}, "prompt 5, image 1 is damaged or truncated"),
         ({"token_ids": [1, IMAGE_ID]}, "prompt 5 has 1 placeholder"),
         ([1, IMAGE_ID], "prompt 5 has 1 placeholder"),
         ({"token_ids": [1], "images": [RED] * 65}, r"prompt 5 has 65 images, but images.max_per_prompt is 64"),
@@ -262,7 +262,7 @@ def test_prompts_that_cannot_be_used(item: Any, sentence: str) -> None:
 def test_without_a_processor_images_are_refused_by_name() -> None:
     """They are not passed over, and no template writes them."""
     for item in ({"token_ids": [1], "images": [RED]}, {"messages": SAID, "images": [RED]}):
-        with pytest.raises(ConfigError, match=r"prompt 2 has images, and there is no processor .*; give processor="):
+        with pytest.raises(ConfigError, match=r"prompt 2 has images, but there is no processor .*; give processor="):
             PromptReader(VOCAB, tiny_tokenizer()).read(item, 2)
     with pytest.raises(ConfigError, match=r"prompt 2 has messages, .*; give tokenizer="):
         PromptReader(VOCAB).read({"messages": [{"role": "user", "content": "a"}]}, 2)
@@ -339,12 +339,12 @@ def test_an_environment_adds_an_image() -> None:
 @pytest.mark.parametrize(
     ("ask", "sentence"),
     [
-        (lambda llm, ids: llm.generate([*ids, IMAGE_ID]), "what is new has 1 placeholder"),
-        (lambda llm, ids: llm.generate([*ids, 9], images=[RED]), "what is new has no placeholders .* and 1 image"),
+        (lambda llm, ids: llm.generate([*ids, IMAGE_ID]), "the new part has 1 placeholder"),
+        (lambda llm, ids: llm.generate([*ids, 9], images=[RED]), "the new part has no placeholders .* and 1 image"),
         (lambda llm, ids: llm.generate(images=[RED]), "images belong to placeholders in token_ids; give both"),
         (lambda llm, ids: llm.generate([*ids, IMAGE_ID], images=RED), "images must be a list of images, got bytes"),
-        (lambda llm, ids: llm.generate([*ids, IMAGE_ID], images=[b"x"]), "llm.generate, image 1 is no image"),
-        (lambda llm, ids: llm.generate([1, 2, IMAGE_ID], any_conversation=True), "what is new has 1 placeholder"),
+        (lambda llm, ids: llm.generate([*ids, IMAGE_ID], images=[b"x"]), "llm.generate, image 1 is not an image"),
+        (lambda llm, ids: llm.generate([1, 2, IMAGE_ID], any_conversation=True), "the new part has 1 placeholder"),
     ],
 )
 def test_images_that_do_not_fit_a_call(ask: Any, sentence: str) -> None:
@@ -370,7 +370,6 @@ def test_engines_that_take_no_images_are_named_at_the_start() -> None:
             return replace(super().capabilities, attachments=())
 
     config = april.Config(rollout_batch_size=1, max_response_len=9)
-    with pytest.raises(
-        ConfigError, match=r"engine e accepts no images, .*; use an engine and a model that accept them; for text"
-    ):
+    sentence = r"engine e accepts no images, .*; use an engine and a model that accept them; for text"
+    with pytest.raises(ConfigError, match=sentence):
         april.RolloutScheduler(config, prompts=[[1]], reward=None, engines=[Blind("e")], processor=tiny_processor())

@@ -96,7 +96,7 @@ def test_equal_images_are_one_object_and_others_never_are(tmp_path: Path) -> Non
     before = read(path).attachment
     path.write_bytes(blue)
     assert read(path).attachment.digest != before.digest
-    with pytest.raises(april.EngineError, match="other content"):
+    with pytest.raises(april.EngineError, match="has changed since"):
         attachment_bytes(april.core.attachments.Attachment("image", before.digest, 1, None, str(path)))
 
 
@@ -166,7 +166,7 @@ def test_base64_of_common_writers() -> None:
     ("item", "sentence"),
     [
         (b"", "is empty: 0 bytes"),
-        (b"<svg>", r"is no image that can be read \(5 bytes beginning with b'<svg>'\); give one of PNG, JPEG"),
+        (b"<svg>", r"is not an image that can be read \(5 bytes beginning with b'<svg>'\); give one of PNG, JPEG"),
         (RED[: len(RED) // 2], "is damaged or truncated: it cannot be decoded"),
         (encoded(picture(300, 300), "JPEG")[:-700], "is damaged or truncated"),
         (bomb(), r"has (60,000 x 60,000|more) pixels"),

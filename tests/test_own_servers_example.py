@@ -140,7 +140,7 @@ def test_weights_that_are_not_taken_leave_the_last_good_ones(
             (directory / "model.safetensors").unlink()
 
     monkeypatch.setattr(example.Trainer, "save", broken)
-    with ServerThread(server), pytest.raises(april.EngineError, match="step_3: there are no weights in it"):
+    with ServerThread(server), pytest.raises(april.EngineError, match="step_3: the directory contains no weights"):
         example.main(arguments("vllm", [server], model, tmp_path / "shared"))
 
     assert server.weights == "step_2"

@@ -237,7 +237,7 @@ def test_what_a_plan_cannot_know_is_named(record: Path, tmp_path: Path) -> None:
     text = " ".join(settings(old, parts).replace("# ", "").split())
     assert "missing here, because the record does not have them: sampling, epochs, function_timeout_s" in text
     for name in ("stall_timeout_s", "allow_mismatch", "engine;"):
-        assert name in text.partition("not in the record")[2].partition("add those of your run")[0]
+        assert name in text.partition("missing here, because the record")[2].partition("add those of your run")[0]
     for words in ("batch.advantages()", 'april.loss_weights(mask, "dapo")', "40% of the trained tokens", "filter="):
         assert words in text
         assert any(words in note for note in notes(old, parts))

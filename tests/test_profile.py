@@ -60,7 +60,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     for text, sentence in (
         ("{}", (
             "its format is unknown to this version of april"
-        )), ("[]", "no format"), ("{", "was not written by april profile"),
+        )), ("[]", "its format"), ("{", "was not written by april profile"),
         ("[" * 100_000, "was not written by april profile"),
         ('{"format": 1}', "cost"), ('{"format": 1, "cost": {"base_s": -1, "per_sequence_s": 0, "per_kv_token_s": 0}}',
         "must be finite"), ('{"format": 1, "cost": {"speed": 3}}', "speed"),

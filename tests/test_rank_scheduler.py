@@ -81,7 +81,7 @@ def test_ranks_that_generate_from_other_weights_say_so(caplog: pytest.LogCapture
     run_ranks(program, 3, engines=lambda rank: [shown(1.0, 2.5 if rank == 2 else 2.0)])
     (said,) = caplog.messages
     assert said.startswith(
-        "rank 2 does not generate from the weights of rank 0 (largest difference of 2 values: 0.5), so log-prob"
+        "rank 2 does not generate from the weights of rank 0 (largest difference of 2 values: 0.5), so its log-prob"
     )
     run_ranks(program, 2, engines=lambda rank: [shown(*[1.0] * (1 + rank))])
     assert caplog.messages[1].startswith("rank 1 does not generate from the weights of rank 0 (another model), so")

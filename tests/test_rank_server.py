@@ -344,8 +344,7 @@ def test_a_rank_of_which_nothing_is_heard_is_gone(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(RankClient, "_check_heartbeats", lambda self, line: None)
     with served(rank_deadline_s=0.3) as (server, _):
         zero, one = ranks_of(server, server.listen(TOKEN))
-        with pytest.raises(
-            RankError, match=r"the connection to rank 1 is lost: it sent nothing for 0\.3 s \(rank_deadline_s\)"
-        ):
+        sentence = r"the connection to rank 1 is lost: it sent nothing for 0\.3 s \(rank_deadline_s\)"
+        with pytest.raises(RankError, match=sentence):
             zero.exchange(0, "next_batch()", 0)
         one.close(None)

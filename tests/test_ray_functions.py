@@ -253,7 +253,7 @@ def test_a_function_of_which_actors_die_fails(ray: StandIn, dying: list[Any]) ->
     """It does not end one process after the other."""
     dying += [True] * 4
     there = april.ray.remote(raises)
-    with pytest.raises(RolloutError, match=r"3 actors in a row died while raises ran there, the last one: killed"):
+    with pytest.raises(RolloutError, match=r"3 actors in a row died while they ran raises, the last one: killed"):
         call(there, "exit")
     assert len(ray.actors) == 3
 
@@ -360,9 +360,8 @@ async def wrong_calls(prompt: april.Prompt, llm: april.LLM) -> None:
         await llm.generate(best_of=3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="max_tokens must be"):
         await llm.generate(max_tokens=0)
-    with pytest.raises(
-        UsageError, match=r"llm.generate: an argument cannot be sent to the scheduler's process: a object"
-    ):
+    sentence = r"llm.generate: an argument cannot be sent to the scheduler's process: a object"
+    with pytest.raises(UsageError, match=sentence):
         await llm.generate([*prompt.token_ids, 3], images=[object()])
     with pytest.raises(UsageError, match="tokenizer"):
         await llm.chat([{"role": "user", "content": "x"}])
@@ -422,7 +421,7 @@ def test_it_looks_as_the_function_and_travels(ray: StandIn) -> None:
     there = pickle.loads(pickle.dumps(april.ray.remote(reward, num_actors=3)))  # noqa: S301 - its own
     assert (there.__name__, there.__doc__) == ("reward", reward.__doc__)
     assert inspect.signature(there) == inspect.signature(reward)
-    with pytest.raises(ConfigError, match=r"reward is called with \(prompt, response\), which length_of\(text\)"):
+    with pytest.raises(ConfigError, match=r"reward is called with \(prompt, response\), but length_of\(text\)"):
         batches(reward=april.ray.remote(length_of))
     assert ray.actors == []
 

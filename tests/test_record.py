@@ -268,12 +268,11 @@ def test_a_change_is_found_in_its_line(path: Path) -> None:
     with pytest.raises(RecordError, match=f"line {number} of .* is damaged, or was changed"):
         replay(path)
     at = next(i for i, line in enumerate(lines, 1) if line[1] == "StepRequested")
-    with pytest.raises(RecordError, match=rf"line {at} of .*StepRequested, at .* otherwise .*{april.__version__}"):
+    with pytest.raises(RecordError, match=rf"line {at} of .*StepRequested, at .* differently .*{april.__version__}"):
         replay(written(path, [*lines[: at - 1], [*lines[at - 1][:3], "0" * 16], *lines[at:]]))
     lines[number - 1][2]["sampling"]["max_tokens"] -= 1
-    with pytest.raises(
-        RecordError, match=rf"line {number} of .*\(CallMade, at 0 s\): the core decides differently than"
-    ):
+    sentence = rf"line {number} of .*\(CallMade, at 0 s\): the core decides differently than"
+    with pytest.raises(RecordError, match=sentence):
         replay(written(path, lines))
     lines[number - 1][0] = "soon"
     with pytest.raises(RecordError, match=f"line {number} of .* is damaged, or was changed"):
@@ -291,7 +290,7 @@ def test_a_record_without_its_settings_is_refused(path: Path) -> None:
     with pytest.raises(RecordError, match=r"line 1 of .*: Object missing required field `rollout_batch_size`"):
         replay(written(path, lines))
     path.write_bytes(b"")
-    with pytest.raises(RecordError, match="is no record of april's"):
+    with pytest.raises(RecordError, match="is not a record of april"):
         replay(path)
 
 
@@ -355,13 +354,13 @@ def test_a_record_that_cannot_go_on_ends_and_the_run_goes_on(
         rollouts = record(path, steps=6)
     assert rollouts.core.context.batches == 6
     assert [r.message for r in caplog.records if r.message.startswith("the record")] == [
-        f"the record {path} ends here, the run goes on: {why}"
+        f"the record {path} ends here, but the run continues: {why}"
     ]
     run = replay(path)
     assert sum(run.events.values()) > 10
     if how == "limit":
         assert limit - 1000 < path.stat().st_size <= limit
-        assert run.end == f"the run went on, its record did not: {why}"
+        assert run.end == f"the run continued, but its record stopped: {why}"
 
 
 @pytest.mark.parametrize(("number", "error"), [(1j, "TypeError"), (float("nan"), "ValueError")])
@@ -374,8 +373,8 @@ async def test_what_cannot_be_written_down_ends_the_record_and_not_the_run(
     rollouts.driver.post(ev.Scored(99, [(0, number)]))
     await rollouts.step()
     await rollouts.close()
-    assert f"Scored could not be written down ({error})" in caplog.text
-    assert replay(path).end.endswith(f"Scored could not be written down ({error})")
+    assert f"Scored could not be recorded ({error})" in caplog.text
+    assert replay(path).end.endswith(f"Scored could not be recorded ({error})")
 
 
 def test_a_file_that_cannot_be_made_is_refused_before_anything_starts(tmp_path: Path) -> None:
@@ -523,14 +522,14 @@ def test_the_command_prints_the_run_and_a_sample(path: Path) -> None:
     rollouts = record(path)
     code, said = command("replay", path, "--story", "g1.s0")
     assert code == 0
-    for part in ("4 asked for, 4 batches delivered", "0.4", f"observed {rollouts.core.tokens.observed}", "digest"):
+    for part in ("4 requested, 4 batches delivered", "0.4", f"observed {rollouts.core.tokens.observed}", "digest"):
         assert part in said
     assert "story of g1.s0: event " in said
     assert "rollout function started" in said
     assert "the run was closed" in said
     code, said = command("replay", path, "--story", "three")
     assert code == 2
-    assert "no sample is called 'three'; the name of one is g3.s1: group 3, sample 1" in said
+    assert "no sample is named 'three'; a name looks like g33.s1: group 3, sample 1" in said
 
 
 # ----------------------------------------------------------------
@@ -554,7 +553,7 @@ async def test_starts_that_fail_remove_no_record(tmp_path: Path, path: Path) -> 
     assert replay(tmp_path / "run.jsonl.2").core.context.batches == 3
     assert sorted(os.listdir(tmp_path)) == ["run.jsonl", "run.jsonl.1", "run.jsonl.2"]
     _, said = command("report", path, "--out", tmp_path / "page.html")
-    assert "nothing to show; the record before it is" in said
+    assert "nothing to show; the previous record is" in said
     assert said.split()[-1].endswith("run.jsonl.2")
 
 

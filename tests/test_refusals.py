@@ -51,27 +51,30 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"max_head_offpolicyness": 2}, "max_head_offpolicyness: unknown setting; do you mean max_staleness?"),
     ({"n_samples_per_eval_prompt": 2},
      "n_samples_per_eval_prompt: unknown setting; do you mean evaluate(n_samples=...) of the scheduler?"),
-    ({"learning_rate": 1e-06}, "learning_rate: belongs to the trainer; april's settings are those of rollouts"),
-    ({"reward": "my.reward"}, "reward: is an argument of RolloutScheduler, beside the configuration"),
-    ({"n": 4}, "n: every sample of a group is a request of its own; set n_samples_per_prompt"),
+    ({"learning_rate": 1e-06}, "learning_rate: belongs to the trainer; april only has settings for rollouts"),
+    ({"reward": "my.reward"}, "reward: is an argument of RolloutScheduler, not a setting"),
+    ({"n": 4}, "n: april sends each sample of a group as a request of its own; set n_samples_per_prompt"),
     ({"engine": {"kind": "vlm"}},
      "engine.kind: april has no engine 'vlm'; it has 'transformers', 'simulated', 'vllm', 'sglang', 'openai', "
      "'april'; do you mean vllm?"),
     ({"sampling": 0.7}, "sampling: expected a mapping of settings, got 0.7"),
     ({"rollout_batch_size": 0}, "rollout_batch_size: input should be greater than or equal to 1, got 0"),
     ({"on_data_end": "stop"}, "on_data_end: input should be 'short', 'wait' or 'wrap', got 'stop'"),
-    ({"epochs": 2, "on_data_end": "wrap"}, "epochs=2 ends, and on_data_end=wrap never does; leave out one of them"),
+    ({"epochs": 2, "on_data_end": "wrap"}, (
+        "epochs=2 limits the passes over the prompts, and on_data_end=wrap repeats them without end; leave out one of "
+        "the two"
+    )),
     ({"rollout_batch_size": 2, "over_sampling_batch_size": 9, "max_age": 3},
-     "over_sampling_batch_size=9 holds more groups than max_age=3 lets april deliver in time, which is 8; raise "
-     "max_age or set on_stale"),
+     "over_sampling_batch_size=9 is too large: with max_age=3 april can deliver 8 groups in time; raise max_age or set "
+     "on_stale"),
     ({"max_filtered_groups": 0}, "max_filtered_groups: input should be greater than or equal to 1, got 0"),
     ({"sampling": {"top_q": 5}}, "sampling.top_q: unknown setting; do you mean sampling.top_p?"),
     ({"sampling": {"top_k": 5}},
-     "sampling.top_k: changes the distribution, and a trainer's recomputed log-probabilities could not match"),
+     "sampling.top_k: changes the distribution, so a trainer's recomputed log-probabilities could not match"),
     ({"sampling": {"stop": ["a", ""]}},
      "sampling.stop: an empty stop string would end every response at once; leave it out"),
     ({"sampling": {"stop": "\ufffd"}},
-     "sampling.stop: the stop string '\ufffd' has U+FFFD in it, which also stands for unfinished characters"),
+     "sampling.stop: the stop string '�' contains U+FFFD, which also stands for incomplete characters"),
     ({"sampling": {"stop": [3]}}, "sampling.stop.0: input should be a valid string, got 3"),
     ({"engine": {"kind": "simulated", "gpus": 2}}, "engine.gpus: unknown setting; do you mean engine.gpu?"),
     ({"rollout_batch_size": ...}, "rollout_batch_size: is required"),
@@ -86,8 +89,8 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
      "partial_rollout: input should be a valid boolean, unable to interpret input, got 'perhaps'"),
     ({"sampling": {"stop_token_ids": 5}}, "sampling.stop_token_ids: input should be a valid tuple, got 5"),
     ({"sampling": {"stop_token_ids": [1, "x"]}},
-     "sampling.stop_token_ids.1: input should be a valid integer, got 'x'; a token is named by its id: "
-     "tokenizer.convert_tokens_to_ids('x'); text that ends a response is stop"),
+     "sampling.stop_token_ids.1: input should be a valid integer, got 'x'; write the id of the token: "
+     "tokenizer.convert_tokens_to_ids('x'); for text that ends a response, set stop"),
     ({"engine": "vllm"}, "engine: expected a mapping of settings, got 'vllm'; write engine: {kind: vllm}"),
     ({"max_staleness": -1}, "max_staleness: input should be greater than or equal to 0, got -1"),
     ({"abort_deadline_s": 0}, "abort_deadline_s: input should be greater than 0, got 0"),
@@ -112,8 +115,8 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
      "over_sampling_batch_size=48 starts more groups than rollout_batch_size=32, and partial_rollout=false would "
      "throw their tokens away; set partial_rollout: true"),
     ({"over_sampling_batch_size": 100, "max_staleness": 2},
-     "over_sampling_batch_size=100 holds more groups than max_staleness=2 lets april deliver in time, which is 96; "
-     "raise max_staleness or set on_stale"),
+     "over_sampling_batch_size=100 is too large: with max_staleness=2 april can deliver 96 groups in time; raise "
+     "max_staleness or set on_stale"),
     ({"refill": "sample", "partial_rollout": False},
      "refill=sample leaves unfinished responses at the end of a step, and partial_rollout=false would throw them "
      "away; set partial_rollout: true or refill: none"),
@@ -126,25 +129,25 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
      "sampling.top_p=0.9 is not part of the log-probabilities that a trainer recomputes (log_softmax(logits / T)), so "
      "its ratios would be wrong; set top_p: 1, or allow_mismatch: true if your trainer accounts for it"),
     ({"sampling": {"min_tokens": 3}},
-     "sampling.min_tokens=3 forbids EOS at first, which the log-probabilities that a trainer recomputes do not know; "
-     "set min_tokens: 0, or allow_mismatch: true"),
+     "sampling.min_tokens=3 forbids EOS at the start of a response, which a trainer's recomputed log-probabilities do "
+     "not take into account; set min_tokens: 0, or allow_mismatch: true"),
     ({"sampling": {"temperature": 0}},
-     "sampling.temperature=0 makes all samples of a group equal and has no log-probability to train on; use a "
+     "sampling.temperature=0 makes all samples of a group equal and gives no log-probabilities to train on; set a "
      "positive temperature, or allow_mismatch: true"),
     ({"max_in_flight": "auto"},
-     "max_in_flight=auto says nothing with refill=none, where the groups in work are what counts; set refill: sample, "
-     "or over_sampling_batch_size: auto as well, and april chooses that too"),
+     "max_in_flight=auto has no effect with refill=none, where the number of groups in work decides; set refill: "
+     "sample, or set over_sampling_batch_size: auto as well, so that april also chooses the refill"),
     ({"over_sampling_batch_size": "auto", "refill": "sample"},
-     "over_sampling_batch_size=auto says nothing with refill=sample, where max_in_flight is what counts; leave it out "
-     "and set max_in_flight: auto"),
+     "over_sampling_batch_size=auto has no effect with refill=sample, where max_in_flight decides; leave it out and "
+     "set max_in_flight: auto"),
     ({"max_in_flight": "auto", "refill": "group"},
-     "max_in_flight=auto chooses between what refill: none and refill: sample can have, not refill=group"),
+     "max_in_flight=auto only works with refill: none and refill: sample, not with refill=group"),
     ({"group_quorum": "auto", "partial_rollout": False},
-     "group_quorum=auto chooses how much is left over for the next step, and partial_rollout=false would throw its "
+     "group_quorum=auto chooses how much is left over for the next step, but partial_rollout=false would throw those "
      "tokens away; set partial_rollout: true"),
     ({"max_off_policy_share": 0.5},
-     "max_off_policy_share=0.5 is for what april chooses, and nothing is auto; set over_sampling_batch_size: auto, or "
-     "leave it out"),
+     "max_off_policy_share=0.5 limits what april chooses, but no setting is auto; set over_sampling_batch_size: auto, "
+     "or leave out max_off_policy_share"),
     ({"engine": {"kind": "vllm"}},
      "engine.urls is required for engine.kind vllm: the addresses of the servers, such as http://127.0.0.1:8000"),
     ({"engine": {"kind": "vllm", "urls": URL, "slots": 3}},
@@ -168,11 +171,11 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"engine": {"kind": "vllm", "urls": "h:8/v1"}},
      "engine.urls.0: an engine's URL must look like http://host:port, got 'h:8/v1'; write http://h:8, without /v1"),
     ({"engine": {"kind": "vllm", "urls": "http://0.0.0.0:8000"}},
-     "engine.urls.0: 0.0.0.0 in 'http://0.0.0.0:8000' is where a server listens, not where it is reached; write "
-     "http://127.0.0.1:8000 if it is on this machine, or else the name of its machine"),
+     "engine.urls.0: 0.0.0.0 in 'http://0.0.0.0:8000' is an address to listen on, to which no client can connect; "
+     "write http://127.0.0.1:8000 if the server is on this machine, or else the name of its machine"),
     ({"engine": {"kind": "vllm", "urls": "https://[::]"}},
-     "engine.urls.0: :: in 'https://[::]' is where a server listens, not where it is reached; write https://127.0.0.1 "
-     "if it is on this machine, or else the name of its machine"),
+     "engine.urls.0: :: in 'https://[::]' is an address to listen on, to which no client can connect; write "
+     "https://127.0.0.1 if the server is on this machine, or else the name of its machine"),
     ({"engine": {"kind": "vllm", "urls": [URL, "ftp://h"]}},
      "engine.urls.1: an engine's URL must look like http://host:port, got 'ftp://h'"),
     ({"engine": {"kind": "vllm", "urls": "http://h:8/v1"}},
@@ -186,12 +189,12 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"engine": {"kind": "vllm", "urls": "http://h:99999"}},
      "engine.urls.0: an engine's URL must look like http://host:port, got 'http://h:99999'"),
     ({"engine": {"kind": "vllm", "urls": ["http://h", "http://h/"]}},
-     "engine.urls names http://h twice; each server is one engine"),
+     "engine.urls contains http://h twice; list each server once"),
     ({"engine": {"kind": "vllm", "urls": 8000}}, "engine.urls: input should be a valid tuple, got 8000"),
     ({"engine": {"kind": "sglang", "urls": [URL, "http://127.0.0.1:8001"], "router": "h"}},
      "engine.router: an engine's URL must look like http://host:port, got 'h'; write http://h:PORT"),
     ({"engine": {"kind": "vllm", "urls": URL, "api_key": "key\n"}},
-     "engine.api_key: the key of the server begins or ends with white space or a line break; take that away"),
+     "engine.api_key: the key of the server begins or ends with white space or a line break; remove that"),
     ({"engine": {"kind": "vllm", "urls": URL, "api_key": 5512345}}, "engine.api_key: input should be a valid string"),
     ({"engine": {"kind": "vllm", "urls": URL, "max_in_flight": 0}},
      "engine.max_in_flight: input should be greater than or equal to 1, got 0"),
@@ -249,8 +252,8 @@ FLAGS: list[tuple[list[str], str]] = [
      "--over-sampling-batch-size 16 starts more groups than --rollout-batch-size 8, and --no-partial-rollout would "
      "throw their tokens away; set --partial-rollout"),
     ([*NEEDED, "--over-sampling-batch-size", "99"],
-     "--over-sampling-batch-size 99 holds more groups than --max-staleness 5 lets april deliver in time, which is 48; "
-     "raise --max-staleness or set --on-stale"),
+     "--over-sampling-batch-size 99 is too large: with --max-staleness 5 april can deliver 48 groups in time; raise "
+     "--max-staleness or set --on-stale"),
     ([*NEEDED, "--sampling-top-p", "0.5"],
      "--sampling-top-p 0.5 is not part of the log-probabilities that a trainer recomputes (log_softmax(logits / T)), "
      "so its ratios would be wrong; set --sampling-top-p 1, or --allow-mismatch if your trainer accounts for it"),
@@ -340,22 +343,26 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"engines": [engine(), "e1"]}, r"engines: str is not an engine \(april.engines.protocol.Engine\)"),
     ({"engines": []}, "engines: at least one engine is needed"),
     ({"engines": None}, ".*needs a model.*"),
-    ({"engines": None, "model": object(), "config": config(engine={"kind": "simulated"})}, ".*takes no model object.*"),
+    ({"engines": None, "model": object(), "config": config(engine={"kind": "simulated"})}, (
+        ".*accepts no model obj.*"
+    )),
     ({"engines": [engine("a"), engine("b"), engine("a")]}, r".*names must be unique, got \['a', 'b', 'a'\].*"),
     (
         {"engines": [engine("a"), engine("b", max_context=100)]},
-        "max_response_len=100 leaves no room for a prompt in the context of 100 tokens of engine b; .*",
+        "max_response_len=100 leaves no room for a prompt: the context of engine b holds 100 tokens; .*",
     ),
-    ({"engines": [no_partials()]}, "engine e0 hands over nothing.*set over_sampling_batch_size.*"),
+    ({"engines": [no_partials()]}, "engine e0 returns no tokens of an aborted request.*set over_sampling_batch_size.*"),
     (
         {"engines": [no_partials()], "config": config(over_sampling_batch_size=3, refill="sample")},
-        "engine e0 hands over nothing.*refill: none.*",
+        "engine e0 returns no tokens of an aborted request.*refill: none.*",
     ),
     ({"group_reward": graded}, "give reward or group_reward, not both"),
     ({"reward": 1.0}, "reward must be a function, got float"),
     ({"rollout": "single_turn"}, "rollout must be a function, got str"),
     ({"filter": True}, "filter must be a function, got bool"),
-    ({"prompts": "text"}, "prompts must be an iterable of prompts, got str; a file is not read: give its rows"),
+    ({"prompts": "text"}, (
+        "prompts must be an iterable of prompts, got str; april does not read files: give the rows of the file"
+    )),
     ({"prompts": None}, "prompts must be an iterable of prompts, got NoneType"),
     ({"prompts": 5}, "prompts must be an iterable of prompts, got int"),
     (
@@ -368,8 +375,8 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"config": config(epochs=2)},
-        r"prompts can be iterated only once \(Untouched\), and several epochs are wanted; give a list or a data set, "
-        "or an object whose __iter__ begins anew",
+        r"prompts can be iterated only once \(Untouched\), but several epochs are wanted; give a list or a data set, "
+        "or an object whose __iter__ starts over",
     ),
     (
         {"config": config(sampling={"stop_token_ids": [VOCAB]})},
@@ -399,7 +406,8 @@ CALLS: list[tuple[Callable[[april.RolloutScheduler], Any], type[AprilError], str
     ),
     (lambda r: r.weight_update(transfer=3), ConfigError, "weight_update: transfer must be a function, got int"),
     (lambda r: r.evaluate(None), ConfigError, "evaluate: prompts must be an iterable of prompts, got NoneType"),
-    (lambda r: r.evaluate("text"), ConfigError, "evaluate: prompts must be an iterable of prompts, got str; a file.*"),
+    (lambda r: r.evaluate("text"), ConfigError,
+     "evaluate: prompts must be an iterable of prompts, got str; april does not read files.*"),
     (lambda r: r.evaluate([]), ConfigError, "evaluate: there are no prompts"),
     (
         lambda r: r.evaluate([[1], [5000]]),
@@ -421,8 +429,8 @@ CALLS: list[tuple[Callable[[april.RolloutScheduler], Any], type[AprilError], str
     (
         lambda r: r.weight_update(lambda: None),
         ConfigError,
-        "weight_update: path must be the name of a directory, got function; a function that hands the weights over is "
-        "given as transfer=, a model that is read in place not at all",
+        "weight_update: path must be the name of a directory, got function; pass a function that hands over the "
+        "weights as transfer=, and do not pass a model that the engine reads in place",
     ),
     (lambda r: r.extend(5), ConfigError, "prompts must be an iterable of prompts, got int"),
 ]

@@ -62,8 +62,8 @@ NUMBERS: dict[str, tuple[dict[str, Any], str]] = {
     "negative ids": ({"tokens": all_of(-1, "<i4")}, "does not fit these engines: token id -1 is outside"),
     "fewer tokens": ({"tokens": lambda data: data[:-4]}, "is damaged"),
     "bytes": ({"tokens": lambda data: data[:-1]}, "is damaged"),
-    "calls": ({"calls": [], "open_call": None}, "is damaged: .*nobody asked for"),
-    "call": ({"open_call": 1, "calls": []}, "is damaged: .*nobody asked for"),
+    "calls": ({"calls": [], "open_call": None}, "is damaged: .*no call asked for"),
+    "call": ({"open_call": 1, "calls": []}, "is damaged: .*no call asked for"),
     "backwards": ({"calls": [[5, 2, "stop"]]}, "is damaged: .* a call of tokens 5 to 2 after 0"),
     "attempts": ({"attempts": 0}, "is damaged: .* of 0 attempts"),
     "finished": ({"finished": 1}, "is damaged: .* finished is 1"),
@@ -72,7 +72,8 @@ NUMBERS: dict[str, tuple[dict[str, Any], str]] = {
     "version": ({"segments": lambda s: [[p[0], 0, 7, *p[3:]] for p in s]}, "is damaged: .* is newer than the"),
     "huge version": ({"segments": lambda s: [[p[0], 0, 2**70, *p[3:]] for p in s]}, "is damaged: "),
     "reward": (
-        {"of": "finished", "reward": 1e39}, r"is damaged: .* its reward is 1e\+39, which does not fit in a float32",
+        {"of": "finished", "reward": 1e39}, r"is damaged: .* its reward is 1e\+39, which does not fit in a "
+    "float32",
     ),
     "no reward": (
         {"of": "finished", "reward": float("nan")}, "is damaged: .* its reward is nan; expected a finite number",
@@ -84,18 +85,18 @@ DAMAGED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "none": (lambda s: None, "not a state that april's"),
     "text": (lambda s: "state", "not a state that april's"),
     "empty": (lambda s: {}, "not a state that april's"),
-    "changed": (damage(["core", "batches"], 7), "its checksum is '[0-9a-f]{32}', and its content has '[0-9a-f]{32}'"),
+    "changed": (damage(["core", "batches"], 7), "its checksum is '[0-9a-f]{32}', but its content has '[0-9a-f]{32}'"),
     "one bit": (samples(tokens=lambda data: bytes([data[0] ^ 1]) + data[1:]), "its checksum is "),
     "no checksum": (damage(["checksum"], ...), "its checksum is None"),
     "format": (damage(["format"], 99), "has format 99; this version of april reads format 2"),
-    "kind": (damage(["april"], "desk"), "a state of april's 'desk', and 'rollouts' is to go on from one"),
+    "kind": (damage(["april"], "desk"), "a state of april's 'desk', but a state of 'rollouts' is needed"),
     "no core": (sealed(damage(["core"], ...)), "is damaged"),
     "core": (sealed(damage(["core"], {})), "not a state that april's"),
     "n": (
         sealed(damage(["core", "settings", "n_samples_per_prompt"], 3)),
-        "saved with n_samples_per_prompt=3, the configuration has 2",
+        "saved with n_samples_per_prompt=3, but the configuration has 2",
     ),
-    "seed": (sealed(damage(["core", "settings", "run_seed"], 7)), "saved with seed=7, the configuration has 0"),
+    "seed": (sealed(damage(["core", "settings", "run_seed"], 7)), "saved with seed=7, but the configuration has 0"),
     "version": (sealed(damage(["core", "version"], 3)), "is damaged"),
     "waiting": (sealed(damage(["core", "waiting"], ...)), "is damaged"),
     "ledger": (sealed(damage(["core", "tokens", "observed"], 1)), "is damaged: .*does not balance"),
@@ -104,7 +105,7 @@ DAMAGED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "sample": (sealed(damage(["core", "waiting", 0, "samples", -1], ...)), "is damaged"),
     "position": (sealed(damage(["prompts", "position"], None)), "is damaged"),
     "prompts": (sealed(damage(["prompts"], [])), "is damaged"),
-    "epoch": (sealed(damage(["prompts", "epoch"], 4)), r"saved in epoch 4, the configuration has epochs=1"),
+    "epoch": (sealed(damage(["prompts", "epoch"], 4)), r"saved in epoch 4, but the configuration has epochs=1"),
 }
 DAMAGED |= {kind: (sealed(samples(**changes)), words) for kind, (changes, words) in NUMBERS.items()}
 
@@ -158,7 +159,7 @@ async def test_a_state_is_loaded_first(after: str) -> None:
         delivered += (await again.step()).group_ids.tolist()
     else:
         await again.driver.update_weights()
-    with pytest.raises(CheckpointError, match="loaded before the first batch and weight update; make a new sched"):
+    with pytest.raises(CheckpointError, match="loaded before the first batch and weight update; create a new sched"):
         await again.driver.load_state_dict(state)
     async for batch in until_the_end(again):
         delivered += batch.group_ids.tolist()
@@ -187,7 +188,7 @@ async def test_an_engine_that_cannot_be_told() -> None:
         await again.driver.load_state_dict(state)
     assert len(again.core.buffer) == 0
     assert again.driver._source.position == 0
-    with pytest.raises(EngineError, match=r"reached engines \['e0'\] and not \['e1'\]"):
+    with pytest.raises(EngineError, match=r"reached engines \['e0'\] but not \['e1'\]"):
         await again.driver.next_batch()
     assert await again.driver.load_state_dict(state) == PolicyVersion(1, 1)
     check(await again.driver.next_batch())

@@ -159,7 +159,7 @@ def test_a_limit_is_stated_only_where_the_fit_carries_it(run: tuple[Path, Simula
     slower.costs = {name: fit(slower.requests_of(number, 4096)) for number, name in enumerate(slower.engines)}
     for data, words in ((missed, "by 20% on average"), (empty, "of the places were busy"), (slower, "half")):
         text = page([data])
-        assert "cannot be said: " in text, words
+        assert "does not show how far the run was from the limit of its engines: " in text, words
         assert words in text or data is slower
         assert "<b>" not in text
         assert "of the engines&#x27; limit" not in text
@@ -325,10 +325,10 @@ def test_a_first_line_that_cannot_be_is_named(record: Path, tmp_path: Path, wron
 
 
 FOREIGN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "another file": (lambda data: b'{"lengths": [1, 2]}\n', "is no record of april's"),
-    "a picture": (lambda data: b"\x89PNG\r\n\x1a\n" * 9, "is no record of april's"),
-    "deep": (lambda data: b"[" * 100_000 + b"\n", "is no record of april's"),
-    "its checksum": (lambda data: b'[0.0,"StepRequested",{},"","00000000"]\n', "is no record of april's"),
+    "another file": (lambda data: b'{"lengths": [1, 2]}\n', "is not a record of april"),
+    "a picture": (lambda data: b"\x89PNG\r\n\x1a\n" * 9, "is not a record of april"),
+    "deep": (lambda data: b"[" * 100_000 + b"\n", "is not a record of april"),
+    "its checksum": (lambda data: b'[0.0,"StepRequested",{},"","00000000"]\n', "is not a record of april"),
     "a changed line": (lambda data: data.replace(b'"step":1', b'"step":7', 1), "or was changed"),
     "damage": (lambda data: data.replace(b"\n", b"\nx\n", 1), "line 2 of {path} is damaged, or was changed"),
 }
@@ -349,7 +349,7 @@ def test_what_is_no_record(record: Path, tmp_path: Path, what: str, who: str) ->
     elif what == "a directory":
         path.mkdir()
     elif who == "watch":
-        sentence[what] = "is not there yet"
+        sentence[what] = "does not exist yet"
     code, said = command(who, path, *(["--once"] if who == "watch" else []))
     assert code == 1
     assert said.count(sentence[what].format(path=path)) == 1

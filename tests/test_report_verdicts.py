@@ -64,7 +64,7 @@ def test_the_gain_is_that_against_a_run_that_was_synchronous(mode: str, tmp_path
     assert found.sync == pytest.approx(sync, rel=0.03)
     assert found.factor > 1.1
     words = speed_up_sentence(found)
-    assert words.startswith(f"Yes: {found.factor:.2f}x the speed of synchronous steps")
+    assert words.startswith(f"Yes: it has {found.factor:.2f}x the speed of synchronous steps")
     assert "simulated" in words
     assert words in page([read_run(tmp_path / mode)])
 
@@ -94,7 +94,7 @@ def test_what_cannot_be_known_is_said(run: Path, tmp_path: Path) -> None:
     for words, found in doubts.items():
         assert words in found.doubt
         assert found.sync == 0.0
-        assert speed_up_sentence(found) == f"It cannot be known from this record: {found.doubt}."
+        assert speed_up_sentence(found) == f"This record does not show it: {found.doubt}."
 
 
 # ---------------------------------------------------------------- the health of learning

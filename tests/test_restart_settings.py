@@ -88,16 +88,17 @@ async def test_settings_that_may_change(changes: dict[str, Any], caplog: pytest.
     assert seen == dict.fromkeys(range(60), 1)
     assert sum(b.metrics["masked_tokens"] for b in batches) == 0
     assert max(b.metrics["staleness_max"] for b in batches) <= changes.get("max_staleness", 5)
-    told = [r.getMessage() for r in caplog.records if "goes on under other settings" in r.getMessage()]
+    told = [r.getMessage() for r in caplog.records if "continues from the state under other settings" in r.getMessage()]
     assert bool(told) is bool(changes)
     for name in changes.keys() - {"partial_rollout"}:
         assert f"{name} was " in told[0]
 
 
 MUST_NOT: list[tuple[dict[str, Any], str]] = [
-    ({"n_samples_per_prompt": 3}, "saved with n_samples_per_prompt=2, the configuration has 3"),
-    ({"seed": 4}, "saved with seed=0, the configuration has 4"),
-    ({"max_response_len": 20}, r"the state holds \d+ tokens of g\d+.s\d, the configuration has max_response_len=20"),
+    ({"n_samples_per_prompt": 3}, "saved with n_samples_per_prompt=2, but the configuration has 3"),
+    ({"seed": 4}, "saved with seed=0, but the configuration has 4"),
+    ({"max_response_len": 20},
+     r"the state holds \d+ tokens of g\d+.s\d, but the configuration has max_response_len=20"),
     (
         {"rollout_batch_size": 2, "over_sampling_batch_size": 2},
         r"\d+ of the 24 groups of the state could not be delivered in time with rollout_batch_size=2, max_staleness=5 "
@@ -109,10 +110,11 @@ MUST_NOT: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"sampling": {"temperature": 0.5}},
-        r"holds \d+ tokens that were sampled with temperature=1.0, the configuration has 0.5; set sampling.temperature",
+        r"holds \d+ tokens that were sampled with temperature=1.0, but the configuration has 0.5; set "
+        r"sampling.temperature",
     ),
     ({"sampling": {"top_p": 0.5}, "allow_mismatch": True}, ""),
-    ({"sampling": {"stop_token_ids": [9]}, "allow_mismatch": True}, r"with stop_token_ids=\[\], the configuration"),
+    ({"sampling": {"stop_token_ids": [9]}, "allow_mismatch": True}, r"with stop_token_ids=\[\], but the configuration"),
     ({"reward": None}, r"saved with a reward function and holds \d+ finished samples; this scheduler has none"),
 ]
 
@@ -229,8 +231,8 @@ def loader(prompts: list[Any], broken: bool = False) -> Callable[[], Iterator[An
     ("prompts", "words"),
     [
         (PROMPTS[::-1], r"the first \d+ prompts of epoch 0 differ from those drawn .*in another order"),
-        ([*PROMPTS[1:2], *PROMPTS[:1], *PROMPTS[2:]], "are not those that were drawn"),
-        ([{"token_ids": [9, 9]}, *PROMPTS[1:]], "are not those that were drawn"),
+        ([*PROMPTS[1:2], *PROMPTS[:1], *PROMPTS[2:]], "differ from those drawn"),
+        ([{"token_ids": [9, 9]}, *PROMPTS[1:]], "differ from those drawn"),
         (PROMPTS[:7], r"the prompts ended after 7 of epoch 0, where \d+ had been drawn before"),
         ([*PROMPTS[:4], "text", *PROMPTS[5:]], r"differ from those .* \(prompt 4 is of type str"),
         (None, "the source failed at prompt 5: OSError: shard list is gone"),
@@ -282,7 +284,7 @@ async def test_a_state_whose_prompts_were_not_drawn_is_damaged() -> None:
     source.draw(6)
     changed = resealed({**state, "prompts": source.state_dict()})
     async with started() as run:
-        with pytest.raises(CheckpointError, match="prompts that were not drawn before prompt 6 of epoch 0"):
+        with pytest.raises(CheckpointError, match="that was not drawn before prompt 6 of epoch 0"):
             await run.load_state_dict(changed)
 
 

@@ -133,17 +133,17 @@ def npy(rows: NDArray[Any], **changes: Any) -> str:
 Said = Callable[[Any, NDArray[np.int32]], Any]
 WRONG: list[tuple[str, Said, str]] = [
     ("both", lambda run, rows: None, "no rows of routed_experts"),
-    ("both", lambda run, rows: rows[:-1], "rows of routed_experts, and"),
-    ("both", lambda run, rows: np.concatenate([rows, rows[:1]]), "rows of routed_experts, and"),
-    ("both", lambda run, rows: "no base64!", "that are no base64"),
+    ("both", lambda run, rows: rows[:-1], "rows of routed_experts, but"),
+    ("both", lambda run, rows: np.concatenate([rows, rows[:1]]), "rows of routed_experts, but"),
+    ("both", lambda run, rows: "no base64!", "that are not base6464"),
     ("sglang", lambda run, rows: -rows - 1, "the expert -"),
     ("sglang", lambda run, rows: rows + 65536, "the expert 6"),
-    ("sglang", lambda run, rows: rows[:, :2], "bytes of routed_experts, which are no rows of 3 layers with 2"),
+    ("sglang", lambda run, rows: rows[:, :2], "bytes of routed_experts, which do not match 3 layers with 2"),
     ("vllm", lambda run, rows: npy(rows.astype(np.int32) + 65536), "the expert 6"),
-    ("vllm", lambda run, rows: npy(rows[:, :2].astype(np.uint8)), "of 2 layers with 2 experts per token, and"),
-    ("vllm", lambda run, rows: npy(rows.astype(np.float32)), "and type float32, and not rows of ids"),
-    ("vllm", lambda run, rows: npy(rows[:, :, 0].astype(np.uint16)), "and not rows of ids"),
-    ("vllm", lambda run, rows: base64.b64encode(b"\x93NUMPY\x01\x00").decode(), "that are no array of numpy's"),
+    ("vllm", lambda run, rows: npy(rows[:, :2].astype(np.uint8)), "of 2 layers with 2 experts per token, but"),
+    ("vllm", lambda run, rows: npy(rows.astype(np.float32)), "and type float32, but rows of ids per layer are needed"),
+    ("vllm", lambda run, rows: npy(rows[:, :, 0].astype(np.uint16)), "but rows of ids per layer are needed"),
+    ("vllm", lambda run, rows: base64.b64encode(b"\x93NUMPY\x01\x00").decode(), "that are not a numpy array"),
     ("vllm", lambda run, rows: npy(rows.astype(np.uint16), shape=(10**15, 3, 2)), "of shape (1000000000000000, 3, 2)"),
     ("vllm", lambda run, rows: npy(rows.astype(np.uint16), shape=(-1, 3, 2)), "of shape (-1, 3, 2)"),
     ("vllm", lambda run, rows: npy(rows.astype(np.uint16), descr="|O"), "type object"),
@@ -169,7 +169,7 @@ def test_an_id_beyond_the_experts_of_the_model() -> None:
     """Where their number is known, an id that none of them has is refused, and so are more than two bytes can name."""
     rows = np.array([[[0, 7]]], np.int32)
     assert narrow_ids(rows, 8).dtype == np.uint8
-    for experts, words in ((7, "the expert 7, and they are numbered from 0 to 6"), (70_000, "the expert 7")):
+    for experts, words in ((7, "the expert 7, but experts are numbered from 0 to 6"), (70_000, "the expert 7")):
         with pytest.raises(InvalidRows, match=words):
             narrow_ids(rows, experts)
 
@@ -218,15 +218,19 @@ def test_a_server_without_the_flag(kind: str, tmp_path: Path) -> None:
     assert "--enable-return-routed-experts" in limit.flags
     config = april.Config(rollout_batch_size=1, max_response_len=8, extras="routed_experts")
     (sentence,) = why_unfit(config, {"there": can})
-    assert sentence.startswith("engine there does not give routed_experts with its tokens, as extras asks; start the")
+    assert sentence.startswith(
+        "engine there does not return routed_experts with its tokens, which the setting extras asks for; start the"
+    )
     assert "--enable-return-routed-experts" in sentence
     assert "extras" not in [finding.subject for finding in abilities(can)]
     there.experts = EXPERTS
     can = facts_of(there).capabilities
     (sentence,) = why_unfit(config.model_copy(update={"extras": ("routed_expert",)}), {"there": can})
-    assert sentence.endswith("as extras asks; it gives routed_experts")
+    assert sentence.endswith("which the setting extras asks for; it returns routed_experts")
     (found,) = [finding for finding in abilities(can) if finding.subject == "extras"]
-    assert (found.level, found.sentence) == (Level.OK, "routed_experts: rows come with the tokens, for extras")
+    assert (found.level, found.sentence) == (Level.OK, (
+        "routed_experts: the server returns these rows with the tokens, for extras"
+    ))
     assert not list(why_unfit(config, {"there": can}))
     assert not [limit for limit in can.limits if limit.code is LimitCode.NO_EXPERTS]
 
@@ -273,7 +277,7 @@ def test_a_model_without_experts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("names", [("a", "a"), ("with space",), ("",)])
 def test_names_of_rows(names: tuple[str, ...]) -> None:
     """Each once, and words."""
-    with pytest.raises(april.ConfigError, match="names of rows, each once"):
+    with pytest.raises(april.ConfigError, match="must be names of extras such as routed_experts, each only once"):
         april.Config(rollout_batch_size=1, max_response_len=8, extras=names)
 
 
@@ -313,8 +317,8 @@ async def test_vllm_in_process_that_lies(monkeypatch: pytest.MonkeyPatch) -> Non
     async with in_process(monkeypatch, 33) as (llm, engine):
         for said, words in (
             (lambda run, rows: None, "no rows of routed_experts"),
-            (lambda run, rows: rows[:-1], "rows of routed_experts, and"),
-            (lambda run, rows: rows[:, :1], "of 1 layers with 2 experts per token, and the model"),
+            (lambda run, rows: rows[:-1], "rows of routed_experts, but"),
+            (lambda run, rows: rows[:, :1], "of 1 layers with 2 experts per token, but the model"),
             (lambda run, rows: rows + 300, "the expert"),
         ):
             llm.rows_said = said

@@ -118,7 +118,7 @@ async def test_the_bound_is_what_keeps_places_empty() -> None:
     batch = await run.driver.next_batch()
     assert times(batch) == pytest.approx({"step_s": 5, "trainer_wait_s": 5, "engines_busy": 1})
     assert batch.bottleneck == (
-        "start-up: the trainer waited 5.00 of 5.00 s for the first batch; what the bottleneck is, later ones tell; "
+        "start-up: the trainer waited 5.00 of 5.00 s for the first batch; later batches show what the bottleneck is; "
         "engines were busy 100% of the time"
     )
     await asyncio.sleep(100)
@@ -130,8 +130,8 @@ async def test_the_bound_is_what_keeps_places_empty() -> None:
         {"step_s": 100, "train_s": 100, "engines_busy": 0.05, "idle_bound": 0.95, "bound_wait_s": 95}
     )
     assert batch.bottleneck == (
-        "training is the bottleneck: it took 100 of 100 s; the trainer waited 0 s for rollouts; engines stood "
-        "idle 95% of the time because max_staleness 1 admits no more; fewer engines would do"
+        "training is the bottleneck: it took 100 of 100 s; the trainer waited 0 s for rollouts; engines stood idle 95% "
+        "of the time because max_staleness 1 allows no more work; fewer engines would do"
     )
 
 
@@ -290,19 +290,19 @@ def sentence(
 
 SENTENCES = {
     "generation is the bottleneck: the trainer waited 12.3 of 14.0 s for rollouts; engines were busy 97% of the time; "
-    "only more or faster ones would help": sentence(
+    "only more or faster engines would help": sentence(
         CONTINUOUS, step_s=14, trainer_wait_s=12.3, train_s=1.7, idle_bound=0.03
     ),
     "generation is the bottleneck: the trainer waited 5.1 of 14.0 s for rollouts; engines stood idle 41% of the time "
-    "because max_staleness 1 admits no more; raise it or train faster": sentence(
+    "because max_staleness 1 allows no more work; raise it or train faster": sentence(
         CONTINUOUS, step_s=14, trainer_wait_s=5.1, train_s=8.9, idle_bound=0.40, idle_update=0.01
     ),
     "training is the bottleneck: it took 13.8 of 14.0 s; the trainer waited 0.2 s for rollouts; engines stood idle 41% "
-    "of the time because max_staleness 1 admits no more; fewer engines would do": sentence(
+    "of the time because max_staleness 1 allows no more work; fewer engines would do": sentence(
         CONTINUOUS, step_s=14, trainer_wait_s=0.2, train_s=13.8, idle_bound=0.41
     ),
     "trainer and engines take turns: the trainer waited 9.0 of 14.0 s for rollouts; engines stood idle 52% of the "
-    "time, 36% because no batch was asked for; with GPUs of their own they could go on (generation: "
+    "time, 36% because no batch was asked for; engines with GPUs of their own could continue (generation: "
     "continuous)": sentence(
         step_s=14, trainer_wait_s=9, train_s=5, idle_trainer=0.36, idle_over_sampling=0.16
     ),
@@ -334,7 +334,7 @@ def test_the_sentences_of_the_page() -> None:
 def test_a_trainer_that_asks_ahead_is_not_said_to_wait() -> None:
     """Whether it trained or waited nobody knows; but where batches wait for it, training is too slow."""
     assert sentence(step_s=14, asked_ahead_s=13.9, train_s=0.1).startswith(
-        "generation is the bottleneck: a batch was asked for ahead of training for 13.9 of 14.0 s, and none was there"
+        "generation is the bottleneck: a batch requested ahead of training was not ready for 13.9 of 14.0 s"
     )
     assert sentence(step_s=14, asked_ahead_s=9, train_s=5).startswith("training is the bottleneck: it took 5.0 of")
 
@@ -353,7 +353,7 @@ def test_what_the_trainer_does_otherwise_is_named() -> None:
         "evaluation is the bottleneck: it took 150 of 200 s; the trainer waited 10 s"
     )
     assert sentence(step_s=2, other_s=1.5, trainer_wait_s=0.5).startswith(
-        "the trainer is the bottleneck: it had nothing to train and asked for nothing for 1.50 of 2.00 s"
+        "the trainer is the bottleneck: it neither trained nor asked for anything for 1.50 of 2.00 s"
     )
 
 
@@ -371,7 +371,7 @@ def test_the_first_batch_blames_nobody() -> None:
     """
     said = sentence(step_s=60, trainer_wait_s=60, idle_over_sampling=0.3, first=True)
     assert said.startswith(
-        "start-up: the trainer waited 60.0 of 60.0 s for the first batch; what the bottleneck is, later ones tell; "
+        "start-up: the trainer waited 60.0 of 60.0 s for the first batch; later batches show what the bottleneck is; "
         "engines stood idle 30% of the time"
     )
     blocked = sentence(step_s=60, trainer_wait_s=60, loop_blocked_s=30.0, blocking="f", first=True)
@@ -392,7 +392,7 @@ def test_a_function_that_blocks_the_loop_is_the_bottleneck() -> None:
     blocked = sentence(step_s=15.7, trainer_wait_s=15.7, loop_blocked_s=12.0, blocking="reward (line 9 of a.py)")
     assert blocked == (
         "reward (line 9 of a.py) is the bottleneck: it blocked april's event loop for 12.0 of 15.7 s; make it a plain "
-        "def, which april runs in a thread, or await what it waits for"
+        "def, which april runs in a thread, or await whatever it waits for"
     )
     assert blocked in " ".join(PAGE.split())
     assert sentence(step_s=15.7, trainer_wait_s=15.7, loop_blocked_s=3.0).startswith("generation is the bottleneck")

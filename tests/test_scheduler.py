@@ -185,9 +185,9 @@ async def test_two_calls_do_not_get_the_same_batch() -> None:
     with scheduler() as rollouts:
         first = asyncio.create_task(rollouts.anext_batch())
         await asyncio.sleep(0)
-        with pytest.raises(RolloutError, match="one batch after the other"):
+        with pytest.raises(RolloutError, match="one batch at a time"):
             await rollouts.anext_batch()
-        with pytest.raises(RolloutError, match="one batch after the other"):
+        with pytest.raises(RolloutError, match="one batch at a time"):
             rollouts.next_batch()
         assert [(await first).id, (await rollouts.anext_batch()).id] == [0, 1]
 
@@ -247,7 +247,7 @@ def test_blocking_calls_inside_a_transfer_are_refused(what: str) -> None:
             "evaluate": lambda: rollouts.evaluate([[1, 2]]),
         }
         rollouts.next_batch()
-        with pytest.raises(RolloutError, match="or a transfer: they may wait"):
+        with pytest.raises(RolloutError, match="or a transfer, because they may wait"):
             rollouts.weight_update(transfer=calls[what])
         assert rollouts.version == (0, 0)
         assert rollouts.weight_update(transfer=rollouts.ledger) == (0, 1)
@@ -405,7 +405,7 @@ def test_close_from_two_threads_at_once() -> None:
         first = pool.submit(rollouts.close)
         begun.wait()
         second = pool.submit(rollouts.close)
-        with pytest.raises(RolloutError, match="a call from april's own loop"):
+        with pytest.raises(RolloutError, match="a call from april's own event loop"):
             # a whole round of the loop: the second call has arrived
             rollouts._thread.call(rollouts.close)
         assert not released

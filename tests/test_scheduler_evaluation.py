@@ -148,10 +148,10 @@ def test_evaluations_that_fail_name_the_prompt() -> None:
             ([2], "evaluation prompt 1: the reward function raised LookupError: no answer key"),
             ([3], "evaluation prompt 1: the reward function raised SystemExit: 1"),
             ([4], "evaluation prompt 1: the reward of g1.s0 is nan"),
-            ([5], "evaluation prompt 1: the rollout function returned without a call"),
+            ([5], "evaluation prompt 1: the rollout function returned without awaiting a call"),
             ([6], "evaluation prompt 1: the rollout function raised SystemExit: 1"),
             ([8], "evaluation prompt 1: llm.generate was given tokens that do not begin"),
-            (long, "evaluation prompt 1: it has 200 tokens, which leaves no room"),
+            (long, "evaluation prompt 1: it has 200 tokens, so there is no room"),
         ):
             with pytest.raises(RolloutError) as caught:
                 rollouts.evaluate([[1], bad, [9]])

@@ -141,7 +141,7 @@ def test_extend() -> None:
     with scheduler(prompts=[[1], [2], [3], [4]], config=settings) as rollouts:
         rollouts.next_batch()
         for _ in range(2):
-            with pytest.raises(DataExhausted, match="wait for more prompts: 1; give those to extend"):
+            with pytest.raises(DataExhausted, match="wait for more prompts: 1; add prompts with extend"):
                 rollouts.next_batch()
         with pytest.raises(ConfigError, match="prompts must be an iterable of prompts, got str"):
             rollouts.extend("text")
@@ -149,7 +149,7 @@ def test_extend() -> None:
         assert [int(s.prompt.token_ids[0]) for s in rollouts.next_batch().samples[::2]] == [4, 5, 6]
     with (
         scheduler(prompts=PROMPTS, config=config(epochs=2)) as rollouts,
-        pytest.raises(ConfigError, match="extend: epoch 0 of 2 is being drawn, and the prompts must be the same"),
+        pytest.raises(ConfigError, match="extend: epoch 0 of 2 is not the last one, and the prompts must be the same"),
     ):
         rollouts.extend([[5]])
     for call in (rollouts.state_dict, lambda: rollouts.load_state_dict({})):

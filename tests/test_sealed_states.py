@@ -116,7 +116,7 @@ def test_kinds_and_formats() -> None:
         (5, "not a state that april's"), ({"a": 1}, "not a state that april's"),
         (state | {"format": 1}, "has format 1; this version of april reads format 2"),
         (seal("desk", {"a": 1}), "a state of april's 'desk'"), (state | {"a": 2}, "changed after state_dict"),
-        (state | {"b": 2}, "is damaged"), (state | {"a": object()}, "is damaged: a object is no plain value"),
+        (state | {"b": 2}, "is damaged"), (state | {"a": object()}, "is damaged: a object is not a plain value"),
     ):  # fmt: skip
         with pytest.raises(CheckpointError, match=words):
             verify_checksum("rollouts", wrong)
@@ -188,5 +188,5 @@ def test_no_bit_of_a_file_can_be_changed() -> None:
             bits[place] ^= 1 << bit
             with pytest.raises(CheckpointError, match="april's state in x "):
                 unpack("slime", bytes(bits), "x")
-    with pytest.raises(CheckpointError, match="cannot be saved: a object is no plain value"):
+    with pytest.raises(CheckpointError, match="cannot be saved: a object is not a plain value"):
         pack("slime", {"image": object()})

@@ -219,7 +219,7 @@ async def test_a_second_client_shuts_out_the_first() -> None:
         for call in (first.pause, first.resume, lambda: first.update_weights(TWO, "w://2")):
             with pytest.raises(EngineError):
                 await call()
-        assert await first.health() == Health(ok=False, detail="another client has the engine")
+        assert await first.health() == Health(ok=False, detail="another client uses the engine")
         assert engine.weights == "w://1"
         # of the second client, which knows nothing of them, these weights are those of another run
         assert second.capabilities.first_weights is FirstWeights.OTHERS
@@ -293,16 +293,16 @@ async def test_another_model_at_the_same_address_is_none_of_the_run() -> None:
     assert process.server is not None
     client = await client_of(process.server)
     for changes, told in (
-        ({"vocab_size": 50}, "vocab_size 50 and not 1000"),
-        ({"eos_token_ids": (7,)}, r"eos_token_ids \(7,\) and not \(0,\)"),
-        ({"logprob_kind": april.LogprobKind.RAW}, "logprob_kind raw and not temperature"),
-        ({"max_context": 30}, "max_context 30 and not 400"),
+        ({"vocab_size": 50}, "vocab_size 50 instead of 1000"),
+        ({"eos_token_ids": (7,)}, r"eos_token_ids \(7,\) instead of \(0,\)"),
+        ({"logprob_kind": april.LogprobKind.RAW}, "logprob_kind raw instead of temperature"),
+        ({"max_context": 30}, "max_context 30 instead of 400"),
     ):
         await process.kill()
         await process.start()
         process.engine.capabilities = replace(process.engine.capabilities, **changes)
         for _ in range(2):
-            with pytest.raises(EngineError, match=f"was started anew with another model: {told}"):
+            with pytest.raises(EngineError, match=f"was restarted with another model: {told}"):
                 await client.pause()
         assert not (await client.health()).current
         assert not process.server._client, "it is nobody's"
@@ -432,7 +432,7 @@ async def test_tensors_that_come_leave_no_version_until_they_are_named() -> None
         await client.take(specs[:1], sent[:1], False)
         await client.resume()
         assert not (await client.health()).current
-        assert "part of new weights" in str((await read(client, request())).error)
+        assert "part of the new weights" in str((await read(client, request())).error)
         assert server._version is None
         await client.pause()
         await client.take(specs, sent, True)
@@ -609,7 +609,7 @@ def test_april_serve_is_at_the_door() -> None:
         (TrueEngine(), "give a function that makes the engine, got TrueEngine"),
         (lambda: None, "must return an engine"), (lambda: [], "must return an engine"),
         (lambda: [TrueEngine(), 3], "must return an engine"), (lambda: [TrueEngine()] * 2, "must return an engine"),
-        ({"kind": "april", "urls": ["http://127.0.0.1:1"]}, "not for kind april"),
+        ({"kind": "april", "urls": ["http://127.0.0.1:1"]}, "engine.kind april cannot be served"),
     ],
 )  # fmt: skip
 def test_what_is_no_way_to_make_engines_is_refused(make: Any, says: str) -> None:

@@ -106,7 +106,7 @@ async def test_a_base_that_is_named_is_trained(kind: str) -> None:
         assert (await read(engine, request())).error is None
         assert "policy" not in named(server)
         assert [n for n in engine.capabilities.notes if "policy" in n] == [
-            f"Requests name the model {base} itself, as engine.model says, and no adapter of it (policy)."
+            f"Requests use the model {base} itself, as engine.model says, and none of its adapters (policy)."
         ]
         await update(engine, NEXT)
         assert (await engine.health()).ok
@@ -133,7 +133,7 @@ async def test_a_name_that_no_server_lists(kind: str) -> None:
         ([{"id": "a", "parent": "a"}], None, ("a", None)),
         ([{"id": "m"}, {"id": "p", "parent": "m"}], "m:p", ("p", "m")),
         ([{"id": "p", "parent": "m"}], "p", ("p", "m")),
-        ([{"id": "a"}, {"id": "b"}], None, "serves several models (a, b); name the one that is trained"),
+        ([{"id": "a"}, {"id": "b"}], None, "serves several models (a, b); set it to the one that is trained"),
         ([{"id": "a"}, {"id": "b", "root": "/m"}], None, "several models"),
         ([{"id": "p", "parent": "m"}], None, "serves no model and the adapters (LoRA) p"),
         ([], None, "serves no model"),
@@ -238,7 +238,7 @@ async def test_whole_weights_are_not_loaded_under_an_adapter(kind: str, tmp_path
         assert not engine.capabilities.updates_from_disk
         await engine.pause()
         weights = server.weights
-        with pytest.raises(EngineError, match="Requests name the adapter policy, made for the model fake"):
+        with pytest.raises(EngineError, match="Requests use the adapter policy, trained on the model fake"):
             await engine.update_weights(NEXT, str(tmp_path))
         assert server.weights == weights
         await engine.update_weights(NEXT)
@@ -272,7 +272,7 @@ async def test_an_async_llm_with_lora(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [o["lora_request"] for o in llm.options[-1:] if "lora_request" in o] == sent
     engine = april.VllmInProcessEngine(llm, lora_request=policy)
     await engine.pause()
-    with pytest.raises(EngineError, match="whole weights from a directory would change the model under it"):
+    with pytest.raises(EngineError, match="full weights from a directory would replace the model under it"):
         await engine.update_weights(NEXT, "weights")
     assert llm.weights == "tiny0"
     await engine.update_weights(NEXT)
@@ -304,7 +304,7 @@ async def test_the_doctor_says_it(kind: str) -> None:
         (weights,) = [f for f in report.all if f.subject == "new weights"]
         assert report.servers[0].model == "policy"
         assert weights.level is Level.LIMITED
-        assert weights.advice.startswith("hand a new adapter over") or kind == "openai"
+        assert weights.advice.startswith("load a new adapter") or kind == "openai"
         report = await examine_config(config(kind, url, model=base), TimeLimits())
         assert report.verdict is not Verdict.UNUSABLE
-        assert any("no adapter of it (policy)" in change for change in report.servers[0].changes)
+        assert any("none of its adapters (policy)" in change for change in report.servers[0].changes)

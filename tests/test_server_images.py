@@ -185,7 +185,7 @@ async def test_a_server_that_reads_an_image_as_other_tokens_is_an_error(kind: st
         got = await read(engine, shown(RED, max_tokens=60, stream=stream))
         assert isinstance(got.error, WireError)
         assert "11 tokens" not in str(got.error)
-        assert "a prompt of 10 tokens, and 9 were sent" in str(got.error)
+        assert "a prompt of 10 tokens, but 9 were sent" in str(got.error)
         assert "min_pixels and max_pixels" in str(got.error)
         assert not got.tokens
 
@@ -203,7 +203,7 @@ async def test_an_image_in_a_file_is_read_when_it_is_sent(kind: str, tmp_path: P
         asked = shown(kept)
         assert (await read(engine, asked)).tokens == answer_to(shown(RED))
         for name, spoil, says in (
-            ("changed.png", lambda path: path.write_bytes(b"another"), "has other content than when"),
+            ("changed.png", lambda path: path.write_bytes(b"another"), "has changed since"),
             ("gone.png", lambda path: path.unlink(), "cannot be read: No such file"),
         ):
             lost = in_file(tmp_path / name, name.encode())
@@ -223,7 +223,7 @@ async def test_who_takes_no_images_gets_none(kind: str) -> None:
         assert engine.capabilities.attachments == ()
         got = await read(engine, shown(RED))
         assert isinstance(got.error, RequestRefused)
-        assert "comes with images, and engine" in str(got.error)
+        assert "contains images, which engine" in str(got.error)
         assert not server.runs
 
 
@@ -234,7 +234,7 @@ async def test_a_generated_placeholder_is_not_sent(kind: str) -> None:
         asked = shown(RED, after=2)
         got = await read(engine, replace(asked, token_ids=np.append(asked.token_ids, np.int32(PLACEHOLDER))))
         assert isinstance(got.error, RequestRefused)
-        assert "2 tokens that stand for attachments, and 1 are of some" in str(got.error)
+        assert "2 placeholder tokens for attachments, but its attachments need 1" in str(got.error)
         assert not server.runs
 
 

@@ -80,8 +80,9 @@ def test_sglang() -> None:
     assert said.pause_modes == ("abort", "retract", "in_place")
     assert can.logprob_kind is LogprobKind.TEMPERATURE
     assert [sentence.split(":")[0] for sentence in can.notes] == [
-        "Seeds do nothing",
-        "The ids that end a response are not known, as the model's files are not on this machine or name none",
+        "Seeds have no effect",
+        "The ids that end a response are unknown, because the model's files are not on this machine or do not name "
+        "them",
     ]
 
 
@@ -121,7 +122,7 @@ def test_openai(shape: TokenShape) -> None:
     assert (can.max_context, can.vocab_size, can.eos_token_ids) == (4096, 512, (2,))
     assert (can.abort_means, can.streams, can.honours_seeds) == (AbortMeans.CLOSE, True, True)
     assert (can.version_spans, can.updates_from_disk) == (False, False)
-    assert any("had made and not sent" in note for note in can.notes)
+    assert any("has made but not sent" in note for note in can.notes)
 
 
 @pytest.mark.parametrize("said", [True, False], ids=["said", "seen"])
@@ -146,7 +147,7 @@ def test_the_kind_of_log_probabilities(kind: str, logprobs: str, said: bool) -> 
     [
         ({"honours_seeds": False}, {}, {"honours_seeds": False}, "does not repeat a response for the same seed"),
         ({}, {"eos_token_ids": None}, {"eos_token_ids": ()}, "engine.eos_token_ids is not set"),
-        ({}, {"eos_token_ids": (5,)}, {}, "one without it fails"),
+        ({}, {"eos_token_ids": (5,)}, {}, "a response without it fails"),
         ({"context": 2048}, {"max_len": None}, {"max_context": 2048}, ""),
         ({"context": 2048}, {"max_len": 1000}, {"max_context": 1000}, ""),
     ],
@@ -186,15 +187,15 @@ class Uncounted(Cumulative):
     counted = False
 
 
-REPEATS = "do its events repeat the tokens before them"
+REPEATS = "do its events repeat earlier tokens"
 
 
 @pytest.mark.parametrize(
     ("server", "config", "message"),
     [
-        (FakeOpenAIServer(None), {}, "gives no token ids with log-probabilities, which april cannot do without"),
-        (FakeOpenAIServer(strips=frozenset({2})), {}, r"keeps EOS \(2\) back"),
-        (FakeOpenAIServer(strips=frozenset(range(512))), {}, "keeps the stop token back"),
+        (FakeOpenAIServer(None), {}, "returns no token ids with log-probabilities in any way that april knows"),
+        (FakeOpenAIServer(strips=frozenset({2})), {}, r"leaves EOS \(2\) out"),
+        (FakeOpenAIServer(strips=frozenset(range(512))), {}, "leaves the stop token out"),
         (FakeOpenAIServer(), {"vocab_size": None}, r"engine.vocab_size: .* vocab_size of the model's config.json"),
         (FakeOpenAIServer(TokenShape.DETOKENIZE), {"max_len": None}, r"engine.max_len: .* does not report its context"),
         (FakeOpenAIServer(context=2048), {}, "engine.max_len=4096 is more than the context .* 2048 tokens"),
@@ -231,7 +232,7 @@ async def test_what_is_no_sglang_server_is_said() -> None:
     with pytest.raises(EngineUnreachable):
         await connected("sglang", server)
     for answer, patience, error, words in (
-        (http(404), 30.0, ConfigError, "no SGLang server"), (None, 0.3, EngineError, "has not said"),
+        (http(404), 30.0, ConfigError, "not an SGLang server"), (None, 0.3, EngineError, "has not reported"),
     ):  # fmt: skip
         with raw_server(lambda path, answer=answer: answer) as raw, pytest.raises(error, match=words):
             await connected("sglang", raw, probe_timeout_s=patience)

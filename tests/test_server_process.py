@@ -56,15 +56,15 @@ async def test_a_restart_whose_metrics_fail(kind: str, fault: ControlFault, monk
         metrics(server, fault)
         health = await engine.health()
         assert (health.ok, health.current) == (False, True)
-        assert "do not say" in health.detail
+        assert "do not show" in health.detail
         got = await read(engine, request())
         assert not got.tokens
-        assert "has not said" in str(got.error)
+        assert "has not reported" in str(got.error)
         metrics(server, None)
         assert not (await engine.health()).current
         got = await read(engine, request())
         assert not got.tokens
-        assert "started anew" in str(got.error)
+        assert "restarted" in str(got.error)
         await hand_over(server, engine, THIRD)
         assert (await engine.health()).current
         assert set((await read(engine, request())).versions) == {THIRD}
@@ -103,7 +103,7 @@ async def test_a_restart_during_the_transfer_is_no_update(kind: str, fault: Cont
         server._restart_at_once()
         metrics(server, fault)
         if fault is None:
-            with pytest.raises(EngineError, match="started anew while weights were handed over"):
+            with pytest.raises(EngineError, match="restarted while weights were handed over"):
                 await engine.update_weights(SECOND)
         else:
             await engine.update_weights(SECOND)
@@ -180,7 +180,7 @@ async def test_one_look_is_enough_for_many() -> None:
     await until(lambda: len(looks) == 3 or again.done())
     if not again.done():
         looks[2].set_result(False)
-        with pytest.raises(EngineError, match="started anew"):
+        with pytest.raises(EngineError, match="restarted"):
             await again
 
 

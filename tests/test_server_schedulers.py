@@ -243,6 +243,6 @@ def test_a_restart_that_the_metrics_hide(scale_out: bool, well_again: bool, monk
 def test_a_server_that_cannot_be_used_fails_the_start() -> None:
     """Nothing stays open, not even the connections to the server that could be used."""
     servers = [FakeOpenAIServer(), FakeOpenAIServer(None)]
-    with ServerThread(*servers), pytest.raises(april.ConfigError, match="gives no token ids"):
+    with ServerThread(*servers), pytest.raises(april.ConfigError, match="returns no token ids"):
         scheduler_over("openai", servers, {})
     assert_nothing_is_left()

@@ -49,7 +49,7 @@ async def test_an_update(tmp_path: Path, kind: str, options: dict[str, Any], fro
         server.step(4)
         if kind == "openai":
             await until(lambda: len(cut.tokens) == 4)
-            with pytest.raises(EngineError, match="pause it first"):
+            with pytest.raises(EngineError, match="pause the engine first"):
                 await engine.update_weights(V1)
         await engine.pause()
         await reading
@@ -127,8 +127,8 @@ async def test_health_says_the_load(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "name", "words"),
     [
-        pytest.param("vllm", {}, "empty", "no weights in it", id="vLLM would die of an empty directory"),
-        pytest.param("vllm", {}, "nowhere", "no weights in it", id="vLLM would die of no directory"),
+        pytest.param("vllm", {}, "empty", "contains no weights", id="vLLM would die of an empty directory"),
+        pytest.param("vllm", {}, "nowhere", "contains no weights", id="vLLM would die of no directory"),
         pytest.param("vllm", {"developer": False}, "w1", "VLLM_SERVER_DEV_MODE=1", id="vLLM without the route"),
         pytest.param("vllm", {}, "missing", "could not load", id="vLLM may be without weights"),
         *(
@@ -147,7 +147,7 @@ async def test_a_load_that_fails(tmp_path: Path, kind: str, options: dict[str, A
             await update(engine, V1, path)
         got, health = await read(engine, request()), await engine.health()
         if (kind, name) == ("vllm", "missing"):
-            assert "without weights" in str(got.error)
+            assert "no weights now" in str(got.error)
             assert (health.ok, health.current, server.runs) == (False, False, [])
             await engine.update_weights(V1, saved(tmp_path, "w1"))
             assert (await read(engine, request())).error is None
@@ -292,4 +292,4 @@ async def test_a_hanging_probe_is_an_unreachable_server(monkeypatch: pytest.Monk
     async with served("sglang") as (server, engine):
         health = await engine.health()
         assert not health.ok
-        assert f"{server.url} has not said its load and label" in health.detail
+        assert f"{server.url} has not reported its load and label" in health.detail

@@ -280,7 +280,7 @@ async def test_a_server_that_restarts_behind_a_transfer() -> None:
         await engine.pause()
         await sent(engine)
         server._restart_at_once()
-        with pytest.raises(PartlyUpdated, match="was started anew"):
+        with pytest.raises(PartlyUpdated, match="was restarted"):
             await engine.update_weights(V2)
         await engine.resume()
         assert server.label == "default"

@@ -236,7 +236,7 @@ async def test_weights_written_during_a_tick(whole: bool) -> None:
             (next(model.parameters()) if whole else piece).mul_(1.5)
 
     at_call(model.model.layers[0].mlp, 12, write)
-    with pytest.raises(WeightsInUse, match="the weights were written while 1 requests"):
+    with pytest.raises(WeightsInUse, match="the weights were changed while 1 requests"):
         await generated(engine, REQUEST)
     engine.release()
     await engine.close()

@@ -107,9 +107,9 @@ def test_report_of_all_modes_and_the_sweep() -> None:
 @pytest.mark.parametrize(
     ("max_staleness", "on_stale", "words"),
     [
-        (1, OnStale.FINISH, ["refill: max_staleness=1 binds: no more than 8 groups"]),
-        (1, OnStale.DROP, ["of the generated tokens were dropped because they got too old (on_stale=drop)"]),
-        (1, OnStale.MASK, ["refill: max_staleness=1 binds: no more than 8 groups"]),
+        (1, OnStale.FINISH, ["refill: max_staleness=1 limits the run: at most 8 groups"]),
+        (1, OnStale.DROP, ["of the generated tokens were dropped because they were too old (on_stale=drop)"]),
+        (1, OnStale.MASK, ["refill: max_staleness=1 limits the run: at most 8 groups"]),
         (50, OnStale.FINISH, []),
     ],
 )
@@ -200,13 +200,13 @@ def test_own_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--model", "gpt-9"], "unknown model 'gpt-9'; known are qwen3-4b, qwen3-8b, r1-distill-1.5b"),
-        (["--gpu", "abacus"], "unknown GPU 'abacus'; known are"),
+        (["--model", "gpt-9"], "unknown model 'gpt-9'; choose one of qwen3-4b, qwen3-8b, r1-distill-1.5b"),
+        (["--gpu", "abacus"], "unknown GPU 'abacus'; choose one of"),
         (["--over-sampling-batch-size", "0"], "'--over-sampling-batch-size'"),
         (["--n-samples-per-prompt", "0"], "'--n-samples-per-prompt'"),
-        (["--over-sampling-batch-size", "400"], "over_sampling_batch_size=400 holds more groups than max_staleness=5"),
+        (["--over-sampling-batch-size", "400"], "over_sampling_batch_size=400 is too large: with max_staleness=5"),
         (["--over-sampling-batch-size", "9999999", "--on-stale", "drop"], "39,999,996 samples in flight are more than"),
-        (["--group-quorum", "0.5"], "group_quorum=0.5 makes groups of n_samples_per_prompt=4 count with 2 finished"),
+        (["--group-quorum", "0.5"], "group_quorum=0.5 delivers groups of n_samples_per_prompt=4 from 2 finished"),
         (["--group-quorum", "1.5"], "group_quorum"),
         (["--max-staleness", "-1"], "'--max-staleness'"),
         (["--on-stale", "pray"], "'restart', 'mask'"),

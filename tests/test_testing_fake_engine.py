@@ -152,7 +152,7 @@ async def test_what_must_not_be_asked_is_refused_and_written_down() -> None:
         (ask(), "used before"),
         (replace(ask(), attempt_id="0000"), "prefix"),
         (replace(ask(), attempt_id=""), "empty"),
-        (ask(2, held=[5, 0]), "has ended in a stop token"),
+        (ask(2, held=[5, 0]), "has already ended with a stop token"),
         (ask(3, max_tokens=0), "no token may be generated"),
         (replace(ask(4), response_offset=3), "leaves no prompt"),
     ):

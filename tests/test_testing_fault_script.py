@@ -217,7 +217,7 @@ async def test_selectors_choose_engine_sample_attempt_and_time() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"kind": "typo"}, "there is no fault 'typo'; there are break_off, engine_dies"),
+        ({"kind": "typo"}, "there is no fault 'typo'; choose from break_off, engine_dies"),
         ({"kind": "break_off", "seconds": 3.0}, "break_off has no duration"),
         ({"kind": "stall", "seconds": 0.0}, "seconds must be positive"),
         ({"kind": "stall", "after_tokens": -1}, "after_tokens must be at least 0"),

@@ -177,7 +177,7 @@ TAMPERED: dict[str, tuple[Callable[[Batch], Batch], str]] = {
             group_sizes=b.group_sizes,
             metrics={**b.metrics, "off_policy_share": 0.123},
         ),
-        "says off_policy_share 0.123",
+        "reports off_policy_share 0.123",
     ),
 }
 

@@ -226,7 +226,7 @@ async def test_a_trainer_that_never_updates_is_told() -> None:
             await run.rollouts.next_batch()
         await run.pause()
         await run.driver.resume()
-        with pytest.raises(RolloutError, match="train first: 2 batches are out"):
+        with pytest.raises(RolloutError, match="2 batches are delivered but not trained"):
             await run.driver.wait_batch(blocks=True)
 
 

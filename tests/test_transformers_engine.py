@@ -156,7 +156,7 @@ async def test_stale_keys_and_values_cannot_be_used() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(input_ids=torch.tensor([[3, 4, 5]]), labels=torch.tensor([[3, 4, 5]])).loss.backward()
     optimizer.step()
-    with pytest.raises(EngineError, match="weights were written"):
+    with pytest.raises(EngineError, match="weights were changed"):
         await engine.resume()
     await engine.abort()
     assert (await tasks[0])[0].version == FIRST_VERSION

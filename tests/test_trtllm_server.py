@@ -104,7 +104,7 @@ async def test_its_seeds_count_as_not_honoured() -> None:
         await beside
         assert not engine.capabilities.honours_seeds
         (note,) = [n for n in engine.capabilities.notes if "seed" in n]
-        assert "only while it runs alone: runs cannot be repeated exactly" in note
+        assert "only while no other request runs, so runs cannot be repeated exactly" in note
         assert "without speculative decoding" in note
 
 

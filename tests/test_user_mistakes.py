@@ -65,7 +65,7 @@ def test_a_call_that_cannot_be_is_one_line_with_its_place(caplog: pytest.LogCapt
     with scheduler(rollout=rollout, config=config()) as rollouts, caplog.at_level(logging.WARNING, "april"), failure:
         rollouts.next_batch()
     assert len(caplog.records) == 1
-    assert re.search(r"of text \(line \d+ of test_user_mistakes.py\)$", caplog.messages[0])
+    assert re.search(r"of new text \(line \d+ of test_user_mistakes.py\)$", caplog.messages[0])
     assert not caplog.records[0].exc_info
 
 
@@ -80,7 +80,7 @@ def test_prompts_as_tensors() -> None:
 
     with pytest.raises(ConfigError, match="prompt 7: token_ids must be a non-empty flat list of integers, or an array"):
         as_prompt(Elsewhere(), 97, 7)
-    with scheduler(prompts=[]) as rollouts, pytest.raises(DataExhausted, match="no prompts: prompts= gave none"):
+    with scheduler(prompts=[]) as rollouts, pytest.raises(DataExhausted, match="prompts= contains no prompts"):
         rollouts.next_batch()
     failure = pytest.raises(RolloutError, match="there are no prompts")
     with scheduler(prompts=[], config=config(on_data_end="wrap")) as rollouts, failure:
@@ -117,7 +117,9 @@ def test_a_reward_that_is_a_coroutine() -> None:
 
 def test_a_model_that_is_none() -> None:
     """The name of a model, and a module that is no language model."""
-    with pytest.raises(ConfigError, match="model is of type str, which has no config: a directory or hub name goes to"):
+    with pytest.raises(ConfigError, match=(
+        "model is of type str, which has no config: to load a model by its directory or hub name"
+    )):
         TransformersEngine("Qwen/Qwen3-4B")
     with pytest.raises(ConfigError, match="model is of type Linear, which has no config: pass a Hugging Face causal"):
         TransformersEngine(torch.nn.Linear(2, 2))
@@ -142,7 +144,7 @@ async def test_weights_written_without_weight_update(caplog: pytest.LogCaptureFi
             for weight in model.parameters():
                 weight.add_(0.01)
 
-    warning = "the model's weights were written, but the policy version is still"
+    warning = "the model's weights were changed, but the policy version is still"
     await generate("a")
     train()
     await engine.update_weights(PolicyVersion(0, 1))
@@ -190,7 +192,7 @@ def nothing_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtu
     [
         ({"config": small_config(n_samples_per_prompt=1)}, "alone in its group.*raise n_samples_per_prompt$"),
         ({"reward": None}, "all rewards are 0; give reward= or group_reward="),
-        ({"reward": lambda prompt, response: 0.5}, "equal; filter=april.rewards_differ draws other prompts"),
+        ({"reward": lambda prompt, response: 0.5}, "equal; filter=april.rewards_differ replaces such groups"),
     ],
     ids=["one sample", "no reward", "equal rewards"],
 )
@@ -201,7 +203,7 @@ def test_advantages_that_teach_nothing_are_told_of_once(
     for batch in run(2, **changes):
         assert not batch.advantages().any()
     assert len(caplog.messages) == 1
-    assert caplog.messages[0].startswith("all advantages of batch 0 are 0, so it teaches nothing: ")
+    assert caplog.messages[0].startswith("all advantages of batch 0 are 0, so the model learns nothing from it: ")
     assert re.search(why, caplog.messages[0])
     run()[0].advantages()
     assert len(caplog.messages) == 1
@@ -210,8 +212,8 @@ def test_advantages_that_teach_nothing_are_told_of_once(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"over_sampling_batch_size": 1}, "submitted in portions of 1 until 2 are in work"),
-        ({"over_sampling_batch_size": 4, "max_staleness": 0, "on_stale": "mask"}, "limits the groups in work to 2"),
+        ({"over_sampling_batch_size": 1}, "so april starts 1 groups at a time until 2 are in work"),
+        ({"over_sampling_batch_size": 4, "max_staleness": 0, "on_stale": "mask"}, "allows 2 groups in work at most"),
     ],
 )
 def test_doubtful_settings(changes: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -227,13 +229,13 @@ def test_too_few_prompts_for_a_batch(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(DataExhausted, match="the prompt source has ended"):
         run(3, prompts=[[1, 2]])
     (said,) = caplog.messages
-    assert said.startswith("batch 0 has 1 of 2 groups, as there are no more prompts; to repeat them set epochs")
+    assert said.startswith("batch 0 has only 1 of 2 groups because the prompts have ended; to repeat them set epochs")
 
 
 @pytest.mark.parametrize(
     ("lengths", "steps", "warned"),
     [(99, 4, 1), (99, 9, 1), (99, 3, 0), (lambda asked: 99 if asked.sample_key[0] % 2 else 9, 9, 0)],
-    ids=["all", "said once", "too few to tell", "some end"],
+    ids=["all", "warning appears only once", "too few to tell", "some end"],
 )
 def test_a_model_that_never_ends(
     lengths: Any, steps: int, warned: int, caplog: pytest.LogCaptureFixture
@@ -243,7 +245,7 @@ def test_a_model_that_never_ends(
     assert len(caplog.messages) == warned
     for said in caplog.messages:
         assert said.startswith("all 16 responses so far have max_response_len=20 tokens: none of them contains an end-")
-        assert "token, which are [0] here" in said
+        assert "token ([0]);" in said
         assert "sampling.stop_token_ids" in said
 
 
@@ -254,7 +256,7 @@ def test_dropout_in_training_mode(caplog: pytest.LogCaptureFixture) -> None:
         with generation_mode(model):
             assert not any(module.training for module in model.modules())
     (said,) = caplog.messages
-    assert said.startswith("the model is in training mode with dropout of 0.1: ")
+    assert said.startswith("the model is in training mode with dropout of 0.1, but ")
     assert dropping in model_support._looked_at
 
 
@@ -280,7 +282,7 @@ def test_an_alarm_in_a_reward_fails_at_once() -> None:
     scheduler = april.RolloutScheduler(
         small_config(), prompts=[[1, i] for i in range(2, 40)], reward=reward, engines=[FakeEngine("e", lengths=5)]
     )
-    with scheduler, pytest.raises(RolloutError, match="run in threads, which have no signals: set function_timeout_s"):
+    with scheduler, pytest.raises(RolloutError, match="in threads, where signals do not work: set function_time"):
         scheduler.next_batch()
 
 

@@ -182,15 +182,15 @@ async def test_what_cannot_be_seen_is_refused_by_a_sentence_and_alone(tmp_path: 
         return (Placed(attachment, at, count, (IMAGE,)),)
 
     bad: list[tuple[Any, tuple[Placed, ...], str]] = [
-        (stray, (placed,), f"token 0 is {IMAGE}, which stands for a part of an image, and there is none: ban it"),
+        (stray, (placed,), f"token 0 is {IMAGE}, the placeholder of an image, but no image belongs to it: ban it"),
         (beside, (placed,), f"token {len(tokens)} is {IMAGE}"),
-        (together, two, "follows another one at once"),
-        (tokens, of(picture(1), count=99), "has 99 tokens, which are not there"),
-        (tokens, of(picture(1), at=0, count=1), f"has no token {IMAGE} in its place"),
-        (tokens, of(Attachment.of("audio", b"la")), "this engine takes images alone"),
-        (tokens, of(picture(5, 32, 32)), r"is read as 16 tokens, and the conversation has 6 for it"),
+        (together, two, "follows another one immediately"),
+        (tokens, of(picture(1), count=99), "has 99 tokens, some of which are missing"),
+        (tokens, of(picture(1), at=0, count=1), f"has no token {IMAGE} at its position"),
+        (tokens, of(Attachment.of("audio", b"la")), "this engine only accepts images"),
+        (tokens, of(picture(5, 32, 32)), r"becomes 16 tokens, but the conversation has 6 for it"),
         (tokens, of(Attachment.of("image", (picture(1).data or b"")[:60])), "cannot be read"),
-        (tokens, of(from_file), "has other content than when its prompt was drawn"),
+        (tokens, of(from_file), "has changed since its prompt was drawn"),
     ]
     good = asyncio.gather(*(generated(engine, seeing(f"good{i}", tokens, (placed,), seed=i)) for i in range(2)))
     found = await asyncio.gather(
@@ -214,7 +214,7 @@ async def test_models_and_processors_that_do_not_fit() -> None:
     blind = _engine(tiny_model(), tiny_processor())
     assert blind.capabilities.attachments == ()
     tokens, attached = with_images(tiny_processor(), [12], [picture(1)])
-    with pytest.raises(AttachmentError, match="1 attachments, and this engine takes none: give it a model that sees"):
+    with pytest.raises(AttachmentError, match="1 attachments, but this engine accepts none: give it a vision model"):
         await collect(blind, seeing("a", tokens, attached))
     alone = _engine(tiny_vision_model())
     assert alone.capabilities.attachments == ()
@@ -222,15 +222,14 @@ async def test_models_and_processors_that_do_not_fit() -> None:
     assert apart_seeing(alone._model, None, text.token_ids, (), await generated(alone, text)).max() <= MOST
     unknown = tiny_vision_model()
     unknown.config.model_type = "seer"
-    with pytest.raises(
-        ConfigError, match=r"images of seer: the transformers engine only supports images of gemma3, qwen2_5_vl"
-    ):
+    sentence = r"images of seer: the transformers engine only supports images of gemma3, qwen2_5_vl"
+    with pytest.raises(ConfigError, match=sentence):
         _engine(unknown, tiny_processor())
     with pytest.raises(ConfigError, match="processor is a TokenizersBackend, which makes no pixels"):
         _engine(tiny_vision_model(), tiny_processor().tokenizer)
     other = tiny_vision_model()
     other.config.image_token_id = 5
-    with pytest.raises(ConfigError, match="TinyProcessor makes other tokens of an image than 5, which is the model's"):
+    with pytest.raises(ConfigError, match="TinyProcessor turns an image into tokens other than 5, the model's"):
         _engine(other, tiny_processor())
     with pytest.raises(ConfigError, match=r"\(KeyError: 'image_grid_thw'\); is the processor its own\? Else use a ser"):
         _engine(tiny_vision_model(), tiny_processor("gemma3"))

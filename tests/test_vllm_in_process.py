@@ -189,7 +189,7 @@ async def test_weights_from_disk_between_two_steps(own_loop: bool) -> None:
         await w.there(lambda: w.llm.limit(4))
         running = asyncio.create_task(w.ask())
         await w.until(lambda: w.llm.stopped == 1)
-        with pytest.raises(EngineError, match="pause it first"):
+        with pytest.raises(EngineError, match="pause the engine first"):
             await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
         await w.engine.pause()
         await w.there(lambda: w.llm.limit())
@@ -220,7 +220,7 @@ async def test_an_update_that_fails_says_so() -> None:
         await w.engine.resume()
         answer = await w.ask()
         assert isinstance(answer.error, EngineError)
-        assert "its weights are those of no version" in str(answer.error)
+        assert "its weights belong to no version" in str(answer.error)
         assert not (await w.engine.health()).ok
         w.llm.cache_resets = True
         await update(w.engine, PolicyVersion(0, 1), "tiny1")
@@ -237,7 +237,7 @@ async def test_a_reload_counts_when_every_worker_has_returned_nothing(results: A
         with pytest.raises(EngineError, match="workers returned"):
             await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
         w.llm.rpc_results, w.llm.keeps_label = [None], True
-        with pytest.raises(EngineError, match="says its weights are default"):
+        with pytest.raises(EngineError, match="labels its weights default"):
             await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
         await w.engine.resume()
         assert (await w.ask()).error is not None
@@ -531,7 +531,7 @@ async def test_images_that_cannot_be_had_are_refused(tmp_path: Path) -> None:
         w.llm.images.each += 1
         got = await read(w.engine, shown(picture((1, 2, 3))[0]))
         assert isinstance(got.error, WireError)
-        assert "as 9 tokens, and it has 8; does the server's processor" in str(got.error)
+        assert "as 9 tokens, but it has 8; does the server's processor" in str(got.error)
         assert not got.tokens
 
 

@@ -152,7 +152,7 @@ def test_it_is_watched_until_the_run_has_ended(record: Path, tmp_path: Path) -> 
     clock = Clock(lambda: path.write_bytes(data[:90_000]), lambda: path.write_bytes(data), lambda: None)
     text = watched(path, clock)
     assert clock.sleeps == 2
-    assert "is not there yet" in text
+    assert "does not exist yet" in text
     assert "in flight" in text
     assert "the run was closed" in text
 
@@ -185,8 +185,8 @@ def test_what_is_not_there_is_said_before_a_pipe(record: Path, tmp_path: Path, k
     assert watch(path, console, now=lambda: clock.now, sleep=clock.sleep)
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
-    assert text.startswith("no process" if killed else f"{path} is not there yet\n")
-    assert text.count("there yet") == (0 if killed else 2)  # and what the last screen shows
+    assert text.startswith("no process" if killed else f"{path} does not exist yet\n")
+    assert text.count("not exist yet") == (0 if killed else 2)  # and what the last screen shows
 
 
 @pytest.mark.parametrize("which", ["report", "replay", "watch --once"])
@@ -195,7 +195,7 @@ def test_a_missing_record_is_an_error(tmp_path: Path, which: str) -> None:
     result = CliRunner().invoke(app, [*which.split(), str(tmp_path / "mistyped.jsonl")])
     assert result.exit_code == 1
     if which == "watch --once":  # what the run's state is, is the result
-        assert "is not there yet" in result.stdout.replace("\n", "")
+        assert "does not exist yet" in result.stdout.replace("\n", "")
     else:
         assert not result.stdout
         assert "mistyped.jsonl cannot be read: No such file or directory" in result.stderr

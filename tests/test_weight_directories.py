@@ -155,8 +155,8 @@ async def test_a_directory_that_was_written_over_is_not_the_old_version(
     warned = [r.getMessage() for r in caplog.records if "waits for the next weight update" in r.getMessage()]
     assert len(warned) == 5
     assert warned[0] == (
-        "engine s0 has not the present weights and waits for the next weight update: "
-        f"{tmp_path / 'weights'} holds other weights than those of version 0.2"
+        f"engine s0 does not have the current weights and waits for the next weight update: {tmp_path / 'weights'} "
+        "holds weights other than those of version 0.2"
     )
 
 
@@ -204,8 +204,8 @@ def test_a_directory_that_nobody_here_can_read_is_not_trusted(
     assert not any("waits for" in r.getMessage() for r in caplog.records)
     assert run_virtual(program(Elsewhere)) == "start"
     assert caplog.records[-1].getMessage() == (
-        "engine s0 has not the present weights and waits for the next weight update: whether s3://bucket/1 still holds "
-        "them cannot be read where april calls engines"
+        "engine s0 does not have the current weights and waits for the next weight update: april cannot read here "
+        "whether s3://bucket/1 still holds the current weights"
     )
 
 

@@ -25,7 +25,9 @@ CAPABILITIES = Capabilities(
 )
 PHASES = ("ranks", "join", "begin", "receive", "finish")
 SAYS = {
-    "ranks": "to report how many workers it has", "join": "to connect to the sender",
+    "ranks": "to report how many workers it has", "join": (
+        "to connect to the sender"
+    ),
     "begin": "to prepare for new weights",
     "receive": "to receive tensor b", "finish": "to put the weights into use",
 }  # fmt: skip
@@ -310,7 +312,8 @@ def test_what_an_engine_got_in_an_earlier_round_counts(fails: Any, weights: tupl
     An iterator cannot be sent again: all that had begun are torn, and the error says what to give.
     """
     desk = Desk(Receiver("bad", fails=("receive", "refuses", 1)), Receiver("good", fails=fails))
-    with pytest.raises(EngineError, match=rf"engine bad failed to receive tensor b.*{said}"):
+    sentence =rf"engine bad failed to receive tensor b.*{said}"
+    with pytest.raises(EngineError, match=sentence):
         desk.send(*weights)
     assert {name: fate.partially_updated for name, fate in desk.sender.left_out.items()} == {"bad": True, "good": True}
 

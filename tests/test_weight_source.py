@@ -214,7 +214,7 @@ def test_weights_can_be_sent_again() -> None:
     once = WeightSource(iter([("w", torch.ones(2))]))
     assert not once.repeatable
     assert len(list(once.buckets())) == 1
-    with pytest.raises(ConfigError, match="an iterator was given, and it has been drawn from"):
+    with pytest.raises(ConfigError, match="an iterator was given, and its items are already used"):
         next(once.buckets())
 
 
@@ -222,11 +222,11 @@ def test_the_rest_of_a_generator_is_not_all() -> None:
     """One that an earlier call has begun with is refused before anything happens, whole or not."""
     begun = torch.nn.Linear(2, 2).named_parameters()
     next(WeightSource(begun, bucket_bytes=1).buckets())
-    with pytest.raises(ConfigError, match="an iterator was given, and it has been drawn from"):
+    with pytest.raises(ConfigError, match="an iterator was given, and its items are already used"):
         WeightSource(begun)
     ended = torch.nn.Linear(2, 2).named_parameters()
     assert len(list(ended)) == 2
-    with pytest.raises(ConfigError, match="an iterator was given, and it has been drawn from"):
+    with pytest.raises(ConfigError, match="an iterator was given, and its items are already used"):
         WeightSource(ended)
 
 
@@ -262,11 +262,11 @@ class Quantized(torch.nn.Linear):
         ([torch.ones(3)], r"item 0 is a Tensor instead of \(name, tensor\)"),
         ([("a", torch.ones(1)), ("b",)], "item 1 is a tuple of 1"),
         ({"a": torch.ones(1), 3: torch.ones(1)}, "item 1 is a tuple of 2"),
-        ({"a": [1.0]}, "a is a list, and not a tensor of torch"),
+        ({"a": [1.0]}, "a is a list, not a tensor of torch"),
         ([("a", torch.ones(1)), ("a", torch.ones(1))], "a comes twice"),
         ({"a": torch.empty(2, device="meta")}, "a is on the meta device, where tensors have no values"),
         ({"a": torch.eye(2).to_sparse()}, "a is sparse or quantized"),
-        ({"x.lora_A.weight": torch.ones(1)}, "x.lora_A.weight is of an adapter; save it"),
+        ({"x.lora_A.weight": torch.ones(1)}, "x.lora_A.weight belongs to an adapter; save it"),
         (PeftModel(1, 1), r"PeftModel is a model with adapters \(PEFT\); save it"),
         (FullyShardedDataParallel(1, 1), "FSDP1 keeps the parameters of a layer in one flat tensor"),
         (Quantized(1, 1), "the parameters of Quantized are quantized"),
@@ -282,7 +282,7 @@ def test_parameters_of_zero_3_are_refused() -> None:
     """DeepSpeed leaves an empty tensor in the place of each, which would be sent as such."""
     parameter = torch.nn.Parameter(torch.empty(0))
     parameter.ds_id = 0  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="w is spread over ranks by DeepSpeed ZeRO-3"):
+    with pytest.raises(ConfigError, match="w is sharded over ranks by DeepSpeed ZeRO-3"):
         WeightSource({"w": parameter})
 
 
@@ -305,8 +305,8 @@ def test_an_iterator_is_refused_where_it_goes_wrong(pairs: list[Any], words: str
     ("options", "words"),
     [
         ({"bucket_bytes": 0}, "bucket_bytes must be at least 1"),
-        ({"dtype": "int8"}, "'int8' is no floating-point dtype"),
-        ({"dtype": "bf16"}, "'bf16' is no floating-point dtype"),
+        ({"dtype": "int8"}, "'int8' is not a floating-point dtype"),
+        ({"dtype": "bf16"}, "'bf16' is not a floating-point dtype"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], words: str) -> None:

@@ -34,7 +34,7 @@ def check(c: Chunk, vocab_size: int = 10, room: int = 5, oldest: PolicyVersion |
         (chunk([1, 2], [-1.0]), "2 tokens came with 1 log-probabilities"),
         (chunk([1], [-1.0, -1.0]), "1 tokens came with 2 log-probabilities"),
         (chunk([], [-1.0]), "0 tokens came with 1"),
-        (chunk([1] * 6, [-1.0] * 6), "6 tokens came where 5 were left of the budget"),
+        (chunk([1] * 6, [-1.0] * 6), "6 tokens came, but only 5 were left of the budget"),
         (chunk([1, 10, 11]), "token id 10 is outside the vocabulary of 10"),
         (chunk([1, -1, 3]), "token id -1 is outside"),
         (chunk(logprobs=[-1, np.nan, -1]), "log-probability nan is not a finite number <= 0"),
@@ -149,10 +149,10 @@ def test_ends_that_fit_are_believed() -> None:
         ("stop", {"last": 5}, r"last token \(5\) is neither EOS nor a stop token.*engine.eos_token_ids \(\[2, 3\]\)"),
         ("stop", {"last": 5, "stopped_at": 5}, "is neither EOS nor a stop token"),
         ("stop", {"last": 5, "count": 20}, "is neither EOS nor a stop token"),
-        ("stop", {"last": 2, "stopped_at": 3}, "stopped at token 3, and its last token is 2"),
-        ("stop", {"last": 5, "stopped_at": 6, "eos": ()}, "stopped at token 6, and its last token is 5"),
+        ("stop", {"last": 2, "stopped_at": 3}, "stopped at token 3, but its last token is 2"),
+        ("stop", {"last": 5, "stopped_at": 6, "eos": ()}, "stopped at token 6, but its last token is 5"),
         ("stop", {"last": 2, "stopped_at": "NaN happened"}, "stopped at the text 'NaN happened'"),
-        ("stop", {"last": 2, "min_tokens": 5}, "stopped after 4 tokens where min_tokens is 5"),
+        ("stop", {"last": 2, "min_tokens": 5}, "stopped after 4 tokens, but min_tokens is 5"),
     ],
 )
 def test_ends_that_fit_nothing_are_not_believed(finish: str, changes: dict[str, Any], words: str) -> None:

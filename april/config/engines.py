@@ -28,8 +28,8 @@ def checked_url(url: str) -> str:
     """Return the URL of an engine in lower case and without a trailing slash.
 
     Raises:
-        ConfigError: the URL does not look like http(s)://host:port, or no server can be reached at its host; the
-            message says what to write instead.
+        ConfigError: the URL does not look like http(s)://host:port, or its host is an address only for listening (see
+            :data:`ANY_ADDRESS`). The message suggests a correction if there is one.
     """
     try:
         parts = urlsplit(url)
@@ -52,7 +52,7 @@ def checked_url(url: str) -> str:
 
 
 def name_at(url: str) -> str:
-    """Return the name of the engine at a :func:`checked_url`."""
+    """Return the name of the engine at a URL from :func:`checked_url`: its host:port."""
     return urlsplit(url).netloc
 
 
@@ -77,7 +77,7 @@ def _suggested_url(url: str, parts: SplitResult, right: bool) -> str:
 
 
 def checked_key(key: str) -> str:
-    """Return the key of a server, and register it so that it is hidden in all of april's messages.
+    """Return the key of a server, and register the key to be hidden in all of april's messages.
 
     Raises:
         ConfigError: an HTTP header cannot hold the key. The message does not contain it.
@@ -153,8 +153,8 @@ class AddressedEngineConfig(Model):
     api_key_env: str | None = None
     """Environment variable that holds the key, if the servers require one."""
     max_in_flight: PositiveInt | None = None
-    """Most requests at one server at the same time; the max_in_flight of all servers together also applies. None means
-    as many as fit into the server's memory."""
+    """Maximum number of concurrent requests to each server; the setting max_in_flight outside engine limits their
+    total. None means as many as fit into the server's memory."""
     connect_timeout_s: Seconds = 10.0
     """Longest wait for a connection."""
     probe_timeout_s: Seconds = 60.0
@@ -186,16 +186,16 @@ class AprilEngineConfig(AddressedEngineConfig):
 
     kind: Literal["april"] = "april"
     interval_s: NonNegativeFloat = 1.0
-    """Longest time for which a server collects tokens before it sends them, unless a client reads along. If a server
-    dies, the collected tokens are lost. 0 means that all tokens are sent immediately."""
+    """Longest time for which a server collects tokens before it sends them, unless the request is streamed. If a server
+    dies, the collected tokens are lost. 0 means that tokens are sent without delay."""
 
 
 class ServerEngineConfig(AddressedEngineConfig):
     """Settings that are common to engines behind third-party servers."""
 
     max_token_loss: NonNegativeInt | None = None
-    """Most tokens of one response that may be lost when its server dies. None means the cheapest value for this kind of
-    server."""
+    """Maximum number of tokens of one response that may be lost when its server dies. None means april's default for
+    this kind of server."""
     vocab_size: PositiveInt | None = None
     """Size of the vocabulary. None means the size that the server reports."""
     max_len: PositiveInt | None = None
@@ -203,12 +203,14 @@ class ServerEngineConfig(AddressedEngineConfig):
     eos_token_ids: tuple[NonNegativeInt, ...] | None = None
     """Ids that end every response. None means the ids that the server reports."""
     logprobs: Literal["temperature", "processed", "raw"] | None = None
-    """Distribution of the returned log-probabilities. None means that april finds out with requests of one token."""
+    """Logits that the returned log-probabilities come from: divided by the temperature (temperature), after all
+    sampling parameters (processed), or unchanged (raw). None means that april finds out with requests of one token."""
     model: str | None = None
     """Name under which the servers list the trained model or adapter (LoRA). None means the only model that they
     list."""
     expert_shape: tuple[PositiveInt, PositiveInt] | None = None
-    """Layers and experts per token in routed_experts. None means the numbers in the model's files."""
+    """Number of layers, and of experts per token, of the extra data routed_experts. None means the numbers in the
+    model's files."""
 
 
 class VllmEngineConfig(ServerEngineConfig):
@@ -216,8 +218,8 @@ class VllmEngineConfig(ServerEngineConfig):
 
     kind: Literal["vllm"] = "vllm"
     salted_kv_connectors: tuple[str, ...] = ()
-    """Names of KV connectors that separate keys with different cache salts, in addition to those that april knows. Also
-    names of encoder-cache connectors, if the encoder is not trained."""
+    """Names of KV connectors, other than those that april knows, that share no cache entry between different cache
+    salts. If the encoder is not trained, also the names of encoder-cache connectors."""
 
 
 class SglangEngineConfig(ServerEngineConfig):

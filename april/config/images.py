@@ -34,9 +34,9 @@ class ImagesConfig(Model):
     max_bytes: PositiveInt = 20_000_000
     """Largest size of an encoded image, in bytes."""
     max_pixels: PositiveInt = 50_000_000
-    """Most pixels of an image."""
+    """Maximum number of pixels of an image."""
     max_per_prompt: PositiveInt = 64
-    """Most images of a conversation."""
+    """Maximum number of images of a conversation."""
     hosts: Annotated[tuple[Annotated[str, AfterValidator(_host)], ...], BeforeValidator(one_or_more)] = ()
     """Hosts from which images may be fetched by http(s); `*.example.com` means its subdomains with public addresses."""
     in_state: InState = InState.REFERENCE

@@ -73,7 +73,8 @@ def _stop_strings(stop: tuple[str, ...]) -> tuple[str, ...]:
 def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         if not name.isidentifier() or names.count(name) > 1:
-            raise ValueError(f"names of rows, each once, such as routed_experts, got {without_contents(names)}")
+            got = without_contents(names)
+            raise ValueError(f"must be names of extras such as routed_experts, each only once, got {got}")
     return names
 
 
@@ -87,17 +88,17 @@ class SamplingConfig(Model):
     """Sampling parameters of training responses."""
 
     temperature: NonNegativeFloat = 1.0
-    """0 is greedy."""
+    """Sampling temperature; 0 means greedy decoding."""
     top_p: Annotated[float, Field(gt=0, le=1), Number] = 1.0
     """Sample from the most likely tokens that together have this probability; 1 means all tokens."""
     min_tokens: NonNegativeInt = 0
-    """Least tokens of a response before EOS."""
+    """Fewest tokens of a response before EOS is allowed."""
     stop_token_ids: Annotated[
         tuple[Annotated[NonNegativeInt, BeforeValidator(_stop_id)], ...], BeforeValidator(_stop_id)
     ] = ()
     """Ids that end a response, in addition to the engine's EOS ids."""
     stop: Annotated[tuple[str, ...], BeforeValidator(one_or_more), AfterValidator(_stop_strings)] = ()
-    """Strings that end a response, for which the scheduler needs a tokenizer."""
+    """Strings that end a response. The scheduler needs a tokenizer for them."""
 
 
 class Config(Model):
@@ -112,93 +113,103 @@ class Config(Model):
     n_samples_per_prompt: Annotated[PositiveInt, Field(le=65_536)] = 8
     """n: responses per prompt."""
     over_sampling_batch_size: OrAuto[PositiveInt] | None = None
-    """N': groups in work. None means N. A number below N draws so many at a time, until N are in work."""
+    """N': number of groups in work at the same time. None means N. A number below N starts that many groups at a time
+    until N are in work."""
     partial_rollout: bool = True
     """Keep unfinished responses and continue them in the next step."""
     group_quorum: OrAuto[Annotated[float, Field(gt=0, le=1), Number]] = 1.0
     """Share of a group's responses that must be finished before any of them is delivered. Below 1, or with auto, a
-    batch is N * n responses, and the rest of a group follows when it is finished."""
+    batch has N * n responses, and the remaining responses of a group are delivered later."""
     on_failed_sample: OnFailedSample = OnFailedSample.DROP_GROUP
-    """Consequence of a response that cannot go on: its group is dropped, it is replaced, or the group goes on without
-    it."""
+    """What happens when a response fails for good: its group is dropped (drop_group), another response replaces it
+    (replace), or the group continues without it (shrink)."""
     min_group_size: PositiveInt | None = None
-    """Fewest responses of a group with on_failed_sample: shrink. None means half of them."""
+    """Fewest responses that a group may have with on_failed_sample: shrink. None means half of n_samples_per_prompt."""
     max_response_len: PositiveInt
-    """Most tokens of a response, over all its segments, tool results included; of each, if a sample has several
-    conversations."""
+    """Most tokens of a response in all its turns together, tool results included. If a sample has several
+    conversations, the limit holds for each of them."""
     max_sample_tokens: PositiveInt | None = None
-    """Most tokens that a sample may generate in all its conversations; requests side by side each get what was left as
-    they began."""
+    """Most tokens that a sample may generate in all its conversations together. Requests that run at the same time each
+    get the number that was left when they started."""
     max_chains: PositiveInt = 64
-    """Most conversations of a sample; one more fails it."""
+    """Most conversations of a sample. A sample that starts another one fails."""
     generation: GenerationMode = GenerationMode.STEPWISE
-    """Span of generation: from the request for a batch to its delivery (stepwise), or always, for engines with GPUs of
-    their own (continuous)."""
+    """When engines generate: only between the request for a batch and its delivery (stepwise), or always, for engines
+    with GPUs of their own (continuous)."""
     on_weight_update: OnWeightUpdate = OnWeightUpdate.RESUBMIT
-    """Treatment of requests in flight at a weight update, if generation is continuous: cut and prefilled again
-    (resubmit), or continued over the old keys (keep) or new ones (recompute)."""
+    """What happens to requests in flight at a weight update if generation is continuous: april aborts and resubmits
+    them (resubmit), or the engine continues them with the old KV cache (keep) or a recomputed one (recompute)."""
     refill: Refill = Refill.NONE
-    """Start of new work between two deliveries: once (none), per finished group, or per finished sample, which is the
-    default with generation: continuous."""
+    """When new work starts between two deliveries: only at the beginning (none), after each finished group (group), or
+    after each finished sample (sample). With generation: continuous the default is sample."""
     max_in_flight: OrAuto[PositiveInt] | None = None
-    """Samples generated at the same time, on all engines together. None means max(N, N') * n, and no more than the
-    engines' slots. If this and N' are auto, april also chooses whether to refill."""
+    """Most samples that all engines together generate at the same time. None means max(N, N') * n, limited by the
+    engines' slots. If both this setting and over_sampling_batch_size are auto, april also chooses refill."""
     sampling: SamplingConfig = SamplingConfig()
     max_staleness: NonNegativeInt = 5
-    """Most weight updates between a token and the training of its batch; also most batches out at a time."""
+    """Most weight updates between the generation of a token and the training of its batch. Also the most delivered
+    batches that may wait for their training at the same time."""
     max_off_policy_share: Annotated[float, Field(gt=0, le=1), Number] = 1.0
-    """Largest share of the trained tokens that older weights may have made, in what auto chooses."""
+    """Largest share of the trained tokens that may come from older weights when april chooses a setting that is
+    auto."""
     on_stale: OnStale = OnStale.FINISH
-    """Treatment of a sample older than max_staleness. Except with drop, steps wait so that there is none."""
+    """What happens to a sample that is older than max_staleness. Except with drop, steps wait for old samples so that
+    none exceeds the limit."""
     max_age: PositiveInt | None = None
-    """Weight updates after which a group goes first and the step waits for it. None means 4 * (max_staleness + 1)."""
+    """Number of weight updates after which a group is generated first and the step waits for it. None means 4 *
+    (max_staleness + 1)."""
     max_resumes: PositiveInt = 100
-    """Continuations of one response after which the same holds, unless on_stale is finish."""
+    """Number of continuations of one response after which its group is generated first and the step waits for it,
+    unless on_stale is finish."""
     on_long_prompt: OnLongPrompt = OnLongPrompt.ERROR
-    """Treatment of a prompt that leaves no room for a response: an error, or skipped and counted."""
+    """What happens to a prompt that leaves no room for a response: the step fails (error), or the prompt is skipped and
+    counted (skip)."""
     epochs: PositiveInt = 1
-    """Passes over the prompts."""
+    """Number of passes over the prompts."""
     on_data_end: OnDataEnd = OnDataEnd.SHORT
-    """Treatment of the last groups if they are fewer than N: a shorter batch (short), kept until there are more prompts
-    (wait), or the prompts begin again, for ever (wrap)."""
+    """What happens to the last groups if they are fewer than N: they form a shorter batch (short), they wait for more
+    prompts (wait), or the prompts start again, without end (wrap)."""
     max_filtered_groups: PositiveInt = 1000
     """Most groups that the filter may reject in a row before the step fails."""
     extras: Annotated[tuple[str, ...], BeforeValidator(one_or_more), AfterValidator(_each_once)] = ()
-    """Rows that come with every trained token: routed_experts, for trainers that replay those."""
+    """Names of rows that engines return with every trained token: routed_experts, for trainers that replay the
+    routing."""
     max_held_tokens: PositiveInt | None = None
-    """Number of held tokens from which on no prompt is drawn beyond what the step needs."""
+    """Number of held tokens at which april stops drawing prompts beyond those that the step needs. Held tokens belong
+    to samples that are not yet delivered. None means no limit."""
     max_extras_bytes: Bytes = 8 << 30
-    """Bytes of held rows from which on the same holds."""
+    """Size of the held extras, in bytes, at which april stops drawing prompts beyond those that the step needs."""
     max_attempt_failures: PositiveInt = 3
-    """Failures (engine, rollout or reward) of a sample after which on_failed_sample says what it costs."""
+    """Number of failures of a sample (engine, rollout or reward) after which on_failed_sample applies."""
     max_failed_groups: PositiveInt = 8
-    """Number of groups dropped for failures in a row before the step fails."""
+    """Number of groups dropped for failures in a row at which the step fails."""
     function_timeout_s: Seconds | None = 600.0
-    """Longest that a reward function or filter may take, and a rollout function outside of llm.generate at a time.
-    None means no limit."""
+    """Longest time that a reward function or filter may take. For a rollout function, the limit holds for each period
+    between calls of llm.generate. None means no limit."""
     abort_deadline_s: Seconds = 30.0
-    """Longest wait for an aborted request before its engine is quarantined, and for an engine to pause, resume or
-    close."""
+    """Longest wait for an aborted request to end before its engine is quarantined. Also the longest wait for an engine
+    to pause, resume or close."""
     abort_resend_s: Seconds = 1.0
-    """Time between two requests for the same abort."""
+    """Time after which the same abort is sent again."""
     stall_timeout_s: Seconds | None = 1800.0
-    """Longest time without a token of a request, or the answer of one that comes whole; then it is ended and continued.
-    """
+    """Longest time without a new token of a request, or without the response if the engine does not stream. Then april
+    ends the request and continues it elsewhere. None means no limit."""
     warn_after_s: Seconds | None = None
-    """Wait for the same thing after which a warning names it. None means 60 s, or outage_deadline_s if that is less."""
+    """Time of waiting for the same thing after which a warning says what april waits for. None means 60 s, or
+    outage_deadline_s if that is less."""
     outage_deadline_s: Seconds = 600.0
-    """Longest wait for an engine while none is well, and for an engine to load weights or take a part of them; a
-    transfer of your own has twice as long."""
+    """Longest wait while no engine is healthy, and for an engine to load weights or receive a part of them. A transfer
+    function of your own may take twice as long."""
     weights: WeightsRoute = WeightsRoute.AUTO
-    """Way of new weights to servers, where a trainer's adapter chooses: a directory (disk), from the trainer's
-    process (collective), or that where all servers can (auto)."""
+    """How new weights get to the servers if an adapter for a trainer sends them: through a directory (disk), from the
+    trainer's process (collective), or from the process if all servers support that (auto)."""
     adapters_dir: str | None = None
-    """Directory that all servers read, for the adapters (LoRA) that weight_update(weights=model) writes. None means a
-    temporary one on this machine."""
+    """Directory that all servers can read, in which weight_update(weights=model) writes adapters (LoRA). None means a
+    temporary directory on this machine."""
     allow_mismatch: bool = False
     """Accept sampling parameters under which a trainer's recomputed log-probabilities cannot match."""
     seed: Seed = 0
-    """Seed of all sampling, from which that of each attempt follows."""
+    """Seed of all sampling. april derives the seed of each attempt from it."""
     relax_gc: bool = True
     """Let Python's garbage collector run less often in this process while the scheduler is open, with the thresholds
     50,000, 20 and 100. A collector that the program has disabled or relaxed further is left alone."""
@@ -230,32 +241,33 @@ class Config(Model):
         )
         quorum = quorum_of(self._number(self.group_quorum) or 1.0, self.n_samples_per_prompt)
         yield self.delivers_parts and quorum < LEAST_QUORUM, (
-            f"{{group_quorum=}} makes groups of {{n_samples_per_prompt=}} count with {quorum} finished responses, and "
-            f"a baseline needs {LEAST_QUORUM}; raise one of them"
+            f"{{group_quorum=}} delivers groups of {{n_samples_per_prompt=}} from {quorum} finished responses on, but "
+            f"a baseline needs {LEAST_QUORUM}; raise one of the two settings"
         )
         yield (self.min_group_size or 1) > self.n_samples_per_prompt, (
-            "{min_group_size=} is more than {n_samples_per_prompt=}"
+            "{min_group_size=} must not be more than {n_samples_per_prompt=}"
         )
         yield self.min_group_size is not None and self.on_failed_sample is not OnFailedSample.SHRINK, (
-            "{min_group_size=} has no meaning with {on_failed_sample=}; leave it out, or set {on_failed_sample: shrink}"
+            "{min_group_size=} has no effect with {on_failed_sample=}; leave it out, or set {on_failed_sample: shrink}"
         )
         bound = min(self.max_staleness, self.age_limit)
         which = "max_staleness" if bound == self.max_staleness else "max_age"
         yield self.on_stale is OnStale.FINISH and over > (bound + 1) * n, (
-            f"{{over_sampling_batch_size=}} holds more groups than {{{which}=}} lets april deliver in time, which is "
-            f"{(bound + 1) * n}; raise {{{which}}} or set {{on_stale}}"
+            f"{{over_sampling_batch_size=}} is too large: with {{{which}=}} april can deliver {(bound + 1) * n} groups "
+            f"in time; raise {{{which}}} or set {{on_stale}}"
         )
         yield self.epochs > 1 and self.on_data_end is OnDataEnd.WRAP, (
-            "{epochs=} ends, and {on_data_end=} never does; leave out one of them"
+            "{epochs=} limits the passes over the prompts, and {on_data_end=} repeats them without end; leave out one "
+            "of the two"
         )
         yield self.generation is GenerationMode.CONTINUOUS and not self.partial_rollout, (
-            "{generation=} has unfinished responses at each weight update, and {partial_rollout=} would throw them "
+            "{generation=} leaves unfinished responses at each weight update, and {partial_rollout=} would throw them "
             "away; set {partial_rollout: true}"
         )
         cut = self.on_weight_update is OnWeightUpdate.RESUBMIT
         yield not cut and self.generation is not GenerationMode.CONTINUOUS, (
-            "{on_weight_update=} lets requests run through weight updates, and with {generation=} none runs then; set "
-            "{generation: continuous}, or leave it out"
+            "{on_weight_update=} lets requests run through weight updates, but with {generation=} no request runs "
+            "during an update; set {generation: continuous}, or leave out {on_weight_update}"
         )
         yield self.refill is not Refill.NONE and not self.partial_rollout, (
             "{refill=} leaves unfinished responses at the end of a step, and {partial_rollout=} would throw them away; "
@@ -270,8 +282,8 @@ class Config(Model):
         yield self.abort_resend_s > self.abort_deadline_s, "{abort_resend_s=} is longer than {abort_deadline_s=}"
         times = self.abort_deadline_s / self.abort_resend_s
         yield times > MAX_STOPS, (
-            f"{{abort_resend_s=}} would ask {times:.0e} times within {{abort_deadline_s=}}; {MAX_STOPS:,} times are "
-            "the most"
+            f"{{abort_resend_s=}} would send the same abort {times:.0e} times within {{abort_deadline_s=}}; the most "
+            f"is {MAX_STOPS:,} times"
         )
         if self.allow_mismatch:
             return
@@ -281,37 +293,37 @@ class Config(Model):
             "accounts for it"
         )
         yield self.sampling.min_tokens > 0, (
-            "{sampling.min_tokens=} forbids EOS at first, which the log-probabilities that a trainer recomputes do not "
-            "know; set {sampling.min_tokens: 0}, or {allow_mismatch: true}"
+            "{sampling.min_tokens=} forbids EOS at the start of a response, which a trainer's recomputed "
+            "log-probabilities do not take into account; set {sampling.min_tokens: 0}, or {allow_mismatch: true}"
         )
         yield self.sampling.temperature == 0, (
-            "{sampling.temperature=} makes all samples of a group equal and has no log-probability to train on; use a "
-            "positive temperature, or {allow_mismatch: true}"
+            "{sampling.temperature=} makes all samples of a group equal and gives no log-probabilities to train on; "
+            "set a positive temperature, or {allow_mismatch: true}"
         )
 
     def _wrong_auto(self) -> Iterator[tuple[bool, str]]:
         """Yield (is wrong, sentence) for each check of the settings that are auto."""
         chosen = next((name for name in Work if getattr(self, name) == AUTO), None)
         yield chosen is None and self.max_off_policy_share < 1, (
-            "{max_off_policy_share=} is for what april chooses, and nothing is auto; set {over_sampling_batch_size: "
-            "auto}, or leave it out"
+            "{max_off_policy_share=} limits what april chooses, but no setting is auto; set {over_sampling_batch_size: "
+            "auto}, or leave out {max_off_policy_share}"
         )
         yield chosen is not None and not self.partial_rollout, (
-            f"{{{chosen}=}} chooses how much is left over for the next step, and {{partial_rollout=}} would throw its "
-            "tokens away; set {partial_rollout: true}"
+            f"{{{chosen}=}} chooses how much is left over for the next step, but {{partial_rollout=}} would throw "
+            "those tokens away; set {partial_rollout: true}"
         )
         over, refills = self.over_sampling_batch_size == AUTO, self.refill is not Refill.NONE
         yield chosen is not None and self.refill is Refill.GROUP, (
-            f"{{{chosen}=}} chooses between what {{refill: none}} and {{refill: sample}} can have, not {{refill=}}"
+            f"{{{chosen}=}} only works with {{refill: none}} and {{refill: sample}}, not with {{refill=}}"
         )
         both = over and self.max_in_flight == AUTO
         yield over and (refills if not both else self.generation is GenerationMode.CONTINUOUS), (
-            "{over_sampling_batch_size=} says nothing with {refill=}, where {max_in_flight} is what counts; leave it "
-            "out and set {max_in_flight: auto}"
+            "{over_sampling_batch_size=} has no effect with {refill=}, where {max_in_flight} decides; leave it out and "
+            "set {max_in_flight: auto}"
         )
         yield self.max_in_flight == AUTO and not over and not refills, (
-            "{max_in_flight=} says nothing with {refill=}, where the groups in work are what counts; set {refill: "
-            "sample}, or {over_sampling_batch_size: auto} as well, and april chooses that too"
+            "{max_in_flight=} has no effect with {refill=}, where the number of groups in work decides; set {refill: "
+            "sample}, or set {over_sampling_batch_size: auto} as well, so that april also chooses the refill"
         )
 
     @staticmethod

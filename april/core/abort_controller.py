@@ -35,8 +35,8 @@ class AbortController:
     def stop(self, attempts: Iterable[Attempt], in_flight: dict[str, int]) -> list[Command]:
         """Return the commands that ask engines to end ``attempts``.
 
-        ``in_flight`` counts all attempts per engine, so that one abort can end them all. It must be empty if new ones
-        may start meanwhile, as such an abort would end those, too.
+        ``in_flight`` counts all attempts per engine, so that one abort can end them all. It must be empty if new
+        attempts may start meanwhile, as an abort of all attempts would also end the new attempts.
         """
         new = [a for a in attempts if a.id not in self._pending]
         for attempt in new:  # one round more if the timer is already running, as the first round is then shorter

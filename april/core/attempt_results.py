@@ -203,7 +203,7 @@ class AttemptResults:
         tokens.observe(count)
         cut = finish is ABORT and not counts.ends and count < attempt.request.sampling.max_tokens
         if cut and sample.evaluation is not None:
-            lost_for = lost_for or DropReason.FAILED  # a cut call of an evaluation begins again with the same seed
+            lost_for = lost_for or DropReason.FAILED  # an interrupted evaluation call restarts, same seed
         if lost_for is not None:
             tokens.drop(count, lost_for)
             return

@@ -79,8 +79,8 @@ class DeliveredSample:
 
     @property
     def kept_mask(self) -> UInt8:
-        """uint8 [T], 1 where a token was sampled over keys of older weights than its own (``on_weight_update: keep``),
-        so that recomputing its log-probability gives another value"""
+        """uint8 [T], 1 where a token was sampled with keys and values of older weights (``on_weight_update: keep``), so
+        that recomputing its log-probability gives another value"""
         return kept_mask(self.segments)
 
     @property
@@ -108,9 +108,9 @@ class Batch:
     """number of rows in this batch per group; sums to len(samples)"""
     metrics: Mapping[str, float]
     logprob_kind: str = "temperature"
-    """Distribution of ``logprobs``: ``temperature`` (log_softmax(logits / T)), ``processed`` (the one really sampled
-    from; equal to ``temperature`` with top_p 1, min_tokens 0 and T > 0), ``raw`` (log_softmax(logits)) or ``unknown``
-    (both allowed only at T = 1, where they are equal to it, too), or ``mixed`` (differs by engine; see the segments)"""
+    """Distribution of ``logprobs``: ``temperature`` (log_softmax(logits / T)), ``processed`` (what was sampled from;
+    equal to ``temperature`` with top_p 1, min_tokens 0 and T > 0), ``raw`` (log_softmax(logits)) or ``unknown``
+    (both allowed only at T = 1, where both equal ``temperature``), or ``mixed`` (differs by engine; see segments)"""
     bottleneck: str = ""
     """Sentence for users: which side the step waited for, how long and why, and what to change. Empty if the step took
     no time"""
@@ -151,7 +151,7 @@ class Batch:
         return BatchShare(0, 1, len({s.id for s in self.samples}), loss_tokens)
 
     def split(self, ranks: int, by: SplitBy = "samples") -> list[Batch]:
-        """Split the batch into ``ranks`` shares; each sample is in one of them, and their order is kept.
+        """Split the batch into ``ranks`` shares; each sample is in one share, and the order of samples is kept.
 
         ``by="samples"`` gives contiguous rows; the numbers of samples differ by at most one. ``by="tokens"`` gives
         about equal numbers of prompt and response tokens, but different numbers of samples. With more ranks than
@@ -307,7 +307,7 @@ class Batch:
         response i begins in column ``prompt_mask[i].sum()``. Extras, each under its name, have the same first two
         dimensions: a row is in the column of the token that was read to compute it, and other columns are 0.
 
-        Raises TypeError for a ``pad_id`` that is no integer.
+        Raises TypeError for a ``pad_id`` that is not an integer.
         """
         if isinstance(pad_id, bool) or not isinstance(pad_id, (int, np.integer)):
             raise TypeError(

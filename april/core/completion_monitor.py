@@ -1,9 +1,9 @@
 """Completion monitor: tracks the complete units, and decides when the step has enough of them for a batch.
 
 A *unit* is a group or, with a group quorum below 1, a sample. A step delivers ``target`` units (N groups, or N x n
-samples). With a staleness limit it must also deliver enough of the older ones: a unit's *slack* is the number of
+samples). With a staleness limit it must also deliver enough older units: a unit's *slack* is the number of
 batches after which it is too old. All units can be delivered in time only if, for every k, at most ``(k + 1) * target``
-of them have slack <= k. So this step owes (must deliver) at least ``units with slack <= k  -  k * target`` of those:
+units have slack <= k. So this step owes (must deliver) at least ``units with slack <= k  -  k * target`` such units:
 earliest deadline first, where k = 0 is the last chance.
 """
 
@@ -21,8 +21,8 @@ Unit = Group | Sample
 class CompletionMonitor:
     """Counts the complete units towards the target of a step.
 
-    A unit counts once it is finished and scored (for a sample, the quorum of its group, too), and the filter, if there
-    is one, has accepted its group.
+    A unit counts once it is finished and scored and the filter, if there is one, has accepted its group. A sample
+    counts only if the quorum of its group is finished and scored.
     """
 
     def __init__(self, target: int) -> None:
@@ -45,7 +45,7 @@ class CompletionMonitor:
     # ---------------------------------------------------------------- deadlines
 
     def plan(self, slacks: Iterable[tuple[Unit, int]], horizon: int) -> list[Unit]:
-        """Record each held unit's slack (``horizon`` or more sets no deadline); return the units that must go first."""
+        """Record each held unit's slack (``horizon`` or more sets no deadline); return the units with priority."""
         self._held_by_slack = [0] * horizon
         self._ready_by_slack = [0] * horizon
         units: list[Unit] = []
@@ -65,7 +65,7 @@ class CompletionMonitor:
 
     @property
     def target_reached(self) -> bool:
-        """True if enough units are complete, and among them those that would otherwise get too old."""
+        """True if enough units are complete, including enough of the units that would otherwise get too old."""
         if len(self._ready) < self._target:
             return False
         ready = 0

@@ -70,11 +70,11 @@ class CoreContext:
         self.out: list[Command] = []
         self.last_timer = 0
         self.retries: dict[int, Sample | tuple[Group, int]] = {}
-        """What each retry timer asks for again: the reward of a sample, or a filter's judgement of a group."""
+        """Request that each retry timer repeats: the reward of a sample, or a filter's judgement of a group."""
         self.urgent: list[Sample] = []
-        """Samples that the latest plan made urgent, and those that have replaced such samples since."""
+        """Samples that the latest plan made urgent, and samples that have replaced urgent samples since."""
         self.failure: str | None = None
-        """Reason why the step cannot go on; None if it can."""
+        """Reason why the step cannot continue; None if it can."""
         self.without_room: list[Sample] = []
         """Restored samples that will be dropped, as the engines' context is now too small for them."""
         self.evaluations: dict[int, Evaluation] = {}

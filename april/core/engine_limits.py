@@ -69,7 +69,7 @@ class LimitCode(StrEnum):
     NO_STREAM_INTERVAL = "no stream interval"
     RAW_LOGPROBS = "raw logprobs", "log-probabilities are right at temperatures other than 1"
     UNKNOWN_LOGPROBS = "unknown logprobs", "log-probabilities are right at temperatures other than 1"
-    UNKNOWN_EOS = "unknown eos", "april does not continue a response after its end"
+    UNKNOWN_EOS = "unknown eos", "april stops each response at its end"
     UNSEEN_EOS = "unseen eos"
     """The EOS ids are known, but no response of the server was seen to contain one."""
     EARLY_STOP = "early stop"
@@ -156,7 +156,7 @@ def no_experts(remedy: str, *flags: str) -> Limit:
 def unknown_eos(
     consequence: str = (
         "The ids that end a response are unknown, because the model's files are not on this machine or do not name "
-        "them, so april relies on the server to end responses"
+        "them: april relies on the server to end responses"
     ),
 ) -> Limit:
     """Return the limit that the ids which end a response are unknown."""

@@ -36,7 +36,7 @@ class EngineRecovery:
     # ---------------------------------------------------------------- joining and leaving engines
 
     def joined(self, event: ev.EnginesJoined) -> None:
-        """Add engines to the table; those whose weights are unknown or that may be paused are probed first."""
+        """Add engines to the table; engines whose weights are unknown or that may be paused are probed first."""
         context = self._context
         self._remove([e.name for e in event.engines if e.name in context.engines.states])
         for limits in event.engines:
@@ -47,7 +47,7 @@ class EngineRecovery:
                 self._calls.probe(limits.name)
 
     def leaving(self, event: ev.EngineLeaving) -> None:
-        """Send an engine no more requests, and with ``cut`` end those that it has."""
+        """Send an engine no more requests, and with ``cut`` end its running requests."""
         context = self._context
         context.engines.states[event.engine].leaving = True
         if event.cut:

@@ -41,7 +41,7 @@ class AdmissionCap:
     def __init__(self, ceiling: int | None) -> None:
         self.ceiling = ceiling
         self.value = ceiling
-        """Most requests at the same time; None means any number."""
+        """Maximum number of concurrent requests; None means any number."""
         self._measured: int | None = None
         self._preemptions: int | None = None
         self._held = 0
@@ -270,7 +270,7 @@ class EngineState:
     gate: EngineGate = OPEN
     health: EngineHealth = WELL
     in_flight: int = 0
-    """Number of requests in flight, those of evaluations included."""
+    """Number of requests in flight, including evaluations."""
 
     def __setattr__(self, name: str, value: object) -> None:
         _set(self, name, value)
@@ -531,7 +531,7 @@ class EngineTable:
         return PROBE_INTERVAL_S
 
     def mark_well(self, name: str) -> None:
-        """Mark an engine as healthy after a probe or load; an engine that rests for being busy goes on resting."""
+        """Mark an engine as healthy after a probe or load; an engine that rests for being busy still rests."""
         state = self.states[name]
         state.health, state.failures = EngineHealth.RESTING if state.rest_timer else EngineHealth.WELL, 0
 

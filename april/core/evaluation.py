@@ -1,11 +1,11 @@
 """Evaluations: prompts that are answered under one policy version, apart from training.
 
-In stepwise generation training waits until they have ended, in continuous generation only the next weight update does.
+Until evaluations have ended, training waits in stepwise generation, and only weight updates in continuous generation.
 
-Their groups use the same queue, attempts and functions as training. The differences: they have their own ledger and
-counters, a cut response begins again from its call with the same seed, and the first failure of a function, or several
-failed attempts in a row, fail the whole evaluation. ``RolloutCore._advance_others`` decides the order of evaluations,
-updates and training.
+Groups of evaluations use the same queue, engine requests and user functions as training. The differences: evaluations
+have their own ledger and counters; an interrupted response is generated again from the start of its ``llm.generate``
+call, with the same seed; and the first failure of a function, or several failed requests in a row, fail the whole
+evaluation. ``RolloutCore._advance_others`` decides the order of evaluations, updates and training.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Evaluations:
         self._next_group = FIRST_GROUP
 
     def requested(self, event: EvaluationRequested, behind: int) -> None:
-        """Queue an evaluation, which begins after weight update ``behind``, outside of pauses.
+        """Queue an evaluation. It begins when weight update number ``behind`` has ended and generation is not paused.
 
         In stepwise generation it also waits for training's last attempt to end.
         """
@@ -61,7 +61,7 @@ class Evaluations:
 
     @property
     def no_engine_can_return(self) -> bool:
-        """True if no engine has the present weights and none is quarantined, from where probes might bring it back.
+        """True if no engine has the present weights and no engine is quarantined (a health probe may end a quarantine).
 
         False if all engines have left, as others may join.
         """

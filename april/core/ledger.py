@@ -38,9 +38,9 @@ class DropReason(StrEnum):
     UNHEARD = "unheard"
     """The rollout function ended, or its client left, before the answer was read."""
     LATE = "late"
-    """The tokens arrived after their sample had gone on without the request that generated them."""
+    """The tokens arrived after their sample had continued without the request that generated them."""
     NO_EXTRAS = "no_extras"
-    """The tokens arrived without the requested extras, as the request broke off before its engine returned those."""
+    """The tokens arrived without the requested extras, as the request broke off before its engine returned them."""
     OVER_BUDGET = "over_budget"
     """The server generated more tokens than the limit that it was given."""
 

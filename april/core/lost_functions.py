@@ -35,7 +35,7 @@ class LostFunctions:
             sample.process_deaths = times + 1 if at == now else 1, now
             if sample.process_deaths[0] >= self._context.settings.max_attempt_failures:
                 times = sample.process_deaths[0]
-                why = f"{times} processes in a row died while its function ran there, which may be why"
+                why = f"{times} processes in a row died while they ran its function, which may be the cause"
                 self._context.counts(sample)["failed_samples"] += 1
                 self._context.note(sample, f"failed: {why}")
                 self._lifecycle.replace_or_drop(sample, why)

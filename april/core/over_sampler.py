@@ -79,9 +79,9 @@ class OverSampler:
     ) -> int:  # fmt: skip
         """Return how many prompts to draw from the source now.
 
-        ``ready`` counts the complete units that wait for delivery, ``in_work`` the incomplete ones; ``free_places`` is
-        how many samples could start in addition to those in flight and in the queue; ``fits`` and ``room`` return how
-        many prompts the buffer can take that the step needs, and beyond those.
+        ``ready`` counts the complete units that wait for delivery, ``in_work`` the incomplete units. ``free_places`` is
+        how many samples could start besides the samples in flight and in the queue. ``fits`` returns how many prompts
+        needed by the step the buffer can take, ``room`` how many further prompts.
         """
         if self.exhausted or self.requested:
             return 0

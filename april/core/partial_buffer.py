@@ -17,7 +17,7 @@ from april.core.versions import PolicyVersion, VersionClock
 
 RESUBMIT = OnWeightUpdate.RESUBMIT
 MOST_OUT = 64
-"""Most batches that may be delivered and untrained, whatever ``max_staleness`` says, as each is kept until then."""
+"""Maximum number of delivered, untrained batches for any ``max_staleness``, as each is kept until it is trained."""
 
 
 class Leases:
@@ -225,7 +225,7 @@ class PartialBuffer:
 
     @property
     def capacity(self) -> int:
-        """Most groups that may be held in any mode; more could not all be delivered in time."""
+        """Maximum number of held groups in any mode; more groups could not all be delivered in time."""
         return self._most()[0]
 
     def _most(self) -> tuple[int, IdleCause]:

@@ -227,7 +227,7 @@ class RolloutCore:
         return self.context.story(sample_id)
 
     def observed_tokens(self) -> int:
-        """Return the number of tokens received so far, those of running attempts included."""
+        """Return the number of tokens received so far, including tokens of running attempts."""
         return self.tokens.observed + sum(a.tape.parsed for a in self.attempts.values())
 
     # ---------------------------------------------------------------- steps
@@ -449,7 +449,7 @@ class RolloutCore:
             step.filled = True
 
     def _start_waiting(self, *, training: bool) -> None:
-        """Start queued samples and calls, those of evaluations first; with ``training`` those of training, too."""
+        """Start queued samples and calls of evaluations, and then, if ``training``, those of training."""
         context, queue = self.context, self.over_sampler
         while (work := queue.first(context.places)) is not None:
             sample = work if isinstance(work, Sample) else work.sample
@@ -510,7 +510,7 @@ class RolloutCore:
             self._long_in_a_row = 0
 
     def _drop_without_room(self) -> None:
-        """Drop restored samples that no longer fit the engines' context, with their groups if those are not READY."""
+        """Drop restored samples that no longer fit the engines' context, with their groups unless these are READY."""
         samples, self.context.without_room = self.context.without_room, []
         for sample in samples:
             why = f"the engines' context of {self.engines.max_context} has no room to finish it"

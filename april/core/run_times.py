@@ -1,7 +1,8 @@
-"""Measures how the trainer and the engines' places spend the time between two deliveries.
+"""Measures how the trainer and the engines spend the time between two deliveries.
 
-Invariant: the trainer's seconds add up to ``step_s``, the shares of the places to 1. The caller passes the time;
-nothing here reads a clock. :func:`bottleneck` says which side a step waited for, and what to change.
+Invariant: the trainer's seconds add up to ``step_s``, and the shares of the places (slots for requests in flight) add
+up to 1. The caller passes the time; nothing here reads a clock. :func:`bottleneck` says which side a step waited for,
+and what to change.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class TrainerTime(StrEnum):
     WAITS = "trainer_wait_s"
     """The trainer asks for a batch and has none to train on."""
     AHEAD = "asked_ahead_s"
-    """The trainer asks for a batch while earlier ones are untrained, so it may be training on those."""
+    """The trainer asks for a batch while earlier batches are untrained, so it may be training on those batches."""
     TRAINS = "train_s"
-    """A batch is untrained, and none is asked for or none may be generated before an update."""
+    """A delivered batch is untrained, and the trainer asks for no other batch or must update the weights before it."""
     OTHER = "other_s"
 
 
@@ -80,7 +81,7 @@ class RunTimes:
         self._engines_changed()
 
     def _engines_changed(self) -> None:
-        """Update the number of places after engines or limits changed; time so far keeps the number it had."""
+        """Update the number of places after engines or limits changed; earlier time is counted with the old number."""
         core, before = self._core, self.places
         most = self._most = self._places.total
         self.places = min(most, sum(s.limits.max_in_flight or most for s in core.engines.states.values()))
@@ -92,7 +93,8 @@ class RunTimes:
     def _clear(self) -> None:
         self._place_s_before = self._rollout_place_s_before = 0.0
         self._busy_place_s = self._rollout_s = 0.0
-        # one-element lists as cells, as looking up a dict by an enum member costs more than everything else here
+        # Lists that _count changes, as a dict lookup by an enum member would cost more than everything else there.
+        # A list in _idle holds [place-seconds, seconds], the others hold [seconds].
         self._idle: dict[IdleCause, list[float]] = {cause: [0.0, 0.0] for cause in IdleCause}
         self._doing: dict[TrainerTime, list[float]] = {name: [0.0] for name in TrainerTime}
         self._updating: dict[Phase, list[float]] = {phase: [0.0] for phase in UPDATE_PARTS}
@@ -100,7 +102,7 @@ class RunTimes:
         self._enter()
 
     def _enter(self) -> None:
-        """Select the cells in which the time of the present state is counted."""
+        """Select the lists in which the time of the present state is counted."""
         self._idle_cell, self._trainer_cell = self._idle[self._why], self._doing[self._trainer]
         self._update_cell = self._updating[self._phase] if self._trainer is UPDATES else None
 
@@ -117,7 +119,7 @@ class RunTimes:
             self._engines_changed()
         attempts, updates = core.context.attempts, core.updates
         self._evaluating = min(len(attempts.of_evaluations), self.places)
-        self._busy = min(len(core.attempts), self.places - self._evaluating)  # more may run from before a lower limit
+        self._busy = min(len(core.attempts), self.places - self._evaluating)  # more may run after a limit was lowered
         free = self.places - self._busy - self._evaluating
         self._reserved = min(len(self._places.reserved), free) if self._places.reserved else 0
         self._free = free - self._reserved
@@ -185,7 +187,8 @@ def pace(steps: Iterable[Mapping[str, float]]) -> tuple[float, int]:
     """Estimate the trainer's seconds per batch, and how many batches it asks for ahead.
 
     ``steps`` are the metrics of batches. The training time of a trainer that asks ahead is visible only in steps where
-    the next batch had to wait for it; other steps count with little time, as the trainer may have waited itself.
+    the next batch had to wait for the trainer. Unless most steps are of this kind, the time asked ahead is not counted,
+    as the trainer may itself have waited for a batch then.
     """
     steps = list(steps)
     if not steps:
@@ -194,7 +197,7 @@ def pace(steps: Iterable[Mapping[str, float]]) -> tuple[float, int]:
     slower = [step for step in steps if step.get(TRAINS, 0.0) > 0.01 * step["step_s"]] if ahead else []
     if 2 * len(slower) > len(steps):
         parts = (*TRAINER_PARTS, AHEAD)
-        # a slow step may contain parts of the training of two batches, time that other steps then lack
+        # a slow step may contain training of two batches, which makes the mean of the slow steps alone too high
         means = (fmean(sum(step.get(part, 0.0) for part in parts) for step in some) for some in (slower, steps))
         return min(means), ahead
     return fmean(sum(step.get(part, 0.0) for part in TRAINER_PARTS) for step in steps), ahead
@@ -272,7 +275,7 @@ Fits = Callable[..., bool]
 
 
 def bottleneck_of(steps: Sequence[Mapping[str, float]], settings: CoreSettings) -> str:
-    """Return the bottleneck of several steps as a sentence; the first one, with the start-up, counts only if alone."""
+    """Return the bottleneck of several steps as a sentence; the first step, with the start-up, counts only if alone."""
     return bottleneck(whole(steps[1:] or steps), settings, first=len(steps) == 1)
 
 
@@ -298,7 +301,7 @@ def bottleneck(
         )
     waited, ahead = times[TrainerTime.WAITS], times[TrainerTime.AHEAD]
     stepwise = settings.generation is GenerationMode.STEPWISE
-    if ahead > waited:  # april cannot see whether the trainer is busy meanwhile, but no batch waited for it
+    if ahead > waited:  # the trainer may train meanwhile, but if TRAINS is short, no finished batch waited for it
         starved = times[TrainerTime.TRAINS] < LITTLE * step
     else:  # stepwise, the trainer always waits while the engines work
         starved = waited >= (0.5 if stepwise else LITTLE) * step
@@ -349,7 +352,7 @@ class _Advice(NamedTuple):
     def of(self, words: str, *, known: bool = False, **change: object) -> str:
         """Return ``words`` if the change is possible and not of a setting in ``auto``; else an empty string.
 
-        ``known`` marks a change that only the engines can allow, so that it is not advised without ``fits``.
+        ``known`` says that the change depends on the engines' abilities, so it is not advised if ``fits`` is None.
         """
         refused = known if self.fits is None else not self.fits(**change)
         return "" if refused or change.keys() & set(self.settings.auto) else words

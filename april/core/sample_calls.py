@@ -137,12 +137,12 @@ class SampleCalls:
         return len(asked) == len(chain.prompt) + start and chain.is_prefix_of(asked, start, attached)
 
     def _max_length(self, chain: Chain, attached: Sequence[Placed]) -> int:
-        """Return the most tokens that a chain may hold, prompt included; a cut never splits an attachment."""
+        """Return the most tokens that a chain may hold, prompt included; no attachment is split at this limit."""
         most = len(chain.prompt) + self._context.attempts.room(chain)
         return next((placed.at for placed in attached if placed.end > most), most) if attached else most
 
     def _is_cut(self, chain: Chain, event: ev.CallMade) -> bool:
-        """Return True if an attachment did not fit, so that the conversation was cut and nothing may be generated."""
+        """Return True if an attachment did not fit, so the conversation was truncated and nothing may be generated."""
         return event.token_ids is not None and self._max_length(chain, event.attached) < len(event.token_ids)
 
     def _why_no_new_chain(self, sample: Sample, token_ids: Int32) -> str | None:
@@ -166,7 +166,7 @@ class SampleCalls:
             self._context.over_sampler.push(call)
 
     def _append_environment(self, chain: Chain, token_ids: Int32, attached: Sequence[Placed]) -> str | None:
-        """Append the tokens that the function added since its last call, cut to the room; return an error, or None."""
+        """Append the tokens that the function added since its last call, truncated to fit; return an error, or None."""
         have = len(chain.prompt) + len(chain.tape)
         if not chain.is_prefix_of(token_ids, len(chain.tape), attached):
             return (

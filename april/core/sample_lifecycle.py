@@ -87,7 +87,7 @@ class SampleLifecycle:
             return
         group, settings, error = sample.group, self._context.settings, f"{sample.id}: {error}"
         policy, n = settings.on_failed_sample, settings.n_samples_per_prompt
-        # a failed group reward concerns the whole group; an accepted group goes on without its late samples
+        # a failed group reward concerns the whole group; an accepted group continues without its late samples
         of_all = settings.group_reward and sample.state is SCORING
         counts = group.state is not OPEN
         if policy is OnFailedSample.REPLACE and not of_all and len(group.samples) < MAX_SAMPLES_FACTOR * n:
@@ -157,7 +157,7 @@ class SampleLifecycle:
             self._context.stop([call.attempt])
 
     def drop_sample(self, sample: Sample, reason: DropReason, error: str) -> None:
-        """Drop one sample and go on with the rest of its group; drop the group if no sample is left or delivered."""
+        """Drop one sample and continue with the rest of its group; drop the group if no sample is left or delivered."""
         context, group = self._context, sample.group
         if group.held == 1 and not group.delivered:
             self.drop_group(group, reason, error)
@@ -209,14 +209,14 @@ class SampleLifecycle:
         if reason is DropReason.FAILED:
             groups.failed_in_a_row += 1
             if groups.failed_in_a_row >= settings.max_failed_groups:
-                context.failure = f"{groups.failed_in_a_row} groups failed in a row, the last one: {error}"
+                context.failure = f"{groups.failed_in_a_row} groups failed in a row; the last error is: {error}"
                 groups.failed_in_a_row = 0
         elif reason is DropReason.FILTERED:
             groups.filtered_in_a_row += 1
             if groups.filtered_in_a_row >= settings.max_filtered_groups:
                 context.failure = (
-                    f"the filter rejected {groups.filtered_in_a_row} groups in a row; are the prompts too easy or too "
-                    "hard for the model? Otherwise raise max_filtered_groups"
+                    f"the filter rejected {groups.filtered_in_a_row} groups in a row; check whether the prompts are "
+                    "too easy or too hard for the model, or raise max_filtered_groups"
                 )
                 groups.filtered_in_a_row = 0
 

@@ -30,7 +30,7 @@ class CoreSettings:
     """Share of a group's samples that must finish before its finished samples are deliverable; 1: whole groups only."""
     on_failed_sample: OnFailedSample = OnFailedSample.DROP_GROUP
     min_group_size: int = 1
-    """Fewest samples of a group, with on_failed_sample: shrink."""
+    """Minimum number of samples of a group, with on_failed_sample: shrink."""
     generation: GenerationMode = GenerationMode.STEPWISE
     on_weight_update: OnWeightUpdate = OnWeightUpdate.RESUBMIT
     refill: Refill = Refill.NONE
@@ -41,28 +41,28 @@ class CoreSettings:
     extras: tuple[str, ...] = ()
     """Names of the per-token arrays that every engine must return with the tokens of training."""
     max_age: int = 24
-    """Number of weight updates after which a group goes first and the step waits for it, whatever on_stale says."""
+    """Number of weight updates after which a group has priority and the step waits for it, whatever on_stale says."""
     max_resumes: int = 100
-    """Number of attempts that continued one sample, after which its group is treated in the same way, unless on_stale
-    is finish."""
+    """Number of continuations of one sample after which its group has priority and the step waits for the group, unless
+    on_stale is finish."""
     on_long_prompt: OnLongPrompt = OnLongPrompt.ERROR
     on_data_end: OnDataEnd = OnDataEnd.SHORT
     max_chains: int = 64
-    """Most conversations of a sample."""
+    """Maximum number of conversations of a sample."""
     max_sample_tokens: int | None = None
-    """Most tokens that all conversations of a sample may generate together; None means no limit."""
+    """Maximum number of tokens that all conversations of a sample may generate together; None means no limit."""
     max_held_tokens: int | None = None
-    """Number of held tokens from which no prompts are drawn beyond those that the step needs; None means no limit."""
+    """Undelivered tokens at which no prompts are drawn beyond the needs of the step; None means no limit."""
     max_extras_bytes: int | None = None
-    """Bytes of held extras from which no prompts are drawn beyond those that the step needs; None means no limit."""
+    """Undelivered bytes of extras at which no prompts are drawn beyond the needs of the step; None means no limit."""
     group_reward: bool = False
     has_reward: bool = True
     has_filter: bool = False
     max_filtered_groups: int = 1000
     """Number of groups that the filter may reject in a row before the step fails."""
     max_attempt_failures: int = 3
-    """Number of failures after which a sample fails for good: attempts in a row at the same token, or all failures of
-    its functions."""
+    """Number of failures after which a sample fails for good: attempts that broke off in a row at the same token, or
+    failures of its functions in total."""
     retry_pause_s: float = 0.0
     """Seconds before the first retry of a failed reward function or filter; 0 means no pause."""
     max_failed_groups: int = 8
@@ -144,7 +144,7 @@ class EngineLimits:
     remote: bool = False
     """True for a server, which may be restarted and is probed for its weights and load while it works."""
     own_weights: bool = False
-    """True for an engine that is no server and still has weights of its own, apart from the trainer's."""
+    """True for an engine that is not a server but has weights of its own, apart from the trainer's."""
     in_flight_updates: tuple[OnWeightUpdate, ...] = ()
     """Policies besides ``resubmit`` that it supports for requests in flight at a weight update."""
     attachments: tuple[str, ...] = ()

@@ -24,8 +24,8 @@ State = dict[str, Any]
 def seal(kind: str, content: Mapping[str, Any]) -> State:
     """Return ``content`` as a sealed state of this kind.
 
-    Mappings in it may have the user's ``data``; an ``unchecked`` entry next to it names the entries of ``data`` that
-    are not plain values, which are left out of the checksum.
+    A mapping in ``content`` may have an entry ``data`` from the user, and next to it a list ``unchecked`` of keys of
+    ``data`` whose values are not plain; the checksum leaves these values out.
     """
     return {"april": kind, "format": FORMAT, "checksum": checksum(kind, content), **content}
 

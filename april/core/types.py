@@ -77,7 +77,7 @@ class AttemptState(StrEnum):
     DOUBTFUL = "doubtful"
     """The weights that generated the tokens are unknown: the tokens are dropped and the call is sent again."""
     ABANDONED = "abandoned"
-    """The sample went on without the attempt: its tokens are dropped for the reason in ``lost_for``."""
+    """The sample continued without the attempt: its tokens are dropped for the reason in ``lost_for``."""
 
 
 SETTLED = (SampleState.LEASED, SampleState.DROPPED)
@@ -152,7 +152,7 @@ class OnFailedSample(StrEnum):
     REPLACE = "replace"
     """A new sample replaces the failed one, up to n times per group; after that the group is dropped."""
     SHRINK = "shrink"
-    """The group goes on with fewer samples, down to ``min_group_size``; below that it is dropped."""
+    """The group continues with fewer samples, down to ``min_group_size``; below that it is dropped."""
 
 
 class OnLongPrompt(StrEnum):
@@ -188,9 +188,9 @@ class OnWeightUpdate(StrEnum):
     RESUBMIT = "resubmit"
     """Requests are interrupted and continued by new ones, which prefill the existing tokens under the new weights."""
     KEEP = "keep"
-    """Requests go on under the new weights, with the keys and values that the old weights computed."""
+    """Requests continue under the new weights, with the keys and values that the old weights computed."""
     RECOMPUTE = "recompute"
-    """Requests go on, and the engine itself prefills their existing tokens again under the new weights."""
+    """Requests continue, and the engine itself prefills their existing tokens again under the new weights."""
 
 
 class Work(StrEnum):
@@ -697,7 +697,7 @@ class Evaluation:
     groups: tuple[Group, ...] = ()
     unfinished: int = 0
     unstarted: deque[Sample] = field(default_factory=deque)
-    """Samples over the limit of functions at once; they are kept out of the queue, where they would block others."""
+    """Samples beyond ``functions_at_once``; they are kept out of the queue, where they would block others."""
     running_functions: int = 0
     """Number of rollout functions that run or are queued to start."""
     in_flight: int = 0

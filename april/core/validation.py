@@ -142,7 +142,10 @@ def validate(context: CoreContext, updates: WeightUpdates) -> None:
     if reserved != started:
         fail(f"places are reserved for {sorted(reserved)}, but {sorted(started)} were started and made no call")
     if (places := context.places).taken > max(places.total, places.max_taken):
-        fail(f"more than max_in_flight={places.total} in flight, and than {places.max_taken} of before it was lowered")
+        fail(
+            f"more requests are in flight than max_in_flight={places.total}, and than its earlier value "
+            f"{places.max_taken}"
+        )
     if context.over_sampler.waiting != queued:
         fail(f"{context.over_sampler.waiting} in the queue, but {queued} wait")
     units = [unit for group in context.buffer for unit in ((group,) if whole else group.members)]

@@ -1,4 +1,4 @@
-"""Policy versions, and the number of weight updates between two of them, across restarts, too.
+"""Policy versions, and the number of weight updates between two versions, also across restarts.
 
 ``batch.deliver_sample`` masks the tokens that are too old.
 """

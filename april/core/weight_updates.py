@@ -26,7 +26,7 @@ from april.core.versions import PolicyVersion
 QUARANTINED_PATIENCE_S = 2.0
 """Longest time in seconds that an update waits for a quarantined engine to pause."""
 MAX_NAMED = 3
-"""Most engines that a message names."""
+"""Maximum number of engines that a message names."""
 MACHINE_DIGITS = 32
 """Number of trailing digits of a directory's content hash that differ between machines, even for the same files."""
 TRANSFER = 0
@@ -214,7 +214,7 @@ class WeightUpdates:
         self._why = ""
         """Error text, if the call in ``_failed`` itself raised nothing."""
         self._wrong_loads: frozenset[int] = frozenset()
-        """Numbers of the calls that loaded other weights than those of the update."""
+        """Numbers of the calls that loaded weights other than the update's."""
         self._adopted = False
         self._written = False
         """True once an update of this run or an earlier one has begun to write weights, however it ended."""
@@ -454,7 +454,7 @@ class WeightUpdates:
             self._load()
 
     def _recall(self, attempts: list[Attempt], *, opens: bool) -> None:
-        """End these attempts, which paused engines keep; then resume (``opens``) or go on to the transfer."""
+        """End these attempts, which paused engines keep; then resume (``opens``) or start the transfer."""
         self._resumes_after_recall, self._recalled = opens, [attempt.id for attempt in attempts]
         if attempts:
             self.phase = RECALLING
@@ -499,7 +499,7 @@ class WeightUpdates:
             self._left_out.add(fate.engine)
 
     def _sent_to_none(self, why: str, fates: Sequence[ev.TransferFailure]) -> None:
-        """End an update that reached no engine; engines with a part of the weights must not generate, others go on."""
+        """End an update that reached no engine; engines with a part of the weights must not generate, others may."""
         states, current = self._context.engines.states, self._context.clock.current
         torn = [fate for fate in fates if fate.torn]
         for fate in torn:
@@ -583,7 +583,7 @@ class WeightUpdates:
     def _disown(self) -> None:
         """Mark loads as failed where engines found different weights in the same directory.
 
-        The right weights are those that the trainer's process read there; engines that report no hash are believed to
+        The right weights are what the trainer's process read there; engines that report no hash are believed to
         have them. If no engine has them, or the trainer's process could not read, all loads count as failed.
         """
         right, path = weights_of(self._update.content), self._update.path

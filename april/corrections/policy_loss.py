@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 LARGEST_DRIFT = 20.0
-"""Largest rise of a log-probability since p, in nats. Beyond it the ratio is clamped, without gradient: no overflow."""
+"""Largest log of the ratio r_t, in nats. A larger ratio is clamped, so it cannot overflow and has no gradient."""
 
 
 def policy_loss(
@@ -43,8 +43,9 @@ def policy_loss(
         loss_mask: mask [B, T], not 0 where a token has loss. Values of other tokens are ignored everywhere.
         advantages: advantages [B], one per response, or [B, T]: ``batch.advantages(...)``.
         proximal_logprobs: ``logprobs`` [B, T] before the first optimizer step of the batch. None means ``logprobs``
-            without gradient, which is the same if there is only one step. Give ``behaviour_logprobs`` if the products
-            vanish, that is, ``weight_response`` of the report is far below 1 at age 0.
+            without gradient, which is the same if there is only one step. Give ``behaviour_logprobs`` if the
+            weights w_i are near 0: ``weight_response`` of ``off_policy_report`` is far below 1 although all tokens of
+            the batch are from the current weights.
         clip: bounds (low, high) of the clip, each at least 0, low at most 1.
         limit: largest weight of a response.
         tokens: number of tokens with loss to divide by; None means those in ``loss_mask``. For micro-batches and
@@ -53,9 +54,9 @@ def policy_loss(
 
     Each row counts as a response. If no token has loss, the loss is 0.
 
-    Raises ValueError for ``logprobs`` that are no tensor, shapes that do not match, values that are no log-probability
-    (NaN, infinite, above 0) or advantages that are not finite where there is loss, float16 and bfloat16
-    log-probabilities, bounds and limits out of range, and ``tokens`` below the number of tokens with loss.
+    Raises ValueError for ``logprobs`` that are not a tensor, shapes that do not match, values that are no
+    log-probability (NaN, infinite, above 0) or advantages that are not finite where there is loss, float16 and
+    bfloat16 log-probabilities, bounds and limits out of range, and ``tokens`` below the number of tokens with loss.
     """
     import torch
 

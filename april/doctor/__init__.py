@@ -1,1 +1,1 @@
-"""``april doctor``: examines what a server can do, what to change, and whether april will be exact with it."""
+"""``april doctor``: examines what a server can do, what to change, and whether april gives exact results with it."""

@@ -45,23 +45,25 @@ _SAME_MODEL = "serve the same model everywhere"
 _COMMON: tuple[tuple[str, Callable[[ServerFacts], Any], Level, str, str], ...] = (
     ("vocabulary", lambda s: s.capabilities.vocab_size, Level.MISSING, _SAME_MODEL, ""),
     (
-        "model", lambda s: s.model, Level.LIMITED, f"{_SAME_MODEL}; if only the names differ, all is well",
+        "model", lambda s: s.model, Level.LIMITED, f"{_SAME_MODEL}; if only the names differ, ignore this",
         "all servers have the same weights before the first update",
     ),
     (
         "EOS ids", lambda s: s.capabilities.eos_token_ids, Level.LIMITED, _SAME_MODEL,
         "a response ends in the same way at every server",
     ),
-    ("context", lambda s: s.capabilities.max_context, Level.REMARK, "april keeps to the shortest", ""),
+    ("context", lambda s: s.capabilities.max_context, Level.REMARK, "april uses the shortest context", ""),
     ("weight version", lambda s: s.label, Level.REMARK, "april's first weight update makes them equal", ""),
     (
-        "log-probabilities", lambda s: s.capabilities.logprob_kind, Level.LIMITED, "start all with the same flags",
+        "log-probabilities", lambda s: s.capabilities.logprob_kind, Level.LIMITED,
+        "start all servers with the same flags",
         "log-probabilities are of one kind",
     ),
     (
         "software version", lambda s: s.software, Level.LIMITED,
-        "run the same everywhere, or a response that goes on at another server may differ in its last digits",
-        "all servers compute the same to the last digit",
+        "run the same software everywhere, or a response that continues at another server may differ in its last "
+        "digits",
+        "all servers compute exactly the same values",
     ),
 )  # fmt: skip
 """(subject, function that reads it, level of a difference, advice, promise that april does not keep then)"""
@@ -95,7 +97,7 @@ async def examine_config(config: Config, patience: TimeLimits) -> Report:
     """Examine the servers of a configuration, and check whether they fit it."""
     engine = config.engine
     if not isinstance(engine, ServerEngineConfig):
-        sentence = f"engine.kind {engine.kind} runs in the trainer's process: there is no server to examine"
+        sentence = f"engine.kind {engine.kind} runs in the trainer's process, so there is no server to examine"
         if isinstance(engine, AddressedEngineConfig):
             sentence = f"engine.kind {engine.kind}: servers of april itself need no examination"
         return Report([], [Finding("engine", Level.OK, sentence)])
@@ -147,7 +149,7 @@ class Examination:
         except ConfigError as error:
             self.found.findings.append(missing("offer", str(error), self._unreported_advice()))
         except EngineError as error:
-            advice = "look at the server's log, and call april doctor again"
+            advice = "look at the server's log, and run april doctor again"
             self.found.findings.append(missing("offer", str(error), advice))
         finally:
             await client.close()
@@ -157,12 +159,12 @@ class Examination:
         if self._settings is not None or self.identity is None:
             return ""
         engine = f"engine: {{kind: {self.identity.kind.value}, urls: [{self.found.url}], ...}}"
-        return f"say it in a configuration ({engine}), and call april doctor --config FILE"
+        return f"set it in a configuration ({engine}), and run april doctor --config FILE"
 
     def note_timeout(self) -> None:
         """Add a finding that the time limit was reached."""
-        sentence = f"{self.found.url} had not said in {self._patience.total_s:g} s what it can do"
-        advice = "is it drowned in requests? look at its log, and call april doctor again"
+        sentence = f"{self.found.url} did not report its features within {self._patience.total_s:g} s"
+        advice = "is it overloaded with requests? look at its log, and run april doctor again"
         self.found.findings.append(missing("time", sentence, advice))
 
     async def _identify(self, client: HttpClient) -> Finding | None:

@@ -126,7 +126,7 @@ class AttemptStreams:
         try:
             await self._throttle.wait_turn()  # thousands of attempts start together
             # Wait for an abort-all call that is under way, as it would also abort a request that is sent now. For
-            # training the wait is limited: if the call hangs and aborts the request later, its partial goes on. A
+            # training the wait is limited: if the call hangs and aborts the request later, its tokens are kept. A
             # request of an evaluation would lose its tokens.
             if sweeps := self._abort_all_tasks[attempt.engine]:
                 training = attempt.sample.evaluation is None
@@ -251,7 +251,7 @@ class AttemptStreams:
     def check_stalled(self, stream: _Stream) -> float | None:
         """Return the seconds left before a request counts as stalled, or post AttemptStalled and return None.
 
-        Only tokens count as progress: a server, or a gateway before it, may send comments and empty events for ever.
+        Only tokens count as progress: a server, or a gateway before it, may send comments and empty events without end.
         The time for which april has paused the engine does not count.
         """
         limit = self._stall_timeouts.seconds
@@ -277,7 +277,7 @@ class AttemptStreams:
                 stream.token_s = stream.received_s  # approximate: the newest piece of the batch may have no tokens
 
     def _copied(self, attempt: Attempt, chunk: Chunk) -> Chunk:
-        """Return a copy of the chunk, without extras that were not requested; warns of those once."""
+        """Return a copy of the chunk, without extras that were not requested; warns once of each such name."""
         for name in chunk.extras:
             if name not in attempt.request.extras and attempt.sample.evaluation is None:
                 self.unrequested_extras[name] += 1

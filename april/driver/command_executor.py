@@ -26,7 +26,7 @@ from april.engines.protocol import Capabilities, Engine, FirstWeights, SharesMod
 log = logging.getLogger("april")
 
 CLOSE_PATIENCE_S = 10.0
-"""Most seconds that closing waits for cancelled functions and streams."""
+"""Maximum seconds that closing waits for cancelled functions and streams."""
 
 
 class CommandExecutor:
@@ -122,7 +122,7 @@ class CommandExecutor:
             self._broke(error)
 
     async def stop(self) -> None:
-        """Cancel all functions and requests; those that do not end in time are left behind. Engines stay open."""
+        """Cancel all functions and requests; any that do not end in time are left behind. Engines stay open."""
         self.samples.close()  # functions that wait for an answer would not end otherwise
         tasks = list(self._tasks)
         plain = self._user_calls.close()

@@ -204,7 +204,7 @@ class EngineControl:
             await asyncio.wait(set(self._probes))
 
     async def close(self, within_s: float) -> None:
-        """Close all engines concurrently; those that fail or hang are logged and left behind."""
+        """Close all engines concurrently; engines that fail or hang are logged and left behind."""
         engines = self._engines
         closing = (self._in_time(name, "close", engine.close, within_s) for name, engine in engines.items())
         for name, error in zip(engines, await asyncio.gather(*closing), strict=True):

@@ -86,7 +86,7 @@ class EngineRoster:
             log.warning("engine %s has left and could not be closed: %s", name, describe(error))
 
     async def follow(self, discover: Discover, every_s: float, present: dict[str, str]) -> None:
-        """Add and remove engines by what ``discover`` returns, for ever; ``present`` has the names by address."""
+        """Add and remove engines as ``discover`` returns them, until cancelled; ``present``: names by address."""
         troubles: dict[str, str] = {}
         leaving: dict[str, asyncio.Task[None]] = {}
         while True:
@@ -127,7 +127,7 @@ def _found(discover: Callable[[], Any]) -> Any:
 
 
 async def urls_of(discover: Discover) -> list[str]:
-    """Call ``discover`` and return its addresses without duplicates; raises ConfigError if they are no list."""
+    """Call ``discover`` and return its addresses without duplicates; raises ConfigError if the result is not a list."""
     try:
         found: Any = await discover() if is_async(discover) else await run_in_thread(_found, discover)  # type: ignore[misc]
     except asyncio.CancelledError as error:

@@ -36,8 +36,9 @@ from april.errors import RolloutError, UsageError
 class Completion:
     """The result of one ``llm.generate``.
 
-    ``tokens`` int32 [T] (EOS included), ``logprobs`` float32 [T] in nats, ``versions`` int32 [T, 2]
-    (incarnation, n), ``conversation`` int32 [P + ...]: everything so far, these tokens included.
+    ``tokens`` int32 [T] (EOS included), ``logprobs`` float32 [T] in nats, ``versions`` int32 [T, 2]:
+    the policy version of each token as (number of restarts, number of weight updates), ``conversation`` int32
+    [P + ...]: the prompt and everything after it, these tokens included.
     """
 
     tokens: Int32
@@ -48,9 +49,9 @@ class Completion:
     number: int = 0
     """Number of the call within its sample."""
     resumes: int = 0
-    """Number of times that the sample was cut and continued so far."""
+    """Number of times that the sample was interrupted and continued so far."""
     extras: Extras = field(default=NO_EXTRAS, compare=False)
-    """Rows of extra data by name (``Config.extras``), one for each token of the conversation but the last."""
+    """Arrays of extra data by name (``Config.extras``), one row for each token of the conversation but the last."""
 
     def __repr__(self) -> str:
         return f"<Completion of {len(self.tokens)} tokens, finish={self.finish}>"
@@ -63,8 +64,9 @@ class GenerateFunction(Protocol):
     """Generates one response for a sample.
 
     With ``any_chain`` the call may continue or start any conversation, and run beside other calls. ``attached`` are
-    the attachments of ``token_ids``; None means those of the conversation so far, with ``images`` for the placeholders
-    among the new tokens. ``overridden`` is True if a client asked for another distribution than that of ``sampling``.
+    the attachments of ``token_ids``. If it is None, the conversation keeps its earlier attachments, and ``images`` are
+    added, one for each placeholder among the new tokens. ``overridden`` is True if the client asked for a distribution
+    other than that of ``sampling``.
     """
 
     def __call__(
@@ -104,7 +106,7 @@ class AnsweredCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointSample:
-    """What an endpoint or ``llm.chat`` needs of its sample: how to generate, on ``loop``, and what was answered before.
+    """The part of a sample that an endpoint or ``llm.chat`` uses. ``generate`` must be awaited on ``loop``.
 
     Cancelling a call of ``generate`` discards its answer.
     """
@@ -114,7 +116,7 @@ class EndpointSample:
     """Default sampling of the calls. A client may set ``max_tokens`` and ``stop``, but not the distribution."""
     loop: asyncio.AbstractEventLoop
     max_context: int
-    """Most tokens of a conversation, prompt included, that every engine has room for."""
+    """Maximum tokens of a conversation, prompt included, that every engine has room for."""
     prompt: Prompt
     """Prompt of the sample, as its rollout function gets it."""
     answered: Sequence[AnsweredCall] = ()
@@ -189,7 +191,7 @@ class ClientEndpoints(Protocol):
     """Opens and closes the endpoints of samples; implemented by the agents' gateway."""
 
     def open(self, sample: EndpointSample, place: Any = None) -> ClientEndpoint:
-        """Open the endpoint of a sample; ``place`` says where, None means an address of this process's choice."""
+        """Open the endpoint of a sample: at the address ``place``, or if it is None, on this process's own server."""
         ...
 
     def chat(self, sample: EndpointSample) -> Chat:
@@ -202,7 +204,7 @@ class ClientEndpoints(Protocol):
 
 
 class SampleRun(NamedTuple):
-    """Distinguishes the runs of a sample from each other, and from samples with the same id in evaluations."""
+    """Identifies one execution of a sample's rollout function, as samples restart and evaluations reuse sample ids."""
 
     restarts: int = 0
     """Number of times that the sample was restarted without its tokens."""
@@ -268,7 +270,7 @@ class LLM:
         return self.endpoint().key
 
     def endpoint(self, place: Any = None) -> ClientEndpoint:
-        """Return the endpoint of :attr:`base_url`, opened by the first call; ``place`` says where that opens it."""
+        """Return the endpoint of :attr:`base_url`. The first call opens it, at the address ``place`` if given."""
         return self._open_endpoint(place)
 
     @contextmanager
@@ -308,7 +310,7 @@ class LLM:
                 after the string. A match must lie in this call's tokens, and the first ``min_tokens`` tokens cannot
                 complete one. Needs the scheduler's ``tokenizer``.
             images: Images that the environment adds, one for each placeholder among the new tokens; with
-                ``any_conversation`` all images after the prompt. In the forms of a prompt's. See docs/images.md.
+                ``any_conversation`` all images after the prompt. Any form that prompts accept, see docs/images.md.
             any_conversation: True if ``token_ids`` may start with anything. They continue the longest conversation of
                 this sample that they repeat, or start a new one, which becomes a row of its own. Such calls may run
                 concurrently.
@@ -607,7 +609,7 @@ class BlockingLLM:
     """The ``llm`` argument of a plain (not async) rollout function, which runs in a thread of its own.
 
     ``generate`` and ``chat`` are those of :class:`LLM`, but block the thread instead of being awaited. When the sample
-    is given up they raise asyncio.CancelledError, which is no Exception; do not catch it.
+    is given up they raise asyncio.CancelledError, a BaseException; do not catch it.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -645,7 +647,7 @@ class BlockingLLM:
 
     def _wait_for(self, name: str, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
         if threading.get_ident() == self._loop_thread:
-            # a plain function that returned a coroutine: it runs on the event loop and awaits the call
+            # a plain rollout function returned a coroutine, which runs on the event loop and must not block it
             return ask()  # type: ignore[return-value]
         refuse_while_held(f"llm.{name}")
         with self._lock:
@@ -664,11 +666,11 @@ class BlockingLLM:
             with self._lock:
                 self._calls.discard(call)
 
-    generate = _blocking(LLM.generate)  # type: ignore[arg-type]  # a method, with self first
-    chat = _blocking(LLM.chat)  # type: ignore[arg-type]  # as above
+    generate = _blocking(LLM.generate)  # type: ignore[arg-type]  # mypy counts self as an argument
+    chat = _blocking(LLM.chat)  # type: ignore[arg-type]  # mypy counts self as an argument
 
     def _end(self, *, cancelled: bool) -> None:
-        """Refuse further calls; if ``cancelled``, the waiting calls raise CancelledError, or else the next call."""
+        """Refuse further calls. If ``cancelled``, waiting calls raise CancelledError; if none waits, the next call."""
         with self._lock:
             self._over = True
             self._cancels_next = cancelled and not sum([call.cancel() for call in self._calls])

@@ -1,4 +1,4 @@
-"""Warns when the trainer has waited long for the same thing, and says what it waits for.
+"""Warns when the trainer has waited long for one reason, and names the reason.
 
 Invariant: this module only warns and records, and leaves no timer behind when nothing happens any more.
 """
@@ -17,7 +17,7 @@ from april.record.run_status import EVALUATION, RESPONSES, TRAINER, WaitReason, 
 log = logging.getLogger("april")
 
 WARN_AFTER_S = 60.0
-"""Seconds of waiting for the same thing before a warning, unless the configuration says otherwise."""
+"""Seconds of waiting for one reason before a warning, unless the configuration says otherwise."""
 REPORT_AFTER_S = 6.0
 """Seconds of waiting before the wait is written to the run's record, for ``april watch``."""
 What = tuple[WaitReason | str, Phase]
@@ -91,7 +91,7 @@ class LongWaits:
 
     @property
     def waited_s(self) -> float:
-        """Seconds that the trainer has waited for the same thing."""
+        """Seconds that the trainer has waited for the current reason."""
         return 0.0 if self._since is None else self._now() - self._since
 
     def close(self) -> None:

@@ -408,7 +408,7 @@ WATCH_INTERVAL_S = 0.25
 SAMPLE_INTERVAL_S = 0.05
 """Seconds within which an unblocked loop reacts, and between two samples of a blocked one."""
 MAX_SAMPLE_GAP_S = 0.25
-"""Most seconds counted as blocked between two samples; a longer gap means that the whole process was held up."""
+"""Maximum seconds counted as blocked between two samples; a longer gap means that the whole process was held up."""
 WARN_BLOCKED_S = 1.0
 """Seconds after which a warning names a call that blocks the loop, once for each function."""
 

@@ -1,4 +1,4 @@
-"""Limits how many tasks go on per iteration of the event loop, so that thousands started together do not block it."""
+"""Limits how many tasks continue per iteration of the event loop, as thousands that start together would block it."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import asyncio
 from collections import deque
 
 TASKS_PER_ITERATION = 256
-"""Most tasks that go on in one iteration of the event loop."""
+"""Maximum number of tasks that continue in one iteration of the event loop."""
 
 
 class LoopThrottle:
-    """Lets TASKS_PER_ITERATION tasks go on per iteration of the event loop, in the order of their calls."""
+    """Lets TASKS_PER_ITERATION tasks continue per iteration of the event loop, in the order of their calls."""
 
     def __init__(self) -> None:
         self._remaining = TASKS_PER_ITERATION
-        """Number of tasks that may still go on in this iteration."""
+        """Number of tasks that may still continue in this iteration."""
         self._reset_scheduled = False
         """True if :meth:`_reset` is scheduled for the next iteration."""
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def wait_turn(self) -> None:
-        """Wait until this task may go on; returns at once while the iteration's limit is not reached."""
+        """Wait until this task may continue; returns at once while the iteration's limit is not reached."""
         loop = asyncio.get_running_loop()
         if not self._reset_scheduled:
             self._reset_scheduled = True

@@ -33,12 +33,12 @@ def iterate(prompts: Any, where: str = "") -> Iterator[Any]:
     elif hasattr(prompts, "iterrows") or hasattr(prompts, "iter_rows"):  # a DataFrame of pandas or polars
         hint = ", which iterates over its columns; give its rows as mappings"
     elif isinstance(prompts, (str, bytes, os.PathLike)):
-        hint = "; a file is not read: give its rows"
+        hint = "; april does not read files: give the rows of the file"
     else:
         try:
             return iter(prompts)
         except TypeError:
-            hint = "; call it, and give what it returns" if callable(prompts) else ""
+            hint = "; call the function, and give what it returns" if callable(prompts) else ""
     raise ConfigError(f"{where}prompts must be an iterable of prompts, got {type(prompts).__name__}{hint}")
 
 
@@ -96,7 +96,7 @@ class PromptReader:
         if self._images is not None:
             ids: Any = self._images.render(plain, item.get("tools"), where)
         elif self._tokenizer is None:
-            raise ConfigError(f"{where} has messages, which are written by a chat template; give tokenizer=")
+            raise ConfigError(f"{where} has messages, which only a chat template can turn into tokens; give tokenizer=")
         else:
             ids = _by_template(self._tokenizer, plain, item.get("tools"), where)
         return {**item, "messages": plain, "token_ids": ids}, images
@@ -116,7 +116,7 @@ class PromptReader:
 
 def _no_processor(where: str) -> str:
     return (
-        f"{where} has images, and there is no processor to place them; give processor=, the model's "
+        f"{where} has images, but there is no processor for them; give processor=, the model's "
         "transformers.AutoProcessor"
     )
 
@@ -127,7 +127,7 @@ def _by_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: A
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **options)
         return tokenizer.encode(text, add_special_tokens=False)
     except Exception as error:  # templates raise anything, and a tokenizer may have none
-        raise ConfigError(f"{where}: the chat template does not take its messages: {clean(error)}") from error
+        raise ConfigError(f"{where}: the chat template rejects its messages: {clean(error)}") from error
 
 
 def _is_chat(item: Any) -> bool:
@@ -189,9 +189,9 @@ def _misnamed(item: Mapping[str, Any]) -> str:
     """Return the advice to rename a key whose value is what april expects under another key; empty if there is none."""
     for name, value in item.items():
         if name != "messages" and _is_chat(value):
-            return f"its {name!r} is a chat: give it as messages, with tokenizer="
+            return f"its {name!r} is a chat: give it under the key messages, with tokenizer="
         if "prompt" in str(name) and not isinstance(value, (str, bytes)) and hasattr(value, "__len__"):
-            return f"if its {name!r} are token ids, give them as token_ids"
+            return f"if its {name!r} holds token ids, give them under the key token_ids"
     return ""
 
 
@@ -201,7 +201,7 @@ def _of_mapping(item: Mapping[str, Any], position: int) -> tuple[Any, Mapping[st
     if name is None:
         raise ConfigError(
             f"prompt {position} has neither messages nor token_ids; its keys are {sorted(map(str, item))}; "
-            f"{_misnamed(item) or f'{MESSAGES}; a rollout= that writes its own conversations needs neither'}"
+            f"{_misnamed(item) or f'{MESSAGES}; only a rollout= that writes its own conversations can do without both'}"
         )
     taken = {name}
     if name == "input_ids" and "attention_mask" in item:

@@ -1,8 +1,8 @@
 """Draws prompts from the user's iterable, epoch after epoch, and checks each one as it is drawn.
 
-``fetch`` may run in a thread while the event loop goes on; its prompts count as drawn once ``hand_over`` is called.
+``fetch`` may run in a thread while the event loop runs; its prompts count as drawn once ``hand_over`` is called.
 Invariants: a prompt is named by (epoch, position); each is handed over once, also across a restart. Each epoch has a
-digest of its drawn prompts, so a restart over other prompts, or over the same in another order, is detected.
+digest of its drawn prompts, so a restart over other prompts, or over the same prompts in another order, is detected.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ log = logging.getLogger("april")
 
 
 QUICK_DRAW_S = 0.25
-"""Seconds that the event loop may block for draws in total; once they are used up it never blocks for one again."""
+"""Largest budget of seconds that the event loop may block for draws; once the budget is 0 it never blocks again."""
 DRAW_ALLOWANCE_S = 0.005
-"""Seconds that each draw adds to that budget, so that the loop waits for quick draws during the whole run."""
+"""Seconds that each draw adds to the budget, so that the loop waits for quick draws during the whole run."""
 
 
 class DrawBudget:
@@ -86,14 +86,14 @@ class PromptSource:
     Args:
         prompts: Iterable of prompts, iterated once per epoch. Its ``set_epoch(epoch)``, which shuffling samplers have,
             is called before each epoch; its ``expect(count)`` is called before ``count`` prompts are drawn one by one.
-            If its ``resumes`` is true, its owner restores its position when a state is loaded, and no prompts are
-            skipped.
+            If ``prompts.resumes`` is true, whoever supplies ``prompts`` restores their position when a state is loaded,
+            and this class skips no prompts.
         reader: Reader that makes a Prompt of each item, or the size of the vocabulary for a default reader.
         epochs: Number of epochs; None means no end.
         refuse: Callback that raises ConfigError for a prompt that is unusable for another reason.
 
     Raises:
-        ConfigError: ``prompts`` is no iterable, or can be iterated only once although there are several epochs.
+        ConfigError: ``prompts`` is not an iterable, or can be iterated only once although there are several epochs.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class PromptSource:
         self.first: Prompt | None = None
         """First prompt that was drawn in this process."""
         self._unusable = 0
-        """1 while the error of the unusable prompt at ``position`` is not returned yet; then it counts as drawn."""
+        """1 after the draw of an unusable prompt until its error is returned and the prompt is counted; otherwise 0."""
         self.epoch = 0
         """Number of complete epochs."""
         self.position = 0
@@ -148,7 +148,7 @@ class PromptSource:
         """Append prompts to those of the last epoch.
 
         Raises:
-            ConfigError: ``prompts`` is no iterable, or the last epoch has not begun.
+            ConfigError: ``prompts`` is not an iterable, or the last epoch has not begun.
         """
         if self._epochs is None or self.epoch + 1 < self._epochs:
             raise ConfigError(
@@ -166,7 +166,7 @@ class PromptSource:
         return self.hand_over(self.fetch(count))
 
     def hand_over(self, draw: Draw) -> tuple[list[Prompt], bool, str | None]:
-        """Count fetched prompts as drawn, and return them as :meth:`draw` does; ``extend`` may have added others."""
+        """Count fetched prompts as drawn; return as :meth:`draw`, but not as ended if ``extend`` has added prompts."""
         self._handed_over = draw.position
         if self.first is None and draw.prompts:
             self.first = draw.prompts[0]
@@ -365,10 +365,10 @@ _END = object()
 
 
 def _next_digest(digest: bytes, prompt: Prompt | None) -> bytes:
-    """Return the digest after one more prompt; None stands for an unusable one."""
+    """Return the digest after one more prompt; None stands for an unusable prompt."""
     ids = b"" if prompt is None else prompt.token_ids.astype("<i4").tobytes()
     if prompt is not None and not ids:  # a prompt without tokens is identified by its data
-        with suppress(TypeError, ValueError, RecursionError):  # keys that JSON does not have, a list in itself
+        with suppress(TypeError, ValueError, RecursionError):  # keys that JSON lacks, or a list that contains itself
             ids = json.dumps(dict(prompt.data), default=lambda value: type(value).__name__).encode()
     attached = () if prompt is None else prompt.attached
     content = "".join(placed.attachment.digest for placed in attached)

@@ -221,9 +221,8 @@ class RolloutDriver:
         if future.exception() is not None and self._batch is future:
             self._batch = None
         batch = future.result()
-        with self.long_waits.waiting_for("next_batch", (
-            "the engines to end what they still compute on the trainer's model"
-        )):
+        busy = "the engines to stop computing on the trainer's model"
+        with self.long_waits.waiting_for("next_batch", busy):
             await self.wait_until_engines_idle()
         return batch
 
@@ -251,7 +250,7 @@ class RolloutDriver:
                 self.post(ev.Resumed())
 
     async def pause(self) -> None:
-        """Pause generation for training until :meth:`resume`, and wait until it stands still; idempotent."""
+        """Pause generation for training until :meth:`resume`, and wait until no request runs; idempotent."""
         async with self._pause_call_lock:
             if self._pause_held:
                 return
@@ -430,7 +429,7 @@ class RolloutDriver:
     # ---------------------------------------------------------------- engines that come and go
 
     def add_engine(self, engine: Engine) -> None:
-        """Add an engine; it gets the current weights before requests, unless those it started with are current.
+        """Add an engine; it gets the current weights before requests, unless it has them from its start.
 
         Raises ConfigError if the name is taken, or if the engine offers less than running samples rely on.
         """

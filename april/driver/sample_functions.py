@@ -77,9 +77,9 @@ class RolloutSettings:
     """Default sampling of ``llm.generate``."""
     allow_mismatch: bool = False
     function_timeout_s: float | None = None
-    """Most seconds for one call of a function; None means no limit."""
+    """Maximum seconds for one call of a function; None means no limit."""
     stall_timeout_s: float | None = None
-    """Most seconds without a token from an engine; None means no limit."""
+    """Maximum seconds without a token from an engine; None means no limit."""
     warn_after_s: float | None = WARN_AFTER_S
     """Seconds after which a warning names what takes long; None means never."""
     vocab_size: int = 0
@@ -121,7 +121,7 @@ class _RunningSample:
     chat: Chat | None = None
     """Object that answers ``llm.chat``, once that was called."""
     client_calls: set[int] = field(default_factory=set)
-    """Numbers of the calls made by clients and llm.chat, except those that were given up."""
+    """Numbers of the calls made by clients and llm.chat, except calls that were given up."""
     output: Any = None
 
 
@@ -329,9 +329,9 @@ class SampleFunctions:
         if runner.empty >= MAX_EMPTY_CALLS:
             await asyncio.sleep(0)  # lets the loop run if the function catches the error and goes on
             raise RolloutError(
-                f"the last {MAX_EMPTY_CALLS:,} calls of llm.generate have returned no tokens, as nothing is left of "
-                "max_response_len or the engines' context: end the function once Completion.finish is length and it "
-                "has no tokens"
+                f"the last {MAX_EMPTY_CALLS:,} calls of llm.generate returned no tokens, because nothing is left of "
+                "max_response_len or of the engines' context; end the function when Completion.finish is length and "
+                "there are no tokens"
             )
 
     async def _attached(
@@ -537,7 +537,7 @@ def known_attached(
 
 
 def answered_by(sample: Sample) -> list[AnsweredCall]:
-    """Return the calls that were answered before the sample's function was lost; cut answers are left out."""
+    """Return the calls that were answered before the sample's function was lost; incomplete answers are left out."""
     return [
         AnsweredCall(chain.prompt, chain.tape.tokens, call.start, call.end, chain.attached)
         for chain in sample.chains

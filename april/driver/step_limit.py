@@ -27,7 +27,7 @@ GROUPS: dict[str, tuple[IdleCause, ...]] = {
 NEGLIGIBLE_SHARE = 0.02
 """Share of empty place-time below which empty places do not explain the lost time."""
 FITS_AT_A_TIME = 4
-"""Most engines whose cost is fitted again at one delivery; each fit takes about 15 ms."""
+"""Maximum number of engines whose cost is fitted again at one delivery; each fit takes about 15 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class LimitDistance:
 
     Attributes:
         at_limit: Share that the step would take at the limit.
-        reprefill: Share for prefilling cut responses again.
+        reprefill: Share for prefilling interrupted responses again.
         causes: Shares of the causes of empty places, by group name.
         unexplained: Share of the lost time in which places were full.
     """

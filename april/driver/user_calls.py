@@ -26,7 +26,7 @@ from april.errors import RolloutError
 log = logging.getLogger("april")
 
 PLAIN_FUNCTIONS_AT_ONCE = min(32, (os.cpu_count() or 1) + 4)
-"""Most plain reward functions and filters that run at the same time; those past their time limit are not counted."""
+"""Maximum number of plain reward functions and filters that run at once, without functions past their time limit."""
 
 WARN_AGAIN = 10
 """Multiple of the warning time after which another warning may name the same function."""

@@ -59,7 +59,7 @@ class AnswerChecks:
     def check_next(self, chunk: Chunk, newest: PolicyVersion) -> None:
         """Check the next chunk by itself (:func:`check_chunk`) and against those before; raises WireError."""
         if self._finish is not None:
-            raise WireError(f"a chunk came after the one that ended the stream ({self._finish})")
+            raise WireError(f"a chunk came after the last chunk of the stream ({self._finish})")
         check_chunk(chunk, self._vocab, self._request.sampling.max_tokens - self.count, self._oldest, newest)
         self._finish = chunk.finish
         if len(chunk.tokens):
@@ -67,7 +67,10 @@ class AnswerChecks:
                 self._check_goes_on(chunk.tokens)
             for token in self._banned:
                 if (chunk.tokens == token).any():
-                    raise WireError(f"token {token} came, which was banned: it stands for what is attached to prompts")
+                    raise WireError(
+                        f"the engine returned token {token}, which was banned because it is a placeholder for "
+                        "attachments"
+                    )
             self._oldest, self._last = chunk.version, int(chunk.tokens[-1])
             self.count += len(chunk.tokens)
         if chunk.versions is not None:
@@ -95,8 +98,8 @@ class AnswerChecks:
                     ended = token
         if ended is not None:
             raise WireError(
-                f"tokens came after token {ended}, which ends responses; if it does not, leave it out of "
-                f"engine.eos_token_ids ({sorted(self._eos)}), else have the server end at it"
+                f"tokens came after token {ended}, which ends responses; if it does not end them, remove it from "
+                f"engine.eos_token_ids ({sorted(self._eos)}), otherwise make the server stop at it"
             )
 
     def end(self, end: Chunk, *, matched: bool = False) -> EngineFinish:
@@ -111,9 +114,9 @@ class AnswerChecks:
         try:
             finish = EngineFinish(end.finish or "")
         except ValueError:
-            raise WireError(f"the response has ended with {end.finish!r}, which is no finish reason") from None
+            raise WireError(f"the response ended with {end.finish!r}, which is not a finish reason") from None
         if not self.count and not (finish is EngineFinish.ABORT and self.aborted):
-            raise EngineError(f"the stream ended ({finish}) without a token, and april had not asked for its end")
+            raise EngineError(f"the stream ended ({finish}) without a token, although april had not asked for that")
         if self.count and not (matched or end.own_end):
             check_end(end, self._request, self.count, self._last, self._context, self._eos)
         return finish
@@ -122,7 +125,7 @@ class AnswerChecks:
 def copied(chunk: Chunk, extras: Sequence[str]) -> Chunk:
     """Return a copy of the chunk, as an engine may reuse its buffers, with only the named ``extras``.
 
-    Values that are no arrays are kept as they are; the checks refuse them.
+    Values that are not arrays are kept as they are; the checks refuse them.
     """
     rows = {name: _copy(chunk.extras[name]) for name in extras if name in chunk.extras} if chunk.extras else NO_EXTRAS
     return Chunk(
@@ -143,7 +146,7 @@ def refuse_without_extras(attempt: Attempt, finish: EngineFinish) -> None:
 
     Either way its tokens are dropped as ``no_extras``."""
     if attempt.tape.bare and finish is not EngineFinish.ABORT:
-        raise WireError(f"{attempt.tape.bare} tokens came with no rows of {', '.join(attempt.request.extras)}")
+        raise WireError(f"{attempt.tape.bare} tokens came without the rows of {', '.join(attempt.request.extras)}")
 
 
 def check_chunk(
@@ -163,14 +166,14 @@ def check_chunk(
     if len(logprobs) != count:
         raise WireError(f"{count} tokens came with {len(logprobs)} log-probabilities")
     if count > room:
-        raise WireError(f"{count} tokens came where {room} were left of the budget")
+        raise WireError(f"{count} tokens came, but only {room} were left of the budget")
     if count == 0:
         return
     if not isinstance(chunk.version, PolicyVersion):
         raise WireError(f"a version must be a PolicyVersion, got {chunk.version!r}")
     if chunk.version > newest or (oldest is not None and chunk.version < oldest):
         since = "any" if oldest is None else str(oldest)
-        raise WireError(f"policy version {chunk.version} came where {since} to {newest} was possible")
+        raise WireError(f"policy version {chunk.version} came, but only {since} to {newest} are possible")
     wrong = wrong_ids(tokens, vocab_size) or wrong_logprobs(logprobs)
     if wrong is not None:
         raise WireError(wrong)
@@ -187,7 +190,7 @@ def check_versions(
     whole = sum(tokens for _, tokens in versions) == count and all(tokens > 0 for _, tokens in versions)
     if not (whole and within and names == sorted(names)):
         said = ", ".join(f"{tokens} of {version}" for version, tokens in versions)
-        raise WireError(f"{count} tokens ended with the versions {said}, where {oldest} to {newest} were possible")
+        raise WireError(f"{count} tokens ended with the versions {said}, but only {oldest} to {newest} are possible")
 
 
 def check_end(
@@ -211,22 +214,22 @@ def check_end(
     if end.finish == EngineFinish.LENGTH:
         if count < sampling.max_tokens and len(request.token_ids) + count < max_context:
             raise WireError(
-                f'the response has ended for want of room ("length") after {count} of {sampling.max_tokens} tokens; if '
-                f"the engine's context is smaller than {max_context}, set engine.max_len to what it was started with; "
-                "if it keeps to max_new_tokens of the model's generation_config.json (vLLM: unless it was started with "
-                "--generation-config vllm), set max_response_len to that"
+                f'the response ended for lack of room ("length") after {count} of {sampling.max_tokens} tokens; if the '
+                f"engine's context is smaller than {max_context}, set engine.max_len to the value with which the "
+                "server was started; if the server obeys max_new_tokens of the model's generation_config.json (as vLLM "
+                "does unless started with --generation-config vllm), set max_response_len to that number"
             )
     elif end.finish == EngineFinish.STOP:
         said = end.stopped_at
         if isinstance(said, str):
-            raise WireError(f"the response has stopped at the text {quoted(said)}, and april had not asked for that")
+            raise WireError(f"the response stopped at the text {quoted(said)}, although april had not asked for that")
         if said is not None and said != last_token:
-            raise WireError(f"the response has stopped at token {said}, and its last token is {last_token}")
+            raise WireError(f"the response stopped at token {said}, but its last token is {last_token}")
         if eos_token_ids and last_token not in eos_token_ids and last_token not in sampling.stop_token_ids:
             raise WireError(
-                f"the response has stopped, but its last token ({last_token}) is neither EOS nor a stop token; if it "
-                f"ends responses, add it to engine.eos_token_ids ({sorted(eos_token_ids)}), or where the trainer has "
-                "the servers to eos_token_id of the model's generation_config.json"
+                f"the response stopped, but its last token ({last_token}) is neither EOS nor a stop token; if that "
+                f"token ends responses, add it to engine.eos_token_ids ({sorted(eos_token_ids)}), or, if the trainer "
+                "starts the servers, to eos_token_id in the model's generation_config.json"
             )
         if count < sampling.min_tokens:
-            raise WireError(f"the response has stopped after {count} tokens where min_tokens is {sampling.min_tokens}")
+            raise WireError(f"the response stopped after {count} tokens, but min_tokens is {sampling.min_tokens}")

@@ -209,15 +209,15 @@ def _wrong_logprobs(config: Config, kinds: Sequence[str], engine: str, c: Capabi
         return ""
     if c.logprob_kind is LogprobKind.RAW:
         return (
-            f"engine {engine} gives log-probabilities of temperature 1 (raw), which sampling.temperature="
-            f"{temperature:g} makes wrong for training; start the server with --logprobs-mode processed_logprobs "
-            "(vLLM) or without SGLANG_RETURN_ORIGINAL_LOGPROB (SGLang), set temperature: 1, or allow_mismatch: "
-            "true if your trainer accounts for it"
+            f"engine {engine} returns log-probabilities at temperature 1 (raw), which are wrong for training with "
+            f"sampling.temperature={temperature:g}; start the server with --logprobs-mode processed_logprobs (vLLM) or "
+            "without SGLANG_RETURN_ORIGINAL_LOGPROB (SGLang), set temperature: 1, or allow_mismatch: true if your "
+            "trainer accounts for it"
         )
     return (
-        f"engine {engine} does not say of which distribution its log-probabilities are, which matters at "
-        f"sampling.temperature={temperature:g}; set engine.logprobs if you know it (vLLM with "
-        "--logprobs-mode processed_logprobs: processed), temperature: 1, or allow_mismatch: true"
+        f"engine {engine} does not say whether its log-probabilities follow the temperature, which matters with "
+        f"sampling.temperature={temperature:g}; set engine.logprobs if you know it (vLLM with --logprobs-mode "
+        "processed_logprobs: processed), temperature: 1, or allow_mismatch: true"
     )
 
 
@@ -242,7 +242,9 @@ def _adapters(c: Capabilities, config: Config | None) -> str | None:
 def _extras_missing(config: Config, kinds: Sequence[str], engine: str, c: Capabilities) -> str:
     missing = ", ".join(extra for extra in config.extras if extra not in c.extras)
     remedy = f"it returns {', '.join(c.extras)}" if c.extras else c.remedy("extras")
-    return missing and f"engine {engine} does not give {missing} with its tokens, as extras asks; {remedy}"
+    return missing and (
+        f"engine {engine} does not return {missing} with its tokens, which the setting extras asks for; {remedy}"
+    )
 
 
 def _images(c: Capabilities, config: Config | None) -> str | None:
@@ -257,8 +259,8 @@ def _images(c: Capabilities, config: Config | None) -> str | None:
 def _attachments_missing(config: Config, kinds: Sequence[str], engine: str, c: Capabilities) -> str:
     missing = " and ".join(f"{kind}s" for kind in kinds if kind not in c.attachments)
     return missing and (
-        f"engine {engine} takes no {missing}, and processor= is for prompts that have some; "
-        f"{c.remedy('attachments')}; for text give tokenizer= instead"
+        f"engine {engine} accepts no {missing}, but processor= is for prompts with {missing}; "
+        f"{c.remedy('attachments')}; for text alone give tokenizer= instead"
     )
 
 
@@ -268,7 +270,7 @@ def _offers(c: Capabilities) -> str:
 
 def _cut(c: Capabilities) -> str:
     remedy = c.remedy("in_flight_updates")
-    cut = "requests are cut at a weight update (on_weight_update: resubmit)"
+    cut = "april aborts and resubmits requests at a weight update (on_weight_update: resubmit)"
     return f"{cut}; to keep them over an update, {remedy}" if remedy else cut
 
 
@@ -278,7 +280,8 @@ def _wrong_update(config: Config, kinds: Sequence[str], engine: str, c: Capabili
         return ""
     remedy = c.remedy("in_flight_updates")
     return (
-        f"engine {engine} cannot do on_weight_update: {how}, only {_offers(c)}; set one that all engines can"
+        f"engine {engine} does not support on_weight_update: {how}, only {_offers(c)}; set a value that all engines "
+        "support"
         + (f", or {remedy}" if remedy else "")
     )
 
@@ -296,8 +299,8 @@ ABILITIES = (
     Ability(
         name="returns_partials", causes=(LimitCode.NO_PARTIALS,), subject="abort",
         unfit=lambda config, kinds, engine, c: "" if c.returns_partials or not config.leaves_partials else (
-            f"engine {engine} hands over nothing when a request is aborted, so partial rollouts would lose their "
-            f"tokens; set {'generation: stepwise, ' if _is_continuous(config) else ''}over_sampling_batch_size to "
+            f"engine {engine} returns no tokens of an aborted request, so partial rollouts would lose them; set "
+            f"{'generation: stepwise, ' if _is_continuous(config) else ''}over_sampling_batch_size to "
             "rollout_batch_size, and refill: none"
         ),
         lacking="an aborted request returns nothing, so partial rollouts are impossible: N' = N",
@@ -339,7 +342,7 @@ ABILITIES = (
         name="adapters", lacking="the engine accepts no adapters", remedy="use servers that accept adapters",
         subject="adapters", shown=_adapters,
         remark=lambda c: (
-            f"none are taken; a LoRA policy is sent merged, as a whole model; for adapters {c.remedy('adapters')}"
+            f"not supported; a LoRA policy is sent merged, as a full model; for adapters {c.remedy('adapters')}"
         ),
     ),
     Ability(
@@ -354,7 +357,7 @@ ABILITIES = (
         name="attachments", unfit=_attachments_missing, lacking="the engine takes no attachments",
         remedy="use an engine and a model that accept them", subject="images", shown=_images,
         remark=lambda c: (
-            f"none are taken, though its model takes some; for prompts that have some, {c.remedy('attachments')}"
+            f"not accepted, though its model supports some; for prompts that have some, {c.remedy('attachments')}"
         ),
         words={"attachments of prompts": lambda c: ", ".join(c.attachments) or "none"},
     ),
@@ -395,16 +398,17 @@ ABILITIES = (
     Ability(
         name="shares_weights",
         unfit=lambda config, kinds, engine, c: "" if not (c.shares_weights and _is_continuous(config)) else (
-            f"engine {engine} generates with the trainer's own model, which cannot be trained meanwhile; set "
-            "generation: stepwise, or give the engine a copy of the model (a server, or a GPU of its own)"
+            f"engine {engine} generates with the trainer's own model object, which therefore cannot be trained during "
+            "generation; set generation: stepwise, or give the engine a copy of the model (a server, or a GPU of its "
+            "own)"
         ),
         words={"weights": lambda c: "the trainer's own" if c.shares_weights else "its own"},
     ),
     Ability(
         name="max_context",
         unfit=lambda config, kinds, engine, c: "" if config.max_response_len < c.max_context else (
-            f"max_response_len={config.max_response_len} leaves no room for a prompt in the context of "
-            f"{c.max_context} tokens of engine {engine}; lower it or give the engine more"
+            f"max_response_len={config.max_response_len} leaves no room for a prompt: the context of engine {engine} "
+            f"holds {c.max_context} tokens; lower max_response_len, or start the engine with a longer context"
         ),
         subject="size",
         shown=lambda c, config: f"context of {c.max_context} tokens, vocabulary of {c.vocab_size}" + (

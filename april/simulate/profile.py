@@ -69,7 +69,7 @@ def read_cost(path: Path) -> DecodeCost:
     """Read the cost from a file written by :meth:`CostProfile.write`.
 
     Raises:
-        ValueError: the file cannot be read or is no profile; the message is one sentence.
+        ValueError: the file cannot be read or is not a profile; the message is one sentence.
     """
     try:
         found: Any = json.loads(path.read_text("utf-8"))
@@ -110,7 +110,7 @@ async def profile(
 
     async def one(length: int, prompt: int) -> EndedRequest:
         number = next(names)
-        # random prompts for each profile: the server may still have those of an earlier one in its cache
+        # random prompts for each profile: the server may still have an earlier profile's prompts in its cache
         ids = np.random.default_rng((int(run, 16), number)).integers(
             LEAST_ID, max(LEAST_ID + 1, engine.capabilities.vocab_size), prompt, dtype=np.int32
         )

@@ -2,12 +2,12 @@
 
 Invariant: the same workload gives the same report, to the last bit, except for ``cpu_s``.
 
-The fraction of the limit is computed from the tokens kept after the ramp: those generated, less those dropped for their
-age (that is, trained, plus held at the end, less held at the start). The limit is the time that exactly these tokens,
+The fraction of the limit is computed from the tokens kept after the ramp: tokens generated, less tokens dropped for age
+(that is, trained, plus held at the end, less held at the start). The limit is the time that exactly these tokens,
 each at its position in its response, need on the same engines if the same number of samples is in flight all the time:
 no step ends, and nothing is prefilled twice. The fraction is this time divided by the time taken. So it does not depend
-on which responses happened to be long, and dropped tokens never count. If training takes time, the least time is that
-of the slower, engines or trainer, if each has its own GPUs, and the sum of both if they share GPUs.
+on which responses happened to be long, and dropped tokens never count. If training takes time, the least time is the
+longer of the engines' and the trainer's times if each has its own GPUs, and their sum if they share GPUs.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class _RunningAttempt:
     count: int
     complete: bool
     on_tape: int = 0
-    """Number of its tokens that are already on the tape: those from before a weight update during the attempt."""
+    """Number of its tokens that are already on the tape, as they came before a weight update during the attempt."""
 
 
 class SimulatedEngines:

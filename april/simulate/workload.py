@@ -40,7 +40,7 @@ class Schedule:
     """A way to schedule samples. The rest of the workload is the same in all modes.
 
     Attributes:
-        over: N', the number of groups in work.
+        over: N', the number of groups in progress.
         refill: policy that says when new work starts inside a step.
         in_flight: largest number of samples in flight, which is the number of decode slots.
         continuous: max_staleness of continuous generation; None means stepwise, with max_staleness of the workload.
@@ -68,7 +68,7 @@ class Workload:
         over: N' of the april mode; None means 2 N.
         in_flight: samples in flight in the refill mode; None means N n, as in the sync mode.
         max_response_len, prompt_len: lengths in tokens.
-        max_staleness, on_stale: bound on the age of tokens, and what happens to those beyond it.
+        max_staleness, on_stale: bound on the age of tokens, and what happens to older tokens.
         group_quorum: quorum; below 1, april and refill are simulated with and without it, sweep and continuous with it.
         train_time: time to train a batch: seconds ("40"), or a multiple of the time that the engines need for a batch
             at their limit ("0.5x"); None means that training takes no time.
@@ -215,7 +215,7 @@ class Workload:
         return self.engines * (float(lengths.sum()) / seconds)
 
     def _saved_s(self, responses: int) -> float:
-        """Return the seconds of prefill that this many responses save if those of a group share its prompt."""
+        """Return the seconds of prefill that this many responses save if the responses of a group share its prompt."""
         return self.cost.prefill_s(self.prompt_len) * responses * (1 - 1 / self.samples) if self.keep else 0.0
 
     @cached_property

@@ -114,7 +114,7 @@ class RecordingProxy:
         """Wait until no exchange is running, so that every disconnect has been recorded."""
         await self._quiet.wait()
 
-    # ---------------------------------------------------------------- life
+    # ---------------------------------------------------------------- start and stop
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -238,7 +238,7 @@ class RecordingProxy:
 
 
 def _content(value: dict[str, Any]) -> tuple[bytes, int | None]:
-    """Extract the prompt ids and the seed of a request in any of the three formats."""
+    """Extract the prompt ids and the seed of a request to any of the _ROUTES."""
     prompts = [value[k] for k in ("token_ids", "input_ids", "prompt") if isinstance(value.get(k), list)]
     inner = value.get("sampling_params")
     places = [value, *([inner] if isinstance(inner, dict) else [])]
@@ -247,7 +247,7 @@ def _content(value: dict[str, Any]) -> tuple[bytes, int | None]:
 
 
 def tokens_in(body: bytes, streamed: bool) -> tuple[list[int], int]:
-    """Parse an answer in any of the three formats: (token ids, tokens sent beyond the server's own count).
+    """Parse an answer from any of the _ROUTES: (token ids, number of tokens beyond the server's own count).
 
     Of a stream only complete events count; any other answer counts as a whole, or not at all.
     """

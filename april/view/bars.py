@@ -22,7 +22,7 @@ def bars(
 ) -> Iterator[Begin]:
     """Yield a function that starts a progress bar and returns its update function; names fill ``width`` characters.
 
-    Where the console is no terminal, lines are printed now and then. ``now`` is a clock in seconds.
+    If the console is not a terminal, lines are printed now and then. ``now`` is a clock in seconds.
     """
     with Progress(
         TextColumn(f"{{task.description:<{width}}}"), BarColumn(bar_width=28), MofNCompleteColumn(),

@@ -134,7 +134,7 @@ class ExporterThread:
         )  # fmt: skip
 
     def begin_to_close(self) -> None:
-        """Accept no more batches. The thread logs those in the queue and closes the exporter; returns at once."""
+        """Accept no more batches. The thread logs the queued batches and closes the exporter; returns at once."""
         with self._lock:
             if not self._closing:
                 self._closing = True

@@ -84,7 +84,7 @@ IDLE = {
     IdleCause.PROMPTS: ("drawn, or ended", CAUSES[7]), IdleCause.HELD: ("max_held_tokens", CAUSES[8]),
     IdleCause.PAUSE: ("", CAUSES[9]),
 }  # fmt: skip
-"""Meaning and colour of each cause for which places are idle."""
+"""Label and colour of each reason why places (slots for requests) may be idle."""
 MARKED = 24
 """Largest number of points of a curve that is drawn with markers; without one a single point would be invisible."""
 

@@ -246,7 +246,7 @@ def read_run(path: Path) -> RunData:
     """Read the record of a run from a file.
 
     Raises:
-        RecordError: the file is no record, has another version's format, is damaged, or has nothing to show.
+        RecordError: the file is not a record, has another version's format, is damaged, or has nothing to show.
     """
     lines = lines_of(path, KINDS)
     line = next(lines)

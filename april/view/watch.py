@@ -100,7 +100,7 @@ class RecordFollower:
         """Read the next lines, if there are any; return True if more may be readable at once.
 
         Raises:
-            RecordError: the file is no record, has another version's format, is damaged or cannot be read.
+            RecordError: the file is not a record, has another version's format, is damaged or cannot be read.
         """
         self.seen.standings.clear()
         try:
@@ -212,7 +212,7 @@ class Screen:
         if not self.follower.exists:
             return Text(self.notice)
         notice = self.notice
-        now = seen.seconds + (0.0 if notice else silent_s)  # a waiting run writes nothing, but its time goes on
+        now = seen.seconds + (0.0 if notice else silent_s)  # a waiting run writes nothing, but its time passes
         parts: list[RenderableType] = [Text(self._line.at(now, over=bool(notice)) or "nothing was generated yet")]
         if seen.end is not None:
             parts = [_one_line(f"{clean(seen.end)}, after {seen.seconds:.0f} s")]
@@ -276,7 +276,7 @@ def watch(
     """Show a record until it ends or Ctrl-C is pressed, or just once with ``once``. Return False if there is no file.
 
     Raises:
-        RecordError: the file is no record, has another version's format, is damaged or cannot be read.
+        RecordError: the file is not a record, has another version's format, is damaged or cannot be read.
     """
     screen = Screen(path)
     try:

@@ -142,7 +142,7 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({}, {"on_stale": "mask"}, "april.on_stale: mask"),
         ({}, {**OVER, "partial_rollout": False}, "set partial_rollout: true"),
         ({}, {"over_sampling_batch_size": 400},
-         "over_sampling_batch_size=400 holds more groups than max_staleness=5 lets april deliver in time, which is 24"),
+         "over_sampling_batch_size=400 is too large: with max_staleness=5 april can deliver 24 groups in time"),
         ({}, {"rollout_batch_size": 4}, "april.rollout_batch_size: OpenRLHF's --rollout.batch_size decides this"),
         ({}, {"sampling": {"top_p": 0.9}}, "april.sampling: OpenRLHF's --rollout.temperature decides"),
         ({}, {"sampling.top_p": 0.9}, "april.sampling.top_p: OpenRLHF's --rollout.temperature"),
@@ -173,7 +173,7 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
             for flag in ("group_rm", "log_passrate", "rollout_all_samples_process_path",
                          "custom_convert_samples_to_train_data_path")
         ),
-        (HOOKED, QUORUM, "n_samples_per_prompt=2 count with 1 finished responses, and a baseline needs 3"),
+        (HOOKED, QUORUM, "n_samples_per_prompt=2 from 1 finished responses on, but a baseline needs 3"),
         ({}, {"on_failed_sample": "shrink"}, "april.on_failed_sample=shrink: a batch would have fewer than"),
         ({}, "fast", "april: in --custom-config-path: expected a mapping of settings, got str"),
         ({"custom_rm_path": "nowhere.reward"}, {}, "slime cannot load nowhere.reward"),
@@ -197,7 +197,7 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
          "april.group_quorum=0.5: it delivers groups in parts, but algorithm.adv_estimator=grpo compares rows of the "
          "same batch"),
         ({**OWN_ESTIMATOR, f"{ROLLOUT}n": 4}, QUORUM,
-         "n_samples_per_prompt=4 count with 2 finished responses, and a baseline needs 3"),
+         "n_samples_per_prompt=4 from 2 finished responses on, but a baseline needs 3"),
         ({**OWN_ESTIMATOR, f"{ROLLOUT}n": 6, "algorithm__use_kl_in_reward": True}, QUORUM,
          "algorithm.use_kl_in_reward=True: it changes rewards that"),
         ({**OWN_ESTIMATOR, **REWARD_MODEL}, {},
@@ -222,7 +222,7 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({}, {"max_stalenes": 4}, "april.max_stalenes: there is no such setting; there are over_sampling_batch_size,"),
         ({"april": "fast"}, {}, "april: expected a mapping of settings, got str"),
         ({}, {"max_staleness": 0, "over_sampling_batch_size": 6},
-         "over_sampling_batch_size=6 holds more groups than max_staleness=0 lets april deliver in time, which is 3"),
+         "over_sampling_batch_size=6 is too large: with max_staleness=0 april can deliver 3 groups in time"),
         # verl's logprobs_mode does not reach TensorRT-LLM, and one of its samplers leaves the temperature out
         *(
             (
@@ -254,7 +254,7 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
          "actor.recompute_logprob without actor.use_decoupled_loss: log-probabilities of the"),
         ({"actor__rejection_sampling": None}, {}, "actor.use_decoupled_loss without actor.rejection_sampling: tokens"),
         ({"rollout__max_head_offpolicyness": 0}, {"generation": "stepwise", "over_sampling_batch_size": 6},
-         "over_sampling_batch_size=6 holds more groups than max_staleness=0 lets april deliver in time, which is 3"),
+         "over_sampling_batch_size=6 is too large: with max_staleness=0 april can deliver 3 groups in time"),
     ],
 }  # fmt: skip
 

@@ -167,9 +167,8 @@ def test_an_agent_loop_without_a_call_is_told(trainer: Make) -> None:
 
     run = trainer()
     run.agent_loop = silent
-    with pytest.raises(
-        RolloutError, match=r"8 groups failed in a row.*returned without awaiting a call of llm.generate"
-    ):
+    sentence = r"8 groups failed in a row.*returned without awaiting a call of llm.generate"
+    with pytest.raises(RolloutError, match=sentence):
         run.step()
 
 

@@ -1,7 +1,7 @@
-"""Describes the images and other media that a trainer's own rollouts send with token ids: hash and position of each.
+"""Describes the images, videos and audio of a conversation by their hashes and the positions of their placeholders.
 
-The trainer keeps the media and sends them itself. The core gets only the hashes, by which it recognises a conversation
-that is continued, or repeated after a restart.
+For trainers that run rollouts themselves and send the media to the servers. april gets only the hashes, with which it
+recognises a conversation that is continued, or repeated after a restart.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def placed_media(
     token_ids: Sequence[int] | NDArray[Any], media: Mapping[str, Sequence[Any] | None],
     placeholder_ids: Mapping[str, int],
 ) -> tuple[Placed, ...]:  # fmt: skip
-    """Return the media of a conversation as attachments, each at the run of placeholder tokens that stands for it.
+    """Return the media of a conversation as attachments, each at its run of consecutive placeholder tokens.
 
     Args:
-        token_ids: Tokens of the conversation, with as many placeholder tokens for each item as the model reads.
+        token_ids: Tokens of the conversation, with one run of placeholder tokens for each item.
         media: Items by kind, in order.
         placeholder_ids: Ids of the placeholder tokens by kind.
 
-    A kind is left out if its numbers of runs and items differ, or if an item has no bytes to hash.
+    A kind is left out if its number of placeholder runs is not its number of items, or if an item cannot be hashed.
     """
     placed: list[Placed] = []
     for kind, items in media.items():

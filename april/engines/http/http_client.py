@@ -471,4 +471,6 @@ async def weight_version(client: HttpClient, route: str) -> str:
     label = said.get("weight_version") if isinstance(said, dict) else None
     if isinstance(label, str):
         return label
-    raise EngineError(f"{client.url}{route} does not say its weight_version; is a proxy or another server in between?")
+    raise EngineError(
+        f"{client.url}{route} did not return weight_version; is there a proxy or another server in between?"
+    )

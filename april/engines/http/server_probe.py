@@ -168,8 +168,8 @@ class ServerProbe:
                 await asyncio.sleep(AGAIN_S)
         self.client.require_ok(reply, route)
         raise EngineError(
-            f"{self.client.url}{route} does not answer as the server of engine.kind does: status {reply.status}, "
-            f"{error_text(reply.body)}; is a proxy or another server in between?"
+            f"{self.client.url}{route} does not answer like a server of this engine.kind: status {reply.status}, "
+            f"{error_text(reply.body)}; is there a proxy or another server in between?"
         )
 
     async def get_json(self, *routes: str, has: str = "") -> Any:
@@ -192,7 +192,7 @@ class ServerProbe:
                 return read_json(reply.body)
             except NotJson as error:
                 raise ConfigError(
-                    f"{self.client.url}{route} answered what is no JSON ({error}); is engine.kind the kind of this "
+                    f"{self.client.url}{route} answered with invalid JSON ({error}); does engine.kind match this "
                     "server?"
                 ) from None
         return None
@@ -223,7 +223,7 @@ class ServerProbe:
         size = next((size for size in sizes if isinstance(size, int)), None)
         if size is None:
             raise ConfigError(
-                f"{self.client.url} does not say how large its vocabulary is{danger}; set engine.vocab_size "
+                f"{self.client.url} does not report the size of its vocabulary{danger}; set engine.vocab_size "
                 "(vocab_size of the model's config.json)"
             )
         return size
@@ -285,7 +285,7 @@ class ServerProbe:
         """
         longest = least(context, self.config.max_len)
         if longest is None:
-            raise ConfigError(f"{self.client.url} does not say how long a request may be; set engine.max_len")
+            raise ConfigError(f"{self.client.url} does not report how long a request may be; set engine.max_len")
         return Capabilities(
             max_context=longest, max_in_flight=least(places, self.config.max_in_flight), remote=True, bans=True,
             verifies_weights=self.label is not None,

@@ -285,7 +285,7 @@ class _SglangProbe(ServerProbe):
         params = {"max_new_tokens": 1, "logit_bias": {str(NO_TOKEN): 1.0}, "json_schema": "{}", "regex": "a"}
         body = {"rid": self.new_id(), "input_ids": [0], "sampling_params": params}
         found = await self.vocabulary_in_refusal("/generate", body, r"in \[0, (\d+)\]")
-        danger = ", and an id outside of it would kill the server"
+        danger = ", and an id outside of it would crash the server"
         return self.size_of_vocabulary(None if found is None else found + 1, danger=danger)
 
     async def _look_at_replies(self, vocab_size: int) -> LogprobKind:

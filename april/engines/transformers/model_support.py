@@ -27,7 +27,7 @@ from april.errors import ConfigError
 log = logging.getLogger("april")
 
 DEFAULT_MAX_LEN = 32_768
-"""Default ``max_len`` of models with a longer context; memory grows with the longest request in any case."""
+"""Default ``max_len`` of models with a longer context. Memory depends on the requests, not on it."""
 
 _PATTERN_SIZE = {
     "full_attention": None,
@@ -35,7 +35,7 @@ _PATTERN_SIZE = {
     "chunked_attention": "attention_chunk_size",
 }
 _MOST_COST, _MOST_COST_ELSEWHERE = {"cpu": 3 * 10**11}, 10**14
-"""Highest cost of a check that the user did not ask for, see :func:`cost_of_trial`."""
+"""Highest :func:`cost_of_trial` of a check, by device type and for others, if the user did not set ``max_len``."""
 _MASKED_ATTENTION = ("sdpa", "eager")
 # Words in the names of settings that count something other than positions: layer sizes, numbers of layers, ids.
 _OTHER_COUNTS = {
@@ -91,8 +91,8 @@ def attention_patterns(config: Any) -> tuple[AttentionPattern, ...]:
 def named_lengths(model: Any, max_len: int) -> dict[int, str]:
     """Return lengths at which a model may change its arithmetic, each with the names of its settings.
 
-    Families name their windows, chunks and scaled positions differently. So the result has all whole numbers of the
-    configuration, except those whose name says that they count something else, if they limit ``max_len``.
+    Families name their windows, chunks and scaled positions differently. So the result has every whole number of the
+    configuration that is small enough to matter for ``max_len``, unless its name contains a word of _OTHER_COUNTS.
     """
     found: dict[int, list[str]] = {}
 
@@ -158,7 +158,7 @@ def refuse_unsupported(model: Any, max_len: int) -> None:
     attention_patterns(config)
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     context: int = getattr(config, "max_position_embeddings", max_len)
-    for scaled in (rope, *(inside for inside in rope.values() if isinstance(inside, dict))):  # of each layer type
+    for scaled in (rope, *(inside for inside in rope.values() if isinstance(inside, dict))):  # or one per layer type
         trained: int = scaled.get("original_max_position_embeddings", context)
         if scaled.get("rope_type") in _BATCH_DEPENDENT_ROPE and max_len > trained:
             raise ConfigError(
@@ -227,12 +227,12 @@ def cost_of_trial(model: Any, length: int) -> int:
 
 
 def safe_below(length: int) -> int:
-    """Return the largest ``max_len`` at which the model never sees over ``length`` columns, empty ones included."""
+    """Return the largest ``max_len`` whose attention window, a multiple of WINDOW_STEP, stays within ``length``."""
     return length // WINDOW_STEP * WINDOW_STEP
 
 
 def beyond(length: int) -> int:
-    """Return a length at which a mask that is wrong from ``length`` on has a clear effect."""
+    """Return how long a test sequence must be so that a mask that is wrong beyond ``length`` has a clear effect."""
     return length + length // 4
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 _INCREMENT = np.uint64(0x9E3779B97F4A7C15)
 _FACTOR_1 = np.uint64(0xBF58476D1CE4E5B9)
 _FACTOR_2 = np.uint64(0x94D049BB133111EB)
-# 52 random bits plus a half: strictly between 0 and 1, and still below the total after a product in float64.
+# 52 random bits plus a half, times this: u is strictly between 0 and 1, and u x total (in sample) is below total.
 _SCALE = 2.0**-52
 
 

@@ -33,7 +33,7 @@ ACTOR_CALLS = 100_000
 """Concurrency limit for an actor; must exceed the requests in flight, or aborts wait behind them."""
 
 Result = tuple[str, Any]
-"""("ok", value), or (a key of :data:`_FAILURES`, message), because Ray's errors hide what they wrap."""
+"""("ok", value), or (a key of :data:`_FAILURES`, message): Ray wraps exceptions, which hides their type."""
 _FAILURES = {"refused": RequestRefused, "busy": EngineBusy, "error": EngineError}
 
 
@@ -179,7 +179,7 @@ class ActorEngine(ServerEngine):
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
         """Record that the trainer has put the weights ``version`` into the actor, during a pause.
 
-        Raises EngineError if ``path`` is given, requests are running, or vLLM could not drop the keys of old weights.
+        Raises EngineError if ``path`` is given, requests are running, or vLLM could not clear the old KV cache.
         """
         if path is not None:
             raise EngineError(f"engine {self.name}: only the trainer itself loads weights into its engines")
