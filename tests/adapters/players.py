@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -178,10 +179,23 @@ class OpenRlhf(Player):
                 batches.append([self._response(*both) for both in given])
                 if number < saved:
                     self.saved = run.loader.state_dict()
-        # both are read after the end, until which april draws prompts
-        drawn = run.loader._loader._at - len(run.rollouts._prompts.carried.ahead)
-        books = {name: Book.of(ledger) for name, ledger in run.rollouts.ledger.items()}
+            books, drawn = self._books(run)
         return Life(batches, books["prompts"], books["tokens"], drawn)
+
+    def _books(self, run: Any) -> tuple[dict[str, Book], int]:
+        """The ledgers, and the prompts given, at a moment between two draws: generation may go on meanwhile."""
+        for _ in range(200):
+            before = self._drawn(run)
+            books = {name: Book.of(ledger) for name, ledger in run.rollouts.scheduler.ledger().items()}
+            drawn = self._drawn(run)
+            if before == books["prompts"].observed == drawn:
+                break
+            time.sleep(0.005)
+        return books, drawn
+
+    def _drawn(self, run: Any) -> int:
+        given: int = run.loader._loader._at - len(run.rollouts._prompts.carried.ahead)
+        return given
 
     def _response(self, sample: Any, given: dict[str, Any]) -> Response:
         tokens = given["observation_tokens"][given["action_ranges"][0][0] :]
