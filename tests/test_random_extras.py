@@ -117,4 +117,4 @@ async def test_rows_of_a_wrong_length_for_ever_cost_their_group_by_name(caplog: 
             assert 0 not in {sample.id.group for sample in batch.samples}
             await run.weight_update()
         assert run.ledger()["prompts"].dropped["failed"] == 1
-    assert "rows of routed_experts, and" in caplog.text
+    assert "rows of routed_experts, but" in caplog.text

@@ -136,7 +136,7 @@ def worker_class() -> Any:
             if trajectory["validate"]:
                 await super()._run_prompt(prompt, sampling_params, trajectory, trace)
                 return
-            self.llm_client.stands = stands = placeholder_ids_of(self.processor)
+            self.llm_client.placeholder_ids = stands = placeholder_ids_of(self.processor)
             sampling = dict(sampling_params)
             if stands and self.rollout_config.name in UNBANNED:
                 sampling["logit_bias"] = dict.fromkeys(map(str, stands.values()), NEVER)
