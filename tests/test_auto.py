@@ -398,7 +398,7 @@ def test_the_run_goes_on_while_it_is_answered(
 
 
 @pytest.mark.parametrize(
-    ("best", "patience_s", "why"), [(None, 9.0, "nobody knows"), (BETTER, 0.5, "better failed: TimeoutError")]
+    ("best", "patience_s", "why"), [(None, 9.0, "nobody knows"), (BETTER, 0.5, "better setting failed: TimeoutError")]
 )
 def test_no_answer_leaves_everything_as_it_is(
     best: WorkSettings | None, patience_s: float, why: str, monkeypatch: pytest.MonkeyPatch,
