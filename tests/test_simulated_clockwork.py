@@ -242,7 +242,7 @@ def test_impossible_requests_are_refused_by_the_clockwork() -> None:
     decoder = SimulatedDecoder(DecodeCost(1.0, 0.0, 0.0, 0.0, 100), 2)
     decoder.add("a", 50, 50)
 
-    with pytest.raises(ValueError, match="in flight already"):
+    with pytest.raises(ValueError, match="request 'a' is already in flight"):
         decoder.add("a", 1, 1)
     with pytest.raises(ValueError, match="prefix -1"):
         decoder.add("b", -1, 1)
