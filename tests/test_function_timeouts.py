@@ -45,7 +45,7 @@ async def test_an_async_reward_that_hangs_is_cancelled_and_asked_again() -> None
     assert not rollouts.dropped
     story = rollouts.core.story(SampleId(1, 0))
     assert "the reward function failed" in story
-    assert "judge was not done with g1.s0 within function_timeout_s=60" in story
+    assert "judge did not finish g1.s0 within function_timeout_s=60" in story
 
 
 @pytest.mark.parametrize("ending", ["answers late", "raises late"])
@@ -97,7 +97,7 @@ async def test_a_rollout_function_that_hangs_begins_again(hangs_after: int) -> N
     assert now() == hung[0] + 30 + 10
     assert rollouts.dropped == ({DropReason.FAILED: 5 * hangs_after} if hangs_after else {})
     assert "the rollout function failed: test_a_roll" in rollouts.core.story(SampleId(0, 1))
-    assert "agent was not done with g0.s1 within function_timeout_s=30" in rollouts.core.story(SampleId(0, 1))
+    assert "agent did not finish g0.s1 within function_timeout_s=30" in rollouts.core.story(SampleId(0, 1))
     rollouts.check_ledger()
 
 
@@ -271,7 +271,7 @@ def test_a_plain_reward_that_hangs_is_asked_again(release: threading.Event, monk
 
     with limited(reward=judge) as rollouts:
         assert rollouts.next_batch().rewards.tolist() == [1.0]
-        assert "judge was not done with g0.s0 within function_timeout_s=0.05" in rollouts.story(0, 0)
+        assert "judge did not finish g0.s0 within function_timeout_s=0.05" in rollouts.story(0, 0)
         assert not rollouts.ledger()["tokens"].dropped
     assert not release.is_set()
 
@@ -298,7 +298,7 @@ def test_a_plain_rollout_function_that_hangs_begins_again(release: threading.Eve
         (sample,) = rollouts.next_batch().samples
         assert sample.id == (0, 0)
         assert sample.tokens.tolist() == TAIL
-        assert "agent was not done with g0.s0 within function_timeout_s=0.05" in rollouts.story(0, 0)
+        assert "agent did not finish g0.s0 within function_timeout_s=0.05" in rollouts.story(0, 0)
         assert rollouts.ledger()["tokens"].dropped[DropReason.FAILED] % len(TAIL) == 0
         release.set()
         assert ended.wait(30)
@@ -332,7 +332,7 @@ def test_a_function_that_hangs_in_an_evaluation_is_named(
         return 1.0
 
     with limited(rollout=agent, reward=async_judge if what == "async reward" else judge) as rollouts:
-        with pytest.raises(RolloutError, match=r"was not done with g0.s0 within function_timeout_s=0.05"):
+        with pytest.raises(RolloutError, match=r"did not finish g0.s0 within function_timeout_s=0.05"):
             rollouts.evaluate([[1, 2]])
         rollouts._thread.call(async_release.set)
 

@@ -185,7 +185,7 @@ def test_a_rank_that_never_comes() -> None:
     store = Store()
 
     here = OnePlace(world_size=2, address="127.0.0.1:0", store=store, rank_timeout_s=0.3, rank_deadline_s=0.6)
-    with pytest.raises(april.RankError, match=r"rank 1 did not come to RankScheduler\(.* within 0.3 s") as caught:
+    with pytest.raises(april.RankError, match=r"rank 1 did not reach RankScheduler\(.* within 0.3 s") as caught:
         RankScheduler(CONFIG, ranks=here, prompts=[[1]], reward=None)
     assert caught.value.ranks == (1,)
     there = OnePlace(rank=1, world_size=2, address="127.0.0.1:0", store=Store(), rank_timeout_s=0.1)

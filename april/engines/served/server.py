@@ -397,7 +397,7 @@ class _ClientConnection:
         else:
             attempt_id = ask.request.attempt_id
             if attempt_id in self._tasks:
-                failure = Failure.of(RequestRefused(f"attempt {attempt_id} is in flight already"))
+                failure = Failure.of(RequestRefused(f"attempt {attempt_id} is already in flight"))
                 self._outbox.put(ChunkMessage(attempt_id, [], True, failure))
                 return
             self._tasks[attempt_id] = task = asyncio.ensure_future(self._serve(ask.request))
