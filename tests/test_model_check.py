@@ -265,7 +265,7 @@ def test_what_the_engine_cannot_drive_is_refused_by_its_name() -> None:
 
     prompted = tiny_model()
     prompted.peft_config = {"default": type("PromptTuningConfig", (), {"is_prompt_learning": True})()}
-    with pytest.raises(ConfigError, match=r"of the kind prompt learning, .*; use LoRA"):
+    with pytest.raises(ConfigError, match=r"of the kind prompt learning, .*: use LoRA"):
         TransformersEngine(prompted)
 
 

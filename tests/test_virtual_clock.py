@@ -94,7 +94,7 @@ async def waits_for_a_culprit() -> None:
             id="who, where",
         ),
         pytest.param(waits_for_many, r"51 tasks wait.* and 39 more", id="only the first of many tasks are named"),
-        pytest.param(polls_for_ever, r"over at 100\.0 s.*limit_s.*1 tasks wait", id="a poll runs into the limit"),
+        pytest.param(polls_for_ever, r"reached at 100\.0 s.*limit_s.*1 tasks wait", id="a poll runs into the limit"),
     ],
 )
 def test_a_program_that_would_hang_is_an_error(main: Callable[[], Any], words: str) -> None:
