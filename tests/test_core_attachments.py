@@ -194,7 +194,7 @@ def test_a_later_conversation_keeps_its_own_images_over_a_restart() -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda s: s["attachments"][CAT.digest].update(data=b"a dog"), "other bytes"),
+        (lambda s: s["attachments"][CAT.digest].update(data=b"a dog"), "do not match its digest"),
         (lambda s: s["attachments"][CAT.digest].update(data=None), "neither bytes nor a path"),
         (lambda s: s["attachments"].clear(), "damaged"),
         (lambda s: s["waiting"][0]["attached"][0].__setitem__(1, 4), "an attachment at tokens 4 to 7 of 5"),

@@ -297,7 +297,7 @@ BROKEN: dict[str, Any] = {
     "counted in flight": lambda e: setattr(e, "in_flight", 9),
     "its ledger says": lambda e: e.tokens.observe(3),
     "functions and": lambda e: setattr(e, "running_functions", 0),
-    "groups, but there are": lambda e: setattr(e, "unfinished", 0),
+    "groups, not": lambda e: setattr(e, "unfinished", 0),
     "weights changed or training continued": lambda e: setattr(e, "version", PolicyVersion(0, 9)),
     "are evaluated": lambda e: e.fail("without giving anything up"),
     "tokens of other versions": lambda e: (
