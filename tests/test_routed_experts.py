@@ -135,7 +135,7 @@ WRONG: list[tuple[str, Said, str]] = [
     ("both", lambda run, rows: None, "no rows of routed_experts"),
     ("both", lambda run, rows: rows[:-1], "rows of routed_experts, but"),
     ("both", lambda run, rows: np.concatenate([rows, rows[:1]]), "rows of routed_experts, but"),
-    ("both", lambda run, rows: "no base64!", "that are not base6464"),
+    ("both", lambda run, rows: "no base64!", "that are not base64"),
     ("sglang", lambda run, rows: -rows - 1, "the expert -"),
     ("sglang", lambda run, rows: rows + 65536, "the expert 6"),
     ("sglang", lambda run, rows: rows[:, :2], "bytes of routed_experts, which do not match 3 layers with 2"),
