@@ -108,7 +108,7 @@ class _SameLoop(LoopThread):
     def stop(self, *, answers: bool = True) -> None:
         self._open = False
 
-    def begin_to_stop(self, last: Callable[[], Awaitable[None]] | None = None) -> None:
+    def request_stop(self, last: Callable[[], Awaitable[None]] | None = None) -> None:
         self._open = False
 
 
