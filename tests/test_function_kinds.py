@@ -151,7 +151,10 @@ async def yields(prompt: april.Prompt, llm: april.LLM) -> Any:
         ({"rollout": "generate"}, "rollout must be a function, got str"),
         ({"rollout": None}, "rollout must be a function, got NoneType"),
         ({"reward": lambda response: 1.0}, r"reward is called with \(prompt, response\), but"),
-        ({"reward": functools.partial(reward_plain, 1, 2)}, r"reward_plain\(\) does not accept that: too many positional"),
+        (
+            {"reward": functools.partial(reward_plain, 1, 2)},
+            r"reward_plain\(\) does not accept that: too many positional",
+        ),
         ({"reward": 1.0}, "reward must be a function, got float"),
         ({"reward": None, "group_reward": lambda p, rs, *, scale: 1.0}, r"group_reward .*required.*'scale'"),
     ],

@@ -182,7 +182,7 @@ async def test_time_limits_run_out_in_order_and_start_again() -> None:
         def __init__(self, name: str) -> None:
             self.name = name
 
-        def late(self) -> None:
+        def on_timeout(self) -> None:
             events.append((self.name, now()))
             if self.name == "again":
                 self.name = "over"
@@ -212,7 +212,7 @@ async def test_there_is_one_timer_however_often_something_is_late() -> None:
     """What begins anew in the moment it is late, while others run, adds no timer; after close nothing starts."""
 
     class Timed:
-        def late(self) -> None:
+        def on_timeout(self) -> None:
             limits.start(self)
 
     limits = Timeouts(10)

@@ -346,7 +346,7 @@ async def test_an_abort_skips_no_end_that_was_read() -> None:
         tokens = (await asking).tokens.tolist()
         server.go_on()
         await until(lambda: server.open_requests == 0)
-        (stream,) = engine._endpoint.open.values()
+        (stream,) = engine._endpoint.open_streams.values()
         await until(stream._body._response.content.is_eof)
         await engine.abort()
         rest = [chunk async for chunk in chunks]

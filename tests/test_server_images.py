@@ -213,7 +213,7 @@ async def test_an_image_in_a_file_is_read_when_it_is_sent(kind: str, tmp_path: P
             assert says in str(got.error)
             assert name in str(got.error)
         assert received(server) == [kept.digest]
-        assert not engine._endpoint.open
+        assert not engine._endpoint.open_streams
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang", "openai"])

@@ -46,7 +46,7 @@ async def test_a_pause_asks_again_and_gives_up_before_the_driver_does() -> None:
     assert engine.aborts == 3
     never = _Engine(ends_at=-1, fails=range(1000))
     began = asyncio.get_running_loop().time()
-    with pytest.raises(EngineError, match="has not ended 2 aborted requests in 25 s") as caught:
+    with pytest.raises(EngineError, match="has not ended 2 aborted requests within 25 s") as caught:
         await never.pause()
     assert isinstance(caught.value.__cause__, EngineUnreachable)
     assert asyncio.get_running_loop().time() - began == PAUSE_DEADLINE_S < 30

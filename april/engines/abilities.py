@@ -85,9 +85,9 @@ class Capabilities:
     """How ``update_weights`` accepts the directory of an adapter (LoRA); None if it does not."""
     collective: tuple[str, ...] = ()
     """Back-ends ("nccl", "gloo") over which the trainer's process can send weights. An engine with any implements
-    :class:`~april.engines.weight_routes.ReceivesWeights`."""
+    :class:`~april.engines.weight_transfer.ReceivesWeights`."""
     takes_tensors: bool = False
-    """True if the engine accepts tensors of this process, by :class:`~april.engines.weight_routes.TakesTensors`."""
+    """True if the engine accepts tensors of this process, by :class:`~april.engines.weight_transfer.TakesTensors`."""
     abort_means: AbortMeans = AbortMeans.BY_ID
     """How ``abort`` works on this engine."""
     version_spans: bool = True

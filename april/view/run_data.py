@@ -409,7 +409,7 @@ def distance(
 ) -> LimitDistance | None:
     """Return the distance from the engines' limit between two deliveries, or None if no cost is known.
 
-    Losses are split up by :class:`april.core.partial_buffer.Idle`. An engine with too few requests for a fit is given
+    Losses are split up by :class:`april.core.partial_buffer.IdleCause`. An engine with too few requests for a fit is given
     the cost of another one. ``costs`` defaults to the costs of the run.
     """
     costs = run.costs if costs is None else costs
