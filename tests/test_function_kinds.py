@@ -141,7 +141,7 @@ async def yields(prompt: april.Prompt, llm: april.LLM) -> Any:
     [
         (
             {"rollout": lambda prompt: None},
-            r"rollout is called with \(prompt, llm\), which .*<lambda>\(prompt\) does not ",
+            r"rollout is called with \(prompt, llm\), but .*<lambda>\(prompt\) does not ",
         ),
         (
             {"rollout": lambda p, llm, tool: None},
