@@ -126,7 +126,7 @@ async def test_weight_update_in_the_middle_of_a_step() -> None:
     assert [(s.version.n, s.count) for s in batch.samples[0].segments] == [(0, 8), (1, 12)]
 
 
-TORN = r"reached engines \['good'\] and not \['bad'\].*weight_update again"
+TORN = r"reached engines \['good'\] but not \['bad'\].*weight_update again"
 
 
 def two(fails: str, lengths: LengthOf, **options: Any) -> Rollouts:

@@ -94,7 +94,7 @@ def test_extras_that_were_not_asked_for_are_left_out_and_named_once(caplog: pyte
     assert {batch.extras for batch in made} == {(NAME,)}
     assert content(made) == content(batches(Changed(lambda _, chunk: chunk)))
     assert [r.getMessage() for r in caplog.records if "more" in r.getMessage()] == [
-        "engine e gives more with its tokens, which the setting extras does not name; it is dropped"
+        "engine e returns more with its tokens, which the setting extras does not name; april drops these rows"
     ]
     assert made[-1].metrics["unasked_extras"] > 1
 

@@ -117,7 +117,7 @@ async def test_what_cannot_join_or_leave_is_refused() -> None:
     """A name that is taken, an engine with less room, what is no engine, a name that nobody has."""
     async with run_of(fake("a")) as run:
         for engine, says in (
-            (fake("a"), "there is an engine a already"),
+            (fake("a"), "an engine a exists already"),
             (fake("b", max_context=500), "a context of 500 tokens"),
             (object(), "is not an engine"),
         ):
@@ -131,7 +131,7 @@ async def test_what_cannot_join_or_leave_is_refused() -> None:
         await asyncio.sleep(1)
         leaving = asyncio.ensure_future(run.scheduler.aremove_engine("a"))
         await asyncio.sleep(1)
-        with pytest.raises(ConfigError, match="there is an engine a already"):
+        with pytest.raises(ConfigError, match="an engine a exists already"):
             await run.scheduler.aadd_engine(fake("a"))
     with pytest.raises(SchedulerClosed):
         await leaving
@@ -272,7 +272,7 @@ def test_a_server_that_is_here_keeps_its_session() -> None:
             await there[second.url].close()
             session = first._session
             for url in (first.url, f" {first.url}/\n", first.url.upper()):
-                with pytest.raises(ConfigError, match="there is an engine 127"):
+                with pytest.raises(ConfigError, match="an engine 127"):
                     await run.scheduler.aadd_engine(url)
             assert first._session == session
             adding = (run.scheduler.aadd_engine(second.url) for _ in range(2))

@@ -153,7 +153,7 @@ def a_stream_just_ends(patch: Patch) -> None:
 
 @breaks("gone_clients_are_named")
 def nobody_asks_who_heard(patch: Patch) -> None:
-    patch.setattr(session.Session, "heard", lambda self: range(1000))
+    patch.setattr(session.Session, "received_calls", lambda self: range(1000))
 
 
 @breaks("conversations_are_rows")

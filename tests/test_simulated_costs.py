@@ -89,7 +89,7 @@ def test_presets_have_the_published_coefficients(
         (lambda: DecodeCost(0.0, 0.0, 0.0), "base_s > 0"),
         (lambda: DecodeCost(1.0, math.nan, 0.0), "finite"),
         (lambda: DecodeCost(1.0, 0.0, 0.0, 0.0, 0), "kv_capacity_tokens"),
-        (lambda: roofline("qwen3-4b", "abacus"), "known are h100, mi300x"),
+        (lambda: roofline("qwen3-4b", "abacus"), "choose one of h100, mi300x"),
         (lambda: roofline(ModelSize(70e9, 327_680), "h100"), "leave no KV cache"),
         (lambda: roofline("qwen3-4b", "h100", tensor_parallel=0), "tensor_parallel"),
         (lambda: limit_s(DecodeCost(1.0, 0.0, 0.0), [], 1), "non-empty"),

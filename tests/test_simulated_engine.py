@@ -211,7 +211,7 @@ async def test_impossible_requests_are_refused() -> None:
     wrong[2] = (wrong[2] + 1) % 100
     bad = {
         "response token 2 of 4": make_request(held=wrong),
-        "it is complete": make_request(held=good),
+        "the response is complete": make_request(held=good),
         "outside its": replace(make_request(), response_offset=4),
         "max_tokens 0": make_request(max_tokens=0),
         "20 tokens of context": replace(make_request(), token_ids=np.arange(20, dtype=np.int32)),

@@ -409,8 +409,8 @@ def distance(
 ) -> LimitDistance | None:
     """Return the distance from the engines' limit between two deliveries, or None if no cost is known.
 
-    Losses are split up by :class:`april.core.partial_buffer.IdleCause`. An engine with too few requests for a fit is given
-    the cost of another one. ``costs`` defaults to the costs of the run.
+    Losses are split up by :class:`april.core.partial_buffer.IdleCause`. An engine with too few requests for a fit is
+    given the cost of another one. ``costs`` defaults to the costs of the run.
     """
     costs = run.costs if costs is None else costs
     inside = (run.ended_s > since) & (run.ended_s <= until) & (run.generated > 0) & ~run.evaluation

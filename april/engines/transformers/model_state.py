@@ -48,7 +48,7 @@ def guard_optimizers(engine: Any, weights: Any) -> weakref.finalize[Any, Any]:
         if generating is None or trained is None or not generating.generating:
             return
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if any(id(parameter) in held for parameter in trained.trained()):
+        if any(id(parameter) in held for parameter in trained.trained_parameters()):
             raise WeightsInUse(
                 f"april refused an optimizer step while {generating.name} generates from the same weights, and no "
                 f"weight was changed: {WHAT_TO_DO}"
