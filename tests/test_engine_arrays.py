@@ -108,7 +108,7 @@ def test_extras_that_were_not_asked_for_are_left_out_and_named_once(caplog: pyte
         (lambda rows: rows.astype(np.longdouble), "not numbers of up to 8 bytes"),
         (lambda rows: rows > 0, r"not numbers of up to 8 bytes \(bool\)"),
         (lambda rows: rows.tolist(), f"no rows of {NAME}"),
-        (lambda rows: rows[:-1], f"rows of {NAME}, and"),
+        (lambda rows: rows[:-1], f"rows of {NAME}, but"),
     ],
 )
 def test_rows_that_do_not_fit_the_runs_are_refused_where_they_come(

@@ -205,7 +205,7 @@ def test_who_can_keep_requests(options: dict[str, Any], words: str) -> None:
     )  # fmt: skip
     said = [sentence for sentence in why_unfit(config, {"h:1": can}) if "on_weight_update" in sentence]
     assert len(said) == bool(words)
-    assert not words or (said[0].startswith("engine h:1 cannot do on_weight_update: keep") and words in said[0])
+    assert not words or (said[0].startswith("engine h:1 does not support on_weight_update: keep") and words in said[0])
 
 
 def test_nothing_is_recomputed_behind_a_connector() -> None:

@@ -174,7 +174,7 @@ LOCAL = {"transformers", "simulated"}
 PLACES = [p for p in [*HOUSE.glob("engines/**/*.py"), *HOUSE.glob("doctor/*.py"), HOUSE / "adapters/slime/servers.py"]
           if p.parent.name not in LOCAL]  # fmt: skip
 OWN = {name for name in dir(april.errors) if name.endswith(("Error", "Busy", "Refused", "Unreachable"))}
-OWN |= {"NotJson", "WrongRows"}
+OWN |= {"NotJson", "InvalidRows"}
 SHOWN = {"clean", "quoted", "error_text", "type", "len"}
 RAW = {"body", "headers", "reason", "message", "finish_reason"}
 

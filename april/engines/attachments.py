@@ -7,6 +7,7 @@ from pathlib import Path
 
 from april.core.attachments import Attachment
 from april.errors import AttachmentError
+from april.text.server_text import clean
 
 
 def attachment_bytes(attachment: Attachment) -> bytes:
@@ -21,7 +22,7 @@ def attachment_bytes(attachment: Attachment) -> bytes:
     try:
         data = Path(attachment.path).read_bytes()
     except OSError as error:
-        raise AttachmentError(f"{what} cannot be read: {error.strerror or error}") from None
+        raise AttachmentError(f"{what} cannot be read: {clean(error.strerror or error)}") from None
     if hashlib.sha256(data).hexdigest() != attachment.digest:
         raise AttachmentError(
             f"{what} has changed since its prompt was drawn, so a response that has begun cannot continue; restore the "
