@@ -41,7 +41,7 @@ def test_kinds_that_agree_may_be_mixed() -> None:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (LogprobKind.RAW, r"engine b gives .* temperature 1 \(raw\).*=0.7.*--logprobs-mode processed_logprobs"),
+        (LogprobKind.RAW, r"engine b returns .* temperature 1 \(raw\).*=0.7.*--logprobs-mode processed_logprobs"),
         (LogprobKind.UNKNOWN, r"engine b does not say .*=0.7; set engine.logprobs if you know it .*temperature: 1"),
     ],
 )
