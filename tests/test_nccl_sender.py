@@ -94,7 +94,7 @@ def test_a_group_by_its_unique_id() -> None:
 def test_a_group_that_cannot_be_made() -> None:
     """In NCCL's words."""
     sender = NcclSender(3, Library(fails=5), stand_in())
-    with pytest.raises(RuntimeError, match="NCCL says: no such device"):
+    with pytest.raises(RuntimeError, match="NCCL reports: no such device"):
         sender.connect(goes_on)
 
 

@@ -56,7 +56,7 @@ async def test_wrong_tensors_are_named() -> None:
     engine = tiny_engine(own)
     await engine.pause()
     whole = dict(trained.state_dict())
-    with pytest.raises(EngineError, match=r"other\.weight came with shape \(1,\), and .* has no tensor of this name"):
+    with pytest.raises(EngineError, match=r"other\.weight came with shape \(1,\), but .* has no tensor of this name"):
         await given(engine, whole | {"other.weight": torch.ones(1)})
     with pytest.raises(EngineError, match=r"lm_head\.weight came with shape \(2,\), and .* one of shape \(97, 32\)"):
         await given(engine, whole | {"lm_head.weight": torch.ones(2)})
