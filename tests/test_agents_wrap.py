@@ -93,7 +93,7 @@ u.urlopen(u.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", b'{"mes
 @pytest.mark.parametrize(("code", "says"), [
     ("import no_such_agent", r"exit code 1.*its last output: .*No module named 'no_such_agent'"),
     (REFUSED, r"exit code 1.*april refused its last one: messages must be a list.*HTTP Error 400"),
-    ("pass", r"exit code 0 and without a request that april accepted \(line"),
+    ("pass", r"exit code 0 and without any request that april accepted \(line"),
 ])  # fmt: skip
 def test_a_program_that_asks_nothing_says_why(code: str, says: str, caplog: pytest.LogCaptureFixture) -> None:
     """Its exit code, its last lines, and april's own refusal are what is logged of the sample."""
@@ -181,7 +181,7 @@ def test_an_agent_that_is_not_trained_has_no_policy(package: None) -> None:
 def test_two_agents_that_are_trained_have_no_one_reward(package: None) -> None:
     """The reward function says what to do; with one of yours, their answers are rows of one sample."""
     environment = Environment((True, True))
-    with pytest.raises(april.AprilError, match="2 traces that are trained"), scheduler(environment) as rollouts:
+    with pytest.raises(april.AprilError, match="2 traces to train"), scheduler(environment) as rollouts:
         rollouts.next_batch()
     total = sum
     with scheduler(

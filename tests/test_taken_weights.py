@@ -58,7 +58,7 @@ async def test_wrong_tensors_are_named() -> None:
     whole = dict(trained.state_dict())
     with pytest.raises(EngineError, match=r"other\.weight came with shape \(1,\), but .* has no tensor of this name"):
         await given(engine, whole | {"other.weight": torch.ones(1)})
-    with pytest.raises(EngineError, match=r"lm_head\.weight came with shape \(2,\), and .* one of shape \(97, 32\)"):
+    with pytest.raises(EngineError, match=r"lm_head\.weight came with shape \(2,\), but .* one of shape \(97, 32\)"):
         await given(engine, whole | {"lm_head.weight": torch.ones(2)})
     del whole["model.norm.weight"]
     with pytest.raises(EngineError, match=r"model\.norm\.weight of this .* did not come"):
