@@ -242,7 +242,9 @@ async def test_a_model_that_is_never_switched_back_ends_the_wait(monkeypatch: py
     flag = model.model.layers[0].mlp
     [c async for c in engine.generate(tiny_request(new=100))]
     flag.adapter_off = True
-    with pytest.raises(WeightsInUse, match=r"was switched and not switched back \(adapter_off of model.layers.0.mlp is True,"):
+    with pytest.raises(
+        WeightsInUse, match=r"was switched and not switched back \(adapter_off of model.layers.0.mlp is True,"
+    ):
         await engine.quiet()
     flag.adapter_off = False
     await engine.quiet()
