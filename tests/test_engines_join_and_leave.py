@@ -123,7 +123,7 @@ async def test_what_cannot_join_or_leave_is_refused() -> None:
         ):
             with pytest.raises(ConfigError, match=says):
                 await run.scheduler.aadd_engine(engine)
-        with pytest.raises(ConfigError, match="there is no engine c; there are a"):
+        with pytest.raises(ConfigError, match="no engine is named c; the engines are a"):
             await run.scheduler.aremove_engine("c")
         with pytest.raises(ConfigError, match="look like http"):
             await run.scheduler.aadd_engine("nonsense")
