@@ -160,7 +160,7 @@ def test_what_is_no_weights_on_one_rank_is_refused_for_all(wrong: int) -> None:
     """Before anything is paused."""
     spread = Spread(2)
     outcomes, taking = failing(lambda rank: {"w": 1.0} if rank == wrong else spread.pieces())
-    assert "w is a float, and not a tensor of torch" in str(outcomes[wrong])
+    assert "w is a float, not a tensor of torch" in str(outcomes[wrong])
     assert "w is a float" in str(raised(outcomes[1 - wrong]))
     assert not taking.weights
 
@@ -171,7 +171,7 @@ def test_an_engine_that_fails_fails_the_update_of_all_ranks() -> None:
     outcomes, _ = failing(lambda rank: spread.pieces(), taking=taking)
     for outcome in outcomes:
         assert isinstance(outcome, EngineError)
-        assert "engine e failed to take tensors t0 to t4: its memory is full" in str(outcome)
+        assert "engine e failed to receive tensors t0 to t4: its memory is full" in str(outcome)
 
 
 def test_all_ranks_give_weights_or_none() -> None:

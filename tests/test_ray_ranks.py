@@ -368,7 +368,7 @@ def test_calls_that_differ_are_named_on_all_ranks(world: World) -> None:
     both([zero, one], next_batch)
     world.kill(one)
     again = world.attach(1)
-    with pytest.raises(RankError, match=r"makes another call .* commit\(batch_id=0\) in place of next_batch\(\)"):
+    with pytest.raises(RankError, match=r"makes another call .* commit\(batch_id=0\) instead of next_batch\(\)"):
         again.commit(0)
     outcomes = beside(lambda: zero.weight_update(transfer=nothing), lambda: again.commit(0))
     assert all(isinstance(o, RankError) and "different calls" in str(o) for o in outcomes)
@@ -401,7 +401,7 @@ def test_a_rank_that_attached_anew_is_told_so_in_its_old_place(world: World) -> 
     for old in ones[:-1]:
         client = old._client
         client.thread.run(partial(until, lambda client=client: client.group_error is not None))
-        with pytest.raises(RankError, match="rank 1 has attached anew") as caught:
+        with pytest.raises(RankError, match="rank 1 has connected again") as caught:
             old.next_batch()
         assert caught.value.ranks == (1,)
 
@@ -420,7 +420,7 @@ def test_a_run_that_nobody_closed_does_not_keep_its_process_alive() -> None:
 def test_mistakes(world: World) -> None:
     """Each with a sentence, before anything happens."""
     zero = world.attach(0)
-    with pytest.raises(RankError, match="rank 2 is none of 2"):
+    with pytest.raises(RankError, match="rank 2 is not one of 2"):
         world.attach(2)
     with pytest.raises(april.ConfigError, match="cannot read the trainer's model in place"):
         zero.weight_update()
@@ -435,7 +435,7 @@ def test_a_core_that_died_is_told_of_on_all_ranks(world: World) -> None:
     cut_server(world.server)
     waits.join()
     assert isinstance(outcome[0], RankError)
-    assert "the core is gone" in str(outcome[0])
+    assert "the connection to the core is lost" in str(outcome[0])
 
 
 @pytest.mark.parametrize("method", ["weight_update", "load_state_dict"])

@@ -529,7 +529,7 @@ def test_the_command_prints_the_run_and_a_sample(path: Path) -> None:
     assert "the run was closed" in said
     code, said = command("replay", path, "--story", "three")
     assert code == 2
-    assert "no sample is named 'three'; a name looks like g33.s1: group 3, sample 1" in said
+    assert "no sample is named 'three'; a name looks like g3.s1: group 3, sample 1" in said
 
 
 # ----------------------------------------------------------------
