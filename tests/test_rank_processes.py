@@ -114,5 +114,5 @@ def test_a_rank_that_stands_still(victim: int) -> None:
         assert other.wait(PATIENCE_S) == 0
         ranks[victim].send_signal(signal.SIGCONT)
         go_on(ranks[victim])
-        assert line_of(ranks[victim]).startswith("RankError: rank ")
+        assert line_of(ranks[victim]).startswith("RankError: the connection to rank ")
         assert ranks[victim].wait(PATIENCE_S) == 0
