@@ -24,6 +24,7 @@ from april.agents.chat import COMMIT_S, KEEPALIVE_S, Answer, ChatRequest, Reques
 from april.agents.dialects import Anthropic, Dialect, OpenAIChat, OpenAIText, SseEvent
 from april.agents.responses import OpenAIResponses
 from april.agents.session import AnswerTask, Session
+from april.concurrency.http_listener import HttpListener
 from april.text.server_text import clean
 
 log = logging.getLogger("april")
@@ -129,7 +130,7 @@ class Endpoint:
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
     _thread: threading.Thread | None = None
-    _runner: web.AppRunner | None = None
+    _listener: HttpListener | None = None
     url: str = ""
 
     # ---------------------------------------------------------------- from other threads
@@ -176,21 +177,17 @@ class Endpoint:
             app.router.add_post(base + "/messages/count_tokens", self._count_tokens)
             app.router.add_get(base + "/models", self._models)
         # cancel a handler when its client leaves: whether a client still waits decides if an equal request is a retry
-        self._runner = web.AppRunner(
-            app, access_log=None, handle_signals=False, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S,
-            logger=wire_log,
-        )  # fmt: skip
-        await self._runner.setup()
-        await web.TCPSite(self._runner, self.host, self.port).start()
+        self._listener = HttpListener(app, SHUTDOWN_S, cancel_handlers=True, logger=wire_log)
+        _, port = await self._listener.start((self.host, self.port))
         host = f"[{self.host}]" if ":" in self.host else self.host
-        self.url = f"http://{host}:{self._runner.addresses[0][1]}"
+        self.url = f"http://{host}:{port}"
 
     async def _stop(self) -> None:
         for served in list(self._sessions_by_path.values()):
             served.session.close("april has ended")
         self._sessions_by_path.clear()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._listener is not None:
+            await self._listener.close()
 
     def _session_of(self, request: web.Request) -> ServedSession:
         """Return the session that a request is for; raises RequestError if there is none or the key is wrong."""

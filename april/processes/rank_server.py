@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from aiohttp import WSMsgType, web
 
+from april.concurrency.http_listener import HttpListener
 from april.core.batch import Batch
 from april.driver.loop_thread import LoopThread, Reply
 from april.driver.user_code import describe
@@ -136,7 +137,7 @@ class RankServer:
         self._scheduler_set = asyncio.Event()
         """Set once there is a scheduler, or the error that prevented it."""
         self._closing = False
-        self._runner: web.AppRunner | None = None
+        self._listener: HttpListener | None = None
         self.thread = LoopThread("april-ranks")
         self.thread.call(self._check_heartbeats)
 
@@ -153,15 +154,13 @@ class RankServer:
             return await handler(request)  # type: ignore[no-any-return]
 
         async def listen() -> str:
-            listening = listening_socket(self._ranks.address)
             app = web.Application(middlewares=[require_token], client_max_size=0)
             app.router.add_get("/line", self._serve_websocket)
             app.router.add_post("/call", self._handle_call)
             app.router.add_post("/look", self._handle_query)
-            self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=DRAIN_S, access_log=None)
-            await self._runner.setup()
-            await web.SockSite(self._runner, listening, backlog=128 + self._ranks.world_size).start()
-            return format_address(listening.getsockname())
+            self._listener = HttpListener(app, DRAIN_S, cancel_handlers=True)
+            listening = listening_socket(self._ranks.address)
+            return format_address(await self._listener.start(listening, backlog=128 + self._ranks.world_size))
 
         return self.thread.run(listen)
 
@@ -202,8 +201,8 @@ class RankServer:
             await asyncio.wait(self._request_tasks, timeout=DRAIN_S)
         closing = [websocket.close() for websocket in self._websockets.values()]
         await asyncio.gather(*self._send_tasks, *closing, return_exceptions=True)
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._listener is not None:
+            await self._listener.close()
 
     # ---------------------------------------------------------------- ranks come and go
 

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
+from april.concurrency.http_listener import HttpListener
 from april.config.engines import checked_url
 from april.engines.protocol import Request
 
@@ -83,7 +84,7 @@ class RecordingProxy:
         self._by_id: dict[str, list[Exchange]] = {}
         self._nameless: dict[tuple[bytes, int | None], list[Exchange]] = {}
         self._session: aiohttp.ClientSession | None = None
-        self._runner: web.AppRunner | None = None
+        self._listener: HttpListener | None = None
         self._url = ""
         self._running = 0
         self._quiet = asyncio.Event()
@@ -138,18 +139,15 @@ class RecordingProxy:
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_route("*", "/{path:.*}", self._pass_on)
         # the server must notice at once when a client disconnects
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0, backlog=1024)
-        await site.start()
-        host, port = self._runner.addresses[0][:2]
+        self._listener = HttpListener(app, 1.0, cancel_handlers=True)
+        host, port = await self._listener.start(("127.0.0.1", 0), backlog=1024)
         self._url = f"http://{host}:{port}"
 
     async def close(self) -> None:
         """Close all connections; the records remain."""
-        runner, self._runner = self._runner, None
-        if runner is not None:
-            await runner.cleanup()
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            await listener.close()
         session, self._session = self._session, None
         if session is not None:
             await session.close()

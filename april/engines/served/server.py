@@ -21,6 +21,7 @@ from typing import Any, cast
 import numpy as np
 from aiohttp import WSMsgType, hdrs, web
 
+from april.concurrency.http_listener import HttpListener
 from april.config.engines import ANY_ADDRESS, THIS_MACHINE, checked_key
 from april.core.attachments import Attachment
 from april.core.types import OnWeightUpdate
@@ -85,7 +86,7 @@ class EngineServer:
         self._one_call = asyncio.Lock()
         self.running: set[asyncio.Task[None]] = set()
         """Tasks of all requests, also of clients that have disconnected."""
-        self._runner: web.AppRunner | None = None
+        self._listener: HttpListener | None = None
 
     def __repr__(self) -> str:
         return f"<EngineServer of {self.engine.name} at {self.url or 'no address'}, {len(self.running)} requests>"
@@ -97,27 +98,22 @@ class EngineServer:
         app.router.add_put(f"{ROUTE}attachments/{{kind}}/{{digest}}", self._take_attachment)
         app.router.add_post(f"{ROUTE}tensors", self._take_tensors)
         app.router.add_post(f"{ROUTE}{{call}}", self._control)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port, backlog=1024)
+        self._listener = HttpListener(app, 1.0)
         try:
-            await site.start()
-        except BaseException as error:  # also a cancelled start leaves nothing that listens
-            await self._runner.cleanup()
-            if not isinstance(error, OSError | OverflowError):
-                raise
+            _, free_port = await self._listener.start((host, port), backlog=1024)
+        except (OSError, OverflowError) as error:
             why = clean(getattr(error, "strerror", None) or error)
             raise ConfigError(f"serve: cannot listen at {host}:{port}: {why}") from None
         reached = socket.gethostname() if host in ("", *ANY_ADDRESS) else f"[{host}]" if ":" in host else host
-        self.url = f"http://{reached}:{self._runner.addresses[0][1]}"
+        self.url = f"http://{reached}:{free_port}"
 
     async def close(self) -> None:
         """End all requests and stop listening; idempotent. The engine stays open."""
         self._session = self._client = ""
         if self._connection is not None:
             await self._connection.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._listener is not None:
+            await self._listener.close()
         for task in self.running:
             task.cancel()
         if self.running:
