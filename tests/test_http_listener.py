@@ -30,7 +30,7 @@ def test_a_connection_of_the_last_moment_is_closed() -> None:
 
     for iterations in range(4):
         asyncio.run(live(iterations))
-        gc.collect()  # an open socket is a ResourceWarning, which is an error
+        gc.collect(1)  # an open socket is a ResourceWarning, which is an error
 
 
 def test_a_start_that_fails_leaves_nothing_open() -> None:
@@ -39,4 +39,4 @@ def test_a_start_that_fails_leaves_nothing_open() -> None:
             await HttpListener(web.Application(), 1.0).start(taken.getsockname()[:2])
 
     asyncio.run(live())
-    gc.collect()
+    gc.collect(1)
