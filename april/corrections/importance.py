@@ -59,16 +59,16 @@ however high the correlation: a forgotten temperature of 0.6 gives 0.31 at a cor
 @overload
 def truncated_weights(
     logprobs: torch.Tensor, behaviour_logprobs: Any, loss_mask: Any,
-    limit: float = ..., *, level: Level = ..., keep_gradient: bool = ...,
+    limit: float = ..., *, level: Level = ..., dead_zone: float = ..., keep_gradient: bool = ...,
 ) -> torch.Tensor: ...  # fmt: skip
 @overload
 def truncated_weights(
     logprobs: NDArray[Any], behaviour_logprobs: Any, loss_mask: Any,
-    limit: float = ..., *, level: Level = ..., keep_gradient: bool = ...,
+    limit: float = ..., *, level: Level = ..., dead_zone: float = ..., keep_gradient: bool = ...,
 ) -> Float32: ...  # fmt: skip
 def truncated_weights(
     logprobs: Any, behaviour_logprobs: Any, loss_mask: Any,
-    limit: float = LIMIT, *, level: Level = "token", keep_gradient: bool = False,
+    limit: float = LIMIT, *, level: Level = "token", dead_zone: float = 0.0, keep_gradient: bool = False,
 ) -> Any:  # fmt: skip
     """Compute truncated importance weights (TIS), min(ratio, limit): float32 [B, T], 0 where there is no loss.
 
@@ -80,15 +80,20 @@ def truncated_weights(
         limit: largest weight, above 0.
         level: ``token``, ``sequence`` or ``geometric``; the table is at the top of this module. With the last two, all
             tokens of a response have the same weight.
+        dead_zone: size in nats up to which the log of a token's ratio counts as 0. Rounding moves nearly all tokens by
+            less, and training moves the tokens that matter by more, so rounding does not add up over long responses.
         keep_gradient: whether the weights carry the gradient of the ratios, 0 where they are truncated; needs a tensor.
             The paper's weights do not; GSPO's ratio does in its own loss.
 
     It is not settled which level is best: see docs/corrections.md.
 
     Raises ValueError for shapes that do not match, values that are no log-probability (NaN, infinite, above 0) where
-    there is loss, float16 and bfloat16, another level, and a limit not above 0 or beyond float32.
+    there is loss, float16 and bfloat16, another level, a limit not above 0 or beyond float32, and a dead zone that is
+    negative or infinite.
     """
-    return truncated("truncated_weights", logprobs, behaviour_logprobs, loss_mask, limit, level, keep_gradient)
+    return truncated(
+        "truncated_weights", logprobs, behaviour_logprobs, loss_mask, limit, level, keep_gradient, dead_zone
+    )
 
 
 @overload
@@ -127,12 +132,15 @@ def masked_weights(
 
 
 def truncated(
-    who: str, logprobs: Any, behaviour: Any, loss_mask: Any, limit: float, level: Level, keep_gradient: bool
-) -> Any:
+    who: str, logprobs: Any, behaviour: Any, loss_mask: Any, limit: float, level: Level, keep_gradient: bool,
+    dead_zone: float,
+) -> Any:  # fmt: skip
     """Compute :func:`truncated_weights`; ``who`` is the name of the public function, for error messages."""
     if not 0 < limit <= LARGEST:
         raise ValueError(f"{who}: limit must be a number above 0 that float32 holds, got {limit!r}")
-    xp, ratios, counted = _log_ratios(who, logprobs, behaviour, loss_mask, level, keep_gradient)
+    if not 0 <= dead_zone < math.inf:
+        raise ValueError(f"{who}: dead_zone must be a finite number of nats, at least 0, got {dead_zone!r}")
+    xp, ratios, counted = _log_ratios(who, logprobs, behaviour, loss_mask, level, keep_gradient, dead_zone)
     weights = xp.exp(xp.clip(ratios, None, math.log(limit)))  # cut before exp, which could overflow
     return _float32(xp.where(counted, xp.clip(weights, None, limit), 0.0))
 
@@ -202,7 +210,9 @@ def _frames_of_april() -> int:
     return level
 
 
-def _log_ratios(who: str, logprobs: Any, behaviour: Any, loss_mask: Any, level: Level, keep_gradient: bool) -> Any:
+def _log_ratios(
+    who: str, logprobs: Any, behaviour: Any, loss_mask: Any, level: Level, keep_gradient: bool, dead_zone: float = 0.0
+) -> Any:
     """Return (numpy or torch, log of the ratios, with 0 where there is no loss, mask of the tokens with loss)."""
     if level not in LEVELS:
         raise ValueError(f"{who}: level must be one of {', '.join(LEVELS)}, got {level!r}")
@@ -234,6 +244,8 @@ def _log_ratios(who: str, logprobs: Any, behaviour: Any, loss_mask: Any, level: 
     check_logprobs(who, "behaviour_logprobs", other, counted)
     warn_if_misaligned(who, own, other, counted)
     ratios = xp.where(counted, own, 0.0) - xp.where(counted, other, 0.0)
+    if dead_zone:
+        ratios = xp.where(abs(ratios) > dead_zone, ratios, 0.0)
     if level != "token":
         total = ratios.sum(-1)
         if level == "geometric":

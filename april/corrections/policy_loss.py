@@ -3,7 +3,8 @@
 Let q_t be the probability with which token t of response i was sampled, p_t its probability under the trained weights
 before the first optimizer step of the batch, and r_t = (current probability) / p_t:
 
-    loss = - sum over i, t of  w_i min(r_t A_i, clip(r_t, 1 - low, 1 + high) A_i)  /  number of tokens with loss
+    loss = - sum over i, t of  w_i g(r_t, A_i)  /  number of tokens with loss
+    g    = min(r_t A_i, clip(r_t, 1 - low, 1 + high) A_i), and at least negative_bound * A_i where A_i < 0
     w_i  = min(product over t of p_t / q_t, limit), a constant in the gradient
 
 * Clipping the ratio to p, and weighting by p / q: decoupled PPO (Hilton et al., arXiv 2110.00641; in AReaL,
@@ -11,17 +12,21 @@ before the first optimizer step of the batch, and r_t = (current probability) / 
 * One truncated weight per response: Liu et al., "When Speed Kills Stability: Demystifying RL Collapse from the
   Training-Inference Mismatch", 2025; truncated as in TIS (``importance.py``).
 * Two bounds of the clip, and the mean over the tokens of the batch: DAPO, arXiv 2503.14476.
+* The bound for negative advantages, without which one token that became likelier can outweigh a batch: "dual clip",
+  Ye et al., arXiv 1912.09729.
 
 The product is only useful if engine and trainer agree under equal weights: with a KL of k nats per token between them,
-a response of T tokens has a weight of about e^(-kT), and near 0 nothing is learned from it. If q is given in place of
-p, there is no product: w_i is 1, and the ratio to q is clipped.
+a response of T tokens has a weight of about e^(-kT), and near 0 nothing is learned from it. Two ways out: with a
+``dead_zone``, ratios near 1 do not enter the product, so rounding does not add up; and if q is given in place of p,
+there is no product: w_i is 1, and the ratio to q is clipped. ``geometric_bounds`` leave out whole responses: "Geo-Mask"
+of Liu et al. above, ``seq-mask-tis`` in NeMo-RL.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from april.corrections.importance import LIMIT, as_tensor, check_logprobs, check_type, truncated
+from april.corrections.importance import LIMIT, as_tensor, check_logprobs, check_type, masked_weights, truncated
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +37,9 @@ LARGEST_DRIFT = 20.0
 
 def policy_loss(
     logprobs: torch.Tensor, behaviour_logprobs: Any, loss_mask: Any, advantages: Any, *,
-    proximal_logprobs: Any = None, clip: tuple[float, float] = (0.2, 0.28), limit: float = LIMIT, tokens: Any = None,
+    proximal_logprobs: Any = None, clip: tuple[float, float] = (0.2, 0.28), negative_bound: float | None = 3.0,
+    limit: float = LIMIT, dead_zone: float = 0.0, geometric_bounds: tuple[float, float] | None = None,
+    tokens: Any = None,
 ) -> torch.Tensor:  # fmt: skip
     """Compute the loss to minimise, a scalar tensor with the gradient of ``logprobs``; this module has the formula.
 
@@ -47,7 +54,13 @@ def policy_loss(
             weights w_i are near 0: ``weight_response`` of ``off_policy_report`` is far below 1 although all tokens of
             the batch are from the current weights.
         clip: bounds (low, high) of the clip, each at least 0, low at most 1.
+        negative_bound: largest ratio r_t that counts where the advantage is negative, at least 1 + high; tokens with a
+            larger one have no gradient. None means no bound.
         limit: largest weight of a response.
+        dead_zone: size in nats up to which the log of p_t / q_t counts as 0 in the product; 0 means every token counts.
+            A size above bfloat16's rounding, 0.3 to 0.4, keeps long responses' weights near 1 under equal weights.
+        geometric_bounds: smallest and largest geometric mean of p_t / q_t over a response, such as (0.99, 1.01);
+            another response has no loss, but its tokens still count in the number of tokens. None means all responses.
         tokens: number of tokens with loss to divide by; None means those in ``loss_mask``. For micro-batches and
             ranks, give the number in the whole batch, ``batch.share.loss_tokens``: then the losses add up to the loss
             of the batch. DDP and FSDP average over ranks: multiply by ``batch.share.ranks`` there.
@@ -69,7 +82,12 @@ def policy_loss(
     now = logprobs if logprobs.dtype == torch.float64 else logprobs.float()
     check_type(who, "logprobs", logprobs)
     proximal = now.detach()
-    weights = truncated(who, now, behaviour_logprobs, loss_mask, limit, "sequence", False)
+    weights = truncated(who, now, behaviour_logprobs, loss_mask, limit, "sequence", False, dead_zone)
+    if negative_bound is not None and not 1 + high <= negative_bound < float("inf"):
+        raise ValueError(
+            f"{who}: negative_bound must be finite and at least {1 + high:g}, the upper end of the clip, got "
+            f"{negative_bound!r}"
+        )
     counted = as_tensor(loss_mask, now.device) != 0
     if proximal_logprobs is not None:
         check_type(who, "proximal_logprobs", proximal_logprobs)
@@ -79,14 +97,25 @@ def policy_loss(
                 f"{who}: proximal_logprobs have the shape {list(proximal.shape)}, and logprobs {list(now.shape)}"
             )
         check_logprobs(who, "proximal_logprobs", proximal, counted)
-        weights = truncated(who, proximal, behaviour_logprobs, loss_mask, limit, "sequence", False)
+        weights = truncated(who, proximal, behaviour_logprobs, loss_mask, limit, "sequence", False, dead_zone)
+    if geometric_bounds is not None:
+        low_mean, high_mean = geometric_bounds
+        if not 0 <= low_mean <= high_mean or high_mean == 0:
+            raise ValueError(
+                f"{who}: geometric_bounds must be (low, high) with 0 <= low <= high and high above 0, got "
+                f"{geometric_bounds!r}"
+            )
+        means = masked_weights(proximal, behaviour_logprobs, loss_mask, low_mean, high_mean, level="geometric")
+        weights = torch.where(means > 0, weights, 0.0)
     gain = _advantages(who, advantages, counted).to(now.dtype)
     ratio = torch.where(counted, now - proximal, 0.0).clamp(max=LARGEST_DRIFT).exp()
-    objective = weights * torch.minimum(ratio * gain, ratio.clamp(1.0 - low, 1.0 + high) * gain)
+    objective = torch.minimum(ratio * gain, ratio.clamp(1.0 - low, 1.0 + high) * gain)
+    if negative_bound is not None:
+        objective = torch.maximum(objective, negative_bound * gain.clamp(max=0.0))
     trained = counted.sum()
     whole = trained if tokens is None else as_tensor(tokens, now.device)
     check_values(who, gain, trained, whole)
-    loss: torch.Tensor = -objective.sum() / whole.clamp(min=1)
+    loss: torch.Tensor = -(weights * objective).sum() / whole.clamp(min=1)
     return loss
 
 
