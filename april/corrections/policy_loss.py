@@ -1,4 +1,4 @@
-"""The loss that april recommends for batches with tokens from older weights.
+"""Computes the loss that april recommends for batches with tokens from older weights.
 
 Let q_t be the probability with which token t of response i was sampled, p_t its probability under the trained weights
 before the first optimizer step of the batch, and r_t = (current probability) / p_t:
@@ -6,15 +6,15 @@ before the first optimizer step of the batch, and r_t = (current probability) / 
     loss = - sum over i, t of  w_i min(r_t A_i, clip(r_t, 1 - low, 1 + high) A_i)  /  number of tokens with loss
     w_i  = min(product over t of p_t / q_t, limit), a constant in the gradient
 
-* Clipping the ratio to p, and weighting by p / q: decoupled PPO (Hilton et al., arXiv 2110.00641; in AReaL,
-  arXiv 2505.24298, with a weight per token).
-* One truncated weight per response: Liu et al., "When Speed Kills Stability: Demystifying RL Collapse from the
-  Training-Inference Mismatch", 2025; truncated as in TIS (``importance.py``).
-* Two bounds of the clip, and the mean over the tokens of the batch: DAPO, arXiv 2503.14476.
+* The ratio is taken relative to p and clipped, and the weight is p / q, as in decoupled PPO (Hilton et al.,
+  arXiv 2110.00641; in AReaL, arXiv 2505.24298, with a weight per token).
+* Each response has one truncated weight, as in Liu et al., "When Speed Kills Stability: Demystifying RL Collapse from
+  the Training-Inference Mismatch", 2025; it is truncated as in TIS (``importance.py``).
+* The clip has two bounds, and the mean is taken over the tokens of the batch, as in DAPO, arXiv 2503.14476.
 
-The product is only useful if engine and trainer agree under equal weights: with a KL of k nats per token between them,
-a response of T tokens has a weight of about e^(-kT), and near 0 nothing is learned from it. If q is given in place of
-p, there is no product: w_i is 1, and the ratio to q is clipped.
+The product is only useful if engine and trainer agree under equal weights. With a KL divergence of k nats per token
+between them, a response of T tokens has a weight of about e^(-kT); if that is near 0, nothing is learned from it. If q
+is given in place of p, w_i is 1, and the ratio relative to q is clipped.
 """
 
 from __future__ import annotations
@@ -27,36 +27,37 @@ if TYPE_CHECKING:
     import torch
 
 LARGEST_DRIFT = 20.0
-"""Largest log of the ratio r_t, in nats. A larger ratio is clamped, so it cannot overflow and has no gradient."""
+"""Largest log of the ratio r_t, in nats. A larger ratio is clamped, so that it cannot overflow; it has no gradient."""
 
 
 def policy_loss(
     logprobs: torch.Tensor, behaviour_logprobs: Any, loss_mask: Any, advantages: Any, *,
     proximal_logprobs: Any = None, clip: tuple[float, float] = (0.2, 0.28), limit: float = LIMIT, tokens: Any = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute the loss to minimise, a scalar tensor with the gradient of ``logprobs``; this module has the formula.
+    """Compute the loss to minimise, a scalar tensor with the gradient of ``logprobs``; see above for the formula.
 
     Args:
         logprobs: log-probabilities of the response tokens under the current weights, in nats; float32 or float64
             tensor [B, T].
         behaviour_logprobs: log-probabilities at sampling, array or tensor [B, T]: ``batch.padded()["logprobs"]``.
-        loss_mask: mask [B, T], not 0 where a token has loss. Values of other tokens are ignored everywhere.
+        loss_mask: mask [B, T], not 0 where a token has loss. Other tokens are ignored in all arguments.
         advantages: advantages [B], one per response, or [B, T]: ``batch.advantages(...)``.
         proximal_logprobs: ``logprobs`` [B, T] before the first optimizer step of the batch. None means ``logprobs``
-            without gradient, which is the same if there is only one step. Give ``behaviour_logprobs`` if the
-            weights w_i are near 0: ``weight_response`` of ``off_policy_report`` is far below 1 although all tokens of
-            the batch are from the current weights.
+            without gradient, which is the same if there is only one step. If ``weight_response`` of
+            ``off_policy_report`` is far below 1 although all tokens are from the current weights, engine and trainer
+            disagree: then give ``behaviour_logprobs`` here.
         clip: bounds (low, high) of the clip, each at least 0, low at most 1.
         limit: largest weight of a response.
-        tokens: number of tokens with loss to divide by; None means those in ``loss_mask``. For micro-batches and
-            ranks, give the number in the whole batch, ``batch.share.loss_tokens``: then the losses add up to the loss
-            of the batch. DDP and FSDP average over ranks: multiply by ``batch.share.ranks`` there.
+        tokens: number of tokens by which the sum is divided; None means those with loss in ``loss_mask``. For
+            micro-batches and ranks, give the number in the whole batch, ``batch.share.loss_tokens``: then the losses
+            add up to the loss of the batch. As DDP and FSDP average over ranks, multiply by ``batch.share.ranks``
+            there.
 
     Each row counts as a response. If no token has loss, the loss is 0.
 
-    Raises ValueError for ``logprobs`` that are not a tensor, shapes that do not match, values that are no
-    log-probability (NaN, infinite, above 0) or advantages that are not finite where there is loss, float16 and
-    bfloat16 log-probabilities, bounds and limits out of range, and ``tokens`` below the number of tokens with loss.
+    Raises ValueError for ``logprobs`` that are not a tensor, shapes that do not match, tokens with loss whose
+    log-probability is impossible (NaN, infinite, above 0) or whose advantage is not finite, float16 and bfloat16
+    log-probabilities, bounds and limits out of range, and ``tokens`` below the number of tokens with loss.
     """
     import torch
 
@@ -99,7 +100,7 @@ def check_values(who: str, gain: torch.Tensor, trained: torch.Tensor, whole: tor
 
 
 def _advantages(who: str, advantages: Any, counted: torch.Tensor) -> torch.Tensor:
-    """Return the advantages as a tensor [B, T], 0 where there is no loss."""
+    """Return the advantages as a tensor [B, T], 0 for tokens without loss."""
     import torch
 
     given = as_tensor(advantages, counted.device).detach()
