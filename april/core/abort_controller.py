@@ -37,8 +37,8 @@ class AbortController:
     def stop(self, attempts: Iterable[Attempt], in_flight: dict[str, int]) -> list[Command]:
         """Return the commands that ask engines to end ``attempts``.
 
-        ``in_flight`` counts all attempts per engine, so that one abort can end them all. It must be empty if new
-        attempts may start meanwhile, as an abort of all attempts would also end the new attempts.
+        ``in_flight`` counts all attempts per engine, so that one abort can end all attempts of an engine. It must be
+        empty if new attempts may start meanwhile, as such an abort would also end the new attempts.
         """
         new = [a for a in attempts if a.id not in self._pending]
         for attempt in new:  # one round more if the timer is already running, as the first round is then shorter

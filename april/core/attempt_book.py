@@ -45,7 +45,7 @@ class AttemptBook:
         return itertools.chain(self.of_evaluations.values(), self.in_flight.values())
 
     def get(self, attempt_id: str) -> Attempt | None:
-        """Return the attempt in flight with this id; None if there is none (any more)."""
+        """Return the attempt in flight with this id; None if there is no such attempt, or it has ended."""
         return self.in_flight.get(attempt_id) or self.of_evaluations.get(attempt_id)
 
     def room(self, chain: Chain) -> int:

@@ -173,7 +173,7 @@ class AttemptResults:
         self._calls.queue(attempt.call, why)
 
     def _close(self, event: ev.AttemptEnded | ev.AttemptFailed) -> Attempt | None:
-        """Remove the attempt from those in flight and return it; None if it had already ended."""
+        """Remove the attempt from the attempts in flight and return it; None if it had already ended."""
         context, after_stop = self._context, event.counts.after_stop
         attempt = context.attempts.close(event.attempt_id)
         if attempt is None:

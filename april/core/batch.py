@@ -37,8 +37,8 @@ _warned_of: set[str] = set()
 class DeliveredSample:
     """One row of a batch: a finished response.
 
-    A sample whose rollout function used several conversations has a row for each one with generated tokens; these rows
-    share the sample's ``id``, reward and cohort.
+    If a rollout function used several conversations, its sample has a row for each conversation with generated tokens;
+    these rows share the sample's ``id``, reward and cohort.
     """
 
     id: SampleId
@@ -248,8 +248,8 @@ class Batch:
     def advantages(self, method: Method = "grpo", *, epsilon: float = 1e-6, ddof: int = 0) -> Float32:
         """float32 [B], advantages: each response is compared with the first other samples of its group to finish.
 
-        With a group quorum, these are as many for each response, and may be in other batches; see
-        :attr:`DeliveredSample.baseline_rewards`. Otherwise they are all other samples of the group, as in the textbook.
+        These are :attr:`DeliveredSample.baseline_rewards`; with a group quorum below 1, they may be in other batches.
+        Without a quorum they are all other samples of the group, as in the textbook.
         ``method`` is ``grpo``, ``dr_grpo``, ``rloo``, ``dapo`` or ``gspo``; see :func:`april.group_advantages` for
         formulas, papers and errors.
         """

@@ -114,8 +114,9 @@ class PauseEngine(Command, frozen=True):
 
 
 class LoadEngine(Command, frozen=True, kw_only=True):
-    """Load the weights of ``version`` from ``path``; if it is None, label the present ones so. Answer as PauseEngine.
+    """Load the weights of ``version`` from ``path``; answer as PauseEngine.
 
+    If ``path`` is None, the engine has these weights already and is only told their version.
     If ``contents`` is not empty, the directory must have one of these content hashes, also at the end of the load.
     """
 
@@ -154,8 +155,8 @@ class Restore(Command, frozen=True):
 class UpdateEnded(Command, frozen=True):
     """Report the end of a weight update, after which the policy is ``version``.
 
-    ``failed`` is the number of the engine call (0: the transfer) whose error failed the update; None if it did not
-    fail. ``why`` is the error text if that call itself raised nothing.
+    ``failed`` is the number of the engine call whose error failed the update (0 for the transfer); None if the update
+    succeeded or was cancelled. ``why`` is the error text if that call itself raised nothing.
     """
 
     update: int

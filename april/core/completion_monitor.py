@@ -17,7 +17,7 @@ from itertools import accumulate
 from april.core.types import Group, Sample
 
 Unit = Group | Sample
-"""Thing that a batch counts: a group, or with a group quorum a sample."""
+"""Unit in which batches are counted: a group or, with a group quorum below 1, a sample."""
 
 
 class CompletionMonitor:

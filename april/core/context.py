@@ -61,7 +61,7 @@ class CoreContext:
         self.prompts = Ledger()
         self.lengths = LengthLedger()
         self.batches = 0
-        """Number of batches delivered, which is also the id of the next one."""
+        """Number of batches delivered, which is also the id of the next batch."""
         self.groups_drawn = 0
         self.counters: Counter[str] = Counter()
         """Totals over the run, by name; a batch's metrics have their increase over its step."""

@@ -93,7 +93,7 @@ class AdmissionCap:
     def refused(self, in_flight: int, *, again: bool = False) -> None:
         """Lower the cap after the engine refused a request while it had ``in_flight`` others.
 
-        ``again`` means that the refusal belongs to the same burst as the one before.
+        ``again`` means that the refusal belongs to the same burst as the refusal before it.
         """
         if not again:
             self._least = max(1, (in_flight + 1) // LOSS_PER_BURST)
@@ -154,7 +154,7 @@ class LeastLoaded:
         return None
 
     def join(self, engine: EngineState) -> None:
-        """Add an engine after the present ones; from now on it calls :meth:`push` whenever its load changes."""
+        """Add an engine after the present engines; from now on it calls :meth:`push` whenever its load changes."""
         self._joined += 1
         engine.queue, engine.place = self, self._joined
         self._engines[engine.place] = engine
@@ -243,7 +243,7 @@ class EngineState:
     """Versions that the engine had before it was told to load others; it may confirm later that it still has them."""
     weights: EngineWeights = EngineWeights.CONFIRMED
     open_call: int = 0
-    """Id of the running call (pause, load or resume); 0 if none runs."""
+    """Id of the running call (pause, load or resume); 0 if no call runs."""
     open_probe: int = 0
     """Id of the probe whose answer is awaited; 0 if no answer is awaited."""
     rest_timer: int = 0
@@ -524,7 +524,7 @@ class EngineTable:
     def count_failure(self, name: str, *, at_once: bool) -> float | None:
         """Count a failure and quarantine the engine, ``at_once`` or after several failures in a row.
 
-        Returns the seconds until the first probe; None if it is not quarantined now, or was already.
+        Returns the seconds until the first probe; None if the engine is not quarantined, or was quarantined before.
         """
         state = self.states[name]
         state.failures += 1

@@ -75,7 +75,7 @@ class EventPump:
         """True while events are handled and commands executed."""
 
     def post(self, event: Event) -> None:
-        """Handle one event and its commands; an event that an executor posts is queued behind the waiting ones.
+        """Handle one event and its commands; an event that an executor posts is queued behind the waiting events.
 
         An error of the core or of an executor is raised, and the queued events are dropped.
         """

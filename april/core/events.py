@@ -194,7 +194,7 @@ class UpdateRequested(Event, frozen=True, kw_only=True):
     update: int
     """Number of the update, unique, from 1."""
     version: PolicyVersion | None = None
-    """Version of the weights; None means the next one."""
+    """Version of the weights; None means the next version."""
     path: str | None = None
     """Directory to load from; None if the trainer transfers the weights, or if they are in place already."""
     content: str = ""
@@ -230,7 +230,7 @@ class TransferFailure:
     engine: str
     why: str
     torn: bool
-    """True if it may have a part of the new weights; False if it still has the old ones."""
+    """True if the engine may have a part of the new weights; False if it still has the old weights."""
 
 
 class HandedOver(Event, frozen=True):
@@ -310,7 +310,7 @@ class EnginesJoined(Event, frozen=True):
 
 
 class EngineLeaving(Event, frozen=True):
-    """An engine is about to leave and gets no more requests; with ``cut`` its present ones move to other engines."""
+    """An engine is about to leave and gets no more requests; with ``cut`` its requests move to other engines now."""
 
     engine: str
     cut: bool
@@ -345,7 +345,7 @@ class BatchCommitted(Event, frozen=True):
 
 
 class StalenessLowered(Event, frozen=True):
-    """Prompts drawn from now on must be trained within ``bound`` weight updates; earlier ones keep their limit."""
+    """Prompts drawn from now on must be trained within ``bound`` weight updates; earlier prompts keep their limit."""
 
     bound: int
 

@@ -144,7 +144,7 @@ class Lengths:
 
 @dataclass(slots=True)
 class LengthLedger:
-    """Counts the lengths of the run's responses, to show whether the trained ones differ from the generated ones.
+    """Counts the lengths of the run's responses, to show whether trained and generated responses differ in length.
 
     A response counts once: when it is finished, or dropped while it waits for its reward. Being carried over steps does
     not change its count, so only drops make trained and generated lengths differ. Responses that were dropped before

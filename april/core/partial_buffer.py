@@ -22,7 +22,7 @@ trained."""
 
 
 class Leases:
-    """Keeps the batches that are out (delivered and not yet trained), and the version at which the next one is trained.
+    """Keeps the batches that are out: delivered and not yet trained. Computes at which version the next is trained.
 
     Each batch is followed by one weight update, in the order of delivery: after u updates and with b batches out, the
     next batch is trained at version u + b. A delivery raises that version by one; the update that follows a batch

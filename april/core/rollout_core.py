@@ -69,10 +69,10 @@ class Step:
     observed: int
     """Number of tokens observed in the run when the step began."""
     filled: bool = False
-    """True once all prompts that the step wanted were drawn, including replacements for skipped ones. False again after
-    a commit or a weight update, when the step may draw more."""
+    """True once all prompts that the step wanted were drawn, including replacements for skipped prompts. False again
+    after a commit or a weight update, when the step may draw more."""
     stopping: bool = False
-    """True once the target is reached or the step has failed, so that nothing is started any more."""
+    """True once the target is reached or the step has failed; from then on, nothing is started."""
     in_flight_at_stop: Counter[str] = field(default_factory=Counter)
     """Number of attempts in flight by engine, when the step stopped."""
 

@@ -20,7 +20,7 @@ from april.core.weight_updates import Phase
 
 
 class TrainerTime(StrEnum):
-    """Activities of the trainer as april sees them; if several apply, the first one counts."""
+    """Activities of the trainer as april sees them; if several apply, the first of them counts."""
 
     UPDATES = "update_s"
     EVALUATES = "evaluation_s"

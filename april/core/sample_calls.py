@@ -83,7 +83,7 @@ class SampleCalls:
         self._open(chain, event, len(chain.tape))
 
     def find_chain(self, sample: Sample, token_ids: Int32, attached: Sequence[Placed] = ()) -> Chain | None:
-        """Return the chain (token sequence) that a call with these tokens continues, or None if it begins a new one.
+        """Return the chain (token sequence) that a call with these tokens continues; None if it begins a new chain.
 
         The first choice is a chain that is replayed and has recorded this call, or the calls before it. The second
         choice is a chain without an open call whose tokens are a prefix of ``token_ids``; the longest one is taken.

@@ -102,7 +102,7 @@ class SampleLifecycle:
             self.drop_group(group, DropReason.FAILED, error)
 
     def _replace(self, sample: Sample, error: str) -> None:
-        """Add a new sample to the group, then give up the one that failed."""
+        """Add a new sample to the group, then give up the failed sample."""
         context, group = self._context, sample.group
         fresh = Sample(SampleId(group.id, len(group.samples)), group)
         fresh.urgent = sample.urgent

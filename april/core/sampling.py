@@ -26,7 +26,7 @@ class LogprobKind(StrEnum):
     PROCESSED = "processed"
     """The distribution that was really sampled from."""
     RAW = "raw"
-    """log_softmax(logits), whatever the temperature."""
+    """log_softmax(logits) at every temperature."""
     UNKNOWN = "unknown"
     """The server does not tell the kind. Usable only at temperature 1 without top-p, where all kinds are equal."""
 

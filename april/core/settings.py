@@ -42,7 +42,7 @@ class CoreSettings:
     extras: tuple[str, ...] = ()
     """Names of the per-token arrays that every engine must return with the tokens of training."""
     max_age: int = 24
-    """Number of weight updates after which a group has priority and the step waits for it, whatever on_stale says."""
+    """Number of weight updates after which a group has priority and the step waits for it, with every on_stale."""
     max_resumes: int = 100
     """Number of continuations of one sample after which its group has priority and the step waits for the group, unless
     on_stale is finish."""

@@ -113,7 +113,7 @@ class AttemptTape:
     count: int = 0
     """Number of tokens that belong to the response."""
     stopped: bool = False
-    """True if the last token completes a stop string, so that nothing may be appended any more."""
+    """True if the last token completes a stop string, so that no further token may be appended."""
     after_stop: int = 0
     """Number of checked tokens that arrived after the stop string, to be dropped."""
     unsure: int = 0

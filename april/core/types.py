@@ -192,7 +192,7 @@ class OnWeightUpdate(StrEnum):
     """Policies for requests in flight at a weight update (setting ``on_weight_update``)."""
 
     RESUBMIT = "resubmit"
-    """Requests are interrupted and continued by new ones, which prefill the existing tokens under the new weights."""
+    """Requests are interrupted; new requests continue them and prefill the existing tokens under the new weights."""
     KEEP = "keep"
     """Requests continue under the new weights, with the keys and values that the old weights computed."""
     RECOMPUTE = "recompute"
@@ -323,7 +323,7 @@ class Chain:
 
     @property
     def repeatable_calls(self) -> Replay | None:
-        """The calls that the function would repeat if it were restarted now; None if there are none."""
+        """The calls that the function would repeat if it were restarted now; None if it has made no calls."""
         replay, call = self.replay, self.open_call
         calls = deque(c.result for c in self.calls if c.result is not None)
         start = None if call is None else call.start
@@ -628,7 +628,7 @@ class Sample:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Group:
-    """A prompt with its samples, dropped and replaced ones included."""
+    """A prompt with its samples, including dropped and replaced samples."""
 
     id: int
     prompt: Prompt
@@ -790,7 +790,7 @@ class TimerKind(StrEnum):
 
 
 class Timer(NamedTuple):
-    """Identifies a timer. It has no effect any more once the code that started it waits for no timer, or another."""
+    """Identifies a timer. It has no effect if the code that started it now waits for another timer, or for none."""
 
     kind: TimerKind
     number: int

@@ -180,7 +180,7 @@ class WeightUpdates:
     """Runs weight updates one at a time, in the order in which they were requested.
 
     ``adopt`` is called with the new version and the last trained batch. An unreachable engine is left out if there are
-    other engines: it is quarantined and gets no requests until it has these weights or later ones. If some engines
+    other engines: it is quarantined and gets no requests until it has these weights or newer weights. If some engines
     loaded the new weights and others refused them, nothing is generated until an update has reached all of them.
     """
 
@@ -351,7 +351,7 @@ class WeightUpdates:
         if self.phase is STOPPING and not (self._in_flight is RESUBMIT and context.attempts.in_flight):
             taken_back = {name for name, state in context.engines.states.items() if state.recovering}
             if not taken_back or len(taken_back) < len(context.engines.states):
-                # an engine that is being given the present weights gets the new ones after this update
+                # an engine that is being given the present weights gets the new weights after this update
                 self._left_out = taken_back
                 self._pause()
 
@@ -662,7 +662,7 @@ class WeightUpdates:
         return names
 
     def _continue_if_answered(self) -> None:
-        """Go to the next phase if no answer is missing in this one."""
+        """Go to the next phase if no answer is missing in the present phase."""
         if self._awaited:
             return
         if self.phase is Phase.PAUSING:

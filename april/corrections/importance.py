@@ -45,7 +45,7 @@ ROUNDING = 0.01
 JUDGED_TOKENS = 128
 """Log-probabilities are checked for misalignment if there are at least this many tokens with loss."""
 LOOSE, APART = 0.5, 0.2
-"""Misaligned log-probabilities correlate with the sampled ones by less than LOOSE, and differ from them by more than
+"""Misaligned log-probabilities correlate with those at sampling by less than LOOSE, and differ from them by more than
 APART nats on average. Measured as correlation and difference over 16 steps of a random model with a vocabulary of 24,
 the hardest case: 0.18 and 0.10, later 0.24 and 0.24, if the logits are not shifted. If they are aligned: 0.85 and 0.11
 under weights up to five updates older at a high learning rate, 0.87 and 0.06 with noise like that of bfloat16. In

@@ -317,7 +317,7 @@ class LLM:
             others: Unknown arguments; each raises TypeError.
 
         Raises:
-            TypeError: an argument that april does not know; the message lists the known ones.
+            TypeError: an argument that april does not know; the message lists the known arguments.
             UsageError: an argument is out of range or of the wrong type (a ValueError, too).
             RolloutError: another call of this sample is not complete, or ``token_ids`` change earlier tokens.
         """

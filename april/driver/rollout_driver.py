@@ -323,7 +323,7 @@ class RolloutDriver:
     ) -> PolicyVersion:  # fmt: skip
         """Pause the engines, await ``transfer``, load the new version, commit trained batches, and resume.
 
-        An update that is requested while another one runs starts after it.
+        An update that is requested while another update runs starts after it.
 
         Args:
             trained: Number of the last batch that these weights were trained on. None means the oldest delivered batch

@@ -34,7 +34,7 @@ def inside_user_code() -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(ValueError):  # a coroutine that was left behind may be closed in another context
+        with suppress(ValueError):  # a coroutine that was left running may be closed in another context
             _inside.reset(token)
 
 

@@ -1,6 +1,6 @@
 """Converts events to plain JSON values and back: ids, states, counts and versions, but no user text and no tokens.
 
-Of an attachment, only kind, hash and size are kept. The conversion follows the fields of the classes, so a new event
+Only kind, hash and size of an attachment are kept. The conversion follows the fields of the classes, so a new event
 needs no code here. Text is left out unless its field is known to hold april's own names, as users may pass records on.
 """
 

@@ -302,7 +302,7 @@ def _limit(run: RunData, found: RunDistance | None) -> str:
         parts.append(("unexplained", of.unexplained, Colour.FAINT))
     words = (
         "The limit is the speed for the same tokens on the same engines with all places busy all the time and nothing "
-        "prefilled twice, by the cost that was fitted to their requests. The rest is shown by what kept places empty:"
+        "prefilled twice, by the cost that was fitted to their requests. The rest is divided by why places were empty:"
     )
     if found.halves is not None:
         first, second = sorted(found.halves)
