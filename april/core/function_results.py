@@ -86,7 +86,7 @@ class FunctionResults:
         """Yield samples whose function is running and has got at least as far as the failed function of ``sample``."""
         scored = (SCORING, FINISHED)
         if sample.state is RUNNING and sample.generated:
-            return  # the function failed after it had received tokens, but all others still wait for theirs
+            return  # the function failed after it had received tokens; samples that wait for tokens are behind it
         for group in self._context.buffer.groups.values():
             if whole and not all(s.state in scored for s in group.members):
                 continue  # the group's reward function has not been called yet
