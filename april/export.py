@@ -1,6 +1,6 @@
-"""Exporters that write the metrics and a few responses of each batch to TensorBoard or W&B; see docs/report.md.
+"""Writes the metrics and a few responses of each batch to TensorBoard or W&B; see docs/report.md.
 
-An exporter imports its package only when it is created.
+An exporter imports its package (tensorboard, wandb) only when it is created.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from april.text.install_command import require
 
 PREFIX = "april/"
 MAX_TEXT_CHARS = 1200
-"""Most characters of a prompt or a response that are shown."""
+"""Maximum number of characters of a prompt or a response that are shown."""
 _ONE_LINE = {
     "MLflow": "mlflow.log_metrics({n.replace('//', ''): v for n, v in named(batch.metrics).items()}, step=batch.id)",
     "Trackio": "trackio.log(named(batch.metrics), step=batch.id)",
@@ -44,8 +44,8 @@ class SampleText:
         group, index: Numbers that identify the sample.
         reward: Reward of the response.
         tokens: Number of response tokens.
-        age: Number of weight updates between its oldest token and its training.
-        cuts: Number of times that it was cut and continued.
+        age: Number of weight updates between the oldest token and the training of the response.
+        cuts: Number of times that the response was interrupted and continued.
         finish: Finish reason.
         prompt, response: Text, special tokens included; the middle of a long text is left out.
     """
@@ -74,7 +74,7 @@ class Exporter(Protocol):
         ...
 
     def log_texts(self, texts: Sequence[SampleText], step: int) -> None:
-        """Log a few responses of the batch; an exporter without a place for text does nothing."""
+        """Log a few responses of the batch; an exporter that cannot show text does nothing."""
         ...
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class TensorBoard:
         self._add([{"tag": name, "simple_value": value} for name, value in named(metrics).items()], step)
 
     def log_texts(self, texts: Sequence[SampleText], step: int) -> None:
-        """Log one text per response, indented so that nothing in it is Markdown."""
+        """Log one text per response, indented so that it is not read as Markdown."""
         from tensorboard.compat.proto.summary_pb2 import SummaryMetadata
         from tensorboard.compat.proto.tensor_pb2 import TensorProto
         from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
@@ -147,12 +147,13 @@ def _indented(text: str) -> str:
 class WandB:
     """Logs metrics and a table of texts to a run of Weights & Biases.
 
-    In a run of yours the metrics are added to the row that you log next, so your steps do not change, and
+    If the run is yours, the metrics are added to the row that you log next, so your steps do not change, and
     ``april/step`` is the x axis of april's charts. If you log with explicit steps (``step=``), log
     :func:`april.export.named` of ``batch.metrics`` yourself, since april does not know the row.
 
     Args:
-        run: Run to log to. None means the active one, or else a new one, which ends with the exporter.
+        run: Run to which april logs. None means the active run; if there is none, april starts a new run, which ends
+            with the exporter.
         options: Arguments of ``wandb.init`` for a new run, such as ``project``.
 
     Raises:
@@ -194,8 +195,8 @@ def sample_texts(batch: Batch, tokenizer: Any, k: int = 4, *, longest: int = MAX
     Args:
         batch: Whole batch, or a rank's share of it.
         tokenizer: Object with ``decode(ids, skip_special_tokens=False) -> str``.
-        k: Most responses to return.
-        longest: Most characters of a prompt or response; a longer one shows its beginning and its end.
+        k: Maximum number of responses to return.
+        longest: Maximum number of characters of a prompt or response; of a longer text, beginning and end are kept.
 
     Raises:
         ConfigError: the tokenizer has no suitable ``decode``.
@@ -229,7 +230,7 @@ def texts_of(
 
 
 def _text(tokens: Int32, detokenizer: Detokenizer, longest: int) -> str:
-    """Return the text of tokens, shortened in the middle; decodes only the tokens at both ends of a long sequence."""
+    """Return the text of tokens, shortened in the middle; of a long sequence only the ends are decoded."""
     tail = longest // 3
     head = longest - tail
     first = last = tokens

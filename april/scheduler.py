@@ -1,4 +1,4 @@
-"""RolloutScheduler, the class through which a trainer uses april, with blocking and async methods."""
+"""Defines RolloutScheduler, the class through which a trainer uses april, with blocking and async methods."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ class Unset(Enum):
 
 
 _ASKING = threading.RLock()
-"""Lock that lets one call at a time wait for a batch; reentrant, as signal handlers may call april."""
+"""Lock by which only one call at a time waits for a batch; reentrant, as signal handlers may call april."""
 
 
 class BatchIterator:
-    """Makes a scheduler iterable: ``for batch in rollouts`` calls ``next_batch``, ``async for`` ``anext_batch``.
+    """Makes a scheduler iterable: ``for batch in rollouts`` calls ``next_batch``; ``async for`` calls ``anext_batch``.
 
     The loop ends when the prompts have ended. The trainer updates the weights inside the loop.
     """
@@ -103,40 +103,42 @@ class RolloutScheduler(BatchIterator):
 
     Args:
         config: Configuration, an :class:`april.Config`.
-        prompts: Iterable of :class:`april.Prompt`, of mappings with ``token_ids`` or ``input_ids`` (what a tokenizer or
+        prompts: Iterable of :class:`april.Prompt`, of mappings with ``token_ids`` or ``input_ids`` (as a tokenizer or
             ``apply_chat_template`` returns for one prompt) or with ``messages`` (a chat), or of lists of token ids.
         reward: Function ``(prompt, response) -> float``, sync or async; sync functions run in threads. Without a reward
             function all rewards are 0, and a warning is logged; ``reward=None`` suppresses the warning.
         group_reward: Function ``(prompt, responses) -> [float] * n``, called once per group in place of ``reward``.
         filter: Function ``(prompt, responses) -> bool``, sync or async, called for each scored group (dynamic
-            sampling). Only accepted groups are delivered; the others are dropped, counted as rejected and replaced.
+            sampling). Only accepted groups are delivered; all others are dropped, counted as rejected and replaced.
             See :func:`april.rewards_differ`.
         rollout: Function ``(prompt, llm)``, async, or plain (in a thread of its own, where ``llm.generate`` blocks).
             The default generates one response.
         model: Model object for an embedded engine.
         engines: Engine objects, in place of those that ``config.engine`` describes.
         discover: Function, plain or async, that returns the addresses of the servers that exist now. They are of the
-            kind of ``config.engine``, or april's own (``april.serve``) if that names no kind with servers. It is called
-            at once and then every ``discover_every_s`` seconds, and engines are added and removed accordingly.
+            kind of ``config.engine``; if that kind has no servers, they are april's own (``april.serve``). The function
+            is called at once and then every ``discover_every_s`` seconds, and engines are added and removed
+            accordingly.
         tokenizer: Object with ``decode(ids, skip_special_tokens=False) -> str``, such as one of Hugging Face. Stop
             strings, ``response.text()`` and ``llm.base_url`` need it.
-        processor: Processor of a model that reads images, as an object or a path; it includes the tokenizer. Prompts
-            may have ``images`` then. See docs/images.md.
+        processor: Processor of a model that reads images, as an object or a path; it includes the tokenizer, and
+            allows prompts to have ``images``. See docs/images.md.
         renderer: A ``renderers.RendererConfig``, which says how ``llm.base_url`` converts messages to tokens. None
-            means the one for the tokenizer's model. See docs/agents.md.
-        commit_s: Seconds for which ``llm.base_url`` delays the start of an answer, so that an error until then can be
+            means the renderer of the tokenizer's model. See docs/agents.md.
+        commit_s: Seconds for which ``llm.base_url`` delays the start of an answer, so that an error in this time can be
             reported by an HTTP status.
-        alive_s: Seconds between the bytes that keep the client's connection alive after that.
+        alive_s: Seconds between the bytes that keep the client's connection alive once the answer has started.
         check: True to cross-check all of april's state after every event (slow; for tests and bug hunts).
         record: File that records the run's events, without prompts and tokens, for ``april replay``: its name, or an
             :class:`april.RunRecord` with a size limit. See docs/report.md.
-        progress: Where ``next_batch`` shows a line about the step: None means on a terminal or in a notebook, otherwise
-            long waits print it to stderr; False means nowhere; or a rich ``Console``. See docs/report.md.
-        exporters: Exporters for the metrics of each batch, such as :class:`april.export.TensorBoard`; closed with this.
+        progress: Where ``next_batch`` shows a line about the step: None means on a terminal or in a notebook, and
+            elsewhere on stderr in long waits; False means nowhere; or a rich ``Console``. See docs/report.md.
+        exporters: Exporters for the metrics of each batch, such as :class:`april.export.TensorBoard`; :meth:`close`
+            closes them.
         sample_texts: Number of responses per batch that exporters get as text, decoded by ``tokenizer``.
 
     Raises:
-        ConfigError: the arguments contradict each other or the engines; nothing has started then.
+        ConfigError: the arguments contradict each other or the engines; nothing has started.
     """
 
     _loop_type: type[LoopThread] = LoopThread
@@ -268,9 +270,9 @@ class RolloutScheduler(BatchIterator):
     # ---------------------------------------------------------------- one step
 
     def next_batch(self) -> Batch:
-        """Return the next batch of N groups (fewer only at the end of the data); blocks until it is complete.
+        """Return the next batch of ``rollout_batch_size`` groups (fewer only at the end of the data).
 
-        An interrupted call loses nothing: the next call returns the batch.
+        Blocks until the batch is complete. An interrupted call loses nothing: the next call returns the batch.
 
         Raises:
             DataExhausted: the prompts have ended and all of them are delivered or dropped.
@@ -286,7 +288,7 @@ class RolloutScheduler(BatchIterator):
             self._ask(me)
             with self._observers.waiting():
                 batch = self._thread.run(partial(self._driver.wait_batch, blocks=True))
-            # signal handlers run at calls and in loops: from here on none can keep the batch from the caller
+            # signal handlers run at calls and in loops, so from here on they cannot keep the batch from the caller
             self._driver.handed_out = batch.id
             return batch
         except AprilError as error:
@@ -297,11 +299,11 @@ class RolloutScheduler(BatchIterator):
                 self._asking = None
 
     async def anext_batch(self) -> Batch:
-        """:meth:`next_batch` for a trainer with an event loop of its own. Cancelling it loses nothing.
+        """Do the same as :meth:`next_batch`, for a trainer with its own event loop. Cancelling the call loses nothing.
 
-        It may be called while the trainer trains on earlier batches. april expects one weight update for each of those
-        and plans this batch for the weights after them, so ``max_staleness`` holds when it is trained. While more than
-        ``max_staleness`` delivered batches are not trained, the call waits for a weight update.
+        It may be called while the trainer trains on earlier batches. april expects one weight update for each of these
+        batches and plans the new batch for the weights after them, so that ``max_staleness`` holds when it is trained.
+        While more than ``max_staleness`` delivered batches are not trained, the call waits for a weight update.
         """
         await asyncio.sleep(0)  # lets a call that was just cancelled end first
         me = object()
@@ -335,28 +337,28 @@ class RolloutScheduler(BatchIterator):
     ) -> PolicyVersion:  # fmt: skip
         """Give the engines the trainer's new weights, commit the trained batches and raise the policy version.
 
-        Give one of ``path``, ``transfer`` and ``weights``. Without any, the engines read the model in place, as
-        embedded ones do; servers cannot, so this raises ConfigError if there are any.
+        Give one of ``path``, ``transfer`` and ``weights``. If none is given, the engines must read the model in place,
+        as embedded engines do; servers cannot, so this raises ConfigError if there are servers.
 
         Args:
             path: Directory from which the engines load the new weights; servers get it as an absolute path.
             transfer: Function that gives the engines the weights; called in this thread while the engines are paused.
             weights: Module, mapping, or re-iterable of (Hugging Face name, tensor), which april sends from this process
                 to the engines in buckets, without a directory. An engine that fails meanwhile is left out if there are
-                others. For a module with an adapter (PEFT LoRA), only the adapter is written to a directory of april's,
-                if all engines load adapters. See docs/weights.md.
-            trained: Number (``batch.id``) of the last batch that these weights were trained on; it and those before it
-                are committed. None means the oldest delivered batch that no earlier update committed: each update is
-                taken to train one batch, in delivery order. Give it if one update trains several batches, or if one
-                batch leads to several updates while others are not trained.
+                other engines. For a module with an adapter (PEFT LoRA), april writes only the adapter, to a directory
+                of its own, if all engines load adapters. See docs/weights.md.
+            trained: Number (``batch.id``) of the last batch that these weights were trained on; it is committed
+                together with all earlier batches. None means the oldest delivered batch that no earlier update
+                committed: each update is taken to train one batch, in delivery order. Give it if one update trains
+                several batches, or if one batch leads to several updates while other batches are not trained.
             label: Number of the new version, if the trainer counts versions itself; greater than the version before.
-                Staleness is counted in these numbers. None means one more than before.
+                Staleness is counted in these numbers. None means one more than the version before.
 
         Returns:
             The new version. If ``transfer`` or a load raises, the version is unchanged and generation goes on, with one
-            exception: if some engines have loaded and others have not, or servers may hold a part of the transferred
+            exception: if only some engines have loaded the weights, or servers may hold a part of the transferred
             weights, calls that wait for a batch or an evaluation raise EngineError until an update has reached all
-            engines. An engine that was found dead before is left out until a later update reaches it.
+            engines. An engine that was found dead before the update is left out until a later update reaches it.
 
         Raises:
             ConfigError: an argument has a wrong type, there are servers and no weights for them, there is no such
@@ -365,9 +367,9 @@ class RolloutScheduler(BatchIterator):
             SchedulerClosed: after :meth:`close`.
 
         If a signal (Ctrl-C) interrupts the call, the update has either not begun or goes on to its end; inside
-        ``transfer`` the signal's exception counts as any other. The same call again (without ``trained``: before the
-        next batch) waits for that end instead of updating twice; :attr:`version` is the version in force. See
-        docs/restarts.md.
+        ``transfer`` the exception of the signal is an error like any other. If you repeat the call with the same
+        arguments (before the next batch, if ``trained`` is None), it waits for the end of this update and does not
+        update twice; :attr:`version` is the version in force. See docs/restarts.md.
         """
         run = partial(self._driver.update_weights, trained=trained, label=label)
         named = None if trained is label is None else (trained, label)
@@ -377,15 +379,15 @@ class RolloutScheduler(BatchIterator):
         self, path: str | None = None, transfer: Callable[[], Any] | None = None, trained: int | None = None,
         weights: Any = None, label: int | None = None,
     ) -> PolicyVersion:  # fmt: skip
-        """:meth:`weight_update` in a thread, for a trainer with an event loop of its own."""
+        """Do the same as :meth:`weight_update`, in a thread, for a trainer with its own event loop."""
         return await asyncio.to_thread(self.weight_update, path, transfer, trained, weights, label)
 
     def pause(self) -> None:
-        """Keep all engines free of training's requests until :meth:`resume`, for trainers that load weights themselves.
+        """Keep training's requests off the engines until :meth:`resume`, for trainers that load weights themselves.
 
-        Such a trainer calls :meth:`weight_update` between the two, with a transfer that does nothing. Requests in
-        flight are cut and continue after the pause. A second call does nothing. The call waits for a weight update or
-        an evaluation that is under way.
+        During the pause, such a trainer calls :meth:`weight_update` with a transfer that does nothing. Requests in
+        flight are interrupted and continue after the pause. A second call does nothing. The call waits for a weight
+        update or an evaluation that is under way.
         """
         self._thread.run(self._driver.pause)
 
@@ -394,18 +396,18 @@ class RolloutScheduler(BatchIterator):
         self._thread.run(self._driver.resume)
 
     async def apause(self) -> None:
-        """:meth:`pause` for a trainer with an event loop of its own."""
+        """Do the same as :meth:`pause`, for a trainer with its own event loop."""
         await self._thread.run_async(self._driver.pause)
 
     async def aresume(self) -> None:
-        """:meth:`resume` for a trainer with an event loop of its own."""
+        """Do the same as :meth:`resume`, for a trainer with its own event loop."""
         await self._thread.run_async(self._driver.resume)
 
     def commit(self, batch_id: int) -> None:
-        """Commit this batch and those before it without a weight update.
+        """Commit this batch and all earlier batches without a weight update; does not wait for anything.
 
-        For users who only generate, and for gradients that are accumulated over batches: the batch no longer counts as
-        untrained, and saved states do not contain it. Does not wait for anything.
+        A committed batch no longer counts as untrained, and saved states do not contain it. Use this if you only
+        generate, or accumulate gradients over batches.
 
         Raises:
             ConfigError: there is no such batch.
@@ -413,10 +415,10 @@ class RolloutScheduler(BatchIterator):
         self._thread.call(lambda: self._driver.commit(batch_id))
 
     def lower_staleness(self, to: int | None = None) -> int:
-        """Lower the staleness bound for prompts drawn from now on; ``to`` None means one less. Returns the new bound.
+        """Lower the staleness bound for prompts drawn from now on, and return it; ``to`` None lowers it by one.
 
-        Prompts drawn before keep their old bound and are not dropped; once they are delivered, all trained tokens keep
-        the new one. The bound is saved across restarts, until ``max_staleness`` is configured to another value.
+        Prompts drawn earlier keep the old bound and are not dropped; once they are delivered, all trained tokens are
+        within the new bound. The bound is kept across restarts, until ``max_staleness`` is configured to another value.
 
         Raises:
             ConfigError: ``to`` is not between 0 and the current bound.
@@ -429,7 +431,7 @@ class RolloutScheduler(BatchIterator):
         Each rank may add the report of its share. Does nothing without a record, and does not wait for anything.
 
         Raises:
-            ConfigError: not a mapping of names to finite numbers.
+            ConfigError: ``report`` is not a mapping of names to finite numbers.
         """
         if isinstance(batch_id, bool) or not isinstance(batch_id, int):
             raise ConfigError(f"record_report: batch_id must be batch.id, got {type(batch_id).__name__}")
@@ -449,16 +451,16 @@ class RolloutScheduler(BatchIterator):
     ) -> EvaluationResult:  # fmt: skip
         """Generate and score responses to ``prompts`` with the current weights; training loses no tokens.
 
-        In stepwise generation training's requests are cut and training waits. With ``generation: continuous`` training
-        goes on, and only weight updates wait.
+        In stepwise generation the requests of training are interrupted, and training waits. With ``generation:
+        continuous`` training goes on, and only weight updates wait.
 
-        Sampling defaults to that of training. With the same weights and seed the result is the same on engines
-        that honour seeds.
+        The default sampling is that of training. With the same weights and seed the result is the same on engines that
+        honour seeds.
 
         Raises:
             ConfigError: an argument is out of range, or a prompt is unusable.
             RolloutError: there is no reward function, or a rollout or reward function failed; names the prompt.
-            EngineError: no engine is left, or a request failed repeatedly; it starts from its prompt each time.
+            EngineError: no engine is left, or a request failed repeatedly (it starts from its prompt each time).
         """
         return self._thread.run(self._evaluation(prompts, n_samples, temperature, top_p, max_tokens, seed))
 
@@ -466,7 +468,7 @@ class RolloutScheduler(BatchIterator):
         self, prompts: Iterable[Any], *, n_samples: int = 1, temperature: float | None = None,
         top_p: float | None = None, max_tokens: int | None = None, seed: int = 0,
     ) -> EvaluationResult:  # fmt: skip
-        """:meth:`evaluate` for a trainer with an event loop of its own."""
+        """Do the same as :meth:`evaluate`, for a trainer with its own event loop."""
         arguments = prompts, n_samples, temperature, top_p, max_tokens, seed
         run = await asyncio.to_thread(self._evaluation, *arguments) if self._reader.is_slow else None
         return await self._thread.run_async(self._evaluation(*arguments) if run is None else run)
@@ -500,10 +502,11 @@ class RolloutScheduler(BatchIterator):
     # ---------------------------------------------------------------- data and restarts
 
     def extend(self, prompts: Iterable[Any]) -> None:
-        """Append prompts to the present ones, also once those have ended.
+        """Append prompts, also after the present prompts have ended.
 
         Raises:
-            ConfigError: no iterable, or the last epoch has not begun: the prompts must be the same in every epoch.
+            ConfigError: ``prompts`` is no iterable, or the last epoch has not begun (all epochs must have the same
+                prompts).
         """
         self._thread.call(lambda: self._driver.extend(prompts))
 
@@ -511,16 +514,16 @@ class RolloutScheduler(BatchIterator):
         """Return everything that must survive a restart, for the trainer's checkpoint; may be called at any time.
 
         The state consists of plain numbers, strings, bytes, lists and dicts, and the ``data`` of held prompts as it was
-        given, and is sealed by a checksum. It includes the tokens generated so far, also those of running requests.
-        april puts no empty bytes into it, which ``torch.load(weights_only=True)`` cannot read; the ``data`` of your
-        prompts may have some.
+        given, and has a checksum. It includes the tokens generated so far, also those of running requests. april puts
+        no empty bytes into it, because ``torch.load(weights_only=True)`` cannot read them; the ``data`` of your prompts
+        may contain some.
 
         Args:
             trained_through: Number (``batch.id``) of the last batch that the weights in the checkpoint were trained on;
                 later batches are delivered again after a restart. None means the last committed batch.
 
         Raises:
-            CheckpointError: there is no such batch, or a later one is committed already.
+            CheckpointError: there is no such batch, or a later batch is committed already.
         """
         return self._thread.call(lambda: self._driver.state_dict(trained_through))
 
@@ -528,22 +531,23 @@ class RolloutScheduler(BatchIterator):
         self, state: dict[str, Any], path: str | None = None, transfer: Callable[[], Any] | None = None,
         weights: Any = None,
     ) -> PolicyVersion:  # fmt: skip
-        """Continue from a saved state, before the first batch, in a new incarnation of the policy version.
+        """Continue from a saved state; must be called before the first batch.
 
-        The prompts must be the same as before, in the same order; those drawn already are compared and skipped.
-        Unfinished single-turn responses continue exactly where they were. For several turns the rollout functions start
-        again, and their calls are answered from the state as long as they repeat the earlier requests.
+        The prompts must be the same as before the restart, in the same order; those drawn already are compared and
+        skipped. Unfinished single-turn responses continue exactly where they were. For several turns the rollout
+        functions start again, and their calls are answered from the state as long as they repeat the earlier requests.
+        The restart begins a new incarnation: the first number of the policy version grows by one.
 
         Args:
             path: Directory with the checkpoint's weights, as in :meth:`weight_update`.
             transfer: Function that gives the engines these weights, as in :meth:`weight_update`.
-            weights: The weights themselves, as in :meth:`weight_update`. Without any of the three, engines read the
-                model in place, which has the weights already. This is refused if there are servers: they hold the
-                weights that they were started with, or those of a run that went on after the checkpoint.
+            weights: The weights themselves, as in :meth:`weight_update`. If none of the three is given, engines read
+                the model in place, which must already have the weights. This is refused if there are servers: they hold
+                the weights with which they were started, or those of a run that went on after the checkpoint.
 
         Returns:
             The policy version of the checkpoint's weights, in the new incarnation. Tokens that these weights generated
-            before the restart are not stale under it.
+            before the restart are not stale under this version.
 
         Raises:
             CheckpointError: the state was changed, or it does not fit the prompts, settings or engines
@@ -559,7 +563,7 @@ class RolloutScheduler(BatchIterator):
         self, state: dict[str, Any], path: str | None = None, transfer: Callable[[], Any] | None = None,
         weights: Any = None,
     ) -> PolicyVersion:  # fmt: skip
-        """:meth:`load_state_dict` in a thread, for a trainer with an event loop of its own."""
+        """Do the same as :meth:`load_state_dict`, in a thread, for a trainer with its own event loop."""
         return await asyncio.to_thread(self.load_state_dict, state, path, transfer, weights)
 
     def _with_weights(
@@ -568,8 +572,8 @@ class RolloutScheduler(BatchIterator):
     ) -> PolicyVersion:  # fmt: skip
         """Run the driver's ``run(path, update=...)``, with ``transfer`` in the caller's thread; returns the version.
 
-        A repeated call continues the update that an interrupted call has begun. It counts as the same call if path,
-        ``named``, the last batch handed out, and whether there is a transfer are the same.
+        A repeated call continues the update that an interrupted call has begun. A call counts as repeated if the path,
+        ``named``, the last batch handed out, and the kind of transfer are the same.
         """
         if path is not None and not isinstance(path, (str, os.PathLike)):
             raise ConfigError(
@@ -585,7 +589,7 @@ class RolloutScheduler(BatchIterator):
             raise ConfigError(f"{what}: april itself sends weights=; leave out path= and transfer=")
         self._thread.refuse_waiting()
         handed_out = self._driver.handed_out if named is None else None
-        # april's own transfers have time limits of their own, and a virtual clock would not wait for a thread
+        # april's own transfers have other time limits, and a virtual clock would not wait for a thread
         limited = weights is None and self._thread.threads_wake_it
         limit_s = 2 * self.config.outage_deadline_s if limited else None
         asked = (what, path, transfer is not None, weights is not None, named, handed_out)
@@ -627,11 +631,12 @@ class RolloutScheduler(BatchIterator):
     def add_engine(self, engine: Engine | str, *, api_key: str | None = None) -> str:
         """Add an engine during the run, given as an object or as the address of a server; returns its name.
 
-        A server is of the kind of ``config.engine``, or april's own (``april.serve``) if that is no kind of server. The
-        engine gets the current weights from the directory of the last weight update, or with the next update.
+        A server is of the kind of ``config.engine``; if that kind has no servers, it is april's own (``april.serve``).
+        The engine gets the current weights from the directory of the last weight update; if there is none, with the
+        next update.
 
         Args:
-            api_key: API key of the server, if it is not that of the configuration.
+            api_key: API key of the server, if it differs from the key in the configuration.
 
         Raises:
             ConfigError: the engine does not fit the configuration or the other engines, or its name is taken.
@@ -640,11 +645,11 @@ class RolloutScheduler(BatchIterator):
         return self._thread.run(lambda: self._roster.add(engine, api_key))
 
     async def aadd_engine(self, engine: Engine | str, *, api_key: str | None = None) -> str:
-        """:meth:`add_engine` for a trainer with an event loop of its own."""
+        """Do the same as :meth:`add_engine`, for a trainer with its own event loop."""
         return await self._thread.run_async(lambda: self._roster.add(engine, api_key))
 
     def remove_engine(self, name: str, *, cut: bool = False) -> None:
-        """Remove an engine during the run and close it; it gets no new requests, and its present ones end first.
+        """Remove an engine during the run and close it; it gets no new requests, and its running requests end first.
 
         Args:
             cut: True to abort its requests now; they continue on other engines with their tokens.
@@ -655,7 +660,7 @@ class RolloutScheduler(BatchIterator):
         self._thread.run(lambda: self._roster.remove(name, cut=cut))
 
     async def aremove_engine(self, name: str, *, cut: bool = False) -> None:
-        """:meth:`remove_engine` for a trainer with an event loop of its own."""
+        """Do the same as :meth:`remove_engine`, for a trainer with its own event loop."""
         await self._thread.run_async(lambda: self._roster.remove(name, cut=cut))
 
     # ---------------------------------------------------------------- looking inside
@@ -717,7 +722,7 @@ class RolloutScheduler(BatchIterator):
     def close(self) -> None:
         """End all requests and functions, and close the engines; idempotent. Does nothing in a forked process.
 
-        Functions have CLOSE_PATIENCE_S seconds to end; those that do not, also in threads, are left behind.
+        Functions have CLOSE_PATIENCE_S seconds to end; functions that take longer, also in threads, are left running.
         """
         if not self._thread.in_own_process:
             return
@@ -726,7 +731,7 @@ class RolloutScheduler(BatchIterator):
             closing = self._thread.submit(self._driver.close)
         except SchedulerClosed:
             self._thread.stop()
-            self._observers.close()  # an interrupt may have kept the close before from it
+            self._observers.close()  # an earlier close may have been interrupted before this
             return
         ended = None
         try:
@@ -796,8 +801,9 @@ async def close_abandoned(
 ) -> None:  # fmt: skip
     """Close the engines of a scheduler whose constructor failed, that was ``dropped``, or whose close was interrupted.
 
-    This runs last on the loop. The driver and the user's functions are not among the arguments, as they may refer to
-    the scheduler, which then would never be dropped. ``ends`` are called after the engines are closed; none raises.
+    This runs last on the loop. The driver and the user's functions are not among the arguments, because they may refer
+    to the scheduler, which then would never be dropped. ``ends`` are called after the engines are closed, and must not
+    raise.
     """
     if dropped:
         log.warning("a RolloutScheduler was dropped without close(); its threads and engines end now")
@@ -832,7 +838,7 @@ class PartialRollout(Protocol[P, R]):
 
 
 def partial_rollout(function: Callable[P, R]) -> PartialRollout[P, R]:
-    """Decorate a rollout function ``(prompt, llm)``, async, or plain (then ``llm.generate`` blocks)::
+    """Decorate a rollout function ``(prompt, llm)``, which is async or plain (then ``llm.generate`` blocks)::
 
         @april.partial_rollout
         async def rollout(prompt, llm): ...

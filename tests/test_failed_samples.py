@@ -217,7 +217,7 @@ def test_a_straggler_that_fails_while_the_filter_thinks_costs_itself() -> None:
     """How long the filter takes decides nothing: the quorum of the group is finished."""
     m = machine(DROP_GROUP, group_quorum=0.75, has_filter=True)
     m.finish((0, 0), (0, 1), (0, 2))
-    assert m.core.buffer.groups[0].state is GroupState.JUDGED
+    assert m.core.buffer.groups[0].state is GroupState.BEING_JUDGED
     fail(m, (0, 3))
     assert 0 in m.core.buffer.groups
     assert m.core.counters["samples_dropped_failed"] == 1

@@ -1,4 +1,4 @@
-"""Windows over the response lengths and speeds of the latest batches, with tests for significant changes."""
+"""Keeps the response lengths and speeds of the latest batches, and tests them for significant changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BATCHES = 16
 LENGTH_ERRORS, LENGTH_FACTOR = 4.0, 1.15
 """Lengths count as changed if their geometric mean moves by this many standard errors and by this factor."""
 LATEST_BATCHES = 6
-"""Number of latest batches whose speed is compared with that of the batches before them."""
+"""Number of latest batches whose speed is compared with the speed of the batches before them."""
 SPREAD = 0.1
 """Assumed relative standard deviation of a batch's speed while there are too few batches to measure it."""
 SPEED_ERRORS, SPEED_FACTOR = 5.0, 1.25
@@ -54,9 +54,9 @@ class LengthWindow:
         return list(found.values())
 
     def changed(self, latest: int) -> bool:
-        """Return True if the lengths in the ``latest`` batches differ significantly from the ones before.
+        """Return True if the lengths in the ``latest`` batches differ significantly from those in earlier batches.
 
-        False while there are fewer than twice as many batches.
+        False while there are fewer than ``2 * latest`` batches.
         """
         if len(self._batches) < 2 * latest:
             return False
@@ -78,8 +78,8 @@ def _means(batches: Iterable[dict[int, list[int]]]) -> Floats:
 class Speeds:
     """Speeds of the latest batches with the same settings: tokens generated and kept, per second of the step.
 
-    Delivered tokens and the growth of held tokens both count, so a batch that cuts long responses is as fast as one
-    that waits for them if as many tokens are generated. Time for saving and evaluating is left out.
+    Delivered tokens and the growth of held tokens both count. So a batch that interrupts long responses is as fast as a
+    batch that waits for them, if as many tokens are generated. Time for saving and evaluating is left out.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class Speeds:
         return len(self._batches)
 
     def add(self, metrics: Mapping[str, float], held_before: float) -> None:
-        """Add a batch. ``held_before``: number of tokens held when the previous batch was delivered."""
+        """Add a batch; ``held_before`` is the number of tokens held when the previous batch was delivered."""
         seconds = metrics["step_s"] - metrics[TrainerTime.EVALUATES] - metrics[TrainerTime.OTHER]
         if seconds > 0.0:
             tokens = metrics["trained_tokens"] - metrics["masked_tokens"] + metrics["held_tokens"] - held_before
@@ -97,7 +97,7 @@ class Speeds:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second over all batches; 0 if there are none."""
+        """Tokens per second over all batches; 0 if there are no batches."""
         seconds = sum(seconds for _, seconds in self._batches)
         return sum(tokens for tokens, _ in self._batches) / seconds if seconds else 0.0
 
@@ -107,7 +107,7 @@ class Speeds:
         return ratio, ratio * self.error(before, len(self))
 
     def error(self, before: Speeds, count: int) -> float:
-        """Return the relative standard error of the ratio of speeds of ``count`` such batches to ``before``."""
+        """Return the relative standard error of the ratio between the speeds of ``count`` batches and ``before``."""
         off = np.concatenate([self._deviations, before._deviations])
         free = len(off) - (len(self) > 0) - (len(before) > 0)
         spread = float(np.sqrt(np.square(off).sum() / free)) if free > 0 else SPREAD
@@ -122,7 +122,10 @@ class Speeds:
 
     @property
     def changed(self) -> bool:
-        """True if the latest :data:`LATEST_BATCHES` differ significantly in speed from at least as many before them."""
+        """True if the speed of the latest :data:`LATEST_BATCHES` batches differs significantly from the speed before.
+
+        False while there are fewer than twice as many batches.
+        """
         if len(self) < 2 * LATEST_BATCHES:
             return False
         batches = list(self._batches)

@@ -1,4 +1,4 @@
-"""The request that a run with ``auto`` settings sends to the simulation process, and the response, as JSON."""
+"""Defines the question that a run with ``auto`` settings sends to the simulation process, and the answer, as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from april.core.types import OnStale, Refill, Work
 GAIN = 0.03
 """Smallest relative gain in speed that is worth a change."""
 SMALLEST_QUORUM = 0.75
-"""Smallest ``group_quorum`` that april chooses: with 0.5, the reward fell in some trainings."""
+"""Smallest ``group_quorum`` that april chooses, because the reward fell in some trainings with 0.5."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class WorkSettings:
         return cls(**{str(name): getattr(settings, name) for name in Work})
 
     def change_event(self, settings: CoreSettings) -> WorkChanged:
-        """Return the event that changes the ``auto`` ones among the core's settings to these values."""
+        """Return the event that changes those of the core's settings that are ``auto`` to these values."""
         return WorkChanged(**{str(name): getattr(self, name) for name in settings.auto})
 
     def __str__(self) -> str:
@@ -45,19 +45,20 @@ class TuningQuestion:
     """Description of a run, with the settings that may be changed.
 
     Attributes:
-        groups, samples: N groups of n responses in a batch.
+        groups, samples: number of groups in a batch, and of responses in a group.
         max_response_len, prompt_len: lengths in tokens.
         max_staleness, on_stale, max_off_policy_share: limits that the answer must keep.
         continuous: whether generation goes on while the trainer trains.
         train_s: training time of a batch, in seconds.
-        fetch_ahead: number of batches that the trainer requests before it has finished with one.
+        fetch_ahead: number of batches that the trainer requests before it has finished training one.
         engines: number of engines; all are taken to have the same ``cost``.
         cost: (base_s, per_sequence_s, per_kv_token_s, per_prefill_token_s), see
             :class:`april.engines.simulated.decode_cost.DecodeCost`.
         lengths: response lengths in tokens, one list per group.
         places: largest possible number of samples in flight.
-        below: bound of the number in flight: the answer must stay below it; None means no bound.
-        told: whether the cost of more in flight than was seen is known; otherwise ``cost`` is a lower bound there.
+        below: number of samples in flight below which the answer must stay; None means no bound.
+        told: whether ``cost`` also holds for more samples in flight than the run has had; if not, it is a lower bound
+            for these.
         free: settings that may be changed.
         now: current settings.
     """
@@ -82,7 +83,7 @@ class TuningQuestion:
     now: WorkSettings
 
     def check(self, answer: TuningAnswer) -> None:
-        """Raise ValueError for an impossible answer; the core would not check its values."""
+        """Raise ValueError for an impossible answer, as the core does not check its values."""
         best, free = answer.best, self.free
         figures = (answer.tokens_per_s, answer.off_policy_share, answer.speed_up, answer.share_now)
         wrong, most = "", (self.max_staleness + 1) * self.groups
@@ -92,7 +93,7 @@ class TuningQuestion:
             wrong = f"auto must not choose {fixed[0]}"
         elif best.refill not in (self.now.refill, Refill.NONE, Refill.SAMPLE):
             wrong = "refill"
-        elif best == self.now:  # settings of the user's own may lie outside the ranges below
+        elif best == self.now:  # the user's own settings may lie outside the ranges below
             return
         elif Work.OVER_SAMPLING in free and not self.groups <= best.over_sampling_batch_size <= most:
             wrong = "over_sampling_batch_size"

@@ -1,4 +1,4 @@
-"""Searches for better values of the settings of a run that are ``auto``.
+"""Searches for better values of those settings of a run that are ``auto``, and applies them.
 
 The search simulates the run in another process, so the run does not wait for it.
 """
@@ -28,7 +28,8 @@ from april.errors import RolloutError
 log = logging.getLogger("april")
 
 ANSWER_TIMEOUT_S = 1800.0
-"""Longest wait for an answer in seconds; after that the question is dropped, and the next one is asked when due."""
+"""Maximum number of seconds for an answer; after that the question is dropped, and the next question follows when it
+is due."""
 
 
 COMMAND = ("-m", "april.simulate.choose")
@@ -98,7 +99,7 @@ class RunTuning:
         self._chooser.close()
 
     async def aclose(self) -> None:
-        """Like :meth:`close`, but also wait until the process has ended."""
+        """Do the same as :meth:`close`, and wait until the process has ended."""
         task = self._task
         self.close()
         if task is not None:
@@ -115,7 +116,8 @@ class ChooserProcess:
     async def ask(self, question: TuningQuestion) -> TuningAnswer:
         """Return the answer. Raises RolloutError if the process failed, OSError if it could not be started.
 
-        An event loop without support for subprocesses, such as one on virtual time, is blocked until the answer comes.
+        An event loop without support for subprocesses, such as a loop on virtual time, is blocked until the answer
+        comes.
         """
         try:
             process = self._process = await asyncio.create_subprocess_exec(
@@ -134,7 +136,8 @@ class ChooserProcess:
         finally:
             self.close()
             if process.returncode is None:
-                # it was killed just now: read its output to the end, so that its pipes close before the event loop does
+                # close() has just killed the process; read its output to the end, so that the pipes close before the
+                # event loop does
                 await process.communicate()
         return _parse_answer(process.returncode, out, errors)
 

@@ -1,7 +1,7 @@
-"""Decides when a run asks for better ``auto`` settings, and whether it keeps the ones it gets. No clock, no I/O.
+"""Decides when a run asks for better ``auto`` settings, and whether it keeps the settings that it gets.
 
-A change is a trial: the speed of the batches after it is compared with that of the batches before it, and the change
-is taken back if they are not faster. So at equal speed the settings stay that leave tokens less stale.
+A change is a trial: the speeds of the batches before and after it are compared, and the change is taken back if the run
+is not faster. So at equal speed the settings stay that leave tokens less stale. This module uses no clock and no I/O.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from april.core.types import GenerationMode, Refill, Work
 from april.engines.simulated.fitted_cost import FittedCost
 
 FIRST_WAIT, LONGEST_WAIT = 2, 32
-"""Number of batches before the first question, and the largest number between two; it doubles each time."""
+"""Number of batches before the first question, and largest number of batches between two questions; the number doubles
+with each question."""
 SETTLING_BATCHES = 4
-"""Number of batches after a change whose lengths and ages are not representative: short responses finish first."""
+"""Number of batches after a change whose lengths and ages are not representative, as short responses finish first."""
 LATEST_BATCHES = 2
-"""Number of latest batches whose lengths are compared with those of the batches before them."""
+"""Number of latest batches whose lengths are compared with the lengths in the batches before them."""
 MIN_TRIAL_BATCHES, MAX_TRIAL_BATCHES = 3, 8
-"""Batches of a trial, not counting the first, after which it ends if its result is clear, and ends in any case."""
+"""Number of batches after which a trial ends if its result is clear, and after which it always ends; the first batch
+after the change does not count."""
 MAX_STEP = 1.25
-"""Largest factor by which the next trial may raise the number in flight while the cost of more is unknown."""
+"""Largest factor by which a trial may raise the number of samples in flight while the cost of more is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +96,18 @@ class AutoTuner:
         self._speeds_before_trial: Speeds | None = None
         """Speeds from before a trial that was taken back; the same settings should reach them again."""
         self._in_flight_bound: int | None = None
-        """Number in flight from which on a trial brought no gain; None if no trial showed one."""
+        """Number of samples in flight from which on more of them bring no gain, as a trial has shown; else None."""
         self._rejected: set[WorkSettings] = set()
         """Settings that were tried and taken back."""
         self._wait, self._since_asked, self._since_changed = FIRST_WAIT, 0, SETTLING_BATCHES
         self._answer: TuningAnswer | None = None
         self._nothing_better = False
-        """True if the latest answer had nothing better although too many tokens were stale: do not ask early again."""
+        """True if the latest answer had nothing better although too many tokens were stale, so that the next question
+        is not asked early."""
         self._changes = self._taken_back = 0
 
     def add_batch(self, batch: Batch) -> Decision | None:
-        """Add a batch with all its metrics. If that ends a trial, return the decision."""
+        """Add a batch with all its metrics; if it ends a trial, return the decision."""
         samples = rows_by_sample(batch.samples)
         self._lengths.add((rows[0].id.group, sum(len(row.tokens) for row in rows)) for rows in samples)
         self._prompts.append(float(np.mean([len(rows[0].prompt.token_ids) for rows in samples])))
@@ -168,7 +171,7 @@ class AutoTuner:
         return self._since_asked >= FIRST_WAIT and not self._nothing_better and self._too_off_policy
 
     def question(self, costs: Iterable[FittedCost]) -> TuningQuestion | None:
-        """Return a question about the run as it is now, given its engines' costs; None while no cost is known."""
+        """Return a question about the present run, given the costs of its engines; None while no cost is known."""
         found = list(costs)
         if not found or not self._prompts:
             return None
@@ -194,7 +197,7 @@ class AutoTuner:
         )  # fmt: skip
 
     def _in_flight_limit(self, told: bool) -> int | None:
-        """Return the number in flight below which the next trial must stay; None means no bound."""
+        """Return the number of samples in flight below which the next trial must stay; None means no bound."""
         if told:
             return self._in_flight_bound
         s = self._core.settings
@@ -205,7 +208,7 @@ class AutoTuner:
         """Return the decision on an answer; None if the settings stay."""
         self._answer, settings = answer, self._core.settings
         now = WorkSettings.of(settings)
-        # a quorum from an older checkpoint may be smaller than what is chosen today
+        # a quorum from an older checkpoint may be smaller than SMALLEST_QUORUM
         forced = self._too_off_policy or (Work.QUORUM in settings.auto and now.group_quorum < SMALLEST_QUORUM)
         self._nothing_better = answer.best == now and forced
         if answer.best == now or (answer.best in self._rejected and not forced):
@@ -245,7 +248,7 @@ class AutoTuner:
 
     @property
     def _share_correction(self) -> float:
-        """Predicted off-policy share divided by the measured one less its standard error; at most 1."""
+        """Predicted off-policy share, divided by (measured off-policy share less its standard error); at most 1."""
         if self._answer is None or self._answer.off_policy_share <= 0.0:
             return 1.0
         share, error = self._measured_share

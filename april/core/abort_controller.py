@@ -1,8 +1,10 @@
-"""Abort controller: sends aborts for attempts that must stop, again and again until each of them has ended.
+"""Aborts attempts (engine requests): sends the abort of each attempt again and again until the attempt has ended.
 
 An engine's acknowledgement of an abort proves nothing; only the end of each attempt does. The abort is sent again every
 ``resend_s`` until then. After the deadline, or at most one interval later, the attempt is fenced (its tokens so far are
 kept, nothing more is accepted), and its engine is not used until a probe finds it healthy.
+
+``rollout_core`` (``_advance`` and ``_stop_everything``) decides which attempts end when a batch is delivered.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ class AbortController:
         self._rounds = max(1, round(deadline_s / resend_s))
         self._resend_s = resend_s
         self._pending: dict[str, tuple[Attempt, int]] = {}
-        """Each attempt that was asked to end, by id, and the number of rounds before it is fenced."""
+        """(Attempt, number of timer rounds left before it is fenced) for each attempt that was asked to end, by id."""
         self._timer = 0
         self._timer_running = False
 
@@ -35,8 +37,8 @@ class AbortController:
     def stop(self, attempts: Iterable[Attempt], in_flight: dict[str, int]) -> list[Command]:
         """Return the commands that ask engines to end ``attempts``.
 
-        ``in_flight`` counts all attempts per engine, so that one abort can end them all. It must be empty if new
-        attempts may start meanwhile, as an abort of all attempts would also end the new attempts.
+        ``in_flight`` counts all attempts per engine, so that one abort can end all attempts of an engine. It must be
+        empty if new attempts may start meanwhile, as such an abort would also end the new attempts.
         """
         new = [a for a in attempts if a.id not in self._pending]
         for attempt in new:  # one round more if the timer is already running, as the first round is then shorter

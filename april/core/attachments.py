@@ -27,7 +27,7 @@ Extras = Mapping[str, Rows]
 class _None(dict[str, Rows]):
     """Empty extras; hashable so that they can be a field's default, which is cheaper than a default factory."""
 
-    __hash__ = object.__hash__  # type: ignore[assignment]  # never changed, as its type says
+    __hash__ = object.__hash__  # type: ignore[assignment]  # safe, as nobody changes it: Extras is a read-only type
 
 
 NO_EXTRAS: Extras = _None()
@@ -40,7 +40,7 @@ class Attachment:
     kind: str
     """Kind of attachment, by the name that engines use, such as ``image``."""
     digest: str
-    """SHA-256 of the bytes in hexadecimal, by which servers and caches identify it."""
+    """SHA-256 of the bytes in hexadecimal, by which servers and caches identify the attachment."""
     size: int = field(compare=False)
     """Number of bytes."""
     data: bytes | None = field(default=None, repr=False, compare=False)
@@ -55,7 +55,7 @@ class Attachment:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of memory that its content takes; 0 if it is only on disk."""
+        """Bytes of memory that the content takes; 0 if the content is only on disk."""
         return 0 if self.data is None else self.size
 
 
@@ -110,7 +110,7 @@ def first_rows(extras: Extras, count: int) -> Extras:
 
 
 def whole_rows(extras: Extras, count: int) -> Extras:
-    """Return ``count`` rows, read-only; missing ones at the end repeat the last row, and no loss depends on these."""
+    """Return ``count`` read-only rows; rows missing at the end are copies of the last row, on which no loss depends."""
     whole = {}
     for name, rows in extras.items():
         missing = np.repeat(rows[-1:], count - len(rows), axis=0)
@@ -120,7 +120,7 @@ def whole_rows(extras: Extras, count: int) -> Extras:
 
 
 def note_layout(layout: dict[str, Rows], extras: Extras, names: Sequence[str]) -> None:
-    """Record the shape and type of the first rows of each name in ``layout``, which later rows must match."""
+    """Record in ``layout`` the shape and type of the first rows of each name; later rows must match these."""
     for name in names:
         if name not in layout and name in extras:
             layout[name] = np.empty((0, *extras[name].shape[1:]), extras[name].dtype)
@@ -130,7 +130,7 @@ def wrong_rows(extras: Extras, names: Sequence[str], count: int, layout: Extras 
     """Describe why ``extras`` are not the ``count`` rows that were requested; None if they are.
 
     ``layout`` has earlier rows of the run, by name. New rows must have the same shape and kind of number, so that they
-    fit into one array; the number of bytes may differ, as small ids may take one byte.
+    fit into one array; the number of bytes per value may differ, as an engine may send small ids as single bytes.
     """
     for name in names:
         rows = extras.get(name)

@@ -1,7 +1,8 @@
-"""Attempt book: records every engine request in flight, and builds requests with their tokens, budget and seed.
+"""Records every attempt (engine request) in flight, and builds requests with their tokens, budget and seed.
 
-Invariant: an attempt is in the book from its submission until its end is handled, once; attempt ids have a fixed
-length (engines match ids by prefix) and are never reused, not even after a restart.
+Invariants: an attempt is in the book from its submission until its end is handled, once. Attempt ids have a fixed
+length, because engines match ids by prefix, and are never reused, not even after a restart. An attempt continues one
+chain (conversation) of its sample.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from april.core.engine_table import EngineTable
 from april.core.sampling import attempt_seed
 from april.core.settings import CoreSettings
 from april.core.tape import AttemptTape
-from april.core.types import Attempt, Chain, GenerateCall, OnWeightUpdate, Request, Sample, SampleId
+from april.core.types import Attempt, Chain, GenerateCall, OnWeightUpdate, Request
 from april.core.versions import PolicyVersion
 
 EVALUATION_MARK = 0xFFFF
-"""Takes the place of the incarnation in the attempt ids of evaluations, so that they differ from those of training."""
+"""Replaces the incarnation (number of restarts) in the attempt ids of evaluations, so that these ids differ from those
+of training."""
 
 
 class AttemptBook:
@@ -34,6 +36,7 @@ class AttemptBook:
         self.in_flight: dict[str, Attempt] = {}
         """Attempts of training in flight, by id."""
         self.of_evaluations: dict[str, Attempt] = {}
+        """Attempts of evaluations in flight, by id."""
 
     def __len__(self) -> int:
         return len(self.in_flight) + len(self.of_evaluations)
@@ -42,15 +45,15 @@ class AttemptBook:
         return itertools.chain(self.of_evaluations.values(), self.in_flight.values())
 
     def get(self, attempt_id: str) -> Attempt | None:
-        """Return the attempt in flight with this id; None if there is none (any more)."""
+        """Return the attempt in flight with this id; None if there is no such attempt, or it has ended."""
         return self.in_flight.get(attempt_id) or self.of_evaluations.get(attempt_id)
 
     def room(self, chain: Chain) -> int:
-        """Return the longest response that the chain may have, environment tokens included, by all limits."""
+        """Return the longest response that the limits allow for the chain, environment tokens included."""
         return min(self._settings.max_response_len, self._engines.max_context - len(chain.prompt))
 
     def budget(self, call: GenerateCall) -> int:
-        """Return how many tokens the call may still generate, by its own limit and those of chain and sample."""
+        """Return how many tokens the call may still generate by its own limit and the limits of chain and sample."""
         chain, most = call.chain, self._settings.max_sample_tokens
         held = len(chain.tape.tokens)
         left = min(self.room(chain) - held, call.sampling.max_tokens - (held - call.start))
@@ -79,7 +82,8 @@ class AttemptBook:
             priority=0 if sample.urgent else 1,
             sample_key=sample.key,
             response_offset=held - call.start,
-            stream=keeps or bool(sampling.stop),  # with keep, a weight update ends requests without a token
+            # with keep, a weight update ends the requests that have no token yet, which only a stream shows
+            stream=keeps or bool(sampling.stop),
             in_flight=s.on_weight_update,
             attached=chain.attached,
             extras=extras,
@@ -107,7 +111,10 @@ class AttemptBook:
         return attempt
 
     def ends_in_stop(self, call: GenerateCall) -> bool:
-        """Return True if the call's tokens end in EOS or a stop token, as a partial from a saved state may."""
+        """Return True if the call's tokens end in EOS or a stop token.
+
+        A partial response from a saved state may be complete in this way.
+        """
         tape = call.chain.tape
         if len(tape) - call.start <= call.sampling.min_tokens:
             return False
@@ -116,50 +123,3 @@ class AttemptBook:
     def _end_ids(self, call: GenerateCall) -> frozenset[int]:
         eos, stops = self._engines.eos_token_ids, call.sampling.stop_token_ids
         return eos.union(stops) if stops else eos
-
-
-class Places:
-    """Counts the places (slots for requests in flight) over all engines, and how many are free.
-
-    Each attempt takes a place until it has ended. A started rollout function has a place reserved until its first call
-    or its end, so that no more functions are started than can generate. Reservations limit the start of functions, not
-    calls, so a function may wait for a tool or a client for any time. Evaluations ignore the reservations of training.
-    """
-
-    def __init__(self, total: int, attempts: AttemptBook) -> None:
-        self.total = self.max_taken = total
-        """``max_taken`` is the largest valid ``taken``: requests from before ``total`` was lowered are not cut."""
-        self._attempts = attempts
-        self.reserved: set[SampleId] = set()
-        """Ids of samples whose function was started and has not made a call yet."""
-        self._of_evaluations = 0
-        """Number of evaluations' samples in ``reserved``."""
-
-    @property
-    def free(self) -> int:
-        """Number of requests that may be sent; below 0 while too many are in flight."""
-        return self.total - self.taken
-
-    @property
-    def taken(self) -> int:
-        attempts = self._attempts
-        return len(attempts.in_flight) + len(attempts.of_evaluations)
-
-    def startable(self, *, evaluation: bool = False) -> int:
-        """Return how many rollout functions of training, or of an evaluation, may be started."""
-        return self.free - (self._of_evaluations if evaluation else len(self.reserved))
-
-    def reserve(self, sample: Sample) -> None:
-        """Reserve a place for a sample whose rollout function is being started."""
-        self.reserved.add(sample.id)
-        self._of_evaluations += sample.evaluation is not None
-
-    def change(self, total: int) -> None:
-        """Set the number of places."""
-        self.total, self.max_taken = total, max(total, self.taken)
-
-    def release(self, sample: Sample) -> None:
-        """Release the sample's reservation, if it has one: its function made a call or ended."""
-        if sample.id in self.reserved:
-            self.reserved.remove(sample.id)
-            self._of_evaluations -= sample.evaluation is not None

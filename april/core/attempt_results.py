@@ -1,6 +1,6 @@
 """Decides what happens when an attempt (engine request) ends, fails or stalls.
 
-Its tokens are stored or dropped, and its call is completed, sent again or given up.
+The tokens of the attempt are stored or dropped, and its call is completed, sent again or given up.
 
 ``engine_recovery`` decides when an engine that failed or was busy is used again. Invariants: the tokens of an attempt
 are stored before anything else is decided; if a sample has stopped waiting for an attempt, the attempt's tokens are
@@ -123,8 +123,8 @@ class AttemptResults:
             tokens.drop(came, DropReason.CORRUPT)
         else:
             self._store_tokens(attempt, ABORT, event.counts)
-        # a broken request quarantines the engine until a probe, corrupt answers only after several in a row; an engine
-        # that is busy, rejects one request or whose tokens could not be decoded is still healthy
+        # A request that broke off quarantines the engine until a probe; corrupt answers do so only after several in a
+        # row. An engine that is busy, rejects one request or sends tokens that april cannot decode is still healthy.
         if corrupt or kind is AttemptFailure.BROKE_OFF:
             context.engine_failed(attempt.engine, at_once=not corrupt)
         call = attempt.call
@@ -158,7 +158,8 @@ class AttemptResults:
         The sample fails after too many failed attempts in a row that brought no token.
         """
         call = attempt.call
-        progressed &= call.sample.evaluation is None  # a call of an evaluation begins again without its tokens
+        # a call of an evaluation begins again without its tokens, so they are no progress
+        progressed &= call.sample.evaluation is None
         call.failures = 0 if progressed else call.failures + 1
         self._queue_for_another_engine(attempt, f"attempt failed: {error}", error, kind)
         if call.failures >= self._context.settings.max_attempt_failures:
@@ -172,7 +173,7 @@ class AttemptResults:
         self._calls.queue(attempt.call, why)
 
     def _close(self, event: ev.AttemptEnded | ev.AttemptFailed) -> Attempt | None:
-        """Remove the attempt from those in flight and return it; None if it had already ended."""
+        """Remove the attempt from the attempts in flight and return it; None if it had already ended."""
         context, after_stop = self._context, event.counts.after_stop
         attempt = context.attempts.close(event.attempt_id)
         if attempt is None:
@@ -203,7 +204,7 @@ class AttemptResults:
         tokens.observe(count)
         cut = finish is ABORT and not counts.ends and count < attempt.request.sampling.max_tokens
         if cut and sample.evaluation is not None:
-            lost_for = lost_for or DropReason.FAILED  # an interrupted evaluation call restarts, same seed
+            lost_for = lost_for or DropReason.FAILED  # the call of an evaluation is repeated with the same seed
         if lost_for is not None:
             tokens.drop(count, lost_for)
             return
@@ -213,6 +214,7 @@ class AttemptResults:
             if attempt.tape.extras:
                 chain.add_extras(attempt.tape.extras)
             state = self._context.engines.states[attempt.engine]
-            # the request has kept keys and values of older weights, which the engine does not reuse for later requests
+            # with on_weight_update: keep, the request's keys and values are of older weights, and the engine does not
+            # reuse them for later requests
             kept = attempt.over not in (None, state.version)
             chain.cached_on, chain.cache_key = "" if kept else attempt.engine, state.cache_key

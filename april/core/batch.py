@@ -1,8 +1,8 @@
-"""Delivered batches: N finished groups, or N * n samples, as ragged and padded arrays, with the origin of each token.
+"""Defines the batch that april delivers to the trainer: ragged and padded arrays, with the origin of each token.
 
-The rows are ordered by group (with a group quorum, only some samples of a group may be in a batch);
-``group_ids[row]``, ``sample_indices[row]`` and ``samples[row].id`` identify the sample of a row.
-Shapes: B rows, T longest response, P longest prompt.
+A batch has ``rollout_batch_size`` finished groups or, with a group quorum below 1, as many samples as these groups
+would have. The rows are ordered by group; ``group_ids[row]``, ``sample_indices[row]`` and ``samples[row].id`` identify
+the sample of a row. Shapes: B rows; T tokens of a response and P tokens of a prompt, in padded arrays of the longest.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _warned_of: set[str] = set()
 class DeliveredSample:
     """One row of a batch: a finished response.
 
-    A sample whose rollout function used several conversations has a row for each one with generated tokens; these rows
-    share the sample's ``id``, reward and cohort.
+    If a rollout function used several conversations, its sample has a row for each conversation with generated tokens;
+    these rows share the sample's ``id``, reward and cohort.
     """
 
     id: SampleId
@@ -52,29 +52,31 @@ class DeliveredSample:
     """uint8 [T], 1 where the policy generated the token and it is not too old"""
     segments: tuple[Segment, ...]
     staleness: int
-    """number of weight updates between the oldest generated token and training, counting one for each earlier batch
-    that is not trained yet"""
+    """age of the oldest generated token when it is trained, in weight updates; each batch that was delivered earlier
+    and is not trained yet counts as one update"""
     reward: float
     cohort: tuple[tuple[int, float], ...]
-    """(index, reward) of the first k finishers of its group, in order of finishing; k = n without a quorum"""
+    """(index, reward) of the first k samples of the group to finish, in that order. k is the number that the group
+    quorum requires; without a quorum, these are all samples of the group"""
     finish: FinishReason
     attempts: int
     """number of requests to engines"""
     resumes: int
     """number of these requests that continued a call after its first token"""
     chain: int = 0
-    """number of its conversation"""
+    """index of the row's conversation within its sample; 0 is the first"""
     attached: tuple[Placed, ...] = ()
     """attachments of the conversation, such as images: those of ``prompt`` and of later tool results"""
     extras: Extras = field(default=NO_EXTRAS, compare=False)
-    """per-token arrays by name, [P + T - 1, ...], read-only: row i was computed when token i of prompt and response was
-    read, in the attempt that generated token i + 1; after the last generated token the last row is repeated"""
+    """per-token arrays by name, [P + T - 1, ...], read-only. Row i comes from the engine request that generated token
+    i + 1 of prompt and response, and was computed when the model read token i. After the last generated token, the last
+    row is repeated"""
     output: Any = field(default=None, compare=False, repr=False)
-    """return value of its rollout function; None outside of the process that ran it"""
+    """return value of the sample's rollout function; None outside of the process that ran the function"""
 
     @property
     def versions(self) -> Int32:
-        """int32 [T, 2]: (incarnation, n) of each token."""
+        """Policy version of each token as int32 [T, 2]: (incarnation, which is the number of restarts; ``n``)."""
         return versions_of(self.segments)
 
     @property
@@ -85,10 +87,10 @@ class DeliveredSample:
 
     @property
     def baseline_rewards(self) -> Float32:
-        """float32 [k - 1], rewards from which its baseline is computed: the first k - 1 other finishers of its group.
+        """float32 [k - 1], rewards for the sample's baseline: those of the first k - 1 other samples to finish.
 
-        Early and late finishers get equally many, and never their own reward, so the baseline does not depend on the
-        sample or on how long it took.
+        ``k`` is as in :attr:`cohort`. Every sample of the group gets the same number of rewards and never its own, so
+        the baseline does not depend on the sample or on how long it took.
         """
         (others,) = first_others_of([self.id.index], [self.cohort])
         rewards: Float32 = others[~np.isnan(others)].astype(np.float32)
@@ -108,16 +110,21 @@ class Batch:
     """number of rows in this batch per group; sums to len(samples)"""
     metrics: Mapping[str, float]
     logprob_kind: str = "temperature"
-    """Distribution of ``logprobs``: ``temperature`` (log_softmax(logits / T)), ``processed`` (what was sampled from;
-    equal to ``temperature`` with top_p 1, min_tokens 0 and T > 0), ``raw`` (log_softmax(logits)) or ``unknown``
-    (both allowed only at T = 1, where both equal ``temperature``), or ``mixed`` (differs by engine; see segments)"""
+    """Distribution of ``logprobs``:
+
+    ``temperature``: log_softmax(logits / temperature).
+    ``processed``: the distribution that was sampled from; it equals ``temperature`` with top_p 1, min_tokens 0 and a
+    temperature above 0.
+    ``raw``: log_softmax(logits); allowed only at temperature 1, where it equals ``temperature``.
+    ``unknown``: not known; allowed only at temperature 1.
+    ``mixed``: differs by engine; the ``segments`` of a row name the engine of each token."""
     bottleneck: str = ""
     """Sentence for users: which side the step waited for, how long and why, and what to change. Empty if the step took
     no time"""
     branches: Mapping[int, int] = field(default_factory=dict)
-    """incarnation -> ``n`` of the weights from which the next incarnation began, after a restart"""
+    """For each restart: the version number ``n`` from which the restarted run went on, by the incarnation before it."""
     _part: BatchShare | None = None
-    """share of the whole batch that this one is, set by :meth:`split`; None for a whole batch"""
+    """which share of the whole batch this one is, set by :meth:`split`; None for a whole batch"""
     _no_rows: Extras = field(default=NO_EXTRAS, repr=False, compare=False)
     """extras without rows, set by :meth:`split`, from which a share without samples takes shapes and types"""
 
@@ -135,12 +142,12 @@ class Batch:
 
     @property
     def trained_at(self) -> PolicyVersion:
-        """Version at which it will be trained: one update later for each untrained batch delivered before it."""
+        """Version at which the batch will be trained: one update later for each untrained batch delivered before it."""
         return self.version._replace(n=self.version.n + int(self.metrics.get("batches_out", 0.0)))
 
     @cached_property
     def share(self) -> BatchShare:
-        """The share of the whole batch that this is, and the totals by which a loss over all shares is divided.
+        """Which share of the whole batch this one is, and the totals by which a loss over all shares is divided.
 
         Pass it to :func:`april.loss_weights`. In a loss of your own, divide by its ``samples`` or ``loss_tokens``,
         which count the whole batch.
@@ -157,11 +164,11 @@ class Batch:
         about equal numbers of prompt and response tokens, but different numbers of samples. With more ranks than
         samples, some shares are empty: their arrays have B = 0.
 
-        Each share has the ``metrics`` and ``off_policy_share`` of the whole batch, and its :meth:`advantages` equal
-        those rows of the whole batch's, as each sample carries the rewards of its group. The same batch is always split
-        in the same way. A share may be split again: its :attr:`share` still counts the whole batch.
+        Each share has the ``metrics`` and ``off_policy_share`` of the whole batch. Its :meth:`advantages` are those
+        that the whole batch has for the same rows, as each sample carries the rewards of its group. The same batch is
+        always split in the same way. A share may be split again: its :attr:`share` still counts the whole batch.
 
-        Raises ValueError for ``ranks`` below 1 and for another ``by``.
+        Raises ValueError for ``ranks`` below 1 and for an unknown ``by``.
         """
         if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
             raise ValueError(f"split: ranks must be a whole number and at least 1, got {ranks!r}")
@@ -190,17 +197,17 @@ class Batch:
 
     @cached_property
     def rewards(self) -> Float32:
-        """float32 [B]."""
+        """float32 [B], reward of each row's sample."""
         return np.array([s.reward for s in self.samples], np.float32)
 
     @cached_property
     def group_ids(self) -> NDArray[np.int64]:
-        """int64 [B], number of the group as drawn."""
+        """int64 [B], number of each row's group; groups are numbered in the order in which their prompts were drawn."""
         return np.array([s.id.group for s in self.samples], np.int64)
 
     @cached_property
     def sample_numbers(self) -> Int32:
-        """int32 [B], number of each row's sample in this batch: 0 to B - 1 unless some samples have several rows."""
+        """int32 [B], number of each row's sample in this batch, from 0; the rows of one sample have the same number."""
         return sample_numbers(self.samples)
 
     @property
@@ -210,7 +217,7 @@ class Batch:
 
     @cached_property
     def sample_indices(self) -> Int32:
-        """int32 [B], number of the sample in its group."""
+        """int32 [B], index of each row's sample within its group."""
         return np.array([s.id.index for s in self.samples], np.int32)
 
     @property
@@ -220,15 +227,15 @@ class Batch:
 
     @cached_property
     def lengths(self) -> Int32:
-        """int32 [B], response tokens."""
+        """int32 [B], number of response tokens of each row."""
         return np.array([len(s.tokens) for s in self.samples], np.int32)
 
     @cached_property
     def token_ages(self) -> Int32:
         """int32 [sum of T], number of weight updates between each token and its training; 0 for environment tokens.
 
-        The rows are laid out as in :meth:`ragged`. Across a restart, the age is the distance from the token's version
-        back to the branch point plus the updates since.
+        The rows are laid out as in :meth:`ragged`. For a token from before a restart, the age is the number of updates
+        between its version and the version from which the restarted run went on, plus the updates since.
         """
         clock = VersionClock(self.trained_at, dict(self.branches))
         ages, counts = [], []
@@ -239,9 +246,10 @@ class Batch:
         return np.repeat(np.array(ages, np.int32), np.array(counts, np.int64))
 
     def advantages(self, method: Method = "grpo", *, epsilon: float = 1e-6, ddof: int = 0) -> Float32:
-        """float32 [B], advantages: each response is compared with the first k - 1 other finishers of its group.
+        """float32 [B], advantages: each response is compared with the first other samples of its group to finish.
 
-        These may be in other batches. Without a quorum they are all other samples of the group, as in the textbook.
+        These are :attr:`DeliveredSample.baseline_rewards`; with a group quorum below 1, they may be in other batches.
+        Without a quorum they are all other samples of the group, as in the textbook.
         ``method`` is ``grpo``, ``dr_grpo``, ``rloo``, ``dapo`` or ``gspo``; see :func:`april.group_advantages` for
         formulas, papers and errors.
         """
@@ -279,8 +287,8 @@ class Batch:
         ``prompt_ids`` int32 [sum of P], ``prompt_offsets`` int64 [B + 1]; ``response_ids`` int32, ``logprobs`` float32,
         ``loss_mask`` and ``kept_mask`` uint8, ``version_n`` and ``version_incarnation`` int32, all [sum of T],
         ``response_offsets`` int64 [B + 1]; ``rewards`` float32, ``group_ids`` int64, ``sample_numbers`` and
-        ``staleness`` int32, all [B]. With extras, each under its name, [sum of P + T - 1, ...], and ``extras_offsets``
-        int64 [B + 1].
+        ``staleness`` int32, all [B]. Extras are under their own names, [sum of P + T - 1, ...], with
+        ``extras_offsets`` int64 [B + 1].
         """
         samples = self.samples
         prompts = [s.prompt.token_ids for s in samples]
@@ -304,8 +312,8 @@ class Batch:
         ``input_ids`` int32 and ``attention_mask`` uint8 hold each prompt and its response without a gap. With
         ``left_pad_prompts`` they are [B, P + T] and every response begins in column P: the layout of trainers that
         slice the last T columns of the logits. Without it they are [B, longest sum], padded on the right only, and
-        response i begins in column ``prompt_mask[i].sum()``. Extras, each under its name, have the same first two
-        dimensions: a row is in the column of the token that was read to compute it, and other columns are 0.
+        response i begins in column ``prompt_mask[i].sum()``. Extras are under their own names and have the same first
+        two dimensions: a row is in the column of the token that was read to compute it, and other columns are 0.
 
         Raises TypeError for a ``pad_id`` that is not an integer.
         """
@@ -342,7 +350,7 @@ class Batch:
 
 
 def with_all_rows(samples: Sequence[DeliveredSample]) -> list[DeliveredSample]:
-    """Return the samples, with extras of zeros of the right shape for those in which nothing was generated."""
+    """Return the samples; those without generated tokens, and so without extras, get zeros of the right shape."""
     first = next((s.extras for s in samples if s.extras), NO_EXTRAS)
 
     def whole(s: DeliveredSample) -> DeliveredSample:
@@ -402,7 +410,10 @@ def deliver_sample(
 def batch_metrics(
     groups: int, samples: Sequence[DeliveredSample], staleness_of: Callable[[PolicyVersion], int]
 ) -> dict[str, float]:
-    """Return the metrics that can be computed from the rows of the batch alone."""
+    """Return the metrics that can be computed from the rows of the batch alone.
+
+    ``trained_tokens`` counts all generated tokens, those with loss mask 0 (``masked_tokens``) included.
+    """
     generated = stale = trained = kept = 0
     for s in samples:
         for segment in s.segments:
@@ -490,20 +501,21 @@ def _joined(rows: Sequence[Array], dtype: type[np.generic]) -> Array:
 
 
 def _offsets(rows: Sequence[Array]) -> Array:
-    """Return the start of each row in the joined array, and its end, as int64 [B + 1]."""
+    """Return the start of each row in the joined array, and then the end of the last row, as int64 [B + 1]."""
     return np.cumsum([0, *(len(row) for row in rows)], dtype=np.int64)
 
 
 def _contiguous(rows: int, ranks: int) -> Sequence[Sequence[int]]:
-    """Split the numbers 0 to ``rows`` - 1 into ranges; the first ``rows % ranks`` of them have one row more."""
+    """Split the numbers 0 to ``rows`` - 1 into ranges; the first ``rows % ranks`` ranges have one row more."""
     starts = [rank * (rows // ranks) + min(rank, rows % ranks) for rank in range(ranks + 1)]
     return [range(start, end) for start, end in itertools.pairwise(starts)]
 
 
 def _balanced(tokens: Sequence[int], ranks: int) -> Sequence[Sequence[int]]:
-    """Split rows so that the shares have about equal tokens; each share lists its rows in order.
+    """Split rows so that the shares have about equal numbers of tokens; each share lists its rows in order.
 
-    The longest row goes first, each to the share with the fewest tokens (then rows) so far.
+    Rows are assigned from the longest to the shortest. Each row goes to the share that has the fewest tokens so far (on
+    a tie, the fewest rows).
     """
     heap = [(0, 0, rank) for rank in range(ranks)]
     shares: list[list[int]] = [[] for _ in range(ranks)]

@@ -1,4 +1,4 @@
-"""Commands: the outputs of the core. The driver executes them in order and reports results as events."""
+"""Commands: what the scheduling core asks for. The driver executes them in order and reports results as events."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Submit(Command, frozen=True):
 
 
 class Abort(Command, frozen=True):
-    """Ask an engine to end these attempts; ``everything``: the engine has no others."""
+    """Ask an engine to end these attempts (requests); ``everything`` is True if the engine has no other attempts."""
 
     engine: str
     attempt_ids: tuple[str, ...]
@@ -58,7 +58,7 @@ class ScoreGroup(Command, frozen=True):
 
 
 class JudgeGroup(Command, frozen=True):
-    """Call the filter with ``group.first_finishers``; answer with GroupJudged and the same ``judgement``."""
+    """Call the user's filter with ``group.first_finishers``; answer with GroupJudged and the same ``judgement``."""
 
     group: Group
     judgement: int
@@ -103,7 +103,7 @@ class ProbeEngine(Command, frozen=True):
 class PauseEngine(Command, frozen=True):
     """Pause an engine; answer with EngineCallEnded, with the result UNREACHABLE after ``within_s`` seconds.
 
-    ``in_flight`` says what happens to its requests; with KEEP the answer names those that have no token.
+    ``in_flight`` says what happens to the engine's requests; with KEEP the answer names those that have no token yet.
     If an earlier call to the engine is still running, it is cancelled before this one begins.
     """
 
@@ -114,8 +114,9 @@ class PauseEngine(Command, frozen=True):
 
 
 class LoadEngine(Command, frozen=True, kw_only=True):
-    """Load weights from ``path``, or declare the present ones, as ``version``; answer as for PauseEngine.
+    """Load the weights of ``version`` from ``path``; answer as PauseEngine.
 
+    If ``path`` is None, the engine has these weights already and is only told their version.
     If ``contents`` is not empty, the directory must have one of these content hashes, also at the end of the load.
     """
 
@@ -126,11 +127,12 @@ class LoadEngine(Command, frozen=True, kw_only=True):
     path: str | None
     contents: tuple[str, ...] = ()
     base: PolicyVersion | None = None
-    """Version of the full weights that the engine must have below an adapter; None for full weights."""
+    """Version of the full weights that the engine must have if ``path`` holds an adapter for them; None if ``path``
+    holds full weights."""
 
 
 class ResumeEngine(Command, frozen=True):
-    """Let a paused engine admit requests again; answer as for PauseEngine."""
+    """Let a paused engine admit requests again; answer as PauseEngine."""
 
     engine: str
     call: int
@@ -145,7 +147,7 @@ class HandOver(Command, frozen=True):
 
 
 class Restore(Command, frozen=True):
-    """Restore the saved state whose weights the engines now have into this core; answer with Restored."""
+    """Restore a saved state into this core, now that the engines have its weights; answer with Restored."""
 
     update: int
 
@@ -153,8 +155,8 @@ class Restore(Command, frozen=True):
 class UpdateEnded(Command, frozen=True):
     """Report the end of a weight update, after which the policy is ``version``.
 
-    ``failed`` is the number of the engine call (0: the transfer) whose error failed the update; None if it did not
-    fail. ``why`` is the error text if that call itself raised nothing.
+    ``failed`` is the number of the engine call whose error failed the update (0 for the transfer); None if the update
+    succeeded or was cancelled. ``why`` is the error text if that call itself raised nothing.
     """
 
     update: int

@@ -1,10 +1,12 @@
-"""Completion monitor: tracks the complete units, and decides when the step has enough of them for a batch.
+"""Tracks the finished groups (or samples), and decides when the step has enough of them for a batch.
 
-A *unit* is a group or, with a group quorum below 1, a sample. A step delivers ``target`` units (N groups, or N x n
-samples). With a staleness limit it must also deliver enough older units: a unit's *slack* is the number of
-batches after which it is too old. All units can be delivered in time only if, for every k, at most ``(k + 1) * target``
-units have slack <= k. So this step owes (must deliver) at least ``units with slack <= k  -  k * target`` such units:
-earliest deadline first, where k = 0 is the last chance.
+A *unit* is a group or, with a group quorum below 1, a sample. A step delivers ``target`` units. With a staleness limit
+it must also deliver enough older units: a unit's *slack* is the number of batches after which it is too old. All units
+can be delivered in time only if, for every k, at most ``(k + 1) * target`` units have slack <= k. So this step owes
+(must deliver) at least ``units with slack <= k  -  k * target`` of them. This is the rule "earliest deadline first"; a
+unit with slack 0 is too old unless it is in this batch.
+
+``RolloutCore._enough`` decides when a step ends with fewer units, because no prompt can be added.
 """
 
 from __future__ import annotations
@@ -15,14 +17,14 @@ from itertools import accumulate
 from april.core.types import Group, Sample
 
 Unit = Group | Sample
-"""Thing that a batch counts: a group, or with a group quorum a sample."""
+"""Unit in which batches are counted: a group or, with a group quorum below 1, a sample."""
 
 
 class CompletionMonitor:
     """Counts the complete units towards the target of a step.
 
     A unit counts once it is finished and scored and the filter, if there is one, has accepted its group. A sample
-    counts only if the quorum of its group is finished and scored.
+    counts only if as many samples of its group as the group quorum requires are finished and scored.
     """
 
     def __init__(self, target: int) -> None:
@@ -45,7 +47,10 @@ class CompletionMonitor:
     # ---------------------------------------------------------------- deadlines
 
     def plan(self, slacks: Iterable[tuple[Unit, int]], horizon: int) -> list[Unit]:
-        """Record each held unit's slack (``horizon`` or more sets no deadline); return the units with priority."""
+        """Record each held unit's slack, and return the units with priority.
+
+        A slack of ``horizon`` or more sets no deadline.
+        """
         self._held_by_slack = [0] * horizon
         self._ready_by_slack = [0] * horizon
         units: list[Unit] = []
@@ -91,7 +96,7 @@ class CompletionMonitor:
             self._count_owed()
 
     def not_ready(self, unit: Unit) -> None:
-        """Stop counting a unit, if it counts."""
+        """Stop counting a unit as complete, if it was counted."""
         if self._ready.pop(id(unit), None) is not None and unit.slack < len(self._ready_by_slack):
             self._ready_by_slack[unit.slack] -= 1
 

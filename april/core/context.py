@@ -1,4 +1,4 @@
-"""The context: the state that all parts of the core share, with helpers to change states and keep the log."""
+"""Holds the state that all parts of the core share, with helpers to change states and keep a log of the changes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from april.core.abort_controller import AbortController
-from april.core.attempt_book import AttemptBook, Places
+from april.core.attempt_book import AttemptBook
 from april.core.commands import Command, StartTimer
 from april.core.completion_monitor import CompletionMonitor
 from april.core.engine_table import EngineTable
@@ -15,6 +15,7 @@ from april.core.events import WorkChanged
 from april.core.ledger import Ledger, LengthLedger
 from april.core.over_sampler import OverSampler
 from april.core.partial_buffer import Leases, PartialBuffer
+from april.core.places import Places
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.types import (
     LEGAL_TRANSITIONS,
@@ -60,7 +61,7 @@ class CoreContext:
         self.prompts = Ledger()
         self.lengths = LengthLedger()
         self.batches = 0
-        """Number of batches delivered, which is also the id of the next one."""
+        """Number of batches delivered, which is also the id of the next batch."""
         self.groups_drawn = 0
         self.counters: Counter[str] = Counter()
         """Totals over the run, by name; a batch's metrics have their increase over its step."""
@@ -107,7 +108,7 @@ class CoreContext:
         return self.counters if sample.evaluation is None else sample.evaluation.counters
 
     def sample(self, sample_id: SampleId) -> Sample | None:
-        """Return a held sample; None, counted as a late event, if it is settled.
+        """Return a held sample; if it is settled (delivered or dropped), count a late event and return None.
 
         Raises InvariantError if no such sample was ever drawn.
         """
@@ -122,8 +123,8 @@ class CoreContext:
     def acting_sample(self, sample_id: SampleId, what: str, *, asks: bool = False) -> Sample | None:
         """Return the sample whose rollout function has acted (``what``), after releasing the place of its start.
 
-        None for a settled sample. Raises InvariantError if the function does not run, or if it waits for tokens, unless
-        ``asks`` allows that.
+        Returns None for a settled sample. Raises InvariantError if the function is not running. A function that waits
+        for tokens may act only with ``asks``; otherwise this raises InvariantError too.
         """
         sample = self.sample(sample_id)
         if sample is None:
@@ -176,7 +177,10 @@ class CoreContext:
             state.probe_timer = self.start_timer(TimerKind.PROBE, seconds, name, why)
 
     def stop(self, attempts: list[Attempt], *, sweep: bool = False) -> None:
-        """Ask engines to end attempts; ``sweep``: nothing new starts, so one abort may end all of an engine's."""
+        """Ask engines to end attempts.
+
+        ``sweep`` means that nothing new starts meanwhile, so one abort may end all attempts of an engine.
+        """
         self.counters["aborted_attempts"] += sum(
             1 for a in attempts if a.sample.evaluation is None and a.id not in self.aborts
         )

@@ -1,4 +1,4 @@
-"""Limits of an engine as data: a code, its consequence, the remedy, and the promise that april cannot keep with it.
+"""Describes limits of engines: each has a code, its consequence, a remedy, and the promise that april cannot keep.
 
 Probes of engines create limits, ``april doctor`` prints them, and the conformance suite gives them as reasons.
 
@@ -19,15 +19,15 @@ class Level(StrEnum):
 
     OK = "ok"
     REMARK = "remark"
-    """Worth knowing, but exactness does not depend on it."""
+    """The feature has a limit that is worth knowing, but results are exact all the same."""
     LIMITED = "limited"
-    """Works, but april cannot keep one of its promises."""
+    """The feature works, but april cannot keep one of its promises."""
     MISSING = "missing"
-    """april cannot work with the engine because of it."""
+    """The engine lacks the feature, and april cannot work without it."""
 
 
 class LimitCode(StrEnum):
-    """Code of a limit, with the promise that april cannot keep because of it (empty if there is none)."""
+    """Code of a limit, with the promise that april cannot keep because of the limit; empty if all promises hold."""
 
     promise: str
 
@@ -102,7 +102,7 @@ class Limit:
     flags: tuple[str, ...] = ()
     """Flags and environment variables (NAME=value) of the server that remove the limit."""
     server: str = ""
-    """Subject of the sentence: the address of the server, or words for it; empty if the consequence has a subject."""
+    """Subject of the sentence, such as the address of the server; empty if the consequence has its own subject."""
 
     @property
     def promise(self) -> str:
@@ -148,7 +148,7 @@ def raw_logprobs(remedy: str, *flags: str) -> Limit:
 
 
 def no_experts(remedy: str, *flags: str) -> Limit:
-    """Return the limit that a server of a model with experts does not return which ones it chose."""
+    """Return the limit that a server does not return which experts its model chose."""
     consequence = "The server does not return which experts the model chose for each token (extras: routed_experts)"
     return Limit(LimitCode.NO_EXPERTS, consequence, remedy, flags)
 

@@ -1,4 +1,4 @@
-"""Brings engines back into use: decides when they rest or are probed, and gives joining ones the present weights.
+"""Brings engines back into use: decides when they rest or are probed, and gives them the present weights if needed.
 
 ``EngineTable.count_failure`` decides which failures quarantine an engine.
 
@@ -36,7 +36,7 @@ class EngineRecovery:
     # ---------------------------------------------------------------- joining and leaving engines
 
     def joined(self, event: ev.EnginesJoined) -> None:
-        """Add engines to the table; engines whose weights are unknown or that may be paused are probed first."""
+        """Add engines to the table. Engines whose weights are unknown, or that may be paused, are probed before use."""
         context = self._context
         self._remove([e.name for e in event.engines if e.name in context.engines.states])
         for limits in event.engines:
@@ -130,19 +130,19 @@ class EngineRecovery:
         same_weights, same_step = self._calls.probe_answered(event)
         if self._updates.checks(name):
             self._updates.checked(event)
-            if state.quarantined and not state.probe_timer:  # it was being probed, and that answer is void now
+            if state.quarantined and not state.probe_timer:  # the update has taken the answer, so probe once more
                 self._probe_later(name)
         elif state.quarantined:
             if not event.answered:
                 self._context.out.append(do.Warn(f"probe of engine {name} failed: {event.detail}"))
-            # an engine with incomplete or other weights (current=False) need not be ok: it is given the weights first
+            # an engine with incomplete or other weights (current=False) need not be ok, as it is given the weights next
             found = event.answered and (event.ok or not event.current)
             if found and same_weights and not self._updates.running:
                 self._readmit(name, state, current=event.current)
             else:
                 self._probe_later(name)
         else:
-            # no answer is not a failure here: if the engine is down, its requests fail
+            # a missing answer does not count as a failure here: if the engine is down, its requests fail
             if event.answered and event.ok and same_step and not self._updates.running:
                 self._check_weights(event, state)
             self.start_checks(name)
@@ -166,7 +166,7 @@ class EngineRecovery:
     # ---------------------------------------------------------------- return of quarantined engines
 
     def _readmit(self, name: str, state: EngineState, *, current: bool) -> None:
-        """Use a quarantined engine that answered again, if it has the present weights; else give them to it."""
+        """Use a quarantined engine that answers again if it has the present weights; otherwise load them first."""
         if current:
             state.confirm_previous()
         elif state.loaded or state.loaded_before:
@@ -174,12 +174,12 @@ class EngineRecovery:
         if self._context.clock.current in state.loaded and state.gate is EngineGate.OPEN:
             self._context.engines.mark_well(name)
         elif state.in_flight:
-            self._probe_later(name)  # first its requests end: they would go on under other weights
+            self._probe_later(name)  # wait until its requests have ended, as they would go on under other weights
         else:
             self._continue_recovery(name, state)
 
     def _continue_recovery(self, name: str, state: EngineState) -> None:
-        """Pause or resume an engine, as the next step of giving it the present weights and opening its gate."""
+        """Take the next step to give an engine the present weights and open its gate: pause or resume it."""
         context, version = self._context, self._context.clock.current
         state.recovering = True
         if version in state.loaded and state.gate is not EngineGate.OPEN:
@@ -207,7 +207,7 @@ class EngineRecovery:
         return f": april cannot read here whether {path} still holds the current weights" if path and unread else ""
 
     def call_ended(self, event: ev.EngineCallEnded, was: tuple[EngineGate, EngineWeights]) -> None:
-        """Handle an engine's answer to a call while it comes back; ``was`` is its gate and weights during the call."""
+        """Handle the answer to a call to a recovering engine; ``was`` has its gate and weights during the call."""
         name, state = event.engine, self._context.engines.states[event.engine]
         gate, weights = was
         if event.result is not ev.CallResult.DONE:
@@ -216,7 +216,8 @@ class EngineRecovery:
             state.recovering = False
             opened = event.result is ev.CallResult.DONE
             if opened and state.unloadable_version == self._context.clock.current and not self._updates.running:
-                self._continue_recovery(name, state)  # its version cannot be loaded any more: wait for the next update
+                # the version cannot be loaded any more, so the engine waits for the next update
+                self._continue_recovery(name, state)
                 return
             trouble = self._load_errors.pop(name, None)
             if trouble is not None:

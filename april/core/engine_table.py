@@ -1,12 +1,14 @@
-"""The engine table: holds each engine's health, gate, weights and load, and picks the engine of the next request.
+"""Holds each engine's health, gate (open or paused), weights and load, and picks the engine of the next request.
 
-Only this table says which weights an engine has; ``weight_updates`` and ``engine_recovery`` update it.
+Within the core, only this table says which weights an engine has; ``weight_updates`` and ``engine_recovery`` update it.
+The engine clients check by themselves whether a server still has the weights that it was given
+(``engines/http/server_process.py``).
 
 An engine whose key-value memory is too small for its requests preempts some of them and prefills them again later,
 which costs more than waiting. Its load reports show this: preemptions grow, or requests wait while the memory is full.
-Its cap (most requests at a time) is then lowered to what it really held, and raised by an eighth per report while there
-is room. An engine that refuses requests is capped at the number that it accepted. This cap, too, is raised by an eighth
-each time as many requests have ended as the cap allows at a time.
+Its cap (the maximum number of concurrent requests) is then lowered to the number that it really held, and raised by an
+eighth per report while there is room. An engine that refuses requests is capped at the number that it accepted. This
+cap, too, is raised by an eighth each time as many requests have ended as it allows at once.
 """
 
 from __future__ import annotations
@@ -91,7 +93,7 @@ class AdmissionCap:
     def refused(self, in_flight: int, *, again: bool = False) -> None:
         """Lower the cap after the engine refused a request while it had ``in_flight`` others.
 
-        ``again`` means that the refusal belongs to the same burst as the one before.
+        ``again`` means that the refusal belongs to the same burst as the refusal before it.
         """
         if not again:
             self._least = max(1, (in_flight + 1) // LOSS_PER_BURST)
@@ -116,7 +118,7 @@ class AdmissionCap:
 
 
 SPARE_ENTRIES = 64
-"""Void entries are removed once the heap has more than eight entries per engine, plus this number."""
+"""Void entries are removed once the heap has more than eight entries per engine, and this number on top."""
 PLACE_BITS = 32
 """Number of bits of a heap entry that hold the engine's place."""
 
@@ -152,7 +154,7 @@ class LeastLoaded:
         return None
 
     def join(self, engine: EngineState) -> None:
-        """Add an engine after the present ones; from now on it calls :meth:`push` whenever its load changes."""
+        """Add an engine after the present engines; from now on it calls :meth:`push` whenever its load changes."""
         self._joined += 1
         engine.queue, engine.place = self, self._joined
         self._engines[engine.place] = engine
@@ -205,7 +207,7 @@ class EngineGate(StrEnum):
 
 
 class EngineWeights(StrEnum):
-    """States of knowledge about an engine's weights."""
+    """What april knows about an engine's weights."""
 
     CONFIRMED = "confirmed"
     """The engine has confirmed that it has the versions in ``EngineState.loaded``."""
@@ -234,20 +236,20 @@ class EngineState:
     """Queue from which engines are picked; None once the engine has left."""
     place: int = 0
     load: int | None = None
-    """Number of requests under which it is sorted in ``queue``; None if it accepts no requests."""
+    """Number of requests by which the engine is sorted in ``queue``; None if it accepts no requests."""
     limits: EngineLimits
     cap: AdmissionCap
     loaded_before: frozenset[PolicyVersion] = frozenset()
     """Versions that the engine had before it was told to load others; it may confirm later that it still has them."""
     weights: EngineWeights = EngineWeights.CONFIRMED
     open_call: int = 0
-    """Id of the running call (pause, load or resume); 0 if none runs."""
+    """Id of the running call (pause, load or resume); 0 if no call runs."""
     open_probe: int = 0
-    """Id of the probe whose answer is awaited; 0 if none is."""
+    """Id of the probe whose answer is awaited; 0 if no answer is awaited."""
     rest_timer: int = 0
     """Id of the timer that ends the engine's rest; 0 if it does not rest."""
     probe_timer: int = 0
-    """Id of the timer for the next probe; 0 if none runs. Servers are also probed while they work."""
+    """Id of the timer for the next probe; 0 if no timer runs. Servers are also probed while they work."""
     unloadable_version: PolicyVersion | None = None
     """Version that the engine could not load, because its directory holds other weights by now; the engine then waits
     for a later version."""
@@ -257,13 +259,13 @@ class EngineState:
     rests: int = 0
     """Number of rests in a row without a normally ended request in between."""
     leaving: bool = False
-    """True if it gets no more requests, as it is about to leave."""
+    """True if the engine gets no more requests because it is about to leave."""
     losses: int = 0
-    """Number of times that it lost its weights, and with them its prefix cache."""
+    """Number of times that the engine lost its weights, and with them its prefix cache."""
     has_rested: bool = False
-    """True if it has rested at some time of the run."""
+    """True if the engine has rested at some time of the run."""
     kv_usage: float | None = None
-    """Used share of its key-value memory in its last load report; None before the first report."""
+    """Used share of the key-value memory in the engine's last load report; None before the first report."""
 
     loaded: frozenset[PolicyVersion] = frozenset()
     """Versions that the engine has confirmed; empty while its weights are unknown."""
@@ -296,7 +298,7 @@ class EngineState:
 
     @property
     def version(self) -> PolicyVersion | None:
-        """Newest version that it has confirmed; None while its weights are unknown."""
+        """Newest version that the engine has confirmed; None while its weights are unknown."""
         return max(self.loaded, default=None)
 
     @property
@@ -388,7 +390,7 @@ class EngineTable:
         self.logprob_kind = kinds.pop() if len(kinds) == 1 else "mixed"
 
     def ends_of(self, engine: str) -> frozenset[int]:
-        """Return the end-of-sequence tokens of an engine; for one that left, those shared by all present engines."""
+        """Return the end-of-sequence tokens of an engine; if it has left, those that all present engines share."""
         if engine in self.states:
             return frozenset(self.states[engine].limits.eos_token_ids)
         return self.eos_token_ids.intersection(*(s.limits.eos_token_ids for s in self.states.values()))
@@ -396,7 +398,7 @@ class EngineTable:
     # ---------------------------------------------------------------- joining and leaving engines
 
     def unfit(self, engine: EngineLimits) -> str | None:
-        """Return why an engine cannot join, as it has less than samples rely on; None if it can."""
+        """Return what the engine lacks that samples rely on, so that it cannot join; None if it can join."""
         has, name = "", f"engine {engine.name}"
         if engine.max_context < self.max_context:
             has = f"a context of {engine.max_context} tokens, but {self.max_context} are needed"
@@ -454,7 +456,7 @@ class EngineTable:
         self.turnover += 1
 
     def state_of(self, name: str) -> EngineState:
-        """Return the state of an engine that is present or has left; events about one that left have no effect."""
+        """Return the state of an engine that is present or has left; changes to an engine that left have no effect."""
         return self.states.get(name) or self.left[name]
 
     # ---------------------------------------------------------------- picking an engine
@@ -462,7 +464,8 @@ class EngineTable:
     def pick(self, version: PolicyVersion, avoid: str = "", prefer: str = "") -> EngineState | None:
         """Return the least loaded engine that has confirmed ``version`` and has room, or None.
 
-        The engine ``avoid`` is returned only if it is the only one; ``prefer`` if it is not much fuller than the best.
+        The engine ``avoid`` is returned only if no other engine will do; the engine ``prefer`` is returned if it has
+        not many more requests than the least loaded one.
         """
         best = self._by_load.first
         if best is not None and (best.limits.name == avoid or version not in best.loaded):
@@ -479,10 +482,10 @@ class EngineTable:
         near = liked.in_flight <= best.in_flight + AFFINITY_SLACK
         return liked if near and version in liked.loaded and liked.has_room else best
 
-    def cached_on(self, name: str, life: tuple[PolicyVersion | None, int] | None) -> str:
-        """Return ``name`` if that engine still has a prefix that it cached during ``life``; else an empty string."""
+    def cached_on(self, name: str, cache_key: tuple[PolicyVersion | None, int] | None) -> str:
+        """Return ``name`` if that engine still has the prefix cache of ``cache_key``; otherwise an empty string."""
         state = self.states.get(name)
-        return name if state is not None and state.cache_key == life else ""
+        return name if state is not None and state.cache_key == cache_key else ""
 
     def usable(self, version: PolicyVersion) -> bool:
         """Return True if an engine has confirmed ``version``, is not quarantined and was not busy for too long."""
@@ -505,7 +508,7 @@ class EngineTable:
         return {name: s.in_flight for name, s in self.states.items()}
 
     def metrics(self, in_flight: dict[str, int], version: PolicyVersion) -> dict[str, float]:
-        """Return the known metrics of each engine; ``in_flight`` has the requests at the moment the step stopped."""
+        """Return the known metrics of each engine; ``in_flight`` counts its requests when the step stopped."""
         out: dict[str, float] = {}
         for name, state in self.states.items():
             out[f"engine/{name}/in_flight_at_stop"] = float(in_flight.get(name, 0))
@@ -521,7 +524,7 @@ class EngineTable:
     def count_failure(self, name: str, *, at_once: bool) -> float | None:
         """Count a failure and quarantine the engine, ``at_once`` or after several failures in a row.
 
-        Returns the seconds until the first probe; None if it is not quarantined now, or was already.
+        Returns the seconds until the first probe; None if the engine is not quarantined, or was quarantined before.
         """
         state = self.states[name]
         state.failures += 1
@@ -531,7 +534,7 @@ class EngineTable:
         return PROBE_INTERVAL_S
 
     def mark_well(self, name: str) -> None:
-        """Mark an engine as healthy after a probe or load; an engine that rests for being busy still rests."""
+        """Mark an engine as healthy after a probe or load; an engine that rests because it was busy goes on resting."""
         state = self.states[name]
         state.health, state.failures = EngineHealth.RESTING if state.rest_timer else EngineHealth.WELL, 0
 
@@ -544,9 +547,10 @@ class EngineTable:
             state.update_load()
 
     def count_refusal(self, name: str, asked_s: float, in_flight: int) -> float | None:
-        """Handle a busy engine, which has ``in_flight`` other requests of april's; return the seconds that it rests.
+        """Handle a refusal by a busy engine that has ``in_flight`` other requests of april's.
 
-        None if it rests already, or was busy so many times in a row that it must be probed.
+        Returns the seconds for which it rests; None if it rests already, or was busy so many times in a row that it
+        must be probed.
         """
         state = self.states[name]
         alone = state.health is not EngineHealth.WELL

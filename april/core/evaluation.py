@@ -1,6 +1,6 @@
-"""Evaluations: prompts that are answered under one policy version, apart from training.
+"""Runs evaluations: sets of prompts that are answered under one policy version, apart from training.
 
-Until evaluations have ended, training waits in stepwise generation, and only weight updates in continuous generation.
+In stepwise generation, training waits until evaluations have ended; in continuous generation, only weight updates wait.
 
 Groups of evaluations use the same queue, engine requests and user functions as training. The differences: evaluations
 have their own ledger and counters; an interrupted response is generated again from the start of its ``llm.generate``
@@ -20,7 +20,8 @@ from april.core.types import AttemptFailure, DropReason, Evaluation, Group, Samp
 from april.errors import InvariantError
 
 FIRST_GROUP = -(1 << 40)
-"""Number of the first group of the first evaluation; as all of these are negative, the queue puts them first."""
+"""Number of the first group of the first evaluation. All groups of evaluations have negative numbers, so the queue puts
+them first."""
 
 
 class Evaluations:
@@ -50,7 +51,7 @@ class Evaluations:
         return (e for e in self._context.evaluations.values() if e.version is not None)
 
     def fail_without_engine(self) -> None:
-        """Fail the running evaluations, as no engine accepted their requests for too long or none can come back."""
+        """Fail the running evaluations: for too long no engine accepted their requests, or no engine can come back."""
         states = self._context.engines.states
         ill = all(s.quarantined for s in states.values())
         why = f"all engines are {'quarantined' if ill else 'quarantined or have other weights'}: {', '.join(states)}"
@@ -71,7 +72,8 @@ class Evaluations:
     def go_before_update(self, *, held: bool, update: int) -> bool:
         """Return True if weight update ``update`` (the first that waits) must wait for evaluations.
 
-        It waits for running ones and, unless a pause is requested (``held``), for those that were requested before it.
+        It waits for running evaluations. Unless a pause is requested (``held``), it also waits for evaluations that
+        were requested before it.
         """
         evaluations = self._context.evaluations.values()
         return any(e.version is not None or not (held or e.after_update >= update) for e in evaluations)

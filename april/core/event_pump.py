@@ -1,4 +1,4 @@
-"""The event pump: passes events to the core and executes the commands that it returns, until no event is left."""
+"""Passes events to the core and executes the commands that the core returns, until no event is left."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class EventPump:
         observers: observers that are called around each event.
 
     Raises:
-        TypeError: a command type has no executor and is not ignored, or has one and is.
+        TypeError: a command type has no executor and is not ignored, or has an executor and is ignored.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class EventPump:
         """True while events are handled and commands executed."""
 
     def post(self, event: Event) -> None:
-        """Handle one event and its commands; an event that an executor posts is queued behind the waiting ones.
+        """Handle one event and its commands; an event that an executor posts is queued behind the waiting events.
 
         An error of the core or of an executor is raised, and the queued events are dropped.
         """
@@ -109,7 +109,7 @@ class EndedRequest(NamedTuple):
         engine: name of the engine.
         sample: id of the sample.
         evaluation: True if the request belonged to an evaluation.
-        age: number of weight updates between the oldest token of its chain and its sending; 0 without tokens.
+        age: number of weight updates between the oldest token of its conversation and its sending; 0 without tokens.
         began_s, ended_s: times of sending and end, in seconds of the clock.
         context: number of tokens sent: prompt and response so far.
         generated: number of tokens received.
@@ -206,9 +206,10 @@ class RequestLog:
         taken, self._sums = self._sums, {}
         there = self._core.engines.states
         for name in there:
-            if name not in taken:  # its time passed, too
+            if name not in taken:  # an idle engine counts, as its time has passed, too
                 taken[name] = RequestSums()
-        for gone in self._ended.keys() - there.keys() - taken.keys():  # else engines that come and go would pile up
+        # without this, the records of engines that come and go would pile up
+        for gone in self._ended.keys() - there.keys() - taken.keys():
             del self._ended[gone], self._counts[gone]
         return taken
 

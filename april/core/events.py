@@ -1,4 +1,9 @@
-"""Events: the inputs of :meth:`april.core.rollout_core.RolloutCore.handle`. Nothing else changes a core."""
+"""Defines the events, which are the inputs of :meth:`april.core.rollout_core.RolloutCore.handle`.
+
+Nothing else changes a core. Names: an *attempt* is one engine request; a *call* is one ``llm.generate`` of a rollout
+function, which may take several attempts; a *chain* is one conversation of a sample; a *tape* is the record of the
+tokens that a chain or an attempt has received.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +27,7 @@ class StepRequested(Event, frozen=True):
 
 
 class PromptsDrawn(Event, frozen=True):
-    """Answers DrawPrompts. ``exhausted``: the source has ended; ``error``: the next prompt is unusable."""
+    """Answers DrawPrompts. ``exhausted`` is True if the source has ended; ``error`` says why a prompt is unusable."""
 
     prompts: Sequence[Prompt]
     exhausted: bool
@@ -33,7 +38,10 @@ NEW_CHAIN = -1
 
 
 class CallMade(Event, frozen=True):
-    """A rollout function called ``llm.generate``; ``token_ids`` is the conversation to continue (None means as is)."""
+    """A rollout function called ``llm.generate``.
+
+    ``token_ids`` is the conversation to continue; None means that the sample's conversation is continued unchanged.
+    """
 
     sample: SampleId
     sampling: SamplingParams
@@ -41,11 +49,13 @@ class CallMade(Event, frozen=True):
     number: int = 0
     """Number by which the rollout function knows the call."""
     any_chain: bool = False
-    """True if ``token_ids`` may be any conversation: it continues the chain that it extends, or begins a new one."""
+    """True if ``token_ids`` may be any conversation: if it extends a chain, that chain is continued; otherwise a new
+    chain begins."""
     attached: tuple[Placed, ...] = ()
     """Attachments of ``token_ids``, in order; unused without ``token_ids``, as the conversation keeps its own."""
     chain: int | None = None
-    """Number of the chain to continue (used with ``any_chain``); NEW_CHAIN begins one, None finds it by the tokens."""
+    """Number of the chain to continue, used with ``any_chain``. NEW_CHAIN begins a new chain; None means that the chain
+    is found by its tokens."""
     overridden: bool = False
     """True if a client asked for other sampling parameters and ``sampling`` was used instead."""
 
@@ -58,7 +68,7 @@ class CallUnheard(Event, frozen=True):
 
 
 class StopFound(Event, frozen=True):
-    """A running attempt has completed a stop string; its counts will say so, however it ends."""
+    """The text of a running attempt now contains a stop string; ``counts`` of its last event will say so, too."""
 
     attempt_id: str
 
@@ -71,7 +81,7 @@ class AttemptStalled(Event, frozen=True):
 
 
 class AttemptEnded(Event, frozen=True):
-    """An attempt has ended; ``fenced``: april closed its stream, as the engine did not end it in time."""
+    """An attempt has ended; ``fenced`` means that april closed its stream, as the engine did not end it in time."""
 
     attempt_id: str
     finish: EngineFinish
@@ -80,7 +90,10 @@ class AttemptEnded(Event, frozen=True):
 
     @classmethod
     def of(cls, attempt: Attempt, finish: EngineFinish, *, fenced: bool = False) -> Self:
-        """Return the event for the end of this attempt, with the counts of its tape; a stop string makes it STOP."""
+        """Return the event for the end of this attempt, with the counts of its tape.
+
+        If the attempt ends with LENGTH but its text contains a stop string, ``finish`` is STOP.
+        """
         if finish is EngineFinish.LENGTH and attempt.tape.stopped:
             finish = EngineFinish.STOP
         return cls(attempt.id, finish, attempt.counts(), fenced)
@@ -89,7 +102,8 @@ class AttemptEnded(Event, frozen=True):
 class AttemptFailed(Event, frozen=True, kw_only=True):
     """An attempt broke off. ``rejected`` counts received tokens that were corrupt or of unknown weights.
 
-    These are not in ``counts``. ``busy_s`` is the time in seconds that a busy engine asks to wait; 0 if it names none.
+    ``counts`` does not include these. ``busy_s`` is the time in seconds that a busy engine asks april to wait; 0 if it
+    names no time.
     """
 
     attempt_id: str
@@ -130,10 +144,10 @@ class SampleFailed(Event, frozen=True):
 
 
 class FunctionLost(Event, frozen=True):
-    """A rollout function was lost, as the process in which it ran died.
+    """A rollout function was lost, because the process in which it ran died.
 
-    It is started again by StartSample, and its earlier calls are answered from the tape; a function of an evaluation
-    begins again without its tokens.
+    StartSample starts it again. In training, the calls that it then repeats get the recorded tokens; in an evaluation,
+    their tokens are generated again.
     """
 
     sample: SampleId
@@ -180,7 +194,7 @@ class UpdateRequested(Event, frozen=True, kw_only=True):
     update: int
     """Number of the update, unique, from 1."""
     version: PolicyVersion | None = None
-    """Version of the weights; None means the next one."""
+    """Version of the weights; None means the next version."""
     path: str | None = None
     """Directory to load from; None if the trainer transfers the weights, or if they are in place already."""
     content: str = ""
@@ -190,20 +204,20 @@ class UpdateRequested(Event, frozen=True, kw_only=True):
     transfers: bool = False
     """True if the trainer transfers the weights, once HandOver says that the engines are paused."""
     sends: bool = False
-    """True if april itself does that transfer and knows the result for each engine, so that one can be left out."""
+    """True if april itself does that transfer. It then knows the result for each engine, so engines can be left out."""
     restores: bool = False
     """True if the weights belong to a saved state that is loaded during a pause (PauseRequested)."""
     held: bool = False
-    """True if the update was requested during a pause and must run before that ends."""
+    """True if the update was requested during a pause and must run before the pause ends."""
     trained: int | None = None
-    """Id of the last batch that these weights were trained on, which is committed with all earlier ones; None if there
-    is none to commit."""
+    """Id of the last batch that these weights were trained on; it is committed together with all earlier batches. None
+    if there is no batch to commit."""
 
 
 class UpdateCancelled(Event, frozen=True):
     """An update is cancelled; it still happens if engines are loading already.
 
-    If its transfer has begun, HandedOver still reports the end of that.
+    If its transfer has begun, HandedOver still reports the end of the transfer.
     """
 
     update: int
@@ -216,7 +230,7 @@ class TransferFailure:
     engine: str
     why: str
     torn: bool
-    """True if it may have a part of the new weights; False if it still has the old ones."""
+    """True if the engine may have a part of the new weights; False if it still has the old weights."""
 
 
 class HandedOver(Event, frozen=True):
@@ -225,8 +239,8 @@ class HandedOver(Event, frozen=True):
     update: int
     error: str | None = None
     not_given: tuple[TransferFailure, ...] | None = None
-    """Engines that did not get the weights. All others have them, or after an error still the old ones; None if this is
-    unknown."""
+    """Engines that did not get the weights. All others have them; if ``error`` is set, all others have the old weights.
+    None if the state of the engines is unknown."""
 
 
 class Restored(Event, frozen=True):
@@ -258,7 +272,7 @@ class EngineCallEnded(Event, frozen=True):
     result: CallResult
     error: str = ""
     content: str = ""
-    """Content hash of the directory that was loaded; empty if there was none or its hash is unknown."""
+    """Content hash of the directory that was loaded; empty if no directory was loaded or its hash is unknown."""
     silent: tuple[str, ...] = ()
     """Ids of attempts without a token yet, at a paused engine that keeps its requests."""
 
@@ -296,7 +310,7 @@ class EnginesJoined(Event, frozen=True):
 
 
 class EngineLeaving(Event, frozen=True):
-    """An engine is about to leave and gets no more requests; with ``cut`` its present ones move to other engines."""
+    """An engine is about to leave and gets no more requests; with ``cut`` its requests move to other engines now."""
 
     engine: str
     cut: bool
@@ -331,7 +345,7 @@ class BatchCommitted(Event, frozen=True):
 
 
 class StalenessLowered(Event, frozen=True):
-    """Prompts drawn from now on must be trained within ``bound`` weight updates; earlier ones keep their limit."""
+    """Prompts drawn from now on must be trained within ``bound`` weight updates; earlier prompts keep their limit."""
 
     bound: int
 

@@ -1,4 +1,8 @@
-"""Decides when a failure counts as a bug in the user's function, which would fail for all samples."""
+"""Decides when a failure counts as a bug in the user's function, which would fail for all samples.
+
+What then happens is decided elsewhere: ``function_results`` receives the failures, and ``SampleLifecycle`` decides when
+a sample whose function failed is retried, replaced or dropped (``retry_or_give_up``, ``replace_or_drop``).
+"""
 
 from __future__ import annotations
 
@@ -35,13 +39,13 @@ class BugDetector:
 
     def __init__(self, settings: CoreSettings) -> None:
         self.groups = max(2, min(settings.over_sampling_batch_size, CERTAIN_AFTER_GROUPS))
-        """Number of prompts for which a function must fail in the same way before it counts as a bug."""
+        """Number of prompts for which a function must fail in the same way before this certainly is a bug."""
         self._samples = min(self.groups * settings.n_samples_per_prompt, CERTAIN_AFTER_SAMPLES)
         self._succeeded: set[FunctionKind] = set()
         self._failed: defaultdict[tuple[FunctionKind, str], set[SampleId]] = defaultdict(set)
 
     def record_success(self, function: FunctionKind) -> None:
-        """Note that a call of this function for a training sample succeeded; its failures no longer count as bugs."""
+        """Record a successful call of this function for training; from now on, its failures do not count as bugs."""
         self._succeeded.add(function)
 
     def record_failure(

@@ -1,4 +1,8 @@
-"""Decides what happens when a user's function (rollout, reward or filter) returns or fails."""
+"""Handles the results and failures of the user's functions (rollout function, reward function, filter).
+
+A failed sample is retried, replaced or dropped by ``SampleLifecycle`` (``retry_or_give_up``); ``function_bugs`` decides
+whether the failure is a bug that would fail all samples; ``lost_functions`` handles functions whose process died.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from april.core.value_checks import float32_reward, wrong_reward
 # module-level names, as an enum member costs 60 ns per use on Python 3.11 and these are used at every event
 RUNNING, SCORING = SampleState.RUNNING, SampleState.SCORING
 FINISHED = SampleState.FINISHED
-JUDGED = GroupState.JUDGED
+BEING_JUDGED = GroupState.BEING_JUDGED
 
 
 class FunctionResults:
@@ -79,13 +83,13 @@ class FunctionResults:
         return verdict.certain
 
     def _as_far_as(self, sample: Sample, *, whole: bool) -> Iterator[Sample]:
-        """Yield samples whose function runs, and has come at least as far as the failed function of ``sample``."""
+        """Yield samples whose function is running and has got at least as far as the failed function of ``sample``."""
         scored = (SCORING, FINISHED)
         if sample.state is RUNNING and sample.generated:
-            return  # the function failed after it had received tokens; those that still wait for tokens are behind it
+            return  # the function failed after it had received tokens; samples that wait for tokens are behind it
         for group in self._context.buffer.groups.values():
             if whole and not all(s.state in scored for s in group.members):
-                continue  # its group reward is not asked for yet
+                continue  # the group's reward function has not been called yet
             for s in group.members:
                 if s.state is sample.state and (s.state is SCORING or s.has_open_call):
                     yield s
@@ -159,7 +163,7 @@ class FunctionResults:
             if group.filter_failures >= context.settings.max_attempt_failures:
                 self._lifecycle.drop_group(group, DropReason.FAILED, f"filter of group {group.id}: {event.error}")
             elif self._should_pause(verdict) and (pause_s := self._lifecycle.retry_pause_s(group.filter_failures)):
-                context.change_group_state(group, JUDGED, f"the filter is called again in {pause_s:g} s")
+                context.change_group_state(group, BEING_JUDGED, f"the filter is called again in {pause_s:g} s")
                 context.retries[context.start_timer(TimerKind.RETRY, pause_s)] = group, group.since
             else:
                 self._groups.ask_filter(group)
@@ -173,4 +177,4 @@ class FunctionResults:
 
     def _is_verdict_awaited(self, group: Group | None, judgement: int) -> bool:
         """Return False if the group was dropped, or one of its samples began again, since the filter was asked."""
-        return group is not None and group.state is JUDGED and group.since == judgement
+        return group is not None and group.state is BEING_JUDGED and group.since == judgement

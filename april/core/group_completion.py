@@ -1,4 +1,7 @@
-"""Decides when a group is complete: its quorum is finished, and the filter has accepted it."""
+"""Decides when a group is complete: enough of its samples are finished, and the filter has accepted the group.
+
+``CoreSettings.group_quorum`` sets how many samples are enough.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from april.core.types import Group, GroupState, Sample, SampleState
 # module-level names, as an enum member costs 60 ns per use on Python 3.11 and these are used at every event
 NEW = SampleState.NEW
 FINISHED = SampleState.FINISHED
-OPEN, JUDGED, READY = GroupState.OPEN, GroupState.JUDGED, GroupState.READY
+OPEN, BEING_JUDGED, READY = GroupState.OPEN, GroupState.BEING_JUDGED, GroupState.READY
 
 
 class GroupCompletion:
@@ -37,7 +40,7 @@ class GroupCompletion:
             self._make_deliverable(sample)
 
     def advance(self, group: Group) -> None:
-        """Accept an open group whose quorum is finished, or ask the filter about it."""
+        """Accept an open group of which enough samples are finished, or ask the filter about it."""
         if group.state is not OPEN or not group.complete:
             return
         if group.evaluation is not None:
@@ -49,7 +52,7 @@ class GroupCompletion:
             self.accept(group)
 
     def ask_filter(self, group: Group) -> None:
-        self._context.change_group_state(group, JUDGED, "the filter is called")
+        self._context.change_group_state(group, BEING_JUDGED, "the filter is called")
         self._context.out.append(do.JudgeGroup(group, group.since))
 
     def accept(self, group: Group) -> None:
@@ -92,7 +95,8 @@ class GroupCompletion:
     def rerun_for_return_values(self, group: Group) -> None:
         """Run finished functions again whose return values were lost, where a group reward or the filter needs them.
 
-        Their calls are answered from the tape. A group that is already accepted needs no return values.
+        The calls that these functions repeat get the recorded tokens; nothing is generated again. A group that is
+        already accepted needs no return values.
         """
         context, settings = self._context, self._context.settings
         if group.state is READY or not (settings.group_reward or settings.has_filter):

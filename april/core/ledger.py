@@ -1,7 +1,8 @@
-"""Ledgers that account for every token, every prompt, and the lengths of responses.
+"""Accounts for every token and every prompt of a run, and for the lengths of its responses.
 
-Invariant, at all times: ``observed == delivered + held + sum(dropped)`` for tokens, and for prompts
-``drawn == delivered + held + sum(dropped)``. Delivered counts leased batches too.
+Invariant: ``observed == delivered + held + sum(dropped)`` for tokens, and
+``drawn == delivered + held + sum(dropped)`` for prompts. Batches that are delivered and not yet trained count as
+delivered.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class DropReason(StrEnum):
     """Reasons for dropping tokens or prompts; every drop has one."""
 
     STALE = "stale"
-    """Older than max_staleness, with on_stale: drop or restart."""
+    """The tokens were older than max_staleness, with on_stale: drop or restart."""
     FAILED = "failed"
     """The rollout function, the reward or the engine failed too often."""
     CORRUPT = "corrupt"
@@ -47,7 +48,7 @@ class DropReason(StrEnum):
 
 @dataclass(slots=True)
 class Ledger:
-    """Counts tokens or prompts; ``held`` is counted independently of the other numbers, so that a loss is noticed."""
+    """Counts tokens or prompts; ``held`` is counted apart from the other numbers, so that a lost token is noticed."""
 
     observed: int = 0
     delivered: int = 0
@@ -55,23 +56,23 @@ class Ledger:
     dropped: Counter[DropReason] = field(default_factory=Counter)
 
     def observe(self, count: int) -> None:
-        """Count things that april has received and now holds."""
+        """Count tokens or prompts that april has received and now holds."""
         self.observed += count
         self.held += count
 
     def deliver(self, count: int) -> None:
-        """Count held things that were delivered to the trainer."""
+        """Count held tokens or prompts that were delivered to the trainer."""
         self.held -= count
         self.delivered += count
 
     def drop(self, count: int, reason: DropReason) -> None:
-        """Count held things that were dropped for ``reason``."""
+        """Count held tokens or prompts that were dropped for ``reason``."""
         self.held -= count
         self.dropped[reason] += count
 
     @property
     def balanced(self) -> bool:
-        """True if every observed thing is delivered, held or dropped."""
+        """True if every observed token or prompt is delivered, held or dropped."""
         return self.observed == self.delivered + self.held + sum(self.dropped.values())
 
     def as_dict(self) -> dict[str, object]:
@@ -85,7 +86,8 @@ class Ledger:
 
 
 FINEST = 3
-"""Leading bits of a length that select its bucket: lengths up to 7 have a bucket each, then every doubling has 4."""
+"""Number of leading bits of a length that select its bucket. Lengths up to 7 have a bucket each; from then on, lengths
+from one power of two to the next share four buckets."""
 LONGEST = 1 << 40
 """Longest response that a snapshot may contain, in tokens."""
 
@@ -142,7 +144,7 @@ class Lengths:
 
 @dataclass(slots=True)
 class LengthLedger:
-    """Counts the lengths of the run's responses, to show whether the trained ones differ from the generated ones.
+    """Counts the lengths of the run's responses, to show whether trained and generated responses differ in length.
 
     A response counts once: when it is finished, or dropped while it waits for its reward. Being carried over steps does
     not change its count, so only drops make trained and generated lengths differ. Responses that were dropped before
@@ -161,7 +163,7 @@ class LengthLedger:
     """Number of responses dropped between their first request and the return of their rollout function."""
 
     def drop(self, length: int, reason: DropReason, *, counted: bool) -> None:
-        """Count a complete response that was dropped; ``counted``: it was finished, and so is in ``generated``."""
+        """Count a complete response that was dropped; ``counted`` means that ``generated`` counts it already."""
         if not counted:
             self.generated.add(length)
         self.dropped.setdefault(reason, Lengths()).add(length)
@@ -179,7 +181,7 @@ class LengthLedger:
         }
 
     def wrong(self, finished: Iterable[int]) -> str | None:
-        """Describe a violated invariant, given the lengths of finished and held responses; None if it holds."""
+        """Describe a violation of the invariant, given the lengths of finished and held responses; None if it holds."""
         accounted, generated = self._accounted(finished).as_dict(), self.generated.as_dict()
         if accounted == generated:
             return None
@@ -197,7 +199,7 @@ class LengthLedger:
     # ---------------------------------------------------------------- snapshots
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the counts as plain values, without ``generated``, which is recomputed when they are restored."""
+        """Return the counts as plain values, without ``generated``, which :meth:`restore` computes again."""
         dropped = {str(reason): lengths.as_dict() for reason, lengths in self.dropped.items()}
         unfinished = {str(reason): count for reason, count in self.unfinished.items()}
         return {"trained": self.trained.as_dict(), "dropped": dropped, "unfinished": unfinished}

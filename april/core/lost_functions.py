@@ -1,7 +1,7 @@
-"""Decides what happens to a rollout function whose process died.
+"""Decides what happens to a rollout function whose process died: it is restarted, or fails after too many deaths.
 
-Invariant: the function is restarted only when none of its attempts is at an engine. Its earlier calls are then answered
-with their stored tokens (the tape).
+Invariant: the function is restarted only when none of its attempts (requests) is at an engine. The calls that it then
+repeats are answered with their stored tokens. Functions that raise errors are handled in ``function_results``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LostFunctions:
         sample = self._context.sample(event.sample)
         if sample is None or sample.state is not RUNNING:
             return
-        if not sample.has_open_call:  # else it did nothing when its process died
+        if not sample.has_open_call:  # with an open call it was only waiting, so it cannot have ended its process
             (times, at), now = sample.process_deaths, sample.tokens
             sample.process_deaths = times + 1 if at == now else 1, now
             if sample.process_deaths[0] >= self._context.settings.max_attempt_failures:
@@ -61,7 +61,7 @@ class LostFunctions:
     def restart_with_replay(self, sample: Sample) -> None:
         """Start the function of a sample again once none of its attempts is at an engine.
 
-        Its earlier calls are answered with their stored tokens (the tapes).
+        The calls that it repeats are answered with their stored tokens.
         """
         context, calls = self._context, sample.open_calls
         if any(call.attempt is not None for call in calls):

@@ -1,7 +1,7 @@
-"""Over-sampler: decides how many prompts to draw, and which queued sample or call goes next.
+"""Decides how many prompts to draw, and which queued sample or call goes next.
 
-Carried-over work goes before new prompts and older groups before younger ones: the queue is ordered by (urgent, group
-number, sample index), and groups are numbered in the order of drawing.
+Work carried over from earlier steps goes before new prompts, and older groups go before younger ones: the queue is
+ordered by (urgent, group number, sample index), and groups are numbered in the order in which they were drawn.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-from april.core.attempt_book import Places
 from april.core.events import SourceExtended
+from april.core.places import Places
 from april.core.settings import CoreSettings
 from april.core.types import NO_DEADLINE, GenerateCall, Refill, Sample
 
@@ -29,7 +29,7 @@ class OverSampler:
         self.requested = 0
         """Number of prompts that were requested from the source and have not arrived."""
         self.bound = NO_DEADLINE
-        """Limit on the staleness of these prompts, if it was lowered before they were requested."""
+        """Limit on the staleness of the requested prompts, if the limit was lowered before they were requested."""
         self.exhausted = False
         self.held_back = False
         """True if more prompts would have been drawn, but the buffer had no room."""
@@ -58,9 +58,10 @@ class OverSampler:
         self.exhausted = False
 
     def first(self, places: Places) -> Sample | GenerateCall | None:
-        """Return the sample or call that goes next, without removing it; None if no place is free for one.
+        """Return the sample or call that goes next, without removing it; None if no place is free for it.
 
-        If a function may not start yet, calls that come after it in the queue go before it.
+        A place is a slot for a request in flight. If a function may not start yet, calls that come after it in the
+        queue go before it.
         """
         calls, starts = self._calls, self._starts
         for heap in (calls, starts):
@@ -96,11 +97,11 @@ class OverSampler:
         elif step_start:
             wanted = s.groups_wanted - (ready + in_work) // units
         elif s.over_sampling_batch_size < s.rollout_batch_size:
-            # within a step, only as many portions as are needed to reach N
+            # within a step, draw only as many portions as the batch still needs
             portion = s.over_sampling_batch_size
             wanted = -(-missing // portion) * portion
         else:
-            # dropped groups put N out of reach: replacing them one at a time would take a response's time each
+            # dropped groups put the batch out of reach; replacing them one at a time would take a response's time each
             wanted = s.groups_wanted - (ready + in_work) // units if missing else 0
         self.held_back = False
         if wanted <= missing:

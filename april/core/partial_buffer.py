@@ -1,7 +1,7 @@
-"""Partial-rollout buffer: stores every group that was drawn and is not yet delivered or dropped.
+"""Stores every group that was drawn and is not yet delivered or dropped: the partial-rollout buffer.
 
-Its samples may be partial, finished, or surplus from an earlier step. The buffer computes which samples are too old and
-how many more prompts may be drawn; :class:`Leases` keeps the batches that are delivered and not trained.
+Samples of these groups may be partial, finished, or surplus from an earlier step. The buffer computes which samples are
+too old and how many more prompts may be drawn; :class:`Leases` keeps the batches that are delivered and not trained.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from april.core.versions import PolicyVersion, VersionClock
 
 RESUBMIT = OnWeightUpdate.RESUBMIT
 MOST_OUT = 64
-"""Maximum number of delivered, untrained batches for any ``max_staleness``, as each is kept until it is trained."""
+"""Maximum number of delivered, untrained batches, however large ``max_staleness`` is: each takes memory until it is
+trained."""
 
 
 class Leases:
-    """Keeps the batches that are out (delivered and not yet trained), and the version at which the next one is trained.
+    """Keeps the batches that are out: delivered and not yet trained. Computes at which version the next is trained.
 
-    Each batch is followed by one weight update, in the order of delivery: after u updates, the next batch is trained at
-    version u + out. A delivery raises that version by one and the update of a batch does not, so the same rule holds
-    for trainers that wait for each batch and for those that fetch batches ahead.
+    Each batch is followed by one weight update, in the order of delivery: after u updates and with b batches out, the
+    next batch is trained at version u + b. A delivery raises that version by one; the update that follows a batch
+    leaves it as it is. So the same rule holds for trainers that wait for each batch and for trainers that fetch
+    batches ahead.
     """
 
     def __init__(self, clock: VersionClock, max_staleness: int) -> None:
@@ -72,7 +74,7 @@ class Leases:
         return self._clock.staleness(version) + len(self.batches)
 
     def commit(self, batch_ids: Iterable[int]) -> None:
-        """Record the ages of the tokens in batches trained at the present version, then remove the batches."""
+        """Remove batches that were trained at the present version, after recording the ages of their tokens."""
         for batch_id in batch_ids:
             for sample in self.batches.pop(batch_id):
                 for segment in sample.segments:
@@ -99,11 +101,12 @@ class Leases:
 
 
 AHEAD = 8
-"""Limit on held groups, as a multiple of ``groups_at_a_time``, whatever ``max_staleness`` allows."""
+"""Limit on held groups, as a multiple of ``groups_at_a_time``, even if ``max_staleness`` allows more."""
 
 
 ROWS_COUNTED_AGAIN = 16
-"""Change of the held tokens, as 1 / n, after which the bytes of rows are counted again (this visits every sample)."""
+"""The bytes of extras are counted again once the held tokens have changed by one part in this number. Counting visits
+every sample, so it is not done each time."""
 
 
 class IdleCause(StrEnum):
@@ -118,7 +121,7 @@ class IdleCause(StrEnum):
     TRAINER = "trainer"
     """The trainer has not asked for a batch."""
     BOUND = "bound"
-    """``max_staleness`` allows no more work: some of it could not be trained in time."""
+    """``max_staleness`` allows no more work, as some of the work could not be trained in time."""
     STOP = "stop"
     """The batch is complete, and the remaining requests are being ended."""
     ENGINES = "engines"
@@ -128,13 +131,16 @@ class IdleCause(StrEnum):
     PROMPTS = "prompts"
     """Prompts are being drawn, or the source has ended."""
     HELD = "held"
-    """Too much is held: ``max_held_tokens``, ``max_extras_bytes`` or :data:`AHEAD` is reached."""
+    """The limit of undelivered work (``max_held_tokens``, ``max_extras_bytes`` or :data:`AHEAD`) is reached."""
     OVER_SAMPLING = "over_sampling"
-    """N' groups are in progress, and the refill mode adds no more."""
+    """As many groups are in progress as over-sampling asks for, and the refill mode adds no more."""
 
 
 class PartialBuffer:
-    """Holds the undelivered groups by number, in the order of drawing, and limits how many there are."""
+    """Holds the undelivered groups by number, in the order of drawing, and limits their number.
+
+    A unit is what batches are counted in: a group or, with a group quorum below 1, a sample.
+    """
 
     def __init__(self, settings: CoreSettings, leases: Leases) -> None:
         self.settings = settings
@@ -147,9 +153,9 @@ class PartialBuffer:
         self._whole_groups = settings.whole_groups
         self._per_group = settings.units_per_group
         self._rows_counted = 0, 0
-        """(Held tokens, bytes of held rows) at the last count of the rows."""
+        """(Held tokens, bytes of held extras) when the extras were last counted."""
         self.units = 0
-        """Number of held units: groups, or with a quorum samples that are neither delivered nor dropped."""
+        """Number of held units: groups or, with a group quorum below 1, samples neither delivered nor dropped."""
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -163,7 +169,7 @@ class PartialBuffer:
         self.units += 1 if self._whole_groups else group.held
 
     def remove(self, group: Group) -> None:
-        """Remove a group that is settled."""
+        """Remove a group all samples of which are delivered or dropped."""
         del self.groups[group.id]
         self.units -= self._whole_groups
 
@@ -196,8 +202,10 @@ class PartialBuffer:
         return sum(rows.nbytes for s in self.samples() for chain in s.chains for rows in chain.extras.values())
 
     def room(self, held_tokens: int) -> int:
-        """Return how many prompts may be drawn beyond those that the step needs; 0 while ``max_held_tokens`` or
-        ``max_extras_bytes`` is reached."""
+        """Return how many prompts may be drawn beyond the needs of the step.
+
+        0 while ``max_held_tokens`` or ``max_extras_bytes`` is reached.
+        """
         most = self.settings.max_held_tokens
         if (most is not None and held_tokens >= most) or (self.settings.extras and self._full_of_rows(held_tokens)):
             self.limit_cause = IdleCause.HELD
@@ -206,7 +214,7 @@ class PartialBuffer:
         return self._free(capacity)
 
     def _full_of_rows(self, held_tokens: int) -> bool:
-        """Return True if ``max_extras_bytes`` is reached, by a count that is renewed when the held tokens changed."""
+        """Return True if ``max_extras_bytes`` is reached, by the last count of the extras; see ROWS_COUNTED_AGAIN."""
         most = self.settings.max_extras_bytes
         if most is None:
             return False
@@ -217,7 +225,7 @@ class PartialBuffer:
 
     @property
     def fits(self) -> int:
-        """Number of prompts that may be drawn at all; with more, some could not be delivered in time."""
+        """Number of prompts that may be drawn at most; with more prompts, some could not be delivered in time."""
         return self._free(self.capacity)
 
     def _free(self, capacity: int) -> int:
@@ -250,7 +258,10 @@ class PartialBuffer:
         return s.on_stale is not OnStale.FINISH and self._wanted > (s.delivery_bound + 1) * s.rollout_batch_size
 
     def age(self, sample: Sample) -> int:
-        """Return the weight updates from the sample's oldest token to the next batch's training; 0 without tokens."""
+        """Return the age of the sample's oldest token in weight updates, if it is trained with the next batch.
+
+        0 without tokens.
+        """
         oldest = self.oldest(sample)
         return 0 if oldest is None else self._leases.age(oldest)
 
@@ -264,7 +275,7 @@ class PartialBuffer:
 
     @property
     def horizon(self) -> int:
-        """Slack from which a unit sets no deadline; with ``on_stale: drop`` only a slack of 0 sets one."""
+        """Smallest slack that sets no deadline; with ``on_stale: drop`` only a slack of 0 sets a deadline."""
         s = self.settings
         if s.on_stale is OnStale.DROP:
             return 1
@@ -290,7 +301,8 @@ class PartialBuffer:
             in_time = s.max_age - self._leases.age(group.drawn_under)
             for unit in (group,) if s.whole_groups else group.members:
                 slack, by_tokens = in_time, self.slack(unit)
-                # drop discards old samples instead of waiting; lost ones set no deadline where the settings accept that
+                # drop discards old samples instead of waiting for them; samples that are too old already set no
+                # deadline if the settings accept the loss of some work
                 if s.on_stale is not OnStale.DROP and (by_tokens >= 0 or not self._overbooked):
                     slack = min(slack, by_tokens)
                 if s.on_stale is not OnStale.FINISH and any(x.resumes > s.max_resumes for x in unit.members):
@@ -302,7 +314,10 @@ class PartialBuffer:
         return 0 if self.settings.on_stale is OnStale.FINISH else self.slack(unit)
 
     def too_old(self) -> list[Sample]:
-        """Return the samples older than max_staleness if ``on_stale`` acts on held samples (restart, drop)."""
+        """Return the samples older than max_staleness, with ``on_stale: restart`` or ``drop``; otherwise none.
+
+        All uses of ``on_stale`` are listed in :class:`~april.core.types.OnStale`.
+        """
         if self.settings.on_stale not in (OnStale.RESTART, OnStale.DROP):
             return []
         return [s for s in self.samples() if self.age(s) > self.bound(s)]

@@ -1,9 +1,10 @@
-"""The core's state machine: ``handle(event) -> list[Command]`` is the only method that changes its state.
+"""Schedules rollouts as a state machine: only ``RolloutCore.handle(event) -> list[Command]`` changes its state.
 
 It connects the four parts (over-sampler, completion monitor, abort controller, partial-rollout buffer), runs the steps,
 and decides when training, evaluations, weight updates and pauses take their turns. What happens to samples is decided
-in ``sample_calls`` (calls of the rollout function), ``attempt_results`` (engine requests), ``function_results``
-(rewards and filters), ``lost_functions``, ``group_completion`` and ``sample_lifecycle`` (retries and drops).
+in ``sample_calls`` (calls of ``llm.generate``), ``attempt_results`` (engine requests), ``function_results`` (results of
+the user's functions), ``function_bugs``, ``lost_functions`` (functions whose process died), ``group_completion`` and
+``sample_lifecycle`` (retries and drops).
 
 Invariants, checked by :meth:`RolloutCore.validate`: each sample is in exactly one state; tokens and prompts
 are delivered, held, or dropped for a named reason; every attempt in flight belongs to exactly one sample.
@@ -62,16 +63,16 @@ STEP_METRICS = (
 
 @dataclass(slots=True, repr=False)
 class Step:
-    """Holds the phase of the running step and the counters at its beginning."""
+    """Holds the phase of the running step and the counters from its beginning."""
 
     before: Counter[str]
     observed: int
     """Number of tokens observed in the run when the step began."""
     filled: bool = False
-    """True once all prompts that the step wanted were drawn, including replacements for skipped ones. False again after
-    a commit or a weight update, when the step may draw more."""
+    """True once all prompts that the step wanted were drawn, including replacements for skipped prompts. False again
+    after a commit or a weight update, when the step may draw more."""
     stopping: bool = False
-    """True once the target is reached or the step has failed, so that nothing is started any more."""
+    """True once the target is reached or the step has failed; from then on, nothing is started."""
     in_flight_at_stop: Counter[str] = field(default_factory=Counter)
     """Number of attempts in flight by engine, when the step stopped."""
 
@@ -243,7 +244,7 @@ class RolloutCore:
 
     def _begin_step(self) -> None:
         self.step = Step(self.counters.copy(), self.observed_tokens())
-        # with the last batch delivered, the next one is trained one update later, so samples may now be too old for it
+        # the batch of this step is trained one update later than the batch before, so samples may now be too old for it
         self.lifecycle.restart_or_drop_stale()
         self._plan_deadlines()
 
@@ -295,13 +296,13 @@ class RolloutCore:
 
     @property
     def _enough(self) -> bool:
-        """True if a batch can be delivered: the target is reached, or no prompt can be added to what is finished."""
+        """True if a batch can be delivered: the target is reached, or nothing runs and no prompt can be added."""
         if self.monitor.target_reached:
             return True
         if self.monitor.ready < self.buffer.units or self.attempts:
             return False
-        # with a quorum, failures may leave fewer samples than the target: the batch is then delivered short if further
-        # prompts could only be delivered too old
+        # with a quorum, failures may leave fewer samples than the target; the batch is then delivered short if further
+        # prompts could only be delivered when they are too old
         return self.over_sampler.exhausted or (self.monitor.ready > 0 and not self.buffer.fits)
 
     def _advance_others(self) -> None:
@@ -330,7 +331,7 @@ class RolloutCore:
 
     @property
     def train_first(self) -> bool:
-        """True if steps wait for an update: so many batches are untrained that new samples would get too old."""
+        """True if the step must wait for an update: with so many untrained batches, new samples would get too old."""
         return bool(self.leased) and self.leases.full and not (self.over_sampler.exhausted and not self.buffer)
 
     def _stop_everything(self) -> None:
@@ -339,7 +340,7 @@ class RolloutCore:
     def _end_step(self) -> None:
         """End the step with a delivery.
 
-        If the data has ended and less than a batch is left, ``on_data_end: wait`` keeps the rest instead.
+        If the data has ended and less than a batch is left, ``on_data_end: wait`` keeps the rest and delivers nothing.
         """
         ended = self.over_sampler.exhausted and self.monitor.ready < self.settings.target
         waits = ended and self.settings.on_data_end is OnDataEnd.WAIT
@@ -510,7 +511,7 @@ class RolloutCore:
             self._long_in_a_row = 0
 
     def _drop_without_room(self) -> None:
-        """Drop restored samples that no longer fit the engines' context, with their groups unless these are READY."""
+        """Drop restored samples that no longer fit the engines' context; groups not yet READY are dropped whole."""
         samples, self.context.without_room = self.context.without_room, []
         for sample in samples:
             why = f"the engines' context of {self.engines.max_context} has no room to finish it"
@@ -557,13 +558,13 @@ class RolloutCore:
         self._replan()
 
     def _plan_deadlines(self) -> None:
-        """Give priority to the groups or samples that this step must deliver, so that none gets too old."""
+        """Give priority to the groups or samples that this step must deliver, so that they do not get too old."""
         urgent = self.context.urgent
         for sample in urgent:
             sample.urgent = False
         urgent.clear()
         for unit in self.monitor.plan(self.buffer.slacks(), self.buffer.horizon):
-            # a finished sample can only be delivered once the quorum of its group is finished
+            # a finished sample can only be delivered once as many samples of its group as the quorum asks for are
             group = unit.group if isinstance(unit, Sample) else unit
             for sample in group.members if group.state is GroupState.OPEN else unit.members:
                 if sample.urgent:
@@ -611,7 +612,7 @@ class RolloutCore:
             self.updates.call_ended(event)
 
     def _attempt_failed(self, event: ev.AttemptFailed) -> None:
-        """Handle the attempt's failure, then record on its engine that the weights were written or that it is busy."""
+        """Handle the failure of an attempt, then record what it says about the engine: weights lost, or busy."""
         attempt = self.context.attempts.get(event.attempt_id)
         self._attempt_results.attempt_failed(event)
         if attempt is not None and event.kind is AttemptFailure.WEIGHTS_WRITTEN:

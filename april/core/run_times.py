@@ -20,16 +20,16 @@ from april.core.weight_updates import Phase
 
 
 class TrainerTime(StrEnum):
-    """Activities of the trainer as april sees them; if several apply, the first one counts."""
+    """Activities of the trainer as april sees them; if several apply, the first of them counts."""
 
     UPDATES = "update_s"
     EVALUATES = "evaluation_s"
     WAITS = "trainer_wait_s"
-    """The trainer asks for a batch and has none to train on."""
+    """The trainer asks for a batch and has no other batch to train on."""
     AHEAD = "asked_ahead_s"
     """The trainer asks for a batch while earlier batches are untrained, so it may be training on those batches."""
     TRAINS = "train_s"
-    """A delivered batch is untrained, and the trainer asks for no other batch or must update the weights before it."""
+    """A delivered batch is untrained, and the trainer does not ask for another (or must update the weights first)."""
     OTHER = "other_s"
 
 
@@ -70,7 +70,7 @@ class RunTimes:
         self.batches = 0
         """Number of batches delivered."""
         self._began: float | None = None
-        """Time of the last delivery, or of the first request for a batch; None before that."""
+        """Time of the last delivery, or of the first request for a batch; None before the first request."""
         self._since = 0.0
         self._busy = self._evaluating = self._reserved = self._free = 0
         self._why: IdleCause = IdleCause.TRAINER
@@ -81,7 +81,7 @@ class RunTimes:
         self._engines_changed()
 
     def _engines_changed(self) -> None:
-        """Update the number of places after engines or limits changed; earlier time is counted with the old number."""
+        """Update the number of places after engines or limits changed; the time until now keeps the old number."""
         core, before = self._core, self.places
         most = self._most = self._places.total
         self.places = min(most, sum(s.limits.max_in_flight or most for s in core.engines.states.values()))
@@ -93,8 +93,8 @@ class RunTimes:
     def _clear(self) -> None:
         self._place_s_before = self._rollout_place_s_before = 0.0
         self._busy_place_s = self._rollout_s = 0.0
-        # Lists that _count changes, as a dict lookup by an enum member would cost more than everything else there.
-        # A list in _idle holds [place-seconds, seconds], the others hold [seconds].
+        # _count adds to lists that are picked in advance, as a dict lookup by an enum member would cost more than the
+        # rest of _count. A list in _idle holds [place-seconds, seconds], the others hold [seconds].
         self._idle: dict[IdleCause, list[float]] = {cause: [0.0, 0.0] for cause in IdleCause}
         self._doing: dict[TrainerTime, list[float]] = {name: [0.0] for name in TrainerTime}
         self._updating: dict[Phase, list[float]] = {phase: [0.0] for phase in UPDATE_PARTS}
@@ -102,7 +102,7 @@ class RunTimes:
         self._enter()
 
     def _enter(self) -> None:
-        """Select the lists in which the time of the present state is counted."""
+        """Pick the lists in which the time of the present state is counted."""
         self._idle_cell, self._trainer_cell = self._idle[self._why], self._doing[self._trainer]
         self._update_cell = self._updating[self._phase] if self._trainer is UPDATES else None
 
@@ -157,7 +157,7 @@ class RunTimes:
             self._reserved_cell[0] += self._reserved * passed
 
     def delivered(self, now_s: float) -> dict[str, float]:
-        """Return the time metrics of the batch that is delivered now, and begin those of the next one."""
+        """Return the time metrics of the batch that is delivered now, and begin to count for the next batch."""
         self.batches += 1
         began = self._began
         if began is None:  # the first request was answered at once, from a saved state
@@ -186,9 +186,9 @@ class RunTimes:
 def pace(steps: Iterable[Mapping[str, float]]) -> tuple[float, int]:
     """Estimate the trainer's seconds per batch, and how many batches it asks for ahead.
 
-    ``steps`` are the metrics of batches. The training time of a trainer that asks ahead is visible only in steps where
-    the next batch had to wait for the trainer. Unless most steps are of this kind, the time asked ahead is not counted,
-    as the trainer may itself have waited for a batch then.
+    ``steps`` are the metrics of batches. If a trainer asks ahead, its training time is visible only in steps where the
+    next batch was ready before the trainer. Only if most steps are of this kind does the time asked ahead count as
+    training; otherwise the trainer may have waited for a batch in that time.
     """
     steps = list(steps)
     if not steps:
@@ -275,7 +275,10 @@ Fits = Callable[..., bool]
 
 
 def bottleneck_of(steps: Sequence[Mapping[str, float]], settings: CoreSettings) -> str:
-    """Return the bottleneck of several steps as a sentence; the first step, with the start-up, counts only if alone."""
+    """Return the bottleneck of several steps as a sentence.
+
+    The first step includes the start-up, so it counts only if there is no other.
+    """
     return bottleneck(whole(steps[1:] or steps), settings, first=len(steps) == 1)
 
 
@@ -301,7 +304,7 @@ def bottleneck(
         )
     waited, ahead = times[TrainerTime.WAITS], times[TrainerTime.AHEAD]
     stepwise = settings.generation is GenerationMode.STEPWISE
-    if ahead > waited:  # the trainer may train meanwhile, but if TRAINS is short, no finished batch waited for it
+    if ahead > waited:  # the trainer may train meanwhile, but a short TRAINS shows that no batch waited for it
         starved = times[TrainerTime.TRAINS] < LITTLE * step
     else:  # stepwise, the trainer always waits while the engines work
         starved = waited >= (0.5 if stepwise else LITTLE) * step
@@ -350,16 +353,16 @@ class _Advice(NamedTuple):
     fits: Fits | None
 
     def of(self, words: str, *, known: bool = False, **change: object) -> str:
-        """Return ``words`` if the change is possible and not of a setting in ``auto``; else an empty string.
+        """Return ``words`` if the change is possible and april does not choose the setting (``auto``); else "".
 
-        ``known`` says that the change depends on the engines' abilities, so it is not advised if ``fits`` is None.
+        ``known`` says that the change depends on the engines' abilities; with ``fits`` None it is then not advised.
         """
         refused = known if self.fits is None else not self.fits(**change)
         return "" if refused or change.keys() & set(self.settings.auto) else words
 
 
 def _engines(times: Mapping[str, float], advice: _Advice, *, starved: bool) -> str:
-    """Return how busy the engines were and why not; advice only if the trainer waited for them (``starved``)."""
+    """Return how busy the engines were and why they were idle, with advice if the trainer ``starved`` for batches."""
     idle = {cause: times[f"idle_{cause}"] for cause in IdleCause}
     total = sum(idle.values())
     cause = max(idle, key=lambda c: idle[c])

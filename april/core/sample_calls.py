@@ -1,8 +1,8 @@
 """Decides how a call of ``llm.generate`` is answered: by an engine, or with tokens that are already stored.
 
 A call continues one of its sample's chains (token sequences), or begins another chain. It takes one or more attempts
-(engine requests), whose results are handled in ``attempt_results``. If a rollout function is lost, it runs again, and
-the calls that it repeats are answered from its chains' tapes, where their tokens are stored (a replay).
+(engine requests), whose results are handled in ``attempt_results``. Each chain records its response in a tape. If a
+rollout function is lost, it runs again, and the calls that it repeats are answered from the tapes (a replay).
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class SampleCalls:
         self._open(chain, event, len(chain.tape.tokens))
 
     def _call_in_any_chain(self, sample: Sample, event: ev.CallMade) -> None:
-        """Handle a call that brings a whole conversation, which need not be the sample's first or only one.
+        """Handle a call that brings a whole conversation, which need not be the sample's first or only conversation.
 
-        It is answered from a tape, or continues or begins a chain.
+        The call is answered from a tape, or continues or begins a chain.
         """
         ids, attached, sample.any_chain = event.token_ids, event.attached, True
         assert ids is not None
@@ -83,10 +83,10 @@ class SampleCalls:
         self._open(chain, event, len(chain.tape))
 
     def find_chain(self, sample: Sample, token_ids: Int32, attached: Sequence[Placed] = ()) -> Chain | None:
-        """Return the chain (token sequence) that a call with these tokens continues, or None if it begins a new one.
+        """Return the chain (token sequence) that a call with these tokens continues; None if it begins a new chain.
 
-        The first choice is a chain that is replayed and has recorded this call, or the calls before it. The second is
-        the longest other chain without an open call whose tokens these tokens begin with.
+        The first choice is a chain that is replayed and has recorded this call, or the calls before it. The second
+        choice is a chain without an open call whose tokens are a prefix of ``token_ids``; the longest one is taken.
         """
         lost_ones = [chain for chain in sample.chains if chain.replay is not None]
         claims = [(chain, self._answers_received(chain, token_ids, attached)) for chain in lost_ones]
@@ -100,7 +100,7 @@ class SampleCalls:
         longest, _, chain = max(extended, default=(-1, 0, None))
         if claimed:
             heard, _, lost = min(claimed)
-            # if the tokens contain answers of both chains, the longer one goes first; of two equally long ones the
+            # if the tokens contain answers of both chains, the longer chain is taken; if they are equally long, the
             # chain that is not replayed, as calls have already used it since the restart
             if not heard or chain is None or self._length_after_answers(lost, heard) > longest:
                 return lost
@@ -114,8 +114,8 @@ class SampleCalls:
     def _answers_received(self, chain: Chain, token_ids: Int32, attached: Sequence[Placed]) -> int | None:
         """Return how many recorded answers of the chain these tokens contain; None if they belong to another chain.
 
-        A rollout function that was started again has received none. A client of it, such as an agent in another
-        process, may have lived on: its tokens contain the answers that it has received.
+        A rollout function that was started again has received none. Its client, such as an agent in another process,
+        may have survived: the client's tokens contain the answers that it received before.
         """
         replay = chain.replay
         assert replay is not None
@@ -129,15 +129,15 @@ class SampleCalls:
         return None
 
     def _repeats_call_at(self, chain: Chain, token_ids: Int32, start: int, attached: Sequence[Placed]) -> bool:
-        """Return True if the tokens, cut to what fits the chain, are the conversation up to response token ``start``.
+        """Return True if a call with these tokens repeats the call that began at response token ``start``.
 
-        Then the call that began there is repeated.
+        The tokens, cut to the longest conversation that fits, must then equal the chain up to this token.
         """
         asked = token_ids[: self._max_length(chain, attached)]
         return len(asked) == len(chain.prompt) + start and chain.is_prefix_of(asked, start, attached)
 
     def _max_length(self, chain: Chain, attached: Sequence[Placed]) -> int:
-        """Return the most tokens that a chain may hold, prompt included; no attachment is split at this limit."""
+        """Return the maximum length of the chain, prompt included; no attachment is split at this limit."""
         most = len(chain.prompt) + self._context.attempts.room(chain)
         return next((placed.at for placed in attached if placed.end > most), most) if attached else most
 
@@ -146,7 +146,7 @@ class SampleCalls:
         return event.token_ids is not None and self._max_length(chain, event.attached) < len(event.token_ids)
 
     def _why_no_new_chain(self, sample: Sample, token_ids: Int32) -> str | None:
-        """Return the reason why these tokens may not begin another chain, or None if they may."""
+        """Return the reason why these tokens may not begin another chain; None if they may."""
         settings = self._context.settings
         # chains from before a restart count only once a call has used them again
         if sum(bool(chain.calls) for chain in sample.chains) >= settings.max_chains:
@@ -158,7 +158,7 @@ class SampleCalls:
     def _open(self, chain: Chain, event: ev.CallMade, start: int) -> None:
         call = GenerateCall(chain, event.sampling, start, event.number)
         chain.calls.append(call)
-        # a call from a saved state may be complete already: saved between its last token and the end of its attempt
+        # a call from a saved state may be complete already, if it was saved after its last token, before its end
         stopped = self._context.attempts.ends_in_stop(call)
         cut = bool(event.attached) and self._is_cut(chain, event)
         if not self.complete_if_ended(call, stopped=stopped, length=cut):
@@ -166,7 +166,10 @@ class SampleCalls:
             self._context.over_sampler.push(call)
 
     def _append_environment(self, chain: Chain, token_ids: Int32, attached: Sequence[Placed]) -> str | None:
-        """Append the tokens that the function added since its last call, truncated to fit; return an error, or None."""
+        """Append the tokens that the function added since its last call, cut to the maximum length.
+
+        Returns an error for tokens that do not continue the chain; otherwise None.
+        """
         have = len(chain.prompt) + len(chain.tape)
         if not chain.is_prefix_of(token_ids, len(chain.tape), attached):
             return (
@@ -179,7 +182,7 @@ class SampleCalls:
         return None
 
     def _answer_from_tape(self, chain: Chain, event: ev.CallMade) -> None:
-        """Answer a repeated call from the tape; a function whose calls differ from before begins again."""
+        """Answer a repeated call from the tape; if its tokens differ from the recorded call, restart the sample."""
         replay = chain.replay
         assert replay is not None
         ids = event.token_ids
@@ -210,12 +213,12 @@ class SampleCalls:
         self._open(chain, event, len(chain.tape) if start is None else start)
 
     def restart_diverged(self, sample: Sample) -> None:
-        """Begin a sample again whose restarted function made other calls than before, so that its tokens do not fit."""
+        """Begin a sample again, without its tokens, whose restarted function made other calls than before."""
         self._context.counters["replays_diverged"] += 1
         self._lifecycle.restart(sample, DropReason.REPLAY_DIVERGED)
 
     def drop_unused_replay(self, sample: Sample) -> None:
-        """Drop the replayed tokens that a function did not ask for before it returned."""
+        """Drop the recorded tokens that a restarted function did not ask for before it returned."""
         for chain in sample.chains:
             if chain.replay is not None:
                 end = chain.calls[-1].end if chain.calls else 0
@@ -244,7 +247,7 @@ class SampleCalls:
         chain, tokens = call.chain, context.ledger(sample)
         context.note(sample, f"nobody waits for the result of call {call.number}")
         if chain.replay is not None:
-            tokens.drop(chain.cut(call.end), DropReason.REPLAY_DIVERGED)  # it would have followed the answer
+            tokens.drop(chain.cut(call.end), DropReason.REPLAY_DIVERGED)  # these tokens followed the unread answer
             context.counters["replays_diverged"] += 1
             chain.replay = None
         chain.calls.pop()
@@ -256,7 +259,7 @@ class SampleCalls:
         sample.finish = max(answered)[1] if answered else None
 
     def complete_if_out_of_budget(self, call: GenerateCall) -> bool:
-        """Complete a queued call if other calls of its sample used up ``max_sample_tokens``; return True if so."""
+        """Complete a queued call if other calls of its sample used up ``max_sample_tokens``; return True if it is."""
         return self._context.settings.max_sample_tokens is not None and self.complete_if_ended(call, stopped=False)
 
     def complete_if_ended(self, call: GenerateCall, *, stopped: bool, length: bool = False) -> bool:

@@ -1,6 +1,7 @@
-"""Decides whether a sample is retried, restarted, replaced or dropped, and when its group is dropped.
+"""Decides whether a sample that failed or is too old is retried, restarted, replaced or dropped, alone or as a group.
 
-Invariant: tokens and prompts are dropped only under a named reason.
+``function_results``, ``lost_functions`` and ``attempt_results`` report the failures; ``max_attempt_failures`` and
+``on_failed_sample`` are applied here. Invariant: tokens and prompts are dropped only under a named reason.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ class SampleLifecycle:
         self._groups = groups
 
     def retry_or_give_up(self, sample: Sample, error: str, *, waits: bool = True) -> None:
-        """Retry the reward (after a pause, if it ``waits``) or the sample, up to ``max_attempt_failures`` times."""
+        """Call the failed reward or rollout function again; give up after ``max_attempt_failures`` failures.
+
+        A reward function is called again after a pause if it ``waits``.
+        """
         context = self._context
         sample.failures += 1
         context.counts(sample)["failed_samples"] += 1
@@ -57,11 +61,11 @@ class SampleLifecycle:
             self.ask_reward(sample)
 
     def retry_pause_s(self, failures: int) -> float:
-        """Return the seconds before the next retry, in which a judge or sandbox that the function calls may recover."""
+        """Return the seconds until the next retry; meanwhile a service that the function calls may recover."""
         return min(self._context.settings.retry_pause_s * PAUSE_GROWTH ** (failures - 1), LONGEST_PAUSE_S)
 
     def ask_reward(self, sample: Sample) -> None:
-        """Ask for the reward of a sample whose function has returned; a group reward waits for all its samples."""
+        """Ask for the reward of a sample whose function has returned; a group reward waits for all samples."""
         if self._context.settings.group_reward:
             self._ask_group_reward(sample.group)
         else:
@@ -98,7 +102,7 @@ class SampleLifecycle:
             self.drop_group(group, DropReason.FAILED, error)
 
     def _replace(self, sample: Sample, error: str) -> None:
-        """Add a new sample to the group, then give up the one that failed."""
+        """Add a new sample to the group, then give up the failed sample."""
         context, group = self._context, sample.group
         fresh = Sample(SampleId(group.id, len(group.samples)), group)
         fresh.urgent = sample.urgent
@@ -150,14 +154,17 @@ class SampleLifecycle:
             context.out.append(do.CancelSample(sample))
 
     def abandon(self, call: GenerateCall, reason: DropReason) -> None:
-        """Ask the engine to end the call's attempt, if any; its tokens are dropped for ``reason`` once it has ended."""
+        """Ask the engine to end the call's attempt, if there is one; its tokens will be dropped for ``reason``."""
         if call.attempt is not None:
             call.attempt.drop_reason = reason
             self._context.change_state(call.attempt, ABANDONED, f"attempt abandoned ({reason})")
             self._context.stop([call.attempt])
 
     def drop_sample(self, sample: Sample, reason: DropReason, error: str) -> None:
-        """Drop one sample and continue with the rest of its group; drop the group if no sample is left or delivered."""
+        """Drop one sample and continue with the rest of its group.
+
+        The group is dropped if this was its last sample and no other was delivered.
+        """
         context, group = self._context, sample.group
         if group.held == 1 and not group.delivered:
             self.drop_group(group, reason, error)
@@ -172,7 +179,7 @@ class SampleLifecycle:
             context.out.append(do.Warn(f"{error}; the sample is given up, and its group continues with {size} samples"))
         self._drop(sample, reason, f"dropped ({reason}): {error}")
         if context.settings.group_reward:
-            self._ask_group_reward(group)  # the others may have waited for this one
+            self._ask_group_reward(group)  # the group may have waited only for this sample
         if group.held:
             self._groups.advance(group)
 
@@ -184,9 +191,9 @@ class SampleLifecycle:
         self.settle_sample(sample.group, reason)
 
     def settle_sample(self, group: Group, reason: DropReason | None = None) -> None:
-        """Count a sample that was delivered (``reason`` None) or given up; settle its prompt after the last sample.
+        """Count a sample that was delivered (``reason`` None) or given up; after the last sample, settle the prompt.
 
-        A prompt counts as delivered if any of its samples was.
+        A prompt counts as delivered if at least one of its samples was delivered.
         """
         context = self._context
         context.buffer.change_held_count(group, -1)
@@ -221,7 +228,10 @@ class SampleLifecycle:
                 groups.filtered_in_a_row = 0
 
     def restart_or_drop_stale(self) -> None:
-        """Restart or drop, as ``on_stale`` says, the samples that a weight update has made older than max_staleness."""
+        """Restart or drop samples older than max_staleness, with ``on_stale: restart`` or ``drop``.
+
+        The other values act at delivery; all uses of ``on_stale`` are listed in :class:`~april.core.types.OnStale`.
+        """
         context = self._context
         for sample in context.buffer.too_old():
             if sample.state is DROPPED:

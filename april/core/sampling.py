@@ -1,4 +1,4 @@
-"""Sampling parameters of requests, and the parameters that continue an interrupted response."""
+"""Defines the sampling parameters of requests, and computes those that continue an interrupted response."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 GAP = "\ufffd"
-"""Replacement character, which decoders write for bytes that are not a complete character (yet)."""
+"""Replacement character, which decoders write for bytes that are not (or not yet) a complete character."""
 
 
 def stop_id_of(text: str) -> str:
@@ -22,17 +22,20 @@ class LogprobKind(StrEnum):
     """Distributions from which an engine may take its log-probabilities."""
 
     TEMPERATURE = "temperature"
-    """log_softmax(logits / T), before top-p and similar filters."""
+    """log_softmax(logits / temperature), before top-p and similar filters."""
     PROCESSED = "processed"
     """The distribution that was really sampled from."""
     RAW = "raw"
-    """log_softmax(logits), whatever the temperature."""
+    """log_softmax(logits) at every temperature."""
     UNKNOWN = "unknown"
-    """The server does not tell the kind; usable only where all kinds agree (temperature 1, no top-p)."""
+    """The server does not tell the kind. Usable only at temperature 1 without top-p, where all kinds are equal."""
 
     @property
     def follows_temperature(self) -> bool:
-        """True if it equals log_softmax(logits / T) at every T > 0 when no other parameter shapes the distribution."""
+        """True if it equals log_softmax(logits / temperature) at every temperature above 0.
+
+        This is said of requests without other parameters that shape the distribution, such as top-p.
+        """
         return self in (LogprobKind.TEMPERATURE, LogprobKind.PROCESSED)
 
 
@@ -41,14 +44,14 @@ class SamplingParams:
     """Sampling parameters of one engine request.
 
     Attributes:
-        max_tokens: most tokens that the request may still generate (EOS included).
-        min_tokens: fewest tokens before EOS or a stop token may be sampled.
+        max_tokens: maximum number of tokens that the request may still generate, EOS included.
+        min_tokens: minimum number of tokens before EOS or a stop token may be sampled.
         temperature: softmax temperature; 0 means greedy.
         top_p: nucleus mass in (0, 1].
-        stop_token_ids: ids that end the response, EOS included; the id itself is kept in the tokens.
-        seed: seed of this request, or None for the engine's own stream.
-        banned_ids: ids that must not be sampled, as they are placeholders in prompts, for an image for example. The
-            log-probabilities of all other ids stay as without the ban, if the engine can return those.
+        stop_token_ids: ids that end the response, EOS included; the last token of the response is then this id.
+        seed: seed of this request; None for the engine's own random numbers.
+        banned_ids: ids that must not be sampled, because they are placeholders in prompts, such as those of images. If
+            the engine can do this, the log-probabilities of all other ids are the same as without the ban.
         stop: strings that end the response once its text contains one; april finds them, engines never see them.
     """
 
@@ -75,7 +78,7 @@ class SamplingParams:
         )
 
     def capped(self, max_tokens: int) -> SamplingParams:
-        """Return the parameters with another token budget (min_tokens never exceeds it)."""
+        """Return the parameters with another token budget; min_tokens is lowered if it exceeds the budget."""
         if self.max_tokens == max_tokens >= self.min_tokens:
             return self
         return replace(self, max_tokens=max_tokens, min_tokens=min(self.min_tokens, max_tokens))

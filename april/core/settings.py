@@ -1,4 +1,4 @@
-"""Settings of the core, already checked by :class:`april.config.Config`, and limits of engines."""
+"""Defines the settings of the core, which :class:`april.config.Config` has checked, and the limits of engines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class CoreSettings:
     max_response_len: int
     max_in_flight: int
     group_quorum: float = 1.0
-    """Share of a group's samples that must finish before its finished samples are deliverable; 1: whole groups only."""
+    """Share of a group's samples that must finish before its finished samples can be delivered; with 1, groups are
+    delivered whole."""
     on_failed_sample: OnFailedSample = OnFailedSample.DROP_GROUP
     min_group_size: int = 1
     """Minimum number of samples of a group, with on_failed_sample: shrink."""
@@ -41,7 +42,7 @@ class CoreSettings:
     extras: tuple[str, ...] = ()
     """Names of the per-token arrays that every engine must return with the tokens of training."""
     max_age: int = 24
-    """Number of weight updates after which a group has priority and the step waits for it, whatever on_stale says."""
+    """Number of weight updates after which a group has priority and the step waits for it, with every on_stale."""
     max_resumes: int = 100
     """Number of continuations of one sample after which its group has priority and the step waits for the group, unless
     on_stale is finish."""
@@ -86,29 +87,35 @@ class CoreSettings:
 
     @property
     def units_per_group(self) -> int:
-        """Number of units per prompt: 1 (the group), or its samples."""
+        """Number of units per prompt. A unit is what a batch counts: the group, or each of its samples."""
         return 1 if self.whole_groups else self.n_samples_per_prompt
 
     @property
     def target(self) -> int:
-        """Number of units in a batch: N groups, or N * n samples."""
+        """Number of units in a batch: ``rollout_batch_size`` groups, or as many samples as these groups have."""
         return self.rollout_batch_size * self.units_per_group
 
     def quorum(self, size: int) -> int:
-        """Return how many finished samples make a group of ``size`` complete: all, or ceil(quorum * n), at least 3."""
+        """Return how many finished samples make a group of ``size`` samples complete.
+
+        With a group quorum below 1 this is ceil(group_quorum * n_samples_per_prompt), otherwise all.
+        """
         if self.whole_groups:
             return size
         return min(size, quorum_of(self.group_quorum, self.n_samples_per_prompt))
 
     @property
     def groups_wanted(self) -> int:
-        """Number of groups in progress at the start of a step: N', or the smallest multiple of N' that reaches N."""
+        """Number of groups in progress at the start of a step: ``over_sampling_batch_size``.
+
+        If this is less than ``rollout_batch_size``, its smallest multiple that is not.
+        """
         target, portion = self.rollout_batch_size, self.over_sampling_batch_size
         return portion if portion >= target else -(-target // portion) * portion
 
     @property
     def groups_at_a_time(self) -> int:
-        """Number of groups in progress at a time: ``groups_wanted``, or more if needed to fill ``max_in_flight``."""
+        """Number of groups in progress at once: ``groups_wanted``, or more if needed to fill ``max_in_flight``."""
         return max(self.groups_wanted, -(-self.max_in_flight // self.n_samples_per_prompt))
 
     @property
@@ -118,11 +125,11 @@ class CoreSettings:
 
 
 LEAST_QUORUM = 3
-"""Smallest quorum: without the response itself, two others remain for its baseline."""
+"""Smallest number of samples that may form a quorum: each response then has two others for its baseline."""
 
 
 def quorum_of(share: float, n_samples: int) -> int:
-    """Return k = ceil(share * n), rounded first so that 0.3 * 10 gives 3."""
+    """Return ceil(share * n_samples); the product is rounded first, so that 0.3 * 10 gives 3."""
     return math.ceil(round(share * n_samples, 9))
 
 
@@ -146,10 +153,10 @@ class EngineLimits:
     own_weights: bool = False
     """True for an engine that is not a server but has weights of its own, apart from the trainer's."""
     in_flight_updates: tuple[OnWeightUpdate, ...] = ()
-    """Policies besides ``resubmit`` that it supports for requests in flight at a weight update."""
+    """Policies besides ``resubmit`` that the engine supports for requests in flight at a weight update."""
     attachments: tuple[str, ...] = ()
-    """Kinds of attachments that it accepts."""
+    """Kinds of attachments that the engine accepts."""
     extras: tuple[str, ...] = ()
-    """Names of the per-token arrays that it can return with its tokens."""
+    """Names of the per-token arrays that the engine can return with its tokens."""
     written: bool = False
-    """True if an earlier run may have written its weights: they belong to no version before the first update."""
+    """True if an earlier run may have written the engine's weights: until the first update, its version is unknown."""

@@ -1,4 +1,4 @@
-"""Snapshots of a core: writes its state as plain numbers, strings, bytes, lists and dicts, and restores it.
+"""Saves the state of a core as plain numbers, strings, bytes, lists and dicts, and restores it.
 
 Invariant: a restored core holds every token and every prompt that the saved core held, those of attempts in flight and
 of untrained batches included; samples that were delivered and trained are not in a snapshot.
@@ -65,12 +65,12 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
 
     Args:
         core: core to save, at any time, also in the middle of a step.
-        trained_through: id of the last batch that the trainer's checkpoint was trained on (-1: none). Later batches
-            are part of the state, delivered or not. None means the last committed batch. The version in the state
-            counts one more update for every batch up to this one that is not committed yet.
+        trained_through: id of the last batch that the trainer's checkpoint was trained on; -1 if there is none. Later
+            batches are part of the state, delivered or not. None means the last committed batch. The version in the
+            state counts one more update for every batch up to this one that is not committed yet.
 
     Raises:
-        CheckpointError: there is no such batch, or a later one is already committed.
+        CheckpointError: there is no such batch, or a later batch is already committed.
     """
     context = core.context
     # batches may be committed in any order
@@ -129,7 +129,7 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
 
 
 def _attachments_out(groups: Iterable[Group]) -> State:
-    """Return every attachment once, by digest, with its bytes if they are in memory and the path of its file if any."""
+    """Return every attachment once, by digest, with its bytes if they are in memory, and the path of its file."""
     chains = (chain for group in groups for sample in group.samples for chain in sample.chains)
     placed = itertools.chain((p for g in groups for p in g.prompt.attached), (p for c in chains for p in c.attached))
     return {
@@ -234,7 +234,7 @@ def _packed(array: Any, dtype: str) -> bytes | None:
 
 
 def without_held(ledger: Ledger) -> State:
-    """Return the counts of a ledger except ``held``, which is recounted when a state is restored."""
+    """Return the counts of a ledger except ``held``, which is counted anew when a state is restored."""
     return {name: count for name, count in ledger.as_dict().items() if name != "held"}
 
 
@@ -260,12 +260,12 @@ def changed_settings(core: RolloutCore, state: State) -> dict[str, tuple[Any, An
 
 
 def restore(core: RolloutCore, state: State) -> None:
-    """Put a snapshot into a fresh core, which begins a new incarnation of the policy version.
+    """Put a snapshot into a fresh core, which begins a new incarnation (restart) of the policy version.
 
     No engine is used before it has confirmed that it loaded that version.
 
-    Finished samples stay finished. The rollout functions of all others start again, and their earlier calls are
-    answered from the tape.
+    Finished samples stay finished. The rollout functions of all other samples start again, and the calls that they
+    repeat are answered with the saved tokens.
 
     Raises:
         CheckpointError: the core is not fresh; or the state is not one of april's, is damaged, or cannot be continued
@@ -297,7 +297,7 @@ def require_fresh(core: RolloutCore) -> None:
 
 
 def _take_over_work(core: RolloutCore, saved: State) -> None:
-    """Take the amount of work in progress from the state, for settings that ``auto`` chose then and chooses now."""
+    """Take over the amount of work from the state, for settings that april chose itself (``auto``) then and now."""
     s = core.settings
     both = set(s.auto).intersection(map(Work, saved.get("auto", ())))
     over, in_flight = (
@@ -362,7 +362,7 @@ def _restore(core: RolloutCore, state: State) -> None:
 
 
 def _count_in(core: RolloutCore, state: State) -> None:
-    """Count the deliverable samples, in the order of the snapshot (used with a quorum)."""
+    """Count the deliverable samples in the order of the snapshot; used if batches count samples, not groups."""
     order = {SampleId(*map(count_of, pair)): place for place, pair in enumerate(state.get("order", ()))}
     ready = [sample for sample in core.buffer.samples() if sample.ready]
     for sample in sorted(ready, key=lambda sample: order.get(sample.id, len(order))):
@@ -372,7 +372,7 @@ def _count_in(core: RolloutCore, state: State) -> None:
 
 
 def _attachments_in(state: State) -> dict[str, Attachment]:
-    """Return the attachments of a state by digest; where the state has the bytes, their digest is checked."""
+    """Return the attachments of a state by digest, after checking the digests of those whose bytes are in the state."""
     found = {}
     for digest, saved in state.items():
         kind, path, data = _text(saved["kind"]), _text(saved["path"]), saved["data"]
@@ -449,7 +449,7 @@ def _settled(sample_id: SampleId, group: Group, state: State) -> Sample:
 
 
 def _completed(settings: CoreSettings, group: Group, state: State, *, ready: bool) -> None:
-    """Restore a group's finishers, their order, and the cohort from which its baselines are computed."""
+    """Restore a group's finished samples, their order, and the rewards from which its baselines are computed."""
     members = group.members
     group.held = len(members)
     if not group.held:
@@ -546,7 +546,7 @@ def _require_in_time(core: RolloutCore, state: State) -> None:
 
 
 def _late_before(core: RolloutCore, changed: Mapping[str, Any]) -> int:
-    """Return the number of units that were already late under the saved settings; these do not refuse the state."""
+    """Return the number of units that were already late under the saved settings; these are no reason to refuse."""
     auto = {"auto": tuple(map(Work, changed["auto"]))} if "auto" in changed else {}
     before = replace(core.settings, **{**changed, **auto})
     return _late(core, before) * max(1, core.settings.units_per_group // before.units_per_group)
@@ -567,7 +567,7 @@ def _slacks(core: RolloutCore, settings: CoreSettings) -> list[int]:
 
 
 def _goes_with(unit: Unit) -> Iterable[Sample]:
-    """Return the samples that are dropped together with this unit: its whole group, unless that is READY."""
+    """Return the samples that are dropped together with this unit: its whole group, unless the group is READY."""
     group = unit if isinstance(unit, Group) else unit.group
     return unit.members if group.ready else group.members
 
@@ -579,7 +579,7 @@ ID_LENGTH = 32
 def restored_sample(
     engines: EngineTable, sample_id: SampleId, group: Group, state: State, *, keeps_finished: bool
 ) -> Sample:
-    """Restore a sample: as finished if it was and ``keeps_finished``, else as new with calls to replay.
+    """Restore a sample: as finished if it was finished and ``keeps_finished``, otherwise as new with calls to replay.
 
     Raises:
         CheckpointError: the sample has tokens outside of these engines' vocabulary.
@@ -635,7 +635,7 @@ def _chain_in(engines: EngineTable, chain: Chain, state: State) -> None:
 
 
 def _extras_in(core: RolloutCore, chain: Chain, state: State) -> None:
-    """Restore the rows of the extras that are wanted now; a missing one is an error, as it cannot be made again."""
+    """Restore the extras that the settings require now; missing extras are an error, as they cannot be made again."""
     extras = {}
     for name in core.settings.extras:
         if name not in state:
@@ -680,7 +680,7 @@ def _wrong_tape(tape: TokenTape) -> str | None:
 
 
 def _wrong_calls(tape: TokenTape, calls: list[RecordedCall], open_call: int | None) -> str | None:
-    """Describe calls that overlap, or that do not cover exactly the generated tokens; None if all is right."""
+    """Describe calls that overlap, or that do not cover exactly the generated tokens; None if they are consistent."""
     spans = [(call.start, call.end) for call in calls] + ([] if open_call is None else [(open_call, len(tape))])
     asked = np.zeros(len(tape), np.uint8)
     at = 0
@@ -695,7 +695,7 @@ def _wrong_calls(tape: TokenTape, calls: list[RecordedCall], open_call: int | No
 
 
 def _wrong_ends(tape: TokenTape, calls: list[RecordedCall], engines: EngineTable) -> str | None:
-    """Describe tokens that a call has after an end-of-sequence token of its engine; None if there are none."""
+    """Describe tokens of a call that come after an end-of-sequence token; None if there are no such tokens."""
     ends = {call.end for call in calls} | {len(tape)}
     for s in tape.segments:
         stops = engines.ends_of(s.engine)

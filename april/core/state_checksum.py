@@ -1,4 +1,4 @@
-"""Seals saved states with a checksum, so that a state that was changed on its way to disk and back is refused.
+"""Adds a checksum to saved states, so that a state that was changed on its way to disk and back is refused.
 
 Invariant: the checksum depends on the values only, not on the file format: it is the same after dicts change their
 order, tuples become lists, arrays become lists of numbers, and numeric keys become text.
@@ -22,7 +22,7 @@ State = dict[str, Any]
 
 
 def seal(kind: str, content: Mapping[str, Any]) -> State:
-    """Return ``content`` as a sealed state of this kind.
+    """Return ``content`` as a state of this kind, with format number and checksum.
 
     A mapping in ``content`` may have an entry ``data`` from the user, and next to it a list ``unchecked`` of keys of
     ``data`` whose values are not plain; the checksum leaves these values out.
@@ -31,7 +31,7 @@ def seal(kind: str, content: Mapping[str, Any]) -> State:
 
 
 def verify_checksum(kind: str, state: Any) -> None:
-    """Raise CheckpointError if ``state`` is not a sealed state of this kind and format, or was changed."""
+    """Raise CheckpointError unless ``state`` is an unchanged state of this kind that :func:`seal` returned."""
     if not isinstance(state, Mapping) or "april" not in state:
         raise CheckpointError("this is not a state that april's state_dict() returned")
     if state.get("format") != FORMAT:
@@ -91,7 +91,10 @@ def _add(value: Any, put: Callable[[Any], None]) -> None:
 
 
 def _scalar(value: Any) -> bytes | None:
-    """Return the bytes to hash for a number, string or None, else None; an integral float is hashed like the int."""
+    """Return the bytes to hash for a number, string or None; for other values return None.
+
+    An integral float is hashed like the int.
+    """
     if value is None:
         return b"N"
     if isinstance(value, str):
@@ -122,7 +125,7 @@ def _add_mapping(value: Mapping[Any, Any], put: Callable[[Any], None]) -> None:
 def data_out(data: Mapping[Any, Any]) -> tuple[State, list[str]]:
     """Return a prompt's data for a state, and the names of its entries that have no checksum.
 
-    Entries with a checksum are copies, as the user's functions may change theirs before the state is written to disk.
+    Entries with a checksum are copies, as the user's functions may change the originals before the state is written.
     """
     out, unchecked = {}, []
     for name, value in data.items():

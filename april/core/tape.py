@@ -1,7 +1,8 @@
-"""Token tapes: packed arrays with the tokens of one chain's response, and of one attempt in flight.
+"""Records tokens with their log-probabilities and policy versions, in packed arrays called tapes.
 
-Invariant: ``len(tokens) == len(logprobs) == sum(segment.count)``, segments are contiguous from 0, and the
-versions of generated segments never decrease.
+A ``TokenTape`` has the response of one chain (conversation); an ``AttemptTape`` collects the tokens of one attempt
+(engine request) while it runs. Invariant: ``len(tokens) == len(logprobs) == sum(segment.count)``, segments are
+contiguous from 0, and the versions of generated segments never decrease.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ class SegmentKind(StrEnum):
     """Origins of a segment's tokens."""
 
     GENERATED = "generated"
-    """Sampled by the policy; carries loss."""
+    """The policy sampled the tokens; they carry loss."""
     ENVIRONMENT = "environment"
-    """Written by a tool or an environment; carries no loss and has log-probability 0."""
+    """A tool or an environment wrote the tokens; they carry no loss and have log-probability 0."""
 
 
 # a module-level name, as an enum member costs 60 ns per use on Python 3.11 and this one is used at every event
@@ -39,7 +40,7 @@ GENERATED = SegmentKind.GENERATED
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive tokens [start, start + count) of one response, of one attempt, under one version."""
+    """Consecutive tokens [start, start + count) of a response that one attempt received from one policy version."""
 
     start: int
     count: int
@@ -49,24 +50,24 @@ class Segment:
     engine: str
     temperature: float
     over: PolicyVersion | None = None
-    """Version of the oldest keys and values over which it was sampled, if these were kept through a weight update; None
-    if they are all of its own version."""
+    """Version of the oldest keys and values from which the tokens were sampled, if these were kept through a weight
+    update; None if all keys and values are of the segment's own version."""
 
 
 def kept_mask(segments: Sequence[Segment]) -> NDArray[np.uint8]:
-    """Return uint8 [T], 1 for each token that was sampled over keys and values of older weights than its own."""
+    """Return uint8 [T], 1 for each token that was sampled with keys and values of older weights than its own."""
     return np.repeat(np.array([s.over is not None for s in segments], np.uint8), [s.count for s in segments])
 
 
 def versions_of(segments: Sequence[Segment]) -> Int32:
-    """Return the version of each token as int32 [T, 2]: (incarnation, n)."""
+    """Return the policy version of each token as int32 [T, 2]: (incarnation, n)."""
     if not segments:
         return np.empty((0, 2), np.int32)
     return np.repeat(np.array([s.version for s in segments], np.int32), [s.count for s in segments], axis=0)
 
 
 class AttemptCounts(NamedTuple):
-    """Counts of an attempt's tokens, as events carry them; the tokens themselves stay on its tape."""
+    """Counts the tokens of an attempt; events carry these counts, and the tokens themselves stay on the tape."""
 
     spans: tuple[tuple[PolicyVersion, int], ...] = ()
     """Run-length versions of the tokens that belong to the response: (version, count)."""
@@ -88,7 +89,7 @@ class AttemptCounts(NamedTuple):
 
 NO_COUNTS = AttemptCounts()
 UNPACKED_CHUNKS = 48
-"""Number of chunks that an attempt may have before they are packed, besides one for each 256 of its tokens."""
+"""Number of chunks that an attempt may have before they are packed into one array; each 256 tokens allow one more."""
 
 
 def first_of(spans: Sequence[tuple[PolicyVersion, int]], count: int) -> list[tuple[PolicyVersion, int]]:
@@ -103,25 +104,26 @@ def first_of(spans: Sequence[tuple[PolicyVersion, int]], count: int) -> list[tup
 
 @dataclass(slots=True, eq=False, repr=False)
 class AttemptTape:
-    """Collects the chunks of one attempt as they arrive, and packs them now and then, as small arrays take memory."""
+    """Collects the chunks of one attempt; packs them into one array now and then, because small arrays take memory."""
 
     _tokens: list[Int32] = field(default_factory=list)
     _logprobs: list[Float32] = field(default_factory=list)
     spans: list[tuple[PolicyVersion, int]] = field(default_factory=list)
-    """Run-length versions of its tokens: (version, count)."""
+    """Run-length versions of the tokens: (version, count)."""
     count: int = 0
+    """Number of tokens that belong to the response."""
     stopped: bool = False
-    """True if the last token completes a stop string, so that nothing may be appended any more."""
+    """True if the last token completes a stop string, so that no further token may be appended."""
     after_stop: int = 0
     """Number of checked tokens that arrived after the stop string, to be dropped."""
     unsure: int = 0
-    """Number of tokens at its end whose version is a guess until the engine names it, at the end of the request."""
+    """Number of tokens at the end whose version is a guess until the engine names it, at the end of the request."""
     unknown: int = 0
     """Number of tokens that were removed because the engine never named their version."""
     needs_rows: bool = False
-    """True if its tokens count only with the extras that the engine returns at the end of the request."""
+    """True if the tokens count only with the extras that the engine returns at the end of the request."""
     extras: Extras = NO_EXTRAS
-    """Rows of its ``count`` tokens, preceded by rows for earlier tokens of the conversation that had none."""
+    """Rows of the ``count`` tokens, after rows for earlier tokens of the conversation that had no rows yet."""
     bare: int = 0
     """Number of tokens that were removed for lack of extras."""
 
@@ -136,7 +138,7 @@ class AttemptTape:
         return int(self._tokens[-1][-1])
 
     def append(self, tokens: Int32, logprobs: Float32, version: PolicyVersion, *, sure: bool = True) -> None:
-        """Append a chunk, already checked, of tokens int32 [k] and logprobs float32 [k] under ``version``.
+        """Append a checked chunk of tokens and log-probabilities, int32 and float32 of equal length, of ``version``.
 
         After a chunk whose version is not ``sure``, the versions of all later chunks are unsure, too.
         """
@@ -162,7 +164,7 @@ class AttemptTape:
         self.spans, self.unsure = first_of(spans, self.count), 0
 
     def set_extras(self, extras: Extras, missing: int) -> None:
-        """Store the rows of ``missing`` earlier tokens and of all tokens; rows after a stop string are left out."""
+        """Store the rows of ``missing`` earlier tokens and of the attempt's own; leave out rows after a stop string."""
         self.extras = first_rows(extras, missing + self.count)
 
     def drop_unnamed(self) -> None:
@@ -181,7 +183,7 @@ class AttemptTape:
         self.unsure = self.after_stop = 0
 
     def sure(self) -> AttemptTape:
-        """Return the tape without tokens that still lack extras or a sure version: the tape itself, or a copy."""
+        """Return a copy without the tokens that still lack extras or a sure version; the tape itself if none do."""
         if not (self.unsure or (self.needs_rows and not self.extras)):
             return self
         copy = replace(self)
@@ -235,7 +237,7 @@ class TokenTape:
     ) -> None:  # fmt: skip
         """Append the tokens of an attempt; raises ValueError if their versions go backwards.
 
-        ``over`` is the version of its oldest keys and values, if these were kept through weight updates.
+        ``over`` is the version of the attempt's oldest keys and values, if these were kept through weight updates.
         """
         tokens, logprobs, spans = attempt.packed()
         newest = self.newest_version
@@ -250,14 +252,14 @@ class TokenTape:
         self._extend(tokens, logprobs)
 
     def add_environment(self, tokens: Int32, version: PolicyVersion) -> None:
-        """Append tokens [k] that the policy did not generate, such as tool results."""
+        """Append tokens that the policy did not generate, such as tool results."""
         if len(tokens) == 0:
             return
         self.segments.append(Segment(len(self.tokens), len(tokens), version, SegmentKind.ENVIRONMENT, "", "", 0.0))
         self._extend(tokens, np.zeros(len(tokens), np.float32))
 
     def cut(self, end: int) -> int:
-        """Remove the tokens after the first ``end``; return how many of those were generated."""
+        """Remove all tokens but the first ``end``; return how many of the removed tokens were generated."""
         before, self.segments = self.generated, [
             replace(s, count=min(s.count, end - s.start)) for s in self.segments if s.start < end
         ]

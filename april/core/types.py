@@ -1,4 +1,10 @@
-"""Data types of the core: prompts, groups, samples, calls and attempts, with the states that each can be in."""
+"""Defines the data types of the core: prompts, groups, samples, calls and attempts, and their states.
+
+A *group* is a prompt with its *samples* (responses). A sample has one or more *chains* (conversations). A *call* is one
+``llm.generate`` of the sample's rollout function and extends one chain; it takes one or more *attempts* (engine
+requests). A *tape* records the tokens of a chain or an attempt. The *quorum* of a group is the number of finished
+samples that make it complete.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +26,7 @@ from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.core.versions import OnStale as OnStale
 
 NO_DEADLINE = 1 << 30
-"""Slack of a group without a deadline, such as one drawn after the latest plan."""
+"""Slack of a group without a deadline, such as a group drawn after the latest plan of deadlines."""
 WHOLE_GROUP = -1
 """Value of a sample index that stands for the whole group."""
 
@@ -77,23 +83,23 @@ class AttemptState(StrEnum):
     DOUBTFUL = "doubtful"
     """The weights that generated the tokens are unknown: the tokens are dropped and the call is sent again."""
     ABANDONED = "abandoned"
-    """The sample continued without the attempt: its tokens are dropped for the reason in ``lost_for``."""
+    """The sample continued without the attempt: its tokens are dropped for the reason in ``drop_reason``."""
 
 
 SETTLED = (SampleState.LEASED, SampleState.DROPPED)
 MAX_SAMPLES_FACTOR = 2
-"""Limit on the samples of a group, replaced and replacement samples included, as a multiple of n."""
+"""Limit on the samples of a group, including replaced samples, as a multiple of ``n_samples_per_prompt``."""
 
 
 class GroupState(StrEnum):
-    """States of a group. Its quorum is all of its samples unless ``group_quorum`` is below 1."""
+    """States of a group. The quorum is all samples of the group unless ``group_quorum`` is below 1."""
 
     OPEN = "open"
-    """The quorum is not finished."""
-    JUDGED = "judged"
-    """The quorum is finished, and the group waits for the filter's verdict."""
+    """Fewer samples are finished than the quorum requires."""
+    BEING_JUDGED = "being judged"
+    """Enough samples are finished, and the group waits for the filter's verdict."""
     READY = "ready"
-    """The group counts towards a batch: as a whole, or with a quorum each of its finished samples."""
+    """The group counts towards a batch: as a whole or, with a quorum below 1, each of its finished samples."""
 
 
 class FinishReason(StrEnum):
@@ -113,7 +119,7 @@ class EngineFinish(StrEnum):
     LENGTH = "length"
     """``max_tokens`` or the engine's context was used up."""
     ABORT = "abort"
-    """april asked the engine to end it."""
+    """april asked the engine to end the request."""
 
 
 class AttemptFailure(StrEnum):
@@ -124,7 +130,7 @@ class AttemptFailure(StrEnum):
     CORRUPT = "corrupt"
     """The engine sent impossible numbers; no token of the attempt is kept."""
     REFUSED = "refused"
-    """The engine rejected the request as invalid; another attempt would fail too."""
+    """The engine rejected the request as invalid, so another attempt would fail, too."""
     BUSY = "busy"
     """The engine accepts no requests for now."""
     WEIGHTS_WRITTEN = "weights_written"
@@ -150,7 +156,7 @@ class OnFailedSample(StrEnum):
     DROP_GROUP = "drop_group"
     """The group is dropped with all its samples, and replaced by another prompt."""
     REPLACE = "replace"
-    """A new sample replaces the failed one, up to n times per group; after that the group is dropped."""
+    """A new sample replaces the failed one, up to ``n_samples_per_prompt`` times; after that the group is dropped."""
     SHRINK = "shrink"
     """The group continues with fewer samples, down to ``min_group_size``; below that it is dropped."""
 
@@ -163,7 +169,7 @@ class OnLongPrompt(StrEnum):
 
 
 class OnDataEnd(StrEnum):
-    """Policies for the end of the prompts, when fewer than N groups are left."""
+    """Policies for the end of the prompts, when fewer groups are left than a batch needs."""
 
     SHORT = "short"
     """The remaining groups are delivered as a smaller batch."""
@@ -186,7 +192,7 @@ class OnWeightUpdate(StrEnum):
     """Policies for requests in flight at a weight update (setting ``on_weight_update``)."""
 
     RESUBMIT = "resubmit"
-    """Requests are interrupted and continued by new ones, which prefill the existing tokens under the new weights."""
+    """Requests are interrupted; new requests continue them and prefill the existing tokens under the new weights."""
     KEEP = "keep"
     """Requests continue under the new weights, with the keys and values that the old weights computed."""
     RECOMPUTE = "recompute"
@@ -194,7 +200,7 @@ class OnWeightUpdate(StrEnum):
 
 
 class Work(StrEnum):
-    """Settings for the amount of work in progress, which may change between two batches; values are config names."""
+    """Settings for the amount of work in progress, which may change between batches; the values are their names."""
 
     OVER_SAMPLING = "over_sampling_batch_size"
     REFILL = "refill"
@@ -206,11 +212,11 @@ class Refill(StrEnum):
     """Policies for starting new work inside a step."""
 
     NONE = "none"
-    """New groups only at the beginning of a step (as in the paper)."""
+    """New groups start only at the beginning of a step (as in the paper)."""
     GROUP = "group"
-    """A new group whenever one finishes."""
+    """A new group starts whenever a group finishes."""
     SAMPLE = "sample"
-    """New groups whenever needed to keep the number of samples in flight constant."""
+    """New groups start whenever needed to keep the number of samples in flight constant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +224,7 @@ class Prompt:
     """A prompt: ``token_ids`` int32 [P], and ``data`` for rewards and rollout functions, which april does not read.
 
     ``epoch`` and ``position`` (within the epoch) are set when april draws the prompt; together they identify it.
-    ``attached`` lists its attachments, such as images, in order; ``token_ids`` contains for each of them as many
+    ``attached`` lists its attachments, such as images, in order; ``token_ids`` contains for each attachment as many
     tokens as the model reads for it.
     """
 
@@ -234,10 +240,10 @@ class Prompt:
 
 
 class EvaluationRequested(Event, frozen=True, kw_only=True):
-    """Requests an evaluation of these prompts under the present weights.
+    """Requests an evaluation of these prompts under the present weights; EvaluationDone or EvaluationFailed answers.
 
-    EvaluationDone or EvaluationFailed ends it. ``evaluation`` is its number; ``functions_at_once`` limits the rollout
-    functions that run at the same time (None means no limit).
+    ``evaluation`` is its number; ``functions_at_once`` limits the rollout functions that run at the same time (None
+    means no limit).
     """
 
     evaluation: int
@@ -249,7 +255,7 @@ class EvaluationRequested(Event, frozen=True, kw_only=True):
 
 
 class RecordedCall(NamedTuple):
-    """A completed call of ``llm.generate``, which added tokens [start, end) of the tape."""
+    """A completed call of ``llm.generate``, which added tokens [start, end) to the response of its chain."""
 
     start: int
     end: int
@@ -258,7 +264,7 @@ class RecordedCall(NamedTuple):
 
 @dataclass(slots=True)
 class Replay:
-    """Calls that a restarted rollout function will repeat; they are answered from the tape, without an engine."""
+    """Calls that a restarted rollout function will repeat; they get the recorded tokens, without an engine."""
 
     calls: deque[RecordedCall]
     open_start: int | None
@@ -266,7 +272,7 @@ class Replay:
 
     @property
     def next_start(self) -> int | None:
-        """Number of tokens of the tape before the next call; None if all calls are replayed and none was open."""
+        """Number of response tokens before the next call to replay; None if no call is left."""
         return self.calls[0].start if self.calls else self.open_start
 
 
@@ -294,16 +300,17 @@ class Chain:
         self.sample = sample
         self.number = number
         self.prompt = prompt
-        """int32 [P]: the prompt of the group, or for a later chain the tokens of its first call."""
+        """int32 [P]: the prompt of the group; in a later chain, the tokens of its first call."""
         self.tape = TokenTape()
         self.attached = attached
         """Attachments of the prompt and of the tokens that followed, in order."""
         self.extras: Extras = NO_EXTRAS
-        """Extras of the conversation, if any: one row per token, from the second to the last generated one."""
+        """Extras of the conversation: one row per token, from the second to the last generated token; may be empty."""
         self.calls: list[GenerateCall] = []
         """Calls that the function has made since it was last started, in order; the last one may be open."""
         self.replay: Replay | None = None
-        """Calls to be answered from the tape after a restart. A finished sample that has some lost its return value."""
+        """Calls to be answered from the tape after a restart; None if there are none. A finished sample with such calls
+        has lost the return value of its function."""
         self.cached_on = ""
         """Name of the engine with the chain's keys and values, valid while ``EngineState.cache_key == cache_key``."""
         self.cache_key: tuple[PolicyVersion | None, int] | None = None
@@ -316,7 +323,7 @@ class Chain:
 
     @property
     def repeatable_calls(self) -> Replay | None:
-        """The calls that the function would repeat if it were restarted now; None if there are none."""
+        """The calls that the function would repeat if it were restarted now; None if it has made no calls."""
         replay, call = self.replay, self.open_call
         calls = deque(c.result for c in self.calls if c.result is not None)
         start = None if call is None else call.start
@@ -333,17 +340,17 @@ class Chain:
         return self.calls[-1].end if self.calls else 0
 
     def add_extras(self, rows: Extras) -> None:
-        """Append the rows of an attempt, which also cover earlier tokens that had no rows yet."""
+        """Append the rows of an attempt; they include rows of earlier tokens that had no rows yet."""
         self.extras = joined(self.extras, rows)
 
     @property
     def rows_due(self) -> int:
-        """Number of rows that the conversation has when no generated token lacks its row."""
+        """Number of rows that the extras must have so that every generated token has its row."""
         last = next((s for s in reversed(self.tape.segments) if s.kind is GENERATED), None)
         return 0 if last is None else len(self.prompt) + last.start + last.count - 1
 
     def cut(self, end: int) -> int:
-        """Remove the tokens after the first ``end`` of the tape; return how many of those were generated."""
+        """Remove all tokens of the tape but the first ``end``; return how many of the removed ones were generated."""
         self.attached = before(self.attached, len(self.prompt) + end)
         generated = self.tape.cut(end)
         self.extras = first_rows(self.extras, self.rows_due)
@@ -382,7 +389,7 @@ class GenerateCall:
     """Number of the call's entry in the queue; 0 if it is not queued."""
     attempt: Attempt | None = None
     avoid_engine: str = ""
-    """Name of the engine on which the latest attempt broke off; other engines are preferred."""
+    """Name of the engine on which the latest attempt broke off; other engines are preferred. Empty if there is none."""
     failures: int = 0
     """Number of attempts in a row that broke off at the same token."""
     end: int = 0
@@ -418,22 +425,24 @@ class Request:
     """(group, index) of the sample. A real engine's output never depends on it; a simulated engine draws the length of
     the response from it."""
     response_offset: int = 0
-    """Number of tokens at the end of ``token_ids`` that earlier attempts generated for this response; the first
-    ``len(token_ids) - response_offset`` tokens are the prompt."""
+    """Number of tokens at the end of ``token_ids`` that earlier attempts of this call generated; all tokens before them
+    are the prompt."""
     stream: bool = False
-    """True if tokens should arrive as they are generated, as april may end the request early. Engines that yield only
-    at the end may be used too; their surplus tokens are dropped."""
+    """True if tokens should arrive as they are generated, as april may end the request early. An engine that yields
+    tokens only at the end may be used, too; its surplus tokens are dropped."""
     in_flight: OnWeightUpdate = OnWeightUpdate.RESUBMIT
-    """What happens to the request at a weight update. With KEEP the engine's prefix cache must be separate per version:
-    the request starts from no keys and values of other weights, and requests under later weights use none of these."""
+    """What happens to the request at a weight update. With KEEP the engine must have a separate prefix cache per policy
+    version: requests of one version never use the keys and values of requests of another."""
     attached: tuple[Placed, ...] = ()
-    """Attachments of the conversation, in order; ``token_ids`` contains for each as many tokens as the model reads for
-    it. An engine that expands prompts itself is sent :func:`april.core.attachments.collapsed`."""
+    """Attachments of the conversation, in order; ``token_ids`` contains for each attachment as many tokens as the model
+    reads for it. Engines that expand prompts themselves get the tokens of
+    :func:`april.core.attachments.collapsed`."""
     extras: tuple[str, ...] = ()
     """Names of the per-token arrays that the engine must return with the tokens."""
     extras_from: int = 0
-    """First row of these arrays that is wanted. After k generated tokens the last chunk must have rows [extras_from,
-    len(token_ids) + k - 1); row i comes from the step that read token i of the conversation to predict token i + 1."""
+    """First row of ``extras`` that is wanted. After k generated tokens the last chunk must have the rows from
+    ``extras_from`` up to (without) ``len(token_ids) + k - 1``. Row i comes from the step in which the model read token
+    i of the conversation to predict token i + 1."""
 
     def rows_wanted(self, generated: int) -> int:
         """Return the number of rows that the last chunk must have after ``generated`` tokens."""
@@ -453,7 +462,7 @@ class Attempt:
     end_ids: frozenset[int] = frozenset()
     """Ids of the tokens that end the response: EOS and the request's stop tokens."""
     oldest: PolicyVersion | None = None
-    """Version that the engine had confirmed when the request was sent; its tokens are of this or a later version."""
+    """Version that the engine had confirmed when the request was sent; the tokens are of this or a later version."""
     state: AttemptState = AttemptState.WANTED
     silent_s: float = 0.0
     """Seconds of silence when the attempt was found to be silent."""
@@ -475,7 +484,7 @@ class Attempt:
 
     @property
     def over(self) -> PolicyVersion | None:
-        """Version of its oldest keys and values, if they are kept through weight updates; else None."""
+        """Version of the request's oldest keys and values, if they are kept through weight updates; else None."""
         return self.oldest if self.request.in_flight is OnWeightUpdate.KEEP else None
 
     @property
@@ -505,23 +514,23 @@ class Sample:
     resumes: int = 0
     """Number of attempts that continued a call after its first token."""
     failures: int = 0
-    """Number of failures of its rollout and reward functions."""
+    """Number of failures of the rollout and reward functions."""
     process_deaths: tuple[int, int] = (0, 0)
-    """(Number of processes in a row that died while they ran its function, number of tokens it had each time)."""
+    """(Number of processes in a row that died while they ran the function, number of tokens the sample then had)."""
     retry_timer: int | None = None
-    """Number of the timer after which its reward is asked for again; None without one."""
+    """Number of the timer after which the reward function is called again; None if no timer runs."""
     restarts: int = 0
     finish: FinishReason | None = None
     reward: float = 0.0
     ticket: int = 0
-    """Number of its entry in the queue of samples to start; 0 if it is not queued."""
+    """Number of the sample's entry in the queue of samples to start; 0 if the sample is not queued."""
     since: int = 0
-    """Number of the event that made it deliverable (used with a quorum)."""
+    """Number of the event that made the sample deliverable; used with a quorum below 1."""
     slack: int = NO_DEADLINE
-    """Number of weight updates after which it is too old, as of the latest plan (used with a quorum)."""
+    """Number of batches after which the sample is too old, as of the latest plan; used with a quorum below 1."""
     evaluation: Evaluation | None = None
     urgent: bool = False
-    """True if it is scheduled first: the step must deliver it or its group, or it belongs to an evaluation."""
+    """True if the sample goes first: the step must deliver it or its group, or it belongs to an evaluation."""
 
     def __post_init__(self) -> None:
         group = self.group
@@ -535,12 +544,12 @@ class Sample:
 
     @property
     def ready(self) -> bool:
-        """True if it counts towards a batch (used with a quorum)."""
+        """True if the sample counts towards a batch; used with a quorum below 1."""
         return self.state is SampleState.FINISHED and self.group.state is GroupState.READY
 
     @property
     def members(self) -> tuple[Sample]:
-        """The sample itself, so that a sample and a group can be treated alike as units of a batch."""
+        """The sample itself; groups have the same property, so both can be units of a batch."""
         return (self,)
 
     @property
@@ -590,22 +599,22 @@ class Sample:
 
     @property
     def segments(self) -> list[Segment]:
-        """Segments of all chains, for uses in which their order and chain do not matter."""
+        """Segments of all chains, for uses in which it does not matter to which chain a segment belongs."""
         chains = self.chains
         return chains[0].tape.segments if len(chains) == 1 else [s for chain in chains for s in chain.tape.segments]
 
     @property
     def replayed(self) -> bool:
-        """True if its restarted function has calls left to repeat."""
+        """True if the restarted function has calls left to repeat."""
         return any(chain.replay is not None for chain in self.chains)
 
     def clear(self) -> None:
-        """Remove all chains and tokens before its function is started again."""
+        """Remove all chains and tokens before the function is started again."""
         self.chains = (Chain(self, 0, self.group.prompt.token_ids, self.group.prompt.attached),)
         self.any_chain, self.finish = False, None
 
     def replay_all(self) -> None:
-        """Set up the replay of all its calls from the tapes, before its function is started again."""
+        """Set up the replay of all calls from the tapes, before the function is started again."""
         for chain in self.chains:
             chain.replay = chain.repeatable_calls
             chain.calls.clear()
@@ -619,7 +628,7 @@ class Sample:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Group:
-    """A prompt with its samples, dropped and replaced ones included."""
+    """A prompt with its samples, including dropped and replaced samples."""
 
     id: int
     prompt: Prompt
@@ -627,26 +636,27 @@ class Group:
     drawn_under: PolicyVersion = FIRST_VERSION
     evaluation: Evaluation | None = None
     quorum: int = 0
-    """Number of finished samples that make it complete; the constructor takes 0 for all of them."""
+    """Number of finished samples that make the group complete; for the constructor, 0 means all samples."""
     bound: int = NO_DEADLINE
-    """Limit on staleness when the group was drawn, if it had been lowered by then; else NO_DEADLINE."""
+    """Limit on the group's staleness if the limit was lowered before the group was drawn; else NO_DEADLINE."""
     state: GroupState = GroupState.OPEN
     since: int = 0
-    """Number of the event that set its present state."""
+    """Number of the event that set the present state."""
     samples: list[Sample] = field(init=False)
     finishers: list[int] = field(default_factory=list)
-    """Indices of its finished samples, in the order of finishing."""
+    """Indices of the finished samples, in the order in which they finished."""
     cohort: tuple[tuple[int, float], ...] = ()
-    """(index, reward) of the first ``quorum`` finishers, from which all baselines are computed; set once READY."""
+    """(index, reward) of the first ``quorum`` samples to finish, from which all baselines are computed; set once
+    READY."""
     unfinished: int = field(init=False)
     """Number of held samples that are not finished."""
     held: int = field(init=False)
-    """Number of samples that are neither delivered nor dropped; at 0 the prompt is settled."""
+    """Number of samples that are neither delivered nor dropped; the group is settled when this is 0."""
     delivered: int = 0
     """Number of samples that were delivered in batches."""
     filter_failures: int = 0
     slack: int = NO_DEADLINE
-    """Number of weight updates after which it is too old, as of the latest plan."""
+    """Number of batches after which the group is too old, as of the latest plan."""
 
     def __post_init__(self, size: int) -> None:
         self.samples = [Sample(SampleId(self.id, i), self) for i in range(size)]
@@ -655,7 +665,7 @@ class Group:
 
     @property
     def owner(self) -> SampleId:
-        """The id under which the log records changes of the group; they appear in the story of each sample."""
+        """The id under which the log records changes of the group; these are shown in the story of each sample."""
         return SampleId(self.id, WHOLE_GROUP)
 
     @property
@@ -664,12 +674,12 @@ class Group:
 
     @property
     def first_finishers(self) -> list[Sample]:
-        """The first ``quorum`` finishers, sorted by index; a filter is given these."""
+        """The first ``quorum`` samples to finish, sorted by index; these are passed to the filter."""
         return [self.samples[i] for i in sorted(self.finishers[: self.quorum])]
 
     @property
     def cohort_rewards(self) -> tuple[tuple[int, float], ...]:
-        """(index, reward) of the first ``quorum`` finishers, in order of finishing; becomes the group's cohort."""
+        """(index, reward) of the first ``quorum`` samples to finish, in that order; becomes the group's cohort."""
         return tuple((i, self.samples[i].reward) for i in self.finishers[: self.quorum])
 
     @property
@@ -691,13 +701,13 @@ class Evaluation:
 
     request: EvaluationRequested
     after_update: int = 0
-    """Number of the last waiting weight update that was requested before; the evaluation begins after it. 0: none."""
+    """Number of the last waiting weight update that was requested earlier and comes first; 0 if there was none."""
     version: PolicyVersion | None = None
-    """Policy version of its tokens; None until it begins."""
+    """Policy version of the tokens; None until the evaluation begins."""
     groups: tuple[Group, ...] = ()
     unfinished: int = 0
     unstarted: deque[Sample] = field(default_factory=deque)
-    """Samples beyond ``functions_at_once``; they are kept out of the queue, where they would block others."""
+    """Samples beyond ``functions_at_once``; they are not queued yet, because they would block the queue."""
     running_functions: int = 0
     """Number of rollout functions that run or are queued to start."""
     in_flight: int = 0
@@ -708,7 +718,10 @@ class Evaluation:
     counters: Counter[str] = field(default_factory=Counter)
 
     def fail(self, error: str, kind: AttemptFailure | None = None, sample: Sample | None = None) -> None:
-        """Fail with this error, unless it failed before; ``sample`` is the one whose function or prompt failed."""
+        """Record the error that failed the evaluation; only the first error counts.
+
+        ``sample`` is the sample whose function or prompt failed; None if an engine failed.
+        """
         if self.failure is None:
             where = "" if sample is None else f"evaluation prompt {sample.key.group}: "
             self.failure = f"{where}{error}", kind
@@ -718,7 +731,7 @@ State = TypeVar("State", SampleState, CallState, AttemptState, GroupState)
 
 
 class Stateful(Protocol[State]):
-    """Anything with a checked state: a sample, a call, an attempt or a group."""
+    """Protocol of things with a checked state: a sample, a call, an attempt or a group."""
 
     state: State
 
@@ -730,7 +743,7 @@ class Stateful(Protocol[State]):
 LEGAL_TRANSITIONS: Mapping[StrEnum, tuple[StrEnum, ...]] = {
     SampleState.NEW: (
         SampleState.RUNNING,
-        SampleState.NEW,  # tokens from before a restart are dropped
+        SampleState.NEW,  # the recorded tokens of a restarted sample are dropped
         SampleState.DROPPED,
     ),
     SampleState.RUNNING: (SampleState.SCORING, SampleState.NEW, SampleState.DROPPED),
@@ -740,7 +753,7 @@ LEGAL_TRANSITIONS: Mapping[StrEnum, tuple[StrEnum, ...]] = {
     SampleState.DROPPED: (),
     CallState.QUEUED: (
         CallState.IN_FLIGHT,
-        CallState.DONE,  # saved between its last token and the end of its attempt, or its budget is used up
+        CallState.DONE,  # a restored call was saved with its last token, or the budget is used up
     ),
     CallState.IN_FLIGHT: (CallState.QUEUED, CallState.DONE),
     CallState.DONE: (),
@@ -748,10 +761,10 @@ LEGAL_TRANSITIONS: Mapping[StrEnum, tuple[StrEnum, ...]] = {
     AttemptState.SILENT: (AttemptState.DOUBTFUL, AttemptState.ABANDONED),
     AttemptState.DOUBTFUL: (AttemptState.ABANDONED,),
     AttemptState.ABANDONED: (),
-    GroupState.OPEN: (GroupState.JUDGED, GroupState.READY),
-    GroupState.JUDGED: (
+    GroupState.OPEN: (GroupState.BEING_JUDGED, GroupState.READY),
+    GroupState.BEING_JUDGED: (
         GroupState.READY,
-        GroupState.JUDGED,  # the filter failed and is asked again
+        GroupState.BEING_JUDGED,  # the filter failed and is called again
         GroupState.OPEN,
     ),
     GroupState.READY: (GroupState.OPEN,),
@@ -777,7 +790,7 @@ class TimerKind(StrEnum):
 
 
 class Timer(NamedTuple):
-    """Identifies a timer. It is void once the code that started it waits for another timer or none."""
+    """Identifies a timer. It has no effect if the code that started it now waits for another timer, or for none."""
 
     kind: TimerKind
     number: int

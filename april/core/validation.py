@@ -58,7 +58,10 @@ def _check_chain(sample: Sample, chain: Chain) -> str | None:
 
 
 def check_group(group: Group, *, whole: bool) -> str | None:
-    """Describe what is wrong with a group's counts, or return None; ``whole``: groups are only delivered whole."""
+    """Describe what is wrong with a group's counts; None if they are right.
+
+    ``whole`` means that groups are delivered whole.
+    """
     members = group.members
     finished = {s.id.index for s in members if s.state is SampleState.FINISHED}
     leased = {s.id.index for s in group.samples if s.state is SampleState.LEASED}
@@ -78,7 +81,7 @@ def check_group(group: Group, *, whole: bool) -> str | None:
 
 
 def validate(context: CoreContext, updates: WeightUpdates) -> None:
-    """Raise InvariantError at the first contradiction; takes time in proportion to everything held."""
+    """Raise InvariantError at the first contradiction; the time it takes grows with everything that is held."""
 
     def fail(message: str, sample: Sample | None = None) -> None:
         story = f"\n{context.story(sample.id)}" if sample is not None else ""
@@ -95,7 +98,7 @@ def validate(context: CoreContext, updates: WeightUpdates) -> None:
     for group in (*context.buffer, *context.evaluation_groups.values()):
         if wrong := check_group(group, whole=whole or group.evaluation is not None):
             fail(f"{group}: {wrong}", group.samples[0])
-        if group.state is GroupState.JUDGED and not context.settings.has_filter:
+        if group.state is GroupState.BEING_JUDGED and not context.settings.has_filter:
             fail(f"{group} waits for a filter that does not exist", group.samples[0])
         if group.evaluation is None and (len(group.cohort) > 0) != group.ready:
             fail(f"{group} has the cohort {group.cohort}", group.samples[0])

@@ -10,11 +10,11 @@ import numpy as np
 from april.core.tape import Float32, Int32
 
 LOGPROB_EPS = float(np.float32(1e-3))
-"""Largest accepted log-probability: float16 and bfloat16 engines round those of near-certain tokens to just above 0."""
+"""Largest accepted log-probability: engines in float16 or bfloat16 round values close to 0 to just above 0."""
 LEAST_LOGPROB = -744.5
 """Smallest accepted log-probability: below it exp() is 0 even in 64 bits, so no sampler can have drawn the token.
-Engines sample from float32, where exp() is 0 below -103.3; lower values occur at most next to a mask at a low
-temperature. vLLM and TensorRT-LLM write -9999 for minus infinity, SGLang the smallest number of the type."""
+Engines sample in float32, where exp() is 0 below -103.3. For minus infinity, vLLM and TensorRT-LLM write -9999, and
+SGLang writes the smallest number of the type; all of these are refused."""
 LARGEST_REWARD = float(np.finfo(np.float32).max)
 """Largest absolute value of a reward, as batches hold rewards as float32."""
 

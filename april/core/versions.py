@@ -1,7 +1,4 @@
-"""Policy versions, and the number of weight updates between two versions, also across restarts.
-
-``batch.deliver_sample`` masks the tokens that are too old.
-"""
+"""Defines policy versions, and counts the weight updates between two versions, also across restarts."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import NamedTuple
 
 
 class PolicyVersion(NamedTuple):
-    """Identifies weights: ``n`` grows by one with every weight update, ``incarnation`` with every restart."""
+    """Identifies weights: ``n`` grows by one with every weight update, ``incarnation`` by one with every restart."""
 
     incarnation: int
     n: int
@@ -24,7 +21,12 @@ FIRST_VERSION = PolicyVersion(0, 0)
 
 
 class OnStale(StrEnum):
-    """Policies for samples older than max_staleness. With all but DROP, steps wait for samples close to the limit."""
+    """Policies for samples older than max_staleness. With all but DROP, steps wait for samples close to the limit.
+
+    Where each is applied: ``SampleLifecycle.restart_or_drop_stale`` (RESTART and DROP, on samples not yet delivered),
+    ``RolloutCore._deliver`` with ``batch.deliver_sample`` (FINISH and MASK, which mask tokens of a delivered sample),
+    ``PartialBuffer.slacks`` (deadlines of the step).
+    """
 
     FINISH = "finish"
     """The sample is generated first and the step waits for it; tokens that still get too old carry no loss."""
@@ -38,15 +40,15 @@ class OnStale(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class VersionClock:
-    """Holds the current version, and computes the distance from it to any older one.
+    """Holds the current version, and computes how many weight updates an older version lies back.
 
-    After a restart from a checkpoint at ``n = b``, the distance to a token of the abandoned branch (older incarnation,
-    n > b) is the number of updates back to the branch point plus those since.
+    A restart from a checkpoint at ``n = b`` abandons the updates after ``b``. Tokens generated after ``b`` and before
+    the restart are as old as the number of updates from ``b`` to their version, plus the updates since the restart.
     """
 
     current: PolicyVersion = FIRST_VERSION
     branches: dict[int, int] = field(default_factory=dict)
-    """incarnation -> ``n`` at which the next incarnation branched off"""
+    """The ``n`` of the checkpoint from which the next incarnation began, by incarnation."""
 
     def advance(self) -> PolicyVersion:
         """Count a weight update."""

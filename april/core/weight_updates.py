@@ -1,12 +1,13 @@
 """Runs a weight update over all engines: pause, transfer, load, resume; engines that fail may be left out.
 
 Requests in flight end before the pause. With ``on_weight_update: keep`` or ``recompute`` engines keep them, and april
-ends only those that must not continue: with ``keep`` requests without a token, whose prompt would use keys of the old
-weights under the new version; always requests at an engine that is left out or resumes without complete weights.
+ends only those that must not continue. These are requests at an engine that is left out or resumes without complete
+weights and, with ``keep``, requests without a token: their first tokens would come from a prompt that was read with the
+old weights.
 
-Invariants: the policy version moves only when every engine that may get requests for it has confirmed it; an engine's
-version is confirmed only by its own report of a load, and is unknown while a load runs and after a load that failed; a
-cancelled update has either changed nothing or goes on to its end; no engine stays paused that can be resumed.
+Invariants: the policy version moves only when every engine that may get requests for it has confirmed it. An engine's
+version is confirmed only by its own report of a load; it is unknown while a load runs, and after a load that failed. A
+cancelled update has either changed nothing or goes on to its end. Every engine that can be resumed is resumed.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ QUARANTINED_PATIENCE_S = 2.0
 MAX_NAMED = 3
 """Maximum number of engines that a message names."""
 MACHINE_DIGITS = 32
-"""Number of trailing digits of a directory's content hash that differ between machines, even for the same files."""
+"""Number of digits at the end of a directory's content hash that differ between machines even for equal files."""
 TRANSFER = 0
-"""Call number in ``UpdateEnded.failed`` that means that the trainer's own transfer failed."""
+"""Number in ``UpdateEnded.failed``, in place of a call number, that means that the trainer's transfer failed."""
 
 
 class Phase(StrEnum):
@@ -38,8 +39,8 @@ class Phase(StrEnum):
 
     IDLE = "idle"
     STOPPING = "stopping"
-    """Waits until the requests in flight have ended, and for calls that give single engines the present weights, if
-    all engines have such calls."""
+    """Waits until the requests in flight have ended. If all engines are just being given the present weights (see
+    ``engine_recovery``), also waits until one of them has them."""
     PAUSING = "pausing"
     RECALLING = "recalling"
     """Engines are paused; kept requests that must not continue are being ended."""
@@ -62,21 +63,21 @@ def weights_of(content: str) -> str:
 
 
 def some(names: Sequence[str]) -> str:
-    """Return the first few engine names, and the number of the others, as text for a message."""
+    """Return the first few engine names, and the number of further engines, as text for a message."""
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return f"{'engine' if len(names) == 1 else 'engines'} {', '.join(names[:MAX_NAMED])}{more}"
 
 
 class EngineCalls:
-    """Makes pause, load and resume calls to engines, at most one per engine; a newer call makes an older one void."""
+    """Makes pause, load and resume calls to engines, at most one at a time per engine; a new call replaces the old."""
 
     def __init__(self, context: CoreContext) -> None:
         self._context = context
         self._number = 0
         self._loading: dict[str, tuple[PolicyVersion, bool]] = {}
-        """Version that each engine is loading, and True if a failed load may leave incomplete weights."""
+        """(Version that the engine is loading, True if a failed load may leave incomplete weights), by engine."""
         self.weight_changes = 0
-        """Counter that grows before and after every change of weights; a probe is valid only if it did not move."""
+        """Counter that grows before and after every change of weights; a probe during which it grew is not used."""
         self.step_changes = 0
         """Counter that grows when a step begins or ends; between two steps the trainer may change weights."""
         self._changes_at_probe: dict[str, tuple[int, int]] = {}
@@ -118,7 +119,7 @@ class EngineCalls:
         return self._number
 
     def ended(self, event: ev.EngineCallEnded) -> bool:
-        """Record the result of a call in the engine's gate and weights; return False for a void call."""
+        """Record the result of a call in the engine's gate and weights; return False for a call that was replaced."""
         state = self._context.engines.state_of(event.engine)
         if event.call != state.open_call:
             return False
@@ -152,7 +153,8 @@ class EngineCalls:
         self._context.out.append(do.ProbeEngine(name, self._number))
 
     def probe_answered(self, event: ev.EngineProbed) -> tuple[bool, bool]:
-        """Return two bools: no weights changed since the probe was sent; and no step began or ended since, either."""
+        """Return two bools: whether no weights changed since the probe was sent, and whether no step began or ended,
+        either."""
         self._context.engines.states[event.engine].open_probe = 0
         moves, turns = self._changes_at_probe.pop(event.engine)
         return moves == self.weight_changes, (moves, turns) == (self.weight_changes, self.step_changes)
@@ -178,8 +180,8 @@ class WeightUpdates:
     """Runs weight updates one at a time, in the order in which they were requested.
 
     ``adopt`` is called with the new version and the last trained batch. An unreachable engine is left out if there are
-    others: it is quarantined and gets no requests until it has these weights or later ones. If some engines loaded the
-    new weights and others refused them, nothing is generated until an update has reached all of them.
+    other engines: it is quarantined and gets no requests until it has these weights or newer weights. If some engines
+    loaded the new weights and others refused them, nothing is generated until an update has reached all of them.
     """
 
     def __init__(
@@ -193,10 +195,10 @@ class WeightUpdates:
         """Reason why nothing may be generated, as the engines hold different or unknown weights; else None."""
         self.path: str | None = None
         self.contents: tuple[str, ...] = ()
-        """Content hashes of ``path`` that mean the present weights; empty if nobody could read the directory."""
+        """Content hashes that ``path`` has with the present weights in it; empty if nobody could read the directory."""
         self._reloadable = True
-        """True if the present weights can be loaded again: they match ``contents``, or are those of the servers' start
-        where ``path`` is None."""
+        """True if the present weights can be loaded again: from ``path``, if its content is known, or because they are
+        still the weights with which the servers started."""
         self._requests: list[ev.UpdateRequested] = []
         self._update = ev.UpdateRequested(update=0)
         self._left_out: set[str] = set()
@@ -205,7 +207,7 @@ class WeightUpdates:
         self._recalled: list[str] = []
         """Ids of the attempts that must end while the engines are paused."""
         self._resumes_after_recall = False
-        """True if the engines resume once those attempts have ended; False if the transfer or load follows."""
+        """True if the engines resume once the recalled attempts have ended; False if the transfer or load follows."""
         self._answers: dict[str, ev.EngineCallEnded] = {}
         self._transfer_engines: tuple[str, ...] = ()
         """Names of the engines that were paused when the transfer began."""
@@ -217,11 +219,11 @@ class WeightUpdates:
         """Numbers of the calls that loaded weights other than the update's."""
         self._adopted = False
         self._written = False
-        """True once an update of this run or an earlier one has begun to write weights, however it ended."""
+        """True once an update of this run or an earlier run has begun to write weights, even if it failed."""
         self._initial_version = self._full_version = context.clock.current
         """``_full_version`` is the version of the last full weights, to which adapters (LoRA) are applied."""
         self.base: PolicyVersion | None = None
-        """Version of the full weights below the present adapter; None while the present weights are full ones."""
+        """Version of the full weights to which the present adapter belongs; None while no adapter is used."""
 
     def _why_unknown_weights(self) -> str | None:
         """Return why nothing may be generated if all engines may hold weights of an earlier run; else None."""
@@ -262,7 +264,7 @@ class WeightUpdates:
 
     @property
     def waits_for(self) -> str:
-        """Text for users: what the running update, or else the next one, is waiting for."""
+        """Text for users: what the running update (or the next update, if none runs) is waiting for."""
         engines, in_flight = some(sorted(self._awaited)), len(self._context.attempts.in_flight)
         given = some([name for name, state in self._context.engines.states.items() if state.recovering])
         return {
@@ -279,7 +281,7 @@ class WeightUpdates:
 
     @property
     def loads_a_state(self) -> bool:
-        """True if the running update, or else the next one, belongs to ``load_state_dict``."""
+        """True if the running update (or the next update, if none runs) belongs to ``load_state_dict``."""
         first = self._update if self.running else next(iter(self._requests), self._update)
         return first.restores
 
@@ -349,18 +351,19 @@ class WeightUpdates:
         if self.phase is STOPPING and not (self._in_flight is RESUBMIT and context.attempts.in_flight):
             taken_back = {name for name, state in context.engines.states.items() if state.recovering}
             if not taken_back or len(taken_back) < len(context.engines.states):
-                # an engine that is being given the present weights gets the new ones after this update
+                # an engine that is being given the present weights gets the new weights after this update
                 self._left_out = taken_back
                 self._pause()
 
     def engine_joined(self, name: str) -> None:
-        """Add an engine; if it joins during an update, it gets the new weights after that.
+        """Add an engine; if it joins during an update, it gets the new weights after the update.
 
         Before the first update an engine has the weights with which it started. Once an update of this run or an
-        earlier one has begun to write, the engine's server may hold weights that were never adopted, perhaps written
-        under another name.
+        earlier run has begun to write, the engine's server may hold weights that were never adopted, as it may have
+        been an engine under another name then.
         """
-        self._written |= self._context.engines.states[name].limits.written  # nor are those of who comes later known
+        # if an earlier run wrote this engine's weights, the weights of engines that join later are unknown, too
+        self._written |= self._context.engines.states[name].limits.written
         if self.phase not in (Phase.IDLE, Phase.STOPPING):
             self._left_out.add(name)
         state = self._context.engines.states[name]
@@ -381,7 +384,7 @@ class WeightUpdates:
             self._continue_if_answered()
 
     def weights_written(self, event: ev.WeightsWritten) -> None:
-        """Stop generation after a write outside of any update, until an update has reached all engines."""
+        """Stop generation until an update has reached all engines, as weights were written outside of any update."""
         self.half_updated = event.error
         self._context.stop(list(self._context.attempts.in_flight.values()), sweep=True)
 
@@ -394,7 +397,7 @@ class WeightUpdates:
         self._continue_if_answered()
 
     def handed_over(self, event: ev.HandedOver) -> None:
-        """Continue after the trainer's transfer: load if it succeeded, else end the update."""
+        """Continue after the trainer's transfer: have the engines load if it succeeded, otherwise end the update."""
         if self.phase is not Phase.HANDING_OVER or event.update != self._update.update:
             self._context.counters["late_events"] += 1
         elif event.error is None:
@@ -414,7 +417,7 @@ class WeightUpdates:
         return self.phase is Phase.CHECKING and name in self._awaited
 
     def checked(self, event: ev.EngineProbed) -> None:
-        """Use the probe of an engine that refused to load: it tells whether the old weights are still there."""
+        """Use the probe of an engine that refused to load: it tells whether the engine still has the old weights."""
         state = self._context.engines.states[event.engine]
         if event.answered and event.current:
             state.confirm_previous()
@@ -454,7 +457,7 @@ class WeightUpdates:
             self._load()
 
     def _recall(self, attempts: list[Attempt], *, opens: bool) -> None:
-        """End these attempts, which paused engines keep; then resume (``opens``) or start the transfer."""
+        """End these attempts, which paused engines keep; then resume the engines (``opens``) or start the transfer."""
         self._resumes_after_recall, self._recalled = opens, [attempt.id for attempt in attempts]
         if attempts:
             self.phase = RECALLING
@@ -489,7 +492,7 @@ class WeightUpdates:
         self._resume()
 
     def _leave_out_unsent(self, fates: Sequence[ev.TransferFailure]) -> None:
-        """Leave out the engines that did not get the weights, while all others did."""
+        """Leave out the engines that did not get the weights that all others got."""
         states = self._context.engines.states
         for fate in [fate for fate in fates if fate.engine in states and fate.engine not in self._left_out]:
             self._context.out.append(do.Warn(f"engine {fate.engine} is left out of the weight update: {fate.why}"))
@@ -499,7 +502,7 @@ class WeightUpdates:
             self._left_out.add(fate.engine)
 
     def _sent_to_none(self, why: str, fates: Sequence[ev.TransferFailure]) -> None:
-        """End an update that reached no engine; engines with a part of the weights must not generate, others may."""
+        """End an update that reached no engine; engines that hold a part of the new weights must not generate."""
         states, current = self._context.engines.states, self._context.clock.current
         torn = [fate for fate in fates if fate.torn]
         for fate in torn:
@@ -540,10 +543,10 @@ class WeightUpdates:
             if event.result is ev.CallResult.UNREACHABLE:
                 self._calls.weights_lost(name)
                 self._context.engine_failed(name)
-        # one engine alone may refuse weights that were sent; a directory that one engine refuses is wrong for all
+        # if weights were sent, only the engine that refused them is left out; a refused directory is wrong for all
         given = [n for n, e in self._answers.items() if self._update.sends and e.result is ev.CallResult.DONE]
         failures = self._failures()
-        if self._update.transfers:  # written to before the load was requested, whatever the engines answer
+        if self._update.transfers:  # the weights were written before the load, even if the engine refused it
             for name in failures:
                 self._context.engines.states[name].lose_weights(EngineWeights.HALF)
         self._leave_out({n: e for n, e in failures.items() if given or e.result is not ev.CallResult.REFUSED})
@@ -551,7 +554,7 @@ class WeightUpdates:
         if not self._record_failure(failed.values()):
             self.half_updated = None
             update, loaded = self._update, {e.content for e in self._answers.values() if e.content}
-            if not self._answers and update.content:  # no engine is left; one that joins will load it first
+            if not self._answers and update.content:  # all engines have left, and those that join will load it
                 loaded.add(update.content)
             self.path, self.contents = update.path, tuple(sorted(loaded))
             self._reloadable = bool(loaded) and not update.transfers
@@ -564,7 +567,7 @@ class WeightUpdates:
                 self._take_over()
             return
         done = [name for name, e in self._answers.items() if e.result is ev.CallResult.DONE]
-        for name in done:  # the next update has the same version, of other weights
+        for name in done:  # the next update will use this version for other weights
             self._context.engines.states[name].lose_weights(EngineWeights.HALF)
         if done or self._update.transfers:
             why = "; ".join(f"{name}: {event.error}" for name, event in failed.items())
@@ -581,10 +584,10 @@ class WeightUpdates:
             self._resume()
 
     def _disown(self) -> None:
-        """Mark loads as failed where engines found different weights in the same directory.
+        """Mark loads as failed if engines found different weights in the same directory.
 
-        The right weights are what the trainer's process read there; engines that report no hash are believed to
-        have them. If no engine has them, or the trainer's process could not read, all loads count as failed.
+        The right weights are those that the trainer's process read there; an engine that reports no hash is assumed to
+        have them. If no engine has them, or the trainer's process could not read them, all loads count as failed.
         """
         right, path = weights_of(self._update.content), self._update.path
         found = {name: weights_of(e.content) for name, e in self._answers.items() if e.result is ev.CallResult.DONE}
@@ -630,7 +633,7 @@ class WeightUpdates:
         self._continue_if_answered()
 
     def _resumed(self) -> None:
-        """End the update after the engines' answers to resume; an adopted update succeeds even if some fail."""
+        """End the update once all engines have answered; an adopted update succeeds even if some could not resume."""
         failed = self._failures()
         self._leave_out(failed)
         self._context.stop(self._attempts_at(failed))
@@ -659,7 +662,7 @@ class WeightUpdates:
         return names
 
     def _continue_if_answered(self) -> None:
-        """Go to the next phase if no answer is missing in this one."""
+        """Go to the next phase if no answer is missing in the present phase."""
         if self._awaited:
             return
         if self.phase is Phase.PAUSING:

@@ -1,8 +1,9 @@
 """Computes advantages for the losses of GRPO and related methods.
 
-**One formula for whole groups and quorums.** A response i with reward r is compared with k - 1 siblings: the others in
-its group that finished first (:func:`first_others`), which are all n - 1 others if groups are delivered whole. With b
-the mean of the siblings' rewards, and S the k rewards including r:
+**One formula for all groups.** A response with reward r is compared with k - 1 siblings: the first other responses of
+its group to finish (:func:`first_others`). If groups are delivered whole, these are all others; with a group quorum, k
+is the number of responses that the quorum requires. With b the mean of the siblings' rewards, and S the k rewards
+including r:
 
 =========  ==================================  =========================================================================
 method     advantage                           paper
@@ -11,16 +12,17 @@ method     advantage                           paper
 `dr_grpo`  (k - 1) / k (r - b)                 Dr. GRPO, arXiv 2503.20783: r - mean(S)
 `rloo`     r - b                               RLOO, arXiv 2402.14740: r - mean of the others
 `dapo`     as `grpo`                           DAPO, arXiv 2503.14476; only the weight of a token differs
-`gspo`     as `grpo`                           GSPO, arXiv 2507.18071; only the ratio differs: one per response, the
-                                               geometric mean of its tokens' ratios
+`gspo`     as `grpo`                           GSPO, arXiv 2507.18071; only the ratio differs: each response has one,
+                                               the geometric mean of its tokens' ratios
 =========  ==================================  =========================================================================
 
 (k - 1) / k (r - b) equals r - mean(S): the papers' means include the sample itself.
 
-**Why these siblings.** The choice of siblings does not depend on the response itself or its length, so neither does b:
-the gradient of `rloo` is unbiased, and that of `dr_grpo` is so up to the factor (k - 1) / k. If a long response were
-compared with all its siblings, it would have another baseline than if it had been short. Division by the standard
-deviation is biased even with whole groups, as std(S) depends on the response's own reward.
+**Why these siblings.** The choice of siblings does not depend on the response itself or its length, so b does not
+depend on them, either: the gradient of `rloo` is unbiased, and the gradient of `dr_grpo` is unbiased up to the factor
+(k - 1) / k. If a long response were compared with all its siblings, it would have another baseline than if it had been
+short. Division by the standard deviation is biased even with whole groups, as std(S) depends on the response's own
+reward.
 """
 
 from __future__ import annotations
@@ -45,15 +47,15 @@ Cohort = tuple[tuple[int, float], ...]
 
 
 def first_others(indices: ArrayLike, cohort_indices: ArrayLike, cohort_rewards: ArrayLike) -> Float64:
-    """Return the rewards to compare each sample with: float64 [B, K], NaN where there is none.
+    """Return the rewards with which each sample is compared: float64 [B, K], padded with NaN.
 
-    A sample among the first k finishers of its group is compared with the k - 1 others, a later one with the first
-    k - 1.
+    A sample among the first k of its group to finish is compared with the other k - 1 of them; a later sample is
+    compared with the first k - 1.
 
     Args:
         indices: index of each sample in its group, int [B].
-        cohort_indices: indices of the first k <= K finishers in the order of finishing, then -1; int [B, K].
-        cohort_rewards: rewards of these finishers, float [B, K]; values after them are ignored.
+        cohort_indices: indices of the first k samples to finish, in that order, padded with -1; int [B, K].
+        cohort_rewards: rewards of these samples, float [B, K]; values in the padding are ignored.
     """
     own, cohort = np.asarray(indices), np.asarray(cohort_indices)
     if not cohort.shape[1]:
@@ -66,7 +68,7 @@ def first_others(indices: ArrayLike, cohort_indices: ArrayLike, cohort_rewards: 
 
 
 def first_others_of(indices: ArrayLike, cohorts: Sequence[Cohort]) -> Float64:
-    """Return the same as :func:`first_others` for B cohorts of any sizes, as delivered samples have them."""
+    """Return the same as :func:`first_others` for B cohorts of different sizes, as delivered samples have them."""
     widest = max((len(cohort) for cohort in cohorts), default=0)
     filled = [(*cohort, *((-1, 0.0),) * (widest - len(cohort))) for cohort in cohorts]
     table = np.array(filled, np.float64).reshape(len(cohorts), widest, 2)
@@ -84,20 +86,20 @@ def group_advantages(
 def group_advantages(
     rewards: Any, baseline_rewards: Any, method: Method = "grpo", *, epsilon: float = 1e-6, ddof: int = 0
 ) -> Any:
-    """Compute the advantages of B responses, each compared with its siblings: float32 [B], a tensor if ``rewards`` is.
+    """Compute the advantages of B responses, each compared with its siblings: float32 [B].
 
-    Rewards are rounded to float32, as in batches. An advantage is exactly 0 if the response's reward equals all the
-    rewards that it is compared with.
+    The result is a tensor if ``rewards`` is a tensor. Rewards are rounded to float32, as in batches. An advantage is
+    exactly 0 if the response's reward equals all the rewards with which it is compared.
 
     Args:
         rewards: rewards of the responses, float array or tensor [B] on any device; the result has no gradient.
-        baseline_rewards: rewards that each response is compared with, without its own: B arrays of any lengths
-            (``sample.baseline_rewards``), or one array or tensor [B, K] with NaN where there is none.
+        baseline_rewards: rewards with which each response is compared, without its own: B arrays of any lengths
+            (``sample.baseline_rewards``), or one array or tensor [B, K] padded with NaN.
         method: one of ``grpo``, ``dr_grpo``, ``rloo``, ``dapo``, ``gspo``; the table is at the top of this module.
         epsilon: number added to the standard deviation, in methods that divide by it.
         ddof: 0 divides the variance by k, 1 by k - 1, as in torch (and so in TRL, verl and slime).
 
-    Raises ValueError for another method, shapes that do not match, rewards that are not finite, and a response
+    Raises ValueError for an unknown method, shapes that do not match, rewards that are not finite, and a response
     without siblings for ``rloo``.
     """
     check_method(method)
@@ -166,7 +168,7 @@ def _float32(rewards: Float64) -> Float64:
 
 
 def same_kind(given: Any, found: Float32) -> Any:
-    """Return ``found`` as a tensor on the device of ``given`` if that is a tensor, else unchanged."""
+    """Return ``found`` as a tensor on the device of ``given`` if ``given`` is a tensor, else unchanged."""
     if not hasattr(given, "detach"):
         return found
     import torch

@@ -3,17 +3,17 @@
 With p the trainer's probability of a token and q its probability at sampling, the ratio is
 
 =============  ==================================================  ====================================================
-level          ratio                                               of
+level          ratio                                               belongs to
 =============  ==================================================  ====================================================
-`token`        p_t / q_t                                           each token
-`sequence`     product over t of p_t / q_t                         a response: exact, but soon huge or 0
-`geometric`    (product over t of p_t / q_t) ** (1 / T)            a response, by its length T: GSPO, arXiv 2507.18071
+`token`        p_t / q_t                                           token t
+`sequence`     product over t of p_t / q_t                         the response; exact, but soon huge or 0
+`geometric`    (product over t of p_t / q_t) ** (1 / T)            the response; as in GSPO, arXiv 2507.18071
 =============  ==================================================  ====================================================
 
-over the T tokens with loss. :func:`truncated_weights` (TIS) is min(ratio, limit): Yao et al., "Your Efficient RL
-Framework Secretly Brings You Off-Policy RL Training", 2025. :func:`masked_weights` (IcePop) is the ratio inside [low,
-high] and 0 outside: Ling Team, "Every Step Evolves", arXiv 2510.18855. Both papers use weights per token, which are
-constants in the gradient.
+for a response with T tokens with loss. :func:`truncated_weights` (TIS) is min(ratio, limit): Yao et al., "Your
+Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025. :func:`masked_weights` (IcePop) is the ratio
+inside [low, high] and 0 outside: Ling Team, "Every Step Evolves", arXiv 2510.18855. Both papers use weights per token,
+which are constants in the gradient.
 """
 
 from __future__ import annotations
@@ -37,23 +37,25 @@ LEVELS: tuple[str, ...] = get_args(Level)
 HALVES = ("float16", "bfloat16")
 """Types that are too coarse for log-probabilities: bfloat16 stores -10 to within 0.06, and so a ratio to within 6 %."""
 LIMIT = 2.0
-"""Default of the largest weight."""
+"""Default limit of the weights."""
 LARGEST = float(np.finfo(np.float32).max)
-"""Largest possible weight: beyond it float32 is infinite, and infinity times a loss of 0 is NaN."""
+"""Largest possible weight: a larger number is infinite in float32, and infinity times a loss of 0 is NaN."""
 ROUNDING = 0.01
-"""Largest log-probability that is accepted as 0 with a rounding error."""
+"""Largest log-probability that is accepted as a value of 0 with a rounding error."""
 JUDGED_TOKENS = 128
-"""Smallest number of tokens with loss from which log-probabilities are checked for misalignment."""
+"""Log-probabilities are checked for misalignment if there are at least this many tokens with loss."""
 LOOSE, APART = 0.5, 0.2
-"""Misaligned log-probabilities correlate with the sampled ones by less than LOOSE, and differ from them by more than
-APART nats on average. Measured as (correlation, difference) on a random model of 24 tokens, the hardest case, over 16
-steps: logits not shifted 0.18 and 0.10, then 0.24 and 0.24; aligned, under weights up to five updates older at a high
-learning rate 0.85 and 0.11, with noise like bfloat16's 0.87 and 0.06. In pretrained models the gap is larger."""
+"""Misaligned log-probabilities correlate with those at sampling by less than LOOSE, and differ from them by more than
+APART nats on average. Measured as correlation and difference over 16 steps of a random model with a vocabulary of 24,
+the hardest case: 0.18 and 0.10, later 0.24 and 0.24, if the logits are not shifted. If they are aligned: 0.85 and 0.11
+under weights up to five updates older at a high learning rate, 0.87 and 0.06 with noise like that of bfloat16. In
+pretrained models the gap is larger."""
 LOOSE_NOW, APART_NOW = 0.7, 0.05
-"""The same thresholds for tokens of the current weights; missing left padding gives 0.38 and 0.07 there."""
+"""The same thresholds for tokens of the current weights, for which missing left padding gives 0.38 and 0.07."""
 FAR_NOW = 0.2
-"""Mean difference in nats between log-probabilities of the current weights above which the distributions differ,
-however high the correlation: a forgotten temperature of 0.6 gives 0.31 at a correlation of 0.997, bfloat16 < 0.06."""
+"""If log-probabilities of the current weights differ by more than this many nats on average, the distributions differ
+even if the correlation is high: a forgotten temperature of 0.6 gives 0.31 at a correlation of 0.997, and bfloat16 gives
+less than 0.06."""
 
 
 @overload
@@ -70,11 +72,11 @@ def truncated_weights(
     logprobs: Any, behaviour_logprobs: Any, loss_mask: Any,
     limit: float = LIMIT, *, level: Level = "token", dead_zone: float = 0.0, keep_gradient: bool = False,
 ) -> Any:  # fmt: skip
-    """Compute truncated importance weights (TIS), min(ratio, limit): float32 [B, T], 0 where there is no loss.
+    """Compute truncated importance weights (TIS), min(ratio, limit): float32 [B, T], 0 for tokens without loss.
 
     Args:
-        logprobs: the trainer's log-probabilities in nats, float32 or float64 [B, T]: an array, or a tensor, in which
-            case the result is a tensor, too.
+        logprobs: the trainer's log-probabilities in nats, float32 or float64 [B, T]: an array, or a tensor; then the
+            result is a tensor, too.
         behaviour_logprobs: log-probabilities at sampling, [B, T]: ``batch.padded()["logprobs"]``.
         loss_mask: mask [B, T], not 0 where a token has loss. Values of other tokens are ignored.
         limit: largest weight, above 0.
@@ -82,13 +84,13 @@ def truncated_weights(
             tokens of a response have the same weight.
         dead_zone: size in nats up to which the log of a token's ratio counts as 0. Rounding moves nearly all tokens by
             less, and training moves the tokens that matter by more, so rounding does not add up over long responses.
-        keep_gradient: whether the weights carry the gradient of the ratios, 0 where they are truncated; needs a tensor.
-            The paper's weights do not; GSPO's ratio does in its own loss.
+        keep_gradient: whether the weights carry the gradient of the ratios (0 where truncated); needs a tensor. The
+            weights of the paper carry none; GSPO's ratio carries one in its own loss.
 
     It is not settled which level is best: see docs/corrections.md.
 
-    Raises ValueError for shapes that do not match, values that are no log-probability (NaN, infinite, above 0) where
-    there is loss, float16 and bfloat16, another level, a limit not above 0 or beyond float32, and a dead zone that is
+    Raises ValueError for shapes that do not match, values of tokens with loss that are no log-probability (NaN,
+    infinite, above 0), float16 and bfloat16, an unknown level, a limit not above 0 or beyond float32, and a dead zone that is
     negative or infinite.
     """
     return truncated(
@@ -110,14 +112,14 @@ def masked_weights(
     logprobs: Any, behaviour_logprobs: Any, loss_mask: Any,
     low: float = 0.5, high: float = 5.0, *, level: Level = "token", keep_gradient: bool = False,
 ) -> Any:  # fmt: skip
-    """Compute masked importance weights (IcePop), the ratio if low <= ratio <= high, else 0: float32 [B, T].
+    """Compute masked importance weights (IcePop): the ratio if low <= ratio <= high, else 0; float32 [B, T].
 
     As in the paper, a masked token has no loss but still counts in the number by which the loss is divided.
 
     Args:
         logprobs, behaviour_logprobs, loss_mask, level, keep_gradient: see :func:`truncated_weights`.
-        low, high: the paper's alpha and beta, 0 <= low <= high; 0 and ``math.inf`` mean no bound. Ratios beyond
-            float32 are cut to its largest number.
+        low, high: the paper's alpha and beta, 0 <= low <= high; 0 and ``math.inf`` mean no bound. Ratios that are too
+            large for float32 are cut to its largest number.
 
     Raises ValueError like :func:`truncated_weights`, and unless 0 <= low <= high and high is above 0.
     """
@@ -126,7 +128,7 @@ def masked_weights(
     who = "masked_weights"
     xp, ratios, counted = _log_ratios(who, logprobs, behaviour_logprobs, loss_mask, level, keep_gradient)
     kept = counted & (ratios >= (math.log(low) if low else -math.inf)) & (ratios <= math.log(high))
-    # exp(0) where the ratio is masked: exp of the ratio could overflow, and give NaN in the gradient
+    # masked ratios are replaced by exp(0), as exp of the ratio could overflow and give NaN in the gradient
     weights = xp.exp(xp.clip(xp.where(kept, ratios, 0.0), None, math.log(LARGEST)))
     return _float32(xp.where(kept, xp.clip(weights, None, LARGEST), 0.0))
 
@@ -152,7 +154,7 @@ def float64_logprobs(who: str, what: str, values: Any) -> NDArray[np.float64]:
 
 
 def check_logprobs(who: str, what: str, values: Any, counted: Any) -> None:
-    """Raise ValueError if a value is no log-probability where there is loss."""
+    """Raise ValueError if a value of a token with loss is no log-probability."""
     wrong = counted & ~((values <= ROUNDING) & (values > -math.inf))
     if bool(wrong.any()):
         raise ValueError(
@@ -171,9 +173,9 @@ def warn_if_misaligned(
         own: the trainer's log-probabilities in nats, float array or tensor, [B, T] or flat.
         other: log-probabilities at sampling, of the same shape.
         counted: boolean mask of the same shape, true where a token has loss.
-        loose: correlation below which they count as misaligned, if they also differ by more than ``least``.
-        least: mean difference in nats that misaligned ones exceed.
-        far: mean difference in nats above which the distributions differ, whatever the correlation.
+        loose, least: they count as misaligned if their correlation is below ``loose`` and their mean difference in nats
+            above ``least``.
+        far: mean difference in nats above which the distributions differ, even if the correlation is high.
     """
     if getattr(own, "is_meta", False):
         return  # a meta tensor has shapes but no values
@@ -213,7 +215,7 @@ def _frames_of_april() -> int:
 def _log_ratios(
     who: str, logprobs: Any, behaviour: Any, loss_mask: Any, level: Level, keep_gradient: bool, dead_zone: float = 0.0
 ) -> Any:
-    """Return (numpy or torch, log of the ratios, with 0 where there is no loss, mask of the tokens with loss)."""
+    """Return (numpy or torch, log of the ratios with 0 for tokens without loss, mask of the tokens with loss)."""
     if level not in LEVELS:
         raise ValueError(f"{who}: level must be one of {', '.join(LEVELS)}, got {level!r}")
     own: Any
@@ -255,7 +257,7 @@ def _log_ratios(
 
 
 def as_tensor(values: Any, device: Any) -> Any:
-    """Return values as a tensor on the device. Arrays are copied, as torch warns about read-only ones."""
+    """Return values as a tensor on the device. Arrays are copied, as torch warns about read-only arrays."""
     import torch
 
     return values.to(device) if hasattr(values, "detach") else torch.tensor(np.asarray(values), device=device)

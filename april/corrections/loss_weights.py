@@ -1,4 +1,7 @@
-"""Computes the weight of every token in the losses of GRPO and related methods."""
+"""Computes how much each token counts in the losses of GRPO and related methods: the divisor of the loss, per token.
+
+These weights only average over tokens and responses. Weights for off-policy tokens are in ``importance.py``.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +47,9 @@ def loss_weights(
 ) -> Any:  # fmt: skip
     """Compute the weight of every token so that ``(weights * loss).sum()`` is the method's loss: float32 [B, T].
 
-    For micro-batches, compute the weights of the whole batch and take the rows of each: the losses then add up to the
-    loss of the batch. They also add up over ranks if each gives its ``share``. DDP and FSDP average gradients over
-    ranks: multiply by ``share.ranks`` there.
+    For micro-batches, compute the weights of the whole batch and take the rows of each micro-batch: the losses then add
+    up to the loss of the batch. They also add up over ranks if each rank gives its ``share``. As DDP and FSDP average
+    gradients over ranks, multiply by ``share.ranks`` there.
     With B responses, where response i has T_i tokens with loss:
 
     * ``grpo``, ``gspo``: 1 / (B T_i), the mean over a response's tokens, then over the responses (GSPO's ratio is the
@@ -60,10 +63,10 @@ def loss_weights(
         method: method of the loss, see above.
         max_response_len: configured largest length of a response; needed for ``dr_grpo``.
         share: ``batch.share``, with B and the sum of T_i of the whole batch; None takes them from ``loss_mask``.
-        samples: ``batch.sample_numbers``, int [B]: rows of the same sample are one response, whose T_i is summed over
-            them. None means that each row is a response.
+        samples: ``batch.sample_numbers``, int [B]: rows of the same sample are one response, and T_i is summed over
+            these rows. None means that each row is a response.
 
-    Raises ValueError for another method or shape, and for ``dr_grpo`` without ``max_response_len``.
+    Raises ValueError for an unknown method or shape, and for ``dr_grpo`` without ``max_response_len``.
     """
     check_method(method)
     if loss_mask.ndim != 2:

@@ -1,11 +1,11 @@
-"""Measures how far off-policy a batch is, by effective sample size and KL, for all tokens and by their age.
+"""Measures how far off-policy a batch is: effective sample size and KL divergence, for all tokens and by their age.
 
 With w = p / q, the trainer's probability of a token divided by its probability at sampling, and n tokens:
 
-* effective sample size (Kish): (sum of w)**2 / (n sum of w**2), in (0, 1]: the share of the tokens that would carry as
-  much information if they were sampled from the trained weights;
-* KL(q || p) in nats per token (Schulman, "Approximating KL Divergence", joschu.net/blog/kl-approx.html): k1 = -log w,
-  unbiased, and k3 = w - 1 - log w, unbiased, never negative and of less variance where w is near 1.
+* effective sample size (Kish): (sum of w)**2 / (n sum of w**2), in (0, 1]. So many of the n tokens would carry as much
+  information as all n do now, if they were sampled from the trained weights;
+* KL(q || p) in nats per token (Schulman, "Approximating KL Divergence", joschu.net/blog/kl-approx.html), estimated by
+  k1 = -log w and by k3 = w - 1 - log w. Both are unbiased; k3 is never negative, and has less variance if w is near 1.
 
 The age of a token is the number of weight updates between its generation and its training. At age 0, p and q differ
 only because engine and trainer compute differently. Kept tokens (``on_weight_update: keep``) differ by more at any age:
@@ -42,24 +42,24 @@ LARGEST = 300.0
 def off_policy_report(batch: Any, logprobs: Any, *, min_effective_sample_size: float = 0.0) -> dict[str, float]:
     """Measure how far off-policy a batch is, given log-probabilities under the trained weights, and return figures.
 
-    The figures are ``ess_token`` (effective sample size of the tokens' ratios), ``ess_response`` (of the products over
-    each response), ``weight_response`` (mean of these products, each cut at 2 as in :func:`policy_loss`),
+    The figures are ``ess_token`` (effective sample size of the tokens' ratios), ``ess_response`` (of the products of
+    the ratios of each response), ``weight_response`` (mean of these products, each cut at 2 as in :func:`policy_loss`),
     ``clip_share`` (share of the tokens in responses whose product is cut), ``kl_k1`` and ``kl_k3`` (nats per token) and
     ``tokens``; and for each age that occurs ``age_<a>/ess_token``, ``age_<a>/clip_share``, ``age_<a>/kl_k1``,
-    ``age_<a>/kl_k3`` and ``age_<a>/tokens``. Kept tokens count in no age. If there are any, the report also has
-    ``kept/ess_token``, ``kept/kl_k1``, ``kept/kl_k3``, ``kept/tokens``, and ``kept/mismatch``, the mean of abs(log w),
-    with ``own/mismatch``, the same for all other tokens. Only tokens with loss count; without any, the report has only
-    ``tokens``.
+    ``age_<a>/kl_k3`` and ``age_<a>/tokens``. Kept tokens are in no age. If there are kept tokens, the report also has
+    ``kept/ess_token``, ``kept/kl_k1``, ``kept/kl_k3``, ``kept/tokens``, and ``kept/mismatch``, the mean of abs(log w);
+    ``own/mismatch`` is the same for all other tokens. Only tokens with loss count; if there are none, the report has
+    only ``tokens``.
 
     Args:
         batch: batch, an :class:`april.Batch`.
         logprobs: the trainer's log-probabilities at the batch's temperature, before its first optimizer step: float32
-            or float64 array or tensor, [B, T] as ``batch.padded()["logprobs"]`` or flat as ``batch.ragged()``'s.
-        min_effective_sample_size: smallest ``ess_token``, below which OffPolicyError is raised; 0 means no check. It
+            or float64 array or tensor, [B, T] like ``batch.padded()["logprobs"]`` or flat like ``batch.ragged()``.
+        min_effective_sample_size: OffPolicyError is raised if ``ess_token`` is smaller; 0 means no check. The check
             finds gross mistakes. In small experiments it did not warn of falling rewards, but :class:`DriftGuard` did.
 
-    Raises ValueError for another shape, values that are no log-probability (NaN, infinite, above 0) where there is
-    loss, float16 and bfloat16, and ``min_effective_sample_size`` outside [0, 1].
+    Raises ValueError for another shape, values of tokens with loss that are no log-probability (NaN, infinite, above
+    0), float16 and bfloat16, and ``min_effective_sample_size`` outside [0, 1].
     """
     if not 0 <= min_effective_sample_size <= 1:
         raise ValueError(
@@ -106,7 +106,7 @@ class DriftGuard:
 
     Attributes:
         limit: largest accepted mean in nats per token, above 0.
-        batches: number of batches to average over; there is no alarm before that many.
+        batches: number of batches whose mean is taken; there is no alarm before so many batches.
         recent: ``kl_k3`` of the latest batches since the last alarm, as plain floats for a checkpoint.
 
     Raises ValueError if ``limit`` is not above 0 and finite, or ``batches`` is below 1.
@@ -157,7 +157,7 @@ def _figures(log_ratios: Float64) -> dict[str, float]:
 
 
 def _flat(logprobs: Float64, lengths: NDArray[np.int32]) -> Float64:
-    """Return padded or flat log-probabilities as a flat array. Raises ValueError for another shape."""
+    """Return padded or flat log-probabilities as a flat array. Raises ValueError for any other shape."""
     padded = len(lengths), int(lengths.max(initial=0))
     if logprobs.shape == padded:
         flat: Float64 = logprobs[np.arange(padded[1]) < lengths[:, None]]

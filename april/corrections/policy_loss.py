@@ -1,4 +1,4 @@
-"""The loss that april recommends for batches with tokens from older weights.
+"""Computes the loss that april recommends for batches with tokens from older weights.
 
 Let q_t be the probability with which token t of response i was sampled, p_t its probability under the trained weights
 before the first optimizer step of the batch, and r_t = (current probability) / p_t:
@@ -7,19 +7,19 @@ before the first optimizer step of the batch, and r_t = (current probability) / 
     g    = min(r_t A_i, clip(r_t, 1 - low, 1 + high) A_i), and at least negative_bound * A_i where A_i < 0
     w_i  = min(product over t of p_t / q_t, limit), a constant in the gradient
 
-* Clipping the ratio to p, and weighting by p / q: decoupled PPO (Hilton et al., arXiv 2110.00641; in AReaL,
-  arXiv 2505.24298, with a weight per token).
-* One truncated weight per response: Liu et al., "When Speed Kills Stability: Demystifying RL Collapse from the
-  Training-Inference Mismatch", 2025; truncated as in TIS (``importance.py``).
-* Two bounds of the clip, and the mean over the tokens of the batch: DAPO, arXiv 2503.14476.
-* The bound for negative advantages, without which one token that became likelier can outweigh a batch: "dual clip",
-  Ye et al., arXiv 1912.09729.
+* The ratio is taken relative to p and clipped, and the weight is p / q, as in decoupled PPO (Hilton et al.,
+  arXiv 2110.00641; in AReaL, arXiv 2505.24298, with a weight per token).
+* Each response has one truncated weight, as in Liu et al., "When Speed Kills Stability: Demystifying RL Collapse from
+  the Training-Inference Mismatch", 2025; it is truncated as in TIS (``importance.py``).
+* The clip has two bounds, and the mean is taken over the tokens of the batch, as in DAPO, arXiv 2503.14476.
+* Negative advantages are bounded, as in "dual clip", Ye et al., arXiv 1912.09729: without the bound, one token that
+  became much likelier can outweigh a batch.
 
-The product is only useful if engine and trainer agree under equal weights: with a KL of k nats per token between them,
-a response of T tokens has a weight of about e^(-kT), and near 0 nothing is learned from it. Two ways out: with a
-``dead_zone``, ratios near 1 do not enter the product, so rounding does not add up; and if q is given in place of p,
-there is no product: w_i is 1, and the ratio to q is clipped. ``geometric_bounds`` leave out whole responses: "Geo-Mask"
-of Liu et al. above, ``seq-mask-tis`` in NeMo-RL.
+The product is only useful if engine and trainer agree under equal weights. With a KL divergence of k nats per token
+between them, a response of T tokens has a weight of about e^(-kT); if that is near 0, nothing is learned from it. There
+are two ways out. With a ``dead_zone``, ratios near 1 do not enter the product, so rounding does not add up. If q is
+given in place of p, w_i is 1, and the ratio relative to q is clipped. ``geometric_bounds`` leave out whole responses:
+"Geo-Mask" of Liu et al. above, ``seq-mask-tis`` in NeMo-RL.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
 
 LARGEST_DRIFT = 20.0
-"""Largest log of the ratio r_t, in nats. A larger ratio is clamped, so it cannot overflow and has no gradient."""
+"""Largest log of the ratio r_t, in nats. A larger ratio is clamped, so that it cannot overflow; it has no gradient."""
 
 
 def policy_loss(
@@ -41,18 +41,18 @@ def policy_loss(
     limit: float = LIMIT, dead_zone: float = 0.0, geometric_bounds: tuple[float, float] | None = None,
     tokens: Any = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute the loss to minimise, a scalar tensor with the gradient of ``logprobs``; this module has the formula.
+    """Compute the loss to minimise, a scalar tensor with the gradient of ``logprobs``; see above for the formula.
 
     Args:
         logprobs: log-probabilities of the response tokens under the current weights, in nats; float32 or float64
             tensor [B, T].
         behaviour_logprobs: log-probabilities at sampling, array or tensor [B, T]: ``batch.padded()["logprobs"]``.
-        loss_mask: mask [B, T], not 0 where a token has loss. Values of other tokens are ignored everywhere.
+        loss_mask: mask [B, T], not 0 where a token has loss. Other tokens are ignored in all arguments.
         advantages: advantages [B], one per response, or [B, T]: ``batch.advantages(...)``.
         proximal_logprobs: ``logprobs`` [B, T] before the first optimizer step of the batch. None means ``logprobs``
-            without gradient, which is the same if there is only one step. Give ``behaviour_logprobs`` if the
-            weights w_i are near 0: ``weight_response`` of ``off_policy_report`` is far below 1 although all tokens of
-            the batch are from the current weights.
+            without gradient, which is the same if there is only one step. If ``weight_response`` of
+            ``off_policy_report`` is far below 1 although all tokens are from the current weights, engine and trainer
+            disagree: then give ``behaviour_logprobs`` here.
         clip: bounds (low, high) of the clip, each at least 0, low at most 1.
         negative_bound: largest ratio r_t that counts where the advantage is negative, at least 1 + high; tokens with a
             larger one have no gradient. None means no bound.
@@ -61,15 +61,16 @@ def policy_loss(
             A size above bfloat16's rounding, 0.3 to 0.4, keeps long responses' weights near 1 under equal weights.
         geometric_bounds: smallest and largest geometric mean of p_t / q_t over a response, such as (0.99, 1.01);
             another response has no loss, but its tokens still count in the number of tokens. None means all responses.
-        tokens: number of tokens with loss to divide by; None means those in ``loss_mask``. For micro-batches and
-            ranks, give the number in the whole batch, ``batch.share.loss_tokens``: then the losses add up to the loss
-            of the batch. DDP and FSDP average over ranks: multiply by ``batch.share.ranks`` there.
+        tokens: number of tokens by which the sum is divided; None means those with loss in ``loss_mask``. For
+            micro-batches and ranks, give the number in the whole batch, ``batch.share.loss_tokens``: then the losses
+            add up to the loss of the batch. As DDP and FSDP average over ranks, multiply by ``batch.share.ranks``
+            there.
 
     Each row counts as a response. If no token has loss, the loss is 0.
 
-    Raises ValueError for ``logprobs`` that are not a tensor, shapes that do not match, values that are no
-    log-probability (NaN, infinite, above 0) or advantages that are not finite where there is loss, float16 and
-    bfloat16 log-probabilities, bounds and limits out of range, and ``tokens`` below the number of tokens with loss.
+    Raises ValueError for ``logprobs`` that are not a tensor, shapes that do not match, tokens with loss whose
+    log-probability is impossible (NaN, infinite, above 0) or whose advantage is not finite, float16 and bfloat16
+    log-probabilities, bounds and limits out of range, and ``tokens`` below the number of tokens with loss.
     """
     import torch
 
@@ -128,7 +129,7 @@ def check_values(who: str, gain: torch.Tensor, trained: torch.Tensor, whole: tor
 
 
 def _advantages(who: str, advantages: Any, counted: torch.Tensor) -> torch.Tensor:
-    """Return the advantages as a tensor [B, T], 0 where there is no loss."""
+    """Return the advantages as a tensor [B, T], 0 for tokens without loss."""
     import torch
 
     given = as_tensor(advantages, counted.device).detach()

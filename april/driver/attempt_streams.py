@@ -1,7 +1,7 @@
-"""Sends attempts (engine requests), reads their streamed responses, and posts an event when each one has ended.
+"""Sends attempts (engine requests), reads their streamed responses, and posts an event when an attempt has ended.
 
-Invariant: each submitted attempt gives exactly one AttemptEnded or AttemptFailed, with the token counts of its tape;
-after that event nothing is written to the tape.
+The received tokens are recorded in the attempt's tape. Invariant: each submitted attempt gives exactly one AttemptEnded
+or AttemptFailed, with the token counts of its tape; after that event nothing is written to the tape.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class _Stream:
     task: asyncio.Task[None] | None = None
     sent: bool = False
     chunks: AsyncIterator[Chunk] | None = None
-    """Response of the engine, while it is read."""
+    """Stream of the engine's response, while it is read."""
     end: Chunk | None = None
     """Chunk with the finish reason, once it has arrived."""
     unread: list[Chunk] = field(default_factory=list)
-    """Valid chunks that are not on the tape yet, as the tokenizer could not decode them for the stop strings."""
+    """Valid chunks that are not on the tape yet, because the tokenizer could not decode them to find stop strings."""
     stops: StopMatcher | None = None
-    """Matcher that has seen the tokens on the tape; None without stop strings, or if it must be made again."""
+    """Matcher that has seen the tokens on the tape; None without stop strings, or if a new matcher is needed."""
     failure: RolloutError | None = None
     """Last error of the tokenizer."""
     rejected: _Rejected | None = None
@@ -64,7 +64,7 @@ class _Stream:
     """Loop time at which tokens were last received, or the request was sent."""
 
     def on_timeout(self) -> float | None:
-        """Handle the stall timeout; returns the seconds until the next check, or None."""
+        """Handle the stall timeout; returns the seconds until the next check, or None if the request has stalled."""
         return self.streams.check_stalled(self)
 
 
@@ -132,7 +132,7 @@ class AttemptStreams:
                 training = attempt.sample.evaluation is None
                 await asyncio.wait(set(sweeps), timeout=self._view.abort_resend_s if training else None)
             finish = EngineFinish.ABORT if stream.checks.aborted else await self._read(stream)
-            await self._throttle.wait_turn()  # and end together, where all are cut
+            await self._throttle.wait_turn()  # thousands of attempts end together when a step ends
             event = ev.AttemptEnded.of(attempt, finish)
         except _Rejected as rejected:
             log.warning("attempt %s of %s: %s", attempt.id, attempt.sample.key, rejected)
@@ -140,7 +140,7 @@ class AttemptStreams:
             kind = AttemptFailure.BROKE_OFF if attempt.tape.stopped else CORRUPT
             event = ev.AttemptFailed.of(attempt, str(rejected), kind, rejected=rejected.tokens)
         except WireError as error:
-            # the answer contradicts itself, nobody knows since which token, so all its tokens are dropped
+            # the answer contradicts itself, and it is unknown from which token on, so all its tokens are dropped
             log.warning("attempt %s of %s: %s", attempt.id, attempt.sample.key, error)
             event = ev.AttemptFailed.of(attempt, f"engine {attempt.engine}: {error}", CORRUPT)
         except EngineBusy as busy:
@@ -196,7 +196,7 @@ class AttemptStreams:
         return finish
 
     async def _read_buffered(self, stream: _Stream, chunks: BufferedStream) -> None:
-        """Read small pieces in batches, or each one at once if a stop string may end the response."""
+        """Read small pieces of the response in batches; each piece at once if a stop string may end the response."""
         most = 1 if stream.attempt.call.sampling.stop else PIECES_AT_ONCE
         attempt_id, streams, loop = stream.attempt.id, self._open, asyncio.get_running_loop()
         try:
@@ -211,7 +211,7 @@ class AttemptStreams:
                 self._accept_buffered(stream, chunks)  # the stream was cut; keep what has arrived
 
     def _apply_final_chunk(self, stream: _Stream) -> None:
-        """Apply the versions and extras that arrive with the last chunk; drop tokens that need them and got none."""
+        """Apply the versions and extras that arrive with the last chunk; drop tokens that still lack one of them."""
         tape, end = stream.attempt.tape, stream.end
         if end is not None and end.extras:
             request = stream.attempt.request
@@ -236,7 +236,7 @@ class AttemptStreams:
         self._resumed_s[engine] = asyncio.get_running_loop().time()
 
     def catch_up(self) -> None:
-        """Put everything that has arrived onto the tapes, so that their reader misses nothing."""
+        """Put all chunks that have arrived onto the tapes, so that whoever reads the tapes misses nothing."""
         for stream in self._open.values():
             self._catch_up(stream)
 
@@ -274,10 +274,10 @@ class AttemptStreams:
         for chunk in chunks.take():
             self._accept(stream, chunk)
             if len(chunk.tokens):
-                stream.token_s = stream.received_s  # approximate: the newest piece of the batch may have no tokens
+                stream.token_s = stream.received_s  # a little late if the newest piece of the batch has no tokens
 
     def _copied(self, attempt: Attempt, chunk: Chunk) -> Chunk:
-        """Return a copy of the chunk, without extras that were not requested; warns once of each such name."""
+        """Return a copy of the chunk, without extras that were not requested; warns once for each name of those."""
         for name in chunk.extras:
             if name not in attempt.request.extras and attempt.sample.evaluation is None:
                 self.unrequested_extras[name] += 1
@@ -305,9 +305,9 @@ class AttemptStreams:
             self._read_text(stream)
 
     def _read_text(self, stream: _Stream) -> bool:
-        """Search waiting chunks for stop strings and move them onto the tape; returns whether none is left.
+        """Search waiting chunks for stop strings and move them onto the tape; returns True if no chunk is left.
 
-        If the tokenizer fails, the chunks wait and are tried again with the next one.
+        If the tokenizer fails, the chunks wait, and april tries again when the next chunk arrives.
         """
         attempt, tape = stream.attempt, stream.attempt.tape
         try:
@@ -332,7 +332,7 @@ class AttemptStreams:
                 return
 
     def _post_end(self, stream: _Stream, event: ev.AttemptEnded | ev.AttemptFailed) -> None:
-        """Post the end of an attempt; if chunks are left that the tokenizer could not decode, as a failure."""
+        """Post the end of an attempt; if the tokenizer could not decode all chunks, the attempt has failed."""
         if stream.unread:
             attempt, unread = stream.attempt, sum(len(chunk.tokens) for chunk in stream.unread)
             if isinstance(event, ev.AttemptFailed) and event.kind in (CORRUPT, WEIGHTS_WRITTEN):
@@ -378,7 +378,7 @@ class AttemptStreams:
             self._spawn(self._ask_abort(engine, command.attempt_ids))
 
     async def _ask_abort(self, engine: Engine, attempt_ids: tuple[str, ...] | None) -> None:
-        """Call the engine's abort once; a failure is only logged, as the core repeats the abort if need be."""
+        """Call the engine's abort once; a failure is only logged."""
         try:
             async with asyncio.timeout(self._view.abort_deadline_s):
                 await engine.abort(attempt_ids)
@@ -387,7 +387,7 @@ class AttemptStreams:
             log.warning("abort on engine %s failed: %s", engine.name, describe(error))
 
     def fence(self, command: do.Fence) -> None:
-        """Close streams that did not end in time; whatever they still yield is ignored."""
+        """Close streams that did not end in time; tokens that they still yield are ignored."""
         for attempt_id in command.attempt_ids:
             stream = self._open.get(attempt_id)
             if stream is not None and stream.task is not None:
@@ -402,7 +402,8 @@ class AttemptStreams:
 def refuse_attached(attempt: Attempt, kinds: Collection[str]) -> None:
     """Raise RequestRefused for an attachment whose kind is not in ``kinds``, as the engine would ignore it.
 
-    Also for a placeholder token without an attachment: engines would read it as text, and trainers would miss an image.
+    Also raised for a placeholder token without an attachment: engines would read it as text, and trainers would look
+    for an image.
     """
     request = attempt.request
     for kind in {placed.attachment.kind for placed in request.attached}.difference(kinds):
@@ -420,7 +421,7 @@ def refuse_attached(attempt: Attempt, kinds: Collection[str]) -> None:
 
 
 class _Rejected(Exception):
-    """A chunk is invalid; ``tokens`` is the number of its tokens."""
+    """Raised for an invalid chunk; ``tokens`` is the number of its tokens."""
 
     def __init__(self, error: str, tokens: int) -> None:
         super().__init__(error)

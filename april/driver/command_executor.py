@@ -1,6 +1,6 @@
-"""Carries out the core's commands with the engines and user functions of this process.
+"""Executes the commands of the scheduling core with the engines and user functions of this process.
 
-Each command leads to the events that ``april.core.commands`` names, in the order in which they happen.
+Each command leads to the events that ``april.core.commands`` names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CLOSE_PATIENCE_S = 10.0
 
 
 class CommandExecutor:
-    """Runs the engines and user functions of this process; made and used on the event loop that runs them.
+    """Runs the engines and user functions of this process; must be created and used on their event loop.
 
     Args:
         view: Read-only view of the core.
@@ -102,7 +102,7 @@ class CommandExecutor:
             engine.unused = lambda count, reason: self._post(ev.TokensUnused(count, reason))
 
     async def wait_until_engines_idle(self) -> None:
-        """Wait until no engine computes on the trainer's model; a fenced request may still do so for a while."""
+        """Wait until no engine computes with the trainer's model; a request whose stream was closed may still do so."""
         for engine in list(self.engines.values()):
             if engine.capabilities.shares_weights and isinstance(engine, SharesModel):
                 await engine.quiet()
@@ -122,8 +122,8 @@ class CommandExecutor:
             self._broke(error)
 
     async def stop(self) -> None:
-        """Cancel all functions and requests; any that do not end in time are left behind. Engines stay open."""
-        self.samples.close()  # functions that wait for an answer would not end otherwise
+        """Cancel all functions and requests; those that do not end in time are left running. Engines stay open."""
+        self.samples.close()  # otherwise functions that wait for an answer would not end
         tasks = list(self._tasks)
         plain = self._user_calls.close()
         ends: list[asyncio.Future[None]] = [*tasks, *plain]

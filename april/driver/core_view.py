@@ -1,4 +1,4 @@
-"""A read-only view of the core for the code that carries out its commands: current version and a few settings."""
+"""Gives the code that executes the core's commands a read-only view of the core: its version and a few settings."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class CoreView:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Token ids that end every response, whatever the sampling; empty if unknown."""
+        """Token ids that end every response (EOS); empty if they are unknown."""
         return self._core.engines.eos_token_ids
 
     @property
     def max_context(self) -> int:
-        """Most tokens of prompt and response together that every engine has room for."""
+        """Maximum number of tokens, prompt and response together, that every engine can hold."""
         return self._core.engines.max_context
 
     @property
     def row_layout(self) -> dict[str, Rows]:
-        """Layout of the run's rows of extras, as noted by :func:`april.core.attachments.note_layout`."""
+        """Shape and type of the rows of each extra, as recorded by :func:`april.core.attachments.note_layout`."""
         return self._core.engines.row_layout
 
     def room(self, sample: Sample) -> int:
-        """Return the most tokens that the sample's response may have, tokens of the environment included."""
+        """Return the maximum length of the sample's response, tokens of the environment included."""
         return self._core.context.attempts.room(sample.chains[0])

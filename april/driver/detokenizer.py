@@ -13,7 +13,7 @@ from april.core.types import Attempt
 from april.errors import ConfigError, RolloutError
 
 TRIES = 3
-"""Number of tries to decode: Hugging Face tokenizers that threads share fail now and then (\"Already borrowed\")."""
+"""Number of tries to decode, as Hugging Face tokenizers that threads share fail at times (\"Already borrowed\")."""
 
 
 class Detokenizer:
@@ -62,13 +62,13 @@ class Detokenizer:
 
 
 BLOCK_TOKENS = 32
-"""Tokens that are decoded at once; a block with a match, or with broken characters, is decoded token by token."""
+"""Number of tokens that are decoded at once; a block with a match or broken characters is decoded token by token."""
 UNFINISHED_TOKENS = 3
-"""Most tokens of an incomplete character, as UTF-8 has at most 4 bytes per character."""
+"""Maximum number of tokens of an incomplete character, as UTF-8 has at most 4 bytes per character."""
 
 
 def matcher_of(attempt: Attempt, decode: Callable[[list[int]], str], came: Int32) -> StopMatcher:
-    """Make a matcher for the tokens of an attempt that follow its first tokens, ``came`` [k]."""
+    """Make a matcher for the tokens of an attempt (engine request) that follow its first tokens ``came``."""
     request, stop = attempt.request, attempt.call.sampling.stop
     before = np.concatenate((request.token_ids, came)) if len(came) else request.token_ids
     after = max(0, request.sampling.min_tokens - len(came))
@@ -78,8 +78,8 @@ def matcher_of(attempt: Attempt, decode: Callable[[list[int]], str], came: Int32
 class StopMatcher:
     """Finds stop strings in the tokens that one attempt generates.
 
-    A match counts if it begins in the call's own tokens and is completed by a token of this attempt after the first
-    ``min_tokens`` ones. The match completed first wins.
+    A match counts if it begins in the tokens of the call and is completed by a token of this attempt after the first
+    ``min_tokens`` tokens. Of several matches, the one that is completed first counts.
 
     Args:
         decode: Function that returns the text of token ids, special tokens included. It may strip a leading space and
@@ -101,7 +101,7 @@ class StopMatcher:
         self._most = 8 * self._stride
         self._ids: list[int] = before[-self._most :].tolist()
         self._foreign = max(0, len(self._ids) - in_call)
-        """Number of tokens at the window's start that this call did not generate."""
+        """Number of tokens at the start of the window (``_ids``) that this call did not generate."""
         self._begin = 0
         """Position in the window's text from which a match may begin."""
         self._seen = 0
@@ -110,9 +110,9 @@ class StopMatcher:
         self._slide()
 
     def feed(self, tokens: Int32) -> int | None:
-        """Take the next tokens [k]; returns how many to keep if one of them completes a stop string, else None.
+        """Search the next tokens; if one of them completes a stop string, return how many to keep, else None.
 
-        The last token kept is the one that completes it. Nothing may be fed after that.
+        The last token to keep is the one that completes the stop string. Nothing may be fed after that.
         """
         for start in range(0, len(tokens), BLOCK_TOKENS):
             kept = self._look_at(tokens[start : start + BLOCK_TOKENS].tolist())
@@ -142,7 +142,7 @@ class StopMatcher:
         """Return whether any new token may have completed a stop string, and the length of the readable text.
 
         Text that is readable now was readable after each token, with one exception: an invalid byte token can make the
-        ones before it unreadable again. True is returned then, and the caller decodes token by token.
+        tokens before it unreadable again. Then this returns True, and the caller decodes token by token.
         """
         text = self._decode(self._ids)
         finished, readable = self._readable(self._ids, text)
@@ -162,10 +162,10 @@ class StopMatcher:
         return any(text.find(s, max(self._begin, self._seen - len(s) + 1)) >= 0 for s in self._stops)
 
     def _slide(self) -> None:
-        """Shorten the window to its last tokens, whose text must be able to hold a whole future match.
+        """Shorten the window to its last tokens, so that their text is still long enough for any future match.
 
-        The text of a window's first token can differ (a leading space stripped, half a character). So the window has
-        one character more than a match could need, and does not begin inside a character.
+        The first token of a window may be decoded differently (a leading space stripped, half a character). So the
+        window has one character more than a match could need, and does not begin inside a character.
         """
         ids, keep = self._ids, self._stride
         while keep < min(len(ids), self._most):

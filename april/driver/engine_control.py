@@ -1,4 +1,4 @@
-"""Pauses, loads, resumes and probes engines when the core commands it, and reports how each call ended.
+"""Pauses and resumes engines, has them load weights, and probes them, as the core commands; reports each result.
 
 ``april.core.weight_updates`` and ``april.core.engine_recovery`` decide what follows from the outcome.
 """
@@ -28,7 +28,7 @@ from april.errors import EngineBusy, EngineError, EngineUnreachable, WeightsGone
 log = logging.getLogger("april")
 
 READING_S = 60.0
-"""Most seconds for hashing the content of a directory of weights."""
+"""Maximum number of seconds for hashing the content of a directory of weights."""
 PROBE_TIMEOUT_S = 10.0
 """Seconds after which a probe without an answer counts as failed."""
 
@@ -59,7 +59,7 @@ class EngineControl:
         self._probes: set[asyncio.Task[None]] = set()
 
     def pause(self, command: do.PauseEngine) -> None:
-        """Pause an engine, so that it accepts no requests."""
+        """Pause an engine, so that it admits no requests."""
         engine, in_flight = self._engines[command.engine], command.in_flight
         self._streams.paused(command.engine)
         if in_flight is OnWeightUpdate.RESUBMIT:
@@ -74,7 +74,8 @@ class EngineControl:
     async def _load(self, command: do.LoadEngine) -> str:
         """Load weights and return the hash of their directory, which must not change during the load.
 
-        Raises WeightsGone if the directory, or an adapter's base, is not that of the version.
+        Raises WeightsGone if the directory does not hold the weights of the version, or if the engine does not have
+        the full weights to which the adapter belongs.
         """
         engine, path = self._engines[command.engine], command.path
         if path is None:
@@ -101,13 +102,13 @@ class EngineControl:
         return before
 
     async def content_of(self, path: str) -> str:
-        """Return the hash of a directory's content; empty if this process cannot read it, or not in time."""
+        """Return the hash of a directory's content; empty if this process cannot read the directory in time."""
         if not can_be_woken(asyncio.get_running_loop()):
             return content_of(path)
         try:
             async with asyncio.timeout(READING_S):
                 content: str = await self._threads.call(content_of, path)
-        except Exception:  # unreadable, or the time limit
+        except Exception:  # unreadable, or too slow
             return ""
         return content
 
@@ -153,14 +154,14 @@ class EngineControl:
                     self._streams.resumed(name)
                 self._post(ev.EngineCallEnded(name, command.call, _result(error), why, "" if why else content, silent))
 
-        # a done callback, so that a cancellation which came while the call ran is handled before its end is reported
+        # the end is reported in a done callback, so that a cancellation during the call is handled first
         self._running[name] = self._spawn(call())
         self._running[name].add_done_callback(report)
 
     async def _in_time(
         self, name: str, what: str, method: Callable[[], Coroutine[Any, Any, None]], seconds: float
     ) -> Exception | None:
-        """Await a method and return its error, or None; after ``seconds`` the error is EngineUnreachable."""
+        """Await a method and return its error, or None; if it takes longer, the error is EngineUnreachable."""
         limit = asyncio.timeout(seconds)
         try:
             async with limit:
@@ -204,7 +205,7 @@ class EngineControl:
             await asyncio.wait(set(self._probes))
 
     async def close(self, within_s: float) -> None:
-        """Close all engines concurrently; engines that fail or hang are logged and left behind."""
+        """Close all engines concurrently; if an engine fails or hangs, this is only logged."""
         engines = self._engines
         closing = (self._in_time(name, "close", engine.close, within_s) for name, engine in engines.items())
         for name, error in zip(engines, await asyncio.gather(*closing), strict=True):

@@ -1,4 +1,4 @@
-"""Adds and removes engines during a run, by calls of the trainer or by what the user's discovery function returns."""
+"""Adds and removes engines during a run, as the trainer calls for it or the user's discovery function returns them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger("april")
 Discover = Callable[[], Iterable[str] | Awaitable[Iterable[str]]]
 """Function that returns the addresses of the servers that exist now; plain or async."""
 CLOSE_S = 10.0
-"""Most seconds for closing an engine that was removed."""
+"""Maximum number of seconds for closing an engine that was removed."""
 
 
 class EngineRoster:
@@ -51,7 +51,7 @@ class EngineRoster:
             return self._join(engine)
         url = checked_url(engine)
         name = name_at(url)
-        self._driver.require_new(name)  # before connecting, which would end the server's present session
+        self._driver.require_new(name)  # comes first, as connecting would end the server's present session
         if name in self._joining:
             raise ConfigError(f"add_engine: an engine {name} is already about to join")
         self._joining.add(name)
@@ -86,7 +86,10 @@ class EngineRoster:
             log.warning("engine %s has left and could not be closed: %s", name, describe(error))
 
     async def follow(self, discover: Discover, every_s: float, present: dict[str, str]) -> None:
-        """Add and remove engines as ``discover`` returns them, until cancelled; ``present``: names by address."""
+        """Add and remove engines as ``discover`` returns them, until cancelled.
+
+        ``present`` has the names of the present engines, by address.
+        """
         troubles: dict[str, str] = {}
         leaving: dict[str, asyncio.Task[None]] = {}
         while True:
@@ -102,7 +105,7 @@ class EngineRoster:
                 leaving[url].add_done_callback(_heard)
             for url in [url for url in urls if url not in present]:
                 if url in leaving and not leaving[url].done():
-                    continue  # it is added again once its removal is complete
+                    continue  # this engine is added again once its removal is complete
                 try:
                     present[url] = await self.add(url)
                     troubles.pop(url, None)
@@ -118,7 +121,7 @@ class EngineRoster:
 
 def _heard(task: asyncio.Task[None]) -> None:
     if not task.cancelled():
-        task.exception()  # marks it as retrieved: the scheduler has stopped, or another call has removed the engine
+        task.exception()  # marks the error as retrieved: the engine is gone already, or the scheduler has stopped
 
 
 def _found(discover: Callable[[], Any]) -> Any:
@@ -134,7 +137,7 @@ async def urls_of(discover: Discover) -> list[str]:
         raise own_cancellation(error) from None
     except Exception:
         raise
-    except BaseException as error:  # unwrapped it would end the event loop
+    except BaseException as error:  # wrapped, as it would end the event loop
         raise RolloutError(f"it raised {describe(error)}") from error
     if isinstance(found, str) or not isinstance(found, Iterable):
         raise ConfigError(f"discover must return a list of addresses, got {type(found).__name__}")
@@ -147,7 +150,7 @@ async def open_found(config: Config, discover: Discover) -> dict[str, Engine]:
     Servers that do not answer are left out and tried again later.
 
     Raises:
-        ConfigError: there is no server, or one that can never be used.
+        ConfigError: there is no server, or a server that can never be used.
         EngineError: no server answers.
     """
     urls = await urls_of(discover)

@@ -1,4 +1,4 @@
-"""The ``llm`` object that a rollout function receives, with ``llm.generate`` and ``llm.chat``.
+"""Defines the ``llm`` object with which a rollout function generates: ``llm.generate`` and ``llm.chat``.
 
 When a step ends in the middle of a call, april aborts the engine request and keeps its tokens; the coroutine stays
 suspended. In a later step april continues the request under newer weights, and the coroutine gets one complete
@@ -36,9 +36,9 @@ from april.errors import RolloutError, UsageError
 class Completion:
     """The result of one ``llm.generate``.
 
-    ``tokens`` int32 [T] (EOS included), ``logprobs`` float32 [T] in nats, ``versions`` int32 [T, 2]:
-    the policy version of each token as (number of restarts, number of weight updates), ``conversation`` int32
-    [P + ...]: the prompt and everything after it, these tokens included.
+    ``tokens``: int32 [T], EOS included. ``logprobs``: float32 [T] in nats. ``versions``: int32 [T, 2], the policy
+    version of each token as (number of restarts, number of weight updates). ``conversation``: int32 [P + ...], the
+    prompt and all tokens after it, these included.
     """
 
     tokens: Int32
@@ -51,7 +51,7 @@ class Completion:
     resumes: int = 0
     """Number of times that the sample was interrupted and continued so far."""
     extras: Extras = field(default=NO_EXTRAS, compare=False)
-    """Arrays of extra data by name (``Config.extras``), one row for each token of the conversation but the last."""
+    """Arrays of extra data by name (``Config.extras``): one row for each token of the conversation but the last."""
 
     def __repr__(self) -> str:
         return f"<Completion of {len(self.tokens)} tokens, finish={self.finish}>"
@@ -63,10 +63,10 @@ RolloutFunction = Callable[[Prompt, "LLM"], Awaitable[Any]]
 class GenerateFunction(Protocol):
     """Generates one response for a sample.
 
-    With ``any_chain`` the call may continue or start any conversation, and run beside other calls. ``attached`` are
-    the attachments of ``token_ids``. If it is None, the conversation keeps its earlier attachments, and ``images`` are
-    added, one for each placeholder among the new tokens. ``overridden`` is True if the client asked for a distribution
-    other than that of ``sampling``.
+    With ``any_chain`` the call may continue or start any conversation, and run beside other calls. ``attached`` lists
+    the attachments of ``token_ids``; if it is None, the conversation keeps its earlier attachments, and ``images`` are
+    added, one for each placeholder among the new tokens. ``overridden`` is True if the client asked for another
+    distribution than that of ``sampling``.
     """
 
     def __call__(
@@ -83,8 +83,8 @@ AFTER_ITS_END = "llm.generate was called after its rollout function had ended"
 
 
 class AnsweredCall(NamedTuple):
-    """A call that was answered before a restart: its answer is ``tokens[start:end]``, and its request was ``prompt``
-    with ``tokens[:start]``."""
+    """A call that was answered before a restart: the request was ``prompt`` and ``tokens[:start]``, and the answer was
+    ``tokens[start:end]``."""
 
     prompt: Int32
     tokens: Int32
@@ -106,9 +106,9 @@ class AnsweredCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointSample:
-    """The part of a sample that an endpoint or ``llm.chat`` uses. ``generate`` must be awaited on ``loop``.
+    """The part of a sample that an endpoint or ``llm.chat`` uses.
 
-    Cancelling a call of ``generate`` discards its answer.
+    ``generate`` must be awaited on ``loop``; cancelling a call of ``generate`` discards its answer.
     """
 
     generate: GenerateFunction
@@ -116,9 +116,9 @@ class EndpointSample:
     """Default sampling of the calls. A client may set ``max_tokens`` and ``stop``, but not the distribution."""
     loop: asyncio.AbstractEventLoop
     max_context: int
-    """Maximum tokens of a conversation, prompt included, that every engine has room for."""
+    """Maximum number of tokens of a conversation, prompt included, that every engine can hold."""
     prompt: Prompt
-    """Prompt of the sample, as its rollout function gets it."""
+    """Prompt of the sample, as the rollout function gets it."""
     answered: Sequence[AnsweredCall] = ()
     """Calls answered before a restart; clients may have received the answers."""
 
@@ -145,7 +145,7 @@ class ToolCall(Protocol):
 
 
 class ChatAnswer(Protocol):
-    """The result of one ``llm.chat``; arrays as in :class:`Completion`."""
+    """The result of one ``llm.chat``; the arrays are as in :class:`Completion`."""
 
     @property
     def message(self) -> dict[str, Any]:
@@ -188,10 +188,10 @@ class Chat(Protocol):
 
 
 class ClientEndpoints(Protocol):
-    """Opens and closes the endpoints of samples; implemented by the agents' gateway."""
+    """Opens and closes the endpoints of samples; ``april.agents`` implements it."""
 
     def open(self, sample: EndpointSample, place: Any = None) -> ClientEndpoint:
-        """Open the endpoint of a sample: at the address ``place``, or if it is None, on this process's own server."""
+        """Open the endpoint of a sample: at the address ``place``; if it is None, on the server of this process."""
         ...
 
     def chat(self, sample: EndpointSample) -> Chat:
@@ -204,7 +204,7 @@ class ClientEndpoints(Protocol):
 
 
 class SampleRun(NamedTuple):
-    """Identifies one execution of a sample's rollout function, as samples restart and evaluations reuse sample ids."""
+    """Identifies one run of a rollout function, as samples may restart and evaluations use the same sample ids."""
 
     restarts: int = 0
     """Number of times that the sample was restarted without its tokens."""
@@ -235,17 +235,17 @@ class LLM:
         sample_id: SampleId,
         sampling: SamplingParams,
         generate: GenerateFunction,
-        open_door: Callable[[Any], ClientEndpoint],
+        open_endpoint: Callable[[Any], ClientEndpoint],
         open_chat: Callable[[], Chat],
         clock: Callable[[bool], None],
-        life: SampleRun,
+        sample_run: SampleRun,
     ) -> None:
         self.sample_id = sample_id
-        self.sample_run = life
+        self.sample_run = sample_run
         self._clock = clock
         self._sampling = sampling
         self._generate = generate
-        self._open_endpoint = open_door
+        self._open_endpoint = open_endpoint
         self._open_chat = open_chat
         self._busy = False
 
@@ -256,11 +256,11 @@ class LLM:
 
     @property
     def base_url(self) -> str:
-        """Address of an endpoint on loopback, for this sample alone, for clients of OpenAI's or Anthropic's API.
+        """Address of an endpoint on this machine for clients of OpenAI's or Anthropic's API, for this sample alone.
 
         Requests may belong to any conversation and run concurrently; each sequence of tokens becomes a row of the
-        batch. A request takes as long as the steps and weight updates during which it runs. The endpoint is closed
-        when the function ends. Raises UsageError without a tokenizer.
+        batch. A request may last several steps and weight updates, so clients need long timeouts. The endpoint is
+        closed when the function ends. Raises UsageError without a tokenizer.
         """
         return self.endpoint().url
 
@@ -270,7 +270,7 @@ class LLM:
         return self.endpoint().key
 
     def endpoint(self, place: Any = None) -> ClientEndpoint:
-        """Return the endpoint of :attr:`base_url`. The first call opens it, at the address ``place`` if given."""
+        """Return the endpoint of :attr:`base_url`. The first call opens it, at the address ``place`` unless None."""
         return self._open_endpoint(place)
 
     @contextmanager
@@ -303,21 +303,21 @@ class LLM:
         Args:
             token_ids: Conversation to continue: the prompt, everything generated so far, and the tokens that the
                 environment adds (they become a segment without loss). None means the conversation so far.
-            max_tokens: Most tokens of this call. The budget of the whole response, in which tokens of the environment
-                count, applies as well. If nothing is left of it, the environment's tokens are cut to fit, and the call
-                returns no tokens and FinishReason.LENGTH.
-            stop: Strings that end the response. The token that completes one is the last one kept, so the text may end
-                after the string. A match must lie in this call's tokens, and the first ``min_tokens`` tokens cannot
-                complete one. Needs the scheduler's ``tokenizer``.
+            max_tokens: Maximum number of tokens of this call. The budget of the whole response, in which tokens of the
+                environment count, applies as well. If the budget is used up, the environment's tokens are cut to fit,
+                and the call returns no tokens and FinishReason.LENGTH.
+            stop: Strings that end the response. The token that completes a string is the last one kept, so the text may
+                end after the string. A match must lie in the tokens of this call, and the first ``min_tokens`` tokens
+                cannot complete a string. Needs the scheduler's ``tokenizer``.
             images: Images that the environment adds, one for each placeholder among the new tokens; with
-                ``any_conversation`` all images after the prompt. Any form that prompts accept, see docs/images.md.
-            any_conversation: True if ``token_ids`` may start with anything. They continue the longest conversation of
-                this sample that they repeat, or start a new one, which becomes a row of its own. Such calls may run
-                concurrently.
+                ``any_conversation`` all images after the prompt. The forms that prompts accept, see docs/images.md.
+            any_conversation: True if ``token_ids`` may be any conversation. If they begin with a conversation of this
+                sample (the longest one counts), they continue it; otherwise they start a new conversation, which
+                becomes a row of its own. Such calls may run concurrently.
             others: Unknown arguments; each raises TypeError.
 
         Raises:
-            TypeError: an argument that april does not know; the message lists the known ones.
+            TypeError: an argument that april does not know; the message lists the known arguments.
             UsageError: an argument is out of range or of the wrong type (a ValueError, too).
             RolloutError: another call of this sample is not complete, or ``token_ids`` change earlier tokens.
         """
@@ -373,15 +373,15 @@ class LLM:
         tokens, any other conversation becomes a row of its own, and several calls may run concurrently.
 
         Args:
-            messages: Dicts with ``role``, ``content``, and by role ``tool_calls`` or ``tool_call_id``. For the next
-                turn append ``ChatAnswer.message`` and the messages that follow it.
+            messages: Dicts with ``role`` and ``content``; depending on the role also ``tool_calls`` or
+                ``tool_call_id``. For the next turn append ``ChatAnswer.message`` and the messages that follow it.
             tools: Tool definitions in OpenAI's format.
             max_tokens: As for :meth:`generate`, like the other sampling arguments.
             others: Unknown arguments; each raises TypeError.
 
         Raises:
             TypeError: an argument that april does not know.
-            UsageError: messages or tools that the chat template does not take, or an argument out of range.
+            UsageError: messages or tools that the chat template does not accept, or an argument out of range.
             RolloutError: the rollout function has ended.
         """
         if others:
@@ -422,7 +422,7 @@ def _tuple_of(name: str, values: Any) -> tuple[Any, ...] | None:
 
 
 def as_token_ids(token_ids: Sequence[int] | Int32) -> Int32:
-    """Copy token ids into an int32 array [T]; raises UsageError for anything but a flat list of integers."""
+    """Copy token ids into an int32 array [T]; raises UsageError unless they are a flat list of integers."""
     try:
         array = np.asarray(token_ids)
     except ValueError:
@@ -445,7 +445,7 @@ def refused_argument(name: str, where: str = "llm.generate", takes: str = "token
 
 
 def wrong_sampling(sampling: SamplingParams, vocab_size: int) -> str | None:
-    """Return why no engine can sample with these parameters, or None if it can."""
+    """Return why no engine can sample with these parameters; None if they are valid."""
     for name, kind in (("max_tokens", Integral), ("min_tokens", Integral), ("temperature", Real), ("top_p", Real)):
         value = getattr(sampling, name)
         if isinstance(value, bool) or not isinstance(value, kind):
@@ -472,7 +472,7 @@ def _out_of_range(sampling: SamplingParams, vocab_size: int) -> str | None:
 
 
 def exact_types(sampling: SamplingParams) -> SamplingParams:
-    """Convert the numbers to Python's int and float, so that a recorded run reads back the values it wrote."""
+    """Convert the numbers to Python's int and float, as a record of the run returns only these types."""
     return replace(
         sampling,
         max_tokens=int(sampling.max_tokens),
@@ -486,11 +486,11 @@ def exact_types(sampling: SamplingParams) -> SamplingParams:
 def checked_call(
     sample: Sample, sampling: SamplingParams, token_ids: Int32 | None, vocab_size: int, longest: int, can_stop: bool
 ) -> Int32 | None:
-    """Check a call of ``llm.generate``; returns its conversation, cut to ``longest`` tokens of prompt and response.
+    """Check a call of ``llm.generate``; return its token ids, of which at most ``longest`` are kept.
 
     Raises UsageError for sampling out of range, for stop strings without a tokenizer (``can_stop`` False), and for
-    unknown token ids; RolloutError for a conversation that does not start with the one so far. Without this check
-    the engine would refuse the request, and that would count as the engine's failure.
+    unknown token ids; raises RolloutError for a conversation that does not begin with the conversation so far. Without
+    this check the engine would refuse the request, and that would count as the engine's failure.
     """
     wrong = wrong_sampling(sampling, vocab_size)
     if wrong is not None:
@@ -519,9 +519,10 @@ def checked_call(
 
 
 def check_mismatch(sampling: SamplingParams, configured: SamplingParams, any_temperature: bool = True) -> None:
-    """Raise UsageError for sampling that differs from ``configured`` so that a trainer cannot recompute its logprobs.
+    """Raise UsageError if the sampling makes log-probabilities that a trainer cannot recompute.
 
-    ``any_temperature`` False means that the engines' log-probabilities are right at temperature 1 only.
+    Sampling parameters that equal those of ``configured`` are always accepted. ``any_temperature`` False means that the
+    engines' log-probabilities are right at temperature 1 only.
     """
     if not any_temperature and sampling.temperature != 1:
         raise UsageError(
@@ -539,7 +540,7 @@ def check_mismatch(sampling: SamplingParams, configured: SamplingParams, any_tem
 
 
 def check_has_conversation(token_ids: Int32 | None, prompt: Prompt) -> None:
-    """Raise UsageError for a call without ``token_ids`` whose prompt has no tokens."""
+    """Raise UsageError for a call without ``token_ids`` if the sample's prompt has no tokens, either."""
     if token_ids is None:
         keys = sorted(map(str, prompt.data))
         raise UsageError(
@@ -622,7 +623,7 @@ class BlockingLLM:
         self._over = False
         """True once the rollout function has ended or was cancelled; further calls raise."""
         self._cancels_next = False
-        """True if the next call is to raise CancelledError, as the sample was given up while no call was waiting."""
+        """True if the next call must raise CancelledError, because the sample was given up while no call waited."""
 
     @property
     def sample_id(self) -> SampleId:
@@ -670,7 +671,7 @@ class BlockingLLM:
     chat = _blocking(LLM.chat)  # type: ignore[arg-type]  # mypy counts self as an argument
 
     def _end(self, *, cancelled: bool) -> None:
-        """Refuse further calls. If ``cancelled``, waiting calls raise CancelledError; if none waits, the next call."""
+        """Refuse further calls. If ``cancelled``, the waiting calls (or the next call, if none waits) are cancelled."""
         with self._lock:
             self._over = True
             self._cancels_next = cancelled and not sum([call.cancel() for call in self._calls])

@@ -1,4 +1,4 @@
-"""Warns when the trainer has waited long for one reason, and names the reason.
+"""Warns when the trainer has waited long for the same reason, and names the reason.
 
 Invariant: this module only warns and records, and leaves no timer behind when nothing happens any more.
 """
@@ -17,25 +17,25 @@ from april.record.run_status import EVALUATION, RESPONSES, TRAINER, WaitReason, 
 log = logging.getLogger("april")
 
 WARN_AFTER_S = 60.0
-"""Seconds of waiting for one reason before a warning, unless the configuration says otherwise."""
+"""Seconds of waiting for one reason before a warning, if the configuration sets no other limit."""
 REPORT_AFTER_S = 6.0
 """Seconds of waiting before the wait is written to the run's record, for ``april watch``."""
 What = tuple[WaitReason | str, Phase]
 """A reason for waiting, and the phase of the weight update."""
 CALLS = {WaitReason.UPDATE: "weight_update", WaitReason.EVALUATION: "evaluate"}
-"""Names of the trainer's calls that wait, by reason; next_batch for all other reasons."""
+"""Name of the trainer's call that waits, by reason; for all other reasons it is next_batch."""
 
 
 class LongWaits:
     """Watches what the trainer waits for; :meth:`update` must be called after each event.
 
     Args:
-        core: Core from which the reason for waiting is read, unless :meth:`waiting_for` gives another.
+        core: Core from which the reason for waiting is read, unless :meth:`waiting_for` gives another reason.
         now: Clock of the event loop, in seconds.
         after_s: Seconds of waiting for one reason before a warning; None means never. A further warning for the same
             reason needs a wait twice as long, since some trainers wait long in every step.
         patience_s: Other limits in place of ``after_s``, by reason; None means never.
-        tell: Callback with the seconds waited, called before a warning is due.
+        tell: Callback that is called with the seconds waited, before a warning is due.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class LongWaits:
         patience_s: Mapping[WaitReason, float | None], tell: Callable[[float], None] = lambda _: None,
     ) -> None:  # fmt: skip
         self._core, self._now, self._after_s, self._report = core, now, after_s, tell
-        # user_calls.py warns of slow functions one by one
+        # user_calls.py warns of each slow function
         never = dict.fromkeys((str(WaitReason.TRAINER), str(WaitReason.FUNCTIONS)))
         self._patience_s = {str(waits): limit for waits, limit in patience_s.items()} | never
         self._reason: What = TRAINER, IDLE
         self._given_reason: tuple[str, str] | None = None
-        """Call and reason given by :meth:`waiting_for`, for a wait that the core does not know."""
+        """Call and reason given by :meth:`waiting_for`, for a wait of which the core does not know."""
         self._since: float | None = None
         """Time at which the current wait began; None before the first :meth:`update`."""
         self._reported = False
@@ -72,7 +72,7 @@ class LongWaits:
 
     @contextmanager
     def waiting_for(self, call: str, sentence: str) -> Iterator[None]:
-        """Inside the block, report that ``call`` waits for what ``sentence`` says, whatever the core says."""
+        """Inside the block, report that ``call`` waits for ``sentence``, and ignore the reason that the core gives."""
         self._given_reason = call, sentence
         self.update()
         try:
@@ -83,7 +83,7 @@ class LongWaits:
 
     @property
     def current_wait(self) -> str:
-        """Text of what is waited for and for how long; empty if the trainer waits for responses or nothing."""
+        """Text that says how long the trainer has waited and why; empty if it waits for responses or not at all."""
         if self._reason[0] in (RESPONSES, TRAINER):
             return ""
         what = wait_text(self._core) if self._given_reason is None else self._given_reason[1]
@@ -111,7 +111,7 @@ class LongWaits:
         self._arm()
 
     def _arm(self) -> None:
-        """Set the timer for the current wait's next limit, unless an earlier timer is set already."""
+        """Set the timer for the next limit of the current wait, unless an earlier timer is set already."""
         if (limit := self._limit_s(self._reason)) is None:
             return
         assert self._since is not None
@@ -123,7 +123,7 @@ class LongWaits:
         self._timer = asyncio.get_running_loop().call_at(at, self._check)
 
     def _check(self) -> None:
-        """Report or warn of the current wait if it is long enough; new tokens of responses start it again."""
+        """Report the current wait or warn of it if it is long enough; new tokens of responses begin a new wait."""
         self._timer = None
         what = self._reason
         if (limit := self._limit_s(what)) is None:
@@ -133,7 +133,7 @@ class LongWaits:
             return
         since, now = self._since, self._now()
         assert since is not None
-        # compare sums as _arm does: a difference is rounded otherwise, and the timer could fire again and again
+        # compare sums as _arm does; a difference is rounded differently, so that the timer could fire again and again
         if not self._reported and now >= since + min(limit, REPORT_AFTER_S):
             self._reported = True
             self._report(self.waited_s)

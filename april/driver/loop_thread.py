@@ -3,7 +3,7 @@
 Reward functions and suspended rollout functions run on it while the trainer trains, whether the trainer is synchronous
 or asynchronous itself.
 
-Invariant: a signal handler may run, call back and raise between any two steps of a calling thread. So nothing here
+A signal handler may run, call back and raise between any two steps of a calling thread. Invariant: so nothing here
 holds a lock, and threads reach the loop in one way only: they queue a function with ``call_soon_threadsafe``.
 """
 
@@ -47,7 +47,7 @@ class LoopThread:
     """A daemon thread that runs one event loop until :meth:`stop`."""
 
     threads_wake_it = True
-    """True if other threads can wake the loop while it waits."""
+    """True if other threads can wake the loop while the loop waits."""
 
     def __init__(self, name: str = "april-loop", *, relax_gc: bool = False) -> None:
         self._relax_gc = relax_gc
@@ -80,7 +80,7 @@ class LoopThread:
 
     @property
     def alive(self) -> bool:
-        """True until the loop is told to stop; then no coroutine can be submitted any more."""
+        """True until the loop is told to stop; after that no coroutine can be submitted."""
         return not self._stopping
 
     @property
@@ -89,13 +89,13 @@ class LoopThread:
         return os.getpid() == self._process
 
     def blocked(self) -> tuple[float, str]:
-        """Return the seconds that user functions blocked the loop since the last call, and the worst one's name."""
+        """See :meth:`LoopWatch.take_blocked`."""
         return self._watch.take_blocked()
 
     # ---------------------------------------------------------------- from any thread
 
     def refuse_waiting(self) -> None:
-        """Raise RolloutError where waiting would deadlock: on the loop, and in a function april waits for."""
+        """Raise RolloutError where waiting would deadlock: on the loop, and in a function that april waits for."""
         refuse_inside_user_code()
         if threading.current_thread() is self._thread:
             raise RolloutError(
@@ -119,7 +119,7 @@ class LoopThread:
             self._queue(lambda: reply.follow(self._loop.create_task(_coroutine(work))), reply)
         except (RolloutError, SchedulerClosed):
             if not callable(work):
-                work.close()  # it was never started; after an interrupt, which is not caught here, it may run already
+                work.close()  # the coroutine was never started (after an interrupt it may run, so none is caught here)
             raise
         return reply
 
@@ -138,7 +138,7 @@ class LoopThread:
             self._loop.call_soon_threadsafe(function)
         except RuntimeError:
             self._pending.discard(reply)
-            raise SchedulerClosed(_CLOSED) from None  # the loop was closed since the check
+            raise SchedulerClosed(_CLOSED) from None  # the loop was closed after the check
         if self._ended:
             reply.set(None, CancelledError())  # the loop has ended and will not run the function
 
@@ -157,7 +157,7 @@ class LoopThread:
         return result_of(self.submit(work))
 
     async def run_async(self, work: Work[T]) -> T:
-        """:meth:`run` for a caller with an event loop of its own; cancelling this call cancels the coroutine."""
+        """Do the same as :meth:`run` in a caller's own event loop; cancelling the call cancels the coroutine."""
         loop = asyncio.get_running_loop()
         there = loop.create_future()
 
@@ -189,7 +189,7 @@ class LoopThread:
     def wait_for(self, begin: Callable[[Reply[T]], object]) -> T:
         """Call ``begin(reply)`` on the loop, and wait until code on the loop gives the reply.
 
-        Raises SchedulerClosed if the loop is stopped before that, and whatever ``begin`` raises.
+        Raises SchedulerClosed if the loop is stopped before that; errors of ``begin`` are raised, too.
         """
         reply: Reply[T] = Reply(self._pending.discard)
 
@@ -222,8 +222,8 @@ class LoopThread:
     def stop(self, *, answers: bool = True) -> None:
         """Cancel all tasks, and end the loop and its thread; idempotent. In a forked child it does nothing.
 
-        Tasks, and then threads of asyncio.to_thread, have STOP_PATIENCE_S to end; after that they are left behind. A
-        blocked loop is left behind after ANSWER_PATIENCE_S, or at once if ``answers`` is False.
+        Tasks, and then threads of asyncio.to_thread, have STOP_PATIENCE_S to end; after that they are left running. A
+        blocked loop is left running after ANSWER_PATIENCE_S, or at once if ``answers`` is False.
         """
         if not self.in_own_process:
             return
@@ -261,7 +261,7 @@ class LoopThread:
             reply.set(None, CancelledError())
 
     def _where(self) -> str:
-        """Describe the function that the loop's thread runs, preferring the user's to a library's that it calls."""
+        """Describe the user's function that the loop's thread runs; if there is none, the innermost function."""
         inmost = frame = sys._current_frames().get(self._thread.ident or 0)
         while frame is not None and not is_user_file(file_of(frame)):
             frame = frame.f_back
@@ -307,13 +307,14 @@ async def _cancel_everything(last: Callable[[], Awaitable[None]] | None) -> None
 
 OUTCOME = "outcome"
 RECHECK_S = 1.0
-"""Seconds between two checks of a waiting thread: an interrupted wait of another one may have consumed its wake-up."""
+"""Seconds between two checks of a waiting thread, as another thread whose wait was interrupted may have consumed its
+wake-up."""
 
 
 class Reply(Generic[T]):
-    """A future whose result or error counts once, the first that is given; any thread may give it or wait for it.
+    """A future that any thread may set or wait for; only the first result or error counts.
 
-    The callbacks ``heard`` are called with the reply when it is given.
+    A reply is "given" when its result or error is set; the callbacks ``heard`` are then called with the reply.
     """
 
     def __init__(self, *heard: Callable[[Reply[T]], object]) -> None:
@@ -321,7 +322,7 @@ class Reply(Generic[T]):
         self._lock = threading.Lock()
         self._lock.acquire()
         self._outcome: dict[str, tuple[Any, BaseException | None]] = {}
-        """The outcome, once it is given; ``setdefault`` stores it atomically."""
+        """The outcome (result, error), once it is given; ``setdefault`` stores it atomically."""
         self._task: asyncio.Task[T] | None = None
         self._cancel_requested = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -333,7 +334,7 @@ class Reply(Generic[T]):
         return bool(self._outcome)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the reply is given; returns False after ``timeout`` seconds without it."""
+        """Wait until the reply is given; returns False if it is not given within ``timeout`` seconds."""
         end = None if timeout is None else time.monotonic() + timeout
         while not self._outcome:
             left = RECHECK_S if end is None else min(RECHECK_S, end - time.monotonic())
@@ -356,14 +357,14 @@ class Reply(Generic[T]):
         return self._outcome[OUTCOME][1] if self._outcome else None
 
     def cancel(self) -> None:
-        """Cancel the task or function that would give the reply, also before it starts."""
+        """Cancel the task or function that would give the reply, even before its start."""
         self._cancel_requested = True
         if self._loop is not None and not self._outcome:
             with suppress(RuntimeError):  # closed
                 self._loop.call_soon_threadsafe(self._cancel_task)
 
     def set(self, value: T | None, error: BaseException | None = None) -> None:
-        """Give a result or an error; only the first counts."""
+        """Give a result or an error; only the first one counts."""
         mine = value, error
         if self._outcome.setdefault(OUTCOME, mine) is mine:
             self._release_lock()
@@ -373,7 +374,7 @@ class Reply(Generic[T]):
     # ---------------------------------------------------------------- on the loop
 
     def run(self, function: Callable[[], T]) -> None:
-        """Call a plain function and give what it returns or raises."""
+        """Call a plain function and give its result or error."""
         if self._cancel_requested:
             self.set(None, CancelledError())
             return
@@ -406,11 +407,11 @@ class Reply(Generic[T]):
 
 WATCH_INTERVAL_S = 0.25
 SAMPLE_INTERVAL_S = 0.05
-"""Seconds within which an unblocked loop reacts, and between two samples of a blocked one."""
+"""Seconds within which an unblocked loop reacts; also the interval between two samples of a blocked loop."""
 MAX_SAMPLE_GAP_S = 0.25
 """Maximum seconds counted as blocked between two samples; a longer gap means that the whole process was held up."""
 WARN_BLOCKED_S = 1.0
-"""Seconds after which a warning names a call that blocks the loop, once for each function."""
+"""Seconds after which april warns of a function that blocks the loop, once for each function."""
 
 
 class BlockingFunction(NamedTuple):
@@ -424,8 +425,9 @@ class BlockingFunction(NamedTuple):
 class LoopWatch:
     """Finds user functions that block the event loop of ``thread``, by sampling its stack while it does not react.
 
-    The time between two samples that find the same call counts as blocked by it. A function that only one sample finds
-    is not counted: april's own work may have kept the loop busy. A loop with a virtual clock is not watched.
+    If two consecutive samples find the same call, the time between them counts as blocked by this call. A call that
+    only one sample finds does not count, as april's own work may have kept the loop busy. A loop with a virtual clock
+    is not watched.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
@@ -447,7 +449,10 @@ class LoopWatch:
         self._closed.set()
 
     def take_blocked(self) -> tuple[float, str]:
-        """Return the seconds that user functions blocked the loop since the last call, and the worst one's name."""
+        """Return for how many seconds user functions blocked the loop since the last call.
+
+        The second value is the name of the function that blocked it longest; empty if there is none.
+        """
         blocked, self._blocked = self._blocked, defaultdict(float)
         longest = max(blocked, key=lambda name: blocked[name], default="")
         return sum(blocked.values()), longest
@@ -485,7 +490,7 @@ class LoopWatch:
             )  # fmt: skip
 
     def _function(self) -> BlockingFunction | None:
-        """Return the user's function that the loop runs now, or None if it runs april's code or waits."""
+        """Return the user's function that the loop runs now; None if the loop waits or runs april's own code."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         line, user = "", None
         while frame is not None and frame.f_code is not asyncio.Handle._run.__code__:  # frames below run the loop

@@ -1,4 +1,4 @@
-"""Limits how many tasks continue per iteration of the event loop, as thousands that start together would block it."""
+"""Limits how many tasks continue in one iteration of the event loop, as thousands at once would block the loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Converts the items of a user's data set to prompts: token ids or chat messages, with images and other data."""
+"""Converts the items of a user's data set (token ids or chat messages, images, other data) to prompts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MESSAGES = (
 
 
 def iterate(prompts: Any, where: str = "") -> Iterator[Any]:
-    """Return an iterator over prompts; raises ConfigError, which begins with ``where``, for unsuitable objects."""
+    """Return an iterator over prompts; raises ConfigError with a text that begins with ``where`` if there is none."""
     hint = ""
     if isinstance(prompts, Mapping):
         hint = "; give a list of prompts, or one split of a data set"
@@ -47,7 +47,7 @@ class PromptReader:
     token ids.
 
     Args:
-        vocab_size: Size of the vocabulary, which all token ids must be below.
+        vocab_size: Size of the vocabulary; all token ids must be smaller.
         tokenizer: Tokenizer whose ``apply_chat_template`` converts ``messages`` to tokens.
         images: Reader of the prompts' images, which then also converts ``messages``.
         data_alone: True if a mapping may have data and no tokens: the rollout function writes the conversations.
@@ -63,13 +63,13 @@ class PromptReader:
 
     @property
     def is_slow(self) -> bool:
-        """True if reading a prompt may take long, as its images are decoded."""
+        """True if reading a prompt may take long, because its images are decoded."""
         return self._images is not None
 
     def read(self, item: Any, position: int, epoch: int = 0, *, again: bool = False) -> Prompt:
         """Convert an item to a prompt; raises ConfigError naming its position.
 
-        With ``again`` the prompt was drawn before and only its hash is needed, so its images are not decoded.
+        ``again`` says that the prompt was drawn before and only its hash is needed, so its images are not decoded.
         """
         if isinstance(item, Prompt) and isinstance(item.token_ids, np.ndarray) and not item.token_ids.size:
             item = item.data
@@ -164,10 +164,10 @@ def as_prompt(item: Any, vocab_size: int, position: int, epoch: int = 0) -> Prom
         )
     try:
         array = np.asarray(ids)
-    except (ValueError, TypeError, RuntimeError):  # rows of different lengths, a tensor on a GPU
+    except (ValueError, TypeError, RuntimeError):  # such as rows of different lengths, or a tensor on a GPU
         array = np.empty(0)
     if array.ndim == 2 and len(array) == 1:
-        array = array[0]  # a tokenizer's batch of one
+        array = array[0]  # a tokenizer returned a batch of one prompt
     if array.ndim != 1 or array.size == 0 or not np.issubdtype(array.dtype, np.integer):
         shape = f" of shape {list(array.shape)}, {array.dtype}" if array.ndim and array.size else ""
         text = array.dtype.kind in "UO" or _is_chat(ids)
@@ -186,7 +186,7 @@ def as_prompt(item: Any, vocab_size: int, position: int, epoch: int = 0) -> Prom
 
 
 def _misnamed(item: Mapping[str, Any]) -> str:
-    """Return the advice to rename a key whose value is what april expects under another key; empty if there is none."""
+    """Return the advice to rename a key if its value looks like messages or token ids; empty if there is none."""
     for name, value in item.items():
         if name != "messages" and _is_chat(value):
             return f"its {name!r} is a chat: give it under the key messages, with tokenizer="
@@ -196,7 +196,7 @@ def _misnamed(item: Mapping[str, Any]) -> str:
 
 
 def _of_mapping(item: Mapping[str, Any], position: int) -> tuple[Any, Mapping[str, Any]]:
-    """Return the token ids and the data of a mapping; a tokenizer's output is one with ``input_ids``."""
+    """Return the token ids and the data of a mapping; the output of a tokenizer has the ids as ``input_ids``."""
     name = next((name for name in ("token_ids", "input_ids") if name in item), None)
     if name is None:
         raise ConfigError(
@@ -207,7 +207,7 @@ def _of_mapping(item: Mapping[str, Any], position: int) -> tuple[Any, Mapping[st
     if name == "input_ids" and "attention_mask" in item:
         taken.add("attention_mask")
         whole = True
-        with suppress(ValueError, TypeError, RuntimeError):  # the ids are no array either, which is refused later
+        with suppress(ValueError, TypeError, RuntimeError):  # then the ids are no array either, and are refused later
             whole = bool(np.asarray(item["attention_mask"]).all())
         if not whole:
             raise ConfigError(f"prompt {position} is padded (its attention_mask has zeros); give it without padding")

@@ -1,8 +1,8 @@
-"""Draws prompts from the user's iterable, epoch after epoch, and checks each one as it is drawn.
+"""Draws prompts from the user's iterable, epoch after epoch, and checks each prompt as it is drawn.
 
 ``fetch`` may run in a thread while the event loop runs; its prompts count as drawn once ``hand_over`` is called.
-Invariants: a prompt is named by (epoch, position); each is handed over once, also across a restart. Each epoch has a
-digest of its drawn prompts, so a restart over other prompts, or over the same prompts in another order, is detected.
+Invariants: a prompt is identified by (epoch, position), and is handed over once, also across a restart. Each epoch has
+a digest of its drawn prompts, so that april notices a restart over other prompts, or in another order.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ log = logging.getLogger("april")
 
 
 QUICK_DRAW_S = 0.25
-"""Largest budget of seconds that the event loop may block for draws; once the budget is 0 it never blocks again."""
+"""Largest budget of seconds for which the event loop may block for draws; once it is 0, the loop never blocks again."""
 DRAW_ALLOWANCE_S = 0.005
-"""Seconds that each draw adds to the budget, so that the loop waits for quick draws during the whole run."""
+"""Seconds that each draw adds to the budget, so that the loop can wait for quick draws during the whole run."""
 
 
 class DrawBudget:
@@ -47,7 +47,7 @@ NOTHING_DRAWN = b""
 
 
 class Position(NamedTuple):
-    """Position of a source: epoch, number of prompts drawn in it, and their digest."""
+    """Position of a source: the epoch, the number of prompts drawn in this epoch, and their digest."""
 
     epoch: int = 0
     position: int = 0
@@ -73,9 +73,9 @@ class RemainingPrompts(NamedTuple):
     iterator: Iterator[Any]
     more: list[Iterator[Any]]
     known: int
-    """Number of pending iterators from ``extend`` when this was made; later ones are kept as they are."""
+    """Number of pending iterators from ``extend`` when this object was made; later iterators are kept unchanged."""
     found: bytes
-    """Digest of the skipped prompts; equal to ``stand.digest`` unless prompts are ``missing``."""
+    """Digest of the skipped prompts; equal to ``position.digest`` unless prompts are ``missing``."""
     missing: int
     """Number of prompts still to be skipped, which the user must give to ``extend`` again."""
 
@@ -108,7 +108,7 @@ class PromptSource:
         self.first: Prompt | None = None
         """First prompt that was drawn in this process."""
         self._unusable = 0
-        """1 after the draw of an unusable prompt until its error is returned and the prompt is counted; otherwise 0."""
+        """1 while an unusable prompt was drawn whose error was not returned yet, so it is not counted; otherwise 0."""
         self.epoch = 0
         """Number of complete epochs."""
         self.position = 0
@@ -125,11 +125,11 @@ class PromptSource:
         self._extensions: list[Iterator[Any]] = []
         """Iterators from ``extend`` that no draw has reached yet."""
         self._failed = False
-        """True if the iterator raised and has yielded nothing since."""
+        """True if the iterator has raised and yielded nothing since."""
         self._source_error = ""
         """Error message if the iterator failed and cannot be started again; empty otherwise."""
         self.is_slow = self._reader.is_slow or not isinstance(prompts, Sequence)
-        """True if a draw may take long, as it may read files or query a server."""
+        """True if a draw may take long, because it may read files or query a server."""
         self._iterator = self._begin(prompts, 0)
         self._once = self._iterator is prompts
         if epochs != 1 and self._once:
@@ -162,11 +162,14 @@ class PromptSource:
     # ---------------------------------------------------------------- drawing
 
     def draw(self, count: int) -> tuple[list[Prompt], bool, str | None]:
-        """Return up to ``count`` prompts, whether the source has ended, and the error of the next prompt, if any."""
+        """Return up to ``count`` prompts, whether the source has ended, and the error of the next prompt or None."""
         return self.hand_over(self.fetch(count))
 
     def hand_over(self, draw: Draw) -> tuple[list[Prompt], bool, str | None]:
-        """Count fetched prompts as drawn; return as :meth:`draw`, but not as ended if ``extend`` has added prompts."""
+        """Count fetched prompts as drawn, and return the result of :meth:`draw`.
+
+        The source has not ended if ``extend`` has added prompts since.
+        """
         self._handed_over = draw.position
         if self.first is None and draw.prompts:
             self.first = draw.prompts[0]
@@ -183,7 +186,7 @@ class PromptSource:
             expect(count)
         while len(prompts) < count:
             if self._error is not None:
-                # good prompts drawn before a bad one are handed over first
+                # valid prompts that were drawn before the error are handed over first
                 if prompts:
                     break
                 error, self._error = self._error, None
@@ -231,7 +234,7 @@ class PromptSource:
         return prompts, False, None
 
     def _restart_iterator(self) -> None:
-        """Restart an iterator that raised, and skip to the old position, as a generator that raised has ended."""
+        """Restart an iterator that raised and skip to the old position; a generator that raised could not go on."""
         if self._once or self._extended or getattr(self._prompts, "resumes", False):
             return  # such a source cannot be restarted, so ask the same iterator again
         iterator, digest = self._begin(self._prompts, self.epoch), NOTHING_DRAWN
@@ -249,14 +252,14 @@ class PromptSource:
             return _next_digest(digest, None)
 
     def _prompt(self, item: Any, position: int, epoch: int = 0, *, again: bool = False) -> Prompt:
-        """Make a prompt of an item; raises ConfigError if it is unusable. ``again`` says that it was drawn before."""
+        """Make a prompt of an item; raises ConfigError if the item is unusable. ``again`` says it was drawn before."""
         prompt = self._reader.read(item, position, epoch, again=again)
         if self._refuse is not None:
             self._refuse(prompt)
         return prompt
 
     def _next_epoch(self) -> bool:
-        """Begin the next epoch; returns False after the last one. If prompts are missing it sets the error instead."""
+        """Begin the next epoch, or set the error if prompts are missing; returns False after the last epoch."""
         last = self._epochs is not None and self.epoch + 1 >= self._epochs
         if self._to_skip or not (last or self.position):
             drawn = self.position - self._to_skip
@@ -286,11 +289,12 @@ class PromptSource:
     def remaining_after(self, state: Mapping[str, Any]) -> RemainingPrompts:
         """Skip the prompts drawn before a restart and check that they are the same; takes as long as drawing them.
 
-        Only :meth:`continue_with` changes the source. Prompts that ``extend`` gave before the restart may come later.
+        This does not change the source; :meth:`continue_with` does. Prompts that ``extend`` gave before the restart may
+        be given to ``extend`` later.
 
         Raises:
-            CheckpointError: the prompts are others, in another order, or fewer; or the state is damaged, or of an epoch
-                that this source does not have.
+            CheckpointError: there are other prompts, fewer prompts or another order; or the state is damaged, or of an
+                epoch that this source does not have.
         """
         stand = _position_of(state)
         epoch = stand.epoch
@@ -352,7 +356,7 @@ class PromptSource:
         self._handed_over = stand
 
     def _skip(self) -> None:
-        """Skip missing prompts that were drawn before the restart; raises StopIteration if there are no more yet."""
+        """Skip missing prompts that were drawn before the restart; raises StopIteration until ``extend`` gives more."""
         while self._to_skip:
             item = next(self._iterator)
             self._to_skip -= 1
@@ -365,7 +369,7 @@ _END = object()
 
 
 def _next_digest(digest: bytes, prompt: Prompt | None) -> bytes:
-    """Return the digest after one more prompt; None stands for an unusable prompt."""
+    """Return the digest after one more prompt; ``prompt`` None stands for an unusable prompt."""
     ids = b"" if prompt is None else prompt.token_ids.astype("<i4").tobytes()
     if prompt is not None and not ids:  # a prompt without tokens is identified by its data
         with suppress(TypeError, ValueError, RecursionError):  # keys that JSON lacks, or a list that contains itself
@@ -408,7 +412,7 @@ def _ended_with_a_failure(epoch: int, drawn: int) -> str:
 
 
 _said: set[str] = set()
-"""Digests that this process has put into the store, so that its second scheduler is not taken for another rank."""
+"""Digests that this process has put into the store, so that its second scheduler is not mistaken for another rank."""
 
 
 def warn_of_equal_rollouts(seed: int, first: Prompt) -> threading.Thread | None:

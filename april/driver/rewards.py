@@ -36,7 +36,7 @@ class Conversation(NamedTuple):
 class Response:
     """A finished response, as reward functions and filters receive it.
 
-    ``tokens``, ``logprobs`` and ``loss_mask`` are those of its first conversation.
+    ``tokens``, ``logprobs`` and ``loss_mask`` are those of the first conversation.
     """
 
     sample_id: SampleId
@@ -45,14 +45,14 @@ class Response:
     logprobs: Float32
     """Log-probabilities of the tokens, float32 [T]."""
     loss_mask: NDArray[np.uint8]
-    """Loss mask, uint8 [T]: 0 for tokens of the environment, 1 for generated ones."""
+    """Loss mask, uint8 [T]: 0 for tokens of the environment, 1 for generated tokens."""
     finish: FinishReason
     output: Any
     """Return value of the rollout function."""
     reward: float | None = None
     """Reward of the sample, for filters; None for reward functions."""
     conversations: tuple[Conversation, ...] = field(default=(), repr=False)
-    """All conversations, in the order in which they began; one, unless the rollout function held several."""
+    """All conversations, in the order in which they began; usually only one."""
     detokenizer: Detokenizer | None = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
@@ -108,7 +108,7 @@ def rewards_differ(prompt: Prompt, responses: Sequence[Response]) -> bool:
 
 
 def checked_verdict(value: Any, group: int) -> bool:
-    """Return a filter's verdict as a bool; raises UsageError naming the group if it is none."""
+    """Return a filter's verdict as a bool; raises UsageError naming the group for another type."""
     if isinstance(value, (bool, np.bool_)):
         return bool(value)
     raise UsageError(

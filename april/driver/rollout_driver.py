@@ -1,7 +1,7 @@
-"""The driver: executes the core's commands on an event loop and posts what happens to the core as events.
+"""Connects the scheduling core to the world: executes its commands on an event loop, and posts results as events.
 
-The core makes all decisions. The driver runs unchanged on a real event loop and on one with a virtual clock. All its
-methods must be called on the loop that it was made on.
+The core makes all decisions. The driver runs unchanged on a real event loop and on a loop with a virtual clock. All its
+methods must be called on the event loop on which it was created.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ log = logging.getLogger("april")
 T = TypeVar("T")
 EvaluationEnd = do.EvaluationDone | do.EvaluationFailed
 MAX_WITHOUT_END = 16
-"""Number of responses without an end-of-sequence token, from the first on, after which a warning is logged."""
+"""A warning is logged if this many responses from the start of the run have no end-of-sequence token."""
 EVALUATION_ERRORS = {
     None: RolloutError, AttemptFailure.CORRUPT: WireError, AttemptFailure.REFUSED: RequestRefused,
     AttemptFailure.NO_TEXT: RolloutError,
@@ -86,8 +86,8 @@ class DriverOptions:
     delivered: Callable[[Batch], None] | None = None
     """Callback for each delivered batch."""
     blocked: Callable[[], tuple[float, str]] = lambda: (0.0, "")
-    """Callback that returns the seconds for which user functions have blocked the loop since its last call, and the
-    name of the function that blocked longest."""
+    """Callback that returns for how many seconds user functions have blocked the loop since the last call, and the name
+    of the function that blocked it longest."""
     fits: Fits | None = None
 
 
@@ -128,13 +128,13 @@ class RolloutDriver:
         self._loading = False
         self._ranks_told = False
         self._without_end: int | None = 0
-        """Number of delivered responses, if all of them reached the length limit; None once one was shorter, or once
-        the warning about it was logged."""
+        """Number of delivered responses while all of them have reached the length limit; None once a response was
+        shorter, or the warning was logged."""
         self.handed_out: int | None = None
         """Number of the last batch that the trainer received. The trainer's thread sets it by one assignment, which no
-        signal can interrupt, and posts no event: code that needs to know what the trainer has reads it here."""
+        signal can interrupt; no event is posted."""
         self._batch: asyncio.Future[Batch] | None = None
-        """Future of the batch that was requested and not yet received by the trainer."""
+        """Future of the batch that the trainer has requested and not yet received."""
         self._pauses: list[asyncio.Future[None]] = []
         """Futures of callers that wait until no request of training is running."""
         self._outputs: dict[SampleId, Any] = {}
@@ -143,14 +143,14 @@ class RolloutDriver:
         """True from the trainer's call of :meth:`pause` until its call of :meth:`resume`."""
         self._evaluations: dict[int, asyncio.Future[EvaluationEnd]] = {}
         self._too_many_untrained: asyncio.Future[None] | None = None
-        """Future that ends a blocking ``next_batch`` when so many batches are untrained that no other can come."""
+        """Future that ends a blocking ``next_batch`` when no more batches can be delivered before a weight update."""
         self._context = copy_context()
         self._evaluation_numbers = itertools.count()
         self._pause_lock = asyncio.Lock()
         self._pause_call_lock = asyncio.Lock()
         self._pause_stack = AsyncExitStack()
         self._update_lock = asyncio.Lock()
-        """Lock that lets calls request their weight updates one after the other, in the order of the calls."""
+        """Lock by which calls request their weight updates one after the other, in the order of the calls."""
         self._closing: asyncio.Task[None] | None = None
         self._leaving: dict[str, asyncio.Future[None]] = {}
         """Futures of callers that wait until an engine is removed, by engine name."""
@@ -159,7 +159,7 @@ class RolloutDriver:
             CoreView(self.core), engines, functions, self._settings,
             post=self.post, failed=self.updates.failed, broke=self._stop_with_error,
         )  # fmt: skip
-        # stalled requests have a timeout of their own, stall_timeout_s
+        # if stall_timeout_s is set, it ends stalled requests, so no warning is needed
         patience_s = {WaitReason.RESPONSES: None if rollouts.stall_timeout_s else rollouts.warn_after_s}
         tell = (lambda _: None) if self.recorder is None else self.recorder.record_status
         self.long_waits = LongWaits(self.core, self.now, rollouts.warn_after_s, patience_s, tell)
@@ -194,10 +194,10 @@ class RolloutDriver:
         return batch
 
     async def wait_batch(self, *, blocks: bool = False) -> Batch:
-        """Return the next batch, and return it again until ``handed_out`` is set: it may not reach the trainer.
+        """Return the next batch; until ``handed_out`` is set, return the same batch again, as it may not arrive.
 
-        While too many batches are untrained, this waits for a weight update. With ``blocks`` the caller's thread could
-        not make one meanwhile, so RolloutError is raised instead.
+        While too many batches are untrained, this waits for a weight update. ``blocks`` says that the caller's thread
+        is blocked and cannot make a weight update meanwhile; then RolloutError is raised instead.
         """
         self._raise_if_broken()
         self._forget_handed_out()
@@ -227,7 +227,7 @@ class RolloutDriver:
         return batch
 
     def _forget_handed_out(self) -> None:
-        """Forget a batch that the trainer has received, and an error of the last weight update, which may be gone."""
+        """Forget a batch that the trainer has received, or an EngineError, which may no longer hold."""
         future = self._batch
         if future is None or not future.done():
             return
@@ -274,14 +274,14 @@ class RolloutDriver:
     async def evaluate(
         self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, seed: int
     ) -> EvaluationResult:
-        """Generate ``n_samples`` responses to each prompt and score them by the training's reward function.
+        """Generate ``n_samples`` responses to each prompt and score them by the reward function of training.
 
         In stepwise generation the requests of training end first. Partial samples and counters of training do not
-        change.
+        change. A request that fails starts again on another engine, with the same seed.
 
         Raises:
             RolloutError: there is no reward function, or a rollout or reward function failed; names the prompt.
-            EngineError: no engine is left. A request that fails starts again on another engine, with the same seed.
+            EngineError: no engine is left.
         """
         local, samples = self.executor, self.executor.samples
         self._refuse_paused("evaluate")
@@ -291,7 +291,7 @@ class RolloutDriver:
         self._raise_if_broken()
         number = next(self._evaluation_numbers)
         end = self._evaluations[number] = asyncio.get_running_loop().create_future()
-        plain = local.rollout_is_plain  # each needs a thread, so run no more than can generate
+        plain = local.rollout_is_plain  # each plain function needs a thread, so run no more than can generate
         self.post(
             ev.EvaluationRequested(
                 evaluation=number, prompts=prompts, n_samples=n_samples, sampling=sampling, seed=seed,
@@ -304,7 +304,7 @@ class RolloutDriver:
             responses = samples.evaluation_responses(groups)
         except asyncio.CancelledError:
             self.post(ev.EvaluationCancelled(number))
-            await asyncio.wait([end])  # until its requests have ended, at the abort deadline at the latest
+            await asyncio.wait([end])  # takes until its requests have ended, at most until the abort deadline
             await samples.wait_for_cancelled()
             raise
         finally:
@@ -323,16 +323,16 @@ class RolloutDriver:
     ) -> PolicyVersion:  # fmt: skip
         """Pause the engines, await ``transfer``, load the new version, commit trained batches, and resume.
 
-        An update that is requested while another one runs starts after it.
+        An update that is requested while another update runs starts after it.
 
         Args:
             trained: Number of the last batch that these weights were trained on. None means the oldest delivered batch
-                that no earlier request commits, or else the newest delivered batch.
-            label: Number of the new version, greater than all before; None means one more.
-            update: Update object that the trainer's thread has made, in place of ``transfer``.
+                that no earlier request commits; if there is none, the newest delivered batch.
+            label: Number of the new version, greater than all numbers before; None means one more.
+            update: Update object that the trainer's thread has made; replaces ``transfer``.
 
         Raises ConfigError, before anything happens, if a server would get no weights, there is no such batch, or the
-        label is not greater. Raises whatever the transfer or an engine raises; the version is unchanged then. See
+        label is not greater. Errors of the transfer or an engine are raised, too; the version is unchanged then. See
         ``april.core.weight_updates``.
         """
         self._raise_if_broken()
@@ -371,7 +371,7 @@ class RolloutDriver:
         return "" if path is None else await self.executor.engine_control.content_of(path)
 
     def commit(self, batch_id: int) -> None:
-        """Commit this batch and all before it, without a weight update."""
+        """Commit this batch and all earlier batches, without a weight update."""
         self._raise_if_broken()
         for out in self._uncommitted("commit", batch_id):
             if out <= batch_id:
@@ -383,7 +383,7 @@ class RolloutDriver:
             self.recorder.record_report(batch_id, report)
 
     def lower_staleness(self, to: int | None) -> int:
-        """Lower the staleness bound for prompts drawn from now on; ``to`` None means one less. Returns the bound."""
+        """Lower the staleness bound for prompts drawn from now on, and return it; ``to`` None lowers it by one."""
         self._raise_if_broken()
         now = self.core.leases.bound
         bound = now - 1 if to is None else to
@@ -408,7 +408,7 @@ class RolloutDriver:
         return [b for b in self.core.leased if b <= newest]
 
     async def wait_until_engines_idle(self) -> None:
-        """Wait until no engine computes on the trainer's model; a fenced attempt may still do so for a while."""
+        """Wait until no engine computes with the trainer's model; a request whose stream was closed may still do so."""
         await self.executor.wait_until_engines_idle()
 
     async def probe_engines(self) -> None:
@@ -429,9 +429,9 @@ class RolloutDriver:
     # ---------------------------------------------------------------- engines that come and go
 
     def add_engine(self, engine: Engine) -> None:
-        """Add an engine; it gets the current weights before requests, unless it has them from its start.
+        """Add an engine; it gets the current weights before requests, unless it started with them.
 
-        Raises ConfigError if the name is taken, or if the engine offers less than running samples rely on.
+        Raises ConfigError if the name is taken, or if the engine lacks something that samples rely on.
         """
         self._raise_if_broken()
         name, limits = engine.name, limits_of(engine)
@@ -462,7 +462,7 @@ class RolloutDriver:
         return engine
 
     def _remove_idle_engines(self) -> None:
-        """Remove the engines that are to leave and have no requests any more."""
+        """Remove the engines for which :meth:`remove_engine` waits and that have no requests any more."""
         for name in [name for name in self._leaving if not self.core.engines.states[name].in_flight]:
             gone = self._leaving.pop(name)
             self.post(ev.EnginesLeft([name]))
@@ -492,7 +492,7 @@ class RolloutDriver:
         self, state: dict[str, Any], path: str | None = None, transfer: Transfer | None = None, *,
         update: WeightUpdate | None = None,
     ) -> PolicyVersion:  # fmt: skip
-        """Continue from a saved state and load the checkpoint's weights, as the first version of a new incarnation.
+        """Continue from a saved state, and load the weights of its checkpoint into the engines.
 
         Arguments and errors are those of :meth:`update_weights`; also raises CheckpointError.
         """
@@ -551,7 +551,7 @@ class RolloutDriver:
         return rest
 
     async def close(self) -> None:
-        """Stop all work; generated tokens stay in the core's state. A second call waits for the first to finish."""
+        """Stop all work; generated tokens stay in the core's state. A second call waits for the first."""
         if self._closing is None:
             self._closing = asyncio.get_running_loop().create_task(self._close())
         await asyncio.shield(self._closing)
@@ -567,7 +567,7 @@ class RolloutDriver:
             self.recorder.close()
 
     def post(self, event: ev.Event) -> None:
-        """Give one event to the core and carry out its commands."""
+        """Pass one event to the core and execute the commands that it returns."""
         if self._broken is not None:
             return
         try:
@@ -578,7 +578,7 @@ class RolloutDriver:
                 self.long_waits.update()
                 self._remove_idle_engines()
         except Exception as error:
-            # the core's state is inconsistent, so nothing that follows could be trusted
+            # the core's state may be inconsistent, so no later result could be trusted
             self._stop_with_error(error)
 
     def _stop_with_error(self, error: BaseException) -> None:
@@ -631,7 +631,7 @@ class RolloutDriver:
         log.warning("%s", command.message)
 
     def _report_drop(self, command: do.ReportDrop) -> None:
-        # drops by filter or staleness are expected; a failed group deserves a warning
+        # groups that the filter or max_staleness drops are expected; a failed group is not, so it gets a warning
         level = logging.WARNING if command.reason is DropReason.FAILED else logging.DEBUG
         group, prompt = command.group, command.group.prompt
         named = f"group {group.id} (prompt {prompt.position} of epoch {prompt.epoch})"
@@ -736,7 +736,7 @@ class RolloutDriver:
         future = self._batch
         if future is not None and not future.done():
             future.set_exception(error)
-            future.exception()  # marks it as retrieved: the waiter may be gone, and asyncio would log the error
+            future.exception()  # marks the error as retrieved; without a waiter, asyncio would log it
 
     def _fail_waiting(self, error: BaseException) -> None:
         self._fail_batch(error)
@@ -755,13 +755,13 @@ class RolloutDriver:
 # ---------------------------------------------------------------- checks of a saved state, besides those of the core
 
 KIND = "rollouts"
-"""Kind of saved state, as named in its seal."""
+"""Name of this kind of saved state."""
 ALWAYS_REFUSED = {"stop", "stop_token_ids"}
-"""Sampling settings that must not change while tokens are held: the tokens may contain the new stops already."""
+"""Sampling settings that must not change while tokens are held, as the tokens may already contain the new stops."""
 
 
 def parts_of(state: Any) -> tuple[State, State, State]:
-    """Return a state's core snapshot, position in the prompts, and sampling; raises CheckpointError."""
+    """Return the core snapshot, the position in the prompts, and the sampling of a state; raises CheckpointError."""
     verify_checksum(KIND, state)
     parts = [state.get(name) for name in ("core", "prompts", "sampling")]
     if not all(isinstance(part, dict) for part in parts):
@@ -770,9 +770,9 @@ def parts_of(state: Any) -> tuple[State, State, State]:
 
 
 def outputs_out(settings: CoreSettings, core: State, outputs: Mapping[SampleId, Any]) -> list[Any]:
-    """Return the rollout functions' return values for samples that are saved as finished (see ``snapshot``).
+    """Return ``[group, index, value]`` for the return value of the rollout function of each finished sample.
 
-    Each is ``[group, index, value]``; values that cannot be serialised are left out.
+    Values that cannot be serialised are left out.
     """
     found = []
     again = settings.group_reward or settings.has_filter
@@ -785,7 +785,7 @@ def outputs_out(settings: CoreSettings, core: State, outputs: Mapping[SampleId, 
 
 
 def outputs_in(outputs: Any) -> dict[SampleId, Any]:
-    """Read what :func:`outputs_out` wrote; raises CheckpointError."""
+    """Read the return values that :func:`outputs_out` wrote; raises CheckpointError."""
     try:
         return {SampleId(group, index): restored(value) for group, index, value in outputs}
     except (TypeError, ValueError) as error:
@@ -799,7 +799,7 @@ def sampling_out(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def refuse_sampling(core: RolloutCore, saved: Any, sampling: SamplingParams, *, allow_mismatch: bool) -> None:
-    """Refuse a state whose tokens were sampled with other settings: all tokens of a batch share one sampling.
+    """Refuse a state whose tokens were sampled with other settings, as all tokens of a batch must share them.
 
     Raises:
         CheckpointError: the settings differ and the restored ``core`` holds tokens. ``allow_mismatch`` permits another

@@ -1,6 +1,6 @@
 """Runs the user's rollout, reward and filter functions for samples and groups, and posts their results as events.
 
-Invariant: when a sample is given up, its function is cancelled, and whatever the function still does is ignored.
+Invariant: when a sample is given up, its function is cancelled, and later calls and results of it are ignored.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class UserFunctions:
     filter: Callable[..., Any] | None = None
     detokenizer: Detokenizer | None = None
     endpoints: ClientEndpoints | None = None
-    """Opens endpoints at which other programs, such as agents, generate for a sample; None if there are none."""
+    """Opens endpoints at which other programs, such as agents, generate for a sample; None if that is not possible."""
     images: ImagePlacer | None = None
     """Reader of images; None means that no conversation has images."""
 
@@ -81,7 +81,7 @@ class RolloutSettings:
     stall_timeout_s: float | None = None
     """Maximum seconds without a token from an engine; None means no limit."""
     warn_after_s: float | None = WARN_AFTER_S
-    """Seconds after which a warning names what takes long; None means never."""
+    """Seconds after which a warning names a slow function; None means never."""
     vocab_size: int = 0
     """Size of the smallest vocabulary of all engines."""
     any_temperature: bool = True
@@ -91,13 +91,13 @@ class RolloutSettings:
 MAX_EMPTY_CALLS = 1000
 """Number of consecutive calls without a token after which a rollout function is stopped as an endless loop."""
 MAX_RECENT_ERRORS = 8
-"""Maximum number of errors of functions that are remembered, so that a later error can name one as its cause."""
+"""Maximum number of remembered errors of functions, any of which can be the cause of a later error."""
 CLEAN_UP_S = 10.0
-"""Seconds that cancelled functions of an evaluation have to end."""
+"""Maximum number of seconds that april waits for the end of an evaluation's cancelled functions."""
 
 
 class _FunctionFailure(NamedTuple):
-    """A failed function: the error text and its kind (see SampleFailed)."""
+    """Describes the failure of a function: the error text and its kind (see SampleFailed)."""
 
     error: str
     kind: str
@@ -109,17 +109,17 @@ class _RunningSample:
 
     sample: Sample
     function: UserCall | None = None
-    """Call of the rollout function, later of the reward function."""
+    """Call of the rollout function; later the call of the reward function."""
     calls: dict[int, asyncio.Future[Completion]] = field(default_factory=dict)
     """Calls of llm.generate that are not complete yet, by number."""
     made: int = 0
     """Number of calls of llm.generate so far."""
     empty: int = 0
-    """Number of consecutive calls, up to the last one, that generated nothing."""
+    """Number of consecutive calls, up to the present one, that generated no token."""
     endpoint: ClientEndpoint | None = None
     """Endpoint of this sample, once the function has asked for it."""
     chat: Chat | None = None
-    """Object that answers ``llm.chat``, once that was called."""
+    """Object that answers ``llm.chat``, once the function has called it."""
     client_calls: set[int] = field(default_factory=set)
     """Numbers of the calls made by clients and llm.chat, except calls that were given up."""
     output: Any = None
@@ -170,7 +170,7 @@ class SampleFunctions:
             self._runners.pop(sample, None)
 
     def output_of(self, sample: SampleId) -> Any:
-        """Return the value that a sample's rollout function returned, or None."""
+        """Return the value that a sample's rollout function returned; None if there is none."""
         runner = self._runners.get(sample)
         return None if runner is None else runner.output
 
@@ -191,7 +191,7 @@ class SampleFunctions:
                 call.cancel()
 
     def _refuse_after_its_end(self, function: UserCall) -> None:
-        """Raise if the function has ended or the scheduler is closed: tasks of the function may still call ``llm``."""
+        """Raise an error if the function has ended or the scheduler is closed; its tasks may still call ``llm``."""
         if self._closed:
             raise SchedulerClosed("llm: the scheduler is closed, so nothing is generated any more")
         if function.done:
@@ -206,7 +206,7 @@ class SampleFunctions:
     def start(self, command: do.StartSample) -> None:
         """Start the rollout function of a sample.
 
-        The default function makes just one call, so this call is made at once and no coroutine is started.
+        The default function makes only one call, so this call is made here and no coroutine is started.
         """
         sample, evaluation = command.sample, command.sample.evaluation
         settings = self._settings
@@ -224,7 +224,7 @@ class SampleFunctions:
         ) -> Completion:  # fmt: skip
             self._refuse_after_its_end(function)
             if not len(sample.group.prompt.token_ids):
-                any_chain = True  # the function writes its own conversations, as the prompt has no tokens
+                any_chain = True  # the prompt has no tokens, so the function writes its own conversations
                 check_has_conversation(token_ids, sample.group.prompt)
             if runner.calls and not any_chain:
                 raise RolloutError(_ABANDONED)
@@ -292,7 +292,7 @@ class SampleFunctions:
         def ended(output: Any, error: BaseException | None) -> None:
             """Post how the function ended. A lost function will run again and repeat the calls that were answered."""
             runner.output, unread = output, self._close_endpoint(runner)
-            if isinstance(error, FunctionLost):  # what it has heard is asked again
+            if isinstance(error, FunctionLost):  # it will repeat its calls, so their answers are not dropped
                 self._end_calls(runner)
                 self._post(ev.FunctionLost(sample.id))
                 return
@@ -321,7 +321,7 @@ class SampleFunctions:
 
     @staticmethod
     async def _refuse_endless_calls(runner: _RunningSample, done: Completion) -> None:
-        """Raise RolloutError in a function that keeps calling ``llm.generate`` when nothing is left of its budget.
+        """Raise RolloutError in a function that keeps calling ``llm.generate`` although its budget is used up.
 
         Such calls are complete at once, so the function would block the event loop for ever.
         """
@@ -337,9 +337,9 @@ class SampleFunctions:
     async def _attached(
         self, sample: Sample, token_ids: Int32, images: Sequence[Any], *, any_chain: bool
     ) -> tuple[Int32, tuple[Placed, ...]]:
-        """Return a conversation's tokens, with those that stand for images in the model's input, and its attachments.
+        """Return the tokens of a conversation, with the tokens that the model reads for images, and the attachments.
 
-        ``images`` are the images of the part that is new since the last call.
+        ``images`` are the images of the part of the conversation that is new since the last call.
         """
         have, known = known_attached(sample, token_ids, any_chain=any_chain, new=bool(images))
         reader = self._functions.images
@@ -362,7 +362,7 @@ class SampleFunctions:
     def _log_failure(
         self, which: FunctionKind, error: BaseException, function: Callable[..., Any], where: object
     ) -> _FunctionFailure:
-        """Log a function's failure, and remember the error as the cause of a later one (:meth:`cause_of`)."""
+        """Log a function's failure, and remember the error as a possible cause of a later error (:meth:`cause_of`)."""
         place = place_of(error, function)
         kind = kind_of(error, place)
         told, once = describe_with_place(error, place), bool(kind) and which not in self._succeeded
@@ -375,7 +375,7 @@ class SampleFunctions:
         return failed
 
     def cause_of(self, failure: str) -> BaseException | None:
-        """Return the remembered error whose text is the end of ``failure``, or None."""
+        """Return the remembered error with whose text ``failure`` ends; None if there is none."""
         return next((error for said, error in reversed(self._recent_errors.items()) if failure.endswith(said)), None)
 
     def _evaluation_failed(self, sample: Sample, what: str, error: BaseException) -> None:
@@ -420,7 +420,7 @@ class SampleFunctions:
     @staticmethod
     def _end_calls(runner: _RunningSample) -> None:
         for call in runner.calls.values():
-            call.cancel()  # a task that the user's function started may await it
+            call.cancel()  # a task that the user's function started may still await the call
         runner.calls.clear()
 
     def cancel(self, command: do.CancelSample) -> None:
@@ -447,7 +447,7 @@ class SampleFunctions:
         self._score(command.group.members)
 
     def responses(self, samples: Iterable[Sample], *, judged: bool = False) -> list[Response]:
-        """Return finished samples as responses for reward functions, or with rewards (``judged``) for filters."""
+        """Return finished samples as responses for reward functions; ``judged`` adds their rewards, for filters."""
         return [
             response_of(s, self.output_of(s.id), self._detokenizer, s.reward if judged else None) for s in samples
         ]
@@ -521,13 +521,14 @@ def known_attached(
 ) -> tuple[int, tuple[Placed, ...]]:
     """Return how many leading tokens of ``token_ids`` the sample already has, and the attachments of these tokens.
 
-    With ``any_chain``, the longest of the prompt and the conversations with attachments counts with which ``token_ids``
-    begin, or only the prompt if there are ``new`` images. Without it, the sample's only conversation counts.
+    Without ``any_chain``, these are the tokens of the sample's only conversation. With ``any_chain``, they are the
+    longest beginning of ``token_ids`` that is the prompt or a conversation with attachments; if there are ``new``
+    images, only the prompt counts.
     """
     if not any_chain:
         chain = sample.chains[0]
         have = len(chain.prompt) + chain.seen_tokens
-        return have, before(chain.attached, have)  # a restarted function has not come to the later attachments yet
+        return have, before(chain.attached, have)  # a restarted function has not added the later attachments yet
     prompt = sample.group.prompt
     known = [(prompt.token_ids, prompt.attached)]
     if not new:

@@ -1,9 +1,9 @@
 """Measures how far a step was from the limit of its engines, and which causes took the rest of the time.
 
-The limit is the time that the step's tokens, each at its position in its response, would take on the same engines,
-by their fitted cost, if all places (slots for requests) were always busy and nothing was prefilled twice. Re-prefill
-counts at the cost of its tokens. The rest of the time is divided among the causes of empty places, in proportion to
-place-seconds.
+The limit is the time that the same engines would take for the step's tokens if all places (slots for requests) were
+always busy and nothing was prefilled twice. It is computed from costs that are fitted to each engine's requests, with
+the position of each token in its response. Prefilling again counts at the cost of its tokens. The rest of the time is
+divided among the causes of empty places, in proportion to the place-seconds of each.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ GROUPS: dict[str, tuple[IdleCause, ...]] = {
 }
 """Groups of causes for empty places, by the name used in metrics."""
 NEGLIGIBLE_SHARE = 0.02
-"""Share of empty place-time below which empty places do not explain the lost time."""
+"""If less than this share of the place-time was empty, empty places do not explain the lost time."""
 FITS_AT_A_TIME = 4
 """Maximum number of engines whose cost is fitted again at one delivery; each fit takes about 15 ms."""
 
 
 @dataclass(frozen=True, slots=True)
 class LimitDistance:
-    """Shares of the time of a step, which add up to 1 unless the fitted cost is too high.
+    """Shares of the time of a step; they add up to 1 unless the fitted cost is too high.
 
     Attributes:
         at_limit: Share that the step would take at the limit.
@@ -87,7 +87,7 @@ def idle_of(metrics: Mapping[str, float], places: float) -> dict[str, float]:
 
 
 class EngineCosts:
-    """Cost of decoding on each engine, fitted to its latest requests.
+    """Holds the cost of decoding on each engine, fitted to its latest requests.
 
     An engine is fitted again when its requests have grown by half, or when all remembered requests are new.
     """
@@ -118,7 +118,7 @@ class EngineCosts:
         return iter(self._fitted.items())
 
     def of(self, engine: str) -> DecodeCost | None:
-        """Return an engine's cost, or another engine's while it is unknown; None while no cost is known."""
+        """Return an engine's cost; while it is unknown, the cost of another engine, or None if no cost is known."""
         found = self._fitted.get(engine) or next(iter(self._fitted.values()), None)
         return None if found is None else found.cost
 

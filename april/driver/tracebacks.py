@@ -12,14 +12,15 @@ from april.errors import InvariantError
 log = logging.getLogger("april")
 
 FEW = 3
-"""Most frames that are not worth logging: a shortened traceback gathers a few again on its way to the caller."""
+"""Maximum number of frames that are not worth logging; a shortened traceback gets a few new frames on its way to the
+caller."""
 
 
 def shorten(error: BaseException) -> None:
     """Remove april's own frames from an error that is about to be raised to april's caller.
 
-    A cause keeps its frames from the user's code on, and is removed if it has none, as the error's message quotes it.
-    The whole traceback is logged at level DEBUG. An InvariantError, which is a bug in april, keeps everything.
+    A cause keeps its frames from the user's code on; without such frames it is removed, as the error's message quotes
+    it. The whole traceback is logged at level DEBUG. An InvariantError, which is a bug in april, keeps all frames.
     """
     if isinstance(error, InvariantError):
         return
@@ -34,7 +35,7 @@ def shorten(error: BaseException) -> None:
 
 
 def _from_user_code(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without the frames before its first one in the user's code; None if there is none."""
+    """Return a traceback from its first frame in the user's code on; None if it has no such frame."""
     while trace is not None and not is_user_file(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     return trace

@@ -1,7 +1,7 @@
-"""Calls the user's functions with a time limit: async ones on the event loop, plain ones in daemon threads.
+"""Calls the user's functions with a time limit: async functions on the event loop, plain functions in daemon threads.
 
-Invariant: each call is answered at most once, and not at all after it was cancelled. A function that goes on after
-that (a thread, or a coroutine that ignores its cancellation) is left behind, and its result is ignored.
+Invariant: each call is answered at most once, and never after it was cancelled. A function that goes on after its
+cancellation (in a thread, or a coroutine that ignores the cancellation) is left running, and its result is ignored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from april.errors import RolloutError
 log = logging.getLogger("april")
 
 PLAIN_FUNCTIONS_AT_ONCE = min(32, (os.cpu_count() or 1) + 4)
-"""Maximum number of plain reward functions and filters that run at once, without functions past their time limit."""
+"""Maximum number of plain reward functions and filters that run at once; functions past their time limit do not
+count."""
 
 WARN_AGAIN = 10
 """Multiple of the warning time after which another warning may name the same function."""
@@ -70,7 +71,7 @@ class UserCall:
         answered(value, error)
 
     def on_timeout(self) -> float | None:
-        """Handle a timeout: the first one may only warn; the last one answers with an error and leaves the function."""
+        """Handle a timeout: the first may only cause a warning; at the last, the call is answered with an error."""
         limits = self._calls.limits
         if limits.warn_s is not None and not self._warned:
             self._warned = True
@@ -82,7 +83,7 @@ class UserCall:
         )
         if not self.done:
             if self.task is not None:
-                self.task.cancel()  # before the answer, which may start the next call
+                self.task.cancel()  # comes before the answer, as the answer may start the next call
             self.answer(None, error)
         self._calls.release_thread(self)
         return None
@@ -118,12 +119,12 @@ class UserCalls:
         self._context = copy_context()
         self._closed = False
         self._warned: dict[str, float] = {}
-        """Loop time before which no warning names a function again, by its name."""
+        """Loop time before which no further warning names a function, by its name."""
         self._free_threads = PLAIN_FUNCTIONS_AT_ONCE
         self._waiting: deque[tuple[UserCall, Callable[..., Any], tuple[Any, ...]]] = deque()
         """Queue of plain functions for which no thread is allowed yet."""
         self._in_threads: dict[UserCall, asyncio.Future[None] | None] = {}
-        """Running plain functions, each with a future of its end once the scheduler is closing."""
+        """Running plain functions; while the scheduler closes, each has a future that ends with it."""
 
     def begin(
         self, function: Callable[..., Any], args: tuple[Any, ...], where: object, answered: ResultCallback
@@ -142,7 +143,7 @@ class UserCalls:
     def begin_async(
         self, function: Callable[..., Any], args: tuple[Any, ...], where: object, answered: ResultCallback
     ) -> UserCall:
-        """:meth:`begin` for a function that is known to be async."""
+        """Do the same as :meth:`begin` for a function that is known to be async."""
         call = UserCall(self, function, where, answered)
         call.task = self._spawn(self._run_on_loop(call, function, args))
         call.task.set_name(f"{name_of(function)} for {where}")
@@ -168,7 +169,7 @@ class UserCalls:
             self._start_threads()
 
     def close(self) -> dict[asyncio.Future[None], str]:
-        """Start and answer no more calls; returns a future for each running plain function's end, with its name."""
+        """Start and answer no more calls; returns the name of each running plain function, by a future of its end."""
         self._closed = True
         self.limits.close()
         self._waiting.clear()
@@ -232,7 +233,7 @@ class UserCalls:
         if call.done:
             return
         if outcome.awaitable:
-            # a plain function that returned a coroutine; it is closed if its task is cancelled before it starts
+            # a plain function returned a coroutine; the coroutine is closed if its task is cancelled before the start
             call.task = self._spawn(self._run_on_loop(call, outcome.take, ()))
             call.task.add_done_callback(lambda _: outcome.close())
         else:
@@ -240,7 +241,7 @@ class UserCalls:
 
 
 def run_as_user_code(function: Callable[..., T], *args: Any) -> T:
-    """Call a user's function in this thread, marked so that april refuses calls that would wait for the function."""
+    """Call a user's function in this thread; april then refuses calls from it that would wait for the function."""
     with inside_user_code():
         return function(*args)
 
@@ -249,24 +250,25 @@ class HasTimeout(Protocol):
     """An operation with a timeout."""
 
     def on_timeout(self) -> float | None:
-        """Handle the timeout, on the loop; returns the seconds until the next one, or None if there is none."""
+        """Handle the timeout, on the loop; returns the seconds until the next timeout, or None if there is none."""
 
 
 class Timeouts:
-    """Calls ``late()`` of each operation that was started and not stopped within ``seconds`` (None means never).
+    """Calls ``on_timeout()`` of each operation that was started and not stopped within ``seconds`` (None means never).
 
-    If ``warn_s`` is less, the first call comes after ``warn_s``, for a warning; ``late()`` returns the time left.
+    If ``warn_s`` is less than ``seconds``, the first call comes after ``warn_s``, so that the operation can log a
+    warning; ``on_timeout()`` then returns the time left.
     """
 
-    def __init__(self, seconds: float | None, early_s: float | None = None) -> None:
+    def __init__(self, seconds: float | None, warn_s: float | None = None) -> None:
         self.seconds = seconds
-        self.warn_s = early_s if early_s is not None and (seconds is None or early_s < seconds) else None
+        self.warn_s = warn_s if warn_s is not None and (seconds is None or warn_s < seconds) else None
         self._first = seconds if self.warn_s is None else self.warn_s
         self._deadlines: OrderedDict[HasTimeout, float] = OrderedDict()
         """Deadlines in loop time, earliest first."""
         self._timer: asyncio.TimerHandle | None = None
         self._extended: dict[HasTimeout, asyncio.TimerHandle] = {}
-        """Timers of operations whose ``late()`` returned a time left."""
+        """Timers of operations whose ``on_timeout()`` returned a time left."""
         self._closed = False
 
     def start(self, what: HasTimeout) -> None:
@@ -296,9 +298,9 @@ class Timeouts:
             self._timer = None
 
     def _check(self) -> None:
-        """Call ``late()`` of all operations past their deadline, and set the timer for the next deadline."""
+        """Call ``on_timeout()`` of all operations past their deadline, and set the timer for the next deadline."""
         loop = asyncio.get_running_loop()
-        # _timer stays set during the loop, so that operations which late() starts set no second timer
+        # _timer stays set during the loop, so that operations which on_timeout() starts set no second timer
         while self._deadlines:
             what, deadline = next(iter(self._deadlines.items()))
             if deadline > loop.time():
@@ -346,7 +348,7 @@ class WorkerThreads:
         return job
 
     async def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run ``function(*args)`` in a thread and return its result; raises its error, or that of :meth:`run`."""
+        """Run ``function(*args)`` in a thread and return its result; raises its errors and those of :meth:`run`."""
         ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self.run(copy_context(), function, args, lambda o: None if ended.done() else ended.set_result(o))
         outcome = await ended
@@ -355,7 +357,7 @@ class WorkerThreads:
         return outcome.take()
 
     def close(self) -> None:
-        """End idle threads now, and the others when their function has returned; does not wait for them."""
+        """End idle threads now, and other threads when their function has returned; does not wait for them."""
         self._pool.shutdown(wait=False)
 
 

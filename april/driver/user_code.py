@@ -1,7 +1,6 @@
 """Checks the user's functions before a run, and captures, classifies and describes what they return or raise.
 
-Invariant: nothing that a rollout or reward function does (raise, exit, be cancelled from inside, call back) ends
-anything but its own sample.
+Invariant: if a rollout or reward function raises, exits, cancels itself or calls april, at most its own sample ends.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ def inside_user_code() -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(ValueError):  # a coroutine that was left behind may be closed in another context
+        with suppress(ValueError):  # a coroutine that was left running may be closed in another context
             _inside.reset(token)
 
 
 def call_user_code(function: Callable[[], T]) -> T:
-    """Call a function marked as by :func:`inside_user_code`, in a copy of the context.
+    """Call a function in a copy of the context that is marked as by :func:`inside_user_code`.
 
-    A signal that interrupts the trainer's thread cannot leave the mark behind.
+    Because only the copy is marked, a signal that interrupts the trainer's thread cannot leave it marked.
     """
 
     def marked() -> T:
@@ -53,7 +52,10 @@ def call_user_code(function: Callable[[], T]) -> T:
 
 
 def refuse_inside_user_code() -> None:
-    """Raise RolloutError inside a function that april waits for, as the caller's operation may wait for it in turn."""
+    """Raise RolloutError inside a function that april waits for.
+
+    The caller, such as ``next_batch``, may itself wait for that function, which would deadlock.
+    """
     refuse_while_held("next_batch, weight_update, evaluate and close")
     if _inside.get():
         raise RolloutError(
@@ -66,14 +68,17 @@ def refuse_inside_user_code() -> None:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Return whether calling the function gives a coroutine: it or its ``__call__`` is async, or a partial of such."""
+    """Return whether calling the function gives a coroutine.
+
+    That is so if the function or its ``__call__`` is async, or if it is a partial of such a function.
+    """
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 def check_function(what: str, function: Any, parameters: Sequence[str]) -> None:
-    """Raise ConfigError if the signature of a function cannot take these parameters; ``what`` names it in messages."""
+    """Raise ConfigError if a function cannot be called with these parameters; ``what`` names it in messages."""
     check_returns(what, function)
     try:
         # a decorator may change the arguments, so look at the wrapper, which is what april calls
@@ -107,14 +112,14 @@ PARAMETERS = {
 
 
 def check_signatures(**functions: Any) -> None:
-    """Raise ConfigError for functions, given by kind, that cannot take their kind's parameters; None is skipped."""
+    """Raise ConfigError for functions that cannot be called with the PARAMETERS of their kind; None is skipped."""
     for kind, function in functions.items():
         if function is not None:
             check_function(kind, function, PARAMETERS[kind])
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Return the name under which the user knows a function, such as that of a partial's function."""
+    """Return the name under which the user knows a function; for a partial, the name of its function."""
     while isinstance(function, functools.partial):
         function = function.func
     name = getattr(function, "__qualname__", None) or type(function).__qualname__
@@ -171,8 +176,10 @@ def outcome_of(function: Callable[[], Any]) -> Outcome:
 
 
 def harmless(error: BaseException) -> BaseException:
-    """Return the error, or a RolloutError in place of one (KeyboardInterrupt, StopIteration, GeneratorExit, ...) that
-    would have another meaning where it is raised again."""
+    """Return the error itself, or a RolloutError that wraps it if raising it elsewhere would mean something else.
+
+    KeyboardInterrupt, StopIteration and GeneratorExit are examples of such errors.
+    """
     if isinstance(error, (Exception, SystemExit, asyncio.CancelledError)) and not isinstance(
         error, (StopIteration, StopAsyncIteration)
     ):
@@ -197,7 +204,7 @@ def cancelled_inside() -> RolloutError:
 
 
 def message_of(error: BaseException) -> str:
-    """Return the message of an error as text that UTF-8 can encode: file names in it may have surrogates."""
+    """Return the message of an error as text that UTF-8 can encode, as file names in it may have surrogates."""
     try:
         return str(error).encode("utf-8", "backslashreplace").decode()
     except Exception:  # raised by the user's ``__str__``
@@ -205,7 +212,7 @@ def message_of(error: BaseException) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Return the type and message of an error in one line; for april's own errors the message alone."""
+    """Return the type and message of an error in one line; for april's own errors, only the message."""
     message = " ".join(message_of(error).split())
     if message and isinstance(error, AprilError):
         return message
@@ -216,7 +223,7 @@ _HOUSE = str(Path(__file__).parent.parent) + os.sep
 _STDLIB = tuple(place + os.sep for place in filter(None, map(sysconfig.get_path, ("stdlib", "platstdlib"))))
 _SITES = "site-packages", "dist-packages"
 MOST_CAUSES = 16
-"""Most chained causes of an error that are examined, as some errors are their own cause."""
+"""Maximum number of chained causes of an error that are examined; needed because an error can be its own cause."""
 
 
 def is_user_file(file: str) -> bool:
@@ -231,7 +238,7 @@ def is_april_file(file: str) -> bool:
 
 @functools.lru_cache(4096)
 def is_library_file(file: str) -> bool:
-    """Return whether a file is Python's own or an installed distribution's; editable installs are the user's."""
+    """Return whether a file belongs to Python or an installed distribution; editable installs are the user's."""
     path = Path(file)
     if file.startswith(("<", *_STDLIB)) or any(site in path.parts for site in _SITES):
         return True
@@ -251,7 +258,7 @@ def _installed_in(place: str) -> frozenset[tuple[str, ...]]:
 
 
 def file_of(frame: FrameType) -> str:
-    """Return the file of a frame's code; for generated code, such as a dataclass's ``__init__``, its module's file."""
+    """Return the file of a frame's code; for generated code, such as ``__init__`` of a dataclass, the module's file."""
     file = frame.f_code.co_filename
     if not file.startswith("<") or file.startswith("<frozen"):
         return file
@@ -262,7 +269,8 @@ def file_of(frame: FrameType) -> str:
 def place_of(error: BaseException, function: Callable[..., Any] | None = None) -> str:
     """Return where the user's code raised an error, such as ``line 7 of rewards.py``.
 
-    Without such a line it is the library's line, or else the line where ``function`` is defined, or empty.
+    If no line of the user's code raised the error, this is the library's line; without that, the line where
+    ``function`` is defined; otherwise empty.
     """
     if isinstance(error, RemoteFunctionError):
         return ""
@@ -292,12 +300,14 @@ def describe_with_place(error: BaseException, place: str) -> str:
 
 
 class FunctionLost(RolloutError):
-    """The process that ran a function has died. A rollout function starts again, and its calls are answered from the
-    tape as far as they were complete."""
+    """Raised when the process that ran a function has died.
+
+    A rollout function starts again; its calls that were complete get the recorded answers.
+    """
 
 
 class RemoteFunctionError(RolloutError):
-    """A function failed in another process, which reported the message and the ``kind`` (see :func:`kind_of`)."""
+    """Raised for a function that failed in another process, which reported message and ``kind`` (:func:`kind_of`)."""
 
     def __init__(self, told: str, kind: str = "") -> None:
         super().__init__(told)
@@ -305,7 +315,7 @@ class RemoteFunctionError(RolloutError):
 
 
 def kind_of(error: BaseException, place: str) -> str:
-    """Return type and place of an error that a retry would raise again; empty for an error that may be temporary.
+    """Return type and line of an error that a retry would raise again; empty for an error that may be temporary.
 
     Only Python's builtin errors and april's UsageError count as permanent. Errors of libraries and users, and errors
     raised because of them, may stand for a server that is temporarily unreachable, such as a judge.
@@ -334,13 +344,16 @@ log = logging.getLogger("april")
 
 
 class FailureLog:
-    """Logs failures, with a traceback for the first of each kind: errors of one type raised in the same line."""
+    """Logs failures, with a traceback for the first error of each type and line."""
 
     def __init__(self) -> None:
         self._seen: set[tuple[object, ...]] = set()
 
     def warn(self, error: BaseException, what: str, *where: object, told: str = "", once: bool = False) -> None:
-        """Log the message ``what % where`` with the error, or ``told`` in its place; ``once`` logs a kind only once."""
+        """Log the message ``what % where`` with the error or, if given, the text ``told``.
+
+        ``once`` logs only the first error of each type and line.
+        """
         trace = error.__traceback__
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next

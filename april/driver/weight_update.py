@@ -1,8 +1,8 @@
-"""Carries a weight update from the trainer's call to the new policy version, or to the error that ends it.
+"""Runs the trainer's part of a weight update: its request, the transfer of the weights, and the result.
 
 Engines get new weights in an update or when a saved state is loaded. Both are a :class:`WeightUpdate`: the trainer's
-thread and the event loop share the object, and the core knows it by its number. ``april.core.weight_updates`` decides
-what happens to the engines.
+thread and the event loop share the object, and the core knows the update by its number. ``april.core.weight_updates``
+decides what happens to the engines.
 
 Invariant: an update either does not happen or runs to its end, even if its caller stops waiting. Each stage of its
 progress is one attribute, set by one assignment, so that a signal handler cannot interrupt the change.
@@ -54,7 +54,7 @@ class WeightUpdate:
         self.transfers = transfer is not None
         self.number = 0
         self.engines: tuple[str, ...] = ()
-        """Names of the engines that are paused for the update; empty before that."""
+        """Names of the engines that are paused for the update; empty before they are paused."""
 
     def begin(self, number: int) -> None:
         """Give the update its number and create the futures of its progress."""
@@ -68,7 +68,7 @@ class WeightUpdate:
 
         If the caller is cancelled, the update is cancelled and its end is still awaited.
 
-        Raises whatever the transfer or a call of an engine raises.
+        Errors of the transfer and of calls to engines are raised.
         """
         transfer, cancelled = self._transfer, None
         while not self.version.done():
@@ -90,7 +90,7 @@ class WeightUpdate:
 
     @property
     def not_given(self) -> tuple[ev.TransferFailure, ...] | None:
-        """Engines that did not get all sent weights, or None if that is unknown."""
+        """Engines that did not get all weights that were sent; None if this is unknown."""
         if self.sender is None or not self.sender.outcome_known:
             return None
         left_out = self.sender.left_out.items()
@@ -100,7 +100,7 @@ class WeightUpdate:
         """End the update with an error, unless it has ended."""
         if not self.version.done():
             self.version.set_exception(error)
-            self.version.exception()  # marks it as retrieved, as the caller may be gone
+            self.version.exception()  # marks the error as retrieved, as the caller may be gone
 
 
 class TrainerUpdate(WeightUpdate):
@@ -111,7 +111,7 @@ class TrainerUpdate(WeightUpdate):
         transfer: Called in the trainer's thread with the names of the paused engines.
         asked: Call name, path and other arguments, by which an interrupted call is recognised when it is repeated.
         sender: april's weight sender, if the transfer uses it.
-        limit_s: Seconds for a transfer function of the trainer's; then the update fails. None means no limit here.
+        limit_s: Maximum number of seconds for the transfer function, after which the update fails; None means no limit.
     """
 
     def __init__(
@@ -121,40 +121,40 @@ class TrainerUpdate(WeightUpdate):
         super().__init__(None if transfer is None else self._hand_over)
         self.sender, self._limit_s = sender, limit_s
         self._timeout_error = ""
-        """Error message, once the transfer took longer than ``limit_s`` and is not waited for any more."""
+        """Error message once the transfer has taken longer than ``limit_s``, so that april waits no more."""
         self._thread = thread
         self._function = transfer
         self._request = asked
         self._caller_thread: int | None = None
-        """Identifier of the thread that runs the transfer and waits for the end, while it does so."""
+        """Identifier of the thread that runs the transfer and waits for the end of the update; otherwise None."""
         self._transferred = transfer is None
         self._interruption: BaseException | None = None
-        """Error that interrupted the caller before the transfer was complete; the update does not happen then."""
+        """Error that interrupted the caller before the transfer was complete, so that the update does not happen."""
         self._reply: Reply[PolicyVersion] | None = None
         self._ready = Reply[None]()
-        """Given once the engines are paused, or once the update has ended before that."""
+        """Reply that is given once the engines are paused, or once the update has ended without a pause."""
         self._handed_over: asyncio.Future[None] | None = None
 
     # ---------------------------------------------------------------- the trainer's thread
 
     def repeats(self, asked: tuple[object, ...]) -> bool:
-        """Return whether a call with these arguments repeats this update, whose result no call has returned yet."""
+        """Return whether a call with these arguments repeats this update, whose result was not returned yet."""
         failed = self._reply is not None and self._reply.done() and self._reply.error() is not None
         return self._request == asked and self._interruption is None and not failed
 
     def carry_out(self, run: Callable[[WeightUpdate], Coroutine[Any, Any, PolicyVersion]]) -> PolicyVersion:
-        """Start the update, run the transfer and wait for the end; steps that are done already are skipped.
+        """Start the update, run the transfer, wait for the end, and return the new version.
 
-        ``run`` makes the driver's coroutine for the update. Returns the new version.
+        ``run`` makes the driver's coroutine for the update. Steps that are done already are skipped.
 
         Raises:
-            RolloutError: a signal handler called this in the middle of the transfer, and would wait for itself.
+            RolloutError: a signal handler called this in the middle of the transfer, so it would wait for itself.
         """
         if self._transferred or self._caller_thread is not None:
             if not self._transferred and self._caller_thread == threading.get_ident():
                 raise RolloutError("a signal handler called weight_update during a weight update")
             reply = self._begin(run)
-            self._report_progress()  # the interrupted caller may not have done so
+            self._report_progress()  # the interrupted caller may not have reported its progress
             reply.wait()
             return result_of(reply)
         try:
@@ -166,14 +166,14 @@ class TrainerUpdate(WeightUpdate):
                 self._report_progress()
             reply.wait()
         except BaseException as error:
-            # the transfer or a signal handler raised; another signal may come even here, so _wake is called twice
+            # the transfer or a signal handler raised; another signal may come even here, so progress is reported twice
             self._interruption = None if self._transferred else error
             try:
                 self._report_progress()
             finally:
                 self._report_progress()
             if self._interruption is not None and self._reply is not None:
-                self._reply.wait()  # until the engines have resumed with the old version
+                self._reply.wait()  # takes until the engines have resumed with the old version
             if self._timeout_error and isinstance(error, KeyboardInterrupt):
                 raise EngineError(self._timeout_error) from None
             raise
@@ -219,7 +219,7 @@ class TrainerUpdate(WeightUpdate):
             raise EngineError(self._timeout_error) from None
 
     def _interrupt(self) -> None:
-        """Interrupt a transfer in the main thread, as Ctrl-C would; in other threads it has to return by itself."""
+        """Interrupt a transfer in the main thread, as Ctrl-C would; a transfer in another thread goes on."""
         main = threading.main_thread().ident
         usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if main is not None and self._caller_thread == main and usual and not self._transferred:
@@ -238,18 +238,18 @@ class TrainerUpdate(WeightUpdate):
 class OpenUpdates:
     """Holds the updates that have begun and not ended, and passes the core's commands on to them.
 
-    ``post`` is called with the events about them.
+    ``post`` is called with the events of these updates.
     """
 
     def __init__(self, post: Callable[[ev.Event], None]) -> None:
         self._post = post
         self._open: dict[int, WeightUpdate] = {}
         self._errors: dict[int, BaseException] = {}
-        """Errors of engine calls by call number (0 is the transfer), to be raised to the caller of the update."""
+        """Errors of engine calls by call number (0 is the transfer), to be raised in the call of the trainer."""
         self._last = 0
 
     def begin(self, update: WeightUpdate, **request: Any) -> None:
-        """Request an update from the core; ``request`` are fields of UpdateRequested. Its end must be awaited."""
+        """Request an update from the core; ``request`` has fields of UpdateRequested. The caller must await the end."""
         self._last += 1
         update.begin(self._last)
         self._open[update.number] = update
@@ -315,14 +315,14 @@ UNCHANGED = {
     "weight_update": "would keep the old weights under the new version",
     "load_state_dict": "would keep their current weights under the checkpoint's version",
 }
-"""Part of an error message: what servers that get no weights would do, by the call that changes the version."""
+"""Part of an error message, by the trainer's call: what servers would do that get no weights."""
 
 
 def directory_for(
     engines: Iterable[Engine], servers: Sequence[str], path: str | None, *, written: bool, what: str = "weight_update",
     in_flight: OnWeightUpdate = OnWeightUpdate.RESUBMIT,
 ) -> str | None:  # fmt: skip
-    """Check the path of an update and return it as the engines need it: absolute for servers, None if there is none.
+    """Check the path of an update, and return it as the engines need it: absolute if there are servers.
 
     Args:
         engines: Engines of this process.
@@ -332,8 +332,8 @@ def directory_for(
         in_flight: What happens to requests in flight during the update.
 
     Raises:
-        ConfigError: there are servers and neither a path nor a transfer, so they would keep other weights than those
-            of the version; or the path is that of an adapter that an engine cannot load.
+        ConfigError: there are servers and neither a path nor a transfer, so the servers would keep the old weights
+            under the new version; or the path is that of an adapter that an engine cannot load.
     """
     if path is not None and is_adapter(path):
         if in_flight is not OnWeightUpdate.RESUBMIT:

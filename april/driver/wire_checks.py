@@ -1,4 +1,4 @@
-"""Checks engines' responses: tokens, log-probabilities, policy versions, extras and finish reasons.
+"""Checks the responses of engines: tokens, log-probabilities, policy versions, extras and finish reasons.
 
 ``april.core.value_checks`` has the checks of single numbers, which are also used for saved states.
 """
@@ -28,10 +28,10 @@ class AnswerChecks:
     Args:
         request: Request as it was sent.
         vocab_size, max_context: Limits of the engine.
-        eos_token_ids: Ids that end every response. Empty means unknown; the engine's finish reason is trusted then.
-        oldest: Oldest policy version that a token may have; None means any.
-        layout: Layout of the run's rows of extras, which the response must match; if empty, the response sets it.
-            None means a layout of this response alone.
+        eos_token_ids: Ids that end every response; empty if unknown, then the engine's finish reason is trusted.
+        oldest: Oldest policy version that a token may have; None means any version.
+        layout: Shape and type of the rows of each extra in this run. The response must match them; for a name that is
+            not in it yet, the response sets them. None means a new layout for this response.
     """
 
     __slots__ = (
@@ -57,7 +57,7 @@ class AnswerChecks:
         """True once april has aborted the request."""
 
     def check_next(self, chunk: Chunk, newest: PolicyVersion) -> None:
-        """Check the next chunk by itself (:func:`check_chunk`) and against those before; raises WireError."""
+        """Check the next chunk by itself (:func:`check_chunk`) and against earlier chunks; raises WireError."""
         if self._finish is not None:
             raise WireError(f"a chunk came after the last chunk of the stream ({self._finish})")
         check_chunk(chunk, self._vocab, self._request.sampling.max_tokens - self.count, self._oldest, newest)
@@ -79,7 +79,7 @@ class AnswerChecks:
             self._check_rows(chunk)
 
     def _check_rows(self, end: Chunk) -> None:
-        """Check that the last chunk has the requested rows of extras, or none (see :func:`refuse_without_extras`)."""
+        """Check that the last chunk has the requested extras, or no extras (see :func:`refuse_without_extras`)."""
         request = self._request
         if not end.extras:
             return
@@ -88,7 +88,10 @@ class AnswerChecks:
         note_layout(self._layout, end.extras, request.extras)
 
     def _check_goes_on(self, tokens: Int32) -> None:
-        """Raise WireError if tokens follow one that ends responses; the first ``min_tokens`` tokens never do."""
+        """Raise WireError if tokens follow a token that ends responses.
+
+        The first ``min_tokens`` tokens cannot end a response.
+        """
         ends, before = self._ends, self._request.sampling.min_tokens - self.count
         ended = self._last if before < 0 and self._last in ends else None
         if len(tokens) > 1:
@@ -103,9 +106,9 @@ class AnswerChecks:
             )
 
     def end(self, end: Chunk, *, matched: bool = False) -> EngineFinish:
-        """Return the finish reason, if it is plausible (:func:`check_end`).
+        """Check that the finish reason is plausible (:func:`check_end`), and return it.
 
-        ``matched`` says that april found a stop string; the engine's own end is not checked then.
+        ``matched`` says that april found a stop string; then the engine's own end is not checked.
 
         Raises:
             WireError: the finish reason contradicts the tokens received.
@@ -123,7 +126,7 @@ class AnswerChecks:
 
 
 def copied(chunk: Chunk, extras: Sequence[str]) -> Chunk:
-    """Return a copy of the chunk, as an engine may reuse its buffers, with only the named ``extras``.
+    """Return a copy of the chunk with only the named ``extras``; the engine may reuse its own buffers.
 
     Values that are not arrays are kept as they are; the checks refuse them.
     """
@@ -142,9 +145,9 @@ def _copy(array: Any) -> Any:
 
 
 def refuse_without_extras(attempt: Attempt, finish: EngineFinish) -> None:
-    """Raise WireError for a response without the requested rows of extras; an aborted one may lack them.
+    """Raise WireError for a response without the requested extras, unless it was aborted.
 
-    Either way its tokens are dropped as ``no_extras``."""
+    In both cases its tokens are dropped as ``no_extras``."""
     if attempt.tape.bare and finish is not EngineFinish.ABORT:
         raise WireError(f"{attempt.tape.bare} tokens came without the rows of {', '.join(attempt.request.extras)}")
 
@@ -154,8 +157,8 @@ def check_chunk(
 ) -> None:
     """Raise WireError unless the chunk is valid.
 
-    It must have int32 and float32 arrays of one length, at most ``room`` tokens, ids in [0, vocab_size), possible
-    log-probabilities of sampled tokens, and a version between ``oldest`` (None means any) and ``newest``.
+    It must have int32 and float32 arrays of equal length, at most ``room`` tokens, ids in [0, vocab_size),
+    log-probabilities that sampled tokens can have, and a version between ``oldest`` (None means any) and ``newest``.
     """
     tokens, logprobs = chunk.tokens, chunk.logprobs
     for array, what, dtype in ((tokens, "tokens", _INT32), (logprobs, "log-probabilities", _FLOAT32)):
@@ -207,8 +210,8 @@ def check_end(
         end: Last chunk, with the finish reason.
         request: Request as it was sent; it has no stop strings, which engines never get.
         count: Number of tokens received, at least 1; ``last_token`` is the last of them.
-        max_context: Most tokens of prompt and response in the engine.
-        eos_token_ids: Ids that end every response. Empty means unknown; the engine's word is trusted then.
+        max_context: Maximum number of tokens of prompt and response in the engine.
+        eos_token_ids: Ids that end every response; empty if unknown, then the engine's finish reason is trusted.
     """
     sampling = request.sampling
     if end.finish == EngineFinish.LENGTH:

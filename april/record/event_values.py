@@ -1,7 +1,7 @@
 """Converts events to plain JSON values and back: ids, states, counts and versions, but no user text and no tokens.
 
-Of an attachment only kind, hash and size are kept. The conversion follows the fields of the classes, so a new event
-needs no code here. Text is left out unless its field is known to hold april's own names: a record may be passed on.
+Only kind, hash and size of an attachment are kept. The conversion follows the fields of the classes, so a new event
+needs no code here. Text is left out unless its field is known to hold april's own names, as users may pass records on.
 """
 
 from __future__ import annotations
@@ -39,18 +39,20 @@ Converter = Callable[[Any, ConvertText, bool], Any]
 
 
 def omit_text(text: str) -> str:
-    """Return :data:`OMITTED_TEXT` in place of a text; an empty text stays empty."""
+    """Return :data:`OMITTED_TEXT` for any text but the empty one."""
     return OMITTED_TEXT if text else ""
 
 
 def exception_name(text: str) -> str:
-    """Return the exception's name in an error message, or :data:`OMITTED_TEXT` if there is none."""
+    """Return the name of the exception in an error message; :data:`OMITTED_TEXT` if there is none."""
     found = _EXCEPTION_NAME.search(text)
     return found[1] if found else OMITTED_TEXT if text else ""
 
 
 def to_plain(value: Any, convert_text: ConvertText = omit_text, *, is_name: bool = False) -> Any:
-    """Convert a value to plain JSON values: arrays become lengths (masks: sums), samples and groups their ids.
+    """Convert a value to plain JSON values.
+
+    An array becomes its length, a mask its sum, a sample or group its id.
 
     ``convert_text`` is applied to text unless ``is_name`` is true. Raises TypeError for an unknown type.
     """
@@ -95,7 +97,7 @@ def _converter(kind: type) -> Converter:
 
 
 class _Converters(dict[type, Converter]):
-    """Conversion functions by type, each created when first needed."""
+    """Holds conversion functions by type, each of which is created when it is first needed."""
 
     def __missing__(self, kind: type) -> Converter:
         self[kind] = form = _converter(kind)
@@ -120,7 +122,7 @@ def _plain_fields(value: Any, convert_text: ConvertText, fields: list[tuple[str,
 
 
 def from_plain(parts: Any, kind: type[T]) -> T:
-    """Undo :func:`to_plain`. Arrays come back with the right length: all 0, or 1 from index ``differs_at`` on.
+    """Undo :func:`to_plain`. Arrays get the right length; their values are 0, or 1 from index ``differs_at`` on.
 
     Raises:
         ValueError: the parts do not describe a value of this type.
@@ -148,7 +150,7 @@ def _item_without_content(key: str, item: Any) -> Any:
 
 
 def with_blank_content(state: Any) -> Any:
-    """Undo :func:`without_content`: return a snapshot with zeros as tokens and log-probabilities, and empty extras."""
+    """Undo :func:`without_content`: return a snapshot whose tokens and log-probabilities are 0 and extras are empty."""
     if isinstance(state, dict):
         if state.keys() == {"length"}:
             return bytes(4 * state["length"])
@@ -168,7 +170,7 @@ def _item_with_blank_content(key: str, item: Any) -> Any:
 
 
 def blank_extras(names: Iterable[str], rows: int) -> dict[str, Any]:
-    """Return arrays [rows, 0] for the named extras: a replay knows their number of rows, but no values."""
+    """Return arrays [rows, 0] for the named extras, as a replay knows their number of rows, but no values."""
     return {name: np.zeros((rows, 0), np.uint8) for name in names}
 
 

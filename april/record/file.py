@@ -1,9 +1,9 @@
 """Writes and reads the record of a run: a file with its events, from which the run can be replayed.
 
-The event loop adds lines, a thread writes them; readers check every line.
+The event loop adds lines, and a thread writes them; readers check every line.
 
-Invariant: the event loop neither waits for the disk nor gets its errors. A record that cannot be continued ends, with
-one warning in the log, and the run goes on.
+Invariant: the event loop neither waits for the disk nor gets its errors. If a record cannot be continued, april logs
+one warning, and the run goes on without the record.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ OLDEST_FORMAT = 4
 """Oldest format that this april can read."""
 HEAD, STATE, CUT_OFF, CLOSED, BATCH, STATUS = "Record", "State", "Over", "Closed", "Batch", "Standing"
 REPORT = "Learning"
-"""Kinds of lines that hold no event of the core."""
+"""Kinds of lines that do not hold an event of the core."""
 NO_LAST_LINE = "in the middle: the process was killed, or still runs"
-"""Text on the end of a record whose closing line (CUT_OFF or CLOSED) is missing."""
+"""Text that says how a record ends if its closing line (CUT_OFF or CLOSED) is missing."""
 WRITE_EVERY_S = 0.2
-"""Seconds between two writes; a process that is killed loses the lines of up to this time."""
+"""Seconds between two writes; a process that is killed loses at most the lines of this time."""
 MAX_WAITING_BYTES = 32 << 20
 """Largest number of bytes that may wait for the disk."""
 LAST_LINE_BYTES = 256
-"""Bytes kept free for the line that says why a record is over."""
+"""Number of bytes that are kept free for the line that says why a record ends early."""
 MAX_HEAD_BYTES = 1 << 20
 """Largest size of a first line in bytes."""
 _RESPONSE_ENDED = tuple(f',"{what}",'.encode() for what in ("AttemptEnded", "SampleReturned", BATCH))
@@ -51,11 +51,11 @@ _RESPONSE_ENDED = tuple(f',"{what}",'.encode() for what in ("AttemptEnded", "Sam
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """Options of a run's record: the file and how much goes into it. Raises ConfigError for wrong values.
+    """Options of a run's record: its file, its size and its content. Raises ConfigError for wrong values.
 
     Attributes:
-        path: path of the file. An existing file is first renamed to ``path`` + ".1", or to the first free number. If it
-            records a run that failed before any response had ended, it is removed.
+        path: path of the file. An existing file is first renamed: ".1", or the first free number, is appended to its
+            name. An existing record of a run that failed before any response had ended is removed.
         limit_mib: size in MiB at which the record ends; the run goes on.
         messages: whether to record the texts of errors, which may quote prompts and responses.
     """
@@ -84,7 +84,7 @@ class RecordFile:
             raise ConfigError(f"the record {path} cannot be written: {error.strerror}") from None
         self.path = path
         self.ended = False
-        """True once no more lines are added."""
+        """True once no more lines can be added."""
         self._limit = limit
         self._lines: deque[bytes] = deque()
         self._checksum = self._size = self._written = 0
@@ -95,7 +95,8 @@ class RecordFile:
     def add(self, line: bytes, *, last: bool = False) -> str:
         """Add a line and return "", or return the reason why it cannot be added.
 
-        ``line`` is a JSON array without its last element and bracket: a checksum of all lines so far is appended here.
+        ``line`` is a JSON array without its last element and bracket; these are appended here, and the element is a
+        checksum of all lines so far.
         """
         if not last and self._size + len(line) > self._limit - LAST_LINE_BYTES:
             return f"it has reached its limit of {self._limit >> 20} MiB"
@@ -131,7 +132,7 @@ class RecordFile:
 
 
 def _new_file(path: Path) -> int:
-    """Create a file and lock it until it is closed, which shows readers that it is being written. Raises OSError."""
+    """Create a file and lock it until it is closed; the lock shows that it is being written. Raises OSError."""
     while True:
         if path.is_file():
             _rename_existing(path)
@@ -141,7 +142,7 @@ def _new_file(path: Path) -> int:
             if path.is_file():  # another process was quicker
                 continue
             raise
-        with suppress(OSError):  # file systems without locks: no file is removed there
+        with suppress(OSError):  # on file systems without locks, no file is removed
             fcntl.flock(file, fcntl.LOCK_EX)
         if os.fstat(file).st_nlink:
             return file
@@ -149,7 +150,7 @@ def _new_file(path: Path) -> int:
 
 
 def _rename_existing(path: Path) -> None:
-    """Rename a file to ``path`` + "." + the first free number; remove it if it is a record without any response."""
+    """Append the first free number to the file's name; remove the file if it is a record without any response."""
     for number in itertools.count(1):
         renamed = Path(f"{path}.{number}")
         try:
@@ -184,7 +185,7 @@ def _remove_if_empty(path: Path) -> bool:
 
 
 class Line(NamedTuple):
-    """A line of a record. ``number`` is 1 for the first; ``digest`` is that of the core's decisions so far."""
+    """A line of a record. ``number`` is 1 for the first line; ``digest`` is the digest of all decisions so far."""
 
     number: int
     time_s: float
@@ -201,7 +202,7 @@ class LineReader:
 
     Args:
         path: path of the record, for error messages.
-        only: kinds of lines to return besides the first; empty means all.
+        only: kinds of lines to return besides the first line; empty means all lines.
     """
 
     def __init__(self, path: Path, only: Collection[str] = ()) -> None:
@@ -252,9 +253,9 @@ def is_record(path: Path) -> bool:
 
 
 def lines_of(path: Path, only: Collection[str] = ()) -> Iterator[Line]:
-    """Yield the lines of a record, or only the first and the kinds in ``only``; all lines are checked.
+    """Yield the lines of a record, or only the first line and the kinds in ``only``; all lines are checked.
 
-    An incomplete last line is skipped: the process may have been killed while it wrote.
+    An incomplete last line is skipped, as the process may have been killed while it wrote the line.
 
     Raises:
         RecordError: the file is no record or cannot be read, or a line was changed.

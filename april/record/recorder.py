@@ -1,6 +1,6 @@
-"""Records each event of the core, with a digest of the core's decisions.
+"""Records each event of a run in a file, with a digest of the core's decisions.
 
-A record has JSON lines: [time in s, kind, parts, digest of all decisions so far, checksum of all lines so far].
+Each line is a JSON array: [time in s, kind, parts, digest of all decisions so far, checksum of all lines so far].
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from april.version import __version__
 log = logging.getLogger("april")
 
 _JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
-"""Encoder that refuses NaN and infinities: JSON readers reject them, so all later lines would be lost."""
+"""Encoder that refuses NaN and infinities: readers reject such a line, so all later lines would be lost, too."""
 STATUS_EVERY_S = 5.0
-"""Smallest number of seconds between two lines on the state of the run, written at events and in long waits."""
+"""Minimum number of seconds between two lines about the state of the run, which are written at events and in long
+waits."""
 
 
 class DecisionDigest:
-    """Running digest of the core's commands, without their texts."""
+    """Computes a digest of all commands of the core so far, without their texts."""
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=8)
@@ -61,7 +62,7 @@ class DecisionDigest:
 
 
 class _RecordLines:
-    """Formats lines and adds them to the file. It does not refer to the run, so neither does :attr:`Recorder.end`."""
+    """Formats lines and adds them to the file. Holds no reference to the run, so that :attr:`Recorder.end` has none."""
 
     def __init__(self, record: RunRecord, now: Callable[[], float]) -> None:
         self._now, self.began_s = now, now()
@@ -133,7 +134,7 @@ class Recorder:
         self.record_status()
 
     def record_status(self, waited_s: float = 0.0) -> None:
-        """Record the state of the run, unless that was done less than STATUS_EVERY_S ago.
+        """Record the state of the run, unless it was recorded less than STATUS_EVERY_S ago.
 
         ``waited_s`` is the known length of the current wait in seconds.
         """
@@ -146,7 +147,7 @@ class Recorder:
         self._lines.add(STATE, lambda: without_content(state))
 
     def record_batch(self, batch: Batch) -> None:
-        """Record a batch and its metrics for readers of the record. A replay ignores them and makes its own."""
+        """Record a batch and its metrics for readers of the record; a replay ignores this line."""
         ages: Counter[int] = Counter()
         clock = VersionClock(batch.trained_at, dict(batch.branches))
         for sample in batch.samples:
@@ -177,7 +178,7 @@ class Recorder:
         return self._lines.close
 
     def _token_comparison(self, event: ev.Event) -> dict[str, Any]:
-        """Return the results of the core's comparison between a call's tokens and the sample's, for a replay."""
+        """Return how the tokens of a call compare with those of the sample, as a replay has no tokens to compare."""
         if not isinstance(event, ev.CallMade) or (group := self._core.context.group(event.sample.group)) is None:
             return {}
         sample = group.samples[event.sample.index]
@@ -197,7 +198,7 @@ class Recorder:
         return parts
 
     def _request_facts(self, event: ev.Event) -> dict[str, Any]:
-        """Return facts on the request that this event ends, or the tokens generated for a function that returns."""
+        """Return facts about the request that this event ends, or the tokens of the function that returns."""
         if isinstance(event, ev.SampleReturned):
             group = self._core.context.group(event.sample.group)
             return {} if group is None else {"generated": group.samples[event.sample.index].generated}

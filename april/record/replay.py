@@ -39,7 +39,7 @@ EventObserver = Callable[[float, ev.Event, list[Command]], object]
 END = 1
 """Token id that ends a response in a replay. All other tokens are 0, as a record holds no tokens."""
 SAMPLES_PER_CHECK = 256
-"""Number of held samples up to which each event is followed by a check; with k times as many, each k-th event is."""
+"""Up to this number of held samples, the core is checked after each event; with k times as many, after each k-th."""
 _EVENTS: dict[str, type[Any]] = {kind.__name__: kind for kind in ev.Event.__subclasses__()}
 _LINE_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError, MemoryError)
 """Errors that a line with impossible contents can raise."""
@@ -53,14 +53,14 @@ class Replay:
     core: RolloutCore
     times: RunTimes
     steps: list[dict[str, float]] = field(default_factory=list)
-    """Seconds before each batch, by what they were used for."""
+    """Time metrics of each batch; see :class:`april.core.run_times.RunTimes`."""
     decisions: DecisionDigest = field(default_factory=DecisionDigest)
     events: Counter[str] = field(default_factory=Counter)
     checks: int = 0
     unchecked: int = 0
     seconds: float = 0.0
     end: str = NO_LAST_LINE
-    """Words on how the record ends."""
+    """Text that says how the record ends."""
 
     def rows(self) -> dict[str, str]:
         """Return a summary for people, as {heading: text}."""
@@ -85,7 +85,7 @@ def replay(path: Path, *, whole_story: bool = False, watch: EventObserver | None
 
     Args:
         path: path of the record.
-        whole_story: whether to keep the whole history of every sample instead of its latest part.
+        whole_story: whether to keep the whole history of every sample; otherwise only the latest part is kept.
         watch: function that is called with the time of each event in seconds, the event and the core's commands.
 
     Raises:
@@ -160,9 +160,9 @@ def _replay_line(run: Replay, time_s: float, kind: str, fields: Any, watch: Even
             tape, asked, end = chain.tape, event.token_ids, len(chain.prompt) + len(chain.tape) - 1
             tokens = tape.tokens
             if asked is not None and end < len(asked):
-                asked[end] = 0 if asked[end] else END  # equal to END where it was equal in the run
+                asked[end] = 0 if asked[end] else END  # must equal END if the tokens were equal in the run
     last = len(tokens) - 1
-    tokens[last] = END  # only for this event: the core compares these with the tokens of later calls, which are 0
+    tokens[last] = END  # only for this event, as the core compares these tokens with later calls, whose tokens are 0
     commands = core.handle(event)
     run.steps += [run.times.delivered(time_s) for command in commands if isinstance(command, Deliver)]
     run.times.update(time_s)

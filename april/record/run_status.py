@@ -47,16 +47,17 @@ class RunStatus:
 
     Attributes:
         step: number of the next batch.
-        ready: number of complete groups for it, or of complete samples if there is a group quorum.
+        ready: number of complete groups for the next batch; with a group quorum below 1, of complete samples.
         target: number of groups or samples that a batch needs.
         whole_groups: whether ``ready`` and ``target`` count groups.
         in_flight: number of training requests at engines.
-        partials: number of unfinished responses with tokens from weights older than the current ones.
-        oldest: weight updates between the oldest of these tokens and the training of the next batch; 0 without any.
+        partials: number of unfinished responses with tokens from older weights than the current weights.
+        oldest: number of weight updates between the oldest of these tokens and the training of the next batch; 0 if
+            there are no such tokens.
         observed: number of response tokens received so far.
         waits: reason for the wait, as :func:`wait_text` returns it.
         engines: number of requests in flight, by engine.
-        waited_s: seconds for which this has been the reason, at least.
+        waited_s: minimum number of seconds for which the trainer has waited for this reason.
     """
 
     step: int

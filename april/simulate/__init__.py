@@ -1,4 +1,4 @@
-"""``april simulate`` and ``april plan``: compare schedules on virtual time, before any GPU is used."""
+"""Compares schedules on virtual time, before any GPU is used (``april simulate`` and ``april plan``)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from enum import StrEnum
 
 
 class Placement(StrEnum):
-    """Placement of the trainer: on the engines' GPUs or on its own."""
+    """Placement of the trainer: on the GPUs of the engines or on its own GPUs."""
 
     COLOCATED = "colocated"
     """Engines and trainer share GPUs; the engines pause while the trainer trains."""
     SEPARATE = "separate"
-    """The trainer has GPUs of its own."""
+    """The trainer has its own GPUs."""

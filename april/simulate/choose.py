@@ -1,6 +1,7 @@
-"""Finds the best settings for a run: ``python -m april.simulate.choose`` reads a question on stdin, answers on stdout.
+"""Finds the best settings for a run with ``auto`` settings, by simulation, in a separate process.
 
-It is a process of its own because a simulation takes seconds of CPU time, which would block the run's event loop.
+``python -m april.simulate.choose`` reads a question on stdin and writes the answer to stdout. In the process of the
+run, the seconds of CPU time that a simulation takes would block the event loop.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from april.simulate.plan import EQUAL_SPEED, QUORUMS, CandidateResult, SearchSpa
 from april.simulate.workload import MOST_IN_FLIGHT, Placement, Schedule, Workload
 
 MIN_SHARE_REDUCTION = 0.5
-"""At equal speed, settings are changed if that brings the off-policy share below this factor times the current one."""
+"""At equal speed, settings are changed if this brings the off-policy share below this fraction of the current share."""
 MARGIN = 0.97
-"""New settings must keep to this factor times the limit of the off-policy share, so that noise does not undo them."""
+"""New settings must stay below this fraction of the limit of the off-policy share, so that noise does not undo them."""
 NICE = 10
-"""Niceness of this process, below the run's own processes."""
+"""Niceness of this process, so that the processes of the run go before it."""
 
 
 def choose(question: TuningQuestion) -> TuningAnswer:
@@ -40,7 +41,7 @@ def choose(question: TuningQuestion) -> TuningAnswer:
     space = space_of(q)
     found = plan(workload, space, max_off_policy_share=share * q.max_off_policy_share)
     best, base = found.best, found.base
-    # the current settings may only stay if they were simulated as they are
+    # the current settings may only stay if they themselves were simulated, not a changed version of them
     is_now = base.schedule == space.base and space.base.quorum == q.now.group_quorum
     within = base.off_policy_share <= q.max_off_policy_share
     if is_now and within and best.tokens_per_s < (1.0 + GAIN) * base.tokens_per_s:

@@ -1,8 +1,10 @@
 """Finds the best settings for a workload by simulating candidates, most of them briefly.
 
-All candidates see the same responses. A coarse grid is run for a few steps, then the neighbours of its best candidate,
-then the most promising ones for longer. Tokens per second of a few steps would depend on the lengths in them, so a
-speed is the fraction of the limit reached for these lengths, times the limit for a large sample of lengths.
+All candidates see the same responses. A coarse grid is run for a few steps, then the neighbours of its best candidate;
+then the most promising candidates are run for longer. In a few steps, the tokens per second depend on which lengths
+happen to occur. So the speed of a candidate is the fraction of the limit that it reaches for these lengths, times the
+limit for a large sample of lengths. N' stands for ``over_sampling_batch_size``, N for ``rollout_batch_size``, and n for
+``n_samples_per_prompt``.
 """
 
 from __future__ import annotations
@@ -21,22 +23,23 @@ from april.simulate.run import measure
 from april.simulate.workload import MOST_IN_FLIGHT, Schedule, Workload
 
 RATIOS = (1.0, 1.25, 1.5, 2.0, 3.0)
-"""Ratios N'/N of the coarse grid's candidates without refill."""
+"""Ratios N'/N of the candidates without refill in the coarse grid."""
 PLACES = (0.5, 1.0, 1.5)
-"""Ratios of samples in flight to N x n of the coarse grid's candidates with refill."""
+"""Samples in flight, as a multiple of N x n, of the candidates with refill in the coarse grid."""
 QUORUMS = (1.0, SMALLEST_QUORUM)
 """Values of ``group_quorum`` that are tried."""
 ROUNDS = 2
-"""Number of rounds in which neighbours of the best candidate are tried, each time at half the distance."""
+"""Number of rounds in which neighbours of the best candidate are tried; each round halves the distance."""
 BRIEF, LONG = (14, 6), (40, 12)
 """(steps to simulate, first steps to leave out) of brief and of long simulations."""
 FINALIST_TOLERANCE = 0.04
-"""Relative tolerance in speed and off-policy share within which a candidate gets a long simulation."""
+"""A candidate gets a long simulation if speed and off-policy share are within this relative distance of the best."""
 ENOUGH_RESPONSES = 256
-"""Responses per batch for which that many steps suffice; smaller batches get up to MAX_STEP_FACTOR times as many."""
+"""Number of responses per batch for which the steps of BRIEF and LONG suffice; smaller batches get more steps."""
 MAX_STEP_FACTOR = 8
+"""Largest factor by which small batches get more steps."""
 EQUAL_SPEED = 0.01
-"""Largest relative difference of speeds that count as equal; then the smaller off-policy share wins."""
+"""Speeds count as equal if they differ by at most this fraction; then the smaller off-policy share wins."""
 FINALISTS = 4
 """Largest number of candidates with a long simulation, besides the base."""
 
@@ -79,8 +82,8 @@ class Plan:
 
     Attributes:
         rows: candidates, the fastest first.
-        best: the fastest candidate within the limit of the off-policy share; at equal speed, the least off-policy.
-        base: candidate that the others are compared with.
+        best: the fastest candidate within the limit of the off-policy share; at equal speed, the least off-policy one.
+        base: candidate with which all others are compared.
     """
 
     rows: list[CandidateResult]
@@ -93,12 +96,12 @@ class SearchSpace:
     """The space of candidates to search.
 
     Attributes:
-        base: candidate that the others are compared with; the first possible one, if the configuration refuses this.
+        base: candidate with which all others are compared; if the configuration refuses it, the first possible one.
         free: settings that may differ from the base.
         quorums: values of ``group_quorum`` to try.
         places: largest number of samples in flight.
-        continuous: values of :attr:`.workload.Schedule.continuous` to try.
-        below: bound of the number in flight, which only the base may reach; None means no bound.
+        continuous: values of :attr:`.workload.Schedule.continuous` to try; None in it stands for stepwise generation.
+        below: number of samples in flight below which all candidates but the base must stay; None means no bound.
     """
 
     base: Schedule
@@ -124,12 +127,12 @@ class SearchSpace:
         return self.quorums if Work.QUORUM in self.free else (quorum,)
 
     def allows_refill(self, refill: Refill) -> bool:
-        """Return True if candidates with this refill policy may be tried, with varying N' or number in flight."""
+        """Return True if candidates with this refill policy and other sizes (N' or samples in flight) may be tried."""
         size = Work.OVER_SAMPLING if refill is Refill.NONE else Work.IN_FLIGHT
         return size in self.free and (refill is self.base.refill or Work.REFILL in self.free)
 
     def clipped(self, schedule: Schedule) -> Schedule:
-        """Return the candidate with its number in flight cut to ``places`` and, with refill, to less than ``below``."""
+        """Return the candidate with at most ``places`` samples in flight and, with refill, fewer than ``below``."""
         most = self.places
         if self.below is not None and schedule.refill is Refill.SAMPLE:
             most = min(most, self.below - 1)
@@ -137,7 +140,7 @@ class SearchSpace:
 
 
 def coarse_grid(workload: Workload, space: SearchSpace) -> list[Schedule]:
-    """Return the coarse grid, with the largest and the smallest quorum each; the base comes first if it is possible."""
+    """Return the coarse grid: each candidate with the largest and the smallest quorum; a possible base comes first."""
     n, full = workload.groups, workload.groups * workload.samples
     found = [space.base]
     if space.allows_refill(Refill.NONE) and None in space.continuous:
@@ -152,7 +155,8 @@ def coarse_grid(workload: Workload, space: SearchSpace) -> list[Schedule]:
 
 
 def neighbours(workload: Workload, best: Schedule, tried: Iterable[Schedule], space: SearchSpace) -> list[Schedule]:
-    """Return candidates half way between ``best`` and its tried neighbours in size, and ``best`` with other quorums."""
+    """Return candidates whose size is half way between ``best`` and its next tried sizes, and ``best`` with other
+    quorums."""
     tried, out = list(tried), []
     one_shot = best.refill is Refill.NONE
     sizes = sorted({_size(s) for s in tried if _kind(s) == _kind(best)})
@@ -175,7 +179,7 @@ def _kind(schedule: Schedule) -> tuple[object, ...]:
 
 
 def _possible(workload: Workload, schedules: Iterable[Schedule], space: SearchSpace) -> list[Schedule]:
-    """Return the base and the schedules that are worth a try, each once, if the configuration allows them."""
+    """Return the base and the schedules that are worth trying, each once, if the configuration allows them."""
     out: dict[Schedule, None] = {}
     base, below = space.base, math.inf if space.below is None else space.below
     for schedule in (base, *schedules):
@@ -184,7 +188,7 @@ def _possible(workload: Workload, schedules: Iterable[Schedule], space: SearchSp
         except ValueError:  # for example N' above (max_staleness + 1) N
             continue
         one_shot = schedule.refill is Refill.NONE
-        # with no more groups than a batch needs, all responses are waited for anyway, whatever the quorum
+        # with no more groups than a batch needs, the step waits for all responses, so a quorum has no effect
         needless = one_shot and schedule.quorum != 1.0 and schedule.over <= workload.groups
         # even if the configuration allows so many groups, they could not be trained in time
         too_many = one_shot and schedule.over > (workload.max_staleness + 1) * workload.groups
@@ -204,7 +208,7 @@ def pareto_front(rows: Sequence[CandidateResult]) -> list[CandidateResult]:
 
 
 def choose(rows: Sequence[CandidateResult], max_off_policy_share: float) -> CandidateResult:
-    """Return the fastest row within the limit; at equal speed, or if none is within, the least off-policy one."""
+    """Return the fastest row within the limit; at equal speed, or if no row is within, the least off-policy row."""
     within = [row for row in rows if row.off_policy_share <= max_off_policy_share]
     if not within:
         return min(rows, key=lambda row: row.off_policy_share)
@@ -240,12 +244,12 @@ def plan(
     """Simulate candidates for a workload and choose the best one.
 
     Args:
-        workload: workload to plan for; its ``over``, ``in_flight``, ``group_quorum``, ``steps`` and ``ramp`` are not
-            used.
-        space: candidates that may be chosen; None means all.
+        workload: workload for which the best settings are searched; its ``over``, ``in_flight``, ``group_quorum``,
+            ``steps`` and ``ramp`` are not used.
+        space: candidates that may be chosen; None means all candidates.
         max_off_policy_share: largest allowed off-policy share of the trained tokens.
         processes: number of processes that simulate at the same time.
-        progress: function that is called with the number of finished and of all simulations.
+        progress: function that is called with the number of finished simulations and the number of all simulations.
 
     Raises:
         ValueError: ``max_off_policy_share`` is out of range, or no candidate can be simulated.
@@ -296,7 +300,7 @@ def plan(
 
 
 def _finalists(base: Schedule, rows: list[CandidateResult], share: float) -> list[Schedule]:
-    """Return the base and then the candidates that may turn out best, the most promising first."""
+    """Return the base, then the candidates that may turn out to be the best, the most promising first."""
     likely = choose(rows, share)
     near = [r for r in rows if r.off_policy_share <= share * (1.0 + FINALIST_TOLERANCE)]
     near = [r for r in near if r.tokens_per_s >= (1.0 - FINALIST_TOLERANCE) * likely.tokens_per_s]

@@ -1,4 +1,4 @@
-"""``april plan``: reads lengths or the record of a run, plans, and prints, writes and draws the plan."""
+"""Runs ``april plan``: reads lengths or the record of a run, searches the best settings, and shows the result."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MAX_SHOWN_ROWS = 8
 
 
 def plan_table(plan: Plan) -> Table:
-    """Return a table of the Pareto front of speed and off-policy share, with the chosen candidate marked."""
+    """Return a table of the Pareto front of speed and off-policy share, which marks the chosen candidate."""
     out = Table(title="What is faster only with older tokens", box=SIMPLE_HEAD, collapse_padding=True)
     for column in ("", "tokens\nper s", "speed-\nup", "off-\npolicy", "stale-\nness", "s per\nbatch"):
         out.add_column(column, justify="right" if column else "left", no_wrap=bool(column))
@@ -53,7 +53,7 @@ def plan_table(plan: Plan) -> Table:
 
 
 def settings(workload: Workload, row: CandidateResult) -> str:
-    """Return april's configuration for a candidate as YAML, with the run's other settings, and notes as comments."""
+    """Return the configuration for a candidate as YAML, with the other settings of the run and notes as comments."""
     import yaml
 
     config = workload.config(row.schedule)
@@ -163,19 +163,19 @@ def draw_plan(plan: Plan, max_off_policy_share: float, path: Path) -> None:
 
 
 COST_ARGUMENTS = ("model", "gpu", "tensor_parallel")
-"""Arguments that give the cost of an engine; they are refused if the cost was measured."""
+"""Arguments from which the cost of an engine is estimated; they are refused if the cost was measured."""
 
 
 def plan_file(
     path: Path, given: dict[str, Any], max_off_policy_share: float | None, processes: int, out: Path, console: Console
 ) -> Plan:
-    """Plan for a file of lengths or a record; ``given`` fields of :class:`.workload.Workload` replace the file's.
+    """Plan for a file of lengths or a record; ``given`` has fields of :class:`.workload.Workload` that replace its own.
 
-    If ``max_off_policy_share`` is None, the run's own limit is used.
+    If ``max_off_policy_share`` is None, the limit of the recorded run is used.
 
     Raises:
         ValueError: an argument is wrong.
-        RecordError: the record is damaged or has too little in it.
+        RecordError: the record is damaged or has too few responses.
         RolloutError: the core gave up.
         OSError: ``out`` cannot be written.
     """
@@ -217,7 +217,7 @@ def plan_file(
 
 
 def read_workload(path: Path, given: dict[str, Any]) -> Workload:
-    """Return the workload to plan for. Raises the same errors as :func:`plan_file`."""
+    """Return the workload of a file of lengths or a record. Raises the same errors as :func:`plan_file`."""
     recorded, wrong = is_record(path), [name for name in COST_ARGUMENTS if name in given]
     if wrong and "measured_cost" in given:
         raise ValueError(f"the engines' cost was measured; leave out {', '.join(wrong)}")

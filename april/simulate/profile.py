@@ -1,7 +1,8 @@
-"""Measures the decode and prefill cost of a server: sends requests at several numbers in flight and fits a cost.
+"""Measures the decode and prefill cost of a server: sends few or many requests at a time, and fits a cost to them.
 
-The fit is the same as for a run (:mod:`april.engines.simulated.fitted_cost`), but the requests are made for it: short
-and long prompts and responses, from one in flight to many. The last round is held out to measure the fit's error.
+The fit is the same as for a run (:mod:`april.engines.simulated.fitted_cost`), but the requests are chosen for it: short
+and long prompts and responses, from one in flight to many. The last round is not used for the fit; it measures the
+fit's error.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ from april.view.units import cost_of_a_step, short_time
 
 FORMAT = 1
 ROUNDS = 4
-"""Rounds over all numbers in flight. The first is discarded, as a server is slow at first; the last is held out."""
+"""Number of rounds over all numbers in flight. The first round is discarded, as a server is slow at first; the last
+round measures the error."""
 PROMPTS = (32, 512)
 """Prompt lengths in tokens, used in turn."""
 LEAST_ID = 3
-"""Smallest token id in prompts; smaller ones are often special tokens."""
+"""Smallest token id in prompts; smaller ids are often special tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +51,9 @@ class CostProfile:
 
     Attributes:
         cost: fitted cost of one engine.
-        requests: number of requests to which it was fitted.
+        requests: number of requests to which the cost was fitted.
         held_out: relative error of the predicted durations in the last round, averaged over the numbers in flight.
-        speeds: measured tokens per second of one engine, by the number in flight.
+        speeds: measured tokens per second of one engine, by the number of requests in flight.
     """
 
     cost: DecodeCost
@@ -60,7 +62,7 @@ class CostProfile:
     speeds: dict[int, float]
 
     def write(self, path: Path) -> None:
-        """Write the profile to a file as JSON. Raises OSError."""
+        """Write the profile to a file as JSON. Raises OSError if that fails."""
         plain = {"format": FORMAT, **asdict(self), "cost": asdict(self.cost)}
         write_atomic(path, (json.dumps(plain, indent=1) + "\n").encode())
 
@@ -83,7 +85,7 @@ def read_cost(path: Path) -> DecodeCost:
 
 
 def in_flight_points(most: int) -> list[int]:
-    """Return the numbers in flight to measure: powers of two, and ``most``."""
+    """Return the numbers of requests in flight that are measured: powers of two, and ``most``."""
     return sorted({*(2**i for i in range(most.bit_length()) if 2**i <= most), most})
 
 
@@ -91,14 +93,14 @@ async def profile(
     engine: Engine, most: int, tokens: int, now: Callable[[], float],
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> CostProfile:
-    """Measure one engine. No one else may use it during the measurement.
+    """Measure one engine, which must have no other requests during the measurement.
 
     Args:
         engine: engine to measure; the caller closes it.
         most: largest number of requests in flight.
-        tokens: length of the longest response; the shortest has a quarter of it.
+        tokens: length of the longest response; the shortest response has a quarter of it.
         now: clock in seconds.
-        progress: function that is called with the number of finished and of all measurements.
+        progress: function that is called with the number of finished measurements and the number of all measurements.
 
     Raises:
         EngineError: the engine failed, or generated too few tokens for a fit.
@@ -110,7 +112,7 @@ async def profile(
 
     async def one(length: int, prompt: int) -> EndedRequest:
         number = next(names)
-        # random prompts for each profile: the server may still have an earlier profile's prompts in its cache
+        # each profile has other random prompts, as the server may still have those of an earlier profile in its cache
         ids = np.random.default_rng((int(run, 16), number)).integers(
             LEAST_ID, max(LEAST_ID + 1, engine.capabilities.vocab_size), prompt, dtype=np.int32
         )
@@ -198,7 +200,7 @@ def profile_server(
 
 
 def _require_writable(out: Path) -> None:
-    """Raise OSError if ``out`` cannot be written, before a measurement that takes minutes."""
+    """Raise OSError if ``out`` cannot be written; called first, as the measurement takes minutes."""
     there = out.exists()
     out.parent.mkdir(parents=True, exist_ok=True)
     out.open("a").close()

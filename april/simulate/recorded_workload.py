@@ -1,4 +1,4 @@
-"""Derives a workload from the record of a run: response lengths, cost of the engines, time of the trainer."""
+"""Derives a workload to simulate from the record of a run: response lengths, cost of the engines, training time."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from april.simulate.workload import Placement, Workload
 from april.view.run_data import RecordedEngine, RunData, limit_distance_of, read_run
 
 MIN_RESPONSES = 32
-"""Smallest number of finished responses from which a plan is made; fewer would not show the lengths."""
+"""Smallest number of finished responses from which a plan is made; fewer would not show the distribution of lengths."""
 FEW_BATCHES = 10
-"""Number of batches below which a plan warns that there are few."""
+"""A plan from a record with fewer batches has a warning."""
 
 
 def workload_of(path: Path) -> Workload:
     """Return the workload of a recorded run.
 
-    Only finished responses count. Those that were unfinished when the record ended tend to be long, so the lengths of
-    a short record are too small.
+    Only finished responses count. Responses that were unfinished when the record ended tend to be long, so the lengths
+    from a short record are too small.
 
     Raises:
         RecordError: the record cannot be read, or has too few responses.
@@ -41,7 +41,7 @@ def workload_of(path: Path) -> Workload:
         count = run.finished.size
         raise RecordError(f"{path}: {count} responses were finished, but {MIN_RESPONSES} are needed to plan")
     first = run.context[(run.age == 0) & ~run.evaluation]
-    # the first step is not typical: it began with nothing in flight
+    # the first step is not typical, as it began with nothing in flight
     train_s, ahead = pace(batch.metrics for batch in run.batches[1:])
     colocated = settings.generation is GenerationMode.STEPWISE and not ahead
     return Workload(
@@ -70,14 +70,17 @@ def doubts_of(run: RunData) -> tuple[str, ...]:
 
 
 def slots_of(run: RunData) -> int | None:
-    """Return the smallest limit of requests in flight at an engine; None if one has none or the run is simulated."""
+    """Return the smallest ``max_in_flight`` of the engines; None if an engine has no limit, or for a simulated run."""
     slots = [engine.max_in_flight for engine in msgspec.convert(run.head["engines"], list[RecordedEngine])]
     known = [number for number in slots if number]
     return min(known) if run.head.get("config") is not None and len(known) == len(slots) else None
 
 
 def settings_of(run: RunData) -> dict[str, Any]:
-    """Return the run's configuration, or the part known to the core. Raises RecordError if it is not valid."""
+    """Return the run's configuration. Raises RecordError if it is not valid.
+
+    A record without a configuration, such as that of a simulated run, gives only the settings that the core uses.
+    """
     if (recorded := run.head.get("config")) is not None:
         try:
             return Config.from_mapping(recorded).to_mapping()
@@ -102,7 +105,7 @@ def lengths_of(run: RunData, seed: int = 0) -> TraceLengths:
 
 
 def mean_cost(run: RunData, path: Path) -> DecodeCost:
-    """Return the mean cost of the run's engines. Raises RecordError if none could be fitted."""
+    """Return the mean cost of the run's engines. Raises RecordError if no cost could be fitted."""
     costs = [fitted.cost for fitted in run.costs.values()]
     if not costs:
         raise RecordError(f"{path}: too few requests ended to estimate the engines' cost")

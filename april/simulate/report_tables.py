@@ -29,9 +29,9 @@ ROWS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
 
 
 AS_FAST = 0.98
-"""Smallest fraction of the larger N's speed at which a smaller N' counts as equally fast."""
+"""A smaller N' (``over_sampling_batch_size``) counts as equally fast from this fraction of a larger N's speed on."""
 WORTH_MORE_STALENESS = 0.01
-"""Share of the limit that a larger max_staleness must add to be recommended."""
+"""A larger max_staleness is recommended only if it brings the speed closer to the limit by at least this fraction."""
 
 
 def headline(report: dict[str, Any]) -> list[str]:
@@ -54,7 +54,7 @@ def headline(report: dict[str, Any]) -> list[str]:
 
 
 def mode_table(report: dict[str, Any]) -> Table:
-    """Return a table of all modes, one column each."""
+    """Return a table with a column for each mode."""
     ways = {3: "three", 5: "five"}[len(report["modes"])]
     out = Table(title=f"One workload, scheduled {ways} ways", box=SIMPLE_HEAD)
     out.add_column("")
@@ -78,7 +78,7 @@ def _table(title: str, columns: tuple[str, ...], rows: Mapping[str, tuple[str, .
 
 
 def loop_table(report: dict[str, Any]) -> Table:
-    """Return a table of the loop of generation and training, one row per mode."""
+    """Return a table of the loop of generation and training, with a row for each mode."""
     loop = report["loop"]
     title = (
         f"Generation and training, {loop['placement']}: {loop['train_s']:.3g} s per batch, "
@@ -98,7 +98,10 @@ def loop_table(report: dict[str, Any]) -> Table:
 
 
 def sweep_table(report: dict[str, Any]) -> Table:
-    """Return a table of the sweep, one row per N'/N, with the refill mode below for comparison."""
+    """Return a table of the sweep, with a row for each N'/N, and below it the refill mode for comparison.
+
+    N' is ``over_sampling_batch_size``, and N is ``rollout_batch_size``.
+    """
     quorum = report["workload"]["group_quorum"]
     title = "How much to over-sample: N' groups once per step"
     title += "" if quorum == 1.0 else f", group quorum {quorum:g}"
@@ -132,7 +135,7 @@ def verdict(report: dict[str, Any]) -> list[str]:
 
 
 def _quorum_verdict(report: dict[str, Any]) -> list[str]:
-    """Return sentences that compare a group quorum with whole groups; none without a quorum."""
+    """Return sentences that compare a group quorum with whole groups; empty if the quorum is 1."""
     quorum, modes = report["workload"]["group_quorum"], report["modes"]
     if quorum == 1.0:
         return []

@@ -2,12 +2,13 @@
 
 Invariant: the same workload gives the same report, to the last bit, except for ``cpu_s``.
 
-The fraction of the limit is computed from the tokens kept after the ramp: tokens generated, less tokens dropped for age
-(that is, trained, plus held at the end, less held at the start). The limit is the time that exactly these tokens,
-each at its position in its response, need on the same engines if the same number of samples is in flight all the time:
-no step ends, and nothing is prefilled twice. The fraction is this time divided by the time taken. So it does not depend
-on which responses happened to be long, and dropped tokens never count. If training takes time, the least time is the
-longer of the engines' and the trainer's times if each has its own GPUs, and their sum if they share GPUs.
+The fraction of the limit is computed from the tokens kept after the ramp: the tokens generated, less the tokens dropped
+for age (equal to tokens trained, plus those held at the end, less those held at the start). The least time for these
+tokens is the time that the same engines need for them, each at its position in its response, if the same number of
+samples is in flight all the time: no step ends, and nothing is prefilled twice. The fraction of the limit is this time
+divided by the time taken. So it does not depend on which responses happened to be long, and dropped tokens never count.
+If training takes time, the least time is the larger of the engines' and the trainer's times if each has its own GPUs,
+and their sum if they share GPUs.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Progress = Callable[[int], None]
 class ScheduleMeasurement:
     """Figures of one simulated schedule, and the curves for its picture.
 
-    All times are seconds of virtual time; those of the curves start at 0 after the ramp.
+    All times are seconds of virtual time; the times of the curves start at 0 after the ramp.
 
     Attributes:
         figures: figures for simulate.json.
@@ -97,7 +98,7 @@ def measure(workload: Workload, schedule: Schedule, progress: Progress = lambda 
 
 
 def _idle_times(settings: CoreSettings, steps: list[dict[str, float]]) -> dict[str, Any]:
-    """Return how long trainer and engines were idle and why, computed as in the metrics of real runs."""
+    """Return how long trainer and engines were idle and why; computed in the same way as the metrics of real runs."""
     times = whole(steps)
     return {
         "trainer_idle_share": times[TrainerTime.WAITS] / times["step_s"],
@@ -210,7 +211,7 @@ def length_statistics(workload: Workload) -> dict[str, Any]:
 
 
 RATIOS = (1.0, 1.25, 1.5, 2.0, 3.0)
-"""Ratios N'/N of the sweep."""
+"""Ratios N'/N (``over_sampling_batch_size`` to ``rollout_batch_size``) of the sweep."""
 IDLE_WORTH_A_WORD = 0.01
 DEFINITIONS = {
     "tokens_per_s": "response tokens per second of all engines together, over the steps after the ramp; with a train "
@@ -237,7 +238,7 @@ DEFINITIONS = {
 def simulate(workload: Workload, sweep: bool, begin: Begin) -> tuple[dict[str, Any], dict[str, ScheduleMeasurement]]:
     """Simulate all modes and return (report, measurements by mode).
 
-    With ``sweep``, N'/N is varied, too, except where the trainer has its own GPUs.
+    With ``sweep``, also simulate several ratios N'/N, unless the trainer has its own GPUs.
 
     Raises:
         RolloutError: the core gave up.
@@ -294,7 +295,7 @@ def _relative_figures(measured: ScheduleMeasurement, base: float) -> dict[str, A
 
 
 def _loop_times(workload: Workload) -> dict[str, Any]:
-    """Return the time of a batch at the engines alone and at the trainer alone, and which is slower."""
+    """Return the time that a batch takes on the engines alone and on the trainer alone, and which of them is slower."""
     return {
         "placement": str(Placement.SEPARATE if workload.separate else Placement.COLOCATED),
         "batch_s": workload.batch_s,

@@ -1,4 +1,6 @@
-"""Runs the real core on virtual time, without asyncio: all tokens are blank, but counts and times are exact.
+"""Simulates a run: the real core with simulated engines on virtual time, without asyncio.
+
+All tokens are blank, but counts and times are exact.
 
 Every decision is made by :class:`april.core.rollout_core.RolloutCore`; the engines are discrete-event models
 (:mod:`april.engines.simulated.decoder_model`). The same arguments give the same result, to the last bit, on every
@@ -41,19 +43,20 @@ from april.record.recorder import Recorder
 
 @dataclass(slots=True)
 class _RunningAttempt:
-    """An attempt in a decoder. ``count``: tokens that it generates if it is not aborted."""
+    """An attempt (request) in a decoder; ``count`` is the number of tokens that it generates if it is not aborted."""
 
     attempt: Attempt
     count: int
     complete: bool
     on_tape: int = 0
-    """Number of its tokens that are already on the tape, as they came before a weight update during the attempt."""
+    """Number of its tokens that are already on the tape: those generated before the latest weight update during the
+    attempt."""
 
 
 class SimulatedEngines:
     """Executes the core's commands for all engines of a simulation, and posts their events to the core.
 
-    The cost of an event does not depend on the number of engines.
+    The time that an event takes does not depend on the number of engines.
 
     Args:
         decoders: decoder of each engine, by name.
@@ -62,7 +65,7 @@ class SimulatedEngines:
         now: function that returns the virtual time in seconds.
         version: function that returns the policy version of the engines' weights.
         post: function that is called with every event.
-        shares_prompts: whether an engine prefills a group's prompt once per version instead of once per sample.
+        shares_prompts: whether an engine prefills the prompt of a group once per version; otherwise once per sample.
     """
 
     def __init__(
@@ -85,9 +88,9 @@ class SimulatedEngines:
         self._running: dict[str, _RunningAttempt] = {}
         self._order = {name: place for place, name in enumerate(decoders)}
         self._touched: set[str] = set()
-        """Engines whose next event may have changed since it was put on the agenda."""
+        """Engines whose next event may have changed after it was put on the agenda."""
         self._agenda: list[tuple[float, int, str]] = []
-        """Heap of (time, order, engine) of next events, some of them outdated; ties go by the order of the engines."""
+        """Heap of next events as (time, order, engine); some are outdated. At equal times, the order decides."""
         self.executors: dict[type[do.Command], Callable[[Any], None]] = {
             do.Submit: self._submit,
             do.Abort: self._abort,
@@ -108,7 +111,7 @@ class SimulatedEngines:
         return agenda[0][0] if agenda else math.inf
 
     def run_next_event(self) -> None:
-        """Process the next event. The caller has set the time to ``next_s``."""
+        """Process the next event; the caller must have set the time to ``next_s``."""
         self._advance(self._agenda[0][2])
 
     def catch_up(self) -> None:
@@ -117,7 +120,7 @@ class SimulatedEngines:
             self._advance(engine)
 
     def tokens_in_flight(self) -> list[tuple[SampleId, int]]:
-        """Return (sample, tokens generated) of every running request; the core does not count these tokens yet."""
+        """Return (sample, tokens generated) of every running request; the core has not counted these tokens yet."""
         return [
             (r.attempt.sample.id, self.decoders[r.attempt.engine].tokens_of(attempt_id))
             for attempt_id, r in self._running.items()
@@ -155,7 +158,7 @@ class SimulatedEngines:
             self._post(ev.AttemptEnded.of(running.attempt, EngineFinish.ABORT))
 
     def _paused(self, command: do.PauseEngine) -> None:
-        """Pause an engine. If requests survive the update, the tokens so far are recorded with the old version."""
+        """Pause an engine. If its requests continue after the update, their tokens so far get the old version."""
         silent: list[str] = []
         if command.in_flight is not OnWeightUpdate.RESUBMIT:
             self._advance(command.engine)
@@ -175,16 +178,16 @@ class SimulatedEngines:
         self._post(ev.EngineCallEnded(command.engine, command.call, ev.CallResult.DONE))
 
     def _append(self, running: _RunningAttempt, count: int) -> None:
-        """Append the attempt's new tokens to its tape, so that ``count`` of its tokens are on it."""
+        """Append the new tokens of an attempt to its tape, so that the tape has ``count`` tokens of it."""
         new, running.on_tape = count - running.on_tape, count
         running.attempt.tape.append(self._blank[:new], self._blank_logprobs[:new], self._version())
 
 
 class SimulatedRewards:
-    """Computes rewards on virtual time; each takes equally long.
+    """Computes rewards on virtual time; all rewards take the same time.
 
     Args:
-        seconds: seconds that one reward takes; 0 means none.
+        seconds: number of seconds that one reward takes.
         at_once: largest number of rewards that are computed at the same time; None means no limit.
         ended: function that is called with each sample whose reward is done.
     """
@@ -207,11 +210,11 @@ class SimulatedRewards:
 
     @property
     def next_s(self) -> float:
-        """Time at which the next reward is done; inf if none is being computed."""
+        """Time at which the next reward is done; inf if no reward is being computed."""
         return self._running[0][0] if self._running else math.inf
 
     def end_next(self) -> None:
-        """Report the next reward. The caller has set the time to ``next_s``."""
+        """Report the next reward; the caller must have set the time to ``next_s``."""
         self._ended(self._running.popleft()[1])
 
 
@@ -220,14 +223,15 @@ class SimulatedTrainer:
 
     Args:
         train_s: seconds per batch.
-        fetch_ahead: number of batches to request before the current one is trained; 0 means to wait for the update.
+        fetch_ahead: number of batches that the trainer requests before the current batch is trained; with 0 it waits
+            for the weight update.
     """
 
     def __init__(self, train_s: float, fetch_ahead: int) -> None:
         self._train_s, self._fetch_ahead = train_s, fetch_ahead
         self._batches: deque[Batch] = deque()
         self.ends_s = math.inf
-        """Time at which the current batch is trained; inf while the trainer waits for one."""
+        """Time at which the training of the current batch ends; inf while the trainer waits for a batch."""
 
     @property
     def wants_more(self) -> bool:
@@ -241,7 +245,7 @@ class SimulatedTrainer:
             self.ends_s = now + self._train_s
 
     def pop_trained(self) -> Batch:
-        """Remove and return the batch that is now trained; the next one begins at the same instant."""
+        """Remove and return the batch that is now trained; training of the next batch begins at the same instant."""
         done = self._batches.popleft()
         self.ends_s = self.ends_s + self._train_s if self._batches else math.inf
         return done
@@ -258,7 +262,7 @@ IGNORED: tuple[type[do.Command], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """Figures of one step, from one delivery to the next; times are seconds of virtual time."""
+    """Figures of one step, which lasts from one delivery to the next; times are seconds of virtual time."""
 
     start_s: float
     """Time at which the previous batch was delivered."""
@@ -269,9 +273,9 @@ class StepRecord:
     busy_slot_s: float
     metrics: dict[str, float]
     token_ages: dict[int, int]
-    """Number of trained tokens by age, in weight updates between their generation and their training."""
+    """Number of trained tokens by age, which is the number of weight updates between generation and training."""
     lengths: list[int]
-    """Response tokens of each delivered sample."""
+    """Number of response tokens of each delivered sample."""
 
 
 @dataclass(slots=True)
@@ -283,13 +287,13 @@ class SimulationResult:
     digest: str = ""
 
     def summary(self, skip: int = 0) -> dict[str, float]:
-        """Return totals and rates over all steps but the first ``skip``, the ramp.
+        """Return totals and rates over the steps, without the first ``skip`` steps, in which the run only fills up.
 
         Raises:
             RolloutError: these steps took no time.
         """
         steps = self.steps[skip:]
-        wall = math.fsum(s.end_s - s.start_s for s in steps)  # fsum: the same on every Python version
+        wall = math.fsum(s.end_s - s.start_s for s in steps)  # fsum gives the same result on every Python version
         if not wall:
             raise RolloutError(
                 f"{len(steps)} steps after a ramp of {skip} took no time: all that they delivered had been generated "
@@ -324,12 +328,12 @@ class Simulation:
         engines: number of engines.
         prompt_len: number of tokens in every prompt.
         train_s, fetch_ahead: see :class:`SimulatedTrainer`.
-        choose: function that finds the best settings, in no virtual time; needed if settings are ``auto``.
-        most_in_flight: decode slots of all engines together, for runs whose max_in_flight may change; None means
-            max_in_flight.
+        choose: function that finds the best settings, and takes no virtual time; needed if settings are ``auto``.
+        most_in_flight: number of decode slots of all engines together, for runs whose max_in_flight may change; None
+            means max_in_flight.
         shares_prompts: see :class:`SimulatedEngines`.
-        failing: share of the samples whose reward raises at every try; drawn independently for each sample.
-        reward_s: seconds that the reward of a finished sample takes.
+        failing: probability that the reward function of a sample fails at every try; drawn for each sample.
+        reward_s: number of seconds that the reward of a finished sample takes.
         rewards_at_once: largest number of rewards that are computed at the same time; None means no limit.
         check: whether to cross-check the core's ledgers after every event.
         record: file in which to record the simulation like a real run; None means no record.
@@ -400,7 +404,7 @@ class Simulation:
         self._batch_requested = False
         self._batch: Batch | None = None
         self._waited: dict[str, float] = {}
-        """Metrics that say how the time before ``_batch`` was spent."""
+        """Metrics about the time before the delivery of ``_batch``."""
         self._updates = 0
         self._delivered_s, self._delivered_totals = 0.0, self._totals()
         self._times = RunTimes(self.core)
@@ -423,7 +427,7 @@ class Simulation:
         return self.result
 
     def _ask_for_settings(self) -> None:
-        """Ask for better ``auto`` settings if that is due."""
+        """Ask for better ``auto`` settings if a question is due."""
         auto = self._auto
         if auto is None or self._choose is None or not auto.question_due:
             return
@@ -467,7 +471,7 @@ class Simulation:
             self._watch(self.now, sum(d.running for d in self.decoders.values()))
 
     def _update_weights(self) -> None:
-        """Update the weights after a batch is trained, and check that its ages were computed for this version."""
+        """Update the weights after a batch was trained, and check that its ages were computed for this version."""
         batch = self._trainer.pop_trained()
         if batch.trained_at != self.core.clock.current:
             raise InvariantError(f"batch {batch.id} was planned for {batch.trained_at}, not {self.core.clock.current}")
@@ -535,7 +539,8 @@ class Simulation:
 
     def _length(self, sample: SampleId) -> int:
         row = self._group_lengths.get(sample.group)
-        if row is None or len(row) <= sample.index:  # or a replacement for a failed sample
+        # the row is not drawn yet, or is too short because a failed sample was replaced
+        if row is None or len(row) <= sample.index:
             n = max(self.core.settings.n_samples_per_prompt, sample.index + 1)
             row = self._group_lengths[sample.group] = self._lengths.group(sample.group, n).tolist()
         return row[sample.index]

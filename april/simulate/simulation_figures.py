@@ -1,4 +1,4 @@
-"""Draws pictures of a simulation: busy slots, lengths, throughput against the limit, token ages, the training loop."""
+"""Draws the results of a simulation: busy slots, lengths, throughput against the limit, token ages, training loop."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ COLOURS = {"sync": "#8a8a8a", "april": "#1b6ca8", "refill": "#d1603d"}
 WITH_QUORUM = {"april": "#6fa8d6", "refill": "#e59a80"}
 CONTINUOUS, TRAINER = "#2e8b57", "#7a4a9e"
 SHOWN_SYNC_STEPS, SHOWN_SYNC_BATCHES = 4, 6
-"""Panels over time end when sync has delivered this many steps (batches, if training takes time)."""
+"""Panels over time end when the mode ``sync`` has delivered this many steps (or batches, if training takes time)."""
 SHOWN_BOUNDS = (1, 4)
-"""Values of max_staleness whose continuous modes get a panel over time; if none of them was run, all modes get one."""
+"""Continuous modes with these values of max_staleness get a panel over time; if there are none, all modes get one."""
 PIXELS = 1500
-"""Number of points of a curve of busy slots; more could not be told apart."""
+"""Number of points of a curve of busy slots; more points could not be seen."""
 OLDEST_SHOWN = 5
 
 
@@ -68,7 +68,10 @@ def _engines(w: dict[str, Any]) -> str:
 def _over_time(
     figure: Any, grid: Any, report: dict[str, Any], runs: dict[str, ScheduleMeasurement], steps: int, title: str
 ) -> Iterator[tuple[str, Any, float]]:
-    """Draw a panel of busy slots for each mode, up to step ``steps`` of sync; yield (mode, axes, last second)."""
+    """Draw a panel of busy slots for each mode; yield (mode, axes, last second).
+
+    The panels end when the mode ``sync`` has delivered ``steps`` steps.
+    """
     ends = runs["sync"].step_ends
     until = ends[min(steps, len(ends)) - 1]
     for row, (name, run) in enumerate(runs.items()):

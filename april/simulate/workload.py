@@ -26,7 +26,7 @@ from april.errors import ConfigError
 from april.simulate import Placement as Placement
 
 MEDIAN_LEN, SIGMA_BETWEEN, SIGMA_WITHIN = 2500.0, 0.62, 0.51
-"""Default lognormal lengths in tokens: a total sigma of 0.8, more of it between prompts than within."""
+"""Default lognormal lengths in tokens. The total sigma is 0.8; lengths vary more between prompts than within one."""
 LENGTH_SAMPLES = 50_000
 """Number of responses drawn to estimate the distribution of lengths."""
 MOST_IN_FLIGHT = 100_000
@@ -37,13 +37,14 @@ BOUNDS = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Schedule:
-    """A way to schedule samples. The rest of the workload is the same in all modes.
+    """A way to schedule samples; everything else in the workload is the same for all schedules.
 
     Attributes:
-        over: N', the number of groups in progress.
+        over: over_sampling_batch_size (N'), the number of groups in progress.
         refill: policy that says when new work starts inside a step.
         in_flight: largest number of samples in flight, which is the number of decode slots.
-        continuous: max_staleness of continuous generation; None means stepwise, with max_staleness of the workload.
+        continuous: max_staleness, if generation is continuous; None if it is stepwise, where ``Workload.max_staleness``
+            holds.
         quorum: share of a group that must be finished before its finished samples count.
         keeps_requests: whether requests continue over weight updates (on_weight_update: keep).
     """
@@ -58,22 +59,27 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A job to simulate. The defaults are those of the paper's scripts (arXiv 2509.18521), on H100.
+    """A job to simulate. The defaults are those of the paper's scripts (arXiv 2509.18521), on H100 GPUs.
+
+    Each workload is simulated in several modes (:attr:`modes`): ``sync`` starts as many groups as a batch needs;
+    ``april`` starts more groups at the beginning of each step, as in the paper; ``refill`` replaces each finished
+    sample at once; ``continuous`` also generates while the trainer trains.
 
     Attributes:
         model, gpu, tensor_parallel, memory_share: description of one engine, see
             :func:`april.engines.simulated.decode_cost.roofline`.
         engines: number of engines.
-        groups, samples: N prompt groups per batch, with n responses each.
-        over: N' of the april mode; None means 2 N.
-        in_flight: samples in flight in the refill mode; None means N n, as in the sync mode.
+        groups, samples: number of groups per batch, and of responses per group.
+        over: number of groups in progress in the april mode; None means twice ``groups``.
+        in_flight: samples in flight in the refill mode; None means ``groups`` times ``samples``, as in the sync mode.
         max_response_len, prompt_len: lengths in tokens.
         max_staleness, on_stale: bound on the age of tokens, and what happens to older tokens.
-        group_quorum: quorum; below 1, april and refill are simulated with and without it, sweep and continuous with it.
+        group_quorum: share of a group that must be finished. Below 1, the modes april and refill are simulated twice,
+            with and without it; sweeps and the continuous mode only with it.
         train_time: time to train a batch: seconds ("40"), or a multiple of the time that the engines need for a batch
-            at their limit ("0.5x"); None means that training takes no time.
+            at their maximum throughput ("0.5x"); None means that training takes no time.
         placement: placement of the trainer, if training takes time; None means separate.
-        fetch_ahead: number of batches that a trainer on its own GPUs requests while it trains one.
+        fetch_ahead: number of batches that a trainer on its own GPUs requests while it trains a batch.
         keep: whether continuous generation is also simulated with on_weight_update: keep; then each engine prefills
             the prompt of a group once per version, in all modes.
         bounds: whether continuous generation is simulated at each of BOUNDS, or at max_staleness only.
@@ -82,10 +88,10 @@ class Workload:
         steps, ramp: number of simulated steps, and of first steps that are left out of the figures.
         seed: seed of the lengths.
         measured_cost: cost of one engine; None means an estimate for ``model`` on ``gpu``.
-        measured_lengths: lengths to use instead of a file or a distribution; None means these.
+        measured_lengths: lengths to use; None means those of ``lengths_file`` or the lognormal distribution.
         settings: configuration of a recorded run; settings that are also given by a schedule or another attribute are
             ignored.
-        slots: largest number of samples in flight on one engine, for plans; None means no limit.
+        slots: largest number of samples in flight on one engine, used in plans; None means no limit.
         whole_groups: whether only finished groups may be delivered.
         filtered: whether the run had a filter, which is not simulated.
         doubts: sentences that say why lengths or cost of a recorded run may be wrong.
@@ -196,7 +202,7 @@ class Workload:
 
     @cached_property
     def length_sample(self) -> NDArray[np.int64]:
-        """Lengths int64[groups, n] of the first groups, about LENGTH_SAMPLES in total, cut at max_response_len."""
+        """Lengths int64[groups, n] of the first groups, at least LENGTH_SAMPLES in total, cut at max_response_len."""
         groups = max(self.groups, -(-LENGTH_SAMPLES // self.samples))
         rows = np.stack([self.lengths.group(group, self.samples) for group in range(groups)])
         return np.minimum(rows, self.max_response_len).astype(np.int64)
@@ -215,12 +221,15 @@ class Workload:
         return self.engines * (float(lengths.sum()) / seconds)
 
     def _saved_s(self, responses: int) -> float:
-        """Return the seconds of prefill that this many responses save if the responses of a group share its prompt."""
+        """Return the seconds of prefill that this many responses save if all responses of a group share its prompt."""
         return self.cost.prefill_s(self.prompt_len) * responses * (1 - 1 / self.samples) if self.keep else 0.0
 
     @cached_property
     def batch_s(self) -> float:
-        """Seconds that all engines need for a batch at their limit, with as many in flight as in the refill mode."""
+        """Seconds in which all engines together make a batch if they always run at their maximum throughput.
+
+        As many samples are in flight as in the refill mode.
+        """
         in_flight = self._in_flight
         return self.groups * self.samples * float(self.length_sample.mean()) / self.long_run_limit(in_flight)
 
@@ -254,7 +263,10 @@ class Workload:
 
     @cached_property
     def modes(self) -> dict[str, Schedule]:
-        """Schedules to compare: sync, N' as in the paper (april), refill; also continuous ones if ``separate``."""
+        """Schedules to compare, by the name of the mode; see :class:`Workload`.
+
+        The continuous mode is simulated only if ``separate``; it has one schedule for each value of max_staleness.
+        """
         n = self.groups
         over = 2 * n if self.over is None else self.over
         modes = {
@@ -282,7 +294,7 @@ class Workload:
         return self.max_staleness if schedule.continuous is None else schedule.continuous
 
     def one_shot(self, over: int) -> Schedule:
-        """Return a schedule that starts N' groups at the beginning of a step, all in flight, and none later."""
+        """Return a schedule that starts ``over`` groups at the beginning of a step, all in flight, and none later."""
         return Schedule(over, Refill.NONE, max(over, self.groups) * self.samples)
 
     def core_settings(self, schedule: Schedule) -> CoreSettings:
@@ -290,7 +302,7 @@ class Workload:
         return self.config(schedule).core_settings(has_reward=False, group_reward=False, run_id=0)
 
     def config(self, schedule: Schedule) -> Config:
-        """Return the configuration of a run with this schedule. Raises ValueError if it is refused."""
+        """Return the configuration of a run with this schedule. Raises ValueError if ``Config`` refuses it."""
         scheduled = {
             "rollout_batch_size": self.groups,
             "n_samples_per_prompt": self.samples,
@@ -303,7 +315,7 @@ class Workload:
             "group_quorum": schedule.quorum,
             "max_in_flight": schedule.in_flight,
             "max_staleness": self.max_staleness_of(schedule),
-            "max_off_policy_share": 1.0,  # nothing is auto
+            "max_off_policy_share": 1.0,  # Config refuses a lower value, because no setting is ``auto``
             "on_stale": self.on_stale,
         }
         try:

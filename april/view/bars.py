@@ -1,4 +1,4 @@
-"""Progress bars on a terminal (rich)."""
+"""Draws progress bars on a terminal (with rich), or prints lines if there is no terminal."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 Begin = Callable[[str, int], Callable[..., None]]
-"""Starts a bar for (name, total steps) and returns its update function: ``update(done, total=None, note="")``."""
+"""Function that starts a bar for (name, total steps) and returns ``update(done, total=None, note="")``."""
 
 EVERY_S = 10.0
-"""Seconds between two printed lines where no bar can be drawn."""
+"""Seconds between two printed lines if no bar can be drawn."""
 
 
 @contextmanager
@@ -22,7 +22,7 @@ def bars(
 ) -> Iterator[Begin]:
     """Yield a function that starts a progress bar and returns its update function; names fill ``width`` characters.
 
-    If the console is not a terminal, lines are printed now and then. ``now`` is a clock in seconds.
+    If the console is not a terminal, a line is printed every EVERY_S seconds. ``now`` is a clock in seconds.
     """
     with Progress(
         TextColumn(f"{{task.description:<{width}}}"), BarColumn(bar_width=28), MofNCompleteColumn(),

@@ -1,4 +1,4 @@
-"""Shows a running scheduler to people: its progress line and its exporters. Neither can hold up the scheduler."""
+"""Shows a running scheduler to people, by a progress line and exporters; neither can hold up the scheduler."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from april.view.progress import Tell, progress_on
 log = logging.getLogger("april")
 
 MAX_WAITING_BATCHES = 1000
-"""Largest number of batches that wait for a slow exporter; further ones are not exported."""
+"""Largest number of batches that wait for a slow exporter; further batches are not exported."""
 CLOSE_TIMEOUT_S = 10.0
 """Longest wait in seconds for an exporter when the scheduler closes."""
 
@@ -33,7 +33,8 @@ CLOSE_TIMEOUT_S = 10.0
 class Observers:
     """Holds one scheduler's progress line and exporters. Raises ConfigError for wrong arguments of the scheduler.
 
-    It refers to the driver and not to the scheduler, which could otherwise not be freed while requests run.
+    This object refers to the driver and not to the scheduler; otherwise the scheduler could not be freed while requests
+    run.
     """
 
     driver: RolloutDriver
@@ -61,14 +62,14 @@ class Observers:
         return nullcontext() if self._progress is None else self._progress.shown()
 
     def delivered(self, batch: Batch) -> None:
-        """Queue a batch for the exporters. Runs on the event loop, so the export itself happens in other threads."""
+        """Queue a batch for the exporters. This runs on the event loop, so the export itself runs in other threads."""
         if self._feeds:
             samples = choose_samples(batch, self._texts)
             for feed in self._feeds:
                 feed.put(batch.id, batch.metrics, samples)
 
     def close(self) -> None:
-        """Close all exporters and wait until they have logged everything, each at most :data:`CLOSE_TIMEOUT_S`."""
+        """Close all exporters; wait until they have logged everything, for each at most :data:`CLOSE_TIMEOUT_S`."""
         for feed in self._feeds:
             feed.begin_to_close()
         for feed in self._feeds:
@@ -76,22 +77,22 @@ class Observers:
 
     @property
     def close_functions(self) -> list[Callable[[], None]]:
-        """Functions that close the exporters without waiting for them; none refers to the driver."""
+        """Functions that close the exporters without waiting for them, and do not refer to the driver."""
         return [feed.begin_to_close for feed in self._feeds]
 
     def _ask(self, tell: Tell) -> None:
         def look() -> None:
             driver = self.driver
-            driver.executor.streams.catch_up()  # count tokens that have arrived but are not read yet
+            driver.executor.streams.catch_up()  # so that tokens which have arrived and are not read yet count
             tell(driver.now(), run_status(driver.core, driver.long_waits.waited_s))
 
         self._thread.call_later(look)
 
 
 class ExporterThread:
-    """Runs one exporter in a thread of its own, so that nothing waits for it.
+    """Runs one exporter in its own thread, so that nothing waits for it.
 
-    An exporter that fails gets the next batch anyway; its first failure is logged as a warning.
+    An exporter that fails gets the next batch all the same; its first failure is logged as a warning.
     """
 
     def __init__(
@@ -108,13 +109,13 @@ class ExporterThread:
         """Step that the exporter works on, and the monotonic time at which it began; None if it is idle."""
 
     def put(self, step: int, metrics: Mapping[str, float], samples: Sequence[DeliveredSample]) -> None:
-        """Queue a batch's metrics, with the samples whose text is to be logged; returns at once."""
+        """Queue the metrics of a batch and the samples whose text is logged; returns at once."""
         self._warn_if_slow()
         with self._lock:
             if self._closing or self._waiting.qsize() >= MAX_WAITING_BATCHES:
                 self._left_out += 1
             else:
-                self._queue((step, dict(metrics), samples))  # a copy: the trainer may change batch.metrics
+                self._queue((step, dict(metrics), samples))  # a copy, as the trainer may change batch.metrics
 
     def _queue(self, item: tuple[int, Mapping[str, float], Sequence[DeliveredSample]] | None) -> None:
         """Queue a batch, or None to close. The first item starts the thread; only this thread calls the exporter."""
@@ -161,7 +162,7 @@ class ExporterThread:
                 self._exporter.log(metrics, step)
                 if samples and self._detokenizer is not None:
                     self._exporter.log_texts(texts_of(samples, self._detokenizer), step)
-            except BaseException as error:  # SystemExit too: it must not end april's thread
+            except BaseException as error:  # SystemExit, too, must not end april's thread
                 self._failed(f"step {step}", error)
             self._busy = None
         try:

@@ -1,4 +1,4 @@
-"""Summarises how far off-policy the trained tokens are, by age, from the trainer's reports in the record."""
+"""Summarises how far off-policy the tokens of a run were when they were trained, by age, from the trainer's reports."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy as np
 from april.view.run_data import RecordedReport, RunData
 
 DRIFT = 0.02
-"""Mean ``kl_k3`` above which the latest batches count as drifting; also a guard's default (docs/corrections.md)."""
+"""If the mean ``kl_k3`` of the latest batches is larger, the run drifts; also the default limit of ``DriftGuard``."""
 LATEST_BATCHES = 3
-"""Number of latest batches over which that mean is taken."""
+"""Number of latest batches over which the mean ``kl_k3`` is taken."""
 _AGE = re.compile(r"age_(\d{1,6})")
 
 
 @dataclass(frozen=True, slots=True)
 class TokenClassMeans:
-    """Means over a class of tokens in all reports; a figure is None if no report has it.
+    """Mean figures of a class of tokens over all reports; a figure is None if no report has it.
 
     Attributes:
         name: name of the class of tokens, for people.
@@ -42,7 +42,7 @@ class OffPolicySummary:
 
     Attributes:
         batches: number of batches with a report.
-        rows: figures of all tokens, then of each age, then of tokens whose KV cache was kept over an update.
+        rows: figures of all tokens, then of each age, then of tokens whose KV cache was kept through a weight update.
         latest: mean ``kl_k3`` of the latest batches.
     """
 
@@ -57,7 +57,7 @@ class OffPolicySummary:
 
 
 def off_policy_summary(run: RunData) -> OffPolicySummary | None:
-    """Summarise the reports of a run; None if there are none."""
+    """Summarise the reports of a run; None if it has no reports."""
     reports = [report for report in run.reports if report.report.get("tokens")]
     if not reports:
         return None

@@ -1,6 +1,6 @@
-"""The progress line of ``next_batch`` and ``april watch``. A thread of rich redraws it, or it is printed now and then.
+"""Shows the progress line of ``next_batch`` and ``april watch``: a thread of rich redraws it, or lines are printed.
 
-Invariant: no failure of the terminal reaches the caller who waits for a batch.
+Invariant: an error of the terminal never reaches the caller who waits for a batch.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ WINDOW_S = 10.0
 MIN_SHOWN_WAIT_S = 3.0
 """Shortest wait in seconds whose length is shown on the line."""
 PER_SECOND = 1.0
-"""Times per second that the line is redrawn and the event loop is asked for the state of the run."""
+"""How often per second the line is redrawn and the event loop is asked for the state of the run."""
 FIRST_PRINT_S = 10.0
-"""Seconds of waiting before the first line is printed where none can be redrawn; each next pause is twice as long."""
+"""Seconds of waiting before the first line is printed, if lines cannot be redrawn; each next pause is twice as long."""
 STATE_TIMEOUT_S = 1.0
-"""Longest wait in seconds for the current state of the run; after that the last known state is printed."""
+"""Maximum wait in seconds for the current state of the run; after that the last known state is printed."""
 _line_lock = threading.Lock()
-"""Held while a line is shown: a process shows one at a time."""
+"""Lock that is held while a line is shown, as a process shows only one line at a time."""
 
 Tell = Callable[[float, RunStatus], None]
 
 
 class ProgressLine:
-    """Formats the state of a run as one line, the most important facts first.
+    """Formats the state of a run as one line, with the most important facts first.
 
     Args:
         window_s: seconds over which tokens per second are averaged.
@@ -56,7 +56,7 @@ class ProgressLine:
         self._began = self._waits_since = 0.0
 
     def add(self, time_s: float, standing: RunStatus) -> None:
-        """Add the state of the run at ``time_s``, which must not decrease from call to call."""
+        """Add the state of the run at ``time_s``; the times of the calls must not decrease."""
         if self._latest is not None and standing.observed < self._latest.observed:
             self._seen.clear()  # a saved state was loaded
         if self._latest is None or standing.step != self._latest.step:
@@ -71,7 +71,7 @@ class ProgressLine:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens per second over the latest window; None with fewer than two states."""
+        """Tokens per second over the latest ``window_s``; None with fewer than two states."""
         if len(self._seen) < 2 or (passed := self._seen[-1][0] - self._seen[0][0]) <= 0:
             return None
         return (self._seen[-1][1] - self._seen[0][1]) / passed
@@ -80,7 +80,7 @@ class ProgressLine:
         return self.at(self._seen[-1][0]) if self._seen else ""
 
     def at(self, time_s: float, *, over: bool = False) -> str:
-        """Return the line as of ``time_s``, by the latest state. ``over``: the run is known to have ended."""
+        """Return the line for ``time_s``, made from the latest state; ``over`` means that the run has ended."""
         now = self._latest
         if now is None:
             return ""
@@ -112,7 +112,7 @@ class RedrawnProgress:
 
     Args:
         console: console on which the line is shown.
-        ask: function that may be called in any thread and soon passes the state of the run to its argument ``tell``.
+        ask: function that can be called in any thread; soon after, it calls its argument ``tell`` with the run's state.
     """
 
     def __init__(self, console: Console, ask: Callable[[Tell], None]) -> None:
@@ -142,9 +142,9 @@ class RedrawnProgress:
 
 
 class PrintedProgress:
-    """Prints lines to standard error where a line cannot be redrawn: it is a file or a pipe, or rich is missing.
+    """Prints lines to standard error if a line cannot be redrawn (stderr is a file or a pipe, or rich is missing).
 
-    The first line comes once a wait has become long, further ones at growing intervals.
+    The first line is printed once a wait has become long, and further lines at growing intervals.
     """
 
     def __init__(self, ask: Callable[[Tell], None]) -> None:
@@ -155,7 +155,7 @@ class PrintedProgress:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Print lines while the ``with`` block runs."""
-        # a bare lock and thread: a KeyboardInterrupt inside Event or Thread.start would break them and get lost
+        # uses a bare lock and thread, as a KeyboardInterrupt inside Event or Thread.start would break them and get lost
         goes_on = self._goes_on = threading.Lock()
         goes_on.acquire()
         try:
@@ -178,12 +178,12 @@ class PrintedProgress:
 
 
 class _WaitDisplay:
-    """The line of one wait. Each drawing asks for the run's state, which the next drawing shows."""
+    """Draws the line of one wait. Each drawing asks for the run's state, which the next drawing shows."""
 
     def __init__(self, ask: Callable[[Tell], None]) -> None:
         self._ask, self._line, self._text = ask, ProgressLine(), ""
         self._asked = False
-        """True while an answer is due, so that a busy event loop is not asked twice."""
+        """True while an answer is awaited, so that a busy event loop is not asked twice."""
 
     def render(self) -> Any:
         """Return the line as rich's Text; called in rich's thread."""
@@ -192,7 +192,7 @@ class _WaitDisplay:
         return Text(self.latest_line(), no_wrap=True, overflow="ellipsis")
 
     def latest_line(self) -> str:
-        """Return the line made from the latest answer, and ask for the next state."""
+        """Return the line that was made from the latest answer, and ask for the next state."""
         if not self._asked:
             self._asked = True
             self._ask(self._answered)
@@ -204,7 +204,7 @@ class _WaitDisplay:
 
 
 def progress_on(wanted: Any, ask: Callable[[Tell], None]) -> RedrawnProgress | PrintedProgress | None:
-    """Return the object that shows the progress of a wait; None if ``wanted``, the scheduler's ``progress``, is False.
+    """Return the object that shows the progress of a wait; None if ``wanted`` (the scheduler's ``progress``) is False.
 
     Raises:
         ConfigError: ``wanted`` has an unknown type, or is True and rich is not installed.
@@ -222,7 +222,7 @@ def progress_on(wanted: Any, ask: Callable[[Tell], None]) -> RedrawnProgress | P
 
 
 def _own_console() -> Console | None:
-    """Return a console on the notebook or the terminal at standard error; None without either or without rich."""
+    """Return a console for the notebook or the terminal at standard error; None if there is none, or no rich."""
     if find_spec("rich") is None:
         return None
     if "ipykernel" in sys.modules:
@@ -239,7 +239,7 @@ def _own_console() -> Console | None:
 
 
 def _log_errors(function: Callable[[], object]) -> None:
-    """Call a function that draws; its exceptions are only logged, as a lost terminal must not end a wait."""
+    """Call a drawing function; its exceptions are only logged, as a lost terminal must not end a wait."""
     try:
         function()
     except Exception:

@@ -57,7 +57,7 @@ svg{width:100%;height:auto;display:block;font-family:system-ui,sans-serif}
 footer{margin-top:40px;font-size:13px}
 """
 EQUAL_SPEED = 0.02
-"""Relative difference below which two speeds count as equal."""
+"""Two speeds count as equal if they differ by less than this fraction."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 DROPS = {
     "groups_dropped_filtered": "prompts that the filter rejected",
@@ -83,13 +83,16 @@ class ReportFigures:
 
     @classmethod
     def of(cls, run: RunData) -> ReportFigures:
-        """Compute the findings of a run."""
+        """Compute the figures of a run."""
         limit = limit_distance_of(run)
         return cls(limit, speed_up_of(run, limit), off_policy_summary(run))
 
 
 def page(runs: Sequence[RunData], found: Sequence[ReportFigures] | None = None) -> str:
-    """Return the HTML report of one run, or of several side by side. ``found``: their findings; None computes them."""
+    """Return the HTML report of one run, or of several runs side by side.
+
+    ``found`` has the figures of the runs; None computes them.
+    """
     runs = _distinct_names(runs)
     found = [ReportFigures.of(run) for run in runs] if found is None else found
     title = "april: " + " and ".join(run.name for run in runs)
@@ -108,12 +111,12 @@ def page(runs: Sequence[RunData], found: Sequence[ReportFigures] | None = None) 
 
 
 def _text(text: str) -> str:
-    """Escape a text from the record: its markup, and unprintable characters such as direction marks and surrogates."""
+    """Escape the markup and the unprintable characters (direction marks, surrogates) of a text from the record."""
     return escape(printable(text))
 
 
 def _distinct_names(runs: Sequence[RunData]) -> list[RunData]:
-    """Replace the names of runs that share a name by their paths."""
+    """Return the runs; those that share a name get their path as the name."""
     names = Counter(run.name for run in runs)
     return [replace(run, name=str(run.path)) if names[run.name] > 1 else run for run in runs]
 
@@ -201,7 +204,7 @@ def _comparison_note(run: RunData, gain: SpeedUp) -> str:
 
 
 def _by_age(health: OffPolicySummary | None) -> str:
-    """Return an HTML table of how far off-policy the tokens are, one row per age; empty without reports."""
+    """Return an HTML table of how far off-policy the tokens are, with a row for each age; empty without reports."""
     if health is None:
         return ""
     rows = [
@@ -299,7 +302,7 @@ def _limit(run: RunData, found: RunDistance | None) -> str:
         parts.append(("unexplained", of.unexplained, Colour.FAINT))
     words = (
         "The limit is the speed for the same tokens on the same engines with all places busy all the time and nothing "
-        "prefilled twice, by the cost that was fitted to their requests. The rest is shown by what kept places empty:"
+        "prefilled twice, by the cost that was fitted to their requests. The rest is divided by why places were empty:"
     )
     if found.halves is not None:
         first, second = sorted(found.halves)

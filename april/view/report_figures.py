@@ -1,4 +1,4 @@
-"""Draws the pictures of a report as SVG, each in three widths: for a laptop, two runs side by side, and a phone.
+"""Draws the pictures of ``april report`` as SVG, each in three widths: for a laptop, two runs, and a phone.
 
 matplotlib draws with a unique placeholder colour for each :class:`Colour`. The placeholders are then replaced by CSS
 variables, so one picture serves a light and a dark page. A place is a request slot of an engine.
@@ -28,7 +28,7 @@ Floats = NDArray[np.float64]
 WIDTHS = {"wide": 9.6, "middle": 6.4, "narrow": 4.2}
 """Width of a picture in inches, by the kind of screen."""
 POINTS = {"wide": 480, "middle": 320, "narrow": 200}
-"""Number of points of a curve over time, by the kind of screen; more could not be told apart."""
+"""Number of points of a curve over time, by the kind of screen; more points could not be seen."""
 COLUMNS = {"wide": 6, "middle": 4, "narrow": 2}
 """Number of columns of a legend, by the kind of screen."""
 DETAIL = 6
@@ -36,7 +36,7 @@ DETAIL = 6
 
 
 class Colour(Enum):
-    """A colour: (placeholder, colour on a light page, colour on a dark one)."""
+    """A colour: (placeholder, colour on a light page, colour on a dark page)."""
 
     TEXT = ("#010100", "#1f2328", "#e6e8eb")
     FAINT = ("#010200", "#d5d9de", "#3a4048")
@@ -61,7 +61,7 @@ class Colour(Enum):
 
     @property
     def hex(self) -> str:
-        """The placeholder colour that matplotlib draws with."""
+        """The placeholder colour with which matplotlib draws."""
         return self.value[0]
 
     @property
@@ -73,7 +73,7 @@ class Colour(Enum):
 AGES = (Colour.AGE0, Colour.AGE1, Colour.AGE2, Colour.AGE3, Colour.AGE4)
 CAUSES = tuple(ink for ink in Colour if ink.name.startswith("CAUSE"))
 BELOW_AXES = -0.42
-"""Offset of the legend from the bottom of the axes, in inches; it leaves room for tick labels and axis label."""
+"""Offset of the legend from the bottom of the axes, in inches; leaves room for tick labels and axis label."""
 _HEX = re.compile("|".join(ink.hex for ink in Colour))
 _BY_HEX = {ink.hex: f"var({ink.variable})" for ink in Colour}
 IDLE = {
@@ -86,17 +86,17 @@ IDLE = {
 }  # fmt: skip
 """Label and colour of each reason why places (slots for requests) may be idle."""
 MARKED = 24
-"""Largest number of points of a curve that is drawn with markers; without one a single point would be invisible."""
+"""Curves with at most this many points have markers, as without them a single point would be invisible."""
 
 
 def cause_label(cause: IdleCause) -> str:
-    """Return the label of an idle cause: its metric's name without ``idle_``, and its meaning."""
+    """Return the label of an idle cause: the name of its metric without ``idle_``, and its meaning."""
     meant, _ = IDLE[cause]
     return f"{cause}: {meant}" if meant else str(cause)
 
 
 def in_all_widths(name: str, what: str, height: float, draw: Callable[[Any, str], None]) -> str:
-    """Return a picture as HTML in all widths. The page's CSS shows the one that fits."""
+    """Return a picture as HTML in all widths; the page's CSS shows the width that fits the screen."""
     out = []
     for kind, width in WIDTHS.items():
         figure = new_figure(width, height)
@@ -119,7 +119,7 @@ def busy_places(run: RunData, name: str) -> str:
 
 
 def close_up(run: RunData, name: str) -> str:
-    """Draw a close-up of the latest steps, with deliveries and weight updates; empty with fewer than two batches."""
+    """Draw the latest steps in detail, with deliveries and weight updates; empty with fewer than two batches."""
     ends = [batch.time_s for batch in run.batches]
     if len(ends) < 2:
         return ""
@@ -173,7 +173,7 @@ def _by_age(run: RunData) -> list[tuple[str, Colour, NDArray[np.bool_]]]:
 
 
 def _over_steps(batches: Sequence[RecordedBatch], metric: str, points: int) -> tuple[Floats, Floats]:
-    """Return (step numbers, values) of a metric, averaged down to ``points`` if there are more steps."""
+    """Return (step numbers, values) of a metric; if there are more than ``points`` steps, they are averaged."""
     values = np.array([batch.metrics.get(metric, np.nan) for batch in batches], np.float64)
     steps = np.array([batch.id for batch in batches], np.float64)
     if len(values) <= points:
@@ -184,12 +184,12 @@ def _over_steps(batches: Sequence[RecordedBatch], metric: str, points: int) -> t
 
 
 def _edges(steps: Floats) -> Floats:
-    """Return the edges of bars around the step numbers: half way between neighbours."""
+    """Return the edges of bars around the step numbers, half way between neighbours."""
     return np.concatenate((steps[:1] - 0.5, (steps[1:] + steps[:-1]) / 2, steps[-1:] + 0.5))
 
 
 def time_shares(run: RunData, name: str) -> str:
-    """Draw, batch by batch, the share of places x time that was busy, and that was idle for each cause."""
+    """Draw for each batch the share of (places x time) that was busy, and the shares that were idle for each cause."""
     batches = run.batches
 
     def draw(figure: Any, kind: str) -> None:
@@ -211,13 +211,13 @@ def time_shares(run: RunData, name: str) -> str:
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
         style_axes(axes, "", "batch", "share of places x time")
         whole_numbers(axes.xaxis)
-        legend(axes, COLUMNS[kind] // 2)  # causes have long names
+        legend(axes, COLUMNS[kind] // 2)  # fewer columns, as causes have long names
 
     return in_all_widths(name, "share of places and time, batch by batch: busy, or empty and why", 2.9, draw)
 
 
 def rewards(run: RunData, name: str) -> str:
-    """Draw the mean reward of each batch; empty without rewards."""
+    """Draw the mean reward of each batch; empty if there are no rewards."""
     if not run.settings.has_reward or not any("reward_mean" in batch.metrics for batch in run.batches):
         return ""
 
@@ -238,7 +238,7 @@ def rewards(run: RunData, name: str) -> str:
 
 
 def _trailing_mean(values: Floats, window: int) -> Floats:
-    """Return the running mean of each value and its predecessors, ``window`` values in all; NaN is left out."""
+    """Return for each value the mean of the last ``window`` values up to it; NaN is left out."""
     there = np.isfinite(values)
     sums = np.concatenate(((0.0,), np.cumsum(np.where(there, values, 0.0))))
     counts = np.concatenate(((0,), np.cumsum(there)))
@@ -249,7 +249,7 @@ def _trailing_mean(values: Floats, window: int) -> Floats:
 
 
 def staleness(run: RunData, name: str) -> str:
-    """Draw the off-policy share and the staleness, batch by batch."""
+    """Draw the off-policy share and the staleness of each batch."""
 
     def draw(figure: Any, kind: str) -> None:
         wide = kind != "narrow"
@@ -281,7 +281,7 @@ def staleness(run: RunData, name: str) -> str:
 
 
 def lengths(run: RunData, name: str) -> str:
-    """Draw histograms of the lengths of finished responses and of the responses in batches; empty without any."""
+    """Draw histograms of the lengths of finished responses and of responses in batches; empty if there are none."""
     trained = np.array([length for batch in run.batches for length in batch.lengths], np.float64)
     finished = run.finished[run.finished > 0].astype(np.float64)
     both_of = np.concatenate((trained, finished))
@@ -364,7 +364,7 @@ def legend(axes: Axes, columns: int) -> None:
 
 
 def svg_of(figure: Figure, name: str, what: str) -> str:
-    """Return a figure as an ``<svg>`` element. ``name`` makes its ids unique, ``what`` is its aria-label."""
+    """Return a figure as an ``<svg>`` element; ``name`` makes its ids unique, and ``what`` is its aria-label."""
     from matplotlib import rc_context
 
     out = io.StringIO()

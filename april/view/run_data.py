@@ -1,6 +1,6 @@
-"""Reads a run's record into arrays, for ``april report`` and ``april plan``. The core is not run again for that.
+"""Reads the record of a run into arrays, for ``april report`` and ``april plan``; nothing is replayed.
 
-The places of an engine or a run are its request slots: the number of requests it may have in flight at once.
+The places of an engine or a run are its request slots: the number of requests that it may have in flight at once.
 """
 
 from __future__ import annotations
@@ -39,25 +39,26 @@ LARGEST_VALUE = 1e12
 LARGEST_SETTING = 1 << 64
 """Integer settings of this size or more are refused, as the arithmetic here is done in floats."""
 MAX_FIT_ERROR = 0.1
-"""Largest relative error of the fitted request durations with which a limit is stated without a doubt.
+"""If the fitted request durations have a larger relative error, the report calls its limit doubtful.
 
-The limits fitted to the two halves of the requests may also differ by so much.
+The same holds if the limits fitted to the two halves of the requests differ by more.
 """
 NEARLY_FULL = 0.9
-"""Share of busy places that is near enough to all of them to know what decoding costs when all are busy."""
+"""If at least this share of the places was busy at times, the cost of decoding with all places busy is known."""
 MIN_BUSY_RATIO = 1.5
-"""Ratio of most to fewest busy places that shows the cost of one more request, if at least half were ever busy."""
+"""The cost of one more request is also known if at least half of the places were busy at times, and the largest number
+of busy places was at least this multiple of the smallest."""
 
 
 class RecordedEngine(msgspec.Struct):
-    """An engine in a record. ``max_in_flight`` None means that only the run's own ``max_in_flight`` limits it."""
+    """An engine in a record; ``max_in_flight`` None means that only the run's ``max_in_flight`` limits it."""
 
     name: str
     max_in_flight: Slots | None = None
 
 
 class EngineHistory:
-    """Tracks which engines a run had at each time, and how many places; engines may join and leave.
+    """Tracks which engines and how many places a run had at each time, as engines may join and leave.
 
     Changes must be added in order of time. Times are seconds since the start of the record.
 
@@ -124,7 +125,7 @@ class EngineHistory:
         return int(engines[order][np.searchsorted(passed, passed[-1] / 2)])
 
     def _seconds_in_force(self, since: float, until: float) -> Floats:
-        """Return, for each entry of ``since_s``, the seconds between two times during which it was in force."""
+        """Return, for each entry of ``since_s``, for how many seconds between the two times it was in force."""
         began = np.array(self.since_s)
         ended = np.append(began[1:], np.inf)
         return np.asarray(np.maximum(0.0, np.minimum(ended, until) - np.maximum(began, since)))
@@ -150,7 +151,7 @@ class RecordedBatch(msgspec.Struct):
     metrics: dict[str, _Metric]
     lengths: list[_Count]
     ages: dict[int, _Count]
-    """Number of tokens, by their age: the weight updates between their generation and their training."""
+    """Number of tokens by age, which is the number of weight updates between generation and training."""
     time_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -217,7 +218,7 @@ class RunData:
         return max(self.engine_history.places)
 
     def settings_at(self, batch: RecordedBatch) -> CoreSettings:
-        """Return the settings when a batch was delivered. ``auto`` and a lowered staleness bound change them."""
+        """Return the settings when a batch was delivered; ``auto`` and a lowered staleness bound may change them."""
         found: dict[str, Any] = {}
         for name in self.settings.auto:
             value = batch.metrics.get("auto_refills" if name is Work.REFILL else f"auto_{name}")
@@ -229,11 +230,11 @@ class RunData:
 
     @property
     def engine_count(self) -> int:
-        """The median number of engines over the run, but at least 1."""
+        """The median number of engines over the run; at least 1."""
         return max(1, self.engine_history.median_count(self.seconds))
 
     def requests_of(self, engine: int, last: int) -> Requests:
-        """Return the latest requests of an engine, ``last`` at most. ``engine`` is an index into ``engines``."""
+        """Return at most ``last`` of the latest requests of an engine; ``engine`` is an index into ``engines``."""
         rows = np.flatnonzero(self.engine == engine)[-last:]
         return Requests(self.began_s[rows], self.ended_s[rows], self.context[rows], self.generated[rows])
 
@@ -319,7 +320,7 @@ def read_run(path: Path) -> RunData:
 
 
 def _older_record(path: Path) -> str:
-    """Return words that name the latest older record that was moved aside for this one; empty if there is none."""
+    """Return words that name the older record that was renamed when this one was created; empty if there is none."""
     aside = (Path(f"{path}.{number}") for number in count(1))
     there = list(takewhile(Path.exists, aside))
     return f"; the previous record is {there[-1]}" if there else ""
@@ -329,7 +330,7 @@ def mean_busy(began_s: Floats, ended_s: Floats, edges: Floats) -> Floats:
     """Return the mean number of requests in flight between adjacent ``edges`` [E], as an array [E - 1]."""
 
     def passed(at: Floats) -> Floats:
-        """Return, at every edge, the sum of the seconds since each of the earlier times in ``at``."""
+        """Return for every edge the sum of the seconds that have passed since each earlier time in ``at``."""
         ordered = np.sort(at)
         before = np.searchsorted(ordered, edges, "right")
         sums = np.concatenate(((0.0,), np.cumsum(ordered)))
@@ -346,9 +347,9 @@ class RunDistance:
     """Distance of a run from the limit of its engines (:mod:`april.driver.step_limit`), and doubts about this figure.
 
     Attributes:
-        distance: distance from the limit, by the cost that was fitted to all requests.
-        halves: share of the time that the same work takes at the limit, by costs fitted to the first half of the
-            requests and to the second; None if either cost is unknown.
+        distance: distance from the limit, computed with the cost that was fitted to all requests.
+        halves: share of the time that the same work takes at the limit, computed with the cost fitted to the first half
+            of the requests and with the cost fitted to the second half; None if one of the costs is unknown.
         doubt: reason why the distance is only a guess; empty if it can be trusted.
     """
 
@@ -407,10 +408,10 @@ def _doubt(run: RunData, since: float, until: float, halves: tuple[float, float]
 def distance(
     run: RunData, since: float, until: float, costs: Mapping[str, FittedCost] | None = None
 ) -> LimitDistance | None:
-    """Return the distance from the engines' limit between two deliveries, or None if no cost is known.
+    """Return the distance from the engines' limit between two deliveries; None if no cost is known.
 
     Losses are split up by :class:`april.core.partial_buffer.IdleCause`. An engine with too few requests for a fit is
-    given the cost of another one. ``costs`` defaults to the costs of the run.
+    given the cost of another engine. ``costs`` None means the costs of the run.
     """
     costs = run.costs if costs is None else costs
     inside = (run.ended_s > since) & (run.ended_s <= until) & (run.generated > 0) & ~run.evaluation
@@ -435,7 +436,7 @@ def distance(
         for cause in IdleCause:
             idle[cause] += places * step_s * metrics.get(f"idle_{cause}", 0.0)
     again = sum(metrics.get("reprefill_tokens", 0.0) for _, metrics in batches)
-    # engines join and leave: the formula gets constant ones with the same engine-seconds and place-seconds in total
+    # engines join and leave, so the formula gets constant numbers of engines and places with the same totals over time
     seconds = engine_s / len(brought)
     places = run.engine_history.place_s(since, until) / seconds
     return distance_of(

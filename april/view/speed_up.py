@@ -1,7 +1,8 @@
-"""Estimates how fast a recorded run would have been with synchronous steps of N groups on the same engines.
+"""Estimates how fast a recorded run would have been with synchronous steps on the same engines.
 
-Groups are taken in the order in which they were drawn, up to the first unfinished one: in the order of delivery, the
-first steps would get the short responses. Engines are simulated by the cost that was fitted to their requests
+A synchronous step generates just ``rollout_batch_size`` groups, and waits for all of them. Groups are taken in the
+order in which they were drawn, up to the first unfinished group; in the order of delivery, the first steps would get
+the short responses. Engines are simulated with the cost that was fitted to their requests
 (:mod:`april.engines.simulated.fitted_cost`); training takes as long as in the record.
 """
 
@@ -23,24 +24,25 @@ from april.engines.simulated.decoder_model import SimulatedDecoder
 from april.view.run_data import RunData, RunDistance
 
 MAX_RESPONSES = 40_000
-"""Largest number of responses to simulate, at 10 us or more each; beyond it, evenly spaced steps are simulated."""
+"""Largest number of responses that are simulated, as each takes at least 10 us; if there are more, only evenly spaced
+steps are simulated."""
 MIN_STEPS = 2
 """Smallest number of synchronous steps from which an estimate is made."""
 MAX_FUNCTION_IDLE = 0.1
-"""Largest share of place-seconds idle for functions or prompts; above it, lengths alone do not predict a step."""
+"""If functions or prompts left a larger share of place-seconds idle, no estimate is made from lengths alone."""
 MAX_UNKNOWN_LENGTHS = 0.02
-"""Largest share of responses given up before their end; above it, too many lengths are unknown."""
+"""If a larger share of the responses was given up before their end, too many lengths are unknown for an estimate."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpeedUp:
-    """Speed of a run, and of the same responses with simulated synchronous steps.
+    """Speed of a run, and speed of the same responses with simulated synchronous steps.
 
     Attributes:
         real, sync: trained tokens per second of the run, and with synchronous steps.
         steps: number of synchronous steps that were simulated.
         synchronous: True if the run itself had synchronous steps.
-        doubt: reason why no estimate is possible; empty if there is one. With a doubt, the other figures are 0.
+        doubt: reason why no estimate is possible; empty if there is an estimate. With a doubt, all figures are 0.
     """
 
     real: float = 0.0
@@ -56,7 +58,7 @@ class SpeedUp:
 
 
 def speed_up_of(run: RunData, limit: RunDistance | None) -> SpeedUp:
-    """Compare a run with synchronous steps. ``limit`` is that of :func:`.run_data.limit_distance_of`."""
+    """Compare a run with synchronous steps; ``limit`` is the result of :func:`.run_data.limit_distance_of`."""
     settings = run.settings
     if (
         settings.generation is GenerationMode.STEPWISE
@@ -83,7 +85,7 @@ def speed_up_of(run: RunData, limit: RunDistance | None) -> SpeedUp:
 
 
 def _why_unknown(run: RunData) -> str:
-    """Return why the record cannot tell how long synchronous steps would have taken; empty if it can."""
+    """Return why the record does not show how long synchronous steps would have taken; empty if it does."""
     metrics = [batch.metrics for batch in run.batches[1:]]
     if run.settings.has_filter:
         return "a filter rejected groups, and a synchronous run would have drawn others in their place"
@@ -97,7 +99,7 @@ def _why_unknown(run: RunData) -> str:
 
 
 def _steps(run: RunData) -> list[NDArray[np.int64]]:
-    """Return one array of response lengths per step of N groups, in drawn order, up to the first unfinished group."""
+    """Return the response lengths of each synchronous step; groups are in drawn order, up to the first unfinished."""
     settings = run.settings
     n = settings.n_samples_per_prompt
     by_group: dict[int, list[int]] = {}
@@ -109,7 +111,7 @@ def _steps(run: RunData) -> list[NDArray[np.int64]]:
         lengths = by_group.get(group, [])
         if len(lengths) < n:
             break
-        whole.append(lengths[-n:])  # a rollout function that was lost and run again returns twice
+        whole.append(lengths[-n:])  # a rollout function that was lost and ran again has returned twice
     size = settings.rollout_batch_size
     return [np.array(whole[i : i + size], np.int64).ravel() for i in range(0, len(whole) - size + 1, size)]
 

@@ -8,12 +8,12 @@ _TIMES = (("s", 1.0), ("ms", 1e-3), ("\N{MICRO SIGN}s", 1e-6), ("ns", 1e-9))
 
 
 def three_digits(number: float) -> str:
-    """Format a number with three significant digits, or with all digits before the point: 0.0312, 7.5, 1234."""
+    """Format a number with three significant digits, or with all digits before the point, such as 0.0312 or 1234."""
     return f"{number:.0f}" if number >= 99.95 else f"{number:.3g}"
 
 
 def short_time(seconds: float) -> str:
-    """Format a short time in s, ms, \N{MICRO SIGN}s or ns, whichever suits its size: 342 \N{MICRO SIGN}s."""
+    """Format a short time in s, ms, \N{MICRO SIGN}s or ns, depending on its size, such as 342 \N{MICRO SIGN}s."""
     unit, size = next((each for each in _TIMES if seconds >= 0.9995 * each[1]), _TIMES[-1])
     return f"{three_digits(seconds / size)} {unit}"
 

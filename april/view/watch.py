@@ -1,4 +1,4 @@
-"""``april watch``: reads a record as it grows and draws the run on a terminal (rich).
+"""Runs ``april watch``: reads the record of a run as it grows, and shows the run on a terminal (with rich).
 
 Invariant: text from a record is shown as plain text, never as markup or as an escape sequence.
 """
@@ -37,9 +37,10 @@ MAX_LINE_BYTES = 1 << 28
 READ_EVERY_S = 0.5
 """Seconds between two reads of the file."""
 WINDOW_S = 60.0
-"""Seconds over which tokens per second are averaged: a record gets all tokens of a request when it ends."""
+"""Seconds over which tokens per second are averaged. A record gets the tokens of a request only when the request ends,
+so the figure would jump with a shorter window."""
 SILENT_S = 30.0
-"""Seconds without a new line after which the screen says so."""
+"""Seconds without a new line after which the screen warns of the silence."""
 MAX_SHOWN_ENGINES = 16
 COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("seconds", "step_s", lambda v: f"{v:.1f}"),
@@ -58,7 +59,7 @@ _DROPPED = "_dropped_"
 
 @dataclass(slots=True)
 class WatchedRun:
-    """State of a run as read from its record so far.
+    """State of a run, as far as its record was read.
 
     Attributes:
         lines: number of lines that were read.
@@ -80,7 +81,7 @@ class WatchedRun:
 
 
 class RecordFollower:
-    """Reads the lines that are appended to a record. If a new run replaces the file, it is read from its start.
+    """Reads the lines that are appended to a record. If a new run replaces the file, the new file is read.
 
     Args:
         path: path of the record; the file need not exist yet.
@@ -97,7 +98,7 @@ class RecordFollower:
         self.seen = WatchedRun()
 
     def read_more(self) -> bool:
-        """Read the next lines, if there are any; return True if more may be readable at once.
+        """Read the next lines, if there are any; return True if further lines may be readable at once.
 
         Raises:
             RecordError: the file is not a record, has another version's format, is damaged or cannot be read.
@@ -129,7 +130,7 @@ class RecordFollower:
 
     @property
     def abandoned(self) -> bool:
-        """True if no process on this machine writes the record; a writer would hold a lock on the file."""
+        """True if no process on this machine writes the record, as the writer would hold a lock on the file."""
         if self._file is None:
             return False
         try:
@@ -146,7 +147,7 @@ class RecordFollower:
             self._file = None
 
     def _was_replaced(self) -> bool:
-        """Return True if the path now names another file, or the file is shorter than what was read of it."""
+        """Return True if the path now names another file, or the file is shorter than the part that was read."""
         assert self._file is not None
         try:
             there = self._path.stat()
@@ -188,7 +189,7 @@ class Screen:
         self._seen = self.follower.seen
 
     def read_more(self) -> bool:
-        """Read the next lines and return True if more may be readable at once. Raises RecordError."""
+        """Read the next lines; return True if further lines may be readable at once. Raises RecordError."""
         more = self.follower.read_more()
         seen = self.follower.seen
         if seen is not self._seen:  # a new run has replaced the file
@@ -199,7 +200,7 @@ class Screen:
 
     @property
     def notice(self) -> str:
-        """A sentence that says why the record does not grow: no file yet, or no writer. Empty otherwise."""
+        """A sentence that says why the record does not grow (no file yet, or no writer); empty otherwise."""
         if not self.follower.exists:
             return f"{clean(self._path)} does not exist yet"
         if self._seen.end is None and self.follower.abandoned:
@@ -207,12 +208,12 @@ class Screen:
         return ""
 
     def render(self, silent_s: float = 0.0) -> RenderableType:
-        """Return the whole screen. ``silent_s``: seconds since the record last grew."""
+        """Return the whole screen; ``silent_s`` is the number of seconds since the record last grew."""
         seen = self._seen
         if not self.follower.exists:
             return Text(self.notice)
         notice = self.notice
-        now = seen.seconds + (0.0 if notice else silent_s)  # a waiting run writes nothing, but its time passes
+        now = seen.seconds + (0.0 if notice else silent_s)  # a waiting run writes no lines, but its time passes
         parts: list[RenderableType] = [Text(self._line.at(now, over=bool(notice)) or "nothing was generated yet")]
         if seen.end is not None:
             parts = [_one_line(f"{clean(seen.end)}, after {seen.seconds:.0f} s")]
@@ -239,7 +240,7 @@ def _one_line(text: str) -> Text:
 
 
 def _steps(seen: WatchedRun) -> Table:
-    """Return a table of the latest batches, one row each."""
+    """Return a table with a row for each of the latest batches."""
     out = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     out.add_column("step", justify="right")
     for heading, _, _ in COLUMNS:
@@ -251,7 +252,7 @@ def _steps(seen: WatchedRun) -> Table:
 
 
 def _engines(seen: WatchedRun, in_flight: dict[str, int]) -> Table:
-    """Return a table of engines: requests in flight, now or when the run ended, and metrics of the latest batch."""
+    """Return a table of engines: their requests in flight (now, or when the run ended) and latest metrics."""
     metrics = seen.batches[-1][1] if seen.batches else {}
     out = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for heading in ("engine", "in flight" if seen.end is None else "cut by its end", "cap", "memory", "weights"):
@@ -273,7 +274,7 @@ def watch(
     path: Path, console: Console, *, once: bool = False,
     now: Callable[[], float] = time.monotonic, sleep: Callable[[float], object] = time.sleep,
 ) -> bool:  # fmt: skip
-    """Show a record until it ends or Ctrl-C is pressed, or just once with ``once``. Return False if there is no file.
+    """Show a record until it ends or Ctrl-C is pressed; with ``once``, only once. Return False if there is no file.
 
     Raises:
         RecordError: the file is not a record, has another version's format, is damaged or cannot be read.
