@@ -1,7 +1,7 @@
 """The requests of one sample: which of them are retries, which conversation each continues, and their answers.
 
-Invariant: two equal requests share one generation only if the later is a retry of the earlier; two clients that send
-the same request get two answers.
+Invariant: two equal requests share one generation only if the later is a retry, or if the client of the earlier no
+longer waits. Two clients that send the same request get two answers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class GenerationResult(Protocol):
 class GenerateFunction(Protocol):
     """Continues token ids, with arguments of ``llm.generate``; returns when complete, however many steps that takes.
 
-    ``attached`` lists what is attached to the token ids; None means what april already knows to be attached.
+    ``attached`` lists the images at their positions in the token ids; None means the images of the earlier calls.
     """
 
     def __call__(
@@ -56,12 +56,12 @@ class GenerateFunction(Protocol):
 
 
 MAX_ANSWERS_PER_TEXT = 8
-"""Maximum number of answers that are remembered for one conversation and one text of the answer; answers with the same
-text may have different tokens."""
+"""Maximum number of answers that are remembered for the same conversation and the same answer text; they may differ in
+their tokens."""
 
 
 MAX_RECENT_SEQUENCES = 16
-"""Number of recent token arrays that are searched for one that a new sequence continues."""
+"""Number of recent token arrays in which to look for the beginning of a new sequence."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +71,7 @@ class _TokenBuffer:
 
 
 class _SharedSequences:
-    """Stores token sequences; a sequence that continues another needs memory only for what it adds."""
+    """Stores token sequences; a sequence that continues another needs memory only for the tokens that it adds."""
 
     def __init__(self) -> None:
         self._buffers: deque[_TokenBuffer] = deque(maxlen=MAX_RECENT_SEQUENCES)
@@ -106,7 +106,7 @@ class _AnsweredConversation(NamedTuple):
 
 
 TokenizedConversation = tuple[Int32, tuple[Placed, ...]]
-"""A conversation as tokens, with what is attached to them."""
+"""A conversation as token ids, with the images at their positions in it."""
 
 
 MessageBuilder = Callable[[str, Int32, Int32, Tools, Mapping[str, Any]], Message]
@@ -116,8 +116,8 @@ MessageBuilder = Callable[[str, Int32, Int32, Tools, Mapping[str, Any]], Message
 class Conversations:
     """Finds the conversation that a request continues, by the messages that the client sends back.
 
-    Messages are compared as they were answered, not as text that is rendered anew, since rendering an answer may give
-    other tokens than those that were sampled.
+    The client's messages are compared with the answers that it was sent. The answers are not rendered again, since that
+    may give other tokens than those that were sampled.
     """
 
     def __init__(
@@ -253,8 +253,8 @@ class Session:
     def submit(self, request: ChatRequest, digest: str, *, retry: bool) -> AnswerTask:
         """Return the pending answer to a request: that of an earlier equal request, or a new one.
 
-        The earlier one is shared if this request says that it is a retry, or if no client waits for the earlier one any
-        more.
+        The earlier answer is shared if this request says that it is a retry, or if no client waits for the earlier
+        answer any more.
         """
         if self.close_reason:
             raise RequestError(self.close_reason, 410, "session_closed")

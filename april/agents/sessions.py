@@ -93,7 +93,8 @@ class Sessions:
         key_file: file that holds the key, readable by its owner only; it is created if it is missing.
         host: address to listen on, for agents too; base URLs use the host of the orchestrator's request.
         port: port to listen on; 0 means any free one. Give a number if clients are to find it again after a restart.
-        commit_s, alive_s: timings of slow answers, as for the scheduler.
+        commit_s: seconds after which a slow answer begins with status 200 and keep-alive bytes.
+        alive_s: seconds between two keep-alive bytes of a slow answer.
     """
 
     key: str = field(default="", repr=False)

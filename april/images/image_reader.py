@@ -44,13 +44,13 @@ _attachments_lock = threading.Lock()
 
 
 class Picture(NamedTuple):
-    """An image that was read, and the size from its header; 0 x 0 if ``placed_tokens`` is known."""
+    """An image that was read, and the size from its header; 0 x 0 if ``placed_tokens`` are known."""
 
     attachment: Attachment
     height: int
     width: int
     placed_tokens: tuple[int, ...] = ()
-    """Tokens that the model reads in place of the image, if it was placed before."""
+    """Placeholder tokens of the image, if it has been inserted into a prompt before."""
 
 
 class ImageReader:
@@ -267,7 +267,7 @@ class ImageReader:
 
 
 def _is_animated(image: Any) -> bool:
-    """Return True if the image has several frames; counting those of a TIFF file would take quadratic time."""
+    """Return True if the image has several frames. Does not count them, which takes quadratic time for TIFF files."""
     return getattr(image, "format", None) != "MPO" and bool(getattr(image, "is_animated", False))
 
 

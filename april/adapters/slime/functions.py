@@ -153,9 +153,10 @@ class FunctionEngine(ServerEngine):
     # ---------------------------------------------------------------- aborts and weights
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
-        """End attempts. If these are all running ones, abort all requests at the servers, which return their tokens.
+        """End attempts, that is, calls of the custom generate function.
 
-        If only some are to end, cancel the calls of those; their tokens are lost.
+        If every running attempt is to end, all requests at the servers are aborted, and the function gets their tokens.
+        If only some are to end, their calls are cancelled and their tokens are lost.
         """
         asked = set(self._to_abort(attempt_ids)) & set(self._calls)
         if not asked:

@@ -64,7 +64,10 @@ class CompletionsEngine(ServerEngine):
         return (await self._process.check())[0]
 
     async def pause(self) -> None:
-        """Pause like :class:`ServerEngine`, and remember the process, because the trainer may write weights into it."""
+        """Pause like :class:`ServerEngine`, and note the server's start time.
+
+        So a restart before the trainer has written its weights is noticed.
+        """
         await super().pause()
         await self._process.pause()
 

@@ -30,11 +30,12 @@ MESSAGE_BYTES = 256 << 20
 TENSOR_BYTES = 16 << 30
 """Largest number of bytes of the tensors of one call."""
 TOGETHER_BYTES = 4 << 20
-"""Bytes at which a message is sent without collecting more: asyncio copies unsent bytes again and again."""
+"""Size at which a message is sent even if more values are queued, because asyncio copies unsent bytes repeatedly."""
 PIECE_BYTES = 1 << 20
-"""Bytes of tensors that are sent at a time, for the same reason."""
+"""Bytes of tensors that are written at a time, because asyncio copies unsent bytes repeatedly."""
 HEARTBEAT_S = 10.0
-"""Seconds between two pings. A silence of 1.5 times that ends the connection: a suspended process never closes it."""
+"""Seconds between two pings. After a silence of 1.5 times HEARTBEAT_S a connection is closed, because a process that is
+suspended would never close it."""
 
 
 class Failure(msgspec.Struct, array_like=True):

@@ -32,7 +32,10 @@ def _ends(readings: Sequence[ReadRequest]) -> Figures:
 
 
 async def _require_accounted(bench: Bench, readings: Sequence[ReadRequest]) -> Figures:
-    """Check that all have ended without error, match the wire, and are prefixes of the uncut responses."""
+    """Check that each request ended without error and with exactly the tokens that the recording proxy has seen.
+
+    If greedy responses repeat, its tokens must also begin the response that the request gets without an abort.
+    """
     bench.require_no_errors(readings)
     figures = _ends(readings) | bench.compare_with_wire(readings)
     if bench.subject.greedy_repeats:
@@ -60,7 +63,7 @@ def _number(reading: ReadRequest) -> int:
 
 @check("A request aborted while it runs ends with ABORT and with every token that was generated for it, once.")
 async def abort_running(bench: Bench) -> Figures:
-    # in rounds, as some engines show no token before the end, and so not when a request runs
+    # repeated in rounds, because some engines send no token before the end, which hides whether a request is running
     readings: list[ReadRequest] = []
     for _ in range(ROUNDS):
         some = await bench.start_and_wait(bench.request(i) for i in range(FEW))
@@ -78,7 +81,7 @@ async def abort_running(bench: Bench) -> Figures:
     return figures
 
 
-@check("A request aborted before the engine has begun it ends with ABORT and no token, and the others go on.")
+@check("A request that is aborted before the engine begins it ends with ABORT and without a token; others go on.")
 async def abort_queued(bench: Bench) -> Figures:
     slots = bench.engine.capabilities.max_in_flight
     ahead = min(slots or BURST, BURST)
