@@ -1,4 +1,4 @@
-"""Makes rollout functions of existing code: of a program with its own client, or a function of many prompts."""
+"""Makes rollout functions from existing code: from a program with its own client, or a function of many prompts."""
 
 from __future__ import annotations
 

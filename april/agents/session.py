@@ -131,7 +131,7 @@ class Conversations:
         self._build_message = build_message
 
     def tokenize(self, messages: Sequence[Message], tools: Tools, sampling: Mapping[str, Any]) -> TokenizedConversation:
-        """Return the tokens of a request, which continue the longest known conversation, or are all rendered anew.
+        """Return the tokens of a request: the longest known conversation that it continues, and the rest rendered.
 
         Raises RequestError.
         """
@@ -149,7 +149,7 @@ class Conversations:
                     continue
                 if self._message_images is None:
                     return np.array(found, np.int32), ()
-                if np.array_equal(found[: len(ids)], ids):  # the attachments keep their places
+                if np.array_equal(found[: len(ids)], ids):  # the images keep their positions
                     return self._message_images.place(found, len(ids), attached, messages[count:])
         found = self._template.render(messages, tools)
         if self._message_images is None:
@@ -176,7 +176,7 @@ class Conversations:
         """Remember a conversation that ends with an answer; partial answers are never remembered.
 
         ``ids`` are its tokens, and ``prompt_length`` is the number of tokens before the answer. ``digest`` is that
-        of the conversation, the answer's message included. ``attached`` lists what is attached to the tokens.
+        of the conversation, the answer's message included. ``attached`` lists the images at their positions.
         """
         known = self._answered_by_digest.setdefault(digest, deque(maxlen=MAX_ANSWERS_PER_TEXT))
         known.append(_AnsweredConversation(ids, prompt_length, attached))
@@ -224,7 +224,7 @@ class Session:
 
     Args:
         generate: function that continues token ids; cancelling it gives the call up.
-        template: chat template of the model; None means that messages and texts are refused, and only token ids taken.
+        template: chat template of the model; None means that only token ids are accepted, not messages and texts.
         max_context: number of tokens that the engines have room for.
         earlier_answers: answers from before a restart, which a client may have received.
         message_images: reads the images in messages; None means that they are refused.
@@ -262,7 +262,7 @@ class Session:
             finished = earlier.was_received or earlier.abandoned or _failed(earlier.task)
             if not finished and (retry or not earlier.clients):
                 return earlier
-        if retry:  # the client may have lost an answer that looks delivered from here
+        if retry:  # the client may have lost an answer that counts as delivered here
             for earlier in reversed(self.requests.get(digest, ())):
                 if earlier.task.done() and not _failed(earlier.task):
                     return earlier
@@ -270,7 +270,7 @@ class Session:
         answer_task.task = asyncio.get_running_loop().create_task(self._answer(request, answer_task))
         equal_requests = self.requests.setdefault(digest, [])
         equal_requests.append(answer_task)
-        # forget a failed request: an equal one starts anew, and the failure would keep its arguments in memory
+        # forget a failed request: an equal request starts again, and the failure would keep its arguments in memory
         answer_task.task.add_done_callback(lambda task: equal_requests.remove(answer_task) if _failed(task) else None)
         return answer_task
 
@@ -356,7 +356,7 @@ class Session:
         return Answer(
             id=name, prompt_ids=prompt, tokens=generated.tokens, logprobs=generated.logprobs, text=text,
             reasoning=reasoning, tool_calls=tool_calls, stopped_by=stopped_by,
-            # a cut answer is "length" even after a complete tool call: the client must not take it for a finished turn
+            # a cut answer ends with "length" even after a complete tool call, because the turn is not finished
             finish="length" if truncated else "tool_calls" if tool_calls else "stop",
         )  # fmt: skip
 

@@ -70,7 +70,7 @@ def pack_call(method: str, arguments: Mapping[str, Any]) -> bytes:
 
 
 def pack_failure(error: Exception) -> bytes:
-    """Pack the error of :func:`pack_call` in place of the call, so that all ranks are told."""
+    """Pack the error of :func:`pack_call` in place of the call, so that it is raised on all ranks."""
     return pack(_PackedCall("", error=error_message(error)))
 
 

@@ -1,6 +1,6 @@
 """Reads adapter (LoRA) directories and says why a server must not be asked to load one.
 
-Invariant: only text and headers are read, no tensor.
+Invariant: only the settings and the headers of files are read, never a tensor.
 """
 
 from __future__ import annotations
@@ -154,7 +154,10 @@ _PART = re.compile(r"^(?:base_model\.model\.)?(?P<layer>.+)\.lora_(?P<part>A|B)(
 
 
 def _why_of_another_base(shapes: Mapping[str, tuple[int, ...]], base: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Return which tensor does not fit the base model; servers silently accept tensors that are too small."""
+    """Return which tensor does not fit the base model; None if all fit.
+
+    Checked here because servers silently accept tensors that are too small.
+    """
     for name, shape in shapes.items():
         found = _PART.match(name)
         if found is None or found["layer"] not in base or len(shape) != 2:

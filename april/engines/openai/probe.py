@@ -54,7 +54,7 @@ ANY = KnownServer(name="")
 TENSORRT_LLM = KnownServer(
     name="TensorRT-LLM",
     shapes=(TokenShape.DETOKENIZE,),
-    # /metrics waits 2 s for iteration records there, and takes them away from other readers
+    # on TensorRT-LLM, /metrics waits 2 s for iteration records and takes them away from other readers
     load_route="/prometheus/metrics",
     load_route_always=False,
     honours_seeds=False,
@@ -232,10 +232,13 @@ async def _models(client: HttpClient) -> Any:
         answer = read_json(reply.body)
     except NotJson as error:
         raise ConfigError(
-            f"{client.url}{ROUTE_OF_MODELS} does not return a list of models: {error}; is it such a server?"
+            f"{client.url}{ROUTE_OF_MODELS} does not return a list of models: {error}; is it an OpenAI-compatible "
+            "server?"
         ) from None
     if not isinstance(answer, dict) or not isinstance(answer.get("data"), list):
-        raise ConfigError(f"{client.url}{ROUTE_OF_MODELS} does not return a list of models; is it such a server?")
+        raise ConfigError(
+            f"{client.url}{ROUTE_OF_MODELS} does not return a list of models; is it an OpenAI-compatible server?"
+        )
     return answer
 
 

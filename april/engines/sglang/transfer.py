@@ -92,7 +92,7 @@ class WeightTransfer:
     async def leave(self) -> bool:
         """Abandon the transfer: end it if it was begun, leave the group and resume the server. Never raises.
 
-        Returns whether the server still has the weights from before.
+        Returns whether the server still has the weights from before the transfer.
         """
         if self.begun:
             self.begun = False
