@@ -55,7 +55,7 @@ DECIDED = {
     "extras": "rollout.return_routed_experts",
 }
 MAX_CONTEXT = 1 << 30
-"""Practically unlimited conversation length, in tokens: workflows and servers have limits of their own."""
+"""Conversation length in tokens that is never reached, because workflows and servers have limits of their own."""
 NEUTRAL_TOP_K = 1_000_000
 
 
