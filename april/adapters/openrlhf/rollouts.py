@@ -297,7 +297,7 @@ class OpenRLHFRollouts:
         """Keep a saved state for the next batch; return True if its episode had ended. Raises CheckpointError."""
         if saved is None:
             log.warning(
-                "the checkpoint was written without april, so it contains no unfinished samples and april starts new ones"
+                "the checkpoint was written without april, so it has no unfinished samples, and april starts new ones"
             )
             return False
         with checkpoint_errors(CARRY):

@@ -236,7 +236,7 @@ class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
             _label(sorted(here), HELD, trainer.global_steps)
 
     def _adopt(self, folder: Path, prompts: list[str], labels: dict[str, Any]) -> None:
-        """Generate responses to all prompts of a checkpoint again, also to finished ones: it was saved without april."""
+        """Generate responses to all prompts of a checkpoint again, since it was saved without april."""
         if not prompts:
             return
         log.warning(
