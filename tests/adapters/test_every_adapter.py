@@ -141,7 +141,7 @@ def one_bit_less(data: bytes) -> bytes:
     (lambda data: b"\xc1", "cannot be read"),
     (lambda data: data[:-9], "cannot be read|is damaged"),
     (lambda data: msgspec.msgpack.encode({"a": 1}), "not written by this version of april"),
-    (lambda data: packed_otherwise(data, format=7), "another version of april"),
+    (lambda data: packed_otherwise(data, format=7), "not written by this version of april"),
     (lambda data: packed_otherwise(data, april="demo"), "not written by this version of april"),
     (one_bit_less, "is damaged: its checksum does not fit its content"),
 ], ids=["no msgpack", "cut", "something else", "another format", "of another adapter", "one bit"])  # fmt: skip
