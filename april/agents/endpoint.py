@@ -346,7 +346,7 @@ def check_key(request: web.Request, key: str, error_text: str) -> None:
 
 
 def _max_body_bytes(session: Session) -> int:
-    """Return the bytes above which a body cannot fit into the context, whatever it contains."""
+    """Return the number of bytes above which no body can fit into the context."""
     if session.message_images is not None:
         return MAX_BODY_BYTES  # images may make up most of the body
     return min(MAX_BODY_BYTES, max(SMALL_BODY_BYTES, BYTES_PER_TOKEN * session.max_context))

@@ -210,5 +210,5 @@ def refuse_while_held(what: str) -> None:
     """Raise RolloutError if the calling context holds a model, because the call ``what`` would deadlock."""
     if any(turns.owned_by(owner) for turns, owner in _held.get()):
         raise RolloutError(
-            f"{what}: it would wait for generation, which stands still inside of april.hold_model(); call it outside"
+            f"{what}: it would wait for generation, which is paused inside april.hold_model(); call it outside"
         )

@@ -132,7 +132,7 @@ class ActorScheduler(RankScheduler):
 
     @property
     def engines(self) -> list[Engine]:
-        """Always empty, as the engines are in other processes."""
+        """Always empty, because the engines are in other processes."""
         return []
 
     def _weights_to_send(self, given: Any) -> None:

@@ -34,7 +34,7 @@ _BROKEN = (aiohttp.ClientError, OSError, asyncio.IncompleteReadError)
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Status and body of an HTTP response, whatever the status."""
+    """Status and body of an HTTP response with any status."""
 
     status: int
     body: bytes

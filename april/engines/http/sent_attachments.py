@@ -114,7 +114,7 @@ class SentAttachments:
                     raise
                 self._count(lacking)
                 for digest, number in relied.items():
-                    if self._known.get(digest) == number:  # unless it was sent again meanwhile
+                    if self._known.get(digest) == number:  # another request may have sent it again since
                         del self._known[digest]
             else:
                 self.requests += 1

@@ -54,7 +54,7 @@ async def open_servers(
     config: AprilEngineConfig | VllmEngineConfig | SglangEngineConfig | OpenAIEngineConfig,
 ) -> list[Engine]:
     """Open one engine per server, all at the same time; if one server cannot be used, all engines are closed again."""
-    # imported here, as the configuration and simulations need no aiohttp
+    # imported here, because the configuration and simulations need no aiohttp
     if isinstance(config, AprilEngineConfig):
         from april.engines.served.client import connect_april
 

@@ -195,7 +195,7 @@ class SglangWorker:
             raise EngineError(f"{text}: it answered {reply.status}, {why}; it keeps its old adapter")
         now = await self._process()
         if await self.label() not in (None, labels.of(base)) or (process is not None and now != process):
-            raise EngineError(f"{text}: it was restarted meanwhile; update its weights again")
+            raise EngineError(f"{text}: it was restarted during the call; update its weights again")
 
     async def unload_adapter(self, adapter: LoadedAdapter) -> bool:
         """Unload an adapter; if the server may still have it, log a warning and return False."""

@@ -61,7 +61,7 @@ def guard_optimizers(engine: Any, weights: Any) -> weakref.finalize[Any, Any]:
 CHECKED_PER_STEP = 12
 """Number of settings, and of tensors, that are compared before a decode step; a 32nd of all if that is more."""
 PATIENCE_S, POLL_S = 10.0, 0.01
-"""Seconds to wait for other code to restore the model, and seconds between two checks meanwhile."""
+"""Seconds to wait for other code to restore the model, and seconds between two checks during that time."""
 WRITTEN = "its weights were changed"
 _GONE, _NONE, _OURS = object(), object(), object()
 _PLAIN = (bool, str, int, float, type(None))

@@ -40,7 +40,7 @@ PREFILL_SEQUENCES = 16
 PREFILL_TOKENS = 16_384
 """Largest number of tokens per prefill call, padding included; only a single sequence may be longer."""
 _FIRST_COLUMNS = 128
-# Uniform numbers are made for this many steps ahead: few at first, as the slots of short runs change often.
+# Uniform numbers are made for this many steps ahead: few at first, because the slots of short runs change often.
 _NOISE_AHEAD, _NOISE_AHEAD_LATER = 8, 32
 
 # Rows of the slot matrix. The first five also live on the device and grow by one per decode step. _ROPE is the position
@@ -534,5 +534,5 @@ class SlotDecoder:
             setattr(self, name, grown)
 
     def _upload(self, array: NDArray[Any]) -> Tensor:
-        """Copy to the device of the model; always a copy, as the array may change while the device still reads it."""
+        """Copy to the device of the model. Always a copy, since the array may change while the device still reads it."""
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, copy=True)
