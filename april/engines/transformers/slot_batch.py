@@ -534,5 +534,5 @@ class SlotDecoder:
             setattr(self, name, grown)
 
     def _upload(self, array: NDArray[Any]) -> Tensor:
-        """Copy to the device of the model. Always a copy, since the array may change while the device still reads it."""
+        """Copy to the device of the model. Always a copy, since the array may change before the device has read it."""
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, copy=True)
