@@ -33,7 +33,7 @@ def _version(asked: bool) -> None:
 
 
 def _no_record(out: Path) -> Path:
-    """Refuse an output path that is the record of a run, so that no record is overwritten."""
+    """Refuse an output file that is the record of a run, so that no record is overwritten."""
     from april.record.file import is_record
 
     if out.is_file() and is_record(out):

@@ -16,7 +16,7 @@ class RecordError(AprilError, ValueError):
 
 
 class EngineError(AprilError, RuntimeError):
-    """An engine broke its contract or died; the tokens seen before it are kept."""
+    """An engine broke its contract or died; tokens that were received before the error are kept."""
 
 
 class WireError(EngineError):

@@ -42,8 +42,8 @@ ON_FAKES: dict[type[Sound], tuple[str, str]] = {
     planted.LooksOnce: ("attached_and_resumed", "a response with attachments, resumed: token"),
     planted.LosesARow: ("extras", "came with 27 rows of routed_experts|rows of routed_experts, but"),
     planted.MixesRows: ("extras", r"of its rows of routed_experts equal those of .*: the rows belong to other tokens"),
-    planted.GivesRowsUnasked: ("extras", "rows came, although nobody had asked for them"),
-    planted.ForgetsBans: ("banned_ids", "ids were banned, but .* of them came"),
+    planted.GivesRowsUnasked: ("extras", "rows arrived, although the request had not asked for them"),
+    planted.ForgetsBans: ("banned_ids", "ids were banned, but .* were generated"),
     planted.ForgetsTheResponse: ("stop_strings", "ended with|is .*, not"),
 }
 """Defect -> the check that must catch it, and what it must say."""

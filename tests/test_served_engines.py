@@ -363,7 +363,7 @@ async def test_the_server_itself_refuses_what_its_client_should_not_ask() -> Non
             await line.send_bytes(msgspec.msgpack.encode([pack(Start(request()))]))
             (piece,) = unpacked((await line.receive()).data, ChunkMessage)
             assert piece.failure is not None
-            assert "no version" in piece.failure.message
+            assert "no policy version" in piece.failure.message
             await line.close()
             with pytest.raises(aiohttp.WSServerHandshakeError, match="409"):
                 await http.ws_connect(f"{server.url}/april/line/other?interval_s=1")

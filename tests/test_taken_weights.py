@@ -61,7 +61,7 @@ async def test_wrong_tensors_are_named() -> None:
     with pytest.raises(EngineError, match=r"lm_head\.weight came with shape \(2,\), but .* one of shape \(97, 32\)"):
         await given(engine, whole | {"lm_head.weight": torch.ones(2)})
     del whole["model.norm.weight"]
-    with pytest.raises(EngineError, match=r"model\.norm\.weight of this .* did not come"):
+    with pytest.raises(EngineError, match=r"incomplete: model\.norm\.weight of this .* did not arrive"):
         await given(engine, whole)
     await given(engine, trained)
     await engine.resume()
@@ -79,7 +79,7 @@ async def test_what_came_in_an_update_that_ended_counts_no_more() -> None:
     await engine.pause()
     whole = dict(trained.state_dict())
     del whole["model.norm.weight"]
-    with pytest.raises(EngineError, match=r"model\.norm\.weight of this .* did not come"):
+    with pytest.raises(EngineError, match=r"incomplete: model\.norm\.weight of this .* did not arrive"):
         await given(engine, whole)
     await engine.close()
 

@@ -188,7 +188,7 @@ async def test_what_cannot_be_seen_is_refused_by_a_sentence_and_alone(tmp_path: 
         (tokens, of(picture(1), count=99), "has 99 tokens, some of which are missing"),
         (tokens, of(picture(1), at=0, count=1), f"has no token {IMAGE} at its position"),
         (tokens, of(Attachment.of("audio", b"la")), "this engine only accepts images"),
-        (tokens, of(picture(5, 32, 32)), r"becomes 16 tokens, but the conversation has 6 for it"),
+        (tokens, of(picture(5, 32, 32)), r"needs 16 placeholder tokens, but the conversation has 6 for it"),
         (tokens, of(Attachment.of("image", (picture(1).data or b"")[:60])), "cannot be read"),
         (tokens, of(from_file), "has changed since its prompt was drawn"),
     ]

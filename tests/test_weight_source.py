@@ -263,7 +263,7 @@ class Quantized(torch.nn.Linear):
         ([("a", torch.ones(1)), ("b",)], "item 1 is a tuple of 1"),
         ({"a": torch.ones(1), 3: torch.ones(1)}, "item 1 is a tuple of 2"),
         ({"a": [1.0]}, "a is a list, not a tensor of torch"),
-        ([("a", torch.ones(1)), ("a", torch.ones(1))], "a comes twice"),
+        ([("a", torch.ones(1)), ("a", torch.ones(1))], "a is given twice"),
         ({"a": torch.empty(2, device="meta")}, "a is on the meta device, where tensors have no values"),
         ({"a": torch.eye(2).to_sparse()}, "a is sparse or quantized"),
         ({"x.lora_A.weight": torch.ones(1)}, "x.lora_A.weight belongs to an adapter; save it"),
@@ -290,7 +290,7 @@ def test_parameters_of_zero_3_are_refused() -> None:
     ("pairs", "words"),
     [
         ([], "there are no tensors"),
-        ([("a", torch.ones(1)), ("a", torch.ones(1))], "a comes twice"),
+        ([("a", torch.ones(1)), ("a", torch.ones(1))], "a is given twice"),
         ([("a", torch.ones(1)), None], "item 1 is a NoneType"),
     ],
 )

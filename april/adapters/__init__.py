@@ -1,1 +1,1 @@
-"""Adapters, one package per trainer. Each imports its trainer lazily; none imports another adapter."""
+"""Run april inside existing trainers: one package per trainer, which imports the trainer only when it is used."""

@@ -1,4 +1,4 @@
-"""Endpoints for agents with clients of their own: one per sample, which hides that rollouts are interrupted."""
+"""Serves agents that have API clients of their own: one HTTP endpoint per sample, which hides interrupted rollouts."""
 
 from __future__ import annotations
 

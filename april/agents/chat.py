@@ -19,7 +19,7 @@ Tools = Sequence[Mapping[str, Any]]
 Finish = Literal["stop", "length", "tool_calls"]
 NOT_READ = "content: a part of type {!r} is not supported; april takes text, and images with processor= of the model"
 COMMIT_S = 5.0
-"""Seconds in which an error still gets its own HTTP status; then 200 and keep-alive bytes are sent."""
+"""Seconds for which an error still gets its own HTTP status; after them, status 200 and keep-alive bytes are sent."""
 KEEPALIVE_S = 10.0
 """Seconds between two writes that keep the connection of a slow answer alive."""
 DISTRIBUTION: Mapping[str, Sequence[Any]] = {
@@ -34,7 +34,7 @@ class RequestError(Exception):
     """A request that cannot be answered.
 
     ``status`` is the HTTP status, and ``kind`` is OpenAI's error type. ``retry`` says whether the same request may
-    succeed later, and ``retry_s`` after how many seconds (0 leaves that to the client); clients are told both.
+    succeed later, and ``retry_s`` after how many seconds (0 leaves that to the client); clients get both as headers.
     """
 
     def __init__(
@@ -55,13 +55,14 @@ class ChatRequest:
     Attributes:
         messages: conversation to answer; empty if ``token_ids`` are given.
         tools: OpenAI's tool definitions.
-        token_ids: tokens to continue as they are (``/v1/completions``); () for a text, None for a chat.
+        token_ids: tokens that are continued without a chat template (``/v1/completions``); () for a text, None for a
+            chat.
         sampling: settings of the client: arguments of ``llm.generate``, and fields of DISTRIBUTION.
         stream: True if the answer is wanted as server-sent events.
         usage: True if the stream ends with token counts.
         logprobs: True if each token's log-probability is wanted.
         return_token_ids: True if prompt and answer are wanted as token ids, too.
-        model: name of the model, which is sent back.
+        model: name of the model, which the answer repeats.
     """
 
     messages: Sequence[Message] = ()

@@ -1,7 +1,7 @@
 """Converts messages to tokens and back, with the package ``renderers`` (extra ``agents``).
 
 Invariant: generated tokens are never tokenised again. A conversation that continues consists of its tokens so far and
-what the template writes behind them.
+the tokens that the template writes after them.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class ChatTemplate:
         except Exception:
             if images is None or config is not None:
                 raise
-            # a model for images that has no renderer of its own
+            # the package has no renderer for this vision model
             self._renderer = renderers.create_renderer(tokenizer, renderers.DefaultRendererConfig())
         self._ok = renderers.ToolCallParseStatus.OK
         self._writes_tools: dict[str, bool] = {}
         self._bridges = not isinstance(self._renderer, renderers.DefaultRenderer)
 
     def render(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """Return the token ids of a conversation, up to where the assistant's answer begins.
+        """Return the token ids of a conversation, up to the start of the assistant's answer.
 
         Raises RequestError for messages or tools that the template does not accept.
         """
@@ -94,8 +94,8 @@ class ChatTemplate:
     ) -> list[int] | None:
         """Return ``prompt + completion`` followed by the tokens that the template writes for the ``new`` messages.
 
-        ``said`` are the messages before them, ending with that of the completion. None is returned if the template
-        would write the earlier turns differently once the new messages follow.
+        ``said`` are the messages before the new ones; the last of them is that of the completion. None is returned if
+        the template would write the earlier turns differently once the new messages follow.
         """
         plain = [_plain(m) for m in new]
         if any(m["role"] == "assistant" for m in plain):
@@ -125,7 +125,7 @@ class ChatTemplate:
             return None
         tail = self._tokenizer.encode(whole[len(head) :], add_special_tokens=False)
         if completion and tail and completion[-1] == tail[0]:
-            tail = tail[1:]  # the token that ends the turn is already there: the model has generated it
+            tail = tail[1:]  # the model has already generated the token that ends the turn
         return [*prompt, *completion, *tail]
 
     def _text(self, messages: list[dict[str, Any]], tools: Tools, go_on: bool) -> str | None:
@@ -140,7 +140,7 @@ class ChatTemplate:
         return text
 
     def parse(self, tokens: list[int], prompt: list[int], tools: Tools) -> ParsedAnswer:
-        """Parse generated tokens; a malformed tool call stays in the text, as it was written."""
+        """Parse generated tokens; a malformed tool call stays in the text unchanged."""
         try:
             parsed = self._renderer.parse_response(tokens, tools=list(tools) or None, prompt_ids=prompt)
         except (ValueError, RecursionError):  # such as numbers with thousands of digits, or brackets thousands deep
@@ -187,7 +187,7 @@ def _plain(message: Message) -> dict[str, Any]:
 
 
 def _marked(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a content part as chat templates know it; an image becomes a mark without content."""
+    """Return a content part in the form that chat templates know: ``{"type": "image"}`` for an image."""
     return MARK if is_image(part) else part
 
 

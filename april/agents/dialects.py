@@ -1,4 +1,4 @@
-"""The endpoint's dialects: OpenAI's chat and text completions, and Anthropic's messages.
+"""The API formats (dialects) of the endpoint: OpenAI's chat and text completions, and Anthropic's messages.
 
 Each dialect reads a body into a ChatRequest, writes an Answer as one body or as a stream, and formats errors as its
 clients expect. Every parameter is honoured, known to have no effect, or refused by name; none is dropped silently.

@@ -1,4 +1,4 @@
-"""The HTTP server of a process, with an address and a key for each sample; it runs in its own thread.
+"""The HTTP server to which agents send their requests, with an address and a key for each sample.
 
 A client sees only that an answer takes long, never an abort: filler bytes keep its connection alive. The server has a
 thread of its own because a rollout function may block the driver's event loop while its client waits for an answer. A
@@ -32,7 +32,7 @@ wire_log = logging.getLogger("april.agents.wire")
 
 
 def _without_content(record: logging.LogRecord) -> bool:
-    """Reduce a log record about malformed HTTP to the error's type, as its text contains part of what was sent."""
+    """Reduce a log record about malformed HTTP to the error's type, because its text contains a part of the request."""
     kind = record.exc_info[0] if record.exc_info else None
     record.msg, record.args = "a connection to an agent's endpoint failed: %s", ("" if kind is None else kind.__name__,)
     record.exc_info = record.exc_text = None
@@ -50,7 +50,8 @@ SHARED_PATH = "by-name"
 MAX_BODY_BYTES = 32 << 20
 SMALL_BODY_BYTES = 1 << 20
 BYTES_PER_TOKEN = 32
-"""Bytes allowed per token of the context: a body above this and SMALL_BODY_BYTES is refused without tokenising it."""
+"""Bytes allowed per token of the context. A longer body (also longer than SMALL_BODY_BYTES) is refused before it is
+tokenised."""
 MAX_MESSAGES = 4096
 NO_RETRY = {"x-should-retry": "false"}
 
@@ -91,7 +92,7 @@ class ServedSession:
 
 @dataclass(frozen=True, slots=True)
 class SessionAddress:
-    """Where a session is served: the server, and a path and key to keep across restarts (random if empty)."""
+    """The server of a session, and the path and key that it keeps across restarts (random if empty)."""
 
     endpoint: Endpoint
     path: str = ""
@@ -176,7 +177,7 @@ class Endpoint:
                 app.router.add_post(base + route, self._handler(dialect))
             app.router.add_post(base + "/messages/count_tokens", self._count_tokens)
             app.router.add_get(base + "/models", self._models)
-        # cancel a handler when its client leaves: whether a client still waits decides if an equal request is a retry
+        # Cancel a handler when its client leaves, because an equal request is a retry only if no client waits.
         self._listener = HttpListener(app, SHUTDOWN_S, cancel_handlers=True, logger=wire_log)
         _, port = await self._listener.start((self.host, self.port))
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -194,7 +195,7 @@ class Endpoint:
         shared_path = request.match_info["path"] == SHARED_PATH
         served = self._sessions_by_path.get(request.match_info["path"])
         if served is None and not shared_path:
-            raise RequestError("no sample has this address any more, or none ever had it", 404, "not_found_error")
+            raise RequestError("this address belongs to no sample, or its sample has ended", 404, "not_found_error")
         check_key(request, self.key if served is None else served.key, "the API key does not belong to this address")
         name = request.headers.get("X-Session-ID")
         if served is None and name is None and request.path.endswith("count_tokens"):
@@ -285,7 +286,7 @@ class Endpoint:
             transport = request.transport
             if transport is None or transport.is_closing():
                 return response
-            # before the last byte: a client that has read it may leave before this continues
+            # noted before the last byte is sent, because a client may leave as soon as it has read that byte
             answer_task.sending_connections.append(transport)
             try:
                 await response.write(encoded)
@@ -300,7 +301,7 @@ class Endpoint:
             await response.write(_encode_event(("error", dialect.error(error))))
             await response.write_eof()
             return response
-        # the 200 is sent already, so the error can only be reported by cutting the connection
+        # status 200 is sent already, so only a cut connection can report the error
         if request.transport is not None:
             request.transport.abort()
         return response
@@ -316,7 +317,7 @@ ROUTES: dict[str, Dialect] = {
 
 @web.middleware
 async def _errors_as_responses(request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
-    """Turn every failure into an error of the request's dialect, without logging what was asked."""
+    """Turn every failure into an error of the request's dialect, without logging the request's content."""
     try:
         response: web.StreamResponse = await handler(request)
         return response
@@ -345,7 +346,7 @@ def check_key(request: web.Request, key: str, error_text: str) -> None:
 
 
 def _max_body_bytes(session: Session) -> int:
-    """Return the bytes above which a body cannot fit into the context, whatever it contains."""
+    """Return the number of bytes above which no body can fit into the context."""
     if session.message_images is not None:
         return MAX_BODY_BYTES  # images may make up most of the body
     return min(MAX_BODY_BYTES, max(SMALL_BODY_BYTES, BYTES_PER_TOKEN * session.max_context))

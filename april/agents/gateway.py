@@ -1,4 +1,4 @@
-"""Serves the agents of a process's samples: opens their endpoints, answers ``llm.chat``, and calls the driver."""
+"""Connects agents to the policy: opens an HTTP endpoint for each sample, answers ``llm.chat``, and calls the driver."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GATEWAY_OPTIONS = ("renderer", "commit_s", "alive_s")
 
 @dataclass(slots=True)
 class Gateway:
-    """Serves an endpoint for each sample that asks for one; the server starts with the first.
+    """Serves an endpoint for each sample that asks for one; the server starts with the first endpoint.
 
     Args:
         tokenizer: tokenizer of the model; None means that clients can send only token ids.
@@ -53,7 +53,7 @@ class Gateway:
     _endpoint: Endpoint | None = None
     _template: ChatTemplate | None = None
     _warned: bool = False
-    """True once the user was told that a client asked for another sampling distribution."""
+    """True once the user was warned that a client asked for another sampling distribution."""
 
     def __post_init__(self) -> None:
         if self.renderer is not None and self.tokenizer is None:
@@ -65,10 +65,10 @@ class Gateway:
                 raise ConfigError(f"{name} must be a number of seconds {least}, got {seconds!r}")
 
     def load(self) -> None:
-        """Import what ``llm.base_url`` and ``llm.chat`` need; a later import would block the event loop."""
+        """Import the modules that ``llm.base_url`` and ``llm.chat`` need; a later import would block the event loop."""
         names = [f"april.agents.{name}" for name in ("endpoint", "session", "message_images", "chat_template")]
         if self.tokenizer is not None and find_spec(RENDERERS) is not None:
-            names.append(RENDERERS)  # it imports all types of openai, which takes a second or two
+            names.append(RENDERERS)  # this package imports all types of openai, which takes a second or two
         for name in names:
             import_module(name)
 
@@ -88,7 +88,7 @@ class Gateway:
         return (SessionAddress(self._own_endpoint()) if place is None else place).open(session)
 
     def chat(self, sample: EndpointSample) -> FunctionChat:
-        """Return what answers ``llm.chat`` for one more sample: a session on the running loop, without a server."""
+        """Return the object that answers ``llm.chat`` of a sample: a session on the running loop, without a server."""
         from april.agents.session import FunctionChat
 
         generate = self._generator(sample, from_clients=False)

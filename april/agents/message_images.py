@@ -1,4 +1,4 @@
-"""Reads the images in an agent's messages once, and places them among the tokens that a template writes."""
+"""Reads the images in an agent's messages, and inserts their placeholder tokens among the tokens of a template."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class MessageImages:
         self._prompt = prompt
 
     async def read(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Return the messages, in which each image part now has its ``picture``; raises RequestError."""
+        """Return the messages with the image that was read in each image part (``picture``); raises RequestError."""
         if not any(has_images(message.get("content")) for message in messages):
             return messages
         return await run_in_thread(self._read, messages)

@@ -88,7 +88,7 @@ class LLMServer:
         arguments = unpack(await request.read(), dict[str, Any])
         call = asyncio.run_coroutine_threadsafe(self._call(llm, request.match_info["method"], arguments), loop)
         try:
-            # the call continues if the connection breaks; the function's end is reported in another way
+            # the call continues if the connection breaks; the end of the function itself is reported by its process
             return web.Response(body=pack(await asyncio.shield(asyncio.wrap_future(call))))
         except asyncio.CancelledError:
             if not call.cancelled():

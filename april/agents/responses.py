@@ -44,7 +44,7 @@ class OpenAIResponses(OpenAIChat):
 
     @staticmethod
     def _messages(items: Any) -> list[Json]:
-        """Convert items to messages; what the assistant says and calls in one turn becomes one message."""
+        """Convert items to messages; the text and the calls of one turn of the assistant become one message."""
         messages: list[Json] = []
 
         def assistant() -> Json:

@@ -1,4 +1,4 @@
-"""Makes rollout functions of existing code: of a program with its own client, or a function of many prompts."""
+"""Makes rollout functions from existing code: from a program with its own client, or a function of many prompts."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ async def _terminate(transport: asyncio.SubprocessTransport, process: _ProgramPr
 
 
 def batched(function: Callable[..., Any]) -> Callable[[Prompt, BlockingLLM], Any]:
-    """Turn a function from a list of prompts to a list of as many completions into a rollout function.
+    """Make a rollout function from a function that takes a list of prompts and returns one completion for each.
 
     ``function(prompts, base_url=..., api_key=...)`` is called in a thread for each sample, with a list that holds only
     the ``data`` of its prompt. Its client sends requests to ``base_url``; the completion is ``response.output`` for the

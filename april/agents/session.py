@@ -1,7 +1,7 @@
 """The requests of one sample: which of them are retries, which conversation each continues, and their answers.
 
-Invariant: two equal requests share one generation only if the later is a retry of the earlier; two clients that send
-the same request get two answers.
+Invariant: two equal requests share one generation only if the later is a retry, or if the client of the earlier no
+longer waits. Two clients that send the same request get two answers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class GenerationResult(Protocol):
 class GenerateFunction(Protocol):
     """Continues token ids, with arguments of ``llm.generate``; returns when complete, however many steps that takes.
 
-    ``attached`` lists what is attached to the token ids; None means what april already knows to be attached.
+    ``attached`` lists the images at their positions in the token ids; None means the images of the earlier calls.
     """
 
     def __call__(
@@ -56,12 +56,12 @@ class GenerateFunction(Protocol):
 
 
 MAX_ANSWERS_PER_TEXT = 8
-"""Maximum number of answers that are remembered for one conversation and one text of the answer; answers with the same
-text may have different tokens."""
+"""Maximum number of answers that are remembered for the same conversation and the same answer text; they may differ in
+their tokens."""
 
 
 MAX_RECENT_SEQUENCES = 16
-"""Number of recent token arrays that are searched for one that a new sequence continues."""
+"""Number of recent token arrays in which to look for the beginning of a new sequence."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +71,7 @@ class _TokenBuffer:
 
 
 class _SharedSequences:
-    """Stores token sequences; a sequence that continues another needs memory only for what it adds."""
+    """Stores token sequences; a sequence that continues another needs memory only for the tokens that it adds."""
 
     def __init__(self) -> None:
         self._buffers: deque[_TokenBuffer] = deque(maxlen=MAX_RECENT_SEQUENCES)
@@ -106,7 +106,7 @@ class _AnsweredConversation(NamedTuple):
 
 
 TokenizedConversation = tuple[Int32, tuple[Placed, ...]]
-"""A conversation as tokens, with what is attached to them."""
+"""A conversation as token ids, with the images at their positions in it."""
 
 
 MessageBuilder = Callable[[str, Int32, Int32, Tools, Mapping[str, Any]], Message]
@@ -116,8 +116,8 @@ MessageBuilder = Callable[[str, Int32, Int32, Tools, Mapping[str, Any]], Message
 class Conversations:
     """Finds the conversation that a request continues, by the messages that the client sends back.
 
-    Messages are compared as they were answered, not as text that is rendered anew, since rendering an answer may give
-    other tokens than those that were sampled.
+    The client's messages are compared with the answers that it was sent. The answers are not rendered again, since that
+    may give other tokens than those that were sampled.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Conversations:
         self._build_message = build_message
 
     def tokenize(self, messages: Sequence[Message], tools: Tools, sampling: Mapping[str, Any]) -> TokenizedConversation:
-        """Return the tokens of a request, which continue the longest known conversation, or are all rendered anew.
+        """Return the tokens of a request: the longest known conversation that it continues, and the rest rendered.
 
         Raises RequestError.
         """
@@ -149,7 +149,7 @@ class Conversations:
                     continue
                 if self._message_images is None:
                     return np.array(found, np.int32), ()
-                if np.array_equal(found[: len(ids)], ids):  # the attachments keep their places
+                if np.array_equal(found[: len(ids)], ids):  # the images keep their positions
                     return self._message_images.place(found, len(ids), attached, messages[count:])
         found = self._template.render(messages, tools)
         if self._message_images is None:
@@ -176,7 +176,7 @@ class Conversations:
         """Remember a conversation that ends with an answer; partial answers are never remembered.
 
         ``ids`` are its tokens, and ``prompt_length`` is the number of tokens before the answer. ``digest`` is that
-        of the conversation, the answer's message included. ``attached`` lists what is attached to the tokens.
+        of the conversation, the answer's message included. ``attached`` lists the images at their positions.
         """
         known = self._answered_by_digest.setdefault(digest, deque(maxlen=MAX_ANSWERS_PER_TEXT))
         known.append(_AnsweredConversation(ids, prompt_length, attached))
@@ -224,7 +224,7 @@ class Session:
 
     Args:
         generate: function that continues token ids; cancelling it gives the call up.
-        template: chat template of the model; None means that messages and texts are refused, and only token ids taken.
+        template: chat template of the model; None means that only token ids are accepted, not messages and texts.
         max_context: number of tokens that the engines have room for.
         earlier_answers: answers from before a restart, which a client may have received.
         message_images: reads the images in messages; None means that they are refused.
@@ -253,8 +253,8 @@ class Session:
     def submit(self, request: ChatRequest, digest: str, *, retry: bool) -> AnswerTask:
         """Return the pending answer to a request: that of an earlier equal request, or a new one.
 
-        The earlier one is shared if this request says that it is a retry, or if no client waits for the earlier one any
-        more.
+        The earlier answer is shared if this request says that it is a retry, or if no client waits for the earlier
+        answer any more.
         """
         if self.close_reason:
             raise RequestError(self.close_reason, 410, "session_closed")
@@ -262,7 +262,7 @@ class Session:
             finished = earlier.was_received or earlier.abandoned or _failed(earlier.task)
             if not finished and (retry or not earlier.clients):
                 return earlier
-        if retry:  # the client may have lost an answer that looks delivered from here
+        if retry:  # the client may have lost an answer that counts as delivered here
             for earlier in reversed(self.requests.get(digest, ())):
                 if earlier.task.done() and not _failed(earlier.task):
                     return earlier
@@ -270,7 +270,7 @@ class Session:
         answer_task.task = asyncio.get_running_loop().create_task(self._answer(request, answer_task))
         equal_requests = self.requests.setdefault(digest, [])
         equal_requests.append(answer_task)
-        # forget a failed request: an equal one starts anew, and the failure would keep its arguments in memory
+        # forget a failed request: an equal request starts again, and the failure would keep its arguments in memory
         answer_task.task.add_done_callback(lambda task: equal_requests.remove(answer_task) if _failed(task) else None)
         return answer_task
 
@@ -356,7 +356,7 @@ class Session:
         return Answer(
             id=name, prompt_ids=prompt, tokens=generated.tokens, logprobs=generated.logprobs, text=text,
             reasoning=reasoning, tool_calls=tool_calls, stopped_by=stopped_by,
-            # a cut answer is "length" even after a complete tool call: the client must not take it for a finished turn
+            # a cut answer ends with "length" even after a complete tool call, because the turn is not finished
             finish="length" if truncated else "tool_calls" if tool_calls else "stop",
         )  # fmt: skip
 

@@ -30,7 +30,7 @@ from april.driver.rewards import Response
 from april.errors import RolloutError, UsageError
 
 RETRY_AFTER_S = 1
-"""Seconds that an orchestrator is told to wait (Retry-After) when no sample is wanted."""
+"""Seconds that an orchestrator is asked to wait (Retry-After) when no sample is needed."""
 MAX_ENDED_SESSIONS = 4096
 """Number of ended sessions whose outcome is remembered, to answer repeated requests."""
 MAX_BODY_BYTES = 1 << 20
@@ -44,18 +44,18 @@ class _OpenSession:
     key: str
     description: Mapping[str, Any]
     resumed: bool
-    """True if the sample ran before a restart: its old agent may come back, so no second agent is given the session."""
+    """True if the sample ran before a restart. Its old agent may come back, so no other agent gets the session."""
     loop: asyncio.AbstractEventLoop
     agent_started: asyncio.Future[None]
     """Resolved once an agent works on the sample."""
     outcome: asyncio.Future[dict[str, Any]]
     taken: bool = False
-    """True once an agent has the session: it was handed out, or its agent has the key from before a restart."""
+    """True once an agent has the session, because it was handed out or was an agent's before a restart."""
     has_requested: bool = False
     """True once the agent has made a request."""
 
     def assign(self, *, by_request: bool = False) -> None:
-        """Mark the session as taken by an agent, whose time counts from now on.
+        """Mark the session as taken by an agent, whose time limit starts now.
 
         ``by_request`` means that the agent has made a request.
         """
@@ -93,7 +93,8 @@ class Sessions:
         key_file: file that holds the key, readable by its owner only; it is created if it is missing.
         host: address to listen on, for agents too; base URLs use the host of the orchestrator's request.
         port: port to listen on; 0 means any free one. Give a number if clients are to find it again after a restart.
-        commit_s, alive_s: timings of slow answers, as for the scheduler.
+        commit_s: seconds after which a slow answer begins with status 200 and keep-alive bytes.
+        alive_s: seconds between two keep-alive bytes of a slow answer.
     """
 
     key: str = field(default="", repr=False)
@@ -113,7 +114,7 @@ class Sessions:
         if not self.key:
             self.key = secrets.token_urlsafe(24) if self.key_file is None else _read_or_create_key(Path(self.key_file))
 
-    # ---------------------------------------------------------------- the trainer's side
+    # ---------------------------------------------------------------- for the trainer
 
     async def rollout(self, prompt: Prompt, llm: LLM) -> dict[str, Any]:
         """Run a sample: wait until the orchestrator ends its session, and return the reward and output that it sent."""
@@ -146,7 +147,7 @@ class Sessions:
         return float(response.output["reward"])
 
     def start(self) -> Endpoint:
-        """Start the server in its own thread; the first sample does this if nobody has.
+        """Start the server in its own thread; if this was not called before, the first sample calls it.
 
         Raises RolloutError if the address is taken.
         """
@@ -182,7 +183,7 @@ class Sessions:
         digests = [hmac.new(key, f"{part} {run_id}".encode(), hashlib.sha256) for part in parts]
         return f"{sample.group}-{sample.index}-{digests[0].hexdigest()[:16]}", digests[1].hexdigest()[:32]
 
-    # ---------------------------------------------------------------- the orchestrator's
+    # ---------------------------------------------------------------- for the orchestrator
 
     def _add_routes(self, router: web.UrlDispatcher) -> None:
         router.add_post("/sessions", self._open)
@@ -239,7 +240,7 @@ class Sessions:
         session = self._open_sessions.get(name)
         if name not in self._ended:
             if session is None:
-                raise RequestError("there is no such session, or no longer: its sample was given up", 410, "gone")
+                raise RequestError("there is no such session, or its sample was given up", 410, "gone")
             if session.resumed and not session.has_requested and isinstance(outcome, dict):
                 outcome = RolloutError("the session was ended because its agent has sent no request since a restart")
             session.set_outcome(outcome)

@@ -98,9 +98,10 @@ class _Prompts:
 
 
 class _EnvironmentServers:
-    """Runs the environment's servers from the first episode that enters to the last that leaves.
+    """Runs the environment's servers while at least one episode is played.
 
-    They start and stop in one task of their own, since what they hold must be released in the task that acquired it.
+    They start and stop in one task of their own, because their resources must be released in the task that acquired
+    them.
     """
 
     def __init__(self, environment: Any) -> None:

@@ -1,8 +1,9 @@
 """A pool of daemon threads, and an exit handler that waits a few seconds for functions that still run in them.
 
-If a daemon thread returns from a native library while the interpreter shuts down, Python kills it there, and C++ code
-answers that with ``abort()``: a successful run would end with code 134. So the exit handler waits and logs for what. It
-then raises SystemExit in threads that still run, which ends them when they return to Python; the others do no harm.
+If a daemon thread returns from a native library while the interpreter shuts down, Python kills the thread there, and
+C++ code answers that with ``abort()``: a successful run would end with code 134. So the exit handler waits, and logs
+the functions for which it waits. It then raises SystemExit in threads that still run, which ends them when they return
+to Python; threads that never return do no harm.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ T = TypeVar("T")
 _Job = tuple[Future[Any], Callable[[], Any]]
 
 EXIT_PATIENCE_S, TELL_S, INTERRUPT_S = 10.0, 2.0, 2.0
-"""Seconds that the exit handler waits for functions in all, before it logs a warning, and after interrupting them."""
+"""Seconds that the exit handler waits for functions: in total, before it logs a warning, and after it has interrupted
+them."""
 _running: dict[int, Callable[..., Any]] = {}
 """Functions that run in april's threads, by thread identifier."""
 _over = threading.Event()
@@ -104,7 +106,7 @@ def _work(jobs: SimpleQueue[_Job | None], free: threading.Semaphore) -> None:
             _running.pop(me, None)
             if _over.is_set():
                 threading.Event().wait()  # block for ever: a thread that goes on now would be killed at exit
-        free.release()  # before the result is set, so that a job submitted in reaction needs no new thread
+        free.release()  # before the result is set, so that a job submitted because of the result needs no new thread
         if raised is not None:
             future.set_exception(raised)
         elif wanted:
@@ -131,7 +133,7 @@ def _ended_within(seconds: float) -> bool:
 
 
 def _name(function: Any) -> str:
-    """Return the name of the user's function, which partials of helpers have as their first argument."""
+    """Return the name of the user's function; april's helpers are partials with that function as first argument."""
     while isinstance(function, partial):
         function = function.args[0] if function.args and callable(function.args[0]) else function.func
     return str(getattr(function, "__qualname__", type(function).__qualname__))

@@ -42,9 +42,9 @@ class FairModelLock:
         """Function and line of the code that holds the lock; empty for a decoder or nobody."""
 
     def request(self, owner: object, wake: Callable[[], None], where: str = "") -> bool:
-        """Acquire the lock for ``owner`` if it is free; else queue it, and call ``wake`` from any thread once it is.
+        """Acquire the lock for ``owner`` if it is free; otherwise queue ``owner``. Returns whether it has the lock now.
 
-        Returns whether ``owner`` has the lock now.
+        Once a queued owner has the lock, ``wake`` is called, in any thread.
         """
         with self._lock:
             if self._owner is None or self._owner is owner:
@@ -68,7 +68,7 @@ class FairModelLock:
                 self._owner, wake, self.holder = self._queue.popleft()
                 try:
                     wake()
-                except RuntimeError:  # its event loop has ended
+                except RuntimeError:  # the owner's event loop has ended
                     continue
                 self._depth = 1
 
@@ -198,7 +198,7 @@ class hold_model:
 
 
 def _no_owner() -> None:
-    """Do nothing; never called, as an owner that has the lock does not wait for it."""
+    """Do nothing; never called, because an owner that has the lock does not wait for it."""
 
 
 def _caller() -> str:
@@ -207,8 +207,8 @@ def _caller() -> str:
 
 
 def refuse_while_held(what: str) -> None:
-    """Raise RolloutError if the calling context holds a model, as the call ``what`` would deadlock."""
+    """Raise RolloutError if the calling context holds a model, because the call ``what`` would deadlock."""
     if any(turns.owned_by(owner) for turns, owner in _held.get()):
         raise RolloutError(
-            f"{what}: it would wait for generation, which stands still inside of april.hold_model(); call it outside"
+            f"{what}: it would wait for generation, which is paused inside april.hold_model(); call it outside"
         )

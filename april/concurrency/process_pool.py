@@ -1,4 +1,4 @@
-"""A pool of worker processes that end with their parent, also after an error or a signal."""
+"""Runs a pool of worker processes that end with their parent, also after an error or a signal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def process_pool(processes: int, set_up: Callable[..., object] | None = None, *a
 def ignore_interrupts() -> Iterator[None]:
     """Delay SIGINT and SIGTERM until the end of the block; does nothing outside of the main thread.
 
-    Work is submitted inside such a block, as a half-started process could neither be terminated nor waited for.
+    Work is submitted inside such a block, because a half-started process could neither be terminated nor waited for.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def can_be_woken(loop: asyncio.AbstractEventLoop) -> bool:
-    """Return whether threads can wake the loop; one with a virtual clock skips ahead instead of waiting for threads."""
+    """Return whether threads can wake the loop. A virtual clock skips ahead, so its loop does not wait for threads."""
     return bool(getattr(loop, "threads_wake_it", True))
 
 

@@ -1,4 +1,4 @@
-"""The configuration: settings of april and its engines, command-line flags, and checks for mistakes."""
+"""Defines the configuration: settings of april and its engines, their command-line flags, and checks for mistakes."""
 
 from __future__ import annotations
 

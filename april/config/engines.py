@@ -29,7 +29,7 @@ def checked_url(url: str) -> str:
 
     Raises:
         ConfigError: the URL does not look like http(s)://host:port, or its host is an address only for listening (see
-            :data:`ANY_ADDRESS`). The message suggests a correction if there is one.
+            :data:`ANY_ADDRESS`). The message suggests a correction if possible.
     """
     try:
         parts = urlsplit(url)
@@ -58,7 +58,7 @@ def name_at(url: str) -> str:
 
 def _shown(url: str) -> str:
     """Return a URL for messages without its parts that may be secret: user, password, query and fragment."""
-    rest = repr(url)[1:-1].rpartition("@")[2]  # repr, as trailing white space may be the mistake
+    rest = repr(url)[1:-1].rpartition("@")[2]  # repr shows white space at the end, which may be the mistake
     end = min((at for at in map(rest.find, "?#") if at >= 0), default=len(rest))
     return f"{rest[:end]}{rest[end : end + 1]}..." if end < len(rest) else rest
 

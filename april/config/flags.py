@@ -1,7 +1,7 @@
 """Adds a command-line flag for each setting of :class:`april.Config` to the argparse parser of any trainer.
 
-Invariants: every setting that can be given as text has one flag; a flag that was not typed is absent from the
-namespace, so it overrides neither the file nor a default.
+Invariants: every setting that can be given as text has exactly one flag. A flag that was not typed is absent from the
+namespace, so it overrides neither the configuration file nor a default.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Setting:
     help: str
     default: Any = None
     chooser: str = ""
-    """Path of the setting that decides whether this one exists, such as ``engine.kind``; empty if it always does."""
+    """Path of the setting that decides whether this one exists, such as ``engine.kind``; empty if it always exists."""
     kinds: tuple[str, ...] = ()
     """Values of the chooser for which this setting exists."""
 
@@ -57,8 +57,8 @@ def add_april_arguments(
 ) -> argparse.ArgumentParser:
     """Add a group of flags, one per setting of :class:`april.Config`, and ``--april-config FILE`` (YAML).
 
-    A flag that the parser already has (same flag or same dest) is not added again: the trainer uses its value, so april
-    does, too. Flags that were not typed are absent from the namespace; read the configuration instead.
+    A flag that the parser already has (same flag or same dest) is not added again; april uses the trainer's value.
+    Flags that were not typed are absent from the namespace, so read settings from the configuration.
 
     Args:
         parser: parser of the trainer. It is changed in place and returned, as some trainers' hooks require.
@@ -148,7 +148,7 @@ def config_from_arguments(args: argparse.Namespace) -> Config:
     try:
         return Config.from_mapping(values)
     except WrongSettings as error:
-        # a setting from the file is named as in the file
+        # a setting from the file is named in the message as in the file
         named = {path: flag for path, flag in flags.items() if path in typed or _look_up(values, path) is None}
         text = error.sentence(lambda setting: _as_typed(setting, named, settings, mark["trainer"]))
         raise ConfigError(text if file is None else f"{text} (with {FILE_FLAG} {file})") from None
@@ -188,7 +188,8 @@ def _set_nested(values: dict[str, Any], path: str, value: Any) -> None:
 def _as_typed(
     setting: SettingName, flags: Mapping[str, str], settings: Mapping[str, Setting], of_trainer: Mapping[str, list[str]]
 ) -> str:
-    """Return a setting as typed: ``--sampling-top-p 0.5`` for ``sampling.top_p=0.5``. Without a flag, as in a file."""
+    """Return a setting as it is typed: ``--sampling-top-p 0.5`` for ``sampling.top_p=0.5``; as in a file if it has no
+    flag."""
     flag = flags.get(setting.path)
     if flag is None or setting.value is None:
         return flag or str(setting)
@@ -199,7 +200,7 @@ def _as_typed(
     return f"leaving out {flag}" if setting.path in of_trainer else f"--no-{flag[2:]}"
 
 
-# ---------------------------------------------------------------- settings, read off the model
+# ---------------------------------------------------------------- settings, from the fields of the model
 
 
 def settings_of(model: type[BaseModel] = Config, parent: str = "") -> Iterator[Setting]:
@@ -281,7 +282,7 @@ def flag_options(setting: Setting) -> dict[str, Any]:
     leaves = set(_leaves(annotation))
     literals = {leaf for leaf in leaves if get_origin(leaf) is Literal}
     if possible := choices(annotation):
-        # only shown here: the value is checked by _reader, whose message is the same on every Python version
+        # only for the help text: _reader checks the value, and its message is the same on every Python version
         options["metavar"] = "{" + ",".join(possible) + "}"
     else:
         numbers = leaves - literals

@@ -1,6 +1,6 @@
-"""Mistakes in the configuration, as sentences in which settings can be named in more than one way.
+"""Describes mistakes in the configuration, in sentences that name settings as the user has written them.
 
-For files and keyword arguments a setting is named ``sampling.top_p=0.5``, for a command line ``--sampling-top-p 0.5``.
+In files and keyword arguments a setting is named ``sampling.top_p=0.5``, on a command line ``--sampling-top-p 0.5``.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class SettingName:
     path: str
     """Path in the configuration, such as ``sampling.top_p``."""
     value: str | None = None
-    """Value to show; None means to show only the name."""
+    """Value to show; None means that only the name is shown."""
     advised: bool = False
     """True if ``value`` is a recommendation, False if it is the current value."""
 

@@ -1,7 +1,7 @@
-"""The configuration: one frozen model, which refuses each contradiction between settings with one sentence.
+"""Defines april's configuration: one frozen model, which refuses each contradiction between settings with one sentence.
 
-It is made from keyword arguments, a plain mapping, an OmegaConf container or a YAML file. The names of settings follow
-slime's, which users already know.
+A configuration is made from keyword arguments, a plain mapping, an OmegaConf container or a YAML file. The names of
+settings follow slime's, which users already know.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class SamplingConfig(Model):
     top_p: Annotated[float, Field(gt=0, le=1), Number] = 1.0
     """Sample from the most likely tokens that together have this probability; 1 means all tokens."""
     min_tokens: NonNegativeInt = 0
-    """Fewest tokens of a response before EOS is allowed."""
+    """Minimum number of tokens of a response; EOS is not allowed before."""
     stop_token_ids: Annotated[
         tuple[Annotated[NonNegativeInt, BeforeValidator(_stop_id)], ...], BeforeValidator(_stop_id)
     ] = ()
@@ -113,8 +113,8 @@ class Config(Model):
     n_samples_per_prompt: Annotated[PositiveInt, Field(le=65_536)] = 8
     """n: responses per prompt."""
     over_sampling_batch_size: OrAuto[PositiveInt] | None = None
-    """N': number of groups in work at the same time. None means N. A number below N starts that many groups at a time
-    until N are in work."""
+    """N': number of groups in progress at the same time. None means N. A number below N starts that many groups at a
+    time until N are in progress."""
     partial_rollout: bool = True
     """Keep unfinished responses and continue them in the next step."""
     group_quorum: OrAuto[Annotated[float, Field(gt=0, le=1), Number]] = 1.0
@@ -124,15 +124,15 @@ class Config(Model):
     """What happens when a response fails for good: its group is dropped (drop_group), another response replaces it
     (replace), or the group continues without it (shrink)."""
     min_group_size: PositiveInt | None = None
-    """Fewest responses that a group may have with on_failed_sample: shrink. None means half of n_samples_per_prompt."""
+    """Minimum number of responses of a group with on_failed_sample: shrink. None means half of n_samples_per_prompt."""
     max_response_len: PositiveInt
-    """Most tokens of a response in all its turns together, tool results included. If a sample has several
+    """Maximum number of tokens of a response in all its turns together, tool results included. If a sample has several
     conversations, the limit holds for each of them."""
     max_sample_tokens: PositiveInt | None = None
-    """Most tokens that a sample may generate in all its conversations together. Requests that run at the same time each
-    get the number that was left when they started."""
+    """Maximum number of tokens that a sample may generate in all its conversations together. Each of several requests
+    that run at the same time gets the number that was left when it started."""
     max_chains: PositiveInt = 64
-    """Most conversations of a sample. A sample that starts another one fails."""
+    """Maximum number of conversations of a sample. A sample that starts another one fails."""
     generation: GenerationMode = GenerationMode.STEPWISE
     """When engines generate: only between the request for a batch and its delivery (stepwise), or always, for engines
     with GPUs of their own (continuous)."""
@@ -143,12 +143,12 @@ class Config(Model):
     """When new work starts between two deliveries: only at the beginning (none), after each finished group (group), or
     after each finished sample (sample). With generation: continuous the default is sample."""
     max_in_flight: OrAuto[PositiveInt] | None = None
-    """Most samples that all engines together generate at the same time. None means max(N, N') * n, limited by the
-    engines' slots. If both this setting and over_sampling_batch_size are auto, april also chooses refill."""
+    """Maximum number of samples that all engines together generate at the same time. None means max(N, N') * n, limited
+    by the engines' slots. If both this setting and over_sampling_batch_size are auto, april also chooses refill."""
     sampling: SamplingConfig = SamplingConfig()
     max_staleness: NonNegativeInt = 5
-    """Most weight updates between the generation of a token and the training of its batch. Also the most delivered
-    batches that may wait for their training at the same time."""
+    """Maximum number of weight updates between the generation of a token and the training of its batch. Also the
+    maximum number of delivered batches that may wait for their training at the same time."""
     max_off_policy_share: Annotated[float, Field(gt=0, le=1), Number] = 1.0
     """Largest share of the trained tokens that may come from older weights when april chooses a setting that is
     auto."""
@@ -156,11 +156,11 @@ class Config(Model):
     """What happens to a sample that is older than max_staleness. Except with drop, steps wait for old samples so that
     none exceeds the limit."""
     max_age: PositiveInt | None = None
-    """Number of weight updates after which a group is generated first and the step waits for it. None means 4 *
-    (max_staleness + 1)."""
+    """Number of weight updates after which a group is generated before all others and the step waits for it. None means
+    4 * (max_staleness + 1)."""
     max_resumes: PositiveInt = 100
-    """Number of continuations of one response after which its group is generated first and the step waits for it,
-    unless on_stale is finish."""
+    """Number of continuations of one response after which its group is generated before all others and the step waits
+    for it, unless on_stale is finish."""
     on_long_prompt: OnLongPrompt = OnLongPrompt.ERROR
     """What happens to a prompt that leaves no room for a response: the step fails (error), or the prompt is skipped and
     counted (skip)."""
@@ -170,7 +170,7 @@ class Config(Model):
     """What happens to the last groups if they are fewer than N: they form a shorter batch (short), they wait for more
     prompts (wait), or the prompts start again, without end (wrap)."""
     max_filtered_groups: PositiveInt = 1000
-    """Most groups that the filter may reject in a row before the step fails."""
+    """Maximum number of groups that the filter may reject in a row before the step fails."""
     extras: Annotated[tuple[str, ...], BeforeValidator(one_or_more), AfterValidator(_each_once)] = ()
     """Names of rows that engines return with every trained token: routed_experts, for trainers that replay the
     routing."""
@@ -338,7 +338,7 @@ class Config(Model):
         if Work.OVER_SAMPLING in found:
             if Work.IN_FLIGHT in found:
                 found.add(Work.REFILL)
-            if self.max_in_flight is None:  # then it follows N'
+            if self.max_in_flight is None:  # then its value depends on N'
                 found.add(Work.IN_FLIGHT)
         return tuple(name for name in Work if name in found)
 
@@ -349,7 +349,7 @@ class Config(Model):
 
     @property
     def groups_in_work(self) -> int:
-        """N', or N if it is not given or auto. N without partial_rollout, as portions may add up to more than N."""
+        """N', or N if N' is None or auto. Also N without partial_rollout, where N' groups at a time may exceed N."""
         given = self._number(self.over_sampling_batch_size) if self.partial_rollout else None
         return given or self.rollout_batch_size
 
@@ -417,7 +417,7 @@ class Config(Model):
         self, *, has_reward: bool, group_reward: bool, run_id: int, has_filter: bool = False,
         attachments: tuple[str, ...] = (),
     ) -> CoreSettings:  # fmt: skip
-        """Return the core's settings: those with the same name, and those derived from other settings.
+        """Return the settings of the scheduler's core: those with the same name, and those derived from others.
 
         ``attachments`` are the kinds of attachments that prompts may have.
         """
@@ -458,7 +458,7 @@ def read_yaml(path: str | Path) -> Any:
 
 
 def _why_no_yaml(error: Exception) -> str:
-    """Return what is wrong in which line. The line itself is not shown, as it may contain a key."""
+    """Return the mistake and its line number. The line itself is not shown, because it may contain a key."""
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         return " ".join(str(error).split())
@@ -466,7 +466,7 @@ def _why_no_yaml(error: Exception) -> str:
 
 
 def _mistake(item: Any) -> Mistake:
-    """Convert one of pydantic's errors to a mistake: where, what is wrong, what is possible. Secrets are not shown."""
+    """Convert one of pydantic's errors to a mistake: setting, error and possible values. Secrets are not shown."""
     loc, kind = item["loc"], None
     if loc[:1] == ("engine",) and len(loc) > 1 and loc[1] in _ENGINES:
         kind, loc = str(loc[1]), ("engine", *loc[2:])
@@ -515,7 +515,8 @@ _ENGINE_NAMES = dict.fromkeys(("base_url", "api_base", "server_url", "host", "en
 
 
 def _why_unknown(where: SettingName, kind: str | None, value: Any) -> Mistake:
-    """Return a mistake for an unknown setting that suggests the one meant. ``kind``: engine kind, inside ``engine``."""
+    """Return a mistake for an unknown setting, with the most likely name. ``kind`` is the engine's kind, or None for
+    settings outside of ``engine``."""
     name = where.path.rpartition(".")[2]
     if kind is not None:
         return _why_unknown_in_engine(where, name, kind)

@@ -37,7 +37,7 @@ def shown_value(value: Any) -> str:
 
 
 def without_contents(value: Any) -> str:
-    """Return a wrong value for an error message. Of a collection only the type is shown, as it may contain a key."""
+    """Return a wrong value for an error message; only the type of a collection, because its items may contain a key."""
     if isinstance(value, int) and value.bit_length() > 64:
         return f"a number of {value.bit_length()} bits"  # Python refuses to print very long integers
     return repr(value) if value is None or isinstance(value, str | int | float) else type(value).__name__

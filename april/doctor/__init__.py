@@ -1,1 +1,1 @@
-"""``april doctor``: examines what a server can do, what to change, and whether april gives exact results with it."""
+"""Implements ``april doctor``: examines what a server can do, what to change there, and whether results are exact."""

@@ -31,7 +31,7 @@ from april.text.server_text import clean
 
 
 def differences(servers: Mapping[str, ServerFacts]) -> list[Finding]:
-    """Return findings on differences between servers, given by address, in things that they should have in common."""
+    """Return findings on differences between servers (by address) in values that must or should be equal."""
     found: list[Finding] = []
     for what, of, level, advice, promise in _COMMON:
         values = {url: of(facts) for url, facts in servers.items() if of(facts) not in (None, "")}
@@ -66,7 +66,7 @@ _COMMON: tuple[tuple[str, Callable[[ServerFacts], Any], Level, str, str], ...] =
         "all servers compute exactly the same values",
     ),
 )  # fmt: skip
-"""(subject, function that reads it, level of a difference, advice, promise that april does not keep then)"""
+"""(subject, function that returns the value, level of a difference, advice, promise that april breaks because of it)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class Examination:
             await client.close()
 
     def _unreported_advice(self) -> str:
-        """Return advice for a server that does not report something which april must know."""
+        """Return advice for a server that does not report a value which april needs."""
         if self._settings is not None or self.identity is None:
             return ""
         engine = f"engine: {{kind: {self.identity.kind.value}, urls: [{self.found.url}], ...}}"

@@ -1,4 +1,4 @@
-"""Findings of ``april doctor``: plain records, from which both the report and the JSON are made."""
+"""The findings of ``april doctor``: plain records, from which both the printed report and the JSON are made."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ServerReport:
 
     url: str
     kind: str = ""
-    """The ``engine.kind`` of the server, or other words for its kind; empty if it was not reached."""
+    """The ``engine.kind`` of the server, or a description of its kind; empty if it was not reached."""
     version: str | None = None
     model: str | None = None
     findings: list[Finding] = field(default_factory=list)
@@ -150,7 +150,7 @@ _OTHER_SUBJECTS = {
 
 
 def abilities(c: Capabilities, config: Config | None = None) -> list[Finding]:
-    """Return a finding for each ability of a server, the most asked about first, then for other limits.
+    """Return a finding for each ability of a server, the most important first, then for other limits.
 
     ``config`` is the configuration that names the server, if there is one.
     """

@@ -55,13 +55,13 @@ def not_probed(url: str, identity: Identity, settings: Any, *, key_given: bool) 
 
 
 def paused_finding(url: str, kind: ServerKind, said: str) -> Finding:
-    """Return a finding for a server of a known kind that reports itself that it answers no requests."""
+    """Return a finding for a server of a known kind that reports that it is paused or asleep."""
     sentence = f"the server accepts requests but answers none: it is paused, asleep or loading ({said})"
     return missing("paused", sentence, _RESUME[kind].format(url=url))
 
 
 def resting_finding(url: str, said: str) -> Finding:
-    """Return a finding for a server that responds that it takes no requests for now."""
+    """Return a finding for a server that rejects requests for now."""
     advice = (
         "wait until it does, and run april doctor again; resume a paused TensorRT-LLM with resume_generation() of its "
         "AsyncLLM, and a sleeping one with /resume_memory"
@@ -237,7 +237,7 @@ async def _other_scheme(url: str, timeout_s: float) -> str | None:
 
 
 _TLS_RECORDS = (b"\x16\x03", b"\x15\x03")
-"""First bytes of a TLS server's answer: a handshake, or an alert if it dislikes the greeting."""
+"""First bytes of a TLS server's answer: a handshake, or an alert if it rejects the client's first bytes."""
 
 
 def _tls_greeting(host: str) -> bytes:

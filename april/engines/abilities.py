@@ -45,7 +45,7 @@ class FirstWeights(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSite:
-    """How an engine loads adapters (LoRA) as policy versions."""
+    """Which adapters (LoRA) an engine accepts as policy versions."""
 
     max_rank: int | None = None
     """Largest rank of an adapter; None if unknown."""
@@ -161,7 +161,7 @@ class Ability:
     remedy: str = ""
     """What the user should do, if the engine does not say it."""
     causes: tuple[LimitCode, ...] = ()
-    """Codes that may explain a lower value than the best one, most likely first."""
+    """Codes of the limits that may explain why the value is not the best one, most likely first."""
     subject: str = ""
     """Subject of the finding of ``april doctor``."""
     shown: Callable[[Capabilities, Config | None], str | None] = lambda c, config: ""

@@ -59,7 +59,8 @@ class Chunk:
     stopped_at: int | str | None = None
     """Token or text at which the engine stopped, if ``finish`` is STOP and the engine says it."""
     sure: bool = True
-    """False if ``version`` is a guess because of a weight update meanwhile; the last chunk then has ``versions``."""
+    """False if ``version`` is a guess, because the weights changed during the request. The last chunk then has
+    ``versions``."""
     versions: Sequence[tuple[PolicyVersion, int]] | None = None
     """Versions of all tokens of the request, run-length encoded; on the last chunk if an earlier one was not
     ``sure``."""

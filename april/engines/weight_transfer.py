@@ -94,7 +94,7 @@ class ReceivesWeights(Protocol):
         ...
 
     async def leave(self) -> bool:
-        """Leave the group in whatever phase it is, so that the engine can join a new one; never raises.
+        """Leave the group in any phase of a transfer, so that the engine can join a new group; never raises.
 
         Returns True if the engine still has all the weights that it had before the meeting.
         """

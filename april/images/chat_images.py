@@ -1,6 +1,6 @@
 """Takes images out of chat messages, leaving a mark in place of each image.
 
-A mark is a content part ``{"type": "image"}``, as chat templates know it. Content parts are read in the formats of
+A mark is a content part ``{"type": "image"}``, which chat templates know. Content parts are read in the formats of
 OpenAI, Anthropic, transformers and data sets.
 """
 
@@ -56,8 +56,8 @@ def extract_images(
 
     Args:
         messages: messages of a chat.
-        images: images for the parts that have none themselves, in order; without such parts, they are put at the
-            beginning of the first message of the user.
+        images: images for the parts without an image of their own, in order. If there are no such parts, these images
+            are put at the beginning of the first message of the user.
         where: name of the prompt for error messages.
 
     Raises:
@@ -88,7 +88,7 @@ def extract_images(
                 elif part.get("type", "text") in _TEXT_TYPES:
                     parts.append({"type": "text", "text": part.get("text") or ""})
                 else:
-                    raise ConfigError(f"{where} has a part of type {part.get('type')!r}; april takes text and images")
+                    raise ConfigError(f"{where} has a part of type {part.get('type')!r}; april accepts text and images")
             copied["content"] = parts
         plain.append(copied)
     if given_count and not has_marks and not found and _put_first(plain, given_count):

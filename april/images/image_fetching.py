@@ -1,7 +1,7 @@
 """Fetches images by http(s), from hosts that the settings allow by name.
 
-Invariant: a connection is made only to allowed hosts, and to an address that is not public only if that very host is
-named. The address that was checked is the one that is connected to.
+Invariant: a connection is made only to allowed hosts, and to an address that is not public only if the settings name
+that exact host. The connection goes to the very address that was checked.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _is_public(address: str) -> bool:
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.is_site_local:
             return False
-        # an IPv6 address that leads to an IPv4 address is as public as that one
+        # an IPv6 address that leads to an IPv4 address is public if the IPv4 address is
         last = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
         ip = ip.sixtofour or (last if any(ip in net for net in _WITH_IPV4) else ip)
     return ip.is_global and not ip.is_multicast
@@ -81,7 +81,7 @@ def _is_public(address: str) -> bool:
 
 def _read(connection: socket.socket, parts: SplitResult, host: str, max_bytes: int, what: str) -> bytes:
     sockets = [connection]  # the last socket is the one in use
-    # the socket's own timeout begins anew with every byte, so a timer limits the whole transfer
+    # the socket's own timeout starts again with every byte, so a timer limits the whole transfer
     late = threading.Timer(TIMEOUT_S, _close_late, (sockets,))
     late.daemon = True
     late.start()

@@ -1,7 +1,7 @@
-"""Places images among tokens, as a model's processor does.
+"""Places images in a prompt: replaces the placeholder of each image by the tokens that the model's processor uses.
 
-Invariant: the tokens of a conversation with placed images are those that the processor would make of the same text and
-images. This is checked once, before anything starts, with two small images.
+Invariant: the tokens of a conversation with placed images are those that the processor would make from the same text
+and images. This is checked once, before anything starts, with two small images.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class ImagePlacer:
         content = [{"type": IMAGE}, {"type": "text", "text": "a"}, {"type": IMAGE}]
         try:
             text = self.text([{"role": "user", "content": content}], None)
-        except Exception:  # no template, or one for other messages: there are no chats then
+        except Exception:  # there is no template, or it is for other messages, so there can be no chats
             return ""
         return text if text.count(self._placeholder) == len(_TRIAL_SIZES) else ""
 
@@ -138,7 +138,7 @@ class ImagePlacer:
             raise ConfigError(f"{self.name} rejects an image of {size} pixels: {clean(error)}") from error
 
     def _token_count(self, height: int, width: int) -> int:
-        """Return the number of tokens of an image as the processor counts them from its size; -1 if it cannot."""
+        """Return the number of tokens that the processor computes from an image's size; -1 if it cannot."""
         try:
             output = self.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
             return int(output["num_image_tokens"][0])
@@ -179,10 +179,10 @@ class ImagePlacer:
     def _decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    # ---------------------------------------------------------------- places
+    # ---------------------------------------------------------------- placing images
 
     def prompt_pictures(self, token_ids: Int32, attached: Sequence[Placed]) -> list[Picture]:
-        """Return the images of a conversation as pictures that can be placed again, at other positions too."""
+        """Return the images of a conversation as pictures that can be placed again, also at other positions."""
         if self._text_codec is not None:  # the tokens depend on the text beside the image, so they cannot be reused
             data = [attachment_bytes(placed.attachment) for placed in attached]
             return [self.reader.read(item, "the prompt's image", decode=False) for item in data]
@@ -200,15 +200,15 @@ class ImagePlacer:
         return np.concatenate((token_ids[:placed_tokens], new)), (*attached, *moved)
 
     def read(self, images: Sequence[Any], where: str, *, decode: bool = True) -> list[Picture]:
-        """Read all images of a conversation, in order; raises ConfigError naming the one that cannot be used."""
+        """Read all images of a conversation, in order; raises ConfigError that names an image which cannot be used."""
         self.reader.check_count(len(images), where)
         return [self.reader.read(item, f"{where}, image {i}", decode=decode) for i, item in enumerate(images, 1)]
 
     def place(self, token_ids: Any, pictures: Sequence[Picture], where: str) -> tuple[Int32, tuple[Placed, ...]]:
-        """Return the tokens as the model reads them, and where each image is.
+        """Return the tokens that the model reads, and the position of each image among them.
 
         Args:
-            token_ids: tokens with one placeholder per image, or with all tokens that replace it.
+            token_ids: tokens with one placeholder per image, or with all tokens that replace the placeholder.
             pictures: images, in order.
             where: name of the prompt for error messages.
 
@@ -273,7 +273,7 @@ class ImagePlacer:
         return known
 
     def _expanded_starts(self, ids: Int32, replacements: Sequence[Int32]) -> list[int] | None:
-        """Return where each image begins if all placeholders are replaced already; None if they are not."""
+        """Return the position of each image if all placeholders are replaced already; None if they are not."""
         starts, at = [], 0
         taken = np.zeros(len(ids), bool)
         for tokens in replacements:
@@ -287,7 +287,7 @@ class ImagePlacer:
         return None if np.isin(ids[~taken], self.banned_ids).any() else starts
 
     def _collapse_expanded(self, ids: Int32, replacements: Sequence[Int32]) -> Int32:
-        """Return tokens with one placeholder per image, where some images are expanded already; empty if that fails."""
+        """Return tokens with one placeholder per image, from tokens in which some are expanded; empty if that fails."""
         parts, done = [], 0
         for tokens in replacements:
             for i in np.flatnonzero(np.isin(ids[done:], (self._placeholder_id, tokens[0]))) + done:

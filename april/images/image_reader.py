@@ -1,7 +1,7 @@
-"""Makes an attachment of an image from a user or a client.
+"""Reads and checks an image from a user or a client, and makes an attachment of it.
 
 Invariant: the image of an attachment was decoded once, in a mode that all engines and trainers read alike. The
-attachment's name is the hash of its bytes, never a name that somebody gave.
+attachment's name is the hash of its bytes, never a name that a user gave.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _attachments_lock = threading.Lock()
 
 
 class Picture(NamedTuple):
-    """An image that was read, and the size from its header; 0 x 0 if ``placed_tokens`` is known."""
+    """An image that was read, and the size from its header; 0 x 0 if ``placed_tokens`` are known."""
 
     attachment: Attachment
     height: int
     width: int
     placed_tokens: tuple[int, ...] = ()
-    """Tokens that the model reads in place of the image, if it was placed before."""
+    """Placeholder tokens of the image, if it has been inserted into a prompt before."""
 
 
 class ImageReader:
@@ -75,7 +75,7 @@ class ImageReader:
         if count > self._limits.max_per_prompt:
             raise ConfigError(
                 f"{where} has {count:,} images, but images.max_per_prompt is {self._limits.max_per_prompt:,}; give "
-                "fewer, or raise that"
+                "fewer, or raise the limit"
             )
 
     def read(self, item: Any, where: str, *, decode: bool = True) -> Picture:
@@ -156,7 +156,7 @@ class ImageReader:
     def _decode_base64(self, text: str, where: str) -> bytes:
         """Decode base64 as any common writer makes it: in lines, URL-safe, or without padding.
 
-        A blank within a line is refused, as it may have been a plus sign.
+        A blank within a line is refused, because it may have been a plus sign.
         """
         raw = text.encode("utf-8", "replace")
         raw = b"".join(line.strip() for line in (unquote_to_bytes(raw) if b"%" in raw else raw).splitlines())
@@ -206,7 +206,7 @@ class ImageReader:
         if size > self._limits.max_bytes:
             raise ConfigError(
                 f"{where} has {size:,} bytes, but images.max_bytes is {self._limits.max_bytes:,}; make it smaller, or "
-                "raise that"
+                "raise the limit"
             )
 
     def _check_pixels(self, width: int, height: int, where: str) -> None:
@@ -215,7 +215,7 @@ class ImageReader:
         if width * height > self._limits.max_pixels:
             raise ConfigError(
                 f"{where} has {width:,} x {height:,} pixels, but images.max_pixels is {self._limits.max_pixels:,}; "
-                "make it smaller, or raise that"
+                "make it smaller, or raise the limit"
             )
 
     def _make_picture(self, data: bytes, path: str, where: str, decode: bool) -> Picture:
@@ -229,7 +229,7 @@ class ImageReader:
             return Picture(known, height, width)
 
     def _check_content(self, data: bytes, path: str, where: str, decode: bool) -> tuple[bytes, str, tuple[int, int]]:
-        """Return the bytes (encoded anew if readers would differ), the path of their file, and (height, width)."""
+        """Return the bytes (encoded again if readers would differ), the path of their file, and (height, width)."""
         from PIL import Image, UnidentifiedImageError
 
         if not data:
@@ -267,7 +267,7 @@ class ImageReader:
 
 
 def _is_animated(image: Any) -> bool:
-    """Return True if the image has several frames; counting those of a TIFF file would take quadratic time."""
+    """Return True if the image has several frames. Does not count them, which takes quadratic time for TIFF files."""
     return getattr(image, "format", None) != "MPO" and bool(getattr(image, "is_animated", False))
 
 
@@ -276,7 +276,7 @@ def _animated(where: str) -> str:
 
 
 def _as_png(image: Any, where: str) -> bytes:
-    """Return the image as PNG without loss: upright, with three channels or one, and white where it is clear."""
+    """Return the image as lossless PNG: upright, with three channels or one, and white where it was transparent."""
     from PIL import Image, ImageOps
 
     if image.mode.startswith(("I", "F")):

@@ -1,5 +1,5 @@
-"""Replaces placeholders for processors that write text around an image, as Gemma's does: the tokenizer may merge that
-text with the tokens beside it.
+"""Replaces image placeholders for processors that write text around an image, as Gemma's does. This is more than
+inserting tokens, because the tokenizer may merge that text with the tokens beside it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Int32 = NDArray[np.int32]
 Encode = Callable[[str], list[int]]
 Decode = Callable[[Sequence[int]], str]
 _MAX_MERGED_TOKENS = 4
-"""The text that a processor writes around an image is searched in fewer tokens beside the image than this."""
+"""Upper bound of the number of tokens beside an image in which the text around it is searched."""
 
 
 class Replacement(NamedTuple):
@@ -41,7 +41,7 @@ class _MergedTokens(NamedTuple):
 
 
 class ImageTextCodec:
-    """Replaces placeholders by images with text around them, and finds such images again.
+    """Replaces placeholders by images with text around them, and turns such images back into placeholders.
 
     Args:
         encode: function from text to tokens.
@@ -64,7 +64,7 @@ class ImageTextCodec:
     def expand(
         self, ids: Int32, positions: Sequence[int], replacements: Sequence[Replacement]
     ) -> tuple[Int32, list[ReplacedSpan]]:
-        """Replace the placeholders at these ``positions``; return all tokens, and the place of each image."""
+        """Replace the placeholders at these ``positions``; return all tokens, and the position of each image."""
         out: list[int] = []
         places: list[ReplacedSpan] = []
         starts = [0, *(i + 1 for i in positions)]

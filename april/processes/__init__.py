@@ -1,1 +1,1 @@
-"""The scheduler in other processes: for the ranks of a trainer, and in an actor of Ray."""
+"""Shares one scheduler among the ranks of a trainer, or runs it in a Ray actor."""

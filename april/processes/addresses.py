@@ -1,4 +1,4 @@
-"""Addresses at which rank 0 listens, and the token that its ranks show there."""
+"""Parses, opens and formats the address at which rank 0 listens for the other ranks, and makes their access token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from april.errors import ConfigError, LinkError
 
 
 def new_token() -> str:
-    """Return a token for processes that belong together: 64 hexadecimal digits. Whoever has it can join."""
+    """Return a random token of 64 hexadecimal digits. Any process that has the token can join the ranks."""
     return secrets.token_hex(32)
 
 
@@ -23,7 +23,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def listening_socket(address: str) -> socket.socket:
-    """Return a socket that listens at an address already, so that the address is taken and known; raises LinkError."""
+    """Return a socket that listens at an address already, so that no other program can take it; raises LinkError."""
     host, port = split_address(address)
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)

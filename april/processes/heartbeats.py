@@ -13,7 +13,7 @@ BEATS_PER_DEADLINE = 4
 class Heartbeats(Generic[K]):
     """Detects which peers, each sending a heartbeat every ``interval_s``, have been silent for ``deadline_s``.
 
-    The caller gives the time. While this process itself was stopped, no peer counts as silent.
+    The caller gives the time. If this process itself was stopped, no peer counts as silent because of that.
     """
 
     def __init__(self, deadline_s: float) -> None:
@@ -25,7 +25,7 @@ class Heartbeats(Generic[K]):
         self._last_check_s: float | None = None
 
     def note_beat(self, peer: K, now: float) -> None:
-        """Note that a peer was heard."""
+        """Note that a heartbeat of this peer has arrived."""
         self._last_beat_s[peer] = now
 
     def forget(self, peer: K) -> None:
@@ -33,9 +33,9 @@ class Heartbeats(Generic[K]):
         self._last_beat_s.pop(peer, None)
 
     def silent_peers(self, now: float) -> list[K]:
-        """Return the peers whose deadline is over; if this process itself was stopped, all deadlines begin anew."""
+        """Return the peers whose deadline is over; if this process itself was stopped, all deadlines start again."""
         self.was_stopped = self._last_check_s is not None and now - self._last_check_s > self.deadline_s / 2
         self._last_check_s = now
-        if self.was_stopped:  # what was said meanwhile is on its way
+        if self.was_stopped:  # heartbeats that arrived in the meantime have not been read yet
             self._last_beat_s = dict.fromkeys(self._last_beat_s, now)
         return [whom for whom, heard in self._last_beat_s.items() if now - heard >= self.deadline_s]

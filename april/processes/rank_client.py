@@ -42,7 +42,7 @@ class RankClient:
     def __init__(self, ranks: Ranks, name: str = "rank 0", server: RankServer | None = None) -> None:
         self._ranks, self._name, self._server = ranks, name, server
         self.next_call = 0
-        """Number of the next call that this rank makes; the server says it when the rank joins."""
+        """Number of the next call that this rank makes; the server sends the first number when the rank joins."""
         self.token = ""
         """The token that all ranks share."""
         self._session_id = 0
@@ -94,7 +94,7 @@ class RankClient:
             loop = asyncio.get_running_loop()
             end = loop.time() + self._ranks.rank_timeout_s
             closing = aiohttp.ClientWSTimeout(ws_close=DRAIN_S)
-            place = f"/line?rank={rank}&share={share}"
+            place = f"/connect?rank={rank}&share={share}"
             while True:
                 try:
                     async with asyncio.timeout(deadline_s):
@@ -144,7 +144,7 @@ class RankClient:
         self._group_error = self._group_error or RankError(self._lost_reason, (0,))
 
     async def _send(self, websocket: aiohttp.ClientWebSocketResponse, message: bytes) -> None:
-        with suppress(ConnectionError, RuntimeError):  # the line is closed
+        with suppress(ConnectionError, RuntimeError):  # the connection is closed
             await websocket.send_bytes(message)
 
     async def _disconnect(self) -> None:
@@ -173,15 +173,15 @@ class RankClient:
             self.thread.request_stop(None if ended else end)
             self.thread.stop()
 
-    # ---------------------------------------------------------------- calls and looks
+    # ---------------------------------------------------------------- calls and queries
 
     def exchange(
         self, call_number: int, call_text: str, steps_done: int, arguments: bytes = b"", step_result: bytes = b""
     ) -> messages.Step | messages.CallResult:
         """Take part in a call of all ranks; return the next step that this rank must do, or the call's result.
 
-        The arguments are the fields of :class:`april.processes.rank_messages.CallRequest`. An interrupt takes the rank
-        out of the call.
+        The arguments are the fields of :class:`april.processes.rank_messages.CallRequest`. If the wait is interrupted,
+        the rank is withdrawn from the call.
         """
         answer: messages.Step | messages.CallResult = self._wait_for(
             lambda: self._exchange(call_number, call_text, steps_done, None, arguments, step_result)
@@ -195,13 +195,13 @@ class RankClient:
             self.thread.submit(lambda: self._exchange(call_number, call_text, steps_done, said)).wait()
 
     def query(self, method: str, *arguments: Any) -> bytes:
-        """Return the server's answer to a question; raises the server's error, or RankError if the server is gone."""
-        look = messages.Query(method, list(arguments))
+        """Return the server's answer to a query; raises the server's error, or RankError if the server is gone."""
+        query = messages.Query(method, list(arguments))
         try:
-            pack(look)
+            pack(query)
         except TypeError as error:
             raise ConfigError(f"{method}: an argument cannot be sent to {self._name}: {error}") from None
-        ended = self._wait_for(lambda: self._post("/look", look))
+        ended = self._wait_for(lambda: self._post("/query", query))
         assert isinstance(ended, messages.CallResult)
         if ended.error is not None:
             raise messages.error_from_message(ended.error)
@@ -222,7 +222,7 @@ class RankClient:
     async def _post(
         self, route: str, request: messages.CallRequest | messages.Query
     ) -> messages.Step | messages.CallResult:
-        """Send a request; repeat it if its answer is lost while the server lives, which then answers as before."""
+        """Send a request, and repeat it if its answer is lost; the server answers a repeated request as before."""
         task = asyncio.current_task()
         assert task is not None
         self._pending_requests.add(task)

@@ -1,4 +1,4 @@
-"""Packs what the ranks' calls carry: rank 0's arguments for a scheduler in another process, and the results."""
+"""Packs the arguments of the trainer ranks' calls to a scheduler in another process, and the results, into bytes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ CALL_RESULTS: dict[str, Any] = {
     "evaluate": EvaluationResult, "lower_staleness": int, "commit": None, "extend": None, "pause": None, "resume": None,
     "add_engine": str, "remove_engine": None,
 }  # fmt: skip
-"""Methods that the ranks call together, with the type sent back; a version comes with sample values of the weights."""
+"""Methods that the ranks call together, with the type of each result. The bytes after a version hold a few weight
+values of rank 0, with which the other ranks check that they have the same model."""
 _PROMPT_METHODS = {"evaluate", "extend"}
 _MAX_TOKEN_ID = 1 << 31
 """Upper bound of token ids here; the scheduler checks them against its vocabulary."""
@@ -69,14 +70,14 @@ def pack_call(method: str, arguments: Mapping[str, Any]) -> bytes:
 
 
 def pack_failure(error: Exception) -> bytes:
-    """Pack the error of :func:`pack_call` in place of the call, so that all ranks are told."""
+    """Pack the error of :func:`pack_call` in place of the call, so that it is raised on all ranks."""
     return pack(_PackedCall("", error=error_message(error)))
 
 
 def unpack_call(content: bytes, transfer: Callable[[], Any]) -> tuple[str, dict[str, Any]]:
     """Return method and arguments of a call; ``transfer`` makes all ranks transfer the weights.
 
-    Raises RankError for any other method, and the error that :func:`pack_failure` was given.
+    Raises RankError for a method that is not in CALL_RESULTS, and the error that :func:`pack_failure` has packed.
     """
     call = unpack(content, _PackedCall)
     if call.error is not None:
@@ -126,7 +127,10 @@ _NONE = np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.uint8)
 
 
 def without_repetition(result: EvaluationResult) -> EvaluationResult:
-    """Return an evaluation as it is sent: without outputs that are not plain, and without repeated tokens."""
+    """Return the evaluation in the form in which it is sent.
+
+    Outputs that cannot be sent are dropped, and so are tokens that ``conversations`` contain as well.
+    """
 
     def trimmed(r: Response) -> Response:
         tokens, logprobs, mask = _NONE if r.conversations else (r.tokens, r.logprobs, r.loss_mask)

@@ -1,8 +1,8 @@
 """The scheduler of a trainer with many processes, which has the interface of RolloutScheduler on every rank.
 
-The rule: every rank makes each call that changes something, in the same order and with the same arguments; a call that
-changes nothing is answered to any rank. The RolloutScheduler runs in rank 0's process, behind a server at which all
-ranks make their calls, rank 0 included.
+The rule: every rank makes each call that changes something, in the same order and with the same arguments. A call that
+changes nothing may be made by a single rank. The RolloutScheduler runs in rank 0's process; all ranks, rank 0 included,
+send their calls to a server there.
 """
 
 from __future__ import annotations
@@ -71,7 +71,10 @@ log = logging.getLogger("april")
 
 
 def packed_weight_sample(engines: Iterable[Engine]) -> bytes:
-    """Return float32 values of this rank's model; empty if there is none, or if the ranks gather its weights anyway."""
+    """Return float32 values of this rank's weights, for :func:`warn_if_weights_differ`.
+
+    Empty if this rank has no model, or if the ranks gather its weights anyway.
+    """
     showing = (e for e in engines if isinstance(e, ShowsWeights) and not e.capabilities.gathers_weights)
     engine = next(showing, None)
     return b"" if engine is None else np.ascontiguousarray(engine.weight_sample(), np.float32).tobytes()
@@ -222,7 +225,7 @@ class SharedScheduler(RolloutScheduler):
         return self._reader.read(item, 0)
 
     def execute(self, request: Any, on_all: RunOnAllRanks, shares: Sequence[int]) -> tuple[Any, Sequence[bytes]]:
-        """Make a call; return its result and the content for each rank, which rank 0 in this process does not need."""
+        """Make a call; return its result, and the packed result for each rank except a rank 0 in this process."""
         hand_over = partial(on_all, TRANSFER)
         if isinstance(request, bytes):
             method, arguments = packing.unpack_call(request, hand_over)
@@ -265,7 +268,7 @@ class SharedScheduler(RolloutScheduler):
                 self.add_engine(engine)
 
     def query(self, method: str, arguments: list[Any]) -> bytes:
-        """Answer a question of a rank in another process."""
+        """Answer a query of a rank in another process."""
         if method not in packing.QUERY_RESULTS:
             raise RolloutError(f"a rank cannot call {method}")
         return pack(self.value_of(method, *arguments))
@@ -333,8 +336,8 @@ class RankScheduler(BatchIterator, SchedulerQueries):
         config: see :class:`april.Config`.
         ranks: which rank this process is; :meth:`april.Ranks.of_torch` finds out under ``torch.distributed``.
         split_by: how batches are split; see :meth:`april.Batch.split`.
-        prompts: prompts, needed on rank 0; the other ranks may leave out this and all that follows. Their ``data`` goes
-            to the ranks that get their responses, so it must be plain: numbers, text, bytes, lists and dicts.
+        prompts: prompts, needed on rank 0; other ranks may leave out this argument and all that follow. The ``data`` of
+            prompts goes to the ranks that get their responses, so it must be plain: numbers, text, bytes, lists, dicts.
         model: the model object for an embedded engine, on every rank so that each generates, or on rank 0 only. Every
             rank must give it if FSDP2 has sharded it.
         engines: engine objects instead of ``model``, on every rank or on rank 0 only.
@@ -426,7 +429,7 @@ class RankScheduler(BatchIterator, SchedulerQueries):
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._client = client
         self._pending: PendingCall | None = None
-        """A call whose end has not reached a caller on this rank."""
+        """A call whose result no caller on this rank has received yet."""
         self._closed = False
         self._warned = False
         """True once this rank was warned that its weights are not those of rank 0."""
@@ -452,7 +455,7 @@ class RankScheduler(BatchIterator, SchedulerQueries):
             )
         return b"" if self._rank_engines is None else pack(self._rank_engines.urls)
 
-    # ---------------------------------------------------------------- made by all ranks
+    # ---------------------------------------------------------------- calls that all ranks make together
 
     next_batch = on_all_ranks(RolloutScheduler.next_batch)
     weight_update = on_all_ranks(RolloutScheduler.weight_update)
@@ -474,7 +477,7 @@ class RankScheduler(BatchIterator, SchedulerQueries):
     aadd_engine = on_all_ranks_async(RolloutScheduler.aadd_engine)
     aremove_engine = on_all_ranks_async(RolloutScheduler.aremove_engine)
 
-    # ---------------------------------------------------------------- made by whoever wants to know
+    # ---------------------------------------------------------------- queries of a single rank
 
     @property
     def engines(self) -> list[Engine]:
@@ -486,7 +489,7 @@ class RankScheduler(BatchIterator, SchedulerQueries):
             return self._scheduler.value_of(method, *arguments)
         return unpack(self._client.query(method, *arguments), packing.QUERY_RESULTS[method])
 
-    # ---------------------------------------------------------------- what the calls are
+    # ---------------------------------------------------------------- the arguments of a call
 
     def _method_call(self, method: str, bound: inspect.BoundArguments) -> _MethodCall:
         """Return the call of a method with these arguments, the first of which is the scheduler itself."""
@@ -517,7 +520,7 @@ class RankScheduler(BatchIterator, SchedulerQueries):
 
         return copy
 
-    # ---------------------------------------------------------------- how they are made
+    # ---------------------------------------------------------------- carrying out a call
 
     def _run(self, method_call: _MethodCall) -> Any:
         """Make a call with all ranks and return its result."""
@@ -563,7 +566,7 @@ class RankScheduler(BatchIterator, SchedulerQueries):
                 f"{call_text} was called while {call.call_text} was still running; make one call after the other"
             )
         if call is None or call.call_text != call_text:
-            # takes the place of an interrupted call: the other ranks are told that the calls differ
+            # replaces an interrupted call; the server finds that the ranks' calls differ and reports it to all
             call = PendingCall(self._client.next_call if call is None else call.number, call_text)
         call.has_caller = True
         self._pending = call
@@ -634,7 +637,7 @@ class RankScheduler(BatchIterator, SchedulerQueries):
             self._warned = warn_if_weights_differ(self.ranks.rank, packed_weight_sample(self.engines), first)
         return version
 
-    # ---------------------------------------------------------------- the end
+    # ---------------------------------------------------------------- closing
 
     def __repr__(self) -> str:
         call = self._pending

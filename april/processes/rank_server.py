@@ -1,12 +1,12 @@
-"""The HTTP server beside the scheduler, at which the ranks of a trainer make their calls.
+"""The HTTP server in the scheduler's process, to which the ranks of a trainer send their calls.
 
 The rule: every rank makes each call that changes something, in the same order and with the same arguments. A call
 begins when all ranks have made it. If one rank breaks the rule, all ranks get the same error, for good.
 
-``/call`` waits until the rank has a step to carry out, after which the rank asks again, or until the call has ended; a
-rank that was interrupted, or has lost an answer, asks again. ``/look`` is answered at once. ``/line`` is a WebSocket
-that is open as long as the rank is there: its heartbeats reveal the death of a rank that is training and makes no
-calls.
+A request to ``/call`` is answered when the rank has a step to carry out, or when the call has ended. After a step, an
+interrupt or a lost answer the rank sends the request again. ``/query`` answers a query of one rank at once.
+``/connect`` opens a WebSocket that stays open while the rank lives: its heartbeats reveal the death of a rank that is
+training and makes no calls.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PIECE_BYTES = 1 << 20
 class RunOnAllRanks(Protocol):
     """Makes every rank carry out a step of the current call; returns each rank's result.
 
-    Raises RankError if a rank could not.
+    Raises RankError if a rank fails to carry it out.
     """
 
     def __call__(self, step: str, content: bytes = b"") -> Mapping[int, bytes]: ...
@@ -53,13 +53,13 @@ class ServedScheduler(Protocol):
     """The scheduler behind the server; its methods are called in threads."""
 
     def execute(self, request: Any, on_all: RunOnAllRanks, shares: Sequence[int]) -> tuple[Any, Sequence[bytes]]:
-        """Make a call; ``request`` is what rank 0 has sent, ``shares`` is the share of a batch that each rank gets.
+        """Make a call; ``request`` is the call as rank 0 sent it, ``shares`` is the share of a batch for each rank.
 
-        Returns the result, and the content that is sent to each rank.
+        Returns the result, and the bytes that are sent to each rank.
         """
 
     def query(self, method: str, arguments: list[Any]) -> bytes:
-        """Answer a question of one rank."""
+        """Answer a query of one rank."""
 
     @property
     def uncommitted_batches(self) -> list[int]:
@@ -113,9 +113,9 @@ class RankServer:
         self._calls: dict[int, CollectiveCall] = {}
         """Calls by number: those that have not ended, and ended ones whose answers a rank may still ask for."""
         self._next_call = 0
-        """Number of the call with which a new rank begins."""
+        """Number of the first call of a rank that joins now."""
         self._latest_calls: dict[int, int] = {}
-        """Number of the call that each connected rank was at last."""
+        """Number of the latest call of each connected rank."""
         self._latest_requests: dict[int, tuple[int, int]] = {}
         """Session and request number of each rank's last request."""
         self._sessions: dict[int, int] = {}
@@ -129,19 +129,19 @@ class RankServer:
         """Lost ranks that may still come back, with the timers of their timeouts."""
         self._waiters: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         self._request_tasks: set[asyncio.Task[Any]] = set()
-        """Tasks that answer calls and looks."""
+        """Tasks that answer calls and queries."""
         self._send_tasks: set[asyncio.Task[Any]] = set()
-        """Tasks that send messages over the ranks' lines."""
+        """Tasks that send messages over the ranks' WebSockets."""
         self._call_task: asyncio.Task[None] | None = None
         self._scheduler: ServedScheduler | Exception | None = None
         self._scheduler_set = asyncio.Event()
-        """Set once there is a scheduler, or the error that prevented it."""
+        """Set once the scheduler was created, or its creation has failed."""
         self._closing = False
         self._listener: HttpListener | None = None
         self.thread = LoopThread("april-ranks")
         self.thread.call(self._check_heartbeats)
 
-    # ---------------------------------------------------------------- its owner
+    # ---------------------------------------------------------------- for the process of the scheduler
 
     def listen(self, token: str) -> str:
         """Listen for ranks that know the token, and return the address; raises LinkError."""
@@ -155,9 +155,9 @@ class RankServer:
 
         async def listen() -> str:
             app = web.Application(middlewares=[require_token], client_max_size=0)
-            app.router.add_get("/line", self._serve_websocket)
+            app.router.add_get("/connect", self._serve_websocket)
             app.router.add_post("/call", self._handle_call)
-            app.router.add_post("/look", self._handle_query)
+            app.router.add_post("/query", self._handle_query)
             self._listener = HttpListener(app, DRAIN_S, cancel_handlers=True)
             listening = listening_socket(self._ranks.address)
             return format_address(await self._listener.start(listening, backlog=128 + self._ranks.world_size))
@@ -165,12 +165,12 @@ class RankServer:
         return self.thread.run(listen)
 
     def set_scheduler(self, scheduler: ServedScheduler | Exception) -> None:
-        """Set the scheduler, or the error that prevented it; calls are carried out from now on."""
+        """Set the scheduler, or the error with which its creation failed. Calls are carried out from now on."""
         self._scheduler = scheduler
         self.thread.call(self._scheduler_set.set)
 
     def close(self, error: BaseException | None = None, *, wait: bool = False) -> None:
-        """Stop answering. ``error`` is that of rank 0; ``wait`` first waits until all ranks have closed or are late."""
+        """Stop answering. ``error`` is rank 0's; with ``wait``, wait first until all ranks have closed or are late."""
 
         async def end() -> None:
             if not self._allow_rejoin:
@@ -190,7 +190,7 @@ class RankServer:
             self.thread.request_stop(None if ended else self._end)
 
     def stop(self) -> None:
-        """Wait for the server's threads to end; called once the scheduler is closed, as a thread may wait for that."""
+        """Wait for the server's threads to end; called once the scheduler is closed, as a thread may wait for it."""
         self.thread.request_stop(self._end)  # an interrupt may have kept close() from it
         self.thread.stop()
 
@@ -204,7 +204,7 @@ class RankServer:
         if self._listener is not None:
             await self._listener.close()
 
-    # ---------------------------------------------------------------- ranks come and go
+    # ---------------------------------------------------------------- connections of ranks
 
     def join(self, rank: int, share: int) -> messages.Joined:
         """Add a rank, which gets this share of each batch."""
@@ -235,7 +235,7 @@ class RankServer:
                 await self._send(websocket, pack(messages.GroupFailed(str(self.group_error), self.group_error.ranks)))
             async for message in websocket:
                 if self._sessions.get(rank) != joined.session:
-                    break  # another process has taken its place
+                    break  # another process has joined as this rank
                 self._heartbeats.note_beat(rank, asyncio.get_running_loop().time())
                 if message.type is WSMsgType.BINARY and message.data != messages.HEARTBEAT:
                     has_left = True
@@ -367,7 +367,7 @@ class RankServer:
         """Note a request of a rank, and return its call; raises RankError."""
         rank, latest = request.rank, (request.session, request.request)
         if self._sessions.get(rank) != request.session:
-            why = "has attached anew, and is not here any more" if rank in self._sessions else "has lost its connection"
+            why = "was replaced by a newer process" if rank in self._sessions else "has lost its connection"
             raise self._group_error_copy() or RankError(f"rank {rank} {why}", (rank,))
         if latest < self._latest_requests.get(rank, latest):
             raise RankError(f"rank {rank} has made a newer call", (rank,))
@@ -389,8 +389,8 @@ class RankServer:
         other = next((r for r, text in others.items() if text != call_text), None)
         if other is not None and call.results is not None and self._allow_rejoin:
             raise RankError(
-                f"rank {rank} was restarted and makes another call than all ranks have made there: {call_text} "
-                f"instead of {others[other]}"
+                f"rank {rank} was restarted and makes another call than the ranks made before: {call_text} instead of "
+                f"{others[other]}"
             )
         if other is not None and call.started:
             self._fail_group(
@@ -460,10 +460,13 @@ class RankServer:
             raise RankError(str(call.step_error), call.step_error.ranks)
         return dict(call.step_results)
 
-    # ---------------------------------------------------------------- what is waited for
+    # ---------------------------------------------------------------- waiting and failing
 
     async def _wait_until(self, condition: Callable[[], bool], on_timeout: Callable[[], None] | None = None) -> None:
-        """Wait until ``condition()`` is true. Raises RankError if ranks are stopped. Calls ``on_timeout`` when late."""
+        """Wait until ``condition()`` is true; after the ranks' timeout call ``on_timeout``.
+
+        Raises RankError if the ranks cannot continue.
+        """
         loop = asyncio.get_running_loop()
         waiter = condition, loop.create_future()
         timer = None if on_timeout is None else loop.call_later(self._ranks.rank_timeout_s, on_timeout)
@@ -477,7 +480,7 @@ class RankServer:
                 timer.cancel()
 
     def _check_waiters(self) -> None:
-        """Check all waits again, because something has changed."""
+        """Check all conditions that are waited for, because something has changed."""
         for waiter in self._waiters:
             self._check_waiter(waiter)
 
@@ -521,7 +524,7 @@ class RankServer:
         return None if self.group_error is None else RankError(str(self.group_error), self.group_error.ranks)
 
     async def _send(self, websocket: web.WebSocketResponse, message: bytes) -> None:
-        with suppress(ConnectionError, RuntimeError):  # the line is closed, or not open yet
+        with suppress(ConnectionError, RuntimeError):  # the WebSocket is closed, or not open yet
             await websocket.send_bytes(message)
 
     def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:

@@ -15,8 +15,8 @@ from april.errors import RolloutError
 from april.processes.rank_server import RunOnAllRanks
 from april.weights.source import Bucket, UngatheredBucket, Weights, WeightSource, weight_source
 
-INSPECT, BEGIN, READ = "looking at the weights", "beginning with the weights", "drawing of the weights"
-COMPARE, GATHER = "comparing of the weights", "gathering of a bucket of the weights"
+INSPECT, BEGIN, READ = "inspection of the weights", "preparation of the weights", "reading of the weights"
+COMPARE, GATHER = "comparison of the weights", "gathering of a bucket of the weights"
 STEPS = frozenset((INSPECT, BEGIN, READ, COMPARE, GATHER))
 
 
@@ -29,8 +29,8 @@ class RankWeights:
 
     Args:
         given: argument of ``weight_update(weights=...)``.
-        is_sender: True if this rank keeps what is gathered, because it is the sender.
-        make_copy: returns the function that copies a bucket into engines of this rank; None if none of them needs it.
+        is_sender: True if this rank sends the weights, so that it keeps the gathered tensors.
+        make_copy: returns the function that copies a bucket into this rank's engines; None if no engine needs a copy.
     """
 
     def __init__(self, given: Any, *, is_sender: bool, make_copy: Callable[[WeightSource], CopyBucket | None]) -> None:

@@ -1,4 +1,4 @@
-"""Which rank this process is, and how the ranks find rank 0."""
+"""The rank of this process among the processes of a trainer, and how the ranks find rank 0's server."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Ranks:
     token: str = ""
     """64 hexadecimal digits that all ranks know and nobody else, from :func:`april.new_token`"""
     rank_timeout_s: float = 1800.0
-    """seconds that the ranks at a call wait for the others"""
+    """seconds that ranks which have made a call wait for the others to make it"""
     rank_deadline_s: float = 60.0
-    """seconds without a heartbeat after which a rank counts as dead; the end of its process is seen at once"""
+    """seconds without a heartbeat after which a rank counts as dead; the exit of its process is noticed at once"""
     store: Any = None
     """store of torch.distributed, in which rank 0 publishes where it listens"""
 

@@ -1,5 +1,5 @@
-"""Runs functions in pools of Ray actors. Ray reports an actor's death: a rollout function then begins again, any other
-function is called again.
+"""Runs user functions in pools of Ray actors. If an actor dies, a rollout function begins again, and any other function
+is called again.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def remote(
 ) -> Callable[..., Coroutine[Any, Any, Any]]:
     """Return an async function that runs ``function`` in Ray actors: a reward, filter, tool or rollout function.
 
-    It takes the same arguments. Ray carries arguments and results, and an error of the function is raised in the
-    caller. If an actor dies, a rollout function begins again and its calls get the same answers as before; any other
-    function is called again. The actors start with the first call and end with the scheduler.
+    The async function takes the same arguments. Ray pickles arguments and results; an error of the function is raised
+    in the caller. If an actor dies, a rollout function begins again and its calls get the same answers as before; any
+    other function is called again. The actors start with the first call and end with the scheduler.
 
     Args:
         function: plain or async function. An actor runs a plain one in its main thread, one call at a time; rollout
@@ -122,7 +122,7 @@ class _RemoteFunction:
     def _pool(self, arguments: Sequence[Any], *, side_by_side: bool) -> _Pool:
         key = asyncio.get_running_loop(), side_by_side
         if key not in self._pools:
-            # Ray ends an actor with its last handle, so this ends the actors of schedulers that are closed
+            # Ray ends an actor when its last handle is dropped, so this ends the actors of closed schedulers
             self._pools = {of: pool for of, pool in self._pools.items() if not of[0].is_closed()}
             self._pools[key] = _Pool(*self._pool_arguments, _detokenizer_in(arguments), side_by_side=side_by_side)
         return self._pools[key]
@@ -141,7 +141,7 @@ class _Pool:
         self._make, self._side_by_side = functools.partial(kind.remote, function, detokenizer), side_by_side
         self._actors = {number: self._make() for number in range(actors)}
         self._free: asyncio.Queue[int] = asyncio.Queue()
-        """Numbers of actors that can take a call, one entry for each call that has room."""
+        """Numbers of actors that can take a call; an actor is listed once for each further call that it can take."""
         for place in range(actors * most):
             self._free.put_nowait(place % actors)
 
@@ -158,7 +158,7 @@ class _Pool:
             if self._side_by_side:
                 ray.cancel(answer)
             else:
-                self._end(number, actor)  # nothing else ends a plain function
+                self._end(number, actor)  # a plain function ends only with its actor
             raise
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, ray.exceptions.RayError):  # it replaces an error that cannot be pickled
@@ -209,7 +209,7 @@ class _PlainActor:
             return asyncio.run(value) if inspect.iscoroutine(value) else value
         except Exception:
             raise
-        except BaseException as error:  # of some types, which end Ray's actor; others would end the scheduler's loop
+        except BaseException as error:  # some types would end Ray's actor, others the scheduler's event loop
             raise RolloutError(f"it raised {describe(error)}") from error
 
     def _received(self, value: Any) -> Any:

@@ -55,7 +55,7 @@ class SchedulerActor:
         options: Mapping[str, Any],
     ) -> Exception | None:  # fmt: skip
         """Create the scheduler, with the engines that ``engines`` returns; returns the error if that fails."""
-        # daemon threads: Ray lets an actor that nobody has closed end by itself, which other threads would prevent
+        # daemon threads, since Ray lets an actor that nobody has closed exit by itself; others would keep it alive
         asyncio.get_running_loop().set_default_executor(DaemonPool("april-core"))
         self._config = config
 
@@ -76,7 +76,7 @@ class SchedulerActor:
         return None
 
     async def look(self, method: str, arguments: list[Any]) -> bytes | Exception:
-        """Answer a question of the process that has started the run."""
+        """Answer a query of QUERY_RESULTS, which the process that started the run sends."""
         try:
             if self._scheduler is None:
                 raise SchedulerClosed("the core's actor has no scheduler (yet)")
@@ -108,7 +108,7 @@ class SchedulerActor:
 log = logging.getLogger("april")
 
 CLOSE_S = 30.0
-"""Seconds to wait for the actor to close; an actor that Ray has not placed yet never does."""
+"""Seconds to wait for the actor to close. An actor that Ray has not started yet would never answer."""
 MAX_CONCURRENT_CALLS = 10_000
 """Largest number of the actor's calls that run at the same time."""
 
@@ -116,8 +116,8 @@ MAX_CONCURRENT_CALLS = 10_000
 class ActorScheduler(RankScheduler):
     """The interface of :class:`april.RolloutScheduler` for one rank of a run, from :func:`april.ray.attach`.
 
-    Every rank makes each call that changes something, in the same order and with the same arguments; a call that
-    changes nothing is answered to any rank. Prompts for ``evaluate`` and ``extend`` and the state for
+    Every rank makes each call that changes something, in the same order and with the same arguments. A call that
+    changes nothing may be made by a single rank. Prompts for ``evaluate`` and ``extend`` and the state for
     ``load_state_dict`` are taken from rank 0.
     """
 
@@ -132,7 +132,7 @@ class ActorScheduler(RankScheduler):
 
     @property
     def engines(self) -> list[Engine]:
-        """Always empty, as the engines are in other processes."""
+        """Always empty, because the engines are in other processes."""
         return []
 
     def _weights_to_send(self, given: Any) -> None:
@@ -236,10 +236,10 @@ def scheduler(
 ) -> Run:
     """Start a run: an actor with the scheduler. Ray must be initialised.
 
-    The actor lives as long as the process that starts the run. Ray sends the arguments to the actor.
+    The actor lives as long as the process that starts the run. Ray pickles the arguments for it.
 
     Args:
-        config: see :class:`april.Config`; servers of ``config.engine`` are read by the actor.
+        config: see :class:`april.Config`; the actor looks up the servers of ``config.engine``, on its own node.
         name: name of the run, unique in the cluster while the run lives; :func:`attach` takes it.
         prompts: as for :class:`april.RolloutScheduler`. Their ``data`` goes to the ranks, so it must be plain: numbers,
             text, bytes, lists and dicts.
@@ -247,8 +247,8 @@ def scheduler(
         engines: function that is called in the actor and returns engine objects; None means those of ``config.engine``.
         split_by: how batches are split; see :meth:`april.Batch.split`.
         rank_timeout_s: seconds that ranks wait for others at a call, and for one that died to come back.
-        rank_deadline_s: seconds without a heartbeat after which a rank counts as dead. The end of an actor is seen at
-            once.
+        rank_deadline_s: seconds without a heartbeat after which a rank counts as dead. The exit of a rank's process is
+            noticed at once, because its connection closes.
         actor_options: Ray's options for the scheduler's actor, such as ``{"resources": {"head": 1}}``.
         detached: True if the actor outlives the process that started it, until :meth:`Run.close` or ``ray.kill``.
         options: all other arguments of :class:`april.RolloutScheduler` (``reward``, ``rollout``, ``tokenizer``, ...).
@@ -300,7 +300,8 @@ def attach(name: str, rank: int, *, tokenizer: Any = None) -> ActorScheduler:
     """Return the scheduler of a run for one rank of the trainer, in any process of the cluster; close it at the end.
 
     A rank that was restarted attaches again under its number. It gets its share of the oldest batch that is not
-    committed, and the answers that all ranks have got since. The other ranks wait for it, at most ``rank_timeout_s``.
+    committed, and the results of all calls that the ranks have completed after that batch. The other ranks wait for it,
+    at most ``rank_timeout_s``.
 
     Args:
         name: name of the run.

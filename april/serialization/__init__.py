@@ -1,1 +1,1 @@
-"""Conversion of values to MessagePack, files and torch tensors, without pickle."""
+"""Converts values to MessagePack, files and torch tensors, without pickle."""

@@ -28,7 +28,7 @@ _CONTAINERS: dict[type, tuple[str, ...]] = {
 }  # fmt: skip
 """Names of the fields that contain prompts or attachments, by class."""
 _UNCHANGED_TYPES = {DeliveredSample: {"output"}}
-"""Fields that are not encoded, as they may hold any object, by class."""
+"""Fields that are not encoded, because they may hold any object, by class."""
 _SHARED: dict[type, tuple[str, ...]] = {Prompt: ("attached",), Attachment: ()}
 """Classes whose values are encoded once per message, with their fields that contain such values."""
 _PART = 1
@@ -57,11 +57,12 @@ def unpack(content: bytes, kind: type[T]) -> T:
         plain = msgspec.msgpack.decode(root, ext_hook=partial(_part, there))
         return msgspec.convert(plain, kind, dec_hook=_decoded)
     except (msgspec.DecodeError, ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
-        raise LinkError(f"another process has sent what is no {_name(kind)}: {error}") from None
+        raise LinkError(f"another process has sent bytes that are not a valid {_name(kind)}: {error}") from None
 
 
 class _SharedParts:
-    """The shared prompts and attachments of one message, each once; references point only to earlier ones."""
+    """The shared prompts and attachments of one message, each once; each refers only to earlier prompts and
+    attachments."""
 
     def __init__(self) -> None:
         self.all: list[bytes] = []
@@ -97,17 +98,17 @@ class _SharedParts:
 def _part(parts: list[Any], code: int, number: memoryview) -> Any:
     at = int.from_bytes(number, "big")
     if code != _PART or at >= len(parts):
-        raise ValueError("a reference to a part that is not there")
+        raise ValueError("a reference to a part that is missing")
     return parts[at]
 
 
 def _encoded(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         if value.dtype.kind not in "iufb" or value.itemsize > 8:
-            raise TypeError(f"an array of {value.dtype} travels to no other process")
+            raise TypeError(f"an array of {value.dtype} cannot be sent to another process")
         little = np.ascontiguousarray(value, value.dtype.newbyteorder("<"))
         return little.dtype.str, value.shape, little.tobytes()
-    raise TypeError(f"a {type(value).__name__} travels to no other process")
+    raise TypeError(f"a {type(value).__name__} cannot be sent to another process")
 
 
 def _decoded(kind: Any, value: Any) -> Any:
@@ -116,7 +117,7 @@ def _decoded(kind: Any, value: Any) -> Any:
     if base is Counter:
         return Counter(msgspec.convert(value, dict[get_args(kind)[0], int]))  # type: ignore[misc]
     if base is not np.ndarray:
-        raise ValueError(f"a {_name(kind)} travels to no other process")
+        raise ValueError(f"a {_name(kind)} cannot be sent to another process")
     name, shape, data = msgspec.convert(value, _Array)
     there, here = _dtypes(kind, name)
     array = np.frombuffer(data, there).reshape(shape)
@@ -129,13 +130,13 @@ def _decoded(kind: Any, value: Any) -> Any:
 def _dtypes(kind: Any, name: str) -> tuple[np.dtype[Any], np.dtype[Any]]:
     """Return an array's encoded and native dtype; raises ValueError if the annotation requires another one."""
     if len(name) != 3 or name[0] not in "<|" or name[1] not in "iufb" or name[2] not in "1248":
-        raise ValueError(f"an array of {name!r}, which are no numbers")
+        raise ValueError(f"an array of {name!r}, which is not a dtype of numbers")
     there = np.dtype(name)
     here = there.newbyteorder("=")
     number = get_args(get_args(kind)[1])[0] if get_args(kind) else Any
     wanted = here if number is Any else np.dtype(number)
     if here != wanted:
-        raise ValueError(f"an array of {there}, and not of {wanted}")
+        raise ValueError(f"an array of {there} instead of {wanted}")
     return there, here
 
 

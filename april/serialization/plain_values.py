@@ -35,7 +35,7 @@ def plain(value: Any, where: str = "it") -> Any:
     array = np.asarray(value) if isinstance(value, (np.ndarray, np.generic)) else np.empty(0, object)
     if array.dtype.kind not in "iufb":
         raise CheckpointError(
-            f"{where} is a {type(value).__name__}; a state takes only numbers, text, bytes, lists, mappings and arrays"
+            f"{where} is a {type(value).__name__}; give only numbers, text, bytes, lists, mappings and arrays"
         )
     array = array.astype(array.dtype.newbyteorder("<"))
     return {ARRAY: ["numpy", array.dtype.str, list(array.shape), array.tobytes() or None]}
@@ -58,12 +58,12 @@ def restored(value: Any) -> Any:
         of_bytes = partial(torch.tensor, []) if content is None else partial(torch.frombuffer, bytearray(content))
         return of_bytes(dtype=torch.uint8).view(getattr(torch, name)).reshape(shape)
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"the state is damaged: what should be an array is none: {error}") from error
+        raise CheckpointError(f"the state is damaged: an array in it cannot be decoded: {error}") from error
 
 
 SCALARS = frozenset({type(None), bool, int, float, str, bytes})
 LEVELS = 100
-"""Most nested levels of lists and mappings in a value; decoding a deeper one could exceed the recursion limit."""
+"""Largest number of nested lists and mappings in a value; decoding a deeper value could exceed the recursion limit."""
 
 
 def why_not_plain(value: Any, where: str, levels: int = LEVELS) -> str | None:

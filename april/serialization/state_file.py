@@ -22,7 +22,7 @@ def pack(kind: str, content: Any) -> bytes:
     """Encode ``content`` with a checksum; arrays, tensors and numpy numbers become lists and numbers.
 
     Raises:
-        CheckpointError: ``content`` has something that is no plain value.
+        CheckpointError: ``content`` contains a value that is not plain.
     """
     try:
         data = msgspec.msgpack.encode(content, enc_hook=_plain)
@@ -33,7 +33,7 @@ def pack(kind: str, content: Any) -> bytes:
 
 
 def unpack(kind: str, data: bytes, where: str) -> Any:
-    """Check and decode bytes from :func:`pack`; error messages name ``where`` the bytes come from.
+    """Check and decode bytes from :func:`pack`; error messages name the file ``where`` they were.
 
     Raises:
         CheckpointError: the bytes were changed, are of another kind, or were written by another version of april.
@@ -43,7 +43,7 @@ def unpack(kind: str, data: bytes, where: str) -> Any:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, MemoryError) as error:
         raise CheckpointError(f"april's state in {where} cannot be read: {error}") from error
     if not isinstance(outer, dict) or outer.get("format") != FORMAT or outer.get("april") != kind:
-        raise CheckpointError(f"april's state in {where} was written by another version of april, or is none")
+        raise CheckpointError(f"april's state in {where} was not written by this version of april")
     content = outer.get("content")
     if not isinstance(content, bytes) or checksum_of(content) != outer.get("checksum"):
         raise CheckpointError(f"april's state in {where} is damaged: its checksum does not fit its content")
@@ -54,7 +54,7 @@ def write_state(path: Path, kind: str, content: Any) -> None:
     """Write ``content`` to the file ``path`` atomically, readable by its owner only.
 
     Raises:
-        CheckpointError: ``content`` has something that is no plain value, or the file cannot be written.
+        CheckpointError: ``content`` contains a value that is not plain, or the file cannot be written.
     """
     data = pack(kind, content)
     try:
@@ -96,8 +96,8 @@ NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
 def write_atomic(path: Path, data: bytes) -> None:
     """Replace ``path`` atomically, also if the machine crashes, by a file of mode 0600 with ``data``.
 
-    The last of several writers wins. Missing directories are made, with mode 0700. Raises OSError; ``path`` is
-    unchanged then, and no temporary file remains. A device or a pipe is written to directly.
+    If several processes write, the last one wins. Missing directories are made, with mode 0700. If OSError is raised,
+    ``path`` is unchanged and no temporary file remains. A device or a pipe is written to directly.
     """
     make_directory(path.parent)
     if path.exists() and not path.is_file():
@@ -124,15 +124,15 @@ def _open_part(path: Path) -> tuple[int, Path]:
         fcntl.flock(file, fcntl.LOCK_EX)
         if os.fstat(file).st_nlink:
             return file, Path(name)
-        os.close(file)  # another process removed it as left over before it was locked
+        os.close(file)  # another process took the file for a left-over one and removed it before it was locked
 
 
 def _remove_left_over(path: Path) -> None:
-    """Remove temporary files of writers that were killed, which nobody holds a lock on."""
+    """Remove temporary files of writers that were killed; no process holds a lock on such files."""
     for part in path.parent.iterdir():
         if not (part.name.startswith(f"{path.name}.") and part.suffix == ".part"):
             continue
-        with suppress(OSError):  # the file is being written, or was removed meanwhile
+        with suppress(OSError):  # the file is being written, or another process has removed it
             file = os.open(part, os.O_RDWR | os.O_NOFOLLOW)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

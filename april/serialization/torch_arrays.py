@@ -22,7 +22,7 @@ def to_torch(arrays: Mapping[str, Any], device: torch.device | str | int | None 
 
     Raises:
         ConfigError: torch is not installed.
-        TypeError: ``arrays`` is no mapping of arrays of numbers; the message names the wrong value.
+        TypeError: ``arrays`` is not a mapping to arrays of numbers; the message names the wrong value.
     """
     if not isinstance(arrays, Mapping):
         raise TypeError(

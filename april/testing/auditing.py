@@ -1,4 +1,4 @@
-"""Audits april from outside: compares the delivered batches with what fake engines yielded.
+"""Audits april from outside: compares the delivered batches with the tokens that fake engines have yielded.
 
 The audit reads the batches and the engines' own records, none of april's internal state. If a ledger is given, its
 counts are compared with the recount, and used for nothing else.
@@ -27,7 +27,7 @@ _SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """Result of an audit: the tokens yielded for training, ``handed_over``, split by what happened to them."""
+    """Result of an audit: the number of tokens yielded for training (``handed_over``), split by their fate."""
 
     handed_over: int
     delivered: int
@@ -37,7 +37,7 @@ class Audit:
     rejected: int
     """Number of tokens of attempts with an invalid chunk."""
     lost: int
-    """Number of tokens that are missing in delivered samples: dropped, because the sample began again, or lost."""
+    """Number of tokens that delivered samples lack: dropped when the sample began again, or lost."""
     duplicated: int
     """Number of tokens delivered more than once; not part of ``handed_over``."""
     repeated: int
@@ -45,11 +45,11 @@ class Audit:
     samples: int
     """Number of delivered samples."""
     problems: tuple[str, ...]
-    """Descriptions of everything that is wrong."""
+    """Descriptions of all errors that were found."""
 
 
 class LoadedState:
-    """Tokens and counts of a run just after it loaded a state, which come from engines that the audit does not know."""
+    """Tokens and counts of a run just after it loaded a state; they come from engines that the audit does not know."""
 
     def __init__(self, core: RolloutCore) -> None:
         self.ledger = deepcopy(core.tokens)
@@ -69,7 +69,7 @@ class LoadedState:
 
 
 class AuditError(AprilError, AssertionError):
-    """Raised if the batches differ from what the engines yielded; ``audit`` has the counts."""
+    """Raised if the batches differ from the tokens that the engines yielded; ``audit`` has the counts."""
 
     def __init__(self, message: str, audit: Audit) -> None:
         super().__init__(message)
@@ -83,17 +83,17 @@ def audit(
     *,
     loaded: LoadedState | None = None,
 ) -> Audit:
-    """Compare every delivered token, log-probability and version with what the engines yielded.
+    """Compare every delivered token, log-probability and version with those that the engines yielded.
 
     Args:
         batches: Every batch delivered so far.
         engines: All engines that served them.
         ledger: Result of the scheduler's ``ledger()`` after the last batch. Without it no token of a delivered sample
             may be missing; with it, as many may be missing as the ledger lists as dropped.
-        loaded: Contents of the run just after it loaded a state, if batches and engines are those since then.
+        loaded: Tokens and counts of the run just after it loaded a state, if batches and engines are from after that.
 
     Raises:
-        AuditError: anything is wrong; the message names samples, attempts and the engines' fault scripts.
+        AuditError: an error was found; the message names samples, attempts and the engines' fault scripts.
     """
     batches = [batches] if isinstance(batches, Batch) else list(batches)
     engines = [engines] if isinstance(engines, FakeEngine) else list(engines)
@@ -308,7 +308,7 @@ class _Auditor:
             ("observed", handed_over - running, ledger.observed),
             ("delivered", delivered, ledger.delivered),
             ("held or dropped", handed_over - running - delivered, ledger.held + dropped),
-            # tokens of a rejected attempt that were read before the wrong chunk had no rows yet
+            # april may have dropped tokens of a rejected attempt before its wrong chunk came, as they had no rows
             ("corrupt", rejected, min(max(rejected, corrupt), corrupt + ledger.dropped[DropReason.NO_EXTRAS])),
         ):
             if counted != booked:

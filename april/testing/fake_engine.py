@@ -1,7 +1,7 @@
 """A fake engine for tests: no model, deterministic tokens, scripted faults, and a record of everything it yields.
 
-It runs on the event loop's clock, virtual or real. A token takes ``seconds_per_token`` whatever else runs, so all times
-can be computed by hand.
+It runs on the event loop's clock, virtual or real. A token takes ``seconds_per_token`` regardless of other requests, so
+all times can be computed by hand.
 
 Invariant: every chunk is recorded in ``attempts`` before the caller gets it. Token t of a response depends only on
 (conversation before it, sample key, t), not on the engine or on the number of attempts.
@@ -54,7 +54,7 @@ class FakeStream:
     """(version, count) of tokens that were made and not yielded."""
     sent: int = 0
     fault_tokens_checked: int = -1
-    """Number of yielded tokens at which faults were last checked; only faults after more tokens can still hit."""
+    """Number of yielded tokens at which faults were last checked; only faults at a higher number can still hit."""
     empty_until: float = -math.inf
     """Time until which only empty chunks are yielded."""
     abort_at: float = math.inf
@@ -232,7 +232,7 @@ class FakeEngine(WithoutWeights):
         try:
             self._start_clock()
         except RuntimeError:
-            return  # no loop is running yet: time begins with the first call
+            return  # no loop is running yet, so the engine's time begins with the first call
 
     def __repr__(self) -> str:
         return (
@@ -247,7 +247,7 @@ class FakeEngine(WithoutWeights):
 
     @property
     def handed_over_tokens(self) -> int:
-        """Number of tokens that ever left the engine, those of evaluations and invalid ones included."""
+        """Number of all tokens that have left the engine, including those of evaluations and invalid tokens."""
         return sum(record.count for record in self.attempts.values())
 
     @property
@@ -262,7 +262,7 @@ class FakeEngine(WithoutWeights):
     # ---------------------------------------------------------------- the protocol
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        """Serve one request; raises EngineError if the script says so, or for a request that april must not make."""
+        """Serve one request. Raises EngineError if the fault script says so, or if april must not make the request."""
         stream = self._admit(request)
         record = stream.record
         try:
@@ -349,7 +349,7 @@ class FakeEngine(WithoutWeights):
             timer.cancel()
         self._break_all(f"engine {self._name} was closed")
 
-    # ---------------------------------------------------------------- time and death
+    # ---------------------------------------------------------------- the clock, and the death of the engine
 
     def _start_clock(self) -> float:
         """Return the loop's time; the first call begins the engine's own time and schedules deaths by time."""
@@ -368,7 +368,7 @@ class FakeEngine(WithoutWeights):
         return asyncio.get_running_loop().time() - self._origin
 
     def _die_by_time(self, fault: Fault) -> None:
-        # a real loop may call slightly early
+        # a real event loop may call this slightly early
         if self.faults.hits(fault, self._name, max(fault.from_s, self._seconds())):
             self.die(fault.duration_s)
 
@@ -508,7 +508,7 @@ class FakeEngine(WithoutWeights):
             stream.make(asyncio.get_running_loop().time(), self._version)
 
     async def _next(self, stream: FakeStream) -> Chunk | None:
-        """Return the next chunk, or None if something else has happened; sets ``record.end`` with the last chunk."""
+        """Return the next chunk, or None if the stream must be evaluated again; the last chunk sets ``record.end``."""
         self._make(stream)
         now = asyncio.get_running_loop().time()
         if stream.error is not None:

@@ -1,4 +1,4 @@
-"""Fault scripts: declare in advance which faults hit fake engines, when, and how often; the same in every run.
+"""Fault scripts declare in advance which faults hit fake engines, when, and how often; they are the same in every run.
 
 Invariant: whether a fault hits depends on the script, the sample, the number of the attempt, tokens and time; never
 on chance, attempt ids or the order of a set. A random script draws from a hash of (seed, sample, number).
@@ -82,8 +82,8 @@ ALL_FAULTS = tuple(FaultKind)
 STREAM_FAULTS = tuple(
     kind for kind in FaultKind if kind not in (*_ABOUT_THE_ENGINE, *ROW_FAULTS, FaultKind.ABORT_REPEATS)
 )
-"""Kinds that april handles alone: a few of them make no call of the trainer raise, and change no response.
-(abort_repeats does change it: a token yielded twice looks like a token sampled twice.)"""
+"""Kinds that april handles by itself: if they hit a few times, no call of the trainer raises and no response changes.
+(Except with abort_repeats: a token that was yielded twice looks like a token that was sampled twice.)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +97,14 @@ class Fault:
         attempt: Number of the sample's attempt, counted from 1 over all engines; None means any.
         after_tokens: Number of the attempt's tokens after which it hits; ignored by kinds that concern a whole stream
             or other calls of an engine.
-        from_s, until_s: Period in which it may hit, in seconds since the engine was created on a running loop
-        (otherwise: since its first call).
+        from_s, until_s: Period in which it may hit, in seconds since the engine was created. If no event loop was
+            running then, the time begins with the engine's first call.
         seconds: Duration; None means the default of the kind (engine_dies 10, abort_late 5, abort_missed 2, stall,
             empty_chunks and abort_hangs for ever).
         times: Number of times that it may hit.
 
     Raises:
-        ValueError: a value that no fault can have.
+        ValueError: a value is out of range or does not fit the kind.
     """
 
     kind: FaultKind
@@ -147,7 +147,7 @@ class Fault:
 
     @property
     def by_time_alone(self) -> bool:
-        """True if it hits the engine at ``from_s``, whatever the engine is doing then."""
+        """True if it hits the engine at ``from_s``, independently of requests."""
         return self.kind is FaultKind.ENGINE_DIES and (self.sample, self.attempt, self.after_tokens) == (None, None, 0)
 
 

@@ -1,4 +1,4 @@
-"""A wrapper of an engine that records everything that passes through; subclasses can alter it."""
+"""Wraps an engine and records its requests, chunks and aborts; subclasses can alter them."""
 
 from __future__ import annotations
 

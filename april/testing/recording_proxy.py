@@ -105,7 +105,7 @@ class RecordingProxy:
         return [token for exchange in self._by_id.get(attempt_id, ()) for token in exchange.tokens]
 
     def answers(self, request: Request) -> Sequence[Exchange]:
-        """Return the answers to this request; without ids on the wire, those to the same prompt with the same seed."""
+        """Return the answers to this request; if requests carry no id, those to the same prompt with the same seed."""
         named = self._by_id.get(request.attempt_id)
         if named is not None:
             return named
@@ -247,7 +247,7 @@ def _content(value: dict[str, Any]) -> tuple[bytes, int | None]:
 def tokens_in(body: bytes, streamed: bool) -> tuple[list[int], int]:
     """Parse an answer from any of the _ROUTES: (token ids, number of tokens beyond the server's own count).
 
-    Of a stream only complete events count; any other answer counts as a whole, or not at all.
+    Of a stream only complete events count; an answer that is not streamed counts only if it is complete.
     """
     tokens: list[int] = []
     repeated = 0

@@ -106,7 +106,7 @@ class AttemptRecord(YieldedChunks):
     """Time at which each chunk left the engine."""
     ended_s: float | None = None
     end: str = ""
-    """How the request ended: a finish reason, an error, or that the caller stopped reading; empty while it runs."""
+    """End of the request: a finish reason, an error, or that the caller stopped reading; empty while it runs."""
     wrong: str = ""
     """Kind of the fault that made a chunk invalid; april must not deliver any token of this attempt."""
     withheld: int = 0

@@ -1,6 +1,6 @@
-"""The scheduler on the caller's own event loop, so that tests of rollout and reward functions can use virtual time.
+"""Runs the scheduler on the caller's own event loop, so that tests of user functions can use virtual time.
 
-It is the real scheduler with the real driver; only the background thread is left out.
+This is the real scheduler with the real driver; only the background thread is left out.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class _SameLoop(LoopThread):
         try:
             return await (work() if callable(work) else work)
         except asyncio.CancelledError:
-            # cancelled by end, and by nobody else?
+            # the error means a closed scheduler if only ``end`` has cancelled this task
             if me in self._cancelled and me.uncancel() == 0:
                 raise SchedulerClosed(_CLOSED) from None
             raise
@@ -155,7 +155,7 @@ class Rollouts:
         self, path: str | None = None, transfer: Callable[[], Any] | None = None, trained: int | None = None,
         label: int | None = None,
     ) -> PolicyVersion:  # fmt: skip
-        """Commit the batch ``trained`` (None: the oldest delivered one) and raise the version, to ``label`` if given.
+        """Commit the batch ``trained`` (None means the oldest delivered one); raise the version, to ``label`` if given.
 
         ``transfer``, plain or async, runs while engines are paused.
 
@@ -186,10 +186,10 @@ class Rollouts:
         return await self._scheduler.aevaluate(prompts, **sampling)
 
     def audit(self) -> Audit:
-        """Run :func:`april.testing.audit` on everything so far, with the ledger; all engines must be fake ones.
+        """Run :func:`april.testing.audit` on all batches so far, with the ledger; all engines must be fake ones.
 
         Raises:
-            AuditError: the batches differ from what the engines yielded, or the ledger disagrees.
+            AuditError: the batches or the ledger differ from the tokens that the engines yielded.
         """
         engines = [engine for engine in self.engines if isinstance(engine, FakeEngine)]
         if len(engines) < len(self.engines):

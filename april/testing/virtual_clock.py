@@ -3,8 +3,8 @@
 Invariant: ``loop.time()`` advances only when no callback is ready, and then to the exact time of the next timer; no
 callback runs before its time. So a timer one float above t runs after everything that happens at t.
 
-A virtual loop cannot wait for sockets, pipes, signals, processes or other threads. Where a real loop would hang
-because nothing is scheduled, it raises ``VirtualDeadlock`` and names the waiting tasks.
+A virtual loop cannot wait for sockets, pipes, signals, processes or other threads. If nothing is scheduled, so that a
+real loop would hang, it raises ``VirtualDeadlock`` and names the waiting tasks.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
     """
 
     threads_wake_it = False
-    """False, as other threads cannot wake this loop by scheduling a callback: it never sleeps."""
+    """False, because this loop never sleeps, so other threads cannot wake it by scheduling a callback."""
 
     def __init__(self, start_s: float = 0.0, limit_s: float = math.inf) -> None:
         self._virtual_now = start_s
@@ -100,7 +100,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         return f"{len(tasks)} tasks wait: {'; '.join(lines)}{more}"
 
     def _make_self_pipe(self) -> None:
-        """Create no pipe: a loop that never sleeps needs no waking."""
+        """Create no pipe, because a loop that never sleeps is never woken."""
 
     def _close_self_pipe(self) -> None:
         """Do nothing: there is no pipe."""

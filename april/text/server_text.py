@@ -17,7 +17,7 @@ MAX_SCANNED_CHARS = 1 << 13
 """Most characters of a text that are searched for keys; nothing beyond them is shown."""
 KEY_REPLACEMENT = "<the key>"
 _PIECE = 8
-"""Number of consecutive letters and digits of a key that are removed as if they were the key, as texts may be cut."""
+"""Number of consecutive letters and digits of a key that are removed like the whole key, because texts may be cut."""
 _SHORTEST = 4
 """Fewest letters and digits of a key that is searched for in pieces; a shorter one must occur literally."""
 _LAYERS = 4
@@ -52,7 +52,7 @@ class _Key:
 
 
 _hidden: dict[str, _Key] = {}
-"""All keys that this process uses, as one server may repeat another's key."""
+"""All keys that this process uses, because a server may repeat the key of another server."""
 
 
 def hide(key: str) -> None:
@@ -76,7 +76,7 @@ def clean(value: object, limit: int = MAX_CHARS) -> str:
 def printable(text: str) -> str:
     """Return text with unprintable characters as escapes, so that it cannot control a terminal; keeps line breaks.
 
-    It is for april's own sentences that quote names and texts of others; keys are not removed.
+    Used for april's own sentences that quote names and texts from outside; keys are not removed.
     """
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
@@ -88,7 +88,7 @@ def quoted(value: object, limit: int = 64) -> str:
 
 def without_keys(text: str, *, cut: bool = False) -> str:
     """Return the text without hidden keys; ``cut`` says that it was cut and may end within a key."""
-    # merge the spans of all keys, as keys may overlap
+    # merge the spans of all keys, because keys may overlap
     spans = _merged([span for key in list(_hidden.values()) for span in _spans(text, key, cut)])
     parts, at = [], 0
     for start, end in spans:

@@ -1,4 +1,4 @@
-"""Writes a trainer's adapter (LoRA, PEFT) to a directory that servers load: the adapter's tensors, not the model's.
+"""Writes a trainer's adapter (LoRA, PEFT) to a directory from which servers load it.
 
 Invariant: the trainer's model is never modified. If the model is sharded over ranks, all ranks call the same methods at
 the same time, and one of them writes.
@@ -23,7 +23,7 @@ from april.engines.http.weight_directories import ADAPTER_FILE
 from april.errors import ConfigError
 
 MIN_KEPT_DIRECTORIES = 2
-"""Number of newest directories that are always kept, as a slow server may still read the previous one."""
+"""Number of newest directories that are always kept, because a slow server may still read the previous one."""
 
 
 def is_adapted(model: Any) -> bool:
@@ -128,7 +128,7 @@ def _json_value(value: Any) -> Any:
 
 
 class AdapterDirectories:
-    """Makes a directory for each version of the adapter, inside one that is removed at the end.
+    """Makes a directory for each version of the adapter, inside a directory that is removed at the end.
 
     Args:
         parent: directory that the servers can read, too; None means a temporary one on this machine.

@@ -1,4 +1,4 @@
-"""``weight_update(weights=...)`` of a PEFT model: sends its adapter as a directory, or merged into the model."""
+"""Prepares ``weight_update(weights=...)`` of a PEFT model, whose adapter is sent as a directory, or merged into it."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class AdapterUpdates:
         self._warned = False
 
     def prepare(self, caller: str, weights: Any, engines: Sequence[Engine]) -> tuple[str | None, Any]:
-        """Return (directory of the adapter, None), or (None, weights to be sent). No engine is told of the update yet.
+        """Return (directory of the adapter, None), or (None, weights to be sent). No engine is called yet.
 
-        Raises ConfigError for a model with an adapter that the engines can take neither as an adapter nor merged.
+        Raises ConfigError for a model with an adapter that the engines accept neither as an adapter nor merged.
         """
         if not is_adapted(weights):
             return None, weights

@@ -1,4 +1,4 @@
-"""Process groups of one sender and the workers of engines, apart from torch.distributed's default group."""
+"""Opens process groups of one sender and the workers of engines, separate from torch.distributed's default group."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Sends one set of weights to all engines, in phases with time limits, and records the outcome for each engine.
 
 A transfer sends to all engines at once, in rounds. If an engine fails, the round ends for all of them, and the next
-round sends everything again through a new group without that engine. So each round but the last loses an engine, and an
-engine that fails costs the others time and nothing else.
+round sends everything again through a new group without that engine. So every round except the last leaves out an
+engine, and an engine that fails costs the others only time.
 
 Invariant: no wait is longer than the limit, and every call to an engine has ended before the next round begins.
 """
@@ -23,8 +23,8 @@ from april.weights.group import Group, open_group
 from april.weights.source import Bucket, Weights
 
 WORKER_LIMIT_SHARE = 0.75
-"""Share of the limit after which a worker stops waiting for others. Its error then comes before the limit of its
-engine's call, so an engine that does not answer is one that hangs itself."""
+"""Share of the limit after which a worker stops waiting for others. The worker's error then arrives before the limit of
+its engine's call. So if an engine does not answer in time, it hangs itself and does not wait for another one."""
 
 
 class PendingCall(Protocol):
@@ -76,7 +76,7 @@ class _PhaseCalls:
     """The calls to all engines in one phase, by engine."""
 
     phase: str
-    """Phase, in words that complete "engine E failed ..."."""
+    """Name of the phase, for an error message of the form "engine E failed <phase>"."""
     pending: dict[str, PendingCall]
     first_failed: frozenset[str] = frozenset()
     """Engines whose calls had failed when the failure of the round was noticed."""
@@ -265,7 +265,7 @@ class _Round:
         self, phase: str, call: Callable[[str], Coroutine[Any, Any, Any]], names: Sequence[str],
         local_work: Callable[[Callable[[], None]], None],
     ) -> dict[str, Any]:  # fmt: skip
-        """Make a call to each engine, do the sender's part (``local_work``) meanwhile, and return the answers."""
+        """Make a call to each engine, do the sender's part (``local_work``) at the same time, return the answers."""
         sender = self._sender
         started = [_with_time_limit(call(name), name, phase, sender.limit_s) for name in names]
         self._calls = calls = _PhaseCalls(phase, dict(zip(names, sender.start_calls(started), strict=True)))
@@ -297,10 +297,10 @@ class _Round:
         return {name: answer.result()[0] for name, answer in calls.pending.items()}
 
     def _find_failed_engines(self) -> None:
-        """Wait for the calls that are still running, and find the engines because of which the round failed.
+        """Wait for the calls that are still running, and find the engines that made the round fail.
 
         These are the engines that do not answer. If all answer, these are the engines whose calls had failed before the
-        sender gave up: later errors come from workers that waited for the failed ones.
+        sender gave up, because later errors come from workers that waited for the failed engines.
         """
         calls = self._calls
         for answer in calls.pending.values():
@@ -326,8 +326,7 @@ class _Round:
         for name, answer in zip(asked, answers, strict=True):
             answer.wait()
             self._left_group[name] = answer.result()[0] is True
-        # kept for later rounds: an engine that gets nothing in one of them can only report that this round changed
-        # nothing
+        # kept for later rounds: an engine that receives nothing in a round reports only that the round changed nothing
         self._sender.partially_updated |= {name for name in self._names if self._is_partially_updated(name)}
 
     def _is_partially_updated(self, name: str) -> bool:
@@ -383,6 +382,6 @@ def _failure_sentence(left_out: Mapping[str, EngineWithoutWeights]) -> str:
 
 
 def _reachable_address(addresses: Iterable[str]) -> str:
-    """Return the sender's address that engines on other machines can reach; engines on this machine can reach any."""
+    """Return the sender's address that engines on other machines can reach; engines on this machine reach any."""
     found = list(dict.fromkeys(addresses))
     return next((a for a in found if not a.startswith("127.") and a != "::1"), found[0])

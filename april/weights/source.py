@@ -4,7 +4,7 @@ A bucket holds at least one tensor and otherwise stays within its size limit. Sh
 parallelism) are gathered one by one, on every rank at the same time, so no rank ever holds more than two buckets of
 them, where a bucket is at least the largest tensor.
 
-torch is not imported before there are weights to look at.
+torch is imported only when there are weights.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _SourceTensor:
     name: str
     tensor: Tensor
     split: Callable[[str, Tensor], Mapping[str, Tensor]] | None = None
-    """Function that splits the tensor into tensors of the checkpoint; None if the checkpoint has it as it is."""
+    """Function that splits the tensor into tensors of the checkpoint; None if the checkpoint has the same tensor."""
 
     @property
     def sharded(self) -> bool:
@@ -130,7 +130,7 @@ class WeightSource(Weights):
         self._items = _items_of(weights)
         self.repeatable = self._items is not None or not isinstance(weights, Iterator)
         self._iterable: Iterable[Any] = () if self._items is not None else weights
-        # the rest of a generator that was read before would be sent as if it were everything
+        # the rest of a generator that was read before would be sent as if it were all weights
         self._read_started = inspect.isgenerator(weights) and inspect.getgeneratorstate(weights) != inspect.GEN_CREATED
         if self._read_started:
             raise ConfigError(_ALREADY_READ)
@@ -164,7 +164,7 @@ class WeightSource(Weights):
             items_taken.clear()
 
     def gather(self, portion: UngatheredBucket) -> Bucket:
-        """Return a portion as whole tensors. If some are sharded, it is collective: all ranks, at the same time."""
+        """Return a portion as whole tensors. If some are sharded, all ranks must call this at the same time."""
         specs: list[TensorSpec] = []
         tensors: list[Tensor] = []
         for item in portion.items:
@@ -212,7 +212,7 @@ def _dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-# ---------------------------------------------------------------- what was given
+# ---------------------------------------------------------------- the argument of weight_update
 
 
 def module_of(weights: Any) -> Any:
@@ -252,7 +252,7 @@ def _checked(pairs: Iterable[Any]) -> Iterator[_SourceTensor]:
         if not isinstance(tensor, torch.Tensor):
             raise ConfigError(f"weights: {name} is a {type(tensor).__name__}, not a tensor of torch")
         if name in seen:
-            raise ConfigError(f"weights: {name} comes twice; an engine would load one of the two")
+            raise ConfigError(f"weights: {name} is given twice; an engine would load only one of the two")
         seen.add(name)
         _require_sendable(name, tensor)
         yield _SourceTensor(name, tensor)

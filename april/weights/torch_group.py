@@ -81,7 +81,7 @@ class TorchSender:
         # NCCL sends from the current device, gloo from main memory
         ready = [t.detach().to("cpu" if self._backend == GLOO else "cuda").contiguous() for t in tensors]
         self._works = []
-        # in a thread, as the first broadcast creates NCCL's group
+        # in a thread, because the first broadcast creates NCCL's group, which may block
         works = (self._process_group.broadcast([t], options) for t in ready)
         self._run_in_thread(lambda: self._works.extend(works), goes_on)
         poll_until(lambda: all(work.is_completed() for work in self._works), goes_on)
@@ -111,7 +111,7 @@ class TorchSender:
         threading.Thread(target=end, name="april-group-ends", daemon=self._backend != GLOO).start()
 
     def _run_in_thread(self, call: Callable[[], T], goes_on: Callable[[], None]) -> T:
-        """Run a call in a thread, as it may block and cannot be cancelled; closing the store ends its wait."""
+        """Run a call in a thread, because it may block and cannot be cancelled; closing the store ends its wait."""
         import torch
 
         cuda: Any = torch.cuda

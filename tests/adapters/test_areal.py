@@ -220,7 +220,7 @@ def test_evaluations_and_dynamic_batches_are_not_aprils(trainer: Make) -> None:
     run = trainer()
     assert type(run.eval_rollout._engine.workflow_executor) is areal.WorkflowExecutor
     assert not run.eval_rollout._engine.workflow_executor.destroyed
-    with pytest.raises(ConfigError, match="dynamic_bs: april's batches are whole"):
+    with pytest.raises(ConfigError, match="dynamic_bs: april's batches always have the configured size"):
         run._april.prepare_batch(run.train_dataloader, run.workflow, None, True)
 
 
@@ -393,7 +393,7 @@ def test_images_are_known_by_their_content(call: Call) -> None:
 
 
 @pytest.mark.parametrize(("more", "message"), [
-    ({"n_samples": 2}, "a request for 2 samples: ask once per sample"),
+    ({"n_samples": 2}, "a request for 2 samples: a workflow must ask once per sample"),
     ({"max_tokens": 2}, "a prompt of 2 tokens leaves no room for a response: max_tokens=2"),
 ])  # fmt: skip
 def test_requests_that_cannot_be(call: Call, more: dict[str, Any], message: str) -> None:

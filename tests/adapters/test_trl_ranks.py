@@ -285,7 +285,7 @@ def test_each_rank_keeps_what_it_has_left_of_a_batch(tmp_path: Path) -> None:
             list(range(10 * rank + i, 10 * rank + i + 3)) for i in range(2)
         ]
     assert len(found) == 2
-    with pytest.raises(april.CheckpointError, match="each of 2 processes had its part, but now there are 3"):
+    with pytest.raises(april.CheckpointError, match="spread over 2 processes, but now there are 3"):
         resume(ranks=3)
     other = checkpoint / buffer_file(1)
     other.write_bytes((checkpoint / BUFFER_FILE).read_bytes())

@@ -1,6 +1,7 @@
 """Runs one rank's rollouts: a scheduler with AReaL's workflow as rollout function and AReaL's servers as its engine.
 
-Invariant: no server has a request from april between ``pause`` and ``resume``, nor, stepwise, between two batches.
+Invariant: no server has a request from april between ``pause`` and ``resume``; with stepwise generation, none between
+two batches either.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class ArealPrompts:
         return {"row": self.carried.draw()}
 
     def _next(self) -> list[Any]:
-        """Return the rows of the loader's next batch, beginning the next epoch if need be."""
+        """Return the rows of the loader's next batch; after the last one, begin the next epoch."""
         while True:
             if self._batches is None:
                 set_epoch = getattr(getattr(self._loader, "sampler", None), "set_epoch", None)
@@ -98,7 +99,7 @@ class ArealRollouts:
         self._episode, self._join, self._accepts = episode, join, accepts
         self.deliveries = Deliveries()
         self._continuous = config.generation is GenerationMode.CONTINUOUS
-        # a filter even without ``accepts``, since workflows reject samples by returning None
+        # the scheduler gets a filter even without ``accepts``, because workflows reject samples by returning None
         self.scheduler = RolloutScheduler(
             config, prompts=prompts, engines=[servers], rollout=self._rollout, reward=None, filter=self._keep,
             check=check, progress=False,
@@ -142,7 +143,7 @@ class ArealRollouts:
         self._abort_remaining()
 
     def resume(self, label: int) -> None:
-        """Send requests again, with the weights to which the trainer gave the number ``label``."""
+        """Send requests again, under the weights to which the trainer gave the number ``label``."""
         self.deliveries.report_weights(self.scheduler, label)
         self.scheduler.resume()
 
@@ -188,7 +189,9 @@ class ArealRollouts:
     # ---------------------------------------------------------------- checkpoints
 
     def save(self, path: Path, loader_state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Write april's state to ``path``; return the loader's matching state. All delivered batches count as trained.
+        """Write april's state to ``path`` and return the loader's state of the same moment.
+
+        All delivered batches count as trained.
 
         Raises:
             CheckpointError: a row or trajectory is not made of plain values, or the file cannot be written.

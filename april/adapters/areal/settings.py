@@ -55,7 +55,7 @@ DECIDED = {
     "extras": "rollout.return_routed_experts",
 }
 MAX_CONTEXT = 1 << 30
-"""Practically unlimited conversation length, in tokens: workflows and servers have limits of their own."""
+"""Conversation length in tokens that is never reached, because workflows and servers have limits of their own."""
 NEUTRAL_TOP_K = 1_000_000
 
 
@@ -96,7 +96,8 @@ def config_of(config: Any, own: Mapping[str, Any], *, groups: int, ranks: int) -
         function_timeout_s=None,  # AReaL has its own time limits for episodes and requests
         stall_timeout_s=None,
         extras=(ROUTED_EXPERTS,) if config.rollout.return_routed_experts else (),
-        **values | {"allow_mismatch": True},  # refusals() has checked it; workflows set sampling per call
+        # refusals() has checked the configured sampling already, and workflows choose their own for each call
+        **values | {"allow_mismatch": True},
     )
 
 
@@ -151,7 +152,8 @@ def refusals(config: Any, own: Mapping[str, Any]) -> Iterator[Refusal]:
            "actor.recompute_logprob without actor.use_decoupled_loss",
            "log-probabilities of the current weights replace those of the sampling, so tokens of older weights would "
            "be trained without correction", "set use_decoupled_loss to true, or recompute_logprob to false")
-    unweighted = getattr(actor, "rejection_sampling", True) is None  # it gives each token its weight
+    # AReaL computes the importance weights of tokens in rejection_sampling
+    unweighted = getattr(actor, "rejection_sampling", True) is None
     yield (older and actor.use_decoupled_loss and unweighted,
            "actor.use_decoupled_loss without actor.rejection_sampling",
            "tokens of older weights get no importance weight, so they would be trained without correction",

@@ -58,7 +58,7 @@ class WorkflowCall:
 
 
 class WorkflowEngine:
-    """Replaces AReaL's engine for workflows: ``agenerate`` goes through april, everything else to AReaL's engine.
+    """Replaces AReaL's engine for workflows: ``agenerate`` goes through april, other calls go to AReaL's engine.
 
     Args:
         inner: AReaL's RemoteInfEngine.
@@ -90,7 +90,9 @@ class WorkflowEngine:
         prompt, sampling = list(req.input_ids), req.gconfig
         room = min(sampling.max_tokens - len(prompt), sampling.max_new_tokens)
         if sampling.n_samples != 1:
-            raise RolloutError(f"a request for {sampling.n_samples} samples: ask once per sample, with n_samples=1")
+            raise RolloutError(
+                f"a request for {sampling.n_samples} samples: a workflow must ask once per sample, with n_samples=1"
+            )
         if room <= 0:
             raise RolloutError(
                 f"a prompt of {len(prompt)} tokens leaves no room for a response: max_tokens={sampling.max_tokens}, "
@@ -151,7 +153,7 @@ class WorkflowEngine:
         return ServerResult(
             tokens=tokens, logprobs=logprobs, label=label, unused=unused,
             aborted=made.stop_reason == "abort" or unused is not None,
-            # the server may have a lower limit of its own, which is unknown here
+            # the server may have a lower token limit of its own, which is unknown here
             own_end=bool(getattr(sampling, "stop", None)) or made.stop_reason in ("length", "tool_calls"),
             extras={} if experts is None or not len(tokens) else {ROUTED_EXPERTS: narrow_ids(experts, None)},
         )  # fmt: skip
@@ -198,7 +200,7 @@ class AprilExecutor(WorkflowExecutor):  # type: ignore[misc]
         self.saved: Path | None = None
         """File from which the rollouts are restored when they start; None for a fresh run."""
 
-    # ---------------------------------------------------------------- what AReaL calls
+    # ---------------------------------------------------------------- methods that AReaL calls
 
     def prepare_batch(
         self, dataloader: Any, workflow: Any, should_accept_fn: Callable[[Trajectory], bool] | None = None,
@@ -206,7 +208,7 @@ class AprilExecutor(WorkflowExecutor):  # type: ignore[misc]
     ) -> list[Trajectory]:  # fmt: skip
         """Return one trajectory per group. The first call decides loader, workflow and filter for the whole run."""
         if dynamic_bs:
-            raise ConfigError("dynamic_bs: april's batches are whole; set it to false")
+            raise ConfigError("dynamic_bs: april's batches always have the configured size; set it to false")
         if self.rollouts is None:
             self.rollouts = self._open(dataloader, workflow, should_accept_fn)
         batch, metrics = self.rollouts.next_batch(self.inference_engine.get_version(), dataloader.batch_size)
@@ -360,7 +362,7 @@ class PPOTrainer(ArealPPOTrainer):  # type: ignore[misc]
         return Path(RecoverHandler.recover_info_path(recover.experiment_name, recover.trial_name, recover.fileroot))
 
     def _with_april(self, loader_state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Write april's state beside AReaL's; keep the previous file, which AReaL's last checkpoint still names."""
+        """Write april's state beside AReaL's; keep the previous file, because AReaL's last checkpoint names it."""
         if self._april is None or self._april.rollouts is None:
             return {**loader_state(), KEY: ""}
         folder = self._folder()

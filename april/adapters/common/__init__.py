@@ -1,1 +1,1 @@
-"""Helpers that several trainers' adapters use."""
+"""Helpers that the adapters of several trainers use."""

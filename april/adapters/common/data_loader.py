@@ -12,13 +12,13 @@ KEY = "april"
 
 
 class CheckpointedLoader:
-    """A trainer's data loader whose saved state includes april's; everything else is passed on to the loader.
+    """A trainer's data loader whose saved state includes april's; all other calls are passed on to the loader.
 
     Args:
         loader: Data loader of the trainer.
-        save: Function that calls the given function for the loader's state, and returns it with april's part added.
-        load: Function that loads april's part of a state (None if there is none); returns a true value if the saved
-            epoch's prompts had ended.
+        save: Function that gets a function for the loader's state, calls it, and returns the state with april's part.
+        load: Function that loads april's part of a state (None if it has none); returns a true value if the prompts of
+            the saved epoch had ended.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class CheckpointedLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._ended:  # the saved epoch is over; the loader would start the next one here
+        if self._ended:  # the saved epoch is over, but the loader would begin the next epoch here
             self._ended = False
             return iter(())
         return iter(self._loader)
@@ -52,21 +52,21 @@ class CheckpointedLoader:
 
 
 class RowQueue:
-    """A thread-safe queue of rows from a trainer's data loader, which april draws.
+    """A thread-safe queue of rows from a trainer's data loader, from which april draws prompts.
 
-    A saved state contains each row that the loader has given and april's own state does not hold.
+    A saved state contains each row that came from the loader and is not in april's own state.
 
     Args:
-        read_rows: Function that returns further rows of the loader, in order; an error that it raises ends them.
+        read_rows: Function that returns further rows of the loader, in order; it raises an error at their end.
     """
 
     def __init__(self, read_rows: Callable[[], Iterable[Any]]) -> None:
         self._read_rows = read_rows
         self._lock = threading.Lock()
         self._recent: deque[Any] = deque()
-        """Rows drawn last; a state that does not hold them yet is saved with them."""
+        """Rows drawn last, to be saved with a state of april that does not contain them yet."""
         self.ahead: deque[Any] = deque()
-        """Rows that the loader has given and april has not drawn."""
+        """Rows that came from the loader and that april has not drawn."""
         self.drawn = 0
         """Number of rows drawn, including those before a restart."""
 
@@ -81,7 +81,7 @@ class RowQueue:
         return row
 
     def save(self, position: int, loader_state: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], list[Any]]:
-        """Return the loader's state and the rows it gave after the first ``position``, which april's state covers."""
+        """Return the loader's state, and its rows after the first ``position`` ones, which april's state contains."""
         with self._lock:
             while len(self._recent) > self.drawn - position:
                 self._recent.popleft()

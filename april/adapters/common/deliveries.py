@@ -1,4 +1,4 @@
-"""Helpers around a trainer's scheduler: metrics of deliveries, damaged checkpoints, closing after an error."""
+"""Helpers around a trainer's scheduler: metrics of batches, errors of damaged checkpoints, closing after an error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Deliveries:
 
     def __init__(self) -> None:
         self.last: int | None = None
-        """Number of the last batch, None before the first one."""
+        """Number of the last batch; None before the first batch."""
         self._dropped: dict[str, int] = {}
 
     def metrics(self, batch: Batch, ledger: Any) -> dict[str, float]:
@@ -33,7 +33,7 @@ class Deliveries:
         self._dropped = {str(reason): count for reason, count in ledger["prompts"].dropped.items()}
 
     def report_weights(self, scheduler: RolloutScheduler, label: int) -> None:
-        """Report weights with a new ``label`` to the scheduler; they were trained on every batch delivered so far."""
+        """Report weights with a new ``label`` to the scheduler; all batches delivered so far count as trained."""
         if label != scheduler.version.n:
             scheduler.weight_update(trained=self.last, label=label)
 
@@ -51,7 +51,7 @@ def checkpoint_errors(what: str) -> Iterator[None]:
 
 @contextmanager
 def closing_on_error(close: Callable[[], None]) -> Iterator[None]:
-    """Call ``close`` if the block raises, so that nothing is left half open."""
+    """Call ``close`` if the block raises, so that nothing stays half open."""
     try:
         yield
     except BaseException:

@@ -1,4 +1,4 @@
-"""Decides when a trainer's adapter forgets the values that it keeps for samples outside of april's state."""
+"""Deletes the values that a trainer's adapter keeps for samples, when the samples' groups were dropped."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from april.core.types import SampleId
 
 
 class KeptSamples:
-    """Removes the values of samples whose group was dropped, one batch after april no longer holds the group.
+    """Removes the values of samples whose group was dropped, one batch after april has dropped the group.
 
-    The values are kept that long because a state saved just before may need them, and a reward may come just after.
+    The values are kept for one more batch because a state saved just before the drop may need them, and a reward may
+    arrive just after it.
 
     Args:
         tables: Dicts of values by sample. The adapter adds values and removes delivered ones, also in other threads.

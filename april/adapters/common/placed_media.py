@@ -1,7 +1,7 @@
 """Describes the images, videos and audio of a conversation by their hashes and the positions of their placeholders.
 
-For trainers that run rollouts themselves and send the media to the servers. april gets only the hashes, with which it
-recognises a conversation that is continued, or repeated after a restart.
+Used with trainers that send the media to the servers themselves. april gets only the hashes, with which it recognises a
+conversation that is continued, or repeated after a restart.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from april.core.batch import Batch
 from april.errors import ConfigError, RolloutError
 
 Refusal = tuple[Any, str, str, str]
-"""Check of a setting: (true if it is refused, name of the setting, reason, what to do instead)."""
+"""Check of a setting: (true if it is refused, name of the setting, reason, remedy)."""
 _RECOMPUTED = "that the trainer recomputes (log_softmax(logits / temperature))"
 
 
@@ -34,7 +34,7 @@ def misplaced(
     own: Iterable[str], trainer: str, decided: Mapping[str, str], known: Sequence[str] | None = None,
     shown: str = "april.{}",
 ) -> Iterator[Refusal]:  # fmt: skip
-    """Yield refusals of april's settings that a trainer's flag decides or, given ``known``, that do not exist."""
+    """Yield refusals of april's settings that a flag of the trainer decides, and of settings that are not ``known``."""
     for name in own:
         flag = decided.get(name.partition(".")[0])
         yield flag is not None, shown.format(name), f"{trainer}'s {flag} decides this", "leave it out"

@@ -1,4 +1,4 @@
-"""Reads what a trainer needs from delivered samples: generated segments, spans of versions, images."""
+"""Reads the values that a trainer needs from delivered samples: generated segments, spans of versions, images."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from april.core.versions import PolicyVersion
 from april.engines.attachments import attachment_bytes
 
 NOT_TRAINED = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"})
-"""Processor outputs to leave out: trainers compute them again for prompt and response together."""
+"""Processor outputs that are left out, because trainers compute them again for prompt and response together."""
 
 
 def is_masked(row: DeliveredSample) -> bool:
@@ -41,7 +41,7 @@ def spans_of(segments: Sequence[Segment]) -> list[tuple[int, int, PolicyVersion 
 
 
 def attached_pictures(attached: Sequence[Placed], mode: str | None = "RGB") -> list[Any]:
-    """Open the images that were sent to the engines with PIL, converted to ``mode`` (None: not converted)."""
+    """Open the images that were sent to the engines with PIL, converted to ``mode`` (None means not converted)."""
     from PIL import Image
 
     opened = (Image.open(io.BytesIO(attachment_bytes(placed.attachment))) for placed in attached)

@@ -24,9 +24,9 @@ from april.engines.protocol import AbortMeans, Capabilities, Chunk, Health, Logp
 from april.errors import EngineError
 
 FIRST_RESEND_S, LONGEST_RESEND_S = 0.05, 1.0
-"""Shortest and longest pause before a request is sent again that a server aborted without a token."""
+"""Shortest and longest pause, in seconds, before a request that a server aborted without a token is sent again."""
 ANY_TOKEN = 2**31 - 1
-"""Vocabulary size that accepts any token id, as the servers' vocabulary is unknown."""
+"""Vocabulary size that accepts any token id, because the servers' vocabulary is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class _SentRequest:
 
     offset: int
     no_resend: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set if the request must not be sent again: all requests were aborted, or nobody waits for it."""
+    """Set if the request must not be sent again, because all requests were aborted, or nobody waits for this one."""
     task: asyncio.Task[None] | None = None
     result: ServerResult | None = None
     version: PolicyVersion = FIRST_VERSION
@@ -66,10 +66,11 @@ class TrainerServers(VersionedEngine):
     """An :class:`april.engines.protocol.Engine` that sends requests through a trainer's own client.
 
     Args:
-        send: Function that sends a request, ``(entry of requests, token ids int32 [T], most tokens)``, to one server.
+        send: Function ``(entry of requests, token ids int32 [T], maximum number of tokens)`` that sends a request to
+            one of the servers.
         abort_all: Function that makes the servers abort every request.
-        max_context: Most tokens of a conversation, not counting the first one.
-        max_in_flight: Most requests at the same time; None means any number.
+        max_context: Largest number of tokens of a conversation, not counting the first one.
+        max_in_flight: Largest number of requests at the same time; None means any number.
         attachments, extras: As in Capabilities.
     """
 
@@ -125,7 +126,7 @@ class TrainerServers(VersionedEngine):
         yield _chunk(request, sent.result, sent.version)
 
     async def _send(self, sent: _SentRequest, request: Request, call_data: Any) -> None:
-        """Send a request, again and again while the servers abort it without a token, and store its result."""
+        """Send a request, repeatedly while the servers abort it without a token, and store its result."""
         ids, max_tokens, version, wait_s = request.token_ids, request.sampling.max_tokens, self._version, FIRST_RESEND_S
         try:
             while True:
@@ -164,14 +165,14 @@ class TrainerServers(VersionedEngine):
                 self._count_unused(sent.result)
 
     def forget(self, key: SampleId) -> None:
-        """Drop a sample's request data and late response, as its rollout function has ended."""
+        """Drop a sample's request data and late response, because its rollout function has ended."""
         self.requests.pop(key, None)
         self._discard(key)
 
     # ---------------------------------------------------------------- the rest of an engine
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
-        """Abort all requests at the servers; for single ones only stop waiting, as servers cannot abort one."""
+        """Abort all requests at the servers. For single requests, only stop waiting: servers cannot abort one."""
         if attempt_ids is None:
             for sent in self._sent.values():
                 sent.no_resend.set()
@@ -182,7 +183,7 @@ class TrainerServers(VersionedEngine):
                 aborted.set_result(None)
 
     async def health(self) -> Health:
-        """Report the servers as healthy, as the trainer monitors and restarts them itself."""
+        """Report the servers as healthy, because the trainer monitors and restarts them itself."""
         return Health(ok=True)
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""``python -m april.adapters.openrlhf``."""
+"""Runs an OpenRLHF training with april: ``python -m april.adapters.openrlhf``."""
 
 from april.adapters.openrlhf import main
 

@@ -26,7 +26,7 @@ RolloutRayActor: Any = undecorated("openrlhf.trainer.ray.vllm_engine.RolloutRayA
 
 
 class GeneratesByApril:
-    """Mixin for a SamplesGenerator that gets training batches from april and everything else from OpenRLHF."""
+    """Mixin for a SamplesGenerator that gets training batches from april and evaluations from OpenRLHF."""
 
     args: Any
     _process_response_into_experience: Any
@@ -80,7 +80,7 @@ class AprilPPOTrainer(WithApril, PPOTrainer):  # type: ignore[misc]
     """OpenRLHF's synchronous trainer with april."""
 
     def broadcast_to_vllm(self) -> None:
-        """Broadcast the weights to the engines; continuous generation is paused meanwhile."""
+        """Broadcast the weights to the engines; continuous generation is paused for that time."""
         assert self.april is not None
         self.april.hand_over(super().broadcast_to_vllm)
 
@@ -133,7 +133,8 @@ class NotifiesGenerator(BasePPOTrainer):  # type: ignore[misc]
 class AprilTrainingActor(TrainingActor, NotifiesGenerator):  # type: ignore[misc]
     """Training actor of OpenRLHF's asynchronous trainer, with april.
 
-    Ray pickles methods inherited from a decorated class by value, which breaks ``super()``; so those are repeated here.
+    Ray pickles methods inherited from a decorated class by value, which breaks ``super()``, so the methods are repeated
+    here.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -169,7 +170,7 @@ class AprilRolloutRayActor(RolloutRayActor):  # type: ignore[misc]
         self._pushes = 0
 
     async def update_weight(self, name: str, dtype: Any, shape: Any, empty_cache: bool = False) -> Any:
-        """Receive one parameter from the trainer; ``empty_cache`` marks the last one of a transfer."""
+        """Receive one parameter from the trainer; ``empty_cache`` marks the last parameter of a transfer."""
         self._april.require_idle()
         result = await super().update_weight(name, dtype, shape, empty_cache)
         self._pushes += bool(empty_cache)
@@ -218,7 +219,7 @@ def as_actor(cls: type) -> Any:
     if issubclass(cls, RolloutRayActor):
         return remote(max_concurrency=ACTOR_CALLS)(cls)
     if issubclass(cls, GenerateSamplesActor):
-        return remote(max_concurrency=2)(cls)  # transfers are announced while it generates
+        return remote(max_concurrency=2)(cls)  # a transfer is announced to this actor while it generates
     return remote(cls)
 
 

@@ -1,8 +1,8 @@
 """Runs the rollouts of an OpenRLHF training: a scheduler over its prompts, a batch per step, state in checkpoints.
 
-Invariant: no engine has a request from april while OpenRLHF changes weights. Stepwise, there are none between two calls
-of :meth:`OpenRLHFRollouts.next`, so engines may sleep then; continuous, :meth:`OpenRLHFRollouts.hand_over` pauses
-the engines.
+Invariant: no engine has a request from april while OpenRLHF changes weights. With stepwise generation there is no
+request between two calls of :meth:`OpenRLHFRollouts.next`, so engines may sleep then. With continuous generation,
+:meth:`OpenRLHFRollouts.hand_over` pauses the engines.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class OpenRLHFRollouts:
         self._saved: dict[str, Any] | None = None
         self._pushes = 0
         self._handing_over = threading.Lock()
-        """Lock held during a transfer, so that the scheduler is not closed meanwhile."""
+        """Lock held during a transfer, so that the scheduler is not closed during it."""
 
     @property
     def continuous(self) -> bool:
@@ -183,21 +183,21 @@ class OpenRLHFRollouts:
         assert self.scheduler is not None
         now = self._updates_of_engines()
         while self._pushes < now:
-            # the weights are in place; this drops KV caches of the old ones
+            # the engines have the weights already; this call drops the KV caches of the old weights
             self.scheduler.weight_update(transfer=lambda: None)
             self._pushes += 1
 
     def hand_over(self, transfer: Callable[[], None]) -> None:
         """Transfer the trainer's weights to the engines; the oldest uncommitted batch then counts as trained.
 
-        Continuous generation is paused meanwhile. May be called in another thread than :meth:`next`. Raises
+        Continuous generation is paused during the transfer. May be called in another thread than :meth:`next`. Raises
         RolloutError unless all engines got the weights, EngineError if an engine does not resume.
         """
         if not self.continuous:
             transfer()
             return
         with self._handing_over:
-            if self.scheduler is None:  # before the first batch, or after the last
+            if self.scheduler is None:  # before the first batch, or after the last one
                 transfer()
             else:
                 self.scheduler.weight_update(transfer=transfer)
@@ -274,7 +274,7 @@ class OpenRLHFRollouts:
     # ---------------------------------------------------------------- checkpoints
 
     def save(self, loader_state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the loader's state with april's of the same moment added; the last batch counts as trained.
+        """Return the loader's state with april's state of the same moment; the last batch counts as trained.
 
         april's part is a uint8 tensor [length], since OpenRLHF logs the states that it loads. Raises CheckpointError.
         """
@@ -297,7 +297,7 @@ class OpenRLHFRollouts:
         """Keep a saved state for the next batch; return True if its episode had ended. Raises CheckpointError."""
         if saved is None:
             log.warning(
-                "the checkpoint was written without april, so it holds nothing unfinished, and april starts afresh"
+                "the checkpoint was written without april, so it has no unfinished samples, and april starts new ones"
             )
             return False
         with checkpoint_errors(CARRY):

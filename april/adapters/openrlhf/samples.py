@@ -1,4 +1,4 @@
-"""Converts OpenRLHF's prompts and images for april, and delivered samples to what OpenRLHF's executor returns."""
+"""Converts OpenRLHF's prompts and images for april, and delivered samples to the form of OpenRLHF's executor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OF_BATCH = ("off_policy_share", "staleness_mean", "staleness_max", "aborted_atte
             "bubble")  # fmt: skip
 """Batch metrics that are copied to each sample, because OpenRLHF logs means over samples."""
 IMAGES = "its images"
-"""Key, in a prompt's data, of its images in the form that OpenRLHF's loader gave."""
+"""Key, in a prompt's data, of its images in the form in which they came from OpenRLHF's loader."""
 _BARE = 256
 """Length above which OpenRLHF treats text as base64 if it has no scheme and only base64 characters."""
 
@@ -101,7 +101,7 @@ def responses_of(
 ) -> Iterator[dict[str, Any]]:
     """Yield, for each sample, the dict that OpenRLHF's executor would return, group by group.
 
-    ``inputs_of`` makes the further training inputs of a row, such as those of images.
+    ``inputs_of`` makes further training inputs of a row, such as the processor's outputs for images.
 
     Raises RolloutError if a sample has several conversations, or if responses have different names in
     ``extra_logs``, since OpenRLHF cannot stack them.

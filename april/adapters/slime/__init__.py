@@ -1,7 +1,7 @@
 """Adapter for slime and its fork miles: ``--rollout-function-path april.adapters.slime.generate_rollout``.
 
-slime manages servers, weights, data and checkpoints; april decides which samples run, when a rollout ends and what is
-kept for the next rollout. See docs/slime.md.
+slime manages servers, weights, data and checkpoints; april decides which samples run, when a rollout ends and which
+samples continue in the next rollout. See docs/slime.md.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RolloutFunction:
         return self.rollout(args, rollout_id, data_source)
 
     def rollout(self, args: Any, rollout_id: int, data_source: Any, weight_version: int | None = None) -> Any:
-        """Return a batch for training; ``weight_version`` is the servers' version, if the trainer tells it."""
+        """Return a batch for training; ``weight_version`` is the servers' version, if the trainer passes it."""
         session = self.sessions.get(id(data_source))
         if session is None:
             args = self._args if args is None else args
@@ -52,7 +52,7 @@ class RolloutFunction:
         return session.rollout(rollout_id, weight_version)
 
     def evaluate(self, args: Any, rollout_id: int, data_source: Any) -> Any:
-        """Run slime's own evaluation; the servers have no requests from april meanwhile."""
+        """Run slime's own evaluation; the servers have no requests from april during it."""
         args = self._args if args is None else args
         function = self._evaluate or framework_of(data_source).get("rollout.sglang_rollout.generate_rollout")
         return function(args, rollout_id, data_source, evaluation=True)

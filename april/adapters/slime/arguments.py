@@ -35,7 +35,7 @@ WHOLE_GROUPS = (
 )  # fmt: skip
 """Flags of slime, as attribute names, that need whole groups."""
 MAX_RESPONSE = 1 << 24
-"""Practically unlimited response length, for functions that respect slime's limits themselves."""
+"""Response length that is never reached, for functions that respect slime's limits themselves."""
 OWN_GENERATE = "slime.rollout.sglang_rollout.generate"
 
 

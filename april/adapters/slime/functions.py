@@ -1,4 +1,4 @@
-"""Makes an engine of a custom generate function of slime: april schedules the calls, the function asks the servers.
+"""Makes an engine from a custom generate function of slime: april schedules the calls, the function asks the servers.
 
 The requests that the function sends can be aborted only all at once (``abort_all``). slime trains on the sample that
 the function returns; april copies the sample's tokens, to count them and to note their policy versions.
@@ -32,7 +32,7 @@ from april.errors import EngineError, RequestRefused
 log = logging.getLogger("april")
 
 MAX_CONTEXT = 1 << 30
-"""Practically unlimited context: the function itself respects slime's limits."""
+"""Context length that is never reached, because the function itself respects slime's limits."""
 
 
 class FunctionEngine(ServerEngine):
@@ -87,7 +87,7 @@ class FunctionEngine(ServerEngine):
                 return
             known = self._standing_at(key, request.response_offset)
             before = known.response_length
-            # the function gets a copy: a call that fails may leave its sample half changed
+            # the function gets a copy, because a call that fails may leave its sample half changed
             call = asyncio.ensure_future(self._framework.on_its_loop(self._call(self._groups.sample(known), key.index)))
             self._calls[request.attempt_id] = call
             try:
@@ -104,10 +104,10 @@ class FunctionEngine(ServerEngine):
             yield self._chunk(sample, before)
 
     def _standing_at(self, key: SampleId, offset: int) -> Any:
-        """Return the state of a sample that has exactly ``offset`` response tokens.
+        """Return a copy of a sample in a state with exactly ``offset`` response tokens.
 
-        This is the latest state, the one before the last call, or for offset 0 a copy of the new sample. Raises
-        EngineError if no state has that many tokens.
+        This is its latest state, its state before the last call, or for offset 0 a new sample. Raises EngineError if no
+        state has that many tokens.
         """
         for known in (self._samples.get(key), self._before.get(key)):
             if known is not None and known.response_length == offset:
@@ -146,16 +146,17 @@ class FunctionEngine(ServerEngine):
         tokens = np.array(sample.tokens[len(sample.tokens) - length :][before:], np.int32)
         said = sample.rollout_log_probs
         logprobs = np.zeros(len(tokens), np.float32) if said is None else np.array(said[before:], np.float32)
-        # truncation counts as STOP, since the limit is the function's and not april's
+        # truncation counts as STOP, because the length limit belongs to the function and not to april
         finish = EngineFinish.ABORT if sample.status is sample.Status.ABORTED else EngineFinish.STOP
         return Chunk(tokens, logprobs, self._version, finish)
 
     # ---------------------------------------------------------------- aborts and weights
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
-        """End attempts. If these are all running ones, abort all requests at the servers, which return their tokens.
+        """End attempts, that is, calls of the custom generate function.
 
-        If only some are to end, cancel the calls of those; their tokens are lost.
+        If every running attempt is to end, all requests at the servers are aborted, and the function gets their tokens.
+        If only some are to end, their calls are cancelled and their tokens are lost.
         """
         asked = set(self._to_abort(attempt_ids)) & set(self._calls)
         if not asked:
@@ -174,7 +175,7 @@ class FunctionEngine(ServerEngine):
             self._calls[attempt].cancel()
 
     async def pause(self) -> None:
-        """End all calls. A call that does not end, say in a tool that hangs, is cancelled and loses its tokens."""
+        """End all calls. A call that does not end, for example in a tool, is cancelled and loses its tokens."""
         try:
             await super().pause()
         except EngineError as error:

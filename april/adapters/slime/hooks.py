@@ -1,6 +1,6 @@
 """Wraps slime's reward functions, sample hooks and dynamic filter as callbacks of april's scheduler.
 
-They run on slime's own event loop, to which its HTTP sessions belong.
+The functions run on slime's own event loop, to which its HTTP sessions belong.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class SlimeHooks:
             return True
         self.dropped[str(verdict.reason or "rejected")] += 1
         self._remaining -= 1
-        if self._remaining < target:  # slime would then submit another portion
+        if self._remaining < target:  # here slime would submit further groups
             self._remaining += self._args.over_sampling_batch_size or target
         return False
 
@@ -101,7 +101,7 @@ class SlimeHooks:
             return self._finished[response.sample_id]
         sample = self._groups.begin(prompt, response.sample_id)
         text = response.text(special_tokens=not self._args.rollout_skip_special_tokens)
-        if response.output is not None:  # the agent's result, for the reward function
+        if response.output is not None:  # pass the agent's result on to the reward function
             sample.metadata = {**(sample.metadata or {}), "output": response.output}
         prompt_ids = response.conversations[0].prompt_ids if response.conversations else prompt.token_ids
         return fill(sample, prompt_ids, response.tokens, response.logprobs, response.loss_mask, response.finish, text)

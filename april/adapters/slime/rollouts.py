@@ -1,7 +1,8 @@
 """Runs the rollouts of a slime training: a scheduler over its data source, a batch per rollout, state in checkpoints.
 
-Invariant: no server has a request from april while slime updates weights. Stepwise, there are none between two calls of
-:meth:`SlimeRollouts.rollout`; continuous, there are none from slime's pause of its servers to the end of its update.
+Invariant: no server has a request from april while slime updates weights. With stepwise generation there is no request
+between two calls of :meth:`SlimeRollouts.rollout`; with continuous generation there is none from slime's pause of its
+servers to the end of its update.
 """
 
 from __future__ import annotations
@@ -92,9 +93,10 @@ class SlimeRollouts:
     # ---------------------------------------------------------------- one rollout
 
     def rollout(self, rollout_id: int, weight_version: int | None = None) -> Any:
-        """Return N groups of n samples in slime's form; with a quorum, N * n samples in groups that may be incomplete.
+        """Return N groups of n samples in slime's form. With ``group_quorum`` below 1, groups may be incomplete, but
+        there are N * n samples.
 
-        ``weight_version`` is the servers' version of the weights, if the trainer tells it.
+        ``weight_version`` is the servers' version of the weights, if the trainer passes it.
         """
         with nullcontext() if self._followed is None else self._followed.caught_up():
             self._follow_weights(rollout_id, weight_version)
@@ -133,7 +135,7 @@ class SlimeRollouts:
                 if self._finished is not None:
                     self._finished.pop(sample_id, None)
                 if self._agent is not None and sample.rollout_id is None:
-                    sample.rollout_id = sample.index  # slime identifies the rows of a response by it
+                    sample.rollout_id = sample.index  # by this id slime finds the rows of one response
                 made = [(further(sample, row, self._text(row)), row) for row, _ in others]
                 for one, row in [(sample, first), *made]:
                     group.append(finish(one, row, batch.version, self._weights.names, advantage, mask_offpolicy=mask))
@@ -146,7 +148,7 @@ class SlimeRollouts:
         return str(self._tokenizer.decode(row.tokens.tolist(), self._args.rollout_skip_special_tokens))
 
     def _follow_weights(self, rollout_id: int, weight_version: int | None) -> None:
-        """Adopt servers and weights that are new since the last call."""
+        """Switch to servers and weights that are new since the last call."""
         before = self._weights.urls
         updated = self._weights.updated(rollout_id, weight_version)
         if moved := self._weights.urls != before:
@@ -165,7 +167,7 @@ class SlimeRollouts:
         return version
 
     def _trained(self) -> int | None:
-        """Return the last trained batch: the newest but one (or the only one), as asynchronous trainers ask ahead."""
+        """Return the last trained batch: the newest but one, if any, since asynchronous trainers ask in advance."""
         out = list(self._leased)
         return max(out[:-1] or out, default=None)
 
@@ -248,8 +250,8 @@ class SlimeRollouts:
             return
         through = max((b for r, b in self._batches.items() if r <= rollout_id), default=None)
         content = self._content(through, lambda: save(rollout_id))
-        # without labels each rollout counts as an update, even if an asynchronous trainer asked for it in advance; the
-        # saved weights are then one update ahead of april's count
+        # Without labels each rollout counts as an update, even if an asynchronous trainer asked for it in advance. The
+        # saved weights are then one update ahead of april's count.
         if through is not None and through not in self._leased:
             content["lag"] = 1
         write_state(carry_path(directory, rollout_id), KIND, content)
@@ -270,7 +272,7 @@ class SlimeRollouts:
         held = self._hooks.held.copy()
         for leased in list(self._leased.values()):
             held |= leased if self._function is not None else {i: without_experts(s) for i, s in leased.items()}
-        theirs = self._function is not None  # april's state lacks the images of samples that a function fills
+        theirs = self._function is not None  # april's state has no images of samples that a custom function fills
         kept = {"held": held, "finished": (self._finished or {}).copy()}
         return {
             "state": without_objects(state),

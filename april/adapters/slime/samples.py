@@ -40,7 +40,7 @@ INPUTS, TRAIN_INPUTS, EXPERTS = "multimodal_inputs", "multimodal_train_inputs", 
 """Fields of a sample: media of the data set, the processor's outputs for them, and routed experts for replay."""
 KIND = "slime"
 _MOST_OPEN = 16
-"""Number of groups whose opened images are cached, since the samples of a group are scored one by one."""
+"""Number of groups whose opened images are cached, because the samples of a group are scored one by one."""
 Names = Mapping[PolicyVersion, tuple[str, int]]
 """For each policy version, slime's name of the weights and the number of the rollout that began with them."""
 Held = dict[SampleId, Any]
@@ -100,9 +100,9 @@ class Groups:
         self._type: Any = None
         self._warned = False
         self.begun = self.drawn = 0
-        """Number of groups asked for, and number handed out; both count those before a restart."""
+        """Number of groups that were asked for, and number handed out, since the beginning of the run."""
         self.ahead: list[Any] = []
-        """Groups that came from the data source but are not drawn by april yet."""
+        """Groups that came from the data source and that april has not drawn yet."""
 
     def __iter__(self) -> Groups:
         return self
@@ -120,7 +120,7 @@ class Groups:
         return prompt
 
     def go_on(self, drawn: int, ahead: list[Any]) -> None:
-        """Restore the position and the groups that were ahead of it."""
+        """Restore the position, and the groups that came from the data source but were not drawn."""
         self.begun = self.drawn = drawn
         self.ahead = ahead
 
@@ -128,7 +128,7 @@ class Groups:
         """Return a new sample that may be changed: a copy of a drawn one, or one made from saved values."""
         if not isinstance(entry, Mapping):
             return copy.deepcopy(entry)
-        if self._type is None:  # draws a sample after a restart to learn its class
+        if self._type is None:  # after a restart, draw a sample to learn its class
             self.ahead.append(self._draw())
         return self._type.from_dict(unpacked(entry))
 
@@ -242,7 +242,7 @@ def finish(
     was = sample.loss_mask
     if was is None:
         was = [1] * sample.response_length
-    if len(was) == len(mask):  # otherwise a hook has rewritten the response
+    if len(was) == len(mask):  # if not, a hook has rewritten the response
         sample.loss_mask = (np.asarray(was, bool) & mask).astype(int).tolist()
     sample.weight_versions = [names[v][0] if v in names else str(v) for v in generated]
     oldest = min(generated, default=version)
@@ -252,7 +252,7 @@ def finish(
     }  # fmt: skip
     if advantage is not None:
         provenance["advantage"] = advantage
-    # slime sends train_metadata to the trainer with the tokens, but not metadata
+    # slime sends train_metadata to the trainer together with the tokens, but does not send metadata
     sample.train_metadata = {**(getattr(sample, "train_metadata", None) or {}), "april": provenance}
     metadata = {**(sample.metadata or {}), "april": provenance}
     if oldest != version and oldest in names:
@@ -299,7 +299,7 @@ def as_dict(sample: Any, *, images: bool = False) -> dict[str, Any]:
     if isinstance(sample, Mapping):  # already plain, from a file
         return dict(sample)
     values = dict(sample.to_dict())
-    if INPUTS in values:  # april's own state has the images of its prompts
+    if INPUTS in values:  # april's own state has the images already, with its prompts
         given = values[INPUTS]
         values[INPUTS] = dict.fromkeys(given or ()) or None
         if images and given is not None:

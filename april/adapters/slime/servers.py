@@ -22,7 +22,7 @@ NAMED_VERSIONS = 1000
 
 
 class ServerWeights:
-    """Tells whether the servers have new weights, by the labels that the trainer sets at each update.
+    """Detects whether the servers have new weights, by the labels that the trainer sets at each update.
 
     Without labels, every rollout counts as having new weights.
 
@@ -77,7 +77,7 @@ class ServerWeights:
         return self._last_id + 1
 
     def name(self, version: PolicyVersion, rollout_id: int) -> None:
-        """Remember the trainer's label as the name of ``version``, which april's engines have just adopted."""
+        """Remember the trainer's label as the name of ``version``, to which april's engines have just switched."""
         named = [label for label in self._said if label not in UNLABELLED]
         self.names[version] = (str(named[0] if named else rollout_id), rollout_id)
         for old in sorted(self.names)[:-NAMED_VERSIONS]:
@@ -146,8 +146,8 @@ class SlimeUpdates:
     Args:
         engines: engines of april's scheduler.
         weights: weights of the same servers.
-        update: function that updates april and returns the version; it calls its argument to wait for slime's weights.
-        done: callback that gets the version after an update.
+        update: function that updates april and returns the version. It calls its argument to wait for slime's weights.
+        done: callback that is called with the version after each update.
 
     Raises ConfigError for an engine that is not one of slime's servers, or whose server has no label.
     """
@@ -175,7 +175,7 @@ class SlimeUpdates:
 
     @contextmanager
     def caught_up(self) -> Iterator[None]:
-        """Wait for april's running update, and start none inside the block. Raises the error of that update."""
+        """Wait for april's running update, and start no update inside the block. Raises the error of that update."""
         with self._lock:
             thread, self._thread, self._held = self._thread, None, True
             self._over.set()
@@ -189,11 +189,11 @@ class SlimeUpdates:
         finally:
             with self._lock:
                 self._held = False
-            if any(engine.is_paused_by_others for engine in self._engines):  # slime has begun an update meanwhile
+            if any(engine.is_paused_by_others for engine in self._engines):  # slime has begun an update in the block
                 self._begin()
 
     def end(self) -> None:
-        """Start no further updates. A running one ends with the scheduler; wait for it with :meth:`join`."""
+        """Start no further updates. A running update ends with the scheduler; :meth:`join` waits for it."""
         with self._lock:
             self._closed = True
             self._over.set()
@@ -217,7 +217,7 @@ class SlimeUpdates:
             self._error = error
 
     def _until_over(self) -> None:
-        """Wait until all servers run again, or until slime asks for a rollout although some do not."""
+        """Wait until all servers run again, or until slime asks for a rollout although some servers do not run."""
         while not self._weights.are_served() and not self._over.wait(LOOK_S):
             pass
         self._weights.look()

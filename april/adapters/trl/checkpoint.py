@@ -10,7 +10,8 @@ from april.errors import CheckpointError
 from april.serialization.state_file import checksum_of, read_state, write_atomic, write_state
 
 STATE_FILE, BUFFER_FILE = "april_state.msgpack", "april_buffer.safetensors"
-"""Names of april's state file, with the checksums of all buffers, and of rank 0's buffer: its rest of a batch."""
+"""Names of april's state file, which has the checksums of all buffers, and of rank 0's buffer file: that rank's rest of
+a half-trained generation batch."""
 KIND = "trl"
 _LIST = "[]"
 """Suffix of a tensor's name if the value is a list in TRL."""
@@ -70,9 +71,9 @@ def _parts(folder: Path, state: dict[str, Any], accelerator: Any) -> list[dict[s
     checksums = state["buffers"] if "buffers" in state else [state["buffer"]]  # older files have one "buffer"
     if len(checksums) != accelerator.num_processes:
         raise CheckpointError(
-            f"{folder} was saved in the middle of a generation batch, of which each of {len(checksums)} processes had "
-            f"its part, but now there are {accelerator.num_processes}; continue with the same number, or from a "
-            "checkpoint between two generation batches"
+            f"{folder} was saved in the middle of a generation batch that was spread over {len(checksums)} processes, "
+            f"but now there are {accelerator.num_processes}; continue with the same number, or from a checkpoint "
+            "between two generation batches"
         )
     rank = accelerator.process_index
     try:

@@ -153,7 +153,7 @@ def _refused_adapters(trainer: Any, engine: EngineConfig) -> Iterator[Refusal]:
         yield (getattr(adapter, "is_prompt_learning", False),
                f"PEFT adapter {name} is of the kind prompt learning, which puts virtual tokens before every prompt",
                "april resumes from real tokens only", "use LoRA")
-    # other servers may load the adapter unmerged, unless no rank has its whole tensors
+    # other servers may load the adapter itself, if some rank has its whole tensors
     alone = isinstance(engine, OpenAIEngineConfig) or sharding_of(trainer) in UNREADABLE
     if not isinstance(engine, TransformersEngineConfig) and alone and (why := why_unmerged(trainer)):
         raise ConfigError(why)

@@ -51,7 +51,7 @@ class Templates:
             self._of_environment[name]._batch_environments = [name]
 
     def environment_of(self, row: Mapping[str, Any]) -> Any:
-        """Return the name of a row's environment, or None unless the trainer has several environments."""
+        """Return the name of a row's environment if the trainer has several environments, otherwise None."""
         return row.get("environment") if getattr(self._trainer, "_multi_environment", False) else None
 
     def prompt_of(self, row: Mapping[str, Any]) -> Any:
@@ -104,7 +104,7 @@ class DatasetPasses:
     def row_of(self, prompt: Any, asked: Any = None) -> Row:
         """Return a copy of a prompt's row for TRL. Raises CheckpointError if the data set has another prompt now.
 
-        ``asked`` is the prompt after an environment has changed it; None if none has.
+        ``asked`` is the prompt as an environment has changed it; None means that the prompt is unchanged.
         """
         if asked is None and self._last is not None and self._last[0] is prompt:
             return dict(self._last[1])
@@ -195,12 +195,15 @@ def asking(trainer: Any, said_of: Callable[[Any], list[Message] | None]) -> Ask:
 
 
 def group_reward(ask: Ask) -> Callable[[Any, Sequence[Any]], list[float]]:
-    """Make april's ``group_reward``, for filters. A response that no function scores gets 0, as in TRL's sums."""
+    """Make april's ``group_reward``, which group filters need. A response that no function scores gets 0, as in TRL."""
     return lambda prompt, responses: [0.0 if math.isnan(value) else value for value in ask(prompt, responses)]
 
 
 def sample_reward(ask: Ask) -> Callable[[Any, Any], float]:
-    """Make april's ``reward``, for a quorum. It raises RolloutError for a response that no function scores."""
+    """Make april's ``reward``, which ``group_quorum`` below 1 needs, because single samples are then delivered.
+
+    The reward raises RolloutError for a response that no function scores.
+    """
 
     def reward(prompt: Any, response: Any) -> float:
         (value,) = ask(prompt, [response])
@@ -227,7 +230,8 @@ def put_advantages(trainer: Any, batch: Batch, output: dict[str, Any]) -> None:
     everywhere, like = trainer.accelerator.gather, output["advantages"]
     found = like.new_tensor(advantages_of(batch, trainer.scale_rewards, everywhere(like.new_tensor(batch.rewards))))
     output["advantages"] = found
-    trainer._logs["advantages"].extend(everywhere(found).tolist())  # a deque that holds one batch: drops TRL's own
+    # this deque holds one batch, so april's values push out those that TRL has logged
+    trainer._logs["advantages"].extend(everywhere(found).tolist())
     if trainer.scale_rewards != "batch":
         alike = [bool((sample.baseline_rewards == np.float32(sample.reward)).all()) for sample in batch.samples]
         trainer._metrics["train"]["frac_reward_zero_std"][-1] = float(everywhere(like.new_tensor(alike)).mean())
@@ -268,7 +272,7 @@ def column_of(dataset: Any) -> str | None:
 
 
 def tokenizer_of(trainer: Any) -> Any:
-    """Return the trainer's tokenizer, which a multimodal processor contains."""
+    """Return the trainer's tokenizer; if its processing class is a multimodal processor, the tokenizer inside it."""
     return getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
 
 

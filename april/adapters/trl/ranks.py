@@ -59,7 +59,7 @@ def of_all_ranks(trainer: Any, value: Any) -> list[Any]:
         data = msgspec.msgpack.encode(value)
     except TypeError as error:
         raise RolloutError(
-            f"tools on several ranks: columns and messages are sent between them, but {error}"
+            f"tools on several ranks: columns and messages are sent between the ranks, but {error}"
         ) from error
     return [msgspec.msgpack.decode(bytes(row)) for row in rows_of_all_ranks(trainer, [list(data)])]
 
@@ -78,9 +78,10 @@ def sharding_of(trainer: Any) -> str:
 
 
 def takes_adapters(trainer: Any, scheduler: Any) -> bool:
-    """Return True if the servers get the trained adapter unmerged. Call it on every rank; all get the same answer.
+    """Return True if the servers get the trained adapter itself, not merged into the model.
 
-    Raises ConfigError if the servers cannot take the adapter and it cannot be merged either.
+    Call it on every rank; all get the same answer. Raises ConfigError if the servers do not accept the adapter and it
+    cannot be merged either.
     """
     model = trainer.accelerator.unwrap_model(trainer.model)
     if not is_adapted(model):
@@ -120,7 +121,7 @@ def why_not_sent(trainer: Any, config: Config) -> str:
 def sends_weights(trainer: Any, scheduler: Any, config: Config, *, has_weights_dir: bool) -> bool:
     """Return True if this process sends weights to the servers. Call it on every rank; all get the same answer.
 
-    Raises ConfigError if the servers do not take them and the settings allow no other way.
+    Raises ConfigError if the servers do not accept weights in this way and the settings allow no other way.
     """
     why = why_not_sent(trainer, config)
     if not why and trainer.accelerator.is_main_process:
@@ -135,7 +136,7 @@ def sends_weights(trainer: Any, scheduler: Any, config: Config, *, has_weights_d
 
 
 def tensors_of(trainer: Any) -> Any:
-    """Return the module whose weights are sent; with sharding it is the wrapped model."""
+    """Return the module whose weights are sent: the wrapped model if it is sharded."""
     return trainer.model_wrapped if sharding_of(trainer) else trainer.model
 
 

@@ -1,4 +1,4 @@
-"""Runs TRL's tools and environments: TRL's loop of tool calls, as a rollout function for a single response.
+"""Runs TRL's tools and environments: repeats TRL's loop of tool calls, as a rollout function for a single response.
 
 Invariants:
 
@@ -39,7 +39,8 @@ class Note(msgspec.Struct, array_like=True):
     calls: int
     failures: int
     rewards: list[float]
-    """One reward per function, NaN if it gave none; empty without an environment, as TRL then calls the functions."""
+    """One reward per function, NaN if it gave none. Empty without an environment, because TRL then calls the functions.
+    """
 
 
 @dataclass(slots=True)
@@ -55,7 +56,10 @@ class ToolConversation:
 
 
 class ToolLoop:
-    """Rollout function for a trainer with tools or environments; with a quorum, ``needs_rewards`` must be true."""
+    """Rollout function for a trainer with tools or environments.
+
+    With ``group_quorum`` below 1, ``needs_rewards`` must be True.
+    """
 
     def __init__(self, trainer: Any, *, needs_rewards: bool) -> None:
         self._trainer = trainer
@@ -79,7 +83,7 @@ class ToolLoop:
         row, given = row | {"prompt": self._passes.templates.prompt_of(row)}, row
         environment = self._free_environment(name) if self._factories else None
         if environment is not None:
-            # the column that names the environment is not passed to it
+            # the environment does not get the column that contains its name
             observation = environment.reset(**{k: v for k, v in given.items() if name is None or k != "environment"})
             if observation is not None:
                 row["prompt"] = _with_observation(row["prompt"], observation)
@@ -153,7 +157,7 @@ class ToolLoop:
                     raise ValueError(f"Tool {name} not found.")  # the model sees TRL's message
                 value = tools[name](**arguments)
                 (running if inspect.iscoroutinefunction(tools[name]) else results).append((name, value))
-            except Exception as error:  # reported to the model, as TRL does
+            except Exception as error:  # the model gets the error's text, as with TRL
                 turns.failures += 1
                 results.append((name, {"error": str(error)}))
         for (name, _), value in zip(running, self._awaited([value for _, value in running]), strict=True):
@@ -184,7 +188,10 @@ class ToolLoop:
         return None if note is None else note.messages
 
     def reward_of(self, prompt: Prompt, response: Any) -> float:
-        """Return the reward in a response's note. With a quorum, raises RolloutError if no function scored it."""
+        """Return the reward in a response's note, for ``group_quorum`` below 1.
+
+        Raises RolloutError if no function scored the response.
+        """
         note = self._notes.get(response.sample_id) if ROW in prompt.data else None
         value = 0.0 if note is None else weighted(self._trainer, note.rewards)
         return scored(prompt, value) if self._needs_rewards else 0.0 if math.isnan(value) else value
@@ -236,7 +243,7 @@ def check_notes(state: Any, loop: ToolLoop | None) -> None:
         had, has = ("none", "some") if state is None else ("some", "none")
         raise CheckpointError(
             f"the checkpoint was saved with {had} of tools and environment_factory, but now there are {has}; its "
-            "responses belong to other conversations: use the same as before"
+            "responses belong to other conversations: use the same tools as before"
         )
 
 

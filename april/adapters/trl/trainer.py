@@ -2,10 +2,10 @@
 
 Invariants:
 
-* TRL scores and trains the rows that april delivers: TRL's sampler decides how many rows, april decides which;
+* TRL scores and trains the rows that april delivers: TRL's sampler decides their number, april decides which they are;
 * rank r gets rows [r * asked, (r + 1) * asked) of the batch, as TRL expects, and all ranks take the same decisions;
 * the old log-probabilities in the loss come from the weights that generated the tokens;
-* with a quorum, a response's baseline is made of the first other finishers of its group, whichever batch has them;
+* with ``group_quorum`` below 1, a response's baseline is made of the first other finishers of its group, in any batch;
 * april's state in a checkpoint of the trainer was taken at the same moment as the trainer's own.
 """
 
@@ -66,18 +66,18 @@ class Rollout:
         config: an :class:`april.Config`, a mapping of its settings, or the path of a YAML file. A mapping or a file may
             leave out what GRPOConfig already sets (batch size, samples per prompt, length, temperature, seed).
         weights_dir: directory in which the servers of ``config.engine`` read new weights: only the adapter of a PEFT
-            model if all servers take adapters, else the whole model. Not needed for servers that take weights from the
-            trainer's process (setting ``weights``), nor for the embedded engine, which reads the model in place.
+            model if all servers accept adapters, else the whole model. Not needed for servers that receive weights from
+            the trainer's process (setting ``weights``), nor for the embedded engine, which reads the model in place.
         filter: function ``(prompt, responses) -> bool``, as for :class:`april.RolloutScheduler`; dynamic sampling is
-            :func:`april.rewards_differ`. The trainer's reward functions then run for each finished group (with
-            ``group_quorum`` below 1, filter or not, for each finished response), and once more for what is trained.
+            :func:`april.rewards_differ`. With a filter, the trainer's reward functions run for each finished group,
+            and once more for trained rows. With ``group_quorum`` below 1 they run for each finished response.
         address: address of rank 0, "host:0", if the trainer's ranks are on several machines; see :class:`april.Ranks`.
         metrics: names of the metrics that TRL logs as ``april/NAME`` (docs/metrics.md), or "all".
         settings: further settings, which override those of ``config``: ``rollout(over_sampling_batch_size=64)``.
 
     Raises:
-        ConfigError: the file cannot be read, or both a Config and ``settings`` are given. Everything else is checked
-            when the trainer is made.
+        ConfigError: the file cannot be read, or both a Config and ``settings`` are given. The settings are checked when
+            the trainer is made.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Rollout:
         if trainer.tools or trainer.environment_factories:
             self._tools = ToolLoop(trainer, needs_rewards=config.delivers_parts)
 
-    # ---------------------------------------------------------------- what TRL calls
+    # ---------------------------------------------------------------- called by TRL
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """Return ``prompt_ids``, ``completion_ids`` and ``logprobs`` by row. ConfigError for a plain GRPOTrainer."""
@@ -246,7 +246,7 @@ class Rollout:
         )
 
     def put_advantages(self, trainer: Any, output: dict[str, Any]) -> None:
-        """Overwrite TRL's advantages in ``output`` with april's if there is a quorum."""
+        """Overwrite TRL's advantages in ``output`` with april's if ``group_quorum`` is below 1."""
         batch = self._last_batch
         if batch is not None and self.config.delivers_parts:
             put_advantages(trainer, batch, output)
@@ -359,7 +359,7 @@ class Rollout:
         if scheduler is None:
             return
         try:
-            if self._is_main:  # rank 0 may close the scheduler before another rank could ask
+            if self._is_main:  # only here, because rank 0 may close the scheduler before another rank could ask
                 self.ledger = scheduler.ledger()
         finally:
             scheduler.__exit__(kind, error, trace)
@@ -405,7 +405,10 @@ async def _scored_by_trl(prompt: Any, response: Any) -> float:
 
 
 def april_trainer(base: Any) -> Any:
-    """Return a subclass of ``base``, a GRPOTrainer, that trains on april's rollouts. ConfigError if it does not fit."""
+    """Return a subclass of ``base``, a GRPOTrainer, that trains on april's rollouts.
+
+    Raises ConfigError if the installed TRL does not fit.
+    """
     require_functions("trl", TESTED_VERSION, REQUIRED_FUNCTIONS, base)
 
     class AprilTrainer(base):  # type: ignore[misc]
@@ -437,7 +440,7 @@ def april_trainer(base: Any) -> Any:
             finally:
                 self.environment_factories = factories
             if training:
-                # without this TRL assumes an importance ratio of 1, which is wrong for tokens of older weights
+                # otherwise TRL assumes an importance ratio of 1, which is wrong for tokens of older weights
                 output["old_per_token_logps"] = output["sampling_per_token_logps"]
                 rollouts.put_advantages(self, output)
             return output  # type: ignore[no-any-return]

@@ -29,7 +29,7 @@ def name_of(uid: str, rollout: int) -> str:
 
 
 def leave(delivery: DeliveredRows, *, scaled: bool) -> None:
-    """Store advantages for the next call of :func:`april_grpo`; ``scaled`` divides by the deviation, as GRPO does."""
+    """Store advantages for the next call of :func:`april_grpo`; if ``scaled``, divided by the deviation as in GRPO."""
     method: Method = "grpo" if scaled else "dr_grpo"
     values = group_advantages(delivery.rewards, delivery.baseline_rewards, method, ddof=1)
     _given.clear()

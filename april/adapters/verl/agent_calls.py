@@ -1,4 +1,4 @@
-"""Runs agent loops in a worker process and exchanges messages with april's scheduler. Imports neither verl nor Ray.
+"""Runs agent loops in a worker process and exchanges messages with april's scheduler; imports neither verl nor Ray.
 
 The scheduler's process polls the worker for calls (:meth:`WorkerCalls.messages`, a long poll) and sends the answers
 (:meth:`WorkerCalls.answer`). An agent loop gets one complete response per call, even if its requests were interrupted.
@@ -41,7 +41,7 @@ def result_of(
     aborted = output.stop_reason in ("abort", "aborted")
     unused = None
     if len(tokens) != len(logprobs):
-        # TensorRT-LLM may return fewer log-probabilities than tokens when aborted; which are missing is unknown
+        # an aborted TensorRT-LLM may return fewer log-probabilities than tokens, without saying which are missing
         if aborted:
             unused = len(tokens), DropReason.CORRUPT
             tokens, logprobs = tokens[:0], logprobs[:0]
@@ -67,7 +67,7 @@ def _rows(given: Any, count: int) -> Any:
 
 
 Span = tuple[int, int, int, int]
-"""Tokens [start, end) of a conversation and their policy version, as (start, end, incarnation, n)."""
+"""Tokens [start, end) of a conversation and their PolicyVersion(incarnation, n), as (start, end, incarnation, n)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,7 @@ class LLMCall:
 
 @dataclass(frozen=True, slots=True)
 class AgentLoopResult:
-    """Message that an agent loop has ended: its trajectory is stored under ``keys``; ``value`` is for the filter."""
+    """Message that an agent loop has ended. Its trajectory is stored under ``keys``; the filter compares ``value``."""
 
     reward: float | None
     value: float | None
@@ -278,7 +278,7 @@ class WorkerCalls:
         except (Exception, asyncio.CancelledError) as error:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
-                raise  # this task itself was cancelled, not something that it awaits
+                raise  # this task itself was cancelled, and not a task that it awaits
             place = place_of(error)
             outcome = describe_with_place(error, place), kind_of(error, place)
             if not session.given_up:

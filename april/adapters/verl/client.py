@@ -1,6 +1,6 @@
-"""Subclasses of verl's client and agent-loop worker that call april's scheduler. They run in verl's worker processes.
+"""Subclasses of verl's client and agent-loop worker that call april's scheduler; they run in verl's worker processes.
 
-Validation does not go through april.
+Validation does not use april.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ async def ask_servers(client: LLMServerClient, asked: LLMCall, token_ids: list[i
 
 
 class AprilServerClient(FullyAsyncLLMServerClient):  # type: ignore[misc]
-    """verl's client, except that agent loops run by april get their responses from april's scheduler."""
+    """verl's client, but agent loops that april runs get their responses from april's scheduler."""
 
     max_tokens: int
     placeholder_ids: Mapping[str, int]
@@ -106,7 +106,7 @@ def worker_class() -> Any:
     base = undecorated_class(AgentLoopWorkerTQ)
 
     class AgentLoopWorker(base):  # type: ignore[valid-type, misc]
-        """Worker that starts an agent loop of training when april's scheduler starts its sample."""
+        """Worker that starts the agent loop of a training sample when april's scheduler starts the sample."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)

@@ -37,7 +37,7 @@ AGENT_LOOPS = 1_000_000
 
 
 class Sampler(ReplayBufferAsync):  # type: ignore[misc]
-    """verl's sampler, except that training batches come from april's scheduler, without polling verl's queue."""
+    """verl's sampler, but training batches come from april's scheduler, without polling verl's queue."""
 
     present: Sampler | None = None
     """The only sampler of this process, since verl has one trainer per process."""
@@ -68,7 +68,7 @@ class Sampler(ReplayBufferAsync):  # type: ignore[misc]
         """End all requests at verl's servers, and reject those in transit if a server can."""
         await run_in_thread(self.trainer.checkpoint_manager.abort_replicas, reject_request=True)
 
-    # ---------------------------------------------------------------- what verl calls
+    # ---------------------------------------------------------------- called by verl
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, dict[str, Any]]:
         """Return the keys of the next batch in verl's queue, and metrics."""
@@ -154,13 +154,14 @@ class Checkpoints(CheckpointCallback):  # type: ignore[misc]
 
 
 HELD = "held_by_april"
-"""Status in verl's queue of prompts that april continues; verl would restart pending and running ones itself."""
+"""Status in verl's queue of prompts that april continues. verl itself would restart prompts that are pending or
+running."""
 UNKNOWN = ("__rollout_n__", "__do_sample__")
 """Columns by which a prompt asks for another number or kind of samples; april refuses both."""
 
 
 class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
-    """verl's manager of agent loops, except that training prompts go to april; validation stays verl's."""
+    """verl's manager of agent loops, but training prompts go to april; validation prompts stay with verl."""
 
     def __init__(
         self, config: Any, llm_client: Any, teacher_client: Any = None, reward_loop_worker_handles: Any = None
@@ -214,7 +215,7 @@ class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
         labels = (tq.kv_list("train") or {}).get("train", {})
         prompts = [key for key, tag in labels.items() if tag.get("is_prompt", False)]
         if folder is None or not (folder / STATE_FILE).is_file():
-            # left over from the batch on which the saved weights were trained
+            # remove trajectories left over from the batch on which the saved weights were trained
             if orphans := _not_of(prompts, labels):
                 tq.kv_clear(keys=orphans, partition_id="train")
             if folder is not None:
@@ -235,7 +236,7 @@ class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
             _label(sorted(here), HELD, trainer.global_steps)
 
     def _adopt(self, folder: Path, prompts: list[str], labels: dict[str, Any]) -> None:
-        """Generate all prompts of a checkpoint anew, finished ones too, if it was saved without april."""
+        """Generate responses to all prompts of a checkpoint again, since it was saved without april."""
         if not prompts:
             return
         log.warning(

@@ -130,7 +130,7 @@ class _Worker:
             self._listening = None
 
     def _spawn(self, work: Any, session: _Session | None = None) -> asyncio.Task[None]:
-        """Run a call to the worker as a task. If it fails, ``session`` fails too, or all sessions if none is given."""
+        """Run a call to the worker as a task. If it fails, ``session`` fails too, or all sessions if it is None."""
 
         async def called() -> None:
             try:
@@ -147,7 +147,7 @@ class _Worker:
 
 
 class _Session:
-    """Scheduler's side of one agent loop, which runs in a worker: forwards its calls and awaits its end."""
+    """The scheduler's side of one agent loop, which runs in a worker: forwards its calls and awaits its end."""
 
     def __init__(self, number: int, uid: str, llm: LLM, servers: TrainerServers, worker: _Worker) -> None:
         self.number, self.uid, self.llm = number, uid, llm
@@ -329,7 +329,7 @@ class VerlRollouts:
         """Return the scheduler's saved state, and the uids of prompts that were offered but not drawn.
 
         ``stored`` holds the keys of verl's trajectories, by prompt and sample. verl saves them shortly before april's
-        state: a sample that finished in between runs again, and its calls are answered from recorded tokens.
+        state. A sample that finished in between runs again, and its calls get the recorded responses.
 
         Raises CheckpointError if the state is damaged or belongs to another checkpoint.
         """

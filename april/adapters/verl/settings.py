@@ -63,12 +63,12 @@ ESTIMATOR = "april_grpo"
 WITHOUT_GROUPS = ("gae", "reinforce_plus_plus")
 """Estimators of verl that compute a row's advantage from that row alone."""
 OVERRUNNING = ("trtllm",)
-"""``rollout.name`` of servers that overwrite a request's token limit by their own, which is prompt_length +
+"""``rollout.name`` of servers that replace a request's token limit by their own, which is prompt_length +
 response_length minus the tokens sent."""
 UNBANNED = ("sglang",)
 """``rollout.name`` of servers that generate placeholder ids of images unless a logit bias prevents it."""
 RAY_CALLS = 960
-"""Maximum number of concurrent requests to a Ray actor of verl: 1,000 calls, less some for aborts and weights."""
+"""Maximum number of concurrent requests to a Ray actor of verl: 1,000 calls, less some calls for aborts and weights."""
 ABORT_DEADLINE_S = 2.0
 """Seconds to wait for aborted requests. Short, since tokens that arrive later are still used."""
 
@@ -94,7 +94,7 @@ def require_verl() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """Settings of a run under verl: april's configuration and what else its adapter needs to know."""
+    """Settings of a run under verl: april's configuration, and further values that the adapter needs."""
 
     config: Config
     has_reward: bool

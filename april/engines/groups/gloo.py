@@ -1,9 +1,9 @@
 """Sender and receiver of tensors over gloo, for machines without GPUs and networks without NCCL.
 
-The members meet at a TCP store that the sender opens on one address only. Each worker registers there and creates
-the group only after the sender has announced that all are present, or gives up when the sender cancels: a group that
-already waits for a member cannot be interrupted. If a member dies, the others notice at once; if one hangs, after
-``timeout_s``.
+The members meet at a TCP store that the sender opens on one address only. Each worker registers there, and creates the
+group only after the sender has announced that all are present. Until then the sender can cancel; a group that already
+waits for a member cannot be interrupted. If a member dies, the others notice it at once; if a member hangs, they notice
+it after ``timeout_s``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class GlooSender:
         self._process_group = _group(self._store, self._group, 0, self._world_size, self._address, self._timeout_s)
 
     def broadcast(self, tensors: Sequence[Any], specs: Sequence[TensorSpec], goes_on: Callable[[], None]) -> None:
-        """Broadcast one bucket tensor by tensor: a flat buffer would take one more bucket of memory."""
+        """Broadcast one bucket tensor by tensor, because a flat buffer would need the memory of another bucket."""
         ready = [t.detach().to("cpu").contiguous() for t in tensors]
         works = [_broadcast(self._process_group, bytes_of(t)) for t in ready if t.numel()]
         poll_until(lambda: all(work.is_completed() for work in works), goes_on)

@@ -9,7 +9,7 @@ SHORTEST_S, LONGEST_S = 0.0002, 0.02
 
 
 def poll_until(condition: Callable[[], bool], goes_on: Callable[[], None]) -> None:
-    """Poll ``condition`` at growing intervals until it is true; each time ``goes_on`` is called, which may raise."""
+    """Poll ``condition`` at growing intervals until it is true; ``goes_on``, called each time, may raise to stop."""
     rest_s = SHORTEST_S
     while not condition():
         goes_on()

@@ -1,6 +1,6 @@
 """Reads adapter (LoRA) directories and says why a server must not be asked to load one.
 
-Invariant: only text and headers are read, no tensor.
+Invariant: only the settings and the headers of files are read, never a tensor.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Adapter:
 
 
 def why_unservable(settings: Mapping[str, Any], *, scales: bool) -> str | None:
-    """Return why no server computes the same as PEFT with these adapter settings; None if nothing speaks against it.
+    """Return why a server would not compute what PEFT computes with these adapter settings; None if it would.
 
     Args:
         scales: Whether the server supports scales and ranks per layer.
@@ -80,9 +80,9 @@ def why_unservable(settings: Mapping[str, Any], *, scales: bool) -> str | None:
 
 
 def why_refused(path: str, site: AdapterSite | None) -> str | None:
-    """Return why a server must not be asked to load the adapter in ``path``; None if nothing speaks against it.
+    """Return why a server must not be asked to load the adapter in ``path``; None if it may be asked.
 
-    ``site`` describes where the server takes adapters; None means that it takes none.
+    ``site`` says which adapters the server accepts; None means that it accepts none.
     """
     if site is None:
         return f"{path} contains {ADAPTER_FILE}, so it is an adapter (LoRA), but no engine here accepts adapters"
@@ -103,7 +103,7 @@ def why_refused(path: str, site: AdapterSite | None) -> str | None:
 
 
 class _Unreadable(Exception):
-    """Raised for an unreadable adapter directory; its message can end a sentence."""
+    """Raised for an unreadable adapter directory; its message is a clause for the end of a longer error message."""
 
 
 def _read(where: Path) -> Adapter:
@@ -154,7 +154,10 @@ _PART = re.compile(r"^(?:base_model\.model\.)?(?P<layer>.+)\.lora_(?P<part>A|B)(
 
 
 def _why_of_another_base(shapes: Mapping[str, tuple[int, ...]], base: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Return which tensor does not fit the base model; servers silently accept tensors that are too small."""
+    """Return which tensor does not fit the base model; None if all fit.
+
+    Checked here because servers silently accept tensors that are too small.
+    """
     for name, shape in shapes.items():
         found = _PART.match(name)
         if found is None or found["layer"] not in base or len(shape) != 2:

@@ -34,7 +34,7 @@ _BROKEN = (aiohttp.ClientError, OSError, asyncio.IncompleteReadError)
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Status and body of an HTTP response, whatever the status."""
+    """Status and body of an HTTP response with any status."""
 
     status: int
     body: bytes
@@ -99,7 +99,7 @@ class HttpClient:
         Args:
             timeout_s: Seconds for the whole exchange; None means no limit.
             limit: Maximum bytes of a response with status 200; None means MAX_REPLY_BYTES.
-            retry: Whether to send it once more if the connection breaks; only for calls that may safely run twice.
+            retry: True to send the request again if the connection breaks; only for calls that may safely run twice.
 
         Raises:
             EngineUnreachable: The server cannot be reached, the connection broke, or no response came in time.
@@ -454,7 +454,7 @@ def require_confirmation(client: HttpClient, reply: Reply, route: str, *words: C
 
 
 def is_page(reply: Reply) -> bool:
-    """Return whether the body is an HTML page, say of a proxy, whatever the status."""
+    """Return whether the body is an HTML page, for example from a proxy; the status does not matter."""
     return reply.body.lstrip()[:1] == b"<"
 
 

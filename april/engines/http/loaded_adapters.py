@@ -1,7 +1,7 @@
 """Names and tracks the adapters (LoRA) that april has loaded into a server, one of which is the present version.
 
-Invariant: no name is used twice, even after a failure, because servers look up cached keys, and adapters to reread from
-disk, by name. So the version of a token follows from the adapter name in its request.
+Invariant: no name is used twice, even after a failure, because servers use the name to look up cached keys and values
+and to read an adapter from disk again. So the adapter name in a request tells the policy version of its tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LoadedAdapter:
 async def unload_adapter(
     client: HttpClient, route: str, adapter: LoadedAdapter, is_gone: Callable[[Reply], Awaitable[bool]]
 ) -> bool:
-    """Unload an adapter; if it may still be there by the answer, log a warning and return False."""
+    """Unload an adapter; if by the answer the server may still have it, log a warning and return False."""
     try:
         reply = await client.call("POST", route, {"lora_name": adapter.name}, timeout_s=UNLOAD_S, retry=True)
         if await is_gone(reply):
@@ -55,7 +55,7 @@ async def unload_adapter(
 
 
 class LoadedAdapters:
-    """Tracks the adapters that one engine has loaded into its server, and the version of the model below them.
+    """Tracks the adapters that one engine has loaded into its server, and the version of their base model.
 
     Args:
         labels: Weight labels of the engine. They name the base model, which adapters do not change.
@@ -71,7 +71,7 @@ class LoadedAdapters:
         self.present: LoadedAdapter | None = None
         """Adapter of the present version; None means the model or adapter that the server was started with."""
         self.base = FIRST_VERSION
-        """Version of the whole weights below all adapters."""
+        """Version of the base model's whole weights."""
 
     def new_adapter(self, version: PolicyVersion, path: str) -> LoadedAdapter:
         """Return a new adapter with an unused name. Until :meth:`set_present`, the server may have loaded it or not."""

@@ -39,7 +39,7 @@ async def _stopped(there: asyncio.AbstractEventLoop) -> bool:
 
 
 class LoopRelay:
-    """Iterates here over the generator ``make()``, which runs on the event loop ``there``.
+    """Iterates on the present event loop over the generator ``make()``, which runs on the event loop ``there``.
 
     The generator starts at once, and the relay must be closed. An error in it is raised after its last item;
     RuntimeError is raised if ``there`` was stopped.

@@ -32,7 +32,7 @@ class ResponseEnd(msgspec.Struct, gc=False):
     reason: EngineFinish | EngineError
     stopped_at: int | str | None = None
     spans: Sequence[Span] | None = None
-    """Weight labels of all tokens; None if the server sent no spans, so that the label of the piece holds for all."""
+    """Weight labels of all tokens; None if the server sent none, so that the part's own label holds for its tokens."""
     extras: Extras = NO_EXTRAS
     """Rows for the tokens of the conversation, starting with row ``extras_from``."""
     extras_from: int = 0
@@ -42,7 +42,7 @@ class ResponsePart(msgspec.Struct, gc=False):
     """Content of one stream event, or of one whole response."""
 
     ids: list[int]
-    """Token ids that no earlier piece contained."""
+    """Token ids that no earlier part contained."""
     logprobs: list[float]
     end: ResponseEnd | None = None
     label: str | None = None
@@ -53,7 +53,7 @@ class ResponsePart(msgspec.Struct, gc=False):
 
 
 class Parser(Generic[E]):
-    """Turns the events of one kind of server into pieces, for one attempt."""
+    """Turns the events of one kind of server into :class:`ResponsePart` objects, for one attempt."""
 
     __slots__ = ("attempt_id", "decoder", "list_decoder")
 
@@ -142,13 +142,14 @@ class ResponseReader:
         """Number of tokens made before the weights changed during this request; None if they have not changed. Later
         tokens are marked as ``_guess`` until the last event names their spans."""
         self._runs: list[tuple[list[int], list[float], PolicyVersion]] = []
-        """Untaken tokens from before the latest weight change, each run with the version assumed for it."""
+        """Tokens that were made before the latest weight change and not handed over yet: (ids, log-probabilities,
+        version that is assumed for them)."""
         self._versions: list[tuple[PolicyVersion, int]] | None = None
         """Versions of all tokens with their counts, from the last event; None if the weights did not change."""
         self.labels = labels
         self._label = labels.of(version) if labels is not None else ""
         self._prompt_tokens = prompt_tokens
-        # tokens not taken yet: _ids came before the end, _last came with the end and is split by weights
+        # tokens not handed over yet: _ids came before the end, _last came with the end and is split by version
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._last: list[tuple[list[int], list[float], PolicyVersion]] = []
@@ -233,7 +234,7 @@ class ResponseReader:
     # ---------------------------------------------------------------- inside
 
     def _decoded(self, payloads: list[bytes]) -> Iterable[Any]:
-        """Decode all payloads in one go, which is faster for small events; if that fails, decode each by itself."""
+        """Decode all payloads at once, which is faster for small events; if that fails, decode each by itself."""
         if len(payloads) > 1:
             try:
                 events: list[Any] = read_with(self._parser.list_decoder, b"[%b]" % b",".join(payloads))
@@ -340,7 +341,10 @@ class ResponseReader:
                 self._last.append((ids[start:end], logprobs[start:end], version))
 
     def _set_all_versions(self, labels: ReadingLabels, spans: Sequence[Span], total: int) -> None:
-        """Set the versions of all tokens of a response during which the weights changed; sure ones must not differ."""
+        """Set the versions of all tokens of a response during which the weights changed.
+
+        Raises EngineError if a token that was handed over as sure has another version.
+        """
         if not require_covering(spans, total):
             raise self._parser.wrong(f"has version spans that do not cover its {total} tokens without gaps")
         self._versions = []

@@ -140,11 +140,11 @@ class StreamState(StrEnum):
 _HELD, _READING = StreamState.HELD, StreamState.READING
 _OVER = frozenset({StreamState.ENDED, StreamState.FAILED, StreamState.CLOSED})
 TRANSITIONS: dict[StreamState, tuple[StreamState, ...]] = {
-    # ENDED here: aborted before it was admitted
+    # WAITING to ENDED: the request is aborted before it was admitted
     StreamState.WAITING: (StreamState.SENDING, *_OVER),
     StreamState.SENDING: (StreamState.HELD, StreamState.READING, StreamState.WAITING, *_OVER),
-    # SENDING again: a pause meant for other requests ended this one before its first token. WAITING again: recalled,
-    # because the server's owner has paused it
+    # back to SENDING: a pause meant for other requests has ended this one before its first token;
+    # back to WAITING: the request is recalled, because the server's owner has paused the server
     StreamState.HELD: (StreamState.READING, StreamState.SENDING, StreamState.WAITING, *_OVER),
     StreamState.READING: (StreamState.SENDING, StreamState.WAITING, *_OVER),
     StreamState.ENDED: (StreamState.CLOSED,),
@@ -272,7 +272,7 @@ class ResponseStream(BufferedStream):
 
     def abort(self) -> None:
         """Abort the request. With AbortMeans.CLOSE the stream is closed here, and the bytes that have arrived are still
-        read. Otherwise only the wish is noted: the engine asks the server, which ends the response."""
+        read. Otherwise the abort is only noted here; the engine asks the server, which ends the response."""
         self._abort_wanted = True
         if self._endpoint.abort_means is AbortMeans.CLOSE:
             self._break_off()
@@ -374,7 +374,7 @@ class ResponseStream(BufferedStream):
     def _begin(self, reader: ResponseReader) -> None:
         """Go to HELD if the tokens need a confirmation of the server's weights, else to READING.
 
-        A response that is not streamed needs none if it names its weights itself.
+        A response that is not streamed needs no confirmation if it names its weights itself.
         """
         confirmation = self._endpoint.confirmation
         held = confirmation is not None and confirmation.needed() and (self._streamed or reader.labels is None)
@@ -397,7 +397,7 @@ class ResponseStream(BufferedStream):
     async def _end_request(self, error: EngineError | None) -> None:
         """End the request: its response is complete, ``error`` has broken it off, or it was never sent.
 
-        Tokens that came before the error are kept; so is a finish reason, if nothing was to come after it.
+        Tokens that came before the error are kept; so is a finish reason, if nothing had to follow it.
         """
         reader = self._reader
         if reader is None:

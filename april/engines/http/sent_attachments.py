@@ -89,7 +89,9 @@ class SentAttachments:
         return {"attachments_sent": float(self.times_sent), "attachment_bytes_sent": float(self.bytes_sent)}
 
     async def send(self, attempt_id: str, attached: Sequence[Placed], post: Callable[[Urls], Awaitable[T]]) -> T:
-        """Call ``post`` with the URLs that the server needs, and again with the others if it lacks them.
+        """Call ``post`` with data URLs of the attachments that the server lacks, until the server accepts the request.
+
+        If the server refuses it because it has lost other attachments, ``post`` is called again with these as well.
 
         If several requests bring the same attachment at once, one sends its bytes and the others wait until its
         ``post`` has returned; by then the server must have accepted the attachment.
@@ -112,7 +114,7 @@ class SentAttachments:
                     raise
                 self._count(lacking)
                 for digest, number in relied.items():
-                    if self._known.get(digest) == number:  # unless it was sent again meanwhile
+                    if self._known.get(digest) == number:  # another request may have sent it again since
                         del self._known[digest]
             else:
                 self.requests += 1
@@ -127,7 +129,10 @@ class SentAttachments:
         raise AssertionError("the last sending relies on nothing")
 
     async def _known_after_uploads(self, distinct: Iterable[str], *, alone: bool) -> dict[str, int]:
-        """Return what the server has, after waiting for uploads in progress; with ``alone``, nothing is relied on."""
+        """Wait for uploads in progress; return the known digests with the numbers of the requests that brought them.
+
+        With ``alone`` the result is empty, so that the request carries all bytes.
+        """
         if self._misses is None or alone:
             return {}
         while coming := [self._uploads[digest] for digest in distinct if digest in self._uploads]:

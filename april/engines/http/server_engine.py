@@ -159,8 +159,8 @@ class ServerEngine(EngineBase):
     def set_up_labels(self, labels: Sequence[str | None], *, present: bool) -> str | None:
         """Set up the labels from those that the servers showed on connection; return the label to give them now.
 
-        None means that they have weights of another run and keep their labels; a warning says so. ``present`` is the
-        setting that the run starts with the weights they have, even if these are not the ones they were started with.
+        None means that they have weights of another run and keep their labels; a warning says so. With ``present``, the
+        settings say that the run begins with the servers' present weights, whether or not they started with these.
         """
         self._labels.name_first(of_start=not present and all(map(start_is_known, labels)))
         shown = ", ".join(dict.fromkeys(quoted(label) for label in labels if label is not None))

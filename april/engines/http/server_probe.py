@@ -29,7 +29,7 @@ NO_TOKEN = 2**31 - 2
 _NARROW = {"temperature": 0.5, "top_p": 1e-6}
 """Sampling settings that leave only the greedy token, at another temperature than the greedy request."""
 _SAME_LOGPROB = 0.02
-"""Log-probabilities of one token that differ by less are of the same distribution (nats; half precision)."""
+"""Two log-probabilities of one token count as the same if they differ by less (nats; allows for half precision)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +132,7 @@ class ServerProbe:
     def __init__(self, client: HttpClient, config: ServerEngineConfig) -> None:
         self.client, self.config, self._limits = client, config, list[Limit]()
         self.needs: dict[str, str] = {}
-        """What would give the server an ability that it lacks, indexed by field of the capabilities."""
+        """What the user should do to get an ability that the server lacks, indexed by field of the capabilities."""
 
     @staticmethod
     def new_id() -> str:
@@ -261,7 +261,10 @@ class ServerProbe:
     async def kind_of_logprobs(
         self, one_token: Callable[[list[int], dict[str, float]], Awaitable[tuple[int, float]]],
     ) -> LogprobKind:
-        """Find out which distribution log-probabilities are of; ``one_token`` maps (prompt, sampling) to (id, nats)."""
+        """Find out from which distribution the server's log-probabilities are.
+
+        ``one_token`` maps (prompt, sampling) to (token id, log-probability).
+        """
         for start in range(3):
             prompt = [start * 7 + i for i in (3, 4, 5)]
             kind = _kind_seen(await one_token(prompt, {"temperature": 0.0}), await one_token(prompt, _NARROW))
@@ -280,7 +283,7 @@ class ServerProbe:
     def capabilities(self, *, context: int | None, places: int | None, **found: Any) -> Capabilities:
         """Return the capabilities: ``found``, and those that are found out in the same way for all kinds of servers.
 
-        ``context`` and ``places`` are the server's own limits of tokens of a request, and of requests at the same time.
+        ``context`` is the server's own limit of tokens in a request, ``places`` that of requests at the same time.
         Raises ConfigError if neither the server nor the settings say how long a request may be.
         """
         longest = least(context, self.config.max_len)
@@ -295,13 +298,13 @@ class ServerProbe:
 
 
 def _kind_seen(greedy: tuple[int, float], narrow: tuple[int, float]) -> LogprobKind:
-    """Compare the same token (id, nats) sampled greedily and under _NARROW.
+    """Tell the kind from the log-probabilities of one token that was sampled greedily and under _NARROW.
 
     The second value equals the first (raw), is 0 (processed), or is neither (temperature).
     """
     (token, raw), (other, said) = greedy, narrow
     if token != other or raw > -5 * _SAME_LOGPROB:
-        return LogprobKind.UNKNOWN  # an almost certain token looks the same under all kinds
+        return LogprobKind.UNKNOWN  # an almost certain token has the same log-probability for every kind
     if abs(said - raw) < _SAME_LOGPROB:
         return LogprobKind.RAW
     return LogprobKind.PROCESSED if said > -_SAME_LOGPROB else LogprobKind.TEMPERATURE

@@ -54,10 +54,10 @@ Call = Callable[[], Coroutine[Any, Any, object]]
 
 @asynccontextmanager
 async def while_paused(pause: Call, resume: Call) -> AsyncIterator[None]:
-    """Run the body between ``pause`` and ``resume``; a failed or cancelled pause is undone, as it may have worked.
+    """Run the body between ``pause`` and ``resume``; after a failed or cancelled pause the server is resumed too.
 
     Neither call is cut off halfway, because a resume that overtakes its pause has no effect. Raises EngineError if the
-    server cannot be paused, or, unless another error is raised, cannot be resumed.
+    server cannot be paused or resumed. If the body raises an error, a failed resume is only logged.
     """
     pausing = asyncio.ensure_future(pause())
     try:
@@ -73,10 +73,10 @@ async def while_paused(pause: Call, resume: Call) -> AsyncIterator[None]:
 
 
 def require_left_paused(url: str, label: str | None, load: EngineLoad | None, remedy: str) -> None:
-    """Raise EngineError unless the paused server was left so by an earlier april run; log that it will be resumed.
+    """Raise EngineError unless an april run has left this server paused; log that the server will be resumed.
 
-    An earlier run shows by its weight label and by having no requests there. A live run closes its own admission while
-    paused, so none of its requests run on weights that it is writing.
+    The signs are april's weight label and a server without requests. If the run still lives, resuming its server does
+    no harm, because a run sends no requests while it has paused a server.
     """
     if not is_ours(label) or load is None or load.running or load.waiting:
         raise EngineError(f"{url} is paused; {remedy} and start the run again")
@@ -159,7 +159,7 @@ CHECKS_APART_S = 0.1
 IDENTITY_TIMEOUT_S = 10.0
 """Seconds to hold responses back while the server does not say which process it is."""
 AGAIN_S = 0.5
-"""Seconds between two such checks."""
+"""Seconds between two checks while the server does not say which process it is."""
 
 UNSAID = "its metrics do not show whether it is still the process that got the current weights"
 
@@ -173,7 +173,7 @@ class ServerProcess:
     Args:
         route: Route of the metrics; None means that there are none to ask.
         started_s: Start time on connection, in seconds since 1970; None if the server does not say.
-        start_is_known: Whether a new process would have the weights that this one had on connection.
+        start_is_known: True if a restarted process begins with the weights that this one had on connection.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class ServerProcess:
         self._refusals = client.refusals
         self._paused: tuple[float | None, int] | None = None
         self._start_is_known = self.keeps_weights = start_is_known
-        """True if a restarted process has the present weights too, because they are those of its start."""
+        """True if a restarted process has the present weights too, because servers start with them."""
 
     async def check(self) -> tuple[bool | None, ServerMetrics]:
         """Return whether this process has the present weights (None if it does not say), and its metrics."""
@@ -198,7 +198,7 @@ class ServerProcess:
         return metrics.started_s == self._present, metrics
 
     async def pause(self) -> None:
-        """Remember the paused process, because the trainer may write weights into it."""
+        """Remember which process was paused, so that a restart before the trainer's weights arrive is noticed."""
         with suppress(TimeoutError):
             async with asyncio.timeout(PAUSE_CHECK_S):
                 metrics = await read_metrics(self._client, self._route)
@@ -206,7 +206,7 @@ class ServerProcess:
         self._paused = self._seen, self._client.refusals
 
     def resume(self) -> None:
-        """Forget the paused process; nobody writes into it any more."""
+        """Forget which process was paused; the trainer writes no more weights."""
         self._paused = None
 
     async def note_weights(self, version: PolicyVersion) -> None:
@@ -227,8 +227,8 @@ class ServerProcess:
 class Confirmation:
     """Holds responses back until a check made after they began shows that the server has the present weights.
 
-    Such a check also proves that the same process sent them. So one check serves all streams that began before it,
-    whatever its outcome.
+    A check that begins after a response began also shows that the checked process sent the response. So one check
+    decides for all responses that began before it, whether it succeeds or fails.
     """
 
     def __init__(self, check: Check, name: str, needed: Callable[[], bool] = lambda: True) -> None:
@@ -247,8 +247,8 @@ class Confirmation:
     async def wait_since(self, began_s: float, *, broken: Callable[[], bool] = lambda: False) -> None:
         """Wait for a successful check that began at ``began_s`` (loop time) or later.
 
-        Raises EngineError if the server has other weights, or does not say for IDENTITY_TIMEOUT_S (at once if the
-        response is ``broken``).
+        Raises EngineError if the server has other weights, or if it does not report its weights within
+        IDENTITY_TIMEOUT_S. For a response that is already ``broken`` the second error is raised at once.
         """
         loop = asyncio.get_running_loop()
         deadline, heard_s = loop.time() + IDENTITY_TIMEOUT_S, -math.inf

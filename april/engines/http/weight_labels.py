@@ -92,7 +92,7 @@ class WeightLabels:
         self._latest = (FIRST_VERSION, self._first)
 
     def mark(self) -> str:
-        """Return a fresh label of no version, for weights that are unknown or about to change."""
+        """Return a new label that stands for no version, for weights that are unknown or about to change."""
         return f"{MARK}{secrets.token_hex(4)}{self._end}"
 
     def is_mark(self, label: str) -> bool:
@@ -137,9 +137,10 @@ async def mark_process(
 ) -> str | None:
     """Return a label that identifies the present process and is not that of ``version``; None if it has no labels.
 
-    A label that anybody gave to this process identifies it. The label it had from its start (``first``) does not, since
-    a restarted process would have it too, so it is replaced by a mark. The label that says "weights of the start" is
-    replaced as well: the weights may be overwritten from now on, and the run may die before it labels the new ones.
+    A label that was given to this process identifies it. The label it had from its start (``first``) does not, since a
+    restarted process would have it too, so it is replaced by a :meth:`WeightLabels.mark`. A label that says "weights of
+    the start" is replaced as well: the weights may be overwritten from now on, and the run may die before it labels the
+    new ones.
     """
     shown = await server.label()
     if is_of_start(shown) and labels.is_of(shown, FIRST_VERSION):

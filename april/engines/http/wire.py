@@ -22,7 +22,7 @@ class NotJson(ValueError):
 
 
 def read_json(raw: bytes, shape: Any = Any) -> Any:
-    """Parse JSON into a value of type ``shape``. Raises NotJson, whose message can end a sentence."""
+    """Parse JSON into a value of type ``shape``. Raises NotJson, whose message is a clause for a longer message."""
     return read_with(msgspec.json.Decoder(shape), raw) if shape is not Any else read_with(_ANY, raw)
 
 
@@ -46,14 +46,14 @@ def positive(values: dict[str, Any], key: str) -> int | None:
 
 
 _AT_REST = re.compile(r"\bis (?:paused|asleep|sleeping)\b", re.IGNORECASE)
-"""Text that means "no requests now", although the status blames the request (TensorRT-LLM: 400)."""
+"""Text with which a server says that it accepts no requests now, under a status for a faulty request (TensorRT-LLM)."""
 
 _ADAPTER_GONE = re.compile(r"\bLoRA (?:adapters are not loaded|is not enabled|adapter that has never been loaded)\b")
-"""Text with which SGLang says, under such a status, that it no longer has the adapter it was started with."""
+"""Text with which SGLang says, under the same statuses, that it no longer has the adapter it was started with."""
 
 
 def failure_of(status: int, text: str, retry_after_s: float | None = None) -> EngineError:
-    """Return the error for a status. All except 400, 413 and 422 blame the server, so other requests would fail too."""
+    """Return the error for a status. Only 400, 413 and 422 mean that other requests would not fail as well."""
     if status in (429, 503) or (status in (400, 500) and _AT_REST.search(text)):
         return EngineBusy(text, retry_after_s)
     refused = status in (400, 413, 422) and not _ADAPTER_GONE.search(text)

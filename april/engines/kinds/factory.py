@@ -39,7 +39,7 @@ def create_engines(
     Raises:
         ConfigError: a model is missing or superfluous, packages are not installed, a server cannot do what april needs,
             or servers differ in something that must be equal.
-        EngineError: a server could not be asked.
+        EngineError: a server could not be probed.
     """
     if isinstance(config, TransformersEngineConfig):
         return [_transformers(config, model, seed, processor)]
@@ -53,8 +53,8 @@ def create_engines(
 async def open_servers(
     config: AprilEngineConfig | VllmEngineConfig | SglangEngineConfig | OpenAIEngineConfig,
 ) -> list[Engine]:
-    """Open one engine per server, all at the same time; if one cannot be used, none stays open."""
-    # imported here, as the configuration and simulations need no aiohttp
+    """Open one engine per server, all at the same time; if one server cannot be used, all engines are closed again."""
+    # imported here, because the configuration and simulations need no aiohttp
     if isinstance(config, AprilEngineConfig):
         from april.engines.served.client import connect_april
 
@@ -73,18 +73,18 @@ async def open_servers(
 
 
 async def open_server(config: EngineConfig, url: str, api_key: str | None = None) -> Engine:
-    """Open one more server with the settings of ``config``, or as an april server if that kind has no servers.
+    """Open one more server with the settings of ``config``; if its kind of engine has no servers, as an april server.
 
     Raises:
-        ConfigError: the server cannot be used, or ``config`` has a router, which must be told of the server instead.
-        EngineError: the server could not be asked.
+        ConfigError: the server cannot be used, or ``config`` has a router, to which the server must be added instead.
+        EngineError: the server could not be probed.
     """
     if isinstance(config, SglangEngineConfig) and config.router is not None:
         raise ConfigError(
             f"the router {config.router} decides which servers get requests; add {url} there and restart the run"
         )
     if api_key is not None:
-        checked_key(api_key)  # the settings' own error would show it
+        checked_key(api_key)  # checked here, because the error of the settings would show the key
     changes: dict[str, Any] = {"urls": (url,)} | ({} if api_key is None else {"api_key": api_key, "api_key_env": None})
     if not isinstance(config, AprilEngineConfig | VllmEngineConfig | SglangEngineConfig | OpenAIEngineConfig):
         config = AprilEngineConfig(**changes)

@@ -43,7 +43,7 @@ class ServerKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """What a server has_value about itself, cleaned for display."""
+    """What a server reports about itself, cleaned for display."""
 
     kind: ServerKind
     version: str | None = None
@@ -155,6 +155,6 @@ _PROBES: dict[type[ServerEngineConfig], Callable[[HttpClient, Any], Awaitable[Se
 async def probe(client: HttpClient, config: ServerEngineConfig) -> ServerFacts:
     """Probe what a server is and can do as an engine of ``config``'s kind; changes nothing there.
 
-    Raises ConfigError if it is of another kind or april cannot use it; EngineError if it could not be asked.
+    Raises ConfigError if the server is of another kind or april cannot use it, EngineError if it could not be probed.
     """
     return await _PROBES[type(config)](client, config)

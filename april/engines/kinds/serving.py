@@ -32,7 +32,7 @@ def serve_forever(
 
     Raises:
         ConfigError: as :func:`serve` does, or the settings are wrong, or a server cannot be used.
-        EngineError: a server could not be asked.
+        EngineError: a server could not be probed.
     """
 
     async def run() -> None:

@@ -1,7 +1,7 @@
 """Engine for servers with an OpenAI-compatible completions route that takes and returns token ids.
 
 These servers have neither aborts nor weight versions. So a request is aborted by closing its stream, after reading
-everything that has arrived. No request lives through a weight update, so its version is the one at submission.
+everything that has arrived. Every request ends before a weight update, so its tokens get the version at submission.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ async def connect_openai(config: OpenAIEngineConfig) -> list[OpenAIEngine]:
 
 
 class CompletionsEngine(ServerEngine):
-    """Base class of engines for one server whose streams end with a mark, and whose metrics reveal a restart."""
+    """Base class of engines for one server whose streams end with ``[DONE]``, and whose metrics reveal a restart."""
 
     def __init__(
         self, client: HttpClient, facts: ServerFacts, route: str, metrics_route: str | None,
@@ -64,7 +64,10 @@ class CompletionsEngine(ServerEngine):
         return (await self._process.check())[0]
 
     async def pause(self) -> None:
-        """Pause like :class:`ServerEngine`, and remember the process, because the trainer may write weights into it."""
+        """Pause like :class:`ServerEngine`, and note the server's start time.
+
+        So a restart before the trainer has written its weights is noticed.
+        """
         await super().pause()
         await self._process.pause()
 
@@ -105,17 +108,17 @@ class OpenAIEngine(CompletionsEngine):
         )  # fmt: skip
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
-        """Close the streams of these attempts (None means all); what has arrived is still read."""
+        """Close the streams of these attempts (None means all); bytes that have arrived are still read."""
         self._endpoint.abort(self._to_abort(attempt_ids))
 
     def _require_loadable(self, path: str) -> None:
         raise EngineError(
-            f"engine {self.name}: an OpenAI-compatible server has no route that loads weights from disk; hand them "
-            "over with weight_update(transfer=...)"
+            f"engine {self.name}: an OpenAI-compatible server has no route that loads weights from disk; send the "
+            "weights with weight_update(transfer=...)"
         )
 
     async def _load_whole(self, version: PolicyVersion, path: str | None) -> None:
-        """Check that the process which was given the weights still runs. The trainer has already loaded them."""
+        """Check that the process into which the trainer has loaded the weights still runs."""
         self.require_idle()
         await self._require_model()
         await self._process.note_weights(version)

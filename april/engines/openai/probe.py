@@ -1,4 +1,4 @@
-"""Finds out what an OpenAI-compatible server can do, with a few short requests before it is used."""
+"""Finds out what an OpenAI-compatible server can do, by sending it a few short requests before it is used."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class KnownServer:
     load_route: str = "/metrics"
     """Route of the Prometheus metrics page."""
     load_route_always: bool = True
-    """False if a request for a missing metrics page does harm; the page is then requested once, and later only if it
-    existed."""
+    """False if requests for a metrics page that does not exist may do harm. The page is then requested once, and later
+    only if it existed."""
     adapter_name: str = "{adapter}"
     """Format of an adapter's name in requests; under other names the base model would answer."""
     honours_seeds: bool = True
@@ -54,7 +54,7 @@ ANY = KnownServer(name="")
 TENSORRT_LLM = KnownServer(
     name="TensorRT-LLM",
     shapes=(TokenShape.DETOKENIZE,),
-    # /metrics waits 2 s for iteration records there, and takes them away from other readers
+    # on TensorRT-LLM, /metrics waits 2 s for iteration records and takes them away from other readers
     load_route="/prometheus/metrics",
     load_route_always=False,
     honours_seeds=False,
@@ -112,7 +112,8 @@ def known_server(owner: str | None) -> KnownServer:
 _PROMPTS = ((1, 4, 7), (3, 1, 9), (5, 8, 6), (11, 2, 10))
 _SEED_TOKENS = 16
 _CERTAIN = 0.05
-"""Minimum distance of a log-probability from 0; a more certain token looks the same under all kinds."""
+"""Minimum distance from 0 of a log-probability that can tell a server's LogprobKind; that of a more certain token is
+nearly the same for every kind."""
 _SAME = 0.02
 """Maximum difference between two log-probabilities of one token that were computed in bfloat16."""
 _EOS_BIAS = 100.0
@@ -155,7 +156,8 @@ class OpenAIFacts(ServerFacts):
 async def probe_openai(client: HttpClient, config: OpenAIEngineConfig) -> OpenAIFacts:
     """Probe one server, with its list of models and up to 15 requests for 1 to 16 tokens.
 
-    Raises ConfigError if the server lacks something that april needs, or a setting is missing; and EngineError.
+    Raises ConfigError if the server lacks something that april needs or a setting is missing, and EngineError if the
+    server cannot be reached or answers with an error.
     """
     found = ServerProbe(client, config)
     served = found.choose_model(await _models(client))
@@ -230,15 +232,18 @@ async def _models(client: HttpClient) -> Any:
         answer = read_json(reply.body)
     except NotJson as error:
         raise ConfigError(
-            f"{client.url}{ROUTE_OF_MODELS} does not return a list of models: {error}; is it such a server?"
+            f"{client.url}{ROUTE_OF_MODELS} does not return a list of models: {error}; is it an OpenAI-compatible "
+            "server?"
         ) from None
     if not isinstance(answer, dict) or not isinstance(answer.get("data"), list):
-        raise ConfigError(f"{client.url}{ROUTE_OF_MODELS} does not return a list of models; is it such a server?")
+        raise ConfigError(
+            f"{client.url}{ROUTE_OF_MODELS} does not return a list of models; is it an OpenAI-compatible server?"
+        )
     return answer
 
 
 SEVERAL = 4
-"""Number of tokens of the request that shows whether events repeat tokens."""
+"""Number of tokens in the response that shows whether stream events repeat tokens of earlier events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +280,7 @@ class _Probe:
 
 
 async def _token_shape(client: HttpClient, model: str, shapes: Iterable[TokenShape]) -> TokenShape:
-    """Return the first of these ways in which the server returns token ids with log-probabilities."""
+    """Return the first of ``shapes`` in which the server returns token ids with log-probabilities."""
     said = []
     for shape in shapes:
         try:
@@ -294,7 +299,10 @@ async def _token_shape(client: HttpClient, model: str, shapes: Iterable[TokenSha
 
 
 async def _refuse_repeated_tokens(probe: _Probe) -> None:
-    """Raise ConfigError if events repeat earlier tokens, which would go unnoticed in a stream that is cut off."""
+    """Raise ConfigError if stream events repeat the tokens of earlier events.
+
+    In a complete response the server's token count reveals that; a stream that is cut off has no count.
+    """
     try:
         count = len((await probe.ask(SamplingParams(SEVERAL, temperature=0.0))).tokens)
         wrong = f"{count} token ids for max_tokens={SEVERAL}" if count > SEVERAL else ""
@@ -312,7 +320,7 @@ async def _refuse_without_stop_ids(probe: _Probe) -> None:
     token = (await probe.ask(greedy)).tokens[0]
     try:
         answer = await probe.ask(replace(greedy, max_tokens=2, stop_token_ids=(token,)))
-    except WireError:  # it counts a token that it did not return
+    except WireError:  # the server has counted the stop token but not returned it
         answer = _Generated([], [], EngineFinish.STOP)
     if answer.tokens != [token] or answer.finish is not EngineFinish.STOP:
         what = "leaves the stop token out" if not answer.tokens else "does not stop at the ids in stop_token_ids"
@@ -345,10 +353,11 @@ async def _keeps_eos(probe: _Probe, eos: int) -> bool | None:
 
 
 async def _logprob_kind(probe: _Probe) -> LogprobKind:
-    """Compare the most likely token of one prompt, forced by top_k=1, under three sampling settings.
+    """Find out which log-probabilities the server returns, from two requests with top_k=1 and one without.
 
-    In the distribution sampled from, its log-probability is 0. In others, it may or may not change with the
-    temperature.
+    With top_k=1 only one token can be sampled, so its log-probability in the distribution that is sampled from is 0
+    (PROCESSED). Any other value is RAW if it is the same at two temperatures, and TEMPERATURE if it differs. The
+    request without top_k shows that the token is not nearly certain anyway.
     """
     for prompt in range(len(_PROMPTS)):
         try:

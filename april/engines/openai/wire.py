@@ -34,11 +34,12 @@ class TokenShape(StrEnum):
 
 
 ASK_SPANS = {"return_weight_versions": True}
-"""Asks that the end of a response says which weights made which token (vLLM 0.33 and later; older ones ignore it)."""
-# keys for each way, besides the common part. logprobs 0 returns only the sampled token, but none on TensorRT-LLM
+"""Request key for the weight version of each token at the end of a response (vLLM 0.33 and later; older ignore it)."""
+# Request keys for each way, besides the common ones. ``logprobs: 0`` gives the log-probability of the sampled token
+# alone; on TensorRT-LLM it gives none, so 1 is needed there.
 _EXTRA: dict[TokenShape, dict[str, Any]] = {
     TokenShape.RETURN_TOKEN_IDS: {"return_token_ids": True, "logprobs": 0, **ASK_SPANS},
-    # without include_stop_str_in_output stop ids are missing from the ids; EOS never is
+    # without include_stop_str_in_output the returned ids lack stop ids (but always contain EOS)
     TokenShape.DETOKENIZE: {"detokenize": False, "logprobs": 1, "include_stop_str_in_output": True},
     TokenShape.STRINGS: {"return_tokens_as_token_ids": True, "logprobs": 1},
 }

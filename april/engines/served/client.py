@@ -1,8 +1,8 @@
 """Uses an engine of another process, offered there by :func:`april.serve`, like an engine of this process.
 
-Invariant: the client yields no token that the server made outside this client's session, and believes no version
-that the server has not confirmed in that session. A session ends when the server's process ends or another client
-begins one.
+A session begins when a client connects, and ends when the server's process ends or another client begins a session.
+Invariant: the client yields only tokens that the server made in this client's session, and relies only on versions that
+the server has confirmed in it.
 """
 
 from __future__ import annotations
@@ -180,10 +180,10 @@ class ServedEngine(ServerEngine):
         return await _answer_of(self._client, name, pack(call))
 
     async def _hold(self) -> None:
-        """Begin another session if the server has restarted or its other client has left.
+        """Make sure that this client has the session: begin a new one if the server was restarted or is free again.
 
-        Raises EngineError if another client uses the engine, as two cannot share its weights, or if the model has
-        changed.
+        Raises EngineError if another client uses the engine, since two clients cannot share its weights, or if the
+        model has changed.
         """
         now = await self._call("health", EngineCall(self._session))
         if now.session == self._session:
@@ -241,12 +241,12 @@ class ServedEngine(ServerEngine):
             super().require_idle()
 
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
-        """Make the engine load ``path``, or activate the tensors that it was sent, as this version.
+        """Make the engine load ``path``, or activate the tensors that it has received, as this version.
 
         Raises:
             WeightsGone: the version means weights of a server process that has ended.
-            EngineError: whatever the engine raises; it then gets no requests until an update succeeds, unless it
-                still has its previous weights.
+            EngineError: whatever the engine raises. Unless the engine still has its previous weights, it then gets no
+                requests until an update succeeds.
         """
         if path is not None:
             self._require_loadable(path)
@@ -254,7 +254,7 @@ class ServedEngine(ServerEngine):
         if adapter is None:
             self.require_idle()
         if path is None and version == FIRST_VERSION and not self._of_start:
-            raise WeightsGone(f"{self._client.url} was restarted, and had got other weights before")
+            raise WeightsGone(f"{self._client.url} was restarted and has lost the weights that the run began with")
         before, present = self._why_incomplete, self._version
         self._why_incomplete = f"{self._client.url} is between two versions until an update to {version} succeeds"
         try:
@@ -284,7 +284,7 @@ class ServedEngine(ServerEngine):
         return False
 
     async def take(self, specs: Sequence[TensorSpec], tensors: Sequence[Any], last: bool) -> None:
-        """Send tensors to the engine; :meth:`update_weights` begins their version."""
+        """Send tensors to the engine; :meth:`update_weights` puts them into use."""
         import torch
 
         def raw() -> list[memoryview]:
@@ -301,7 +301,7 @@ class ServedEngine(ServerEngine):
             await self._call("quiet", EngineCall(self._session))
 
     async def health(self) -> Health:
-        """Return the engine's own report, and whether this client still has the engine."""
+        """Return the engine's own report; the engine is not healthy for this client if another client uses it."""
         try:
             now = await self._call("health", EngineCall(self._session))
         except EngineError as error:
@@ -332,10 +332,10 @@ class ServedEngine(ServerEngine):
 
 
 class _ReadsPaths(ServedEngine):
-    """A served engine that interprets weight paths itself; for other engines this process reads the directories."""
+    """A served engine that reads weight paths itself; for other engines this process reads the directories."""
 
     async def content_of(self, path: str) -> str:
-        """Return what the remote engine says about the content of one of its paths."""
+        """Return the remote engine's fingerprint of the content of a path."""
         return (await self._call("content", EngineCall(self._session, path=path))).content
 
 
@@ -384,14 +384,14 @@ async def _in_pieces(head: bytes, parts: Sequence[memoryview]) -> AsyncIterator[
 
 
 async def _answer_of(client: HttpClient, name: str, body: Any) -> CallReply:
-    """Make a control call; raises the error that the server reports. The caller limits its time."""
+    """Make a control call without a timeout; raises the error that the server reports."""
     route = ROUTE + name
     reply = await client.call("POST", route, body, timeout_s=None, limit=MESSAGE_BYTES)
     client.require_ok(reply, route)
     try:
         answer = unpack(reply.body, CallReply)
     except LinkError as error:
-        raise WireError(f"{client.url}{route} answered something unexpected: {error}") from None
+        raise WireError(f"{client.url}{route} sent an answer that april cannot read: {error}") from None
     if answer.failure is not None:
         raise answer.failure.error()
     return answer
@@ -402,7 +402,7 @@ async def connect_april(config: AprilEngineConfig) -> list[ServedEngine]:
 
     Raises:
         ConfigError: the environment variable with the key is not set.
-        EngineError: a server could not be asked, or is not one of april's.
+        EngineError: a server could not be reached, or is not an april server.
     """
 
     async def connect(client: HttpClient) -> ServedEngine:

@@ -1,8 +1,8 @@
 """A server that offers one engine to one client at a time: the client that began a session last.
 
-Invariants: no request runs for a client whose session has ended. No request begins while the weights belong to no
-version, or after a failed update that may have left them incomplete. A control call runs to its end even if its
-client has disconnected, and no other control call runs meanwhile.
+Invariants: no request runs for a client whose session has ended. No request begins while the weights match no policy
+version, such as after a failed update. A control call runs to its end even if its client has disconnected, and no other
+control call runs at the same time.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ from april.text.server_text import clean
 log = logging.getLogger("april")
 
 ATTACHMENT_BYTES = 1 << 30
-"""Bytes of attachments that are kept, the most recently used; a client sends missing ones again."""
+"""Total bytes of the attachments that are kept. The least recently used are dropped; clients send them again."""
 ABORT_AGAIN_S = 0.02
 """Seconds between two aborts while the server waits for requests to end: some engines register a request late."""
-NO_SESSION = "the server of the engine was restarted, or has another client"
+NO_SESSION = "the engine's server was restarted or serves another client now"
 
 
 class EngineServer:
@@ -131,13 +131,13 @@ class EngineServer:
         finally:
             await self.close()
 
-    # ---------------------------------------------------------------- who may ask
+    # ---------------------------------------------------------------- access
 
     @web.middleware
     async def _require_key(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        if hdrs.ORIGIN in request.headers:  # only browsers send this header, possibly for a stranger's page
+        if hdrs.ORIGIN in request.headers:  # only browsers send this header, possibly for a malicious page
             return web.Response(status=403, text="browsers may not use this server")
         if self._key and not hmac.compare_digest(request.headers.get("Authorization", "").encode(), self._key):
             return web.Response(status=401, text="the key is missing or wrong")
@@ -168,7 +168,7 @@ class EngineServer:
     def generate(self, request: Request) -> AsyncIterator[Chunk]:
         """Begin a request, with the attachments that were uploaded before."""
         if self._version is None:
-            raise EngineError("the weights belong to no version; update them")
+            raise EngineError("the engine's weights match no policy version; update them")
         if request.attached:
             own = (
                 replace(placed, attachment=self._attachments[placed.attachment.digest]) for placed in request.attached
@@ -232,7 +232,7 @@ class EngineServer:
         return web.Response(body=pack(answer), content_type="application/octet-stream")
 
     async def _begin(self, call: EngineCall, answer: CallReply) -> None:
-        """Give the engine to this client; the previous client receives nothing more, not even the rest of an answer."""
+        """Begin a session for this client; the previous client receives no more bytes, not even the rest of answers."""
         self._session, self._client = secrets.token_hex(16), call.client
         if self._connection is not None:
             await self._connection.close()
@@ -251,7 +251,7 @@ class EngineServer:
         answer.reads_paths = isinstance(self.engine, ReadsPaths)
 
     async def _end(self, call: EngineCall, answer: CallReply) -> None:
-        """End the session, as its client no longer needs the engine."""
+        """End the session, because its client no longer needs the engine."""
         self._session = self._client = ""
         if self._connection is not None:
             await self._connection.close()
@@ -275,13 +275,13 @@ class EngineServer:
 
     async def _update(self, call: EngineCall, answer: CallReply) -> None:
         if call.version is None:
-            raise EngineError("an update needs a version")
+            raise EngineError("the call for a weight update contains no version")
         before, self._version = self._version, None
         untouched, self._untouched = self._untouched, False
         try:
             await self.engine.update_weights(call.version, call.path)
         except Exception:
-            with suppress(Exception):  # if the engine cannot say, its weights count as unknown
+            with suppress(Exception):  # if the health check fails, the weights count as unknown
                 if before is not None and (await self.engine.health()).current:
                     self._version, self._untouched = before, untouched
             raise
@@ -294,19 +294,21 @@ class EngineServer:
         try:
             size = int.from_bytes(await http.content.readexactly(4), "big")
             if size > MESSAGE_BYTES:
-                raise WireError(f"{size} bytes come before the tensors, but at most {MESSAGE_BYTES} may")
+                raise WireError(f"the header of the tensors has {size} bytes, but at most {MESSAGE_BYTES} are accepted")
             head = unpack(await http.content.readexactly(size), Tensors)
             self._require(head.session)  # checked before memory is allocated
             if min(head.sizes, default=0) < 0 or sum(head.sizes) > TENSOR_BYTES:
-                raise WireError(f"tensors of {sum(head.sizes)} bytes, but at most {TENSOR_BYTES} may come at a time")
+                raise WireError(
+                    f"the tensors have {sum(head.sizes)} bytes, but at most {TENSOR_BYTES} are accepted in one call"
+                )
             body, filled = bytearray(sum(head.sizes)), 0
             while piece := await http.content.readany():
                 if filled + len(piece) > len(body):
-                    raise WireError("more bytes than the tensors have")
+                    raise WireError("the call contains more bytes than its tensors have")
                 body[filled : filled + len(piece)] = piece
                 filled += len(piece)
             if filled < len(body):
-                raise WireError("fewer bytes than the tensors have")
+                raise WireError("the call contains fewer bytes than its tensors have")
             tensors, at = [], 0
             for spec, size in zip(head.specs, head.sizes, strict=True):
                 raw = torch.frombuffer(body, dtype=torch.uint8, count=size, offset=at) if size else torch.empty(0)
@@ -381,7 +383,7 @@ class _ClientConnection:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._helpers.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:  # the client notices, too
+        if not task.cancelled() and (error := task.exception()) is not None:  # the client notices the error as well
             log.debug("engine %s: %s", self._server.engine.name, error)
 
     def _take(self, ask: Start | Abort | Leave) -> None:
@@ -457,7 +459,7 @@ async def _in_portions(chunks: Any, most: int) -> AsyncGenerator[list[Chunk], No
 
 
 def _own(chunk: Chunk) -> Chunk:
-    """Copy a chunk, as an engine may reuse its arrays."""
+    """Copy a chunk, because an engine may reuse its arrays."""
     extras = {name: np.array(rows) for name, rows in chunk.extras.items()} if chunk.extras else chunk.extras
     return Chunk(
         np.array(chunk.tokens), np.array(chunk.logprobs), chunk.version, chunk.finish, chunk.stopped_at, chunk.sure,
@@ -486,8 +488,8 @@ async def serve(
         The server, with its ``url``; ``await server.close()`` stops it, ``await server.wait()`` serves until cancelled.
 
     Raises:
-        ConfigError: the object is no engine, the address is not available, or an address that others can reach has
-            no key.
+        ConfigError: the object is no engine, the address is not available, or other machines can reach the address
+            and there is no key.
     """
     if host not in THIS_MACHINE and not key:
         raise ConfigError(f"serve: other machines can reach {host}, so give a key=, such as april.new_token()")

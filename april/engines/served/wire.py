@@ -1,7 +1,7 @@
 """Messages between the server of an engine and its client, encoded by :mod:`april.serialization.own_values`.
 
-Requests and answers share one WebSocket; all that are queued in one iteration of the event loop are sent as one
-message. Control calls, attachments and tensors use plain HTTP.
+Requests and answers share one WebSocket; values that are queued in one iteration of the event loop are sent as one
+message, up to TOGETHER_BYTES. Control calls, attachments and tensors use plain HTTP.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ MESSAGE_BYTES = 256 << 20
 TENSOR_BYTES = 16 << 30
 """Largest number of bytes of the tensors of one call."""
 TOGETHER_BYTES = 4 << 20
-"""Bytes at which a message is sent without collecting more: asyncio copies unsent bytes again and again."""
+"""Size at which a message is sent even if more values are queued, because asyncio copies unsent bytes repeatedly."""
 PIECE_BYTES = 1 << 20
-"""Bytes of tensors that are sent at a time, for the same reason."""
+"""Bytes of tensors that are written at a time, because asyncio copies unsent bytes repeatedly."""
 HEARTBEAT_S = 10.0
-"""Seconds between two pings. A silence of 1.5 times that ends the connection: a suspended process never closes it."""
+"""Seconds between two pings. After a silence of 1.5 times HEARTBEAT_S a connection is closed, because a process that is
+suspended would never close it."""
 
 
 class Failure(msgspec.Struct, array_like=True):
@@ -47,7 +48,7 @@ class Failure(msgspec.Struct, array_like=True):
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """Describe an error; any other than an EngineError becomes an EngineError that names its class."""
+        """Describe an error; one that is not an EngineError becomes an EngineError that names its class."""
         if isinstance(error, EngineError):
             kind = next(c.__name__ for c in type(error).__mro__ if c.__module__ == errors.__name__)
             return cls(kind, str(error), getattr(error, "retry_after_s", None), getattr(error, "unsound", 0))
@@ -103,7 +104,7 @@ def unpacked(content: bytes, kind: Any) -> list[Any]:
     try:
         return [unpack(each, kind) for each in _SEVERAL.decode(content)]
     except (msgspec.DecodeError, errors.LinkError) as error:
-        raise WireError(f"another process has sent something that is not a message: {clean(error)}") from None
+        raise WireError(f"another process has sent a message that cannot be decoded: {clean(error)}") from None
 
 
 _SEVERAL = msgspec.msgpack.Decoder(list[bytes])
@@ -162,13 +163,13 @@ def _as_one(run: Sequence[Chunk]) -> Chunk:
 
 
 class EngineCall(msgspec.Struct):
-    """A control call. ``session`` is the id that the server gave the client; an empty one begins a session."""
+    """A control call. ``session`` is the id that the server gave the client; an empty id begins a session."""
 
     session: str = ""
     client: str = ""
     """Client that begins a session; empty in a call that ends one."""
     present: bool = False
-    """True if a new session should take the present weights as the first version, whoever loaded them."""
+    """True if the present weights count as the first version of a new session, no matter who has loaded them."""
     in_flight: OnWeightUpdate = OnWeightUpdate.RESUBMIT
     version: PolicyVersion | None = None
     path: str | None = None
@@ -189,11 +190,11 @@ class CallReply(msgspec.Struct):
     failure: Failure | None = None
     session: str = ""
     client: str = ""
-    """Client that has the session; empty if nobody has."""
+    """Client that has the session; empty if there is no session."""
     version: PolicyVersion | None = None
-    """Version of the present weights in the session; None if they belong to no version."""
+    """Version of the present weights in the session; None if they match no version."""
     untouched: bool = False
-    """True if the server still has the weights with which it began, because nobody has loaded others."""
+    """True if the server still has the weights that it started with."""
     health: Health | None = None
     capabilities: Capabilities | None = None
     reads_paths: bool = False

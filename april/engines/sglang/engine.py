@@ -1,9 +1,10 @@
-"""Engine for SGLang servers: one HTTP call per attempt, aborted by rid; weights come from disk or from the trainer.
+"""Engine for SGLang servers: generates over HTTP, aborts requests by id, loads weights from disk or from the trainer.
 
-Control calls, and whether a load has succeeded, are in ``worker``; weight transfers are in ``transfer``.
+The module ``worker`` makes the control calls to one server; ``transfer`` sends weights.
 
-Invariant: no call is closed in order to abort an attempt, because the server would drop its tokens. No token is handed
-over under a label that the server does not confirm.
+A label is the name of the present weights, which april sets on the server. Invariants: an HTTP call is never closed in
+order to abort its request, because the server would drop tokens. If the server has labels, april uses a response only
+after the server has confirmed the label.
 """
 
 from __future__ import annotations
@@ -79,11 +80,12 @@ class SglangEngine(ServerEngine):
         """Called when requests end because somebody else has paused the servers to change their weights. Nothing is
         sent from then until :meth:`resume`, so a weight update must follow. None means no check for such pauses."""
         self.is_paused_by_others = False
-        """True from such a call until :meth:`resume`."""
+        """True from a call of ``on_foreign_pause`` until :meth:`resume`."""
         self._look: asyncio.Task[None] | None = None
-        """Running check whether the servers are paused, shared by all requests that end meanwhile."""
+        """Running check whether the servers are paused, shared by all requests that end during the check."""
         self._paused_as: tuple[str | None, ...] = (None,) * len(self.workers)
-        """Label of each worker's process that was paused for an update; None for a worker that did not answer."""
+        """Label that each worker showed when it was paused for a weight update; None if it did not answer. Another
+        label later means that the worker was restarted."""
         self._transfers = tuple(WeightTransfer(worker) for worker in self.workers)
         self._mark = ""
         """Label of partly written weights in the present transfer."""
@@ -134,7 +136,7 @@ class SglangEngine(ServerEngine):
     # ---------------------------------------------------------------- aborts
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
-        """Abort these attempts (None means all) by rid at every worker, since it is unknown which one has a request."""
+        """Abort these attempts (None means all) at every worker, since it is unknown which worker has a request."""
         asked = self._to_abort(attempt_ids)
         self._endpoint.abort(asked)
         rids = [rid_of(i) for i in asked]
@@ -142,10 +144,10 @@ class SglangEngine(ServerEngine):
             await _all(worker.abort(rids, ABORTS_AT_ONCE) for worker in self.workers)
 
     async def _stands_still(self) -> bool:
-        """Return whether somebody else has paused the servers, after which admission is closed.
+        """Return whether another client has paused the servers; if so, close admission.
 
-        A paused server would start requests later, under whatever weights it has then, so those without a token are
-        recalled.
+        A paused server would start waiting requests later, under the weights that it has then. So requests without a
+        token are recalled.
         """
         if self.on_foreign_pause is None:
             return False
@@ -168,7 +170,10 @@ class SglangEngine(ServerEngine):
     # ---------------------------------------------------------------- weights
 
     async def pause(self) -> None:
-        """Pause like :class:`ServerEngine`, and remember the processes, as the trainer may write weights into them."""
+        """Pause like :class:`ServerEngine`, and note each worker's label.
+
+        So a restart before the trainer has written its weights is noticed.
+        """
         await super().pause()
         marks = await asyncio.gather(*(w.mark(self._labels) for w in self.workers), return_exceptions=True)
         # if a worker does not answer, the update will report that
@@ -245,11 +250,11 @@ class SglangEngine(ServerEngine):
         await all_or_first_error([transfer.receive(bucket, last, self._mark) for transfer in self._transfers])
 
     async def finish(self) -> None:
-        """Put the received weights into use; :meth:`update_weights` labels them."""
+        """Put the received weights into use. Afterwards :meth:`update_weights` sets their label."""
         await all_or_first_error([transfer.finish() for transfer in self._transfers])
 
     async def leave(self) -> bool:
-        """Leave the group on all workers; returns True if all still have the weights from before."""
+        """Leave the group on all workers; returns True if all still have the weights from before the transfer."""
         return all(await asyncio.gather(*(transfer.leave() for transfer in self._transfers)))
 
     # ---------------------------------------------------------------- adapters
@@ -266,7 +271,7 @@ class SglangEngine(ServerEngine):
     async def health(self) -> Health:
         """Check the load and label of every worker and the readiness of the router, without generating a token.
 
-        A router bypasses dead workers, so one live worker is enough; the label shows when a worker comes back.
+        A router bypasses dead workers, so one live worker is enough. A worker that comes back has another label.
         """
         label = self._labels.of(self._adapters.base)
         (router,), results, (amiss, lost) = await asyncio.gather(
@@ -283,8 +288,8 @@ class SglangEngine(ServerEngine):
         names = [name for name, _ in well if name is not None]
         other = next((name for name in names if not self._labels.is_of(name, self._adapters.base)), None)
         if other not in (None, START_LABEL) and await self._stands_still() and self.is_paused_by_others:
-            # somebody has paused the servers to give them new weights, so other labels do not mean lost weights
-            return Health(ok=False, detail="others are changing its weights", current=not self._why_incomplete)
+            # another client has paused the servers to give them new weights, so other labels do not mean lost weights
+            return Health(ok=False, detail="another client is changing its weights", current=not self._why_incomplete)
         named = "" if other is None else f"its weights are labelled {quoted(other)}, but april set {label!r}"
         problem = self._why_incomplete or amiss or (str(sick[0]) if sick else named)
         total = EngineLoad(

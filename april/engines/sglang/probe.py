@@ -1,6 +1,6 @@
 """Finds out what one SGLang server can do, without disturbing it: by GET calls and a few requests for one token.
 
-Behind an sglang-router, only what all workers share counts; see ``router``, which also checks the router's workers.
+Behind an sglang-router, an ability counts only if all workers have it; see the module ``router``.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ async def workers_of(client: HttpClient) -> int:
 
 
 async def probe_sglang(client: HttpClient, config: SglangEngineConfig) -> SglangFacts:
-    """Find out what a server (a worker, not the router) can do. Raises ConfigError or EngineError."""
+    """Find out what a server can do; it must not be a router. Raises ConfigError or EngineError."""
     return await _SglangProbe(client, config).facts()
 
 
 class _SglangProbe(ServerProbe):
-    """Probe of one server, by its own descriptions and by requests for one token. A paused server returns no tokens."""
+    """Probes one server by its own descriptions and by requests for one token. A paused server returns no tokens."""
 
     config: SglangEngineConfig
     _spans = False
@@ -75,7 +75,7 @@ class _SglangProbe(ServerProbe):
     """True if a request can set the number of tokens per stream event."""
 
     async def facts(self) -> SglangFacts:
-        """Find out all abilities; some answers decide what to ask next."""
+        """Find out all abilities; some answers decide which questions follow."""
         await self._read()
         model, server = self.model, self.server
         vocab_size, disk, labels = await asyncio.gather(
@@ -96,7 +96,7 @@ class _SglangProbe(ServerProbe):
         )  # fmt: skip
         self.label = None if model.get("weight_version") is None or not labels else str(model["weight_version"])
         transfers = await asyncio.gather(*(self.has_route(route) for route in TRANSFER_ROUTES))
-        # not in parallel, because another failure must not interrupt it halfway
+        # not in parallel with other probes, because their failure must not interrupt this one halfway
         modes = await self._pause_modes()
         self.files = await asyncio.to_thread(
             model_files, model["model_path"], model.get("tokenizer_path"), ENDS_OF_TURNS
@@ -178,14 +178,14 @@ class _SglangProbe(ServerProbe):
         )  # fmt: skip
 
     async def _routing(self, vocab_size: int) -> Routing | None:
-        """Return the shape of a token's experts, or None after noting what is needed to get them."""
+        """Return the shape of a token's experts; None if the server returns none, after noting how to get them."""
         said, limit = routing_of(self.files), no_experts(EXPERTS_NEED, "--enable-return-routed-experts")
         return self.experts(said, await self._routing_seen(said, vocab_size), limit)
 
     async def _routing_seen(self, said: Routing | None, vocab_size: int) -> Routing | str:
         """Check the experts in one reply against the shape from the model's files or the settings.
 
-        Returns the shape, or what is needed to get experts.
+        Returns the shape, or a sentence that says how to get experts.
         """
         if said is None and self.files and self.config.expert_shape is None:
             return NO_EXPERTS
@@ -233,7 +233,7 @@ class _SglangProbe(ServerProbe):
         return tuple(FIELDS) if named else ()
 
     async def _adapter_site(self, copies: int) -> AdapterSite | None:
-        """Return where adapters can be loaded, as the server says, or None after noting what is needed for that."""
+        """Return which adapters the server accepts; None if it accepts none, after noting how it would."""
         if not self.server.get("enable_lora") or not await self.has_route("/load_lora_adapter"):
             self.needs["adapters"] = ADAPTERS_NEED
             return None
@@ -249,7 +249,7 @@ class _SglangProbe(ServerProbe):
     async def _pause_modes(self) -> tuple[str, ...]:
         """Return the pause modes that the server lists when it is asked for one that does not exist.
 
-        A server that does not refuse it may have paused, so it is resumed, unless somebody else had paused it before.
+        A server that does not refuse the mode may have paused, so it is resumed, unless it was paused before.
         """
         said: list[str] = []
 
@@ -259,7 +259,7 @@ class _SglangProbe(ServerProbe):
                 if reply.status in (400, 422) and b"'abort'" in reply.body:
                     said.append(reply.body.decode("utf-8", "replace"))
                 if said or has_value("status", "ok")(json_value(reply)):
-                    return  # it has refused the mode, or has paused
+                    return  # the server has refused the mode, or has paused
                 await asyncio.sleep(AGAIN_S)
 
         async def undo() -> None:
@@ -289,7 +289,7 @@ class _SglangProbe(ServerProbe):
         return self.size_of_vocabulary(None if found is None else found + 1, danger=danger)
 
     async def _look_at_replies(self, vocab_size: int) -> LogprobKind:
-        """Find out what only replies show: version spans, stream interval support and the kind of log-probabilities."""
+        """Find out from replies: version spans, support of stream intervals, and the kind of log-probabilities."""
         self._stream_interval = True
 
         async def ask(prompt: list[int], params: dict[str, float]) -> tuple[int, float]:
@@ -352,8 +352,8 @@ def _backends(server: dict[str, Any]) -> tuple[str, ...]:
 def _context(server: dict[str, Any], models: Any) -> int | None:
     """Return the maximum tokens of a request; None if unknown.
 
-    The server refuses inputs a few tokens below its context, and silently stops two tokens below it. Memory also limits
-    a request, less one page for the unused rest of the input's last page and one more.
+    The server refuses inputs that are a few tokens shorter than its context, and silently stops two tokens before it.
+    Memory is a limit as well, less two pages: one for the unused rest of the input's last page, and another one.
     """
     longest, memory = positive(server, "max_req_input_len"), positive(server, "max_total_num_tokens")
     if longest is not None and memory is not None and longest < memory:  # otherwise it is the memory of one shard

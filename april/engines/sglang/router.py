@@ -21,7 +21,7 @@ ASK_AGAIN_S = 0.25
 
 
 async def router_workers(router: HttpClient) -> frozenset[str]:
-    """Return the addresses of the router's workers, perhaps none yet. Raises ConfigError for another kind of router."""
+    """Return the addresses of the router's workers; empty while it has none. Raises ConfigError for other routers."""
     reply = await router.call("GET", "/workers", retry=True)
     if reply.status == 404:
         raise ConfigError(f"engine.router: {router.url} has no /workers; it must be an sglang-router (0.3 or later)")
@@ -60,7 +60,10 @@ async def require_same_workers(router: HttpClient, config: SglangEngineConfig) -
 
 
 def common_facts(workers: Sequence[SglangFacts]) -> SglangFacts:
-    """Return what holds for all workers, as a request may reach any. Raises ConfigError if they do not match."""
+    """Return the facts that hold for all workers, since a request may reach any of them.
+
+    Raises ConfigError if the workers differ in something that must be equal.
+    """
     first = workers[0]
     ours = _equal(first)
     for other in workers[1:]:

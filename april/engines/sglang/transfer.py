@@ -67,7 +67,10 @@ class WeightTransfer:
         self._require(reply, "begin a transfer of weights")
 
     async def receive(self, bucket: Sequence[TensorSpec], last: bool, mark: str) -> None:
-        """Have the server receive these tensors; before the first ones, label its weights ``mark``."""
+        """Have the server receive these tensors.
+
+        Before the first bucket its weights get the label ``mark``, because they are incomplete from then on.
+        """
         assert self.meeting is not None
         self.touched = True
         if self.mark is None and self.worker.facts.label is not None:
@@ -89,7 +92,7 @@ class WeightTransfer:
     async def leave(self) -> bool:
         """Abandon the transfer: end it if it was begun, leave the group and resume the server. Never raises.
 
-        Returns whether the server still has the weights from before.
+        Returns whether the server still has the weights from before the transfer.
         """
         if self.begun:
             self.begun = False

@@ -1,7 +1,7 @@
 """Builds requests for ``/generate`` of SGLang servers, and parses the responses into typed values.
 
-Reading continues after the tokens already received: repeated tokens (cumulative streams, the last token at an abort)
-are dropped, and tokens taken back are an error.
+Tokens that a later event repeats (in cumulative streams, and the last token at an abort) are dropped. It is an error if
+a later event contains fewer tokens than were received.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def request_body(
     """Return the JSON body for ``/generate``, with no setting left to defaults.
 
     ``adapter`` None means the model itself, ``urls`` holds all attachments, ``label`` names the weights. Requests share
-    cached keys only if they have the same ``salt``.
+    entries of the prefix cache only if they have the same ``salt``.
     """
     sampling = request.sampling
     params: dict[str, Any] = {
@@ -126,7 +126,7 @@ def request_body(
         for kind, field in FIELDS.items():
             body[field] = [(urls or {})[a.digest] for a in attachments if a.kind == kind]
         body["mm_hashes"] = [name_under(label, a.digest) for a in attachments]
-        # some processors go through text, which may silently change the ids
+        # some processors decode the ids to text and encode it again, which may silently change the ids
         body["return_prompt_token_ids"] = True
     return msgspec.json.encode(body)
 
@@ -135,7 +135,7 @@ def name_under(label: str, digest: str) -> str:
     """Return the server's name for an attachment under the weights ``label``.
 
     SGLang caches encoded images by this name and empties that cache neither when weights are loaded nor when other
-    caches are flushed. With the same name under all weights, images encoded by the first would be reused.
+    caches are flushed. If the name did not depend on the weights, images encoded by old weights would be reused.
     """
     return hashlib.sha256(f"{label} {digest}".encode()).hexdigest()
 
@@ -143,8 +143,8 @@ def name_under(label: str, digest: str) -> str:
 class ReplyParser(Parser[Reply]):
     """Parser for ``/generate``. With ``incremental``, events contain only new tokens, otherwise all tokens so far.
 
-    ``routing`` is the shape of the requested experts, ``extras_from`` the first requested row. With ``prompt``, the
-    prompt ids that the server reports, if any, must equal these.
+    ``routing`` is the shape of the requested experts, ``extras_from`` the first requested row. If the server reports
+    prompt ids, they must equal ``prompt``, unless that is None.
     """
 
     __slots__ = ("_extras_from", "_incremental", "_prompt", "_rid", "_routing")
@@ -217,7 +217,7 @@ class ReplyParser(Parser[Reply]):
         return ids, [one.logprob for one in scored]
 
     def _extras(self, meta: Meta) -> Extras:
-        """Return the rows that came, if any were requested."""
+        """Return the rows of the response; empty if none were requested."""
         if self._routing is None or meta.routed_experts is None:
             return NO_EXTRAS
         try:

@@ -38,7 +38,7 @@ from april.text.server_text import clean
 log = logging.getLogger("april")
 
 FLUSH_S = 30.0
-"""Seconds that the server may wait until its cache can be emptied."""
+"""Seconds for which the server may wait until it can empty its cache."""
 
 
 _FLUSHED = b"Cache flushed."
@@ -52,7 +52,7 @@ class PartlyUpdated(EngineError):
 
 
 class PartlyUpdatedAndGone(PartlyUpdated, EngineUnreachable):
-    """Raised for a half update of a server that no longer answers; the other servers can continue without it."""
+    """Raised for a partly updated server that no longer answers; the other servers can continue without it."""
 
 
 class _Load(msgspec.Struct):
@@ -102,7 +102,7 @@ class SglangWorker:
         return None if self.facts.label is None else await weight_version(self.client, "/model_info")
 
     async def is_foreign(self, labels: WeightLabels, version: PolicyVersion) -> bool:
-        """Return whether somebody else has paused the server, or given it other weights than ``version``."""
+        """Return whether another client has paused the server, or given it other weights than ``version``."""
         ready = await self.client.call("GET", "/ready", timeout_s=PAUSE_CHECK_S, retry=True)
         return ready.status == 503 or not ((shown := await self.label()) is None or labels.is_of(shown, version))
 
@@ -134,8 +134,8 @@ class SglangWorker:
 
         Args:
             paused_as: Result of :meth:`mark` when the engine was paused for the update.
-            paused: Whether the engine was paused for the update.
-            stands_still: Whether the server itself is already paused.
+            paused: True if the engine was paused for the update.
+            stands_still: True if the server itself is already paused.
 
         Raises:
             PartlyUpdated: The weights are, or may be, new, and a later part of the update failed.
@@ -195,10 +195,10 @@ class SglangWorker:
             raise EngineError(f"{text}: it answered {reply.status}, {why}; it keeps its old adapter")
         now = await self._process()
         if await self.label() not in (None, labels.of(base)) or (process is not None and now != process):
-            raise EngineError(f"{text}: it was restarted meanwhile; update its weights again")
+            raise EngineError(f"{text}: it was restarted during the call; update its weights again")
 
     async def unload_adapter(self, adapter: LoadedAdapter) -> bool:
-        """Unload an adapter; if it may still be there, log a warning and return False."""
+        """Unload an adapter; if the server may still have it, log a warning and return False."""
 
         async def is_gone(reply: Reply) -> bool:
             done = reply.ok and has_value("success", True)(json_value(reply))
@@ -207,7 +207,8 @@ class SglangWorker:
         return await unload_adapter(self.client, "/unload_lora_adapter", adapter, is_gone)
 
     async def _process(self) -> Any:
-        """Return a value unique to the process (the times that parts of its start took); None if it is not shown."""
+        """Return a value that identifies the server's process: the times that parts of its start took. None if the
+        server does not show them."""
         reply = await self.client.call("GET", "/server_info", retry=True)
         answer = json_value(reply) if reply.ok else None
         return answer.get("startup_time") if isinstance(answer, dict) else None
@@ -235,9 +236,9 @@ class SglangWorker:
         )
 
     async def _load(self, label: str, path: str, before: str | None) -> bool:
-        """Load weights over those labelled ``before``; False means that the cache was kept.
+        """Load weights over those labelled ``before``; return False if the server has not emptied its cache.
 
-        Raises PartlyUpdated if the server does not say whether it has loaded them, and EngineError if it has not.
+        Raises PartlyUpdated if it is unknown whether the server has loaded the weights, EngineError if it has not.
         """
         body: dict[str, Any] = {
             "model_path": path, "weight_version": label, "flush_cache": True, "abort_all_requests": False,

@@ -156,7 +156,7 @@ def _known(table: Mapping[str, _T], name: str, what: str) -> _T:
 
 
 def limit_s(cost: DecodeCost, lengths: Lengths, in_flight: float, prompt_tokens: float = 0.0) -> float:
-    """Return the seconds in which an engine with always ``in_flight`` active sequences makes these tokens."""
+    """Return the seconds in which an engine that always has ``in_flight`` active sequences makes these tokens."""
     response = _as_float(lengths)
     if in_flight <= 0:
         raise ValueError(f"in_flight must be positive, not {in_flight}")
@@ -188,7 +188,7 @@ def _as_float(lengths: Lengths) -> NDArray[np.float64]:
 
 
 def _work_s(cost: DecodeCost, response: NDArray[np.float64], prompt_tokens: float) -> float:
-    """The time that no schedule can save: compute per token, KV reads, prefill of the prompts."""
+    """Return the seconds of work that every schedule needs: compute per token, KV reads, prefill of the prompts."""
     tokens = float(response.sum())
     kv_reads = float((response * response).sum()) / 2.0 + prompt_tokens * tokens
     prefill = cost.per_prefill_token_s * prompt_tokens * response.size

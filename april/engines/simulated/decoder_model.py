@@ -1,6 +1,6 @@
-"""A discrete-event model of an engine with continuous batching: only times and token counts, no token ids.
+"""A discrete-event model of an engine with continuous batching: it computes times and token counts, no token ids.
 
-The model. Decode steps follow one another; every active sequence gains one token per step; a step's duration follows
+Decode steps follow one another; every active sequence gains one token per step; a step's duration follows
 from the batch and the resident KV at its start (``DecodeCost``). Between two steps, in this order: finished sequences
 leave; while the KV cache has no room for one more token per sequence, the youngest sequence is preempted (its KV is
 dropped, it returns to the head of the queue and is prefilled again later); the queue is admitted first come, first
@@ -119,7 +119,7 @@ class SimulatedDecoder:
         self._accounted_to = start_s
         self._next: float | None = None  # cache of next_event_time
 
-    # -- what it looks like ------------------------------------------------------------------------------------------
+    # -- the present state -------------------------------------------------------------------------------------------
 
     @property
     def now(self) -> float:
@@ -174,12 +174,12 @@ class SimulatedDecoder:
             generated_tokens=total.generated_tokens + tokens,
         )
 
-    # -- what it is told ---------------------------------------------------------------------------------------------
+    # -- requests and pauses -----------------------------------------------------------------------------------------
 
     def add(self, request_id: str, prefix_tokens: int, new_tokens: int, cached: int = 0) -> None:
         """Queue a request at ``now``: prefill ``prefix_tokens``, then generate exactly ``new_tokens`` tokens.
 
-        The first ``cached`` prefix tokens cost no time in the first prefill, as another request has prefilled them.
+        The first ``cached`` prefix tokens cost no time in the first prefill, since another request has prefilled them.
 
         Raises:
             ValueError: the id is in use, a count is impossible, or the request could never fit into the KV cache.
@@ -322,7 +322,7 @@ class SimulatedDecoder:
             ends.clear()
             self._target = 1
             return
-        if len(ends) > 2 * n + 64:  # mostly stale: sweep them, in time proportional to the aborts
+        if len(ends) > 2 * n + 64:  # most entries are stale: remove them, in time proportional to the aborts
             self._ends = ends = [entry for entry in ends if entry[0] == entry[2].last_step]
             heapify(ends)
         while ends[0][0] != ends[0][2].last_step:
@@ -378,7 +378,7 @@ class SimulatedDecoder:
         return sequence.new_tokens - (sequence.last_step - self._steps - self._done)
 
     def _anchor(self, steps: int) -> None:
-        """Count ``steps`` steps of the present batch and move the anchor behind them."""
+        """Count ``steps`` steps of the present batch and move the anchor to their end."""
         self._account()
         n = len(self._running)
         total = self._counters

@@ -87,7 +87,7 @@ def synthetic_response(
 
 @dataclass(slots=True)
 class _Stream:
-    """A request being served. ``outbox`` holds (number of tokens, version, finish)."""
+    """A request that is being served. ``outbox`` holds (number of tokens, version, finish)."""
 
     request: Request
     new_tokens: int
@@ -320,7 +320,7 @@ class SimulatedEngine(WithoutWeights):
 
     def _on_timer(self, due: float) -> None:
         self._timer = None
-        # A real loop may call slightly early.
+        # A real event loop may call this slightly early.
         now = max(due, self._decoder.now, asyncio.get_running_loop().time())
         self._deliver(self._decoder.advance(now))
         self._set_timer()
@@ -350,7 +350,7 @@ class SimulatedEngine(WithoutWeights):
         self._set_stream_timer()
 
     def _set_stream_timer(self) -> None:
-        """Schedule a tick only while tokens may come, so that a virtual loop detects when nothing else is scheduled."""
+        """Schedule the next hand-over only while tokens may come, so that a virtual loop detects when it is idle."""
         if self._stream_interval_s is None or self._stream_timer is not None or self._paused or not self._streams:
             return
         loop = asyncio.get_running_loop()

@@ -155,13 +155,13 @@ class _Traffic:
 
 
 def _between(values: Floats, first: NDArray[np.intp], after: NDArray[np.intp]) -> Floats:
-    """Return the sum of ``values[first:after]`` for every pair."""
+    """Return the sum of ``values[first:after]`` for every pair (first, after)."""
     sums = np.concatenate(((0.0,), np.cumsum(values)))
     return np.asarray(sums[after] - sums[first])
 
 
 def _not_negative(seen: Floats, took: Floats, floor: float) -> Floats:
-    """Least squares of the relative errors; all costs are >= 0 and the first is >= ``floor``."""
+    """Return the costs with the least squares of relative errors; all are >= 0, and the first is >= ``floor``."""
     matrix, best, smallest = seen / took[:, None], np.zeros(4), np.inf
     least = np.array([floor, 0.0, 0.0, 0.0])
     for count in range(1, 5):

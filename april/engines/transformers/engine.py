@@ -49,8 +49,8 @@ MAX_STEPS_PER_TICK = 32
 STREAM_INTERVAL = 2
 """Default number of tokens per chunk for streamed requests (docs/measurements.md)."""
 YIELDS_BETWEEN_TICKS = 8
-"""Event-loop iterations between two ticks, in which consumers take chunks, submit and abort. The number is fixed,
-since runs with a wall-clock wait would not be reproducible."""
+"""Event-loop iterations between two ticks, in which consumers take chunks, submit requests and abort them. The number
+is fixed, because runs with a wall-clock wait would not be reproducible."""
 
 
 _OUT_OF_MEMORY_TEXTS = ("out of memory", "not enough memory", "allocate memory")
@@ -78,11 +78,11 @@ class TransformersEngine(EngineBase):
     """Continuous batching over any Hugging Face causal model with plain key-value attention.
 
     ``optimizer.step()`` is the weight update: the parameters are read in place. Pause the engine (or let it run idle)
-    before the optimizer writes, then call :meth:`update_weights` with the new version. A step while it generates is
-    refused (:class:`~april.errors.WeightsInUse`). Writes without an optimizer are detected afterwards, by the version
-    counters and addresses of the tensors: every request ends with that error, without the tokens of that tick, and
-    nothing is generated before the next :meth:`update_weights`. Writes through ``.data`` change neither counter nor
-    address.
+    before the optimizer writes, then call :meth:`update_weights` with the new version. An optimizer step while the
+    engine generates raises :class:`~april.errors.WeightsInUse`. Writes without an optimizer are detected afterwards, by
+    the version counters and addresses of the tensors: every request ends with that error, without the tokens of that
+    tick, and nothing is generated before the next :meth:`update_weights`. Writes through ``.data`` are not detected in
+    this way, because they change neither counter nor address.
 
     The engine computes in the precision of the model: the dtype of its weights, or an autocast, either around the
     model's ``forward`` or active where the engine is created.
@@ -94,7 +94,7 @@ class TransformersEngine(EngineBase):
         model: The model, on its final device; not copied.
         slots: Largest number of requests decoded at the same time; further ones wait.
         max_len: Largest number of tokens of prompt plus response; None means the model's context, at most 32,768.
-        seed: Seed of the generator that gives requests without a seed theirs.
+        seed: Seed of the generator that draws a seed for each request without one.
         name: Label for segments, metrics and messages.
         stream_interval: Number of tokens after which a chunk is yielded; None means one chunk at the end.
         eos_token_ids: Ids that end every response; None means those of the generation configuration.
@@ -160,9 +160,9 @@ class TransformersEngine(EngineBase):
         self.weight_sample = self._weights.sample
         self._state = ModelState(model, self._weights)
         self._model_lock = model_lock_of(model)
-        # True if the trainer used the model last: the next tick takes the model's state as the trainer's intention
+        # True if the trainer used the model last, so the next tick records the model's state as the trainer's
         self._trainers = True
-        # True once quiet() was called; until then an idle engine gives the model back to the trainer by itself
+        # True once quiet() was called; until then an idle engine hands the model back to the trainer by itself
         self._handed_back = False
         self._unchecked = check
         try:
@@ -190,17 +190,18 @@ class TransformersEngine(EngineBase):
         self._ticking = self._loading = False
         self._failure = ""
         self._may_pass = False
-        """True if the failure may be temporary, which only another request can show."""
+        """True if the failure may be temporary; only another request can show whether it is."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._taken: ModelWriter | None = None
         """Tensors of an incomplete transfer into the model."""
         self._overwritten = ""
-        """Why nothing is generated before the next update: the model has changed. Empty if it has not."""
+        """How the model was changed, so that nothing is generated before the next update; empty if it was not."""
         self._generated_under: tuple[PolicyVersion, int | None] | None = None
-        """The version that generated last, and the write counter of its weights (None after a change was reported)."""
+        """Version under which tokens were generated last, and the write counter of its weights (None once a change was
+        reported)."""
         self._dtypes = {parameter.dtype for parameter in model.parameters()}
         self._unchanged = 0
-        """Number of successive updates with responses but without a write to the weights before them."""
+        """Number of successive updates before which responses were generated but no weight was written."""
         self._remove_optimizer_guard = guard_optimizers(self, self._weights)
 
     @classmethod
@@ -317,7 +318,7 @@ class TransformersEngine(EngineBase):
             self._send([stream.attempt_id])
 
     def _hand_out(self, outputs: list[SlotOutput], cause: Exception | None = None) -> None:
-        """Give the decoder's outputs to their streams; with a ``cause``, those without a finish fail because of it."""
+        """Give the decoder's outputs to their streams; with a ``cause``, outputs without a finish fail with it."""
         for output in outputs:
             attempt_id, tokens, logprobs = output.request.attempt_id, output.tokens, output.logprobs
             stream = self._streams[attempt_id]
@@ -384,7 +385,7 @@ class TransformersEngine(EngineBase):
                 self._hand_out(outputs, error)
                 self._read_inbox()
         except (Exception, asyncio.CancelledError) as error:
-            # A bug in this module, or the loop is shutting down: no consumer may wait for ever because of it.
+            # There is a bug in this module, or the loop is shutting down; no consumer may wait for ever because of it.
             self._closed = True
             self._failure = f"the engine failed ({type(error).__name__}: {error}): create a new one"
             for stream in self._streams.values():
@@ -410,7 +411,7 @@ class TransformersEngine(EngineBase):
         finally:
             self._ticking = False
         if error is not None and not isinstance(error, WeightsInUse) and not _is_out_of_memory(error):
-            # running out of memory may be temporary; any other error of a model call would hit every request
+            # running out of memory may be temporary; any other error of a model call would recur with every request
             broken = ModelBroken(
                 f"{self._name}: a model call failed ({type(error).__name__}: {error}), and the next one would fail as "
                 "well; april keeps everything generated so far: repair the model, call weight_update(), and ask for "
@@ -442,7 +443,7 @@ class TransformersEngine(EngineBase):
     def _work(self) -> tuple[list[SlotOutput], Exception | None]:
         """Run one tick in the worker thread, and check before and after that the model is unchanged."""
         decoder, outputs, failure = self._decoder, list["SlotOutput"](), None
-        if not self._weights.ready:  # released since this tick was requested
+        if not self._weights.ready:  # the weights were released after this tick was requested
             return [], None
         if not decoder.active:
             self._state.note_weights()
@@ -470,7 +471,7 @@ class TransformersEngine(EngineBase):
         with generation_mode(self._model), self._autocast(), self._state.watched():
             yield
 
-    # ------------------------------------------------------------------ weights and life
+    # ------------------------------------------------------------------ weights, pauses and closing
 
     def gather(self) -> None:
         """Gather the weights that FSDP2 has sharded on this rank; called in the trainer's thread.
@@ -480,7 +481,7 @@ class TransformersEngine(EngineBase):
         again) if the model is not suitable.
         """
         if self._weights.sharded:
-            self.release()  # gather again even if gathered: other ranks may have to
+            self.release()  # then gather again in any case, because other ranks may have to gather
             self._weights.gather()
             self._trainers = True
             try:
@@ -513,7 +514,7 @@ class TransformersEngine(EngineBase):
             return
         await asyncio.get_running_loop().run_in_executor(self._thread, self._decoder.synchronize)
         if self._decoder.device.type != "cpu":
-            # The trainer needs the memory; without active requests it holds no data.
+            # The trainer needs the memory of keys and values; it holds no data if no request is active.
             self._decoder.release_memory()
 
     async def resume(self) -> None:
@@ -524,11 +525,11 @@ class TransformersEngine(EngineBase):
                 "the old ones: abort them, call update_weights, then resume"
             )
         self._paused = False
-        self._taken = None  # of a transfer that has broken off
+        self._taken = None  # forget a transfer that was broken off
         self._start_pump()
 
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
-        """Begin ``version``; with ``path``, load that directory (of ``save_pretrained``, safetensors) in place before.
+        """Begin ``version``; with ``path``, first load that directory (of ``save_pretrained``, safetensors) in place.
 
         Waiting requests stay and will be generated under the new version. Raises EngineError while requests are
         active, or if the directory does not hold exactly this model's weights; nothing is written then.
@@ -572,7 +573,7 @@ class TransformersEngine(EngineBase):
         return len(ours) == len(theirs) and all(a is b for a, b in zip(ours, theirs, strict=True))
 
     async def take(self, specs: Sequence[TensorSpec], tensors: Sequence[Any], last: bool) -> None:
-        """Copy tensors of another model into this one, in place; :meth:`update_weights` begins their version.
+        """Copy tensors of another model into this one, in place; :meth:`update_weights` puts them into use.
 
         Raises EngineError while requests are active, and for tensors that do not match the model; it then keeps the
         tensors that were copied before.
@@ -661,7 +662,7 @@ class TransformersEngine(EngineBase):
             )  # fmt: skip
 
     def _notice_silent_update(self) -> None:
-        """Warn, once per version, if weights were written without an update: tokens would get a wrong version."""
+        """Warn, once per version, if weights were written without an update, so that tokens get a wrong version."""
         version, stamp = self._decoder.version, self._weights.stamp()[0]
         if self._generated_under is None or self._generated_under[0] != version:
             self._generated_under = (version, stamp)

@@ -1,4 +1,4 @@
-"""Token ids per slot: the stop ids, or the banned ids, of the slot's request."""
+"""Stores a list of token ids for each decode slot: the stop ids or the banned ids of its request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class IdRows:
         self._rows = np.full((slots, 1), -1, dtype=np.int64)
 
     def put(self, slot: int, ids: Sequence[int]) -> None:
-        """Set the ids of a slot; ids outside the vocabulary are left out, as they cannot be sampled."""
+        """Set the ids of a slot; ids outside the vocabulary are left out, because they cannot be sampled."""
         known = [i for i in ids if 0 <= i < self._vocab_size]
         slots, width = self._rows.shape
         if len(known) > width:

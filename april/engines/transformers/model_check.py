@@ -1,7 +1,7 @@
 """Checks the slot decoder on a model: decodes a few tokens and compares them with full forward passes.
 
 A model that hides state from the cache, ignores the mask, or numbers its positions in its own way would generate
-plausible text with wrong log-probabilities. This check finds it before any training does.
+plausible text with wrong log-probabilities. This check refuses such a model before anything is trained.
 
 Some models change their arithmetic at a certain length (windows, chunks, scaled positions), which each family names
 differently. So the check is repeated at every length in the model's configuration (``named_lengths``): with a sequence
@@ -56,7 +56,7 @@ _EARLY_TOKENS = 2
 _SHORT_NEIGHBOURS = (3, 5)
 _SHORTEST = max(_PROMPT_LENGTHS) + _NEW_TOKENS
 _CHEAP_TOKENS, _CHEAP, _CHEAP_ELSEWHERE = 1024, {"cpu": 10**9}, 10**13
-"""Limits of a check at ``max_len``: tokens, and parameters times tokens; it takes half a second at most."""
+"""Limits of a check at ``max_len``: tokens, and parameters times tokens by device. It takes half a second at most."""
 _WORTH_A_LINE = 10**11
 """Parameters times tokens above which a check is logged: about ten seconds on a CPU."""
 EXACT_NATS = 1e-4
@@ -64,7 +64,7 @@ EXACT_NATS = 1e-4
 _NOISE = 1.5
 """Factor by which the decoder's difference may exceed the model's own noise: the decoder adds one more batch shape."""
 _MOST_NATS, _MOST_NATS_HALF = 2e-2, 0.5
-"""Largest accepted difference, whatever the noise: in float32 on a GPU (TF32 may be on), and below float32."""
+"""Largest accepted difference, however large the noise: in float32 on a GPU (TF32 may be on), and below float32."""
 
 
 def recompute(
@@ -107,7 +107,7 @@ class _RecordingDecoder(SlotDecoder):
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """Dtypes of the weights and of the cache; an autocast around the model shows in the keys."""
+        """Dtypes of the weights and of the cache; the keys show an autocast around the model."""
         return {p.dtype for p in self._model.parameters() if p.dtype.is_floating_point} | self._cache.stored_dtypes
 
 
@@ -132,7 +132,7 @@ def _distances(rows: Tensor, others: Tensor) -> Tensor:
 
 
 def _upper_median(distances: Tensor) -> float:
-    """Return the upper median: it ignores one token with another choice of expert, but not a row that is wrong."""
+    """Return the upper median, which ignores one token for which another expert was chosen, but not a wrong row."""
     return float(distances.sort().values[len(distances) // 2])
 
 
@@ -253,14 +253,14 @@ def _decode(decoder: _RecordingDecoder, admissions: Sequence[Sequence[TrialPromp
 
 
 def _noise(model: Any, trials: list[_Trial], dtypes: set[torch.dtype], batched: bool) -> float:
-    """Return how far the model is from itself (by :func:`_upper_median`) where the decoder takes no part.
+    """Return how far the model's own results differ when the decoder takes no part, by :func:`_upper_median`.
 
     Args:
         model: The model.
         trials: The decoded responses.
         dtypes: Dtypes of its weights, keys and values.
-        batched: Include the effects of a batch and of a cache of transformers. Not beyond a length at which the
-            arithmetic may change: there, a dependence on other rows would pass for noise.
+        batched: Include the effects of a batch and of a cache of transformers. False beyond a length at which the
+            arithmetic may change, because a dependence on other rows would count as noise there.
     """
     whole = [t for t in trials if t.n == _NEW_TOKENS]
     with torch.no_grad(), _rounded_once_more(model, max(torch.finfo(dtype).eps for dtype in dtypes)):

@@ -1,9 +1,9 @@
 """Detects whether other code has changed the model's settings or weights while tokens were sampled.
 
-The watched state is the weights and the settings of every module: flags, strings, lists and tables of them
-(adapters, their scales, training mode), hooks, submodules and parameters. All of it is compared after a tick. Before
-each decode step only a part is compared, in rotation, since that must cost next to nothing. All of it is also
-compared when another thread calls the model, since code that changes settings temporarily does so for a call.
+The watched state is the weights and the settings of every module: flags, strings, lists and dicts of them (adapters,
+their scales, training mode), hooks, submodules and parameters. The whole state is compared after a tick. Before each
+decode step only a part is compared, in rotation, because that must cost next to nothing. The whole state is also
+compared when another thread calls the model, because code that changes settings temporarily does so for a call.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def guard_optimizers(engine: Any, weights: Any) -> weakref.finalize[Any, Any]:
 
 
 CHECKED_PER_STEP = 12
-"""Number of settings, and of tensors, compared before a decode step; a 32nd of all if that is more."""
+"""Number of settings, and of tensors, that are compared before a decode step; a 32nd of all if that is more."""
 PATIENCE_S, POLL_S = 10.0, 0.01
-"""Seconds to wait for other code to restore the model, and seconds between two checks meanwhile."""
+"""Seconds to wait for other code to restore the model, and seconds between two checks during that time."""
 WRITTEN = "its weights were changed"
 _GONE, _NONE, _OURS = object(), object(), object()
 _PLAIN = (bool, str, int, float, type(None))
@@ -70,7 +70,7 @@ _TABLES = ("_forward_hooks", "_forward_pre_hooks", "_modules", "_parameters")
 
 
 class ModelState:
-    """The state of one model as recorded, to compare with the present one; both taken in ``generation_mode``."""
+    """The recorded state of one model, to compare with the present state; both are read in ``generation_mode``."""
 
     def __init__(self, model: Any, weights: ModelWeights) -> None:
         self._model, self._weights = model, weights

@@ -27,7 +27,7 @@ from april.errors import ConfigError
 log = logging.getLogger("april")
 
 DEFAULT_MAX_LEN = 32_768
-"""Default ``max_len`` of models with a longer context. Memory depends on the requests, not on it."""
+"""Default ``max_len`` of models with a longer context. Memory depends on the requests, not on ``max_len``."""
 
 _PATTERN_SIZE = {
     "full_attention": None,
@@ -35,7 +35,7 @@ _PATTERN_SIZE = {
     "chunked_attention": "attention_chunk_size",
 }
 _MOST_COST, _MOST_COST_ELSEWHERE = {"cpu": 3 * 10**11}, 10**14
-"""Highest :func:`cost_of_trial` of a check, by device type and for others, if the user did not set ``max_len``."""
+"""Highest :func:`cost_of_trial` of a check if the user did not set ``max_len``: by device type, and for other types."""
 _MASKED_ATTENTION = ("sdpa", "eager")
 # Words in the names of settings that count something other than positions: layer sizes, numbers of layers, ids.
 _OTHER_COUNTS = {
@@ -265,7 +265,7 @@ def _warn_of_dropout(training: list[Any]) -> None:
 def generation_mode(model: Any) -> Iterator[None]:
     """Switch dropout off and use attention that takes masks; restores everything afterwards.
 
-    Flash and flex attention take no mask per row, so ``sdpa`` (or else ``eager``) replaces them meanwhile.
+    Flash and flex attention take no mask per row, so ``sdpa`` (or else ``eager``) replaces them for that time.
     """
     training = [module for module in model.modules() if module.training]
     if training and model not in _looked_at:

@@ -26,7 +26,7 @@ SAMPLED = 4
 
 
 class ModelWeights:
-    """Weights that are not sharded."""
+    """Weights of a model that is not sharded; the base class."""
 
     sharded = False
     ready = True
@@ -39,7 +39,7 @@ class ModelWeights:
         self._tensors: list[Tensor] = _stored(model)
 
     def list_tensors(self) -> None:
-        """List the tensors again, as the trainer may have replaced parameters."""
+        """List the tensors again, because the trainer may have replaced parameters."""
         self._tensors = [tensor for tensor in _stored(self._model) if id(tensor) not in self._moving]
 
     @contextmanager
@@ -55,7 +55,7 @@ class ModelWeights:
         yield from self._model.parameters()
 
     def stamp(self) -> tuple[int, int]:
-        """Return (number of in-place writes, digest of addresses and some values): differs when the weights do."""
+        """Return (number of in-place writes, digest of addresses and some values), which changes with the weights."""
         tensors = self._tensors
         return sum(map(_writes, tensors)), hash((*(t.data_ptr() for t in tensors), *_few_values(tensors)))
 
@@ -109,9 +109,9 @@ class ShardedWeights(ModelWeights):
         Parameters that an earlier forward pass has left gathered are sharded first, because they have old values.
 
         Raises:
-            EngineError: another rank did not take part, or tensor parallelism keeps its part of them.
+            EngineError: another rank did not take part, or parameters are also split by tensor parallelism.
         """
-        self._spread()  # a forward pass without a backward one leaves some whole, as they were before the last step
+        self._spread()  # a forward pass without a backward pass leaves some gathered, with the values before the step
         try:
             for unit in self._units:
                 unit.unshard()
@@ -284,4 +284,4 @@ class ModelWriter:
         if last and self._missing:
             name = next(iter(self._missing.values()))
             more = f" and {len(self._missing) - 1} more" if len(self._missing) > 1 else ""
-            raise EngineError(f"{name}{more} of this {self._kind} did not come: the weights were incomplete")
+            raise EngineError(f"the weights were incomplete: {name}{more} of this {self._kind} did not arrive")

@@ -1,4 +1,4 @@
-"""Continuous batching over any Hugging Face causal model: slots, admission, prefill, decode, abort. Synchronous.
+"""Continuous batching over any Hugging Face causal model: slots, admission, prefill, decode, abort. All synchronous.
 
 Invariants:
 
@@ -40,7 +40,7 @@ PREFILL_SEQUENCES = 16
 PREFILL_TOKENS = 16_384
 """Largest number of tokens per prefill call, padding included; only a single sequence may be longer."""
 _FIRST_COLUMNS = 128
-# Uniform numbers are made for this many steps ahead: few at first, as the slots of short runs change often.
+# Uniform numbers are made for this many steps ahead: few at first, because the slots of short runs change often.
 _NOISE_AHEAD, _NOISE_AHEAD_LATER = 8, 32
 
 # Rows of the slot matrix. The first five also live on the device and grow by one per decode step. _ROPE is the position
@@ -104,7 +104,7 @@ class SlotDecoder:
         # Outputs of the present call, kept here so that a later error does not lose them.
         self._ended: list[SlotOutput] = []
         self._sound: dict[str, int] = {}
-        """Number of tokens of each active request that preceded the last tick and were not handed out."""
+        """Number of tokens of each active request that were sampled before the last tick and not handed out."""
         self._rows = np.zeros((9, slots), dtype=np.int64)
         self._temperature = np.zeros(slots)
         self._top_p = np.ones(slots)
@@ -136,7 +136,7 @@ class SlotDecoder:
     def __repr__(self) -> str:
         return f"SlotDecoder({self.active}/{self.slots} active, {self.waiting} waiting, version {self.version})"
 
-    # ------------------------------------------------------------------ what the engine asks
+    # ------------------------------------------------------------------ requests
 
     def submit(self, request: SlotRequest) -> None:
         """Queue a request; those with a lower priority number, then earlier ones, are admitted first."""
@@ -183,7 +183,7 @@ class SlotDecoder:
     def drop_failed(self) -> list[SlotOutput]:
         """Drop every request that took part in a call that raised, with the tokens of its completed steps.
 
-        Outputs without a finish belong to requests that were cut; those with one had ended before the error.
+        Outputs without a finish belong to requests that were cut; requests with a finish had ended before the error.
         """
         outputs = list(self._ended)
         over = {output.request.attempt_id for output in outputs}
@@ -241,7 +241,7 @@ class SlotDecoder:
     # ------------------------------------------------------------------ admission and prefill
 
     def _admission_open(self) -> bool:
-        # A prefill delays every decoding request, so it waits until it is worthwhile: an eighth of the slots free, or
+        # A prefill delays every decoding request, so it waits until an eighth of the slots is free, or until there is
         # room for all waiting requests.
         free = self.slots - self.active
         if not self._waiting or not free:
@@ -254,7 +254,7 @@ class SlotDecoder:
             request = self._waiting.pop(heapq.heappop(self._queue)[2], None)
             if request is not None:
                 self._admitting.append(request)
-        # Samples of one group start from the same tokens and images, which go through the model once.
+        # Samples of one group begin with the same tokens and images, which are prefilled once for all of them.
         alike: dict[tuple[bytes, tuple[Placed, ...]], list[SlotRequest]] = {}
         for request in self._admitting:
             alike.setdefault((request.tokens.tobytes(), request.attached), []).append(request)
@@ -444,7 +444,7 @@ class SlotDecoder:
         return batch.noise[:, step : step + 1]
 
     def _forbidden(self, batch: _DecodeBatch) -> Tensor | None:
-        """Return bool [B, V]: banned tokens, and stop tokens of rows below their minimum length; None if nothing is."""
+        """Return bool [B, V], true for banned tokens, and for stop tokens below the minimum length; None if none is."""
         if batch.stop_ids is None or batch.steps >= batch.until_minimum:
             return batch.banned
         if batch.stop_table is None:
@@ -534,5 +534,5 @@ class SlotDecoder:
             setattr(self, name, grown)
 
     def _upload(self, array: NDArray[Any]) -> Tensor:
-        """Copy to the device of the model; always a copy, as the array may change while the device still reads it."""
+        """Copy to the device of the model. Always a copy, since the array may change before the device has read it."""
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, copy=True)

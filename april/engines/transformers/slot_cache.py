@@ -29,7 +29,7 @@ def window_of(columns: int) -> int:
 
 
 class _LayerStore:
-    """Keys and values of one layer, whose head counts and sizes may differ, as in latent attention."""
+    """Keys and values of one layer. Both may differ in the number and size of heads, as in latent attention."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values
@@ -54,7 +54,7 @@ class SlotCache(Cache):
         self._source: Tensor | None = None
         self._cells: Tensor | None = None
 
-    # ------------------------------------------------------------------ what the next model call is
+    # ------------------------------------------------------------------ announcing the next model call
 
     def begin_prefill(self, first: int, count: int, length: int, source: Tensor | None) -> None:
         """Prepare a model call that prefills rows ``first .. first + count`` with sequences padded to ``length``.
@@ -100,7 +100,7 @@ class SlotCache(Cache):
         finally:
             self._seen = seen
 
-    # ------------------------------------------------------------------ what the model calls
+    # ------------------------------------------------------------------ methods that the model calls
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -149,7 +149,7 @@ class SlotCache(Cache):
                 cells[to, : self._clean] = cells[source, : self._clean]
 
     def shrink_clean(self, columns: int) -> None:
-        """Limit moving and cleaning to ``columns``, as no active row is longer."""
+        """Limit moving and cleaning to ``columns``, because no active row is longer."""
         self._clean = min(self._clean, window_of(columns))
 
     def reserve_columns(self, columns: int, active: int) -> bool:

@@ -1,4 +1,4 @@
-"""Requests in the decoder's form, and the checks that refuse invalid ones before any work is done."""
+"""Converts requests to the decoder's form, and refuses invalid ones before any work is done."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SlotRequest:
     seed: int
     priority: int = 0
     stream_interval: int | None = None
-    """Number of tokens after which they are handed out; None means at the end."""
+    """Number of tokens after which a chunk is handed out; None means one chunk at the end."""
     banned_ids: tuple[int, ...] = ()
     attached: tuple[Placed, ...] = ()
     seen: ProcessedImages | None = None
@@ -41,7 +41,7 @@ class SlotRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotOutput:
-    """The tokens that a request generated since the last output; tokens [k], log-probabilities [k]."""
+    """The tokens that a request has generated since its last output; tokens [k], log-probabilities [k]."""
 
     request: SlotRequest
     tokens: Int32
@@ -50,7 +50,7 @@ class SlotOutput:
     unsound: int = 0
     """Number of further tokens that were dropped because the weights changed while they were sampled."""
     refused: AttachmentError | None = None
-    """Why this request alone was refused and nothing was generated; None if it was not."""
+    """Why this request was refused, while the others go on; None if it was not refused."""
 
 
 def wrong_request(request: Request, vocab_size: int, max_len: int, eos: tuple[int, ...]) -> str | None:

@@ -1,7 +1,7 @@
 """Counters of the embedded engine: how much it computed, and how much of that was used.
 
-Invariant: once every stream has ended, ``generated_tokens`` = tokens yielded + ``discarded_tokens``. The first is
-counted where tokens are sampled, the others where they leave, so a token that is lost in between is noticed.
+Invariant: once every stream has ended, ``generated_tokens`` = tokens yielded + ``discarded_tokens``. Generated tokens
+are counted where they are sampled, the others where they leave, so a token that is lost in between is noticed.
 """
 
 from __future__ import annotations

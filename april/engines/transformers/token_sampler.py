@@ -47,7 +47,7 @@ def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64], count: int
 
 @dataclass(slots=True)
 class SamplingRows:
-    """Sampling parameters of the rows of one batch, on the device of the logits; None where no row needs them."""
+    """Sampling parameters of the rows of one batch, on the device of the logits; None if no row needs a parameter."""
 
     temperature: Tensor | None
     """Temperatures, float32 [B, 1]; 1 for greedy rows."""
@@ -61,12 +61,12 @@ class SamplingRows:
 
     @classmethod
     def of(cls, temperature: NDArray[np.float64], top_p: NDArray[np.float64], device: torch.device) -> SamplingRows:
-        """Create them from the parameters of each row [B]; temperature 0 means greedy."""
+        """Create the parameters of a batch from those of each row [B]; temperature 0 means greedy."""
         greedy = temperature == 0.0
         scale = np.where(greedy, 1.0, temperature)
         nucleus = np.flatnonzero((top_p < 1.0) & ~greedy)
         rows = cls(None, None, bool(greedy.all()), None, None)
-        # Called whenever the slots change, and mostly there is nothing to upload.
+        # This is called whenever the slots change, and in most cases there is nothing to upload.
         if (scale != 1.0).any():
             rows.temperature = torch.from_numpy(scale).to(device, torch.float32).unsqueeze(1)
         if greedy.any():

@@ -1,9 +1,9 @@
-"""Images for vision models: the processor's pixels, and the positions at which the model reads them.
+"""Prepares images for vision models: the processor's pixels, and the positions at which the model reads them.
 
 Invariants:
 
-* An image is identified by the digest of its bytes. The model reads it at the image's own tokens, one for each of its
-  features; no other token stands for a part of an image.
+* An image is identified by the digest of its bytes. The model reads it at the image's placeholder tokens, one for each
+  of its features; no other token stands for a part of an image.
 * Nothing computed from weights is cached. Pixels are cached up to a limit; the vision tower runs in every prefill.
 """
 
@@ -31,14 +31,14 @@ PIXELS_KEPT = 1 << 28
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """How models of one family are given images."""
+    """The arguments with which models of one family get images."""
 
     joined: Mapping[str, int]
     """Names of the model's arguments, with the dimension along which several images are concatenated."""
     grid: bool = False
     """True if image tokens have two-dimensional positions."""
     types: bool = False
-    """True if the model must be told which tokens belong to images, as these attend to each other."""
+    """True if the model must be told which tokens belong to images, because such tokens attend to each other."""
 
 
 _GRID = _Family({"pixel_values": 0, "image_grid_thw": 0}, grid=True)
@@ -128,8 +128,8 @@ class Vision:
             count = int((tokens[placed.at : placed.end] == self.image_id).sum())
             if count != of_one.count:
                 raise AttachmentError(
-                    f"the image {_name(placed.attachment)} becomes {of_one.count} tokens, but the conversation has "
-                    f"{count} for it: expand prompts with the processor of the engine"
+                    f"the image {_name(placed.attachment)} needs {of_one.count} placeholder tokens, but the "
+                    f"conversation has {count} for it: expand prompts with the processor of the engine"
                 )
             pixels.append(of_one)
         if not self._family.grid:

@@ -1,4 +1,4 @@
-"""Connects april to a vLLM engine that a (Ray) actor owns, with one class on each side of the actor boundary.
+"""Connects april to a vLLM engine in an actor (of Ray), with one class on each side of the actor boundary.
 
 :class:`EngineActor` runs in the actor and wraps :class:`~april.engines.vllm.in_process.VllmInProcessEngine`;
 :class:`ActorEngine` runs beside the scheduler. Only plain values pass between them. The trainer updates the weights.
@@ -53,7 +53,7 @@ class EngineActor:
         return asdict(self._engine.capabilities)
 
     def require_idle(self) -> None:
-        """Raise EngineError while april's requests are running, when the trainer must not write weights."""
+        """Raise EngineError while april's requests are running, because the trainer must not write weights then."""
         self._engine.require_idle()
 
     async def generate(self, ask: dict[str, Any]) -> Result:
@@ -131,7 +131,8 @@ class ActorEngine(ServerEngine):
         super().__init__(name, capabilities)
         self._actor = actor
         self._life: str | None = None
-        """Id of the actor process that was paused for an update; None if it was not asked or did not answer."""
+        """Id of the actor process that was paused for an update; None if it was not asked or did not answer.
+        Another id later means that the actor was restarted."""
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Run one request and yield one chunk. Raises RequestRefused, EngineBusy and EngineError like any engine."""
@@ -147,7 +148,7 @@ class ActorEngine(ServerEngine):
                 tokens, logprobs, finish, stopped_at, under = await self._ask("april_generate", ask)
                 ended = True
             finally:
-                if not ended:  # cancelled here: nobody would read the result
+                if not ended:  # this call was cancelled, so nobody would read the result
                     with suppress(Exception):
                         self._actor.april_abort.remote([request.attempt_id])
             if tuple(under) != tuple(version):
@@ -164,7 +165,10 @@ class ActorEngine(ServerEngine):
             await self._call("april_abort", ids)
 
     async def pause(self) -> None:
-        """Pause like :class:`ServerEngine`, and remember the actor, as the trainer may write weights into it."""
+        """Pause like :class:`ServerEngine`, and note the id of the actor process.
+
+        So a restart before the trainer has written its weights is noticed.
+        """
         await super().pause()
         self._life = None
         with suppress(EngineError, TimeoutError):  # if it does not answer, the update will report that

@@ -16,7 +16,7 @@ NEEDED = (
 
 
 async def load_adapter(client: HttpClient, adapter: LoadedAdapter) -> None:
-    """Load an adapter; nothing else changes there. Raises EngineError unless the server confirms and lists it."""
+    """Load an adapter and change nothing else. Raises EngineError unless the server confirms and lists the adapter."""
     body = {"lora_name": adapter.name, "lora_path": adapter.path}
     reply = await client.call("POST", LOAD, body, timeout_s=LOAD_S)
     text = f"{client.url} could not load the adapter in {adapter.path}"

@@ -1,7 +1,8 @@
-"""Engine for vLLM servers: one HTTP call per attempt, aborted by id or by a pause; weights are loaded from disk.
+"""Engine for vLLM servers: generates over HTTP, aborts requests by id or by a pause, and loads weights from disk.
 
-Invariant: no call is closed in order to abort an attempt, because the server would drop its tokens. No token is handed
-over under a label that the server could confirm and did not.
+A label is the name of the present weights, which april sets on the server. Invariants: an HTTP call is never closed in
+order to abort its request, because the server would drop tokens. If the server has labels, april uses a response only
+after the server has confirmed the label.
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
 class VllmEngine(TransferEngine):
     """Engine for one vLLM server, made by :func:`connect_vllm`; implements :class:`april.engines.protocol.Engine`.
 
-    With ``stream``, all requests are streamed; otherwise only those that ask for it, or that carry the bytes of an
-    image which other requests of the prompt wait for. The server keeps images by digest, also across weight updates, so
-    each image is sent once, and again if the server reports it missing.
+    With ``stream``, all requests are streamed. Otherwise only those are that ask for it, and those that upload an
+    image: their first event shows that the server has the image, and other requests with the same image wait for that
+    event. The server stores images by digest, also across weight updates, so each image is sent once, and again if the
+    server reports it missing.
     """
 
     def __init__(self, client: HttpClient, facts: VllmFacts, *, stream: bool = False) -> None:
@@ -56,9 +58,11 @@ class VllmEngine(TransferEngine):
         self.attachments = sent
         self.facts, self._stream = facts, stream
         self._keeps: OnWeightUpdate | None = None
-        """Choice for running requests while the server is (or may be) paused with them; otherwise None."""
+        """How running requests go on after the present pause, during which the server keeps them. None if there is no
+        such pause. Still set after a pause that failed, since the server may be paused."""
         self._paused_as: str | None = None
-        """Label of the process that was paused for an update; None if it was not asked or did not answer."""
+        """Label that the server showed when it was paused for a weight update; None if it was not asked or did not
+        answer. Another label later means that the server was restarted."""
 
     # ---------------------------------------------------------------- requests
 
@@ -77,7 +81,7 @@ class VllmEngine(TransferEngine):
         body = request_body(
             facts.route, model, request, stream=streamed, priority=facts.priorities,
             seeds=capabilities.honours_seeds, spans=spans,
-            # only this run uses this salt, so the request finds only keys made under these weights
+            # the salt is unique to this run and these weights, so the prefix cache returns only entries made with them
             salt=self._labels.salt(self._version), urls=urls,
         )  # fmt: skip
         return reader, body
@@ -85,9 +89,10 @@ class VllmEngine(TransferEngine):
     # ---------------------------------------------------------------- aborts
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
-        """Abort by id, all in one call. The reply confirms nothing; only the end of each response does.
+        """Abort all these requests in one call. The reply confirms nothing; only the end of each response does.
 
-        With several API processes, where a call reaches only one of them, pause the server and resume it instead.
+        If the server has several API processes, an abort would reach only one of them, so the server is paused and
+        resumed instead, which ends every request.
         """
         ids = self._to_abort(attempt_ids)
         if not ids:
@@ -103,7 +108,7 @@ class VllmEngine(TransferEngine):
     # ---------------------------------------------------------------- weights
 
     async def pause(self) -> None:
-        """Pause like :class:`CompletionsEngine`, and remember the label of the process.
+        """Pause like :class:`CompletionsEngine`, and remember the label that the server shows.
 
         If :meth:`pause_in_flight` has failed before, the server is resumed first.
         """
@@ -135,13 +140,14 @@ class VllmEngine(TransferEngine):
     async def resume(self) -> None:
         """Admit requests again, and resume the server if it was paused with its requests."""
         if self._keeps is not None:
-            self._endpoint.set_version(self._version)  # before any of their new tokens can arrive
+            # first, because the requests that the server has kept go on at once after the resume
+            self._endpoint.set_version(self._version)
             await control(self._client, "/resume", has_value("status", "resumed"))
             self._keeps = None
         await super().resume()
 
     async def _remember(self) -> None:
-        """Remember the label of the paused process."""
+        """Remember the label that the paused server shows."""
         self._paused_as = None
         with suppress(EngineError, TimeoutError):  # if it does not answer, the update will report that
             async with asyncio.timeout(PAUSE_CHECK_S):
@@ -154,22 +160,21 @@ class VllmEngine(TransferEngine):
         if path is None:
             await require_first_weights(self, self._labels, self.facts.label, version)
         else:
-            await self._process.pause()  # remember the process that loads them, in case it is a new one
-        # without developer routes, the trainer has loaded the weights and emptied the cache
+            await self._process.pause()  # remember the process that loads the weights, in case it is a new one
+        # a server without developer routes has no such calls: there the trainer loads the weights and empties the cache
         if self.facts.developer_routes:
             async with self._stands_still or self._other_clients_paused():
                 load = self._check_weights_written(version) if path is None else self._load(path, version)
                 mark = await load
                 if self._keeps is None:
                     await self._empty_cache()
-                else:  # the cache was emptied at the pause, or salts keep old and new keys apart
+                else:  # the prefix cache was emptied at the pause, or salts keep its old and new entries apart
                     await self._empty_encoder_cache()
                 await self._label_as(version, mark)
-        # from now on this process counts as the one with the present weights
         await self._process.note_weights(version)
 
     async def _load_adapter(self, adapter: LoadedAdapter, version: PolicyVersion) -> None:
-        """Load an adapter. The cache is not emptied, because the adapter's name is part of its keys."""
+        """Load an adapter. The prefix cache is not emptied, because its keys contain the adapter's name."""
         await require_base(self, self._labels, self.facts.label, self._adapters.base)
         await self._process.pause()
         await load_adapter(self._client, adapter)
@@ -193,7 +198,10 @@ class VllmEngine(TransferEngine):
         return self._why_incomplete
 
     def _require_loadable(self, path: str) -> None:
-        """Raise EngineError for a directory without weights, as vLLM would crash, unless only the server can see it."""
+        """Raise EngineError if the directory contains no weights, because vLLM would crash.
+
+        A directory that does not exist here is accepted if the server runs on another machine, which may have it.
+        """
         super()._require_loadable(path)
         if is_adapter(path):
             return
@@ -207,7 +215,7 @@ class VllmEngine(TransferEngine):
             )
 
     async def _load(self, path: str, version: PolicyVersion) -> str | None:
-        """Load weights from ``path``; returns the label of the process that loaded them."""
+        """Load weights from ``path``; returns the label that marks the server's process while it loads them."""
         mark = await mark_process(self, self._labels, self.facts.label, version)
         await self.forget_transfers()
         body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
@@ -223,7 +231,7 @@ class VllmEngine(TransferEngine):
         return mark
 
     async def _check_weights_written(self, version: PolicyVersion) -> str | None:
-        """Check that the trainer put the weights into the process that was paused, and return its label."""
+        """Check that the server's process is the one that was paused for the trainer's weights; return its label."""
         self._why_incomplete = f"engine {self.name} is between two versions until an update to {version} succeeds"
         shown = await self.label()
         if not self._admission.is_open and shown is not None and is_another_process(
@@ -249,14 +257,18 @@ class VllmEngine(TransferEngine):
         )
 
     async def _empty_encoder_cache(self) -> None:
-        """Empty the scheduler's encoder cache: a load empties only the worker's, and a known image would crash both."""
+        """Empty the encoder cache of vLLM's scheduler.
+
+        Loading weights empties only the workers' cache. The scheduler would then rely on image features that the
+        workers no longer have, which crashes the server.
+        """
         route = "/reset_encoder_cache"
         reply = await self._client.call("POST", route, retry=True)
-        if reply.status != 404:  # servers from before the encoder cache
+        if reply.status != 404:  # 404 means that the server is older than the encoder cache
             self._client.require_ok(reply, route)
 
     async def _label_as(self, version: PolicyVersion, mark: str | None) -> None:
-        """Label the weights, if the process still has the label ``mark``."""
+        """Label the weights. Raises EngineError if the server no longer has the label ``mark`` from before the load."""
         if mark is None:
             return
         if await self.label() != mark:
@@ -278,9 +290,9 @@ class VllmEngine(TransferEngine):
 
     @asynccontextmanager
     async def _other_clients_paused(self) -> AsyncIterator[None]:
-        """Pause the server for requests of other clients, if it has any.
+        """Pause the server while other clients have requests there, so that these do not run during the load.
 
-        Otherwise it is not paused, because a server left paused by an april that died would serve nobody.
+        Without such requests the server is not paused: if april died, it would stay paused and serve nobody.
         """
         if self._keeps is not None:
             yield
@@ -340,7 +352,7 @@ class VllmEngine(TransferEngine):
             return None
 
     async def _is_paused(self) -> bool:
-        """Return whether somebody else has paused the server."""
+        """Return whether another client has paused the server."""
         if not self.facts.developer_routes or self._pauses.in_progress or self._keeps is not None:
             return False
         reply = await self._client.call("GET", "/is_paused", retry=True)
@@ -359,7 +371,7 @@ def _reloaded(said: object) -> bool:
 
 
 async def connect_vllm(config: VllmEngineConfig) -> list[VllmEngine | OpenAIEngine]:
-    """Make one engine per server. A server without any way to abort is treated like an OpenAI server."""
+    """Make one engine per server. A server that cannot abort requests is used like an OpenAI-compatible server."""
 
     async def connect(client: HttpClient) -> Engine:
         facts = await probe_vllm(client, config)

@@ -78,7 +78,7 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self.model.load_weights((name, tensor.to(self.device)) for name, tensor in tensors)
 
     def finish_weight_update(self) -> None:
-        """Process the layers that are still waiting."""
+        """Have vLLM process the layers of which not all weights have arrived yet."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)

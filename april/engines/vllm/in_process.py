@@ -78,7 +78,7 @@ class VllmInProcessEngine(Transfers):
         async_llm: The AsyncLLM object.
         name: Short unique label.
         loop: Event loop of ``async_llm``, if april cannot find it out.
-        stream: Whether to read tokens as they are made, which costs time and limits the loss if vLLM dies; otherwise
+        stream: True to read all tokens as they are made, which costs time and limits the loss if vLLM dies. If False,
             only requests that april may end by their content are streamed.
         eos_token_ids: Ids that end every response; None means vLLM's own.
         lora_request: vLLM's ``LoRARequest`` of the trained adapter, sent with every request. False means that the model
@@ -105,7 +105,7 @@ class VllmInProcessEngine(Transfers):
         self._labelled = False
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        """Run one request. Raises RequestRefused, EngineError, and EngineBusy if vLLM is full or others paused it."""
+        """Run one request. Raises RequestRefused, EngineError, and EngineBusy if vLLM is full or paused by others."""
         async with self._admission.request(request.attempt_id) as admitted:
             version = self._version
             if not admitted:
@@ -254,7 +254,7 @@ class VllmInProcessEngine(Transfers):
             await self.forget_transfers()
             await self._on_workers("reload_weights", {"weights_path": path}, f"could not load {path}")
         if self._capabilities.attachments and hasattr(self._llm, "reset_encoder_cache"):
-            # a load may empty the worker's encoder cache, but never the scheduler's
+            # loading weights may empty the encoder cache of vLLM's worker, but never that of its scheduler
             await self._call_on_llm_loop(self._llm.reset_encoder_cache)
         if await self._call_on_llm_loop(self._llm.reset_prefix_cache) is not True:
             raise EngineError(
@@ -393,7 +393,7 @@ def _gives_experts(llm: Any) -> bool:
 
 
 def _routing(llm: Any) -> Routing | None:
-    """Return the shape of routed experts from the model configuration; None if it does not have it."""
+    """Return the shape of routed experts from the model configuration; None if the configuration lacks it."""
     model = llm.vllm_config.model_config
     try:
         experts = int(model.get_num_experts())
@@ -405,7 +405,7 @@ def _routing(llm: Any) -> Routing | None:
 async def _prompt_of(request: Request, salt: str) -> dict[str, Any]:
     """Make the prompt in vLLM's form: not expanded, with each image's digest as its cache name.
 
-    Prompts share cached keys only if they have the same ``salt``.
+    Prompts share entries of the prefix cache only if they have the same ``salt``.
     """
     ids = collapsed(request.token_ids, request.attached).tolist()
     prompt: dict[str, Any] = {"prompt_token_ids": ids, "cache_salt": salt}

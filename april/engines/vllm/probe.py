@@ -60,20 +60,20 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts:
 
 
 class _VllmProbe(ServerProbe):
-    """Probe of one server. It reads the server's settings if shown (developer mode), otherwise it tries requests."""
+    """Probes one server: reads its settings if it shows them (developer mode), otherwise tries requests."""
 
     config: VllmEngineConfig
     served: ServedModel
 
     async def facts(self) -> VllmFacts:
-        """Find out all abilities; some answers decide what to ask next."""
+        """Find out all abilities; some answers decide which questions follow."""
         await self._read()
         abort_route, means = self._aborts()
         attachments, keeps_attachments = await self._attachments(means)
         vocab_size = await self._vocab_size()
         spans = await self._spans()
         kind = self.logprobs(await self._logprobs_seen(), raw_logprobs(f"start the server with {_MODE}", _MODE))
-        # read only now: if there is a KV connector, it was queried for the requests above, and the metrics show that
+        # read only now, because a KV connector was queried for the requests above, and the metrics show that
         if not isinstance(self.shown, dict) and (await read_metrics(self.client)).asks_kv_connector:
             refuse_hidden_connector(self.client.url, self.config.salted_kv_connectors)
         eos, loads, seeds = self.ends(), self._loads(), self._seeds()
@@ -174,7 +174,7 @@ class _VllmProbe(ServerProbe):
     def _aborts(self) -> tuple[str, AbortMeans]:
         """Return the route that aborts by id (empty if there is none), and how requests are aborted."""
         route = (
-            # this one answers when the abort is done, the other one answers at once and aborts later
+            # /abort_requests answers when the abort is done; the other route answers at once and aborts later
             "/abort_requests" if self.developer_abort
             else "/inference/v1/abort_requests" if self.scale_out_abort and self.token_route else ""
         )  # fmt: skip
@@ -200,7 +200,7 @@ class _VllmProbe(ServerProbe):
         return route, means
 
     async def _spans(self) -> bool:
-        """Return whether responses say which weights made which token; completions do since vLLM 0.33."""
+        """Return whether responses report the weights of each token, as completions do since vLLM 0.33."""
         spans = self.label is not None and (self.token_route or (not self.paused and await self._completions_say_it()))
         self.lacks(
             not (self.token_route or spans), LimitCode.NO_VERSION_SPANS,
@@ -241,7 +241,7 @@ class _VllmProbe(ServerProbe):
         return () if backend is None else (backend,)
 
     def _seeds(self) -> bool:
-        """Return whether requests may have seeds; they may not if a seed kills, or might kill, the server."""
+        """Return whether requests may have seeds; False if a seed may crash the server."""
         chunks = self.on_cpu is not False and self.settings.get("enable_chunked_prefill") is not False
         known = "enable_chunked_prefill" in self.settings
         self.lacks(
@@ -261,14 +261,14 @@ class _VllmProbe(ServerProbe):
     def _in_flight_updates(self, abort_route: str, spans: bool) -> tuple[OnWeightUpdate, ...]:
         """Return how requests can live through a weight update.
 
-        That works only if a pause reaches everything behind the port, and responses end with the version spans of their
-        tokens.
+        They can only if a pause reaches every process behind the port, and responses end with the version spans of
+        their tokens.
         """
         one = self.processes == 1 and (positive(self.settings, "data_parallel_size") or 1) == 1
         if not (one and self.developer and abort_route and spans):
             return ()
         if isinstance(self.shown, dict) and has_connector(self.shown.get("kv_transfer_config")):
-            # a recomputed prompt keeps its old salt, so the connector would return its old keys
+            # a prompt that is computed again keeps its old salt, so the connector would return its old keys and values
             return (OnWeightUpdate.KEEP,)
         return (OnWeightUpdate.KEEP, OnWeightUpdate.RECOMPUTE)
 
@@ -293,7 +293,7 @@ class _VllmProbe(ServerProbe):
         return kinds, keeps
 
     async def _attachments_taken(self) -> tuple[tuple[str, ...], str, bool]:
-        """Find out whether the server accepts images, by a request that names an unknown one.
+        """Find out whether the server accepts images, by a request that names an unknown image.
 
         A server that accepts images answers that the image's bytes are missing. Routes without token ids would silently
         ignore images.
@@ -318,13 +318,13 @@ class _VllmProbe(ServerProbe):
         return (), why if sees else "", False
 
     async def _routing(self, means: AbortMeans) -> Routing | None:
-        """Return the shape of a token's experts, or None after noting what is needed to get them."""
+        """Return the shape of a token's experts; None if the server returns none, after noting how to get them."""
         said = routing_of(self.files)
         limit = no_experts(_EXPERTS_NEED, "--enable-return-routed-experts", "--enable-scale-out")
         return self.experts(said, await self._routing_seen(said, means), limit)
 
     async def _routing_seen(self, said: Routing | None, means: AbortMeans) -> Routing | str:
-        """Return the shape of the experts, as seen in a reply for one token, or what is needed to get experts."""
+        """Return the shape of the experts in a reply for one token, or a sentence that says how to get experts."""
         if self.files and said is None and self.config.expert_shape is None:
             return NO_EXPERTS
         if not self.token_route or means is AbortMeans.CLOSE or self.settings.get(ROUTED_EXPERTS) is False:
@@ -355,7 +355,7 @@ class _VllmProbe(ServerProbe):
         return shape
 
     async def _adapter_site(self) -> AdapterSite | None:
-        """Return where adapters can be loaded, or None after noting what is needed for that."""
+        """Return which adapters the server accepts; None if it accepts none, after noting how it would."""
         self.needs["adapters"] = NEEDED
         if not await self.has_route(LOAD):
             return None
@@ -378,13 +378,13 @@ class _VllmProbe(ServerProbe):
 
         def is_own(reply: Reply) -> bool:
             said.append(reply.status)
-            return reply.status in (400, *REFUSES) or said.count(500) == TRIES  # and not a passing error
+            return reply.status in (400, *REFUSES) or said.count(500) == TRIES  # a single 500 may be a passing error
 
         body = {"lora_name": self.new_id(), "lora_path": f"/{self.new_id()}"}
         return (await self.answer_of("POST", LOAD, is_own, body)).status == 404
 
     async def _vocab_size(self) -> int:
-        """Take the size from the settings, a refusal, or the model's files. Raises ConfigError if all lack it."""
+        """Take the size from the settings, a refusal, or the model's files. Raises ConfigError if none contains it."""
         if self.config.vocab_size is not None:
             return self.config.vocab_size
         body = {"model": self.served.name, "prompt": [0], "max_tokens": 1, "logit_bias": {str(NO_TOKEN): 1.0}}
@@ -438,7 +438,7 @@ class _OneToken(msgspec.Struct):
 
 
 _NOT_KEPT = re.compile(r"\bFailed to apply\b.*\[None\]")
-"""Refusal of an image without bytes by a server that caches no processed images (--mm-processor-cache-gb 0)."""
+"""Refusal of an image without its bytes, by a server that caches no processed images (--mm-processor-cache-gb 0)."""
 
 
 METRICS_S = 10.0

@@ -1,8 +1,8 @@
 """Sends weights from the trainer's process to vLLM: the calls that lead its workers through a transfer.
 
-vLLM's layers remember the tensors of a broken transfer and count them towards the next one, whoever sends it. So if a
-transfer may have broken off, in this run or an earlier one, an empty transfer is begun and ended first, which makes the
-layers forget.
+vLLM's layers remember the tensors of a broken transfer and count them towards the next one, even of another sender. So
+if a transfer may have broken off, in this run or an earlier one, an empty transfer is begun and ended first, which
+makes the layers forget those tensors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Transfers(ServerEngine):
     """
 
     _stands_still: AsyncExitStack | None = None
-    """Pause of other clients' requests during a transfer; None if there is none."""
+    """Pause of other clients' requests during a transfer; None if they are not paused."""
     _nothing_to_forget = False
     """True if the server's layers are known to remember no broken transfer."""
     _weights_received = False
@@ -82,7 +82,7 @@ class Transfers(ServerEngine):
         await self._transfer(INIT, {"init_info": info})
 
     async def begin(self) -> None:
-        """Prepare the layers to receive weights; from here on, requests of other clients are paused."""
+        """Prepare the layers to receive weights, and pause the requests of other clients."""
         self.require_idle()
         with suppress(EngineError):
             await self.resume_other_clients()  # in case the last transfer ended without an answer
@@ -105,12 +105,12 @@ class Transfers(ServerEngine):
         await self._transfer(UPDATE, {"update_info": info})
 
     async def finish(self) -> None:
-        """Put the received weights into use; ``update_weights`` does the rest."""
+        """Put the received weights into use. Afterwards ``update_weights`` empties the caches and sets the label."""
         await self._transfer(FINISH)
         self._nothing_to_forget = True
 
     async def leave(self) -> bool:
-        """Abandon a broken transfer; returns True if the server still has the weights from before it."""
+        """Abandon a broken transfer; returns True if the server still has the weights from before the transfer."""
         begun = self._stands_still is not None
         try:
             await self.forget_transfers()

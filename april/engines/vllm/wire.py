@@ -1,7 +1,7 @@
 """Builds requests to vLLM servers and parses their responses, for the token route and the completions route.
 
-The token route reports version spans, as completions do since vLLM 0.33; completions exist on other servers too.
-Whether a stream is complete is decided for all servers in ``http/response_reader.py`` and ``http/response_stream.py``.
+The token route reports version spans, as the completions route does since vLLM 0.33. Whether a stream is complete is
+decided for all servers in ``http/response_reader.py`` and ``http/response_stream.py``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MISSES = re.compile(r"\bCache miss for\b.*\bdata is not provided")
 
 
 def misses_attachment(error: RequestRefused) -> bool:
-    """Return whether the server was sent a digest alone and no longer has the bytes."""
+    """Return whether the server was sent only the digest of an attachment and no longer has its bytes."""
     return _MISSES.search(str(error)) is not None
 
 
@@ -54,10 +54,10 @@ def request_body(
 ) -> bytes:  # fmt: skip
     """Return the JSON body of a request for either route; the token route reports spans even without ``spans``.
 
-    Requests share cached keys only if they have the same ``salt``. ``urls`` holds the attachments whose bytes the
-    server lacks. Every attachment is named by its digest, so that the server never confuses two.
+    Requests share entries of the prefix cache only if they have the same ``salt``. ``urls`` holds the attachments whose
+    bytes the server lacks. Every attachment is named by its digest, so that the server never confuses two of them.
     """
-    # logprobs 0 returns the log-probability of the sampled token only
+    # ``logprobs: 0`` returns the log-probability of the sampled token alone
     params = sampling_of(request, bans=True, seeds=seeds) | {"logprobs": 0, "ignore_eos": False}
     body: dict[str, Any] = {"model": model, "request_id": request.attempt_id, "stream": False, "cache_salt": salt}
     body |= STREAMED if stream else {}
@@ -127,7 +127,7 @@ def parser_of(
 
 
 class TokenParser(Parser[TokenReply]):
-    """Parser for the token route. If images were sent, the server must confirm the prompt ids it expanded them to."""
+    """Parser for the token route. If a prompt has images, the server must return the ids to which it expanded it."""
 
     __slots__ = ("_extras_wanted", "_prompt", "_routing")
 
@@ -164,7 +164,7 @@ class TokenParser(Parser[TokenReply]):
         return piece if usage is None else counted(piece, usage)
 
     def _extras(self, choice: _Choice) -> Extras:
-        """Return the rows that came, from the conversation's first token on; some servers send them unasked."""
+        """Return the rows of the response, from the conversation's first token on; some servers send them unasked."""
         if not self._extras_wanted or choice.routed_experts is None:
             return NO_EXTRAS
         try:

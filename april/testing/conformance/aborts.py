@@ -32,7 +32,10 @@ def _ends(readings: Sequence[ReadRequest]) -> Figures:
 
 
 async def _require_accounted(bench: Bench, readings: Sequence[ReadRequest]) -> Figures:
-    """Check that all have ended without error, match the wire, and are prefixes of the uncut responses."""
+    """Check that each request ended without error and with exactly the tokens that the recording proxy has seen.
+
+    If greedy responses repeat, its tokens must also begin the response that the request gets without an abort.
+    """
     bench.require_no_errors(readings)
     figures = _ends(readings) | bench.compare_with_wire(readings)
     if bench.subject.greedy_repeats:
@@ -58,9 +61,9 @@ def _number(reading: ReadRequest) -> int:
     return reading.request.sample_key[0]
 
 
-@check("A request aborted while it runs ends with ABORT and with every token that was generated for it, once.")
+@check("A request that is aborted while it runs ends with ABORT, and with each token that was generated for it once.")
 async def abort_running(bench: Bench) -> Figures:
-    # in rounds, as some engines show no token before the end, and so not when a request runs
+    # repeated in rounds, because some engines send no token before the end, which hides whether a request is running
     readings: list[ReadRequest] = []
     for _ in range(ROUNDS):
         some = await bench.start_and_wait(bench.request(i) for i in range(FEW))
@@ -72,13 +75,13 @@ async def abort_running(bench: Bench) -> Figures:
     if not any(r.finish is EngineFinish.ABORT and r.count for r in readings):
         if all(r.finish is not EngineFinish.ABORT for r in readings):
             raise NotTested(
-                f"no request could be caught: all {len(readings)} were complete; raise Subject.long_tokens"
+                f"all {len(readings)} requests were complete before their abort; raise Subject.long_tokens"
             )
-        raise Broken(f"no partial had a token: {figures}")
+        raise Broken(f"no aborted request had a token: {figures}")
     return figures
 
 
-@check("A request aborted before the engine has begun it ends with ABORT and no token, and the others go on.")
+@check("A request that is aborted before the engine begins it ends with ABORT and without a token; others go on.")
 async def abort_queued(bench: Bench) -> Figures:
     slots = bench.engine.capabilities.max_in_flight
     ahead = min(slots or BURST, BURST)
@@ -95,7 +98,7 @@ async def abort_queued(bench: Bench) -> Figures:
     return figures | {"ahead of them": ahead}
 
 
-@check("A request aborted in its prefill, at whatever moment, ends with ABORT and the tokens it has.")
+@check("A request that is aborted at any moment of its prefill ends with ABORT and the tokens that it has.")
 async def abort_prefilling(bench: Bench) -> Figures:
     room = bench.engine.capabilities.max_context
     length = max(4, min(LONG_PROMPT, room // 2, room - bench.subject.long_tokens - 1))
@@ -111,7 +114,7 @@ async def abort_prefilling(bench: Bench) -> Figures:
     return await _require_accounted(bench, readings) | {"prompt tokens": length}
 
 
-@check("An abort at the very end changes nothing that is complete; one of an unknown id changes nothing at all.")
+@check("An abort of a request that is complete does not change its response; an abort of an unknown id has no effect.")
 async def abort_just_finished(bench: Bench) -> Figures:
     unknown, bystander = bench.new_id(), bench.start(bench.request(0, 24))
     await bench.with_timeout(bench.engine.abort([unknown]), "abort of an unknown id")
@@ -133,7 +136,7 @@ async def abort_just_finished(bench: Bench) -> Figures:
     return figures
 
 
-@check("An abort names whole ids: a request whose id only begins like an aborted one goes on.")
+@check("An abort ends only requests with the given ids: a request whose id merely begins with such an id goes on.")
 async def prefix_free_ids(bench: Bench) -> Figures:
     refused = 0
     for stem in (bench.new_id()[:-1] + "-", "short"):
@@ -171,7 +174,7 @@ async def abort_without_tokens(bench: Bench) -> Figures:
     return await _require_accounted(bench, readings)
 
 
-@check("300 requests aborted in one burst all end, nothing of them stays on the engine, and it serves on.")
+@check("300 requests that are aborted in one burst all end, none stays on the engine, and the engine still serves.")
 async def abort_burst(bench: Bench) -> Figures:
     figures: Figures = {}
     for everything in (False, True):
@@ -192,7 +195,7 @@ async def abort_burst(bench: Bench) -> Figures:
     return figures
 
 
-@check("Greedy responses cut by aborts and resumed from their tokens equal the uncut ones, many at once.")
+@check("Many concurrent greedy responses that are aborted and resumed equal the responses without aborts.")
 async def cut_and_resume(bench: Bench) -> Figures:
     bench.require_greedy_repeats()
     count, length = bench.subject.in_flight, bench.subject.long_tokens // 2
@@ -220,7 +223,7 @@ async def cut_and_resume(bench: Bench) -> Figures:
     for i in range(count):
         require_equal(have[i], uncut[i].tokens, f"response {i}")
     if not cuts:
-        raise NotTested("no request could be caught while it ran; raise Subject.long_tokens")
+        raise NotTested("all requests were complete before their abort; raise Subject.long_tokens")
     return {"responses": count, "cuts": cuts, "tokens": sum(map(len, have))}
 
 
@@ -228,7 +231,7 @@ def _unfinished(reading: ReadRequest) -> bool:
     return reading.finish is EngineFinish.ABORT and reading.count < reading.request.sampling.max_tokens
 
 
-@check("A request whose reader leaves is given up by the engine too, and its neighbours go on.")
+@check("If the reader of a request leaves, the engine drops the request too, and other requests go on.")
 async def disconnect(bench: Bench) -> Figures:
     stays = bench.start(bench.request(0, bench.subject.long_tokens // 4))
     leaves = await bench.start_and_wait(bench.request(1 + i) for i in range(FEW))
@@ -249,12 +252,12 @@ async def disconnect(bench: Bench) -> Figures:
     return {"left": running, "still on the engine": left}
 
 
-@check("When the server is killed, every stream fails with an EngineError and what was read is kept; if there is "
-       "another server, all responses finish there.")  # fmt: skip
+@check("When the server is killed, every stream fails with an EngineError after the tokens that it has yielded; if "
+       "there is another server, all responses finish there.")  # fmt: skip
 async def server_killed(bench: Bench) -> Figures:
     kill = bench.subject.kill
     if kill is None:
-        raise NotTested("nothing was given to kill the server with")
+        raise NotTested("no function that kills the server was given (Subject.kill)")
     uncut: list[ReadRequest] = []
     if bench.subject.greedy_repeats:
         uncut = await bench.run_complete(bench.request(i) for i in range(FEW))

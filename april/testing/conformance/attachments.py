@@ -1,4 +1,4 @@
-"""Checks of attachments such as images: each is read at its place among the tokens, by the present weights."""
+"""Checks of attachments such as images: each is read at its position in the prompt, by the present weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAMPLES = 4
 
 
 def _shown(bench: Bench, prompt: Shown, number: int, max_tokens: int = LENGTH, **more: object) -> Request:
-    # ban the tokens that stand for an image: no reference could read a response with them
+    # ban the placeholder tokens of images, because no reference model could read a response that contains them
     stands = {token for placed in prompt.attached for token in placed.stands}
     banned = tuple(sorted(stands)) if bench.engine.capabilities.bans else ()
     ids = prompt.token_ids
@@ -37,8 +37,8 @@ def _prompts(bench: Bench) -> list[Shown]:
     return prompts
 
 
-@check("A prompt is answered by what is attached to it and by nothing else: other images under the same tokens get "
-       "other answers, the same ones get the same, also when they were sent before.")  # fmt: skip
+@check("The response to a prompt depends on its own attachments: the same tokens with other images get another "
+       "response, and with the same images the same one, also if the images were sent before.")  # fmt: skip
 async def attached(bench: Bench) -> Figures:
     prompts = _prompts(bench)
     bench.require_greedy_repeats()
@@ -59,7 +59,7 @@ async def attached(bench: Bench) -> Figures:
     return {"prompts": len(prompts)} | _against_reference(bench, bench.weights, [*readings, *later], prompts)
 
 
-@check("A response that is cut and resumed goes on with what is attached to its prompt.")
+@check("A response that is cut and resumed continues with the attachments of its prompt.")
 async def attached_and_resumed(bench: Bench) -> Figures:
     prompts = _prompts(bench)
     bench.require_greedy_repeats()
@@ -77,8 +77,8 @@ async def attached_and_resumed(bench: Bench) -> Figures:
     return {"responses": resumed}
 
 
-@check("After an update what is attached is read by the new weights, and nothing is used that the old ones have made "
-       "of it.")  # fmt: skip
+@check("After a weight update attachments are read by the new weights, and no features that the old weights computed "
+       "from them are used.")  # fmt: skip
 async def attached_after_an_update(bench: Bench) -> Figures:
     prompts = _prompts(bench)
     other, before = other_weights(bench), bench.weights
@@ -116,7 +116,7 @@ def _against_reference(bench: Bench, weights: Weights, readings: list[ReadReques
     return {"largest difference to the reference": worst}
 
 
-@check("Banned ids are not generated, whatever the model would say.")
+@check("Banned ids are not generated, even if they are the most likely ones.")
 async def banned_ids(bench: Bench) -> Figures:
     bench.offered("bans")
     ends = set(bench.engine.capabilities.eos_token_ids)
@@ -128,7 +128,7 @@ async def banned_ids(bench: Bench) -> Figures:
             again = bench.copy_of(request)
             (held,) = await bench.run_complete([replace(again, sampling=replace(again.sampling, banned_ids=never))])
             if came := set(never) & set(held.tokens.tolist()):
-                raise Broken(f"{len(never)} ids were banned, but {len(came)} of them came, {min(came)} for instance")
+                raise Broken(f"{len(never)} ids were banned, but {len(came)} were generated, {min(came)} for instance")
             if held.count != request.sampling.max_tokens and held.finish is not EngineFinish.STOP:
                 raise Broken(f"a response with banned ids ended with {held.finish} after {held.count} tokens")
             banned += len(never)

@@ -1,7 +1,7 @@
 """A test bench for an engine (requests, their responses, waits with a timeout), and the class of a check.
 
 Invariant: every response is checked against the engine contract (one end, arrays of equal length, possible values,
-the budget), whatever else a check looks at.
+the token budget), in addition to the promise that a check is about.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ClientTokens = tuple[Request, Int32, EngineFinish | None]
 
 
 def compare_with_wire(wire: Witness | None, held: Iterable[ClientTokens], means: AbortMeans) -> Figures:
-    """Compare the tokens that the client has with those on the wire; no figures without a witness.
+    """Compare the tokens that the client has with those that the proxy (the witness) saw; no figures without a proxy.
 
     ``lost`` counts tokens of answers that the client had to read to the end, but does not have. ``never read`` counts
     tokens that were sent to a client that had disconnected, which is how some engines abort (``means``).
@@ -139,7 +139,7 @@ class ReadRequest(YieldedChunks):
         return self.chunks[-1].finish if self.chunks else None
 
     def check(self, limits: Capabilities, newest: PolicyVersion) -> None:
-        """Raise Broken unless the chunks keep the contract and the response ended where it may end."""
+        """Raise Broken unless the chunks keep the contract and the response ended where it was allowed to end."""
         oldest, room, finish = None, self.request.sampling.max_tokens, None
         for chunk in self.chunks:
             if finish is not None:
@@ -162,7 +162,7 @@ class ReadRequest(YieldedChunks):
 
 
 class Bench:
-    """An open engine, with what the checks need to test it."""
+    """An open engine, with the helper functions that the checks use."""
 
     def __init__(self, subject: Subject, engine: Engine) -> None:
         self.subject = subject
@@ -204,11 +204,11 @@ class Bench:
         """Make a greedy request that runs to ``max_tokens`` of the whole response (default: the subject's long one).
 
         ``number`` identifies the sample: its prompt, and its key. ``response`` holds the tokens that the sample
-        already has. ``forced`` prevents EOS before the end, by min_tokens. With ``stream``, tokens are wanted as
-        they come.
+        already has. ``forced`` prevents EOS before the end, by min_tokens. With ``stream``, the engine sends tokens as
+        they are made.
         """
         whole = self.subject.long_tokens if max_tokens is None else max_tokens
-        # the seed of a greedy request only identifies it, for witnesses on wires without ids
+        # a greedy request needs no seed; here it identifies the request for a proxy that sees no request ids
         seed = number + 1 + 1000 * len(response) if temperature else next(self._seeds)
         ids = self.prompt(number) if prompt is None else np.asarray(prompt, np.int32)
         held = np.asarray(response, np.int32)
@@ -225,7 +225,7 @@ class Bench:
         )
 
     def copy_of(self, request: Request, count: int | None = None) -> Request:
-        """Copy the request under another id; limited to its first ``count`` tokens if EOS cannot end it before."""
+        """Copy the request under another id; limited to ``count`` tokens if EOS cannot end the response before."""
         sampling = request.sampling
         if not sampling.temperature:
             sampling = replace(sampling, seed=next(self._seeds))
@@ -387,7 +387,7 @@ class Bench:
     # ---------------------------------------------------------------- expectations
 
     def compare_with_wire(self, readings: Iterable[ReadRequest]) -> Figures:
-        """Compare the responses with the witness's record, if there is a witness."""
+        """Compare the responses with the record of the proxy between engine and server, if there is one."""
         held = [(r.request, r.tokens, r.finish) for r in readings]
         return compare_with_wire(self.subject.wire, held, self.engine.capabilities.abort_means)
 
@@ -486,7 +486,7 @@ class Check:
             await engine.close()
 
     async def on(self, bench: Bench) -> Verdict:
-        """Run the check and return its verdict; never raises for what the engine does."""
+        """Run the check and return its verdict; errors of the engine become part of it and are never raised."""
         wall, cpu = time.perf_counter(), time.process_time()
         outcome, detail, figures = Outcome.PASSED, "", Figures()
         limit = asyncio.timeout(LONGEST_CHECK * bench.subject.patience_s)
@@ -511,7 +511,7 @@ class Check:
             outcome, detail = Outcome.FAILED, str(error)
         except AprilError as error:
             outcome, detail = Outcome.FAILED, f"{type(error).__name__}: {error}"
-        except Exception as error:  # an engine may raise anything; that is a finding, and must not end the suite
+        except Exception as error:  # any error of the engine is a failed check, and must not end the suite
             outcome, detail = Outcome.FAILED, f"the engine or the suite raised {type(error).__name__}: {error}"
         return Verdict(
             check=self.name, promise=self.promise, outcome=outcome, detail=detail, figures=figures,

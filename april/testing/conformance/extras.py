@@ -16,7 +16,7 @@ LENGTH = 24
 CUT = 9
 FEW = 3
 _ENOUGH = 0.9
-"""Share of rows that must be equal when tokens are read again: rounding may decide between two experts."""
+"""Share of rows that must be equal when tokens are read again. Not all, because rounding may change an expert."""
 
 
 def _with_extras(bench: Bench, request: Request, start: int = 0) -> Request:
@@ -27,7 +27,7 @@ def _require_rows(readings: Sequence[ReadRequest]) -> None:
     """Check that each request got all its rows with the last chunk, and none before."""
     for reading in readings:
         if any(chunk.extras for chunk in reading.chunks[:-1]):
-            raise Broken(f"request {reading.id}: rows came before the end")
+            raise Broken(f"request {reading.id}: rows arrived before the last chunk")
         if not reading.count:
             continue
         found, request = reading.chunks[-1].extras, reading.request
@@ -37,8 +37,8 @@ def _require_rows(readings: Sequence[ReadRequest]) -> None:
             raise Broken(f"request {reading.id}: its {reading.count} tokens came with {wrong}")
 
 
-@check("Rows that are asked for (extras) come with a request's last chunk, one for each token that was read; those of "
-       "a request that goes on follow upon those of its first part.")  # fmt: skip
+@check("Extras that a request asks for arrive with its last chunk, one row for each token that was read; the rows of a "
+       "resumed request continue those of its first part.")  # fmt: skip
 async def extras(bench: Bench) -> Figures:
     names = bench.offered("extras")
     bench.require_greedy_repeats()
@@ -46,7 +46,7 @@ async def extras(bench: Bench) -> Figures:
     _require_rows(uncut)
     for reading in await bench.run_complete([bench.request(0, CUT)]):
         if any(chunk.extras for chunk in reading.chunks):
-            raise Broken(f"request {reading.id}: rows came, although nobody had asked for them")
+            raise Broken(f"request {reading.id}: rows arrived, although the request had not asked for them")
     worst = 1.0
     for i, whole in enumerate(uncut):
         if whole.count <= CUT:

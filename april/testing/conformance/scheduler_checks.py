@@ -45,7 +45,7 @@ class _AlteringEngine(RecordingEngine):
         engine: The engine under test.
         cut: Function that returns the number of tokens after which an attempt ends as if aborted; None means no cut.
             The cut is made by a smaller budget, so it is exact.
-        shift: Number of updates by which april's version is behind the engine's.
+        shift: Number of weight updates that the engine has had before april's first version.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class _AlteringEngine(RecordingEngine):
 
 
 def _recorded(bench: Bench, **options: Any) -> _AlteringEngine:
-    """Wrap the engine so that april sees its first version, whatever updates the engine has had."""
+    """Wrap the engine so that april sees its first version, even if the engine has had weight updates."""
     return _AlteringEngine(bench.engine, shift=bench.version.n - bench.subject.first_version.n, **options)
 
 
@@ -96,12 +96,12 @@ async def _response(bench: Bench, config: Config, engine: _AlteringEngine, promp
         batch = await bench.with_timeout(run.next_batch(), "a step of one response")
         ledger = run.ledger()["tokens"]
         if not ledger.balanced or ledger.observed != engine.tokens:
-            raise Broken(f"the engine returned {engine.tokens} tokens, but april's ledger says {ledger}")
+            raise Broken(f"the engine returned {engine.tokens} tokens, but april's ledger has {ledger}")
         return batch.samples[0].tokens, batch.samples[0].finish
 
 
 async def _greedy_with(bench: Bench, find: Callable[[list[int]], T | None], what: str) -> tuple[Int32, Int32, T]:
-    """Return the first prompt in whose greedy response ``find`` finds something, the response, and what was found."""
+    """Return the first prompt for whose greedy response ``find`` returns a result, that response, and the result."""
     bench.require_greedy_repeats()
     for number in range(8):
         prompt = bench.prompt(number)
@@ -111,7 +111,7 @@ async def _greedy_with(bench: Bench, find: Callable[[list[int]], T | None], what
     raise NotTested(f"no greedy response had {what}; give other prompts")
 
 
-@check("A stop string ends the response at the token that completes it, wherever an abort has cut the string.")
+@check("A stop string ends the response at the token that completes it, even if an abort has cut the string.")
 async def stop_strings(bench: Bench) -> Figures:
     tokenizer = bench.subject.tokenizer
     if tokenizer is None:
@@ -144,7 +144,7 @@ def _string_in(texts: list[str]) -> tuple[str, int, int] | None:
     return None
 
 
-@check("A partial that an abort left with EOS or a stop token at its end is finished; cut before it, the token comes.")
+@check("A response that was aborted after its EOS or stop token is complete; aborted before, it is continued to it.")
 async def eos_at_a_cut(bench: Bench) -> Figures:
     prompt, uncut, end = await _greedy_with(
         bench,
@@ -180,7 +180,7 @@ def _budget(bench: Bench, group: int, index: int) -> int:
     return max(4, int(bench.subject.long_tokens * (0.06 + 0.94 * of_group) * (0.8 + 0.2 * of_sample)))
 
 
-@check("Over a thousand aborted requests, with weight updates between them, no token that was sent is lost.")
+@check("In a thousand aborted requests, with weight updates between them, no token that was sent is lost.")
 async def thousand_aborts(bench: Bench) -> Figures:
     """Check that the engine's client, april's ledger and the delivered responses all have the same tokens."""
     subject = bench.subject
@@ -207,12 +207,12 @@ async def thousand_aborts(bench: Bench) -> Figures:
             await _update(bench, run, engine, from_disk)
             bench.say(f"{engine.aborted} of {subject.aborts} requests aborted, {updates} weight updates")
             if updates > 8 and engine.aborted < 4 * updates:
-                raise NotTested(f"only {engine.aborted} requests could be caught; raise Subject.long_tokens")
+                raise NotTested(f"only {engine.aborted} requests were aborted in time; raise Subject.long_tokens")
         run.validate()
         ledger = run.ledger()["tokens"]
         handed_over = engine.tokens
         if not ledger.balanced or ledger.observed != handed_over:
-            raise Broken(f"the engine returned {handed_over} tokens, but april's ledger says {ledger.as_dict()}")
+            raise Broken(f"the engine returned {handed_over} tokens, but april's ledger has {ledger.as_dict()}")
         corrupt = {str(k): v for k, v in ledger.dropped.items() if v and k is not DropReason.AFTER_STOP}
         if corrupt:
             raise Broken(f"april dropped tokens: {corrupt}")
@@ -231,7 +231,7 @@ async def thousand_aborts(bench: Bench) -> Figures:
 
 
 async def _update(bench: Bench, run: Rollouts, engine: _AlteringEngine, from_disk: bool) -> None:
-    """Load the other one of the two sets of weights as the next version, and note it for the bench to restore."""
+    """Load the other one of two sets of weights as the next version, and note that the bench must restore the first."""
     now, other = bench.subject.now, bench.subject.other
     weights = other if from_disk and other is not None and bench.weights is now else now
     if from_disk:
@@ -250,7 +250,7 @@ def _exact(batch: Batch, engines: Sequence[_AlteringEngine]) -> int:
             attempts.setdefault(request.sample_key, []).append(part)
     total = 0
     for sample in batch.samples:
-        # an attempt without a token begins where the next one does
+        # an attempt without a token begins at the same position as the next attempt
         parts = sorted(attempts[sample.id], key=lambda part: (part[0], len(part[1])))
         got = np.concatenate([tokens for _, tokens in parts])
         if not np.array_equal(got, sample.tokens):
@@ -290,7 +290,7 @@ async def failover(bench: Bench, death: Callable[[], Awaitable[None]]) -> Figure
     await second.engine.close()
     both = first.tokens + second.tokens
     if not ledger.balanced or ledger.observed != both:
-        raise Broken(f"the engines returned {both} tokens, but april's ledger says {ledger.as_dict()}")
+        raise Broken(f"the engines returned {both} tokens, but april's ledger has {ledger.as_dict()}")
     if dropped := {str(k): v for k, v in ledger.dropped.items() if v}:
         raise Broken(f"april dropped tokens: {dropped}")
     if len(batch.samples) != KILL_GROUPS * SAMPLES:

@@ -1,4 +1,4 @@
-"""Makes a subject from a server's URL: with a recording proxy in front of it and a Hugging Face model as reference."""
+"""Makes the test subject for a server's URL, with a recording proxy and a Hugging Face model as reference."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from april.testing.recording_proxy import RecordingProxy
 _MADE = re.compile(
     rb"^(?:vllm:|sglang:|trtllm_)generation_tokens_total(?:\{[^}]*\})? (\S+)", re.MULTILINE
 )
-"""Metrics in which servers count the tokens that they have generated."""
+"""Pattern of the metrics that count the tokens which a server has generated."""
 
 
 @asynccontextmanager
@@ -31,11 +31,12 @@ async def served(
     kind: str, urls: Sequence[str], *, model: str | None = None, other: str | None = None, second: str | None = None,
     name: str = "", options: dict[str, Any] | None = None, **subject: Any,
 ) -> AsyncIterator[Subject]:  # fmt: skip
-    """Make a subject for the server at ``urls``, or for several workers behind an SGLang router, which are one engine.
+    """Make a subject for the server at ``urls``, or for several workers behind an SGLang router, which count as one.
 
     Args:
         kind: Kind of the engine configuration: vllm, sglang, openai.
-        model: Directory of the server's weights, also readable here: for the reference, the tokenizer, and to restore.
+        model: Directory of the server's weights, also readable here. The suite takes reference and tokenizer from it,
+            and loads it at the end to restore the weights.
         other: Directory of other weights of the same shape, which the suite loads.
         second: URL of another server with the same weights, for the failover.
         options: Further settings of the engine configuration.

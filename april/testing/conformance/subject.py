@@ -1,4 +1,4 @@
-"""Input and output of the suite: the engine under test with its equipment, and the verdicts and reports."""
+"""The suite's input (the engine under test and optional equipment) and output (verdicts and reports)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from april.engines.protocol import Engine, Float32, Request
 
 
 class Broken(Exception):
-    """Raised if a promise is broken; the message says how."""
+    """Raised if the engine breaks a promise; the message says how."""
 
 
 class NotOffered(Exception):
@@ -46,7 +46,7 @@ class Answer(Protocol):
 
 
 class Witness(Protocol):
-    """Records what left a server, independently of the engine's client: :class:`~april.testing.RecordingProxy`."""
+    """Records the answers of a server, independently of the engine's client: :class:`~april.testing.RecordingProxy`."""
 
     def answers(self, request: Request) -> Sequence[Answer]:
         """Return the answers to this request; if the wire has no ids, to all requests that look the same there."""
@@ -68,7 +68,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A prompt with attachments, which have their places among the tokens."""
+    """A prompt with attachments and their positions in its tokens."""
 
     token_ids: Sequence[int]
     attached: Sequence[Placed]
@@ -93,10 +93,10 @@ class Subject:
     ending_prompts: Sequence[Sequence[int]] = ()
     """Prompts whose responses soon end by themselves; by default ``prompts``, which may take longer."""
     long_tokens: int = 300
-    """Tokens of a response that runs long enough to be aborted midway; with its prompt within the context."""
+    """Tokens of a response that runs long enough to be aborted midway. With its prompt it must fit into the context."""
     greedy_repeats: bool = True
-    """True if greedy decoding gives the same tokens whatever else runs, as in fp32; if False, checks that rely on it
-    are not tested."""
+    """True if greedy decoding gives the same tokens in any batch, as in fp32; if False, checks that rely on this are
+    not tested."""
     now: Weights = Weights()
     """Weights of the engine when it is opened; the suite restores them at the end."""
     other: Weights | None = None
@@ -126,7 +126,7 @@ class Subject:
     gives_up: Mapping[str, str] = field(default_factory=dict)
     """Promises that the engine's documentation excludes: name of the check -> sentence that says why."""
     patience_s: float = 60.0
-    """Longest wait in seconds for anything to happen; an engine that takes longer fails."""
+    """Longest wait for a single event, in seconds; an engine that takes longer fails."""
 
 
 Figures = dict[str, float | int | str]
@@ -139,7 +139,7 @@ class Outcome(StrEnum):
     PASSED = "passed"
     FAILED = "failed"
     NOT_OFFERED = "not offered"
-    """The engine declares that it cannot; the verdict quotes its sentence."""
+    """The engine declares that it lacks the ability; the verdict quotes its reason."""
     NOT_TESTED = "not tested"
     """The subject lacks the equipment; the verdict says which."""
 
@@ -183,7 +183,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def failed(self) -> tuple[Verdict, ...]:
-        """Verdicts of failed checks; an engine with any is unfit."""
+        """Verdicts of failed checks; an engine with a failed check is unfit."""
         return tuple(v for v in self.verdicts if v.outcome is Outcome.FAILED)
 
     def verdict(self, check: str) -> Verdict:

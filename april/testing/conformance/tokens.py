@@ -18,15 +18,15 @@ ENDING = 32
 FEW = 8
 
 
-@check("max_tokens and min_tokens are kept exactly: not one token more, and no end before.")
+@check("A response has at most max_tokens tokens, and EOS does not end it before min_tokens.")
 async def budgets(bench: Bench) -> Figures:
     asked = [1, 2, 7, 16, 17, 33, 64]
     for reading in await bench.run_complete([bench.request(i, count) for i, count in enumerate(asked)]):
         if reading.count != reading.request.sampling.max_tokens:
             most = reading.request.sampling.max_tokens
-            raise Broken(f"{reading.count} tokens came, but max_tokens and min_tokens were {most}")
+            raise Broken(f"the response has {reading.count} tokens, but max_tokens and min_tokens were {most}")
         if reading.finish not in (EngineFinish.LENGTH, EngineFinish.STOP):
-            raise Broken(f"a response that used its budget up ended with {reading.finish}")
+            raise Broken(f"a response with max_tokens tokens ended with {reading.finish}")
     (free,) = await bench.run_complete([bench.request(0, 64, forced=False)])
     tokens = free.tokens
     # a token that would end the response early, if min_tokens did not forbid it
@@ -61,7 +61,7 @@ async def _natural_end(bench: Bench) -> ReadRequest:
     raise NotTested(f"no response ended by itself in {seen} tokens; give Subject.ending_prompts")
 
 
-@check("EOS is the last of the tokens, with its log-probability, and the response ends with STOP.")
+@check("EOS is the last token, with its log-probability, and the response ends with STOP.")
 async def eos_in_tokens(bench: Bench) -> Figures:
     reading = await _natural_end(bench)
     eos, tokens = bench.engine.capabilities.eos_token_ids, reading.tokens
@@ -70,13 +70,13 @@ async def eos_in_tokens(bench: Bench) -> Figures:
     if eos and tokens[-1] not in eos:
         raise Broken(f"a response ended with STOP, but its last token {tokens[-1]} is not one of the EOS ids {eos}")
     if set(tokens[:-1].tolist()) & set(eos):
-        raise Broken("EOS came before the last token")
+        raise Broken("EOS is in the response before its last token")
     if not eos and bench.weights.reference is None:
         return {"tokens": reading.count, "eos ids": "the engine does not name them"}
     return {"tokens": reading.count, "eos": int(tokens[-1]), "its log-probability": float(reading.logprobs[-1])}
 
 
-@check("A stop token id ends the response with STOP, and is its last token, with a log-probability.")
+@check("A stop token ends the response with STOP, and is its last token, with its log-probability.")
 async def stop_token_ids(bench: Bench) -> Figures:
     bench.require_greedy_repeats()
     tried = 0
@@ -93,7 +93,7 @@ async def stop_token_ids(bench: Bench) -> Figures:
         _stopped_at(bench, ended, tokens, stop)
         tried += 1
     if not tried:
-        raise NotTested("no greedy response had a token that was new behind the fourth; give other prompts")
+        raise NotTested("no greedy response had a token after its fourth that occurs first there; give other prompts")
     return {"responses": tried}
 
 
@@ -108,7 +108,7 @@ def _stopped_at(bench: Bench, ended: ReadRequest, tokens: list[int], stop: int) 
         raise Broken(f"the response is not the greedy one up to the stop token: {len(got)} tokens, not {stop + 1}")
 
 
-@check("The same seed gives the same tokens, and another seed others.")
+@check("The same seed gives the same tokens, and another seed gives other tokens.")
 async def seeds(bench: Bench) -> Figures:
     can = bench.engine.capabilities
     asked = [bench.request(i, 32, temperature=1.0) for i in range(2)]
@@ -141,7 +141,7 @@ async def _refused(bench: Bench, request: Request, what: str) -> str:
     return type(reading.error).__name__
 
 
-@check("A prompt that leaves no room is refused with an EngineError, one that fits is served, and the engine lives on.")
+@check("A prompt that leaves no room is refused with an EngineError, and the engine still serves prompts that fit.")
 async def over_long_input(bench: Bench) -> Figures:
     context = bench.engine.capabilities.max_context
     if context > 1 << 19:
@@ -151,12 +151,12 @@ async def over_long_input(bench: Bench) -> Figures:
         raised = await _refused(bench, request, f"a prompt of {length} tokens")
     (full,) = await bench.run_complete([bench.request(0, 4, prompt=np.resize(bench.prompt(), context - 4))])
     if full.count != 4:
-        raise Broken(f"{context - 4} tokens of prompt leave room for 4, but {full.count} came")
+        raise Broken(f"{context - 4} tokens of prompt leave room for 4, but {full.count} were generated")
     await bench.require_healthy()
     return {"context": context, "refused with": raised}
 
 
-@check("Token ids outside the vocabulary are refused before they reach the model, and the engine lives on.")
+@check("Token ids outside the vocabulary are refused before they reach the model, and the engine still serves.")
 async def out_of_vocabulary(bench: Bench) -> Figures:
     size = bench.engine.capabilities.vocab_size
     bystander = bench.start(bench.request(1))
@@ -168,10 +168,10 @@ async def out_of_vocabulary(bench: Bench) -> Figures:
     return {"vocabulary": size, "refused with": raised}
 
 
-@check("An id that is in flight cannot be used a second time, and the first request does not notice.")
+@check("The id of a running request cannot be used a second time, and the first request is not affected.")
 async def duplicate_id(bench: Bench) -> Figures:
     first = bench.start(bench.request(0, bench.subject.long_tokens // 2))
-    # a request is in flight as soon as its client has it
+    # let the client take the first request, which then counts as running
     for _ in range(3):
         await asyncio.sleep(0)
     running = not first.task.done()
@@ -191,7 +191,7 @@ async def duplicate_id(bench: Bench) -> Figures:
 SAMPLES = 8
 LENGTH = 48
 TIE = 1e-5
-"""If the edge of a nucleus is nearer than this to top-p, the token at the edge may be in it or not."""
+"""If the probability mass at the edge of a nucleus is nearer than this to top-p, its last token may be in it or not."""
 
 
 def expected(kind: LogprobKind, logits: Float32, tokens: Int32, temperature: float, top_p: float) -> Float32:

@@ -32,7 +32,10 @@ def other_weights(bench: Bench) -> Weights:
 def greedy_under(
     bench: Bench, reading: ReadRequest, weights: Weights, what: str, start: int = 0, end: int | None = None
 ) -> None:
-    """Raise Broken unless tokens ``start`` to ``end`` are the greedy ones under ``weights``, if those repeat."""
+    """Raise Broken unless tokens ``start`` to ``end`` are the greedy ones under ``weights``.
+
+    Not checked if greedy responses do not repeat.
+    """
     tokens, forbidden = reading.tokens[:end], list(bench.engine.capabilities.eos_token_ids)
     if weights.reference is None or len(tokens) <= start or not bench.subject.greedy_repeats:
         return
@@ -70,11 +73,11 @@ def in_order(readings: Sequence[ReadRequest], before: object, after: object, wha
     return both
 
 
-@check("Tokens of before an update carry the old version; those of after it carry the new one, come from the new "
-       "weights, and from no cache of the old ones.")  # fmt: skip
+@check("Tokens from before a weight update carry the old version; later tokens carry the new version and come from the "
+       "new weights, not from a cache of the old weights.")  # fmt: skip
 async def version_exactness(bench: Bench) -> Figures:
     other, before, first_weights = other_weights(bench), bench.version, bench.weights
-    # the same prompts before and after: keys that are cached from before must not be used
+    # the same prompts before and after the update: cached keys and values of the old weights must not be used
     old = await bench.run_complete(bench.request(i, LENGTH, forced=False) for i in range(FEW))
     cut = await bench.start_and_wait(bench.request(i) for i in range(FEW))
     await bench.abort_until_ended(cut)
@@ -119,8 +122,8 @@ async def _difference_under(bench: Bench, weights: Weights) -> float:
     return worst
 
 
-@check("Weights that are sent from the trainer's process are whole and in use afterwards: tokens carry the new "
-       "version, come from the new weights, and from no cache of the old ones.")  # fmt: skip
+@check("Weights that are sent from the trainer's process are complete and in use afterwards: tokens carry the new "
+       "version and come from the new weights, not from a cache of the old weights.")  # fmt: skip
 async def sent_weights(bench: Bench) -> Figures:
     can = bench.engine.capabilities
     if not (can.collective or can.takes_tensors):
@@ -143,7 +146,7 @@ async def sent_weights(bench: Bench) -> Figures:
     return figures
 
 
-@check("A request that is running when weights are updated ends with its old tokens, or goes on with exact versions.")
+@check("A request that runs when weights are updated ends with its old tokens, or goes on with exact versions.")
 async def update_under_way(bench: Bench) -> Figures:
     other, before, first_weights = other_weights(bench), bench.version, bench.weights
     if bench.engine.capabilities.shares_weights:
@@ -163,21 +166,21 @@ async def update_under_way(bench: Bench) -> Figures:
     return {"ended": ended, "lived through it": lived} | figures
 
 
-@check("While the engine is paused no token comes and new requests wait; after resume all complete.")
+@check("While the engine is paused it generates no token and new requests wait; after resume all requests complete.")
 async def pause_and_resume(bench: Bench) -> Figures:
     running = await bench.start_and_wait(bench.request(i) for i in range(FEW))
     await bench.with_timeout(bench.engine.pause(), "pause")
     late = [bench.start(bench.request(FEW + i, 16)) for i in range(FEW)]
-    await asyncio.sleep(QUIET_S)  # tokens that were on their way arrive
+    await asyncio.sleep(QUIET_S)  # until tokens that were sent before the pause have arrived
     then = [r.count for r in running]
     await asyncio.sleep(QUIET_S)
     grown = sum(r.count for r in running) - sum(then)
     if grown:
-        raise Broken(f"{grown} tokens came {QUIET_S} s and more after pause had returned")
+        raise Broken(f"{grown} tokens arrived {QUIET_S} s or more after pause had returned")
     came = sum(r.count for r in late)
     if came or any(r.task.done() for r in late):
         raise Broken(f"requests sent while the engine was paused got {came} tokens, or ended")
-    # abort one of the waiting requests meanwhile
+    # abort one of the waiting requests during the pause
     given_up = late.pop()
     await bench.abort_until_ended([given_up])
     kept = sum(not r.task.done() for r in running)
@@ -193,7 +196,7 @@ async def pause_and_resume(bench: Bench) -> Figures:
         uncut = await bench.run_complete(bench.copy_of(r.request) for r in running)
         for reading, whole in zip(running, uncut, strict=True):
             if not np.array_equal(reading.tokens, whole.tokens[: reading.count]):
-                raise Broken(f"request {reading.id} is not the uncut response around a pause")
+                raise Broken(f"request {reading.id} has other tokens than the same request without a pause")
             if reading.finish is not EngineFinish.ABORT and reading.count != whole.count:
                 raise Broken(f"request {reading.id} ended with {reading.finish} after {reading.count} tokens")
     figures: Figures = {"kept over the pause": kept, "ended by it": FEW - kept, "waited": len(late)}
@@ -201,7 +204,7 @@ async def pause_and_resume(bench: Bench) -> Figures:
 
 
 @check("A request that an engine keeps over a weight update goes on under the new weights, its end names the versions, "
-       "and a new request meets no keys of the old ones.")  # fmt: skip
+       "and a new request uses no cached keys and values of the old weights.")  # fmt: skip
 async def kept_over_an_update(bench: Bench) -> Figures:
     modes, engine = bench.offered("in_flight_updates"), bench.engine
     if not isinstance(engine, KeepsRequests):
@@ -215,7 +218,7 @@ async def kept_over_an_update(bench: Bench) -> Figures:
         await bench.with_timeout(engine.pause_in_flight(mode), "pause_in_flight")
         silent = [r for r in readings if not r.count]
         if mode is OnWeightUpdate.KEEP:
-            await bench.abort_until_ended(silent)  # as april does: their prompts would meet keys of the old weights
+            await bench.abort_until_ended(silent)  # as april does, since their prompts have keys of the old weights
         await bench.next_version(new)
         await bench.with_timeout(bench.engine.resume(), "resume")
         fresh = [bench.start(replace(bench.request(i, LENGTH, forced=False), in_flight=mode)) for i in range(FEW)]
@@ -236,8 +239,8 @@ async def kept_over_an_update(bench: Bench) -> Figures:
     return figures
 
 
-@check("While an adapter is loaded requests go on under the weights that they began with; those that come then, and "
-       "responses that are resumed, are of the adapter.")  # fmt: skip
+@check("While an adapter is loaded, running requests go on under the weights with which they began; new requests and "
+       "resumed responses use the adapter.")  # fmt: skip
 async def adapter_versions(bench: Bench) -> Figures:
     bench.offered("adapters")
     adapters = bench.subject.adapters
@@ -269,7 +272,7 @@ async def adapter_versions(bench: Bench) -> Figures:
     for reading in resumed:
         greedy_under(bench, reading, weights[-1], f"request {reading.id}, resumed")
     if len({tuple(readings[-1].tokens[: LENGTH // 2].tolist()) for readings in running}) < len(running):
-        raise Broken("requests under different adapters say the same: nothing was loaded")
+        raise Broken("requests under different adapters get the same responses: nothing was loaded")
     if alive < len(running):
         raise NotTested("all requests of a version were complete before the next one; raise Subject.long_tokens")
     compared = bench.compare_with_wire([*chain.from_iterable(running), *resumed])

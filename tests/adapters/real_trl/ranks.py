@@ -118,7 +118,7 @@ def test_one_process_goes_on_from_two_ranks(
     assert Counter(row for row, _, _ in delivered) == dict.fromkeys(range(ROWS), SAMPLES)
     assert after.resumed > 0
     assert max(after.logprob_errors) <= 1e-4
-    with pytest.raises(april.CheckpointError, match="each of 2 processes had its part, but now there are 1"):
+    with pytest.raises(april.CheckpointError, match="spread over 2 processes, but now there are 1"):
         alone().train(resume_from_checkpoint=str(folder / "whole" / "checkpoint-9"))
 
 
