@@ -26,6 +26,6 @@ def routing_headers(request: Request, by: RoutingKey) -> dict[str, str]:
     """
     if by == "off" or request.sample_key is None:
         return {}
-    numbers = request.sample_key if by == "sample" else request.sample_key[:1]
-    key = hashlib.sha256(repr(numbers).encode()).hexdigest()[:16]
+    numbers = b"%d %d" % request.sample_key if by == "sample" else b"%d" % request.sample_key[0]
+    key = hashlib.blake2b(numbers, digest_size=8).hexdigest()
     return dict.fromkeys(HEADERS, key)
