@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 
 from april import __version__
-from april.text.install_command import install
 
 
 def main() -> None:
@@ -15,10 +14,14 @@ def main() -> None:
     try:
         from april.cli import app
     except ModuleNotFoundError as error:
+        from april.text.install_command import install  # only here, as its imports would slow down --version
+
         sys.exit(f"april's command line needs {error.name}: {install('cli')}")
     try:
         app()
     except ModuleNotFoundError as error:
+        from april.text.install_command import install
+
         sys.exit(f"this command needs {error.name}: {install('demo')}")
 
 

@@ -64,6 +64,7 @@ class Got:
     finish: EngineFinish | None = None
     chunks: int = 0
     extras: Extras = field(default_factory=dict)
+    cached_tokens: int | None = None
     error: Exception | None = None
 
 
@@ -81,6 +82,7 @@ async def read(engine: Any, asked: Request, got: Got | None = None) -> Got:
                 got.chunks += 1
                 assert got.finish is not None or not chunk.extras, "rows before the last chunk"
                 got.extras = chunk.extras
+                got.cached_tokens = chunk.cached_tokens
     except Exception as error:
         got.error = error
     return got

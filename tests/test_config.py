@@ -468,7 +468,7 @@ def test_what_importing_loads(used: str, not_loaded: str) -> None:
 @pytest.mark.parametrize(
     ("command", "not_loaded"),
     [
-        ("--version", "april.cli april.core april.config typer rich numpy"),
+        ("--version", "april.cli april.core april.config april.text typer rich numpy"),
         ("--help", "april.config april.core.types numpy msgspec pydantic importlib.metadata"),
     ],
 )

@@ -7,6 +7,7 @@ import asyncio
 import inspect
 import re
 import tomllib
+from collections.abc import AsyncGenerator
 from dataclasses import fields, replace
 from unittest import mock
 
@@ -20,7 +21,7 @@ from april.auto import run_tuning
 from april.auto.question import TuningAnswer, TuningQuestion
 from april.core.rollout_core import STEP_METRICS
 from april.core.types import DropReason
-from april.engines.protocol import Capabilities, Engine
+from april.engines.protocol import Capabilities, Chunk, Engine, Request
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine
 from april.simulate.report_tables import ROWS
@@ -226,11 +227,15 @@ def test_the_arrays_on_the_page() -> None:
 
 
 class _NoLabel(SimulatedEngine):
-    """A server that shows no label of its weights."""
+    """A server that shows no label of its weights, and says how much of a prompt it had cached."""
 
     @property
     def capabilities(self) -> Capabilities:
         return replace(super().capabilities, verifies_weights=False)
+
+    async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        async for chunk in super().generate(request):
+            yield replace(chunk, cached_tokens=0)
 
 
 class AsItIs:

@@ -164,7 +164,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"engine": {"kind": "sglang", "urls": [URL, "http://127.0.0.1:8001"], "colour": 1}},
      "engine.colour: unknown setting; engine.kind sglang has urls, api_key, api_key_env, max_in_flight, "
      "connect_timeout_s, probe_timeout_s, first_weights, max_token_loss, vocab_size, max_len, eos_token_ids, "
-     "logprobs, model, expert_shape, router"),
+     "logprobs, model, expert_shape, routing_key, router"),
     ({"engine": {"kind": "vllm", "urls": "localhost:8000"}},
      "engine.urls.0: an engine's URL must look like http://host:port, got 'localhost:8000'; write "
      "http://localhost:8000"),

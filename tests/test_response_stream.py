@@ -42,7 +42,7 @@ class _Breaks:
     def __init__(self, *pieces: bytes) -> None:
         self._pieces = list(pieces)
 
-    async def post(self, route: str, body: bytes) -> _Breaks:
+    async def post(self, route: str, body: bytes, headers: object = None) -> _Breaks:
         return self
 
     async def read(self) -> bytes:

@@ -61,7 +61,7 @@ class World(HttpClient):
 
     # ---- as the client
 
-    async def post(self, route: str, body: bytes) -> ResponseBytes:
+    async def post(self, route: str, body: bytes, headers: object = None) -> ResponseBytes:
         task = asyncio.current_task()
         assert task is not None
         self._callers.add(task)

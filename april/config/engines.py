@@ -190,6 +190,10 @@ class AprilEngineConfig(AddressedEngineConfig):
     dies, the collected tokens are lost. 0 means that tokens are sent without delay."""
 
 
+RoutingKey = Literal["sample", "group", "off"]
+"""Requests that share a routing key: those of a sample, those of a group, or none."""
+
+
 class ServerEngineConfig(AddressedEngineConfig):
     """Settings that are common to engines behind third-party servers."""
 
@@ -211,6 +215,9 @@ class ServerEngineConfig(AddressedEngineConfig):
     expert_shape: tuple[PositiveInt, PositiveInt] | None = None
     """Number of layers, and of experts per token, of the extra data routed_experts. None means the numbers in the
     model's files."""
+    routing_key: RoutingKey = "sample"
+    """Requests that a router before the servers is told to send to the same server: all of a sample, all of a group, or
+    none (off). Without a router it changes nothing."""
 
 
 class VllmEngineConfig(ServerEngineConfig):

@@ -194,6 +194,10 @@ class AttemptResults:
             tokens.drop(unknown, DropReason.UNKNOWN_WEIGHTS)
             tokens.drop(bare, DropReason.NO_EXTRAS)
             context.counts(attempt.sample)["no_extras_tokens"] += bare
+        if (cached := event.counts.cached) is not None:
+            counters, size = context.counts(attempt.sample), len(attempt.request.token_ids)
+            counters["cached_tokens"] += min(max(cached, 0), size)
+            counters["cacheable_tokens"] += size
         context.aborts.ended(attempt.id)
         return attempt
 

@@ -85,6 +85,8 @@ class Step:
         generated, again = float(observed - self.observed), out["reprefill_tokens"]
         out["generated_tokens"] = generated
         out["reprefill_share"] = again / (again + generated) if again else 0.0
+        if cacheable := now["cacheable_tokens"] - self.before["cacheable_tokens"]:
+            out["cached_share"] = (now["cached_tokens"] - self.before["cached_tokens"]) / cacheable
         out["in_flight_at_stop"] = float(self.in_flight_at_stop.total())
         return out
 

@@ -79,6 +79,8 @@ class AttemptCounts(NamedTuple):
     """Number of tokens at the end whose weights the engine never named, to be dropped."""
     bare: int = 0
     """Number of tokens without the requested extras, to be dropped."""
+    cached: int | None = None
+    """Number of input tokens that the engine found in its cache; None if it does not say."""
 
     @property
     def tokens(self) -> int:
@@ -126,6 +128,8 @@ class AttemptTape:
     """Rows of the ``count`` tokens, after rows for earlier tokens of the conversation that had no rows yet."""
     bare: int = 0
     """Number of tokens that were removed for lack of extras."""
+    cached: int | None = None
+    """Number of the request's input tokens that the engine found in its cache; None if it has not said so."""
 
     @property
     def parsed(self) -> int:

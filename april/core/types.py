@@ -480,7 +480,7 @@ class Attempt:
         ids = self.end_ids
         long_enough = tape.count > self.request.sampling.min_tokens
         ends = tape.stopped or (bool(ids) and long_enough and tape.last_token in ids)
-        return AttemptCounts(tuple(tape.spans), ends, tape.after_stop, tape.unknown, tape.bare)
+        return AttemptCounts(tuple(tape.spans), ends, tape.after_stop, tape.unknown, tape.bare, tape.cached)
 
     @property
     def over(self) -> PolicyVersion | None:

@@ -218,6 +218,8 @@ class AttemptStreams:
             tape.set_extras({name: end.extras[name] for name in request.extras}, request.rows_wanted(0))
         if end is not None and end.versions is not None:
             tape.set_versions(end.versions)
+        if end is not None:
+            tape.cached = end.cached_tokens
         tape.drop_unnamed()
 
     def without_tokens(self, engine: str) -> tuple[str, ...]:

@@ -133,7 +133,7 @@ def copied(chunk: Chunk, extras: Sequence[str]) -> Chunk:
     rows = {name: _copy(chunk.extras[name]) for name in extras if name in chunk.extras} if chunk.extras else NO_EXTRAS
     return Chunk(
         _copy(chunk.tokens), _copy(chunk.logprobs), chunk.version, chunk.finish, chunk.stopped_at, chunk.sure,
-        chunk.versions, rows, chunk.own_end,
+        chunk.versions, rows, chunk.own_end, chunk.cached_tokens,
     )  # fmt: skip
 
 

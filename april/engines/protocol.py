@@ -70,6 +70,9 @@ class Chunk:
     own_end: bool = False
     """True if the engine may end the request by a rule that april does not know, so that april cannot conclude from the
     last token why it ended."""
+    cached_tokens: int | None = None
+    """Number of the request's input tokens whose keys and values the engine had cached; on the last chunk. None if the
+    engine does not say."""
 
 
 PIECES_AT_ONCE = 32

@@ -10,10 +10,11 @@ import asyncio
 import hashlib
 import json
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
+from itertools import takewhile
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -231,6 +232,10 @@ class FakeRequest:
     """Draws other tokens from the same weights."""
     cache_salt: str = ""
     """Only requests with the same one share cached keys."""
+    cached: int = 0
+    """Tokens of its prompt that were cached when it came."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """HTTP headers with which it came."""
     made_under: list[str] = field(default_factory=list)
     """Weights that made each token."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -431,6 +436,28 @@ KEEP_ALIVE_S = 0.01
 R = TypeVar("R", bound=FakeRequest)
 
 
+class PrefixCache:
+    """Knows every beginning of the sequences that it was given, by their salt."""
+
+    def __init__(self) -> None:
+        self._known: set[int] = set()
+
+    def found(self, salt: str, prompt: Sequence[int]) -> int:
+        """The number of tokens from the start that are known; an engine computes the last one in any case."""
+        return sum(1 for _ in takewhile(self._known.__contains__, _beginnings(salt, prompt[:-1])))
+
+    def add(self, salt: str, ids: Sequence[int]) -> None:
+        self._known.update(_beginnings(salt, ids))
+
+
+def _beginnings(salt: str, ids: Sequence[int]) -> Iterator[int]:
+    """A hash of each beginning of a sequence, from one token on."""
+    key = hash(salt)
+    for token in ids:
+        key = hash((key, token))
+        yield key
+
+
 class FakeServer(Generic[R]):
     """A server on a real loopback socket. Subclasses say what it answers.
 
@@ -462,6 +489,7 @@ class FakeServer(Generic[R]):
         self.control_faults: list[PlannedControlFault] = []
         self.runs: list[R] = []
         """Every request that was let in, in the order of arrival."""
+        self.prefixes = PrefixCache()
         self.violations: list[str] = []
         """What was asked and must not be asked."""
         self.pause_mode: str | None = None
@@ -566,6 +594,7 @@ class FakeServer(Generic[R]):
 
     def _forget(self, weights: str) -> None:
         """What a new process does not have."""
+        self.prefixes = PrefixCache()
         self.weights, self.label, self.pause_mode, self.stale_cache = weights, "default", None, False
 
     def _restart_at_once(self) -> None:
@@ -634,7 +663,14 @@ class FakeServer(Generic[R]):
                 return self._fails_by(run, kind)
         return True
 
+    def _came(self, run: R, headers: Mapping[str, str]) -> None:
+        """Keep the headers of a request, and look for the beginning of its prompt in the cache."""
+        run.headers, run.cached = headers, self.prefixes.found(run.cache_salt, run.prompt)
+        self.prefixes.add(run.cache_salt, run.prompt)
+        self.runs.append(run)
+
     def _end(self, run: R, finish: Any) -> None:
+        self.prefixes.add(run.cache_salt, (run.prompt + run.ids)[:-1])  # the last token has no keys yet
         run.finish = finish
         run.flush()
         self._leave(run)

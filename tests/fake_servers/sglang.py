@@ -90,7 +90,7 @@ def answer(
         "completion_tokens": said.total,
     }
     if not queued:
-        meta |= {"prompt_tokens": said.prompt, "cached_tokens": 0, "num_retractions": 0, "dp_rank": None}
+        meta |= {"prompt_tokens": said.prompt, "cached_tokens": run.cached, "num_retractions": 0, "dp_rank": None}
     if run.finish is not None and spans and run.flushed:
         meta["weight_versions"] = [{"version": name, "start": a, "end": b} for name, a, b in said.spans]
     prompt = {"prompt_token_ids": run.prompt} if run.says_prompt else {}
@@ -264,7 +264,7 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
             run.rows_from = body.get("routed_experts_start_len", 0)
         run.salt += self._seen(body)
         run.fault = self._plan()
-        self.runs.append(run)
+        self._came(run, request.headers)
         if kind := run.hit(*AT_ONCE):
             return _at_once(kind)
         if any(not 0 <= i < self.vocab_size for i in run.prompt):
@@ -576,6 +576,8 @@ class FakeSglangRouter:
         self.ready = True
         self.passed: list[str] = []
         """Address of the worker that answered, for every request in order."""
+        self.key = ""
+        """Header by whose value the worker is chosen; requests without it take turns."""
         self._turn = count()
         self._session: aiohttp.ClientSession | None = None
         self._runner: web.AppRunner | None = None
@@ -617,8 +619,10 @@ class FakeSglangRouter:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
         assert self._session is not None
-        for _ in range(len(self.workers)):
-            url = self.workers[next(self._turn) % len(self.workers)]
+        key = request.headers.get(self.key)
+        first = next(self._turn) if key is None else int(hashlib.sha256(key.encode()).hexdigest(), 16)
+        for place in range(len(self.workers)):
+            url = self.workers[(first + place) % len(self.workers)]
             try:
                 answer = await self._session.post(
                     f"{url}/generate", data=body, headers={"Content-Type": "application/json"}

@@ -33,6 +33,8 @@ class FakeVllmRun(FakeRequest):
     """As the request names it."""
     usage_asked: bool = False
     """Its stream ends with the usage."""
+    says_cached: bool = False
+    """Its usage says how much of its prompt was cached (``--enable-prompt-tokens-details``)."""
     logprobs_mode: str = "processed"
     under: str = ""
     """Weights that the server had when it came."""
@@ -71,12 +73,12 @@ class FakeVllmRun(FakeRequest):
             if self.params.get("return_weight_versions"):
                 choice["weight_versions"] = versions
             head = {"id": self.name.rsplit("-", 1)[0], "object": "text_completion", "model": model}
-        return head | {"choices": [choice], "usage": None if self.stream else counts(said.prompt, said.total)}
+        return head | {"choices": [choice], "usage": None if self.stream else self.usage(said.prompt, said.total)}
 
-
-def counts(prompt: int, made: int) -> dict[str, int]:
-    """The server's own count of the tokens."""
-    return {"prompt_tokens": prompt, "total_tokens": prompt + made, "completion_tokens": made}
+    def usage(self, prompt: int, made: int) -> dict[str, Any]:
+        """The server's own count of the tokens."""
+        said = {"prompt_tokens": prompt, "total_tokens": prompt + made, "completion_tokens": made}
+        return said | ({"prompt_tokens_details": {"cached_tokens": self.cached}} if self.says_cached else {})
 
 
 TOKENS, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
@@ -121,9 +123,10 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         device: str = "cuda", without: tuple[str, ...] = (), chunked_prefill: bool = False, copies: int = 1,
         speculation: dict[str, Any] | None = None, release: int = 32, transfers: str | None = None, world_size: int = 1,
         loras: FakeAdapters | None = None, images: FakeImages | None = None,
-        kv_connector: dict[str, Any] | None = None, **common: Any,
+        kv_connector: dict[str, Any] | None = None, says_cached: bool = False, **common: Any,
     ) -> None:  # fmt: skip
         super().__init__(**common)
+        self.says_cached = says_cached
         self.images, self.kv_connector = images, kv_connector
         self.model, self.release = model, release
         self.developer, self.scale_out, self.processes = developer, scale_out, processes
@@ -224,6 +227,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         if refused is not None:
             return refused
         run = self._run_of(body, token_route, request.headers.get("X-Request-Id"))
+        self._came(run, request.headers)
         if self.chunked_prefill and self.device == "cpu" and run.params.get("seed") is not None:
             self.violations.append(f"{run.name} has a seed, which kills the server")
             self.die()
@@ -322,6 +326,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         run = self.RUN(
             engine_id, list(prompt), params, bool(body.get("stream")), token_route=token_route,
             usage_asked=bool((body.get("stream_options") or {}).get("include_usage")), logprobs_mode=self.logprobs,
+            says_cached=self.says_cached,
             process=len(self.runs) % self.processes, cache_salt=body.get("cache_salt") or "", under=self.weights,
         )  # fmt: skip
         if self.loras is not None:
@@ -329,7 +334,6 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         run.salt += self._salt(body)
         run.model = body.get("model", self.model)
         run.fault = self._plan()
-        self.runs.append(run)
         return run
 
     def _rows(self, run: FakeVllmRun, experts: Experts) -> str | None:
@@ -349,7 +353,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
             return []
         prompt = len(run.prompt) - bool(run.hit(RequestFault.OTHER_PROMPT))
         made = len(run.ids) + bool(run.hit(RequestFault.WRONG_COUNT))
-        return [json.dumps({"choices": [], "usage": counts(prompt, made)})]
+        return [json.dumps({"choices": [], "usage": run.usage(prompt, made)})]
 
     def _said(self, run: FakeVllmRun) -> str:
         if run.failed:

@@ -29,6 +29,7 @@ MAX_REPLY_BYTES = 4 << 20
 MAX_ERROR_BYTES = 1 << 16
 MAX_RETRY_AFTER_S = 60.0
 _JSON = {"Content-Type": "application/json"}
+NO_HEADERS: Mapping[str, str] = {}
 _BROKEN = (aiohttp.ClientError, OSError, asyncio.IncompleteReadError)
 
 
@@ -91,6 +92,7 @@ class HttpClient:
     async def call(
         self, method: str, route: str, body: Any = None, *, params: Mapping[str, str] | None = None,
         timeout_s: float | None = CONTROL_TIMEOUT_S, retry: bool = False, limit: int | None = None,
+        headers: Mapping[str, str] = NO_HEADERS,
     ) -> Reply:  # fmt: skip
         """Send one request and return the response; ``body`` is bytes, an iterator of bytes, or an object for JSON.
 
@@ -109,9 +111,9 @@ class HttpClient:
         while True:
             try:
                 if timeout_s is None:
-                    return await self._exchange(method, route, raw, params, limit)
+                    return await self._exchange(method, route, raw, params, limit, headers)
                 async with asyncio.timeout(timeout_s):
-                    return await self._exchange(method, route, raw, params, limit)
+                    return await self._exchange(method, route, raw, params, limit, headers)
             except _BROKEN as error:
                 if type(error) is TimeoutError and timeout_s is not None:
                     raise EngineUnreachable(
@@ -125,15 +127,15 @@ class HttpClient:
 
     async def _exchange(
         self, method: str, route: str, raw: bytes | AsyncIterator[Any] | None, params: Mapping[str, str] | None,
-        limit: int | None,
+        limit: int | None, headers: Mapping[str, str],
     ) -> Reply:  # fmt: skip
         task = asyncio.current_task()
         assert task is not None
         self._callers.add(task)
         try:
             response = await self._http.request(
-                method, self.url + route, data=raw, params=params, headers=None if raw is None else _JSON,
-                allow_redirects=False,
+                method, self.url + route, data=raw, params=params,
+                headers=headers if raw is None else {**_JSON, **headers}, allow_redirects=False,
             )  # fmt: skip
             try:
                 status = response.status
@@ -167,13 +169,15 @@ class HttpClient:
         except NotJson as error:
             raise WireError(f"{self.url}{route} answered with invalid JSON: {error}") from None
 
-    async def post(self, route: str, body: bytes) -> ResponseBytes:
+    async def post(self, route: str, body: bytes, headers: Mapping[str, str] = NO_HEADERS) -> ResponseBytes:
         """POST JSON and return the streamed response, to be closed. Raises EngineError unless its status is 200."""
         task = asyncio.current_task()
         assert task is not None
         self._callers.add(task)
         try:
-            response = await self._http.post(self.url + route, data=body, headers=_JSON, allow_redirects=False)
+            response = await self._http.post(
+                self.url + route, data=body, headers={**_JSON, **headers}, allow_redirects=False
+            )
             if response.status != 200:
                 try:
                     self._refuse_redirect(response, route)

@@ -50,6 +50,8 @@ class ResponsePart(msgspec.Struct, gc=False):
     prompt_tokens: int | None = None
     total: int | None = None
     """Number of tokens in the whole response, as counted by the server."""
+    cached_tokens: int | None = None
+    """Number of prompt tokens that the server found in its cache; None if it does not say."""
 
 
 class Parser(Generic[E]):
@@ -124,9 +126,9 @@ class ResponseReader:
     """
 
     __slots__ = (
-        "_expands", "_extras", "_guess", "_held_ids", "_held_logprobs", "_ids", "_label", "_last", "_logprobs",
-        "_parser", "_prompt_tokens", "_request", "_runs", "_stopped_at", "_sure_tokens", "_version", "_versions",
-        "count", "failure", "finish", "labels", "progress",
+        "_cached_tokens", "_expands", "_extras", "_guess", "_held_ids", "_held_logprobs", "_ids", "_label", "_last",
+        "_logprobs", "_parser", "_prompt_tokens", "_request", "_runs", "_stopped_at", "_sure_tokens", "_version",
+        "_versions", "count", "failure", "finish", "labels", "progress",
     )  # fmt: skip
 
     def __init__(
@@ -162,6 +164,7 @@ class ResponseReader:
         self.finish: EngineFinish | None = None
         """Finish reason, once the server has given it."""
         self._stopped_at: int | str | None = None
+        self._cached_tokens: int | None = None
         self.failure: EngineError | None = None
         """Error to raise after the chunks read before it are handed over."""
 
@@ -219,7 +222,8 @@ class ResponseReader:
         if last and self.failure is None:
             end = chunks.pop() if chunks else empty_chunk(self._guess, None)
             chunks.append(replace(
-                end, finish=self.finish, stopped_at=self._stopped_at, versions=self._versions, extras=self._extras
+                end, finish=self.finish, stopped_at=self._stopped_at, versions=self._versions, extras=self._extras,
+                cached_tokens=self._cached_tokens,
             ))  # fmt: skip
         return chunks
 
@@ -262,6 +266,8 @@ class ResponseReader:
             sent = self._prompt_tokens
             why = f"; {OTHER_PROCESSOR}" if self._expands else ""
             raise self._parser.wrong(f"belongs to a prompt of {piece.prompt_tokens} tokens, but {sent} were sent{why}")
+        if piece.cached_tokens is not None:
+            self._cached_tokens = piece.cached_tokens
         if piece.end is not None:
             self._end(piece, piece.end)
         elif self._held_ids or (self._label and piece.label not in (None, self._label)):

@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from april.config.engines import RoutingKey
 from april.core.versions import PolicyVersion
 from april.engines.http.http_client import HttpClient, ResponseBytes
 from april.engines.http.response_reader import ReadProgress, ResponseReader
+from april.engines.http.routing_key import routing_headers
 from april.engines.http.sent_attachments import SentAttachments, Urls
 from april.engines.http.server_engine import Admission
 from april.engines.http.server_process import Confirmation, OwnPauseLock
@@ -176,6 +178,8 @@ class GenerateRoute:
     """Returns whether the server's owner has paused it; called when the server ends a request on its own."""
     attachments: SentAttachments = field(default_factory=SentAttachments)
     """Record of the attachments that the server has received."""
+    routing_key: RoutingKey = "off"
+    """Requests that a router before the servers is told to send to the same server."""
     open_streams: dict[str, ResponseStream] = field(default_factory=dict)
     """Streams that were admitted and have not ended, by attempt id."""
 
@@ -358,13 +362,15 @@ class ResponseStream(BufferedStream):
         self._reader, body = endpoint.prepare(request, self._streamed, urls)
         if self._closing:
             raise EngineUnreachable(f"attempt {request.attempt_id} was ended before it was sent")
-        limit = max_response_bytes(request)
+        limit, headers = max_response_bytes(request), routing_headers(request, endpoint.routing_key)
         if self._streamed:
             self._splitter = EventSplitter(limit)
-            self._body = await endpoint.client.post(endpoint.route, body)
+            self._body = await endpoint.client.post(endpoint.route, body, headers)
             self._begin(self._reader)
             return True
-        reply = await endpoint.client.call("POST", endpoint.route, body, timeout_s=None, limit=limit)
+        reply = await endpoint.client.call(
+            "POST", endpoint.route, body, timeout_s=None, limit=limit, headers=headers
+        )
         endpoint.client.require_ok(reply, endpoint.route)
         self._begin(self._reader)
         self._reader.read([reply.body])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from april.config.engines import AddressedEngineConfig, ServerEngineConfig, checked_key, name_at
+from april.config.engines import AddressedEngineConfig, RoutingKey, ServerEngineConfig, checked_key, name_at
 from april.core.engine_limits import UNKNOWN_LOGPROBS, Limit, LimitCode, unknown_eos
 from april.core.sampling import LogprobKind
 from april.engines.http.http_client import HttpClient, Reply, is_page, json_value
@@ -41,6 +41,8 @@ class ServerFacts:
     """Name of the model at the server."""
     asked: str | None = None
     """Model name from the settings; None means the server's only model."""
+    routing_key: RoutingKey = "off"
+    """The setting of that name."""
     base: str | None = None
     """Base model, if ``model`` is an adapter."""
     software: str = ""
@@ -277,7 +279,7 @@ class ServerProbe:
         base = None if self.served is None else self.served.base
         return {
             "url": self.client.url, "asked": self.config.model, "base": base, "label": self.label,
-            "paused": self.paused,
+            "paused": self.paused, "routing_key": self.config.routing_key,
         }  # fmt: skip
 
     def capabilities(self, *, context: int | None, places: int | None, **found: Any) -> Capabilities:

@@ -49,7 +49,7 @@ class CompletionsEngine(ServerEngine):
         self._endpoint = GenerateRoute(
             client=client, route=route, admission=self._admission, labels=self._labels, prepare=self._prepare,
             abort_means=facts.capabilities.abort_means, marks_end=True, confirmation=self._confirmation,
-            pauses=self._pauses, attachments=attachments or SentAttachments(),
+            pauses=self._pauses, attachments=attachments or SentAttachments(), routing_key=facts.routing_key,
         )  # fmt: skip
 
     def _prepare(self, request: Request, streamed: bool, urls: Urls) -> tuple[ResponseReader, bytes]:

@@ -131,11 +131,16 @@ class _NamedChoice(_Choice):
     logprobs: _NamedLogprobs | None = None
 
 
+class _PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class Usage(msgspec.Struct):
     """Token counts reported by the server."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    prompt_tokens_details: _PromptTokensDetails | None = None
 
 
 class _Event(msgspec.Struct):
@@ -158,6 +163,8 @@ _NOTHING = _Choice()
 def counted(piece: ResponsePart, usage: Usage) -> ResponsePart:
     """Store the server's token counts in the piece, and return it."""
     piece.prompt_tokens, piece.total = usage.prompt_tokens, usage.completion_tokens
+    if usage.prompt_tokens_details is not None:
+        piece.cached_tokens = usage.prompt_tokens_details.cached_tokens
     return piece
 
 

@@ -463,7 +463,7 @@ def _own(chunk: Chunk) -> Chunk:
     extras = {name: np.array(rows) for name, rows in chunk.extras.items()} if chunk.extras else chunk.extras
     return Chunk(
         np.array(chunk.tokens), np.array(chunk.logprobs), chunk.version, chunk.finish, chunk.stopped_at, chunk.sure,
-        chunk.versions, extras, chunk.own_end,
+        chunk.versions, extras, chunk.own_end, chunk.cached_tokens,
     )  # fmt: skip
 
 

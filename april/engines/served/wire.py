@@ -156,6 +156,7 @@ def _as_one(run: Sequence[Chunk]) -> Chunk:
     return Chunk(
         np.concatenate([c.tokens for c in run]), np.concatenate([c.logprobs for c in run]), last.version, last.finish,
         last.stopped_at, last.sure, last.versions, last.extras, last.own_end,
+        last.cached_tokens,
     )  # fmt: skip
 
 

@@ -74,7 +74,7 @@ class SglangEngine(ServerEngine):
         self._endpoint = GenerateRoute(
             client=requests, route="/generate", admission=self._admission, labels=self._labels, prepare=self._prepare,
             abort_means=facts.capabilities.abort_means, marks_end=False, paused_by_others=self._stands_still,
-            attachments=self.attachments,
+            attachments=self.attachments, routing_key=facts.routing_key,
         )  # fmt: skip
         self.on_foreign_pause: Callable[[], None] | None = None
         """Called when requests end because somebody else has paused the servers to change their weights. Nothing is

@@ -47,6 +47,7 @@ class Meta(msgspec.Struct):
     finish_reason: Finish | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    cached_tokens: int | None = None
     weight_version: str | None = None
     weight_versions: list[Span] | None = None
     output_token_logprobs: list[TokenLogprob] = []
@@ -172,7 +173,9 @@ class ReplyParser(Parser[Reply]):
             self._prompt = None
         ids, logprobs = self._fresh(event, meta, had)
         end = None if meta.finish_reason is None else self._end(meta.finish_reason, meta)
-        return ResponsePart(ids, logprobs, end, meta.weight_version, meta.prompt_tokens)
+        return ResponsePart(
+            ids, logprobs, end, meta.weight_version, meta.prompt_tokens, cached_tokens=meta.cached_tokens
+        )
 
     def _require_prompt(self, sent: Int32, said: bytes) -> None:
         try:

@@ -185,7 +185,8 @@ class VllmInProcessEngine(Transfers):
         self._check_labels(request, getattr(completion, "weight_versions", None))
         finish = self._finish(completion.finish_reason)
         stopped_at = getattr(completion, "stop_reason", None) if finish is EngineFinish.STOP else None
-        return replace(chunk_of(tokens, logprobs, version, finish), stopped_at=stopped_at)
+        cached = getattr(output, "num_cached_tokens", None)
+        return replace(chunk_of(tokens, logprobs, version, finish), stopped_at=stopped_at, cached_tokens=cached)
 
     def _rows(self, request: Request, completion: Any, finish: EngineFinish, made: int) -> Extras:
         """Return the requested rows; vLLM returns all rows from the first token of the conversation."""
