@@ -89,6 +89,11 @@ class Step:
 
 
 NO_REFILL = Refill.NONE
+MOST_STARTED = 64
+"""Number of samples and calls that are started at one event. The others wait for the event Continued, since starting
+thousands at once would hold the event loop for seconds."""
+MOST_DRAWN = 512
+"""Number of samples whose prompts are drawn at one event, for the same reason."""
 TOO_LONG_IN_A_ROW = 1000
 """Number of skipped prompts in a row after which the step fails, as the data does not suit these engines."""
 
@@ -130,6 +135,8 @@ class RolloutCore:
         """True while a pause is requested."""
         self._continuous = settings.generation is GenerationMode.CONTINUOUS
         self._check, self._pause_asked = check, False
+        self._continues = False
+        """True from the command Continue to the event Continued; nothing is started or drawn in between."""
         self._long_in_a_row = 0
         self._outage_timer = 0
         self._outage = False
@@ -146,6 +153,7 @@ class RolloutCore:
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.StepRequested: self._step_requested,
             ev.PromptsDrawn: self._prompts_drawn,
+            ev.Continued: self._continued,
             ev.CallMade: calls.call_made,
             ev.CallUnheard: calls.call_unheard,
             ev.StopFound: attempt_results.stop_found,
@@ -434,7 +442,10 @@ class RolloutCore:
         # without refill nothing is drawn after the beginning of a step, except for groups that were given up
         if step.filled and self.context.settings.refill is NO_REFILL and self.buffer.units >= self.buffer.batch:
             return
-        count = self.over_sampler.prompts_to_draw(
+        if self._continues:
+            return
+        queue = self.over_sampler
+        count = min(queue.granted, self.buffer.fits) or queue.prompts_to_draw(
             ready=self.monitor.ready,
             in_work=self.buffer.units - self.monitor.ready,
             free_places=self.context.places.startable() - self.over_sampler.waiting,
@@ -443,15 +454,16 @@ class RolloutCore:
             room=lambda: self.buffer.room(self.tokens.held),
         )
         if count:
-            self.over_sampler.requested, self.over_sampler.bound = count, self.leases.lowered
-            self.context.out.append(do.DrawPrompts(count))
+            queue.requested = min(count, max(1, MOST_DRAWN // self.settings.n_samples_per_prompt))
+            queue.granted, queue.bound = count - queue.requested, self.leases.lowered
+            self.context.out.append(do.DrawPrompts(queue.requested))
         elif not self.over_sampler.requested:
             step.filled = True
 
     def _start_waiting(self, *, training: bool) -> None:
         """Start queued samples and calls of evaluations, and then, if ``training``, those of training."""
-        context, queue = self.context, self.over_sampler
-        while (work := queue.first(context.places)) is not None:
+        context, queue, started = self.context, self.over_sampler, 0
+        while not self._continues and (work := queue.first(context.places)) is not None:
             sample = work if isinstance(work, Sample) else work.sample
             if not training and sample.evaluation is None:
                 return
@@ -459,6 +471,10 @@ class RolloutCore:
             if engine is None:
                 self._watch_outage(training=training)
                 return
+            if started == MOST_STARTED:
+                self._continue_later()
+                return
+            started += 1
             queue.forget(work)
             if isinstance(work, Sample):
                 context.places.reserve(work)
@@ -471,10 +487,21 @@ class RolloutCore:
                 self._attempt_results.submit(work, engine.limits.name)
                 self._recovery.start_checks(engine.limits.name)
 
+    def _continue_later(self) -> None:
+        self._continues = True
+        self.context.out.append(do.Continue())
+
+    def _continued(self, event: ev.Continued) -> None:
+        self._continues = False
+
     def _prompts_drawn(self, event: ev.PromptsDrawn) -> None:
         context = self.context
         self.over_sampler.requested = 0
         self.over_sampler.exhausted |= event.exhausted
+        if event.exhausted or event.error is not None:
+            self.over_sampler.granted = 0
+        elif self.over_sampler.granted and not self._continues:
+            self._continue_later()
         for prompt in event.prompts:
             context.prompts.observe(1)
             self.counters["prompts_drawn"] += 1
