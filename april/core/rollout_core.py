@@ -586,7 +586,8 @@ class RolloutCore:
     def _plan_deadlines(self) -> None:
         """Give priority to the groups or samples that this step must deliver, so that none gets too old."""
         urgent = self.context.urgent
-        for sample in urgent:
+        before = set(urgent)
+        for sample in before:
             sample.urgent = False
         urgent.clear()
         for unit in self.monitor.plan(self.buffer.slacks(), self.buffer.horizon):
@@ -597,6 +598,8 @@ class RolloutCore:
                     continue
                 sample.urgent = True
                 urgent.append(sample)
+                if sample in before:
+                    continue  # its entries in the queue are those of an urgent sample already
                 if sample.ticket:
                     self.over_sampler.requeue(sample)
                 for chain in sample.chains:
