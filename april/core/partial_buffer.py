@@ -170,6 +170,7 @@ class PartialBuffer:
     def change_held_count(self, group: Group, by: int) -> None:
         """Change the number of held samples of a group by ``by``."""
         group.held += by
+        group.oldest_known = False
         if not self._whole_groups:
             self.units += by
 
@@ -271,25 +272,23 @@ class PartialBuffer:
         # all held units are delivered within this many steps, so larger slacks do not matter
         return max(1, min(s.delivery_bound - len(self._leases), self.units // self.batch + 1))
 
-    def slack(self, unit: Unit, ages: dict[PolicyVersion, int] | None = None) -> int:
+    def slack(self, unit: Unit) -> int:
         """Return the number of batches after which the unit's oldest token is too old.
 
-        A unit without tokens counts as if its oldest token had the present version. ``ages`` keeps the age of each
-        version for the next call.
+        A unit without tokens counts as if its oldest token had the present version.
         """
-        leases, cut = self._leases, self.settings.on_weight_update is RESUBMIT
-        oldest_age, ages = len(leases.batches), {} if ages is None else ages
-        for sample in unit.members:
-            chains = sample.chains
-            # this runs for every held sample at each plan, so it saves calls where it can
-            oldest = chains[0].tape.oldest_version if cut and len(chains) == 1 else self.oldest(sample)
-            if oldest is not None:
-                age = ages.get(oldest)
-                if age is None:
-                    age = ages[oldest] = leases.age(oldest)
-                if age > oldest_age:
-                    oldest_age = age
-        return self.bound(unit) - oldest_age
+        oldest = self._oldest_of(unit)
+        out = len(self._leases.batches)
+        return self.bound(unit) - (out if oldest is None else max(out, self._leases.age(oldest)))
+
+    def _oldest_of(self, unit: Unit) -> PolicyVersion | None:
+        """Return the version of the unit's oldest token; a group keeps it, as plans ask for that of every group."""
+        if isinstance(unit, Sample):
+            return self.oldest(unit)
+        if not unit.oldest_known or self.settings.on_weight_update is not RESUBMIT:
+            versions = [v for v in map(self.oldest, unit.members) if v is not None]
+            unit.oldest, unit.oldest_known = max(versions, key=self._leases.age, default=None), True
+        return unit.oldest
 
     def bound(self, unit: Unit) -> int:
         """Return the limit on the unit's staleness, as it was when its prompt was drawn."""
@@ -299,11 +298,10 @@ class PartialBuffer:
     def slacks(self) -> Iterator[tuple[Unit, int]]:
         """Yield each unit with the number of batches after which it must have been delivered."""
         s = self.settings
-        ages: dict[PolicyVersion, int] = {}
         for group in self:
             in_time = s.max_age - self._leases.age(group.drawn_under)
             for unit in (group,) if s.whole_groups else group.members:
-                slack, by_tokens = in_time, self.slack(unit, ages)
+                slack, by_tokens = in_time, self.slack(unit)
                 # drop discards old samples instead of waiting; lost ones set no deadline where the settings accept that
                 if s.on_stale is not OnStale.DROP and (by_tokens >= 0 or not self._overbooked):
                     slack = min(slack, by_tokens)

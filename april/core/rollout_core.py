@@ -11,6 +11,8 @@ are delivered, held, or dropped for a named reason; every attempt in flight belo
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -88,12 +90,14 @@ class Step:
         return out
 
 
-NO_REFILL = Refill.NONE
+NO_REFILL, OPEN, LEASED = Refill.NONE, GroupState.OPEN, SampleState.LEASED
 MOST_STARTED = 64
 """Number of samples and calls that are started at one event. The others wait for the event Continued, since starting
 thousands at once would hold the event loop for seconds."""
 MOST_DRAWN = 512
 """Number of samples whose prompts are drawn at one event, for the same reason."""
+MOST_MARKED = 512
+"""Number of groups or samples that are marked as urgent at one event, for the same reason."""
 TOO_LONG_IN_A_ROW = 1000
 """Number of skipped prompts in a row after which the step fails, as the data does not suit these engines."""
 
@@ -137,6 +141,8 @@ class RolloutCore:
         self._check, self._pause_asked = check, False
         self._continues = False
         """True from the command Continue to the event Continued; nothing is started or drawn in between."""
+        self._unmarked: dict[int, Unit] = {}
+        """Those of ``context.urgent`` whose samples are not marked as urgent yet."""
         self._long_in_a_row = 0
         self._outage_timer = 0
         self._outage = False
@@ -366,6 +372,7 @@ class RolloutCore:
     def _deliver(self, units: list[Unit], step: Step) -> None:
         context = self.context
         masks = self.settings.on_stale in (OnStale.MASK, OnStale.FINISH)
+        age = functools.cache(self.leases.age)
         groups: dict[int, list[Sample]] = {}
         for unit in units:
             for sample in unit.members:
@@ -375,16 +382,17 @@ class RolloutCore:
         samples, sizes = [], dict.fromkeys(groups, 0)
         lengths = [sample.generated for sample in leased]
         for sample in leased:
-            rows = deliver_sample(sample, self.leases.age, bound_of(sample) if masks else None)
+            rows = deliver_sample(sample, age, bound_of(sample) if masks else None)
             samples += rows
             sizes[sample.id.group] += len(rows)
+        why = f"leased in batch {context.batches}"
         for sample, length in zip(leased, lengths, strict=True):
             context.tokens.deliver(length)
             context.lengths.trained.add(length)
-            context.change_state(sample, SampleState.LEASED, f"leased in batch {context.batches}")
+            context.change_state(sample, LEASED, why)
             sample.group.delivered += 1
             self.lifecycle.settle_sample(sample.group)
-        metrics = batch_metrics(len(groups), samples, self.leases.age) | self.leases.recorded()
+        metrics = batch_metrics(len(groups), samples, age) | self.leases.recorded()
         metrics |= context.lengths.metrics(lengths)
         metrics |= step.metrics(self.counters, self.observed_tokens())
         metrics |= self.engines.metrics(step.in_flight_at_stop, self.clock.current)
@@ -493,6 +501,7 @@ class RolloutCore:
 
     def _continued(self, event: ev.Continued) -> None:
         self._continues = False
+        self._mark_urgent()
 
     def _prompts_drawn(self, event: ev.PromptsDrawn) -> None:
         context = self.context
@@ -508,6 +517,7 @@ class RolloutCore:
             n = self.settings.n_samples_per_prompt
             quorum, bound = self.settings.quorum(n), self.over_sampler.bound
             group = Group(context.groups_drawn, prompt, n, self.clock.current, quorum=quorum, bound=bound)
+            group.oldest_known = True
             context.groups_drawn += 1
             if len(prompt.token_ids) >= self.engines.max_context:
                 self._drop_long_prompt(group)
@@ -585,26 +595,31 @@ class RolloutCore:
 
     def _plan_deadlines(self) -> None:
         """Give priority to the groups or samples that this step must deliver, so that none gets too old."""
-        urgent = self.context.urgent
-        before = set(urgent)
-        for sample in before:
-            sample.urgent = False
-        urgent.clear()
+        before, urgent = self.context.urgent, dict[int, Unit]()
         for unit in self.monitor.plan(self.buffer.slacks(), self.buffer.horizon):
             # a finished sample can only be delivered once the quorum of its group is finished
             group = unit.group if isinstance(unit, Sample) else unit
-            for sample in group.members if group.state is GroupState.OPEN else unit.members:
-                if sample.urgent:
-                    continue
+            first = group if group.state is OPEN else unit
+            urgent[id(first)] = first
+        for unit in [unit for key, unit in before.items() if key not in urgent]:
+            for sample in unit.members:
+                sample.urgent = False
+        self._unmarked = {k: unit for k, unit in urgent.items() if k not in before or k in self._unmarked}
+        self.context.urgent = urgent
+        self._mark_urgent()
+
+    def _mark_urgent(self) -> None:
+        """Mark some of the samples to which the latest plan gives priority; nothing is started until all are marked."""
+        for key in list(itertools.islice(self._unmarked, MOST_MARKED)):
+            for sample in self._unmarked.pop(key).members:
                 sample.urgent = True
-                urgent.append(sample)
-                if sample in before:
-                    continue  # its entries in the queue are those of an urgent sample already
                 if sample.ticket:
                     self.over_sampler.requeue(sample)
                 for chain in sample.chains:
                     if chain.calls and chain.calls[-1].ticket:
                         self.over_sampler.requeue(chain.calls[-1])
+        if self._unmarked and not self._continues:
+            self._continue_later()
 
     def _timer_fired(self, event: ev.TimerFired) -> None:
         timer = event.timer

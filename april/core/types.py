@@ -346,6 +346,7 @@ class Chain:
         """Remove the tokens after the first ``end`` of the tape; return how many of those were generated."""
         self.attached = before(self.attached, len(self.prompt) + end)
         generated = self.tape.cut(end)
+        self.sample.group.oldest_known = False
         self.extras = first_rows(self.extras, self.rows_due)
         return generated
 
@@ -603,6 +604,7 @@ class Sample:
         """Remove all chains and tokens before its function is started again."""
         self.chains = (Chain(self, 0, self.group.prompt.token_ids, self.group.prompt.attached),)
         self.any_chain, self.finish = False, None
+        self.group.oldest_known = False
 
     def replay_all(self) -> None:
         """Set up the replay of all its calls from the tapes, before its function is started again."""
@@ -644,6 +646,9 @@ class Group:
     """Number of samples that are neither delivered nor dropped; at 0 the prompt is settled."""
     delivered: int = 0
     """Number of samples that were delivered in batches."""
+    oldest: PolicyVersion | None = None
+    """Version of the oldest token of its held samples; None without tokens. Valid while ``oldest_known``."""
+    oldest_known: bool = False
     filter_failures: int = 0
     slack: int = NO_DEADLINE
     """Number of weight updates after which it is too old, as of the latest plan."""
