@@ -21,7 +21,7 @@ import random
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -115,11 +115,6 @@ class Ends:
                     break
                 if not future.done():
                     future.set_result(whole)
-            if len(due) > 1000 and len(due) > 2 * sum(not f.done() for _, _, f in due[:: len(due) // 500]) * (
-                len(due) // 500
-            ):
-                due[:] = [entry for entry in due if not entry[2].done()]
-                heapq.heapify(due)
             await asyncio.sleep(0 if self.cut or (due and due[0][0] <= now) else 0.002)
 
 
@@ -128,7 +123,8 @@ class TurnTimer:
 
     def __init__(self, selector: Any) -> None:
         self._selector = selector
-        self.wall, self.cpu, self.of_gc = Counter[int](), Counter[int](), Counter[int]()
+        self.wall, self.cpu = defaultdict[str, Counter[int]](Counter), defaultdict[str, Counter[int]](Counter)
+        self.collections = Counter[int]()
         self.longest: dict[str, list[tuple[float, float, float]]] = {}
         self.phase = "start"
         self._began: tuple[float, float] | None = None
@@ -144,13 +140,13 @@ class TurnTimer:
         else:
             took = time.perf_counter() - self._gc_began
             self._gc_s += took
-            self.of_gc[info["generation"]] += 1
+            self.collections[info["generation"]] += 1
 
     def select(self, timeout: float | None = None) -> Any:
         if self._began is not None:
             wall, cpu = time.perf_counter() - self._began[0], time.thread_time() - self._began[1]
-            self.wall[bin_of(wall)] += 1
-            self.cpu[bin_of(cpu)] += 1
+            self.wall[self.phase][bin_of(wall)] += 1
+            self.cpu[self.phase][bin_of(cpu)] += 1
             worst = self.longest.setdefault(self.phase, [])
             if len(worst) < 3 or cpu > worst[-1][0]:
                 worst.append((round(cpu, 4), round(wall, 4), round(self._gc_s, 4)))
@@ -234,7 +230,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     sessions = Sessions(commit_s=0.5, alive_s=ALIVE_S)
 
     async def rollout(prompt: Prompt, llm: LLM) -> Any:
-        return await sessions.rollout(prompt, llm) if prompt.data[AGENT] else await llm.generate()
+        return await sessions.rollout(prompt, llm) if prompt.data.get(AGENT) else await llm.generate()
 
     async def reward(prompt: Prompt, response: Response) -> float:
         return 1.0
@@ -302,8 +298,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "in_flight": in_flight, "engines": count, "delivered": delivered, "seconds": round(time.perf_counter() - began),
         "cpu_ms_per_sample": round(1e3 * cpu / max(1, delivered), 3), "batch_us_per_sample": batches,
-        "update_cpu_s": updates, "turns_by_cpu": histogram(turns.cpu), "turns_by_wall": histogram(turns.wall),
-        "longest_cpu_wall_gc_s": turns.longest, "collections": dict(turns.of_gc), "memory_s_mb": memory, **spent,
+        "update_cpu_s": updates, **{f"turns_by_cpu_{phase}": histogram(bins) for phase, bins in turns.cpu.items()},
+        "turns_by_wall": histogram(sum(turns.wall.values(), Counter())), "longest_cpu_wall_gc_s": turns.longest,
+        "collections": dict(turns.collections), "memory_s_mb": memory, **spent,
     }  # fmt: skip
 
 
