@@ -290,6 +290,14 @@ class PartialBuffer:
             unit.oldest, unit.oldest_known = max(versions, key=self._leases.age, default=None), True
         return unit.oldest
 
+    def why_not_oldest(self, group: Group) -> str | None:
+        """Describe why the version that a group keeps is not that of its oldest token; None if it is, or is unknown."""
+        if not group.oldest_known or self.settings.on_weight_update is not RESUBMIT:
+            return None
+        ages = [self._leases.age(v) for v in map(self.oldest, group.members) if v is not None]
+        kept = [] if group.oldest is None else [self._leases.age(group.oldest)]
+        return None if kept == ([max(ages)] if ages else []) else f"its oldest token is not of version {group.oldest}"
+
     def bound(self, unit: Unit) -> int:
         """Return the limit on the unit's staleness, as it was when its prompt was drawn."""
         group = unit if isinstance(unit, Group) else unit.group
