@@ -225,7 +225,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     engines = [FreeEngine(f"e{i:05d}", mean_s, ends, i) for i in range(count)]
     config = april.Config(
         rollout_batch_size=max(1, in_flight // 128), n_samples_per_prompt=8, max_response_len=4096, refill="sample",
-        max_in_flight=in_flight, max_staleness=8, generation=options.generation,
+        max_in_flight=in_flight, max_staleness=8, generation=options.generation, abort_deadline_s=600.0,
     )  # fmt: skip
     sessions = Sessions(commit_s=0.5, alive_s=ALIVE_S)
 

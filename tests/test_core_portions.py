@@ -49,7 +49,7 @@ def test_no_event_starts_more_than_a_portion(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_was_cut_is_sent_again_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next step begins with everything that the last one has left."""
-    m = CoreMachine(MANY, {group: 5 for group in range(12)} | {group: 50 for group in range(12, 36)})
+    m = CoreMachine(MANY, dict.fromkeys(range(12), 5) | dict.fromkeys(range(12, 36), 50))
     m.ask()
     m.finish(*range(12))
     in_portions(monkeypatch)
