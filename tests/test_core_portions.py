@@ -19,7 +19,7 @@ MANY = settings(n=12, samples=4, over=24)
 
 def in_portions(monkeypatch: pytest.MonkeyPatch, started: int = 4, drawn: int = 8, marked: int = 1) -> None:
     """Set portions so small that the test needs no thousands."""
-    for name, most in (("MOST_STARTED", started), ("MOST_DRAWN", drawn), ("MOST_MARKED", marked)):
+    for name, most in (("MOST_COMMANDS", started), ("MOST_DRAWN", drawn), ("MOST_MARKED", marked)):
         monkeypatch.setattr(rollout_core, name, most)
 
 

@@ -91,9 +91,9 @@ class Step:
 
 
 NO_REFILL, OPEN, LEASED = Refill.NONE, GroupState.OPEN, SampleState.LEASED
-MOST_STARTED = 64
-"""Number of samples and calls that are started at one event. The others wait for the event Continued, since starting
-thousands at once would hold the event loop for seconds."""
+MOST_COMMANDS = 64
+"""Number of commands at one event after which samples and calls wait for the event Continued, since starting thousands
+at once would hold the event loop for seconds."""
 MOST_DRAWN = 512
 """Number of samples whose prompts are drawn at one event, for the same reason."""
 MOST_MARKED = 512
@@ -328,7 +328,7 @@ class RolloutCore:
         if self.context.evaluations:
             may_begin = not self.paused and (self._continuous or not self.attempts)
             evaluations.advance(may_begin=may_begin, half_updated=updates.half_updated, update=first)
-            if any(evaluations.running):
+            if any(evaluations.running) and not self._continues:
                 self._start_waiting(training=False)
                 evaluations.advance()  # an evaluation may just have failed for want of an engine
         if updates.waits and (updates.running or not evaluations.go_before_update(held=self.pause_held, update=first)):
@@ -443,6 +443,8 @@ class RolloutCore:
 
     def _fill(self) -> None:
         """Start queued samples and calls, then draw prompts if more work is wanted."""
+        if self._continues:
+            return
         if self.over_sampler.waiting:
             self._start_waiting(training=True)
         step = self.step
@@ -470,8 +472,8 @@ class RolloutCore:
 
     def _start_waiting(self, *, training: bool) -> None:
         """Start queued samples and calls of evaluations, and then, if ``training``, those of training."""
-        context, queue, started = self.context, self.over_sampler, 0
-        while not self._continues and (work := queue.first(context.places)) is not None:
+        context, queue = self.context, self.over_sampler
+        while (work := queue.first(context.places)) is not None:
             sample = work if isinstance(work, Sample) else work.sample
             if not training and sample.evaluation is None:
                 return
@@ -479,10 +481,9 @@ class RolloutCore:
             if engine is None:
                 self._watch_outage(training=training)
                 return
-            if started == MOST_STARTED:
+            if len(context.out) >= MOST_COMMANDS:
                 self._continue_later()
                 return
-            started += 1
             queue.forget(work)
             if isinstance(work, Sample):
                 context.places.reserve(work)
