@@ -11,11 +11,11 @@ are delivered, held, or dropped for a named reason; every attempt in flight belo
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from april.core import commands as do
@@ -90,7 +90,9 @@ class Step:
         return out
 
 
-NO_REFILL, OPEN, LEASED = Refill.NONE, GroupState.OPEN, SampleState.LEASED
+NO_REFILL = Refill.NONE
+TOO_LONG_IN_A_ROW = 1000
+"""Number of skipped prompts in a row after which the step fails, as the data does not suit these engines."""
 MOST_COMMANDS = 64
 """Number of commands at one event after which samples and calls wait for the event Continued, since starting thousands
 at once would hold the event loop for seconds."""
@@ -98,8 +100,8 @@ MOST_DRAWN = 512
 """Number of samples whose prompts are drawn at one event, for the same reason."""
 MOST_MARKED = 512
 """Number of groups or samples that are marked as urgent at one event, for the same reason."""
-TOO_LONG_IN_A_ROW = 1000
-"""Number of skipped prompts in a row after which the step fails, as the data does not suit these engines."""
+# module-level names, as an enum member costs 60 ns per use on Python 3.11
+OPEN, LEASED = GroupState.OPEN, SampleState.LEASED
 
 
 class RolloutCore:
@@ -372,7 +374,7 @@ class RolloutCore:
     def _deliver(self, units: list[Unit], step: Step) -> None:
         context = self.context
         masks = self.settings.on_stale in (OnStale.MASK, OnStale.FINISH)
-        age = functools.cache(self.leases.age)
+        age = cache(self.leases.age)
         groups: dict[int, list[Sample]] = {}
         for unit in units:
             for sample in unit.members:
@@ -496,14 +498,6 @@ class RolloutCore:
                 self._attempt_results.submit(work, engine.limits.name)
                 self._recovery.start_checks(engine.limits.name)
 
-    def _continue_later(self) -> None:
-        self._continues = True
-        self.context.out.append(do.Continue())
-
-    def _continued(self, event: ev.Continued) -> None:
-        self._continues = False
-        self._mark_urgent()
-
     def _prompts_drawn(self, event: ev.PromptsDrawn) -> None:
         context = self.context
         self.over_sampler.requested = 0
@@ -583,6 +577,14 @@ class RolloutCore:
 
     def _resumed(self, event: ev.Resumed) -> None:
         self.pause_held = self._pause_asked = False
+
+    def _continue_later(self) -> None:
+        self._continues = True
+        self.context.out.append(do.Continue())
+
+    def _continued(self, event: ev.Continued) -> None:
+        self._continues = False
+        self._mark_urgent()
 
     def _new_weights(self, version: PolicyVersion, trained: int | None) -> None:
         if version < self.clock.current:
