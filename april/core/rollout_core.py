@@ -479,12 +479,12 @@ class RolloutCore:
             sample = work if isinstance(work, Sample) else work.sample
             if not training and sample.evaluation is None:
                 return
+            if len(context.out) >= MOST_COMMANDS:
+                self._continue_later()
+                return
             engine = self.engines.pick(self.clock.current)
             if engine is None:
                 self._watch_outage(training=training)
-                return
-            if len(context.out) >= MOST_COMMANDS:
-                self._continue_later()
                 return
             queue.forget(work)
             if isinstance(work, Sample):
