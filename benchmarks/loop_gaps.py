@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +66,16 @@ class FreeEngine:
         future = asyncio.get_running_loop().create_future()
         self._running[request.attempt_id] = future
         self._ends.add(self._rng.expovariate(1.0 / self._mean_s), future)
-        whole = await future
-        self._running.pop(request.attempt_id, None)
+        try:
+            whole = await future
+        finally:
+            del self._running[request.attempt_id]
         begin = request.response_offset
         end = LENGTH if whole else max(begin, min(begin + PART, LENGTH - 1))
         finish = EngineFinish.STOP if whole else EngineFinish.ABORT
         yield Chunk(TOKENS[begin:end], LOGPROBS[begin:end], self._version, finish)
 
-    async def abort(self, attempt_ids: tuple[str, ...] | None = None) -> None:
+    async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
         self._ends.cut += [self._running[i] for i in attempt_ids or list(self._running) if i in self._running]
 
     async def pause(self) -> None:
@@ -240,7 +242,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         functions["rollout"] = rollout
     first_mb, began = resident_mb(), time.perf_counter()
     memory: list[tuple[int, int]] = []
-    delivered, updates, batches = 0, [], []
+    delivered, updates, batches = 0, list[float](), list[int]()
     agents = None
     results: Any = multiprocessing.get_context("spawn").SimpleQueue()
     with april.RolloutScheduler(
