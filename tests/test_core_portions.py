@@ -70,6 +70,18 @@ def test_nothing_is_started_until_the_next_portion(monkeypatch: pytest.MonkeyPat
     assert [type(command) for command in core.handle(ev.Continued())] == [do.StartSample] * 4 + [do.Continue]
 
 
+def test_a_portion_of_prompts_is_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow source may take long; events of that time ask for no other prompts, and an unusable prompt ends it."""
+    in_portions(monkeypatch)
+    core = CoreMachine(MANY, 5).core
+    assert core.handle(ev.StepRequested()) == [do.DrawPrompts(2)]
+    assert core.handle(OLD_TIMER) == []
+    core.handle(ev.PromptsDrawn([PROMPT] * 2, exhausted=False))
+    assert do.DrawPrompts(2) in core.handle(ev.Continued()) + core.handle(ev.Continued())
+    core.handle(ev.PromptsDrawn([], exhausted=False, error="unusable"))
+    assert core.over_sampler.granted == 0
+
+
 def test_a_pause_holds_the_portions_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest is started after the pause; a Continued that comes meanwhile is harmless."""
     in_portions(monkeypatch, drawn=1000)

@@ -457,7 +457,8 @@ class RolloutCore:
         if self._continues:
             return
         queue = self.over_sampler
-        count = min(queue.granted, self.buffer.fits) or queue.prompts_to_draw(
+        granted = 0 if queue.requested else min(queue.granted, self.buffer.fits)
+        count = granted or queue.prompts_to_draw(
             ready=self.monitor.ready,
             in_work=self.buffer.units - self.monitor.ready,
             free_places=self.context.places.startable() - self.over_sampler.waiting,
