@@ -67,6 +67,8 @@ class Pump:
                         self._events.append(ev.CallMade(sample.id, SAMPLING))
                     case do.CallCompleted(call):
                         self._events.append(ev.SampleReturned(call.sample.id))
+                    case do.Continue():
+                        self._events.append(ev.Continued())
                     case do.DrawPrompts(count):
                         self._events.append(ev.PromptsDrawn([PROMPT] * count, False))
                     case do.Abort(_, attempt_ids, _):

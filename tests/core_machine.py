@@ -92,6 +92,8 @@ class CoreMachine:
                     self.prompts_left -= count
                 exhausted = self.prompts_left == 0
                 self._pump.post(ev.PromptsDrawn([PROMPT] * count, exhausted))
+            case do.Continue():
+                self._pump.post(ev.Continued())
             case do.StartSample(sample):
                 self.to_call.append(sample.id)
                 if self.auto_call:

@@ -263,6 +263,9 @@ class TrainerPlayer:
 
     # ---------------------------------------------------------------- prompts
 
+    def on_Continue(self, command: do.Continue) -> None:
+        self.post(ev.Continued())
+
     def on_DrawPrompts(self, command: do.DrawPrompts) -> None:
         """Never more than can be delivered in time."""
         assert self.begun, "prompts are drawn before the first request"

@@ -9,6 +9,7 @@ kept, nothing more is accepted), and its engine is not used until a probe finds 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 from april.core.commands import Abort, Command, Fence, StartTimer
@@ -34,15 +35,20 @@ class AbortController:
     def __contains__(self, attempt_id: str) -> bool:
         return attempt_id in self._pending
 
+    def new(self, attempts: Iterable[Attempt]) -> list[Attempt]:
+        """Return those of the attempts that were not asked to end yet."""
+        pending = self._pending
+        return [attempt for attempt in attempts if attempt.id not in pending]
+
     def stop(self, attempts: Iterable[Attempt], in_flight: dict[str, int]) -> list[Command]:
         """Return the commands that ask engines to end ``attempts``.
 
         ``in_flight`` counts all attempts per engine, so that one abort can end all attempts of an engine. It must be
         empty if new attempts may start meanwhile, as such an abort would also end the new attempts.
         """
-        new = [a for a in attempts if a.id not in self._pending]
-        for attempt in new:  # one round more if the timer is already running, as the first round is then shorter
-            self._pending[attempt.id] = attempt, self._rounds + self._timer_running
+        new = self.new(attempts)
+        rounds = self._rounds + self._timer_running  # one more if the timer is running, as the first is then shorter
+        self._pending.update({attempt.id: (attempt, rounds) for attempt in new})
         commands = self._abort_commands(new, in_flight)
         if new and not self._timer_running:
             commands.append(self._start_timer())
@@ -70,9 +76,9 @@ class AbortController:
         return commands, late
 
     def _abort_commands(self, attempts: Iterable[Attempt], in_flight: dict[str, int]) -> list[Command]:
-        by_engine: dict[str, list[str]] = {}
+        by_engine = defaultdict[str, list[str]](list)
         for attempt in attempts:
-            by_engine.setdefault(attempt.engine, []).append(attempt.id)
+            by_engine[attempt.engine].append(attempt.id)
         return [Abort(e, tuple(ids), len(ids) == in_flight.get(e, 0)) for e, ids in by_engine.items()]
 
     def _start_timer(self) -> StartTimer:

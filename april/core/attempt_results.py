@@ -213,6 +213,8 @@ class AttemptResults:
             tokens.drop(count, lost_for)
             return
         chain, temperature = attempt.call.chain, attempt.request.sampling.temperature
+        if count and sample.group.oldest is None:
+            sample.group.oldest = attempt.tape.spans[0][0]  # later tokens of the group are of this or a later version
         chain.tape.add_attempt(attempt.tape, attempt.id, attempt.engine, temperature, attempt.over)
         if count:  # without tokens, the cached prefix of an earlier attempt is still the longest
             if attempt.tape.extras:

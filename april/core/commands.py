@@ -19,6 +19,10 @@ class DrawPrompts(Command, frozen=True):
     count: int
 
 
+class Continue(Command, frozen=True):
+    """Answer with Continued when the event loop has run what else is due: the core has more work to start."""
+
+
 class StartSample(Command, frozen=True):
     """Run the rollout function of this sample."""
 

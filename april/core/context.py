@@ -72,8 +72,9 @@ class CoreContext:
         self.last_timer = 0
         self.retries: dict[int, Sample | tuple[Group, int]] = {}
         """Request that each retry timer repeats: the reward of a sample, or a filter's judgement of a group."""
-        self.urgent: list[Sample] = []
-        """Samples that the latest plan made urgent, and samples that have replaced urgent samples since."""
+        self.urgent: dict[int, Group | Sample] = {}
+        """Groups and samples that the latest plan made urgent, and samples that have replaced urgent samples since, by
+        identity."""
         self.failure: str | None = None
         """Reason why the step cannot continue; None if it can."""
         self.without_room: list[Sample] = []
@@ -181,7 +182,6 @@ class CoreContext:
 
         ``sweep`` means that nothing new starts meanwhile, so one abort may end all attempts of an engine.
         """
-        self.counters["aborted_attempts"] += sum(
-            1 for a in attempts if a.sample.evaluation is None and a.id not in self.aborts
-        )
-        self.out += self.aborts.stop(attempts, self.engines.in_flight() if sweep else {})
+        new = self.aborts.new(attempts)
+        self.counters["aborted_attempts"] += sum([1 for a in new if a.call.sample.evaluation is None])
+        self.out += self.aborts.stop(new, self.engines.in_flight() if sweep else {})

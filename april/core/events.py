@@ -34,6 +34,10 @@ class PromptsDrawn(Event, frozen=True):
     error: str | None = None
 
 
+class Continued(Event, frozen=True):
+    """Answers Continue: the core may start more of the waiting work."""
+
+
 NEW_CHAIN = -1
 
 

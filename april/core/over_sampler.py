@@ -28,6 +28,8 @@ class OverSampler:
         """Number of samples and calls in the queue, void entries not counted."""
         self.requested = 0
         """Number of prompts that were requested from the source and have not arrived."""
+        self.granted = 0
+        """Number of further prompts that are requested once these have arrived."""
         self.bound = NO_DEADLINE
         """Limit on the staleness of the requested prompts, if the limit was lowered before they were requested."""
         self.exhausted = False

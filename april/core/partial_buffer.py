@@ -176,6 +176,7 @@ class PartialBuffer:
     def change_held_count(self, group: Group, by: int) -> None:
         """Change the number of held samples of a group by ``by``."""
         group.held += by
+        group.oldest_known = False
         if not self._whole_groups:
             self.units += by
 
@@ -287,7 +288,26 @@ class PartialBuffer:
 
         A unit without tokens counts as if its oldest token had the present version.
         """
-        return self.bound(unit) - max(len(self._leases.batches), *map(self.age, unit.members))
+        oldest = self._oldest_of(unit)
+        out = len(self._leases.batches)
+        return self.bound(unit) - (out if oldest is None else max(out, self._leases.age(oldest)))
+
+    def _oldest_of(self, unit: Unit) -> PolicyVersion | None:
+        """Return the version of the unit's oldest token; a group keeps it, as plans ask for that of every group."""
+        if isinstance(unit, Sample):
+            return self.oldest(unit)
+        if not unit.oldest_known or self.settings.on_weight_update is not RESUBMIT:
+            versions = [v for v in map(self.oldest, unit.members) if v is not None]
+            unit.oldest, unit.oldest_known = max(versions, key=self._leases.age, default=None), True
+        return unit.oldest
+
+    def why_not_oldest(self, group: Group) -> str | None:
+        """Describe why the version that a group keeps is not that of its oldest token; None if it is, or is unknown."""
+        if not group.oldest_known or self.settings.on_weight_update is not RESUBMIT:
+            return None
+        ages = [self._leases.age(v) for v in map(self.oldest, group.members) if v is not None]
+        kept = [] if group.oldest is None else [self._leases.age(group.oldest)]
+        return None if kept == ([max(ages)] if ages else []) else f"its oldest token is not of version {group.oldest}"
 
     def bound(self, unit: Unit) -> int:
         """Return the limit on the unit's staleness, as it was when its prompt was drawn."""

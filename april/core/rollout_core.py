@@ -12,9 +12,11 @@ are delivered, held, or dropped for a named reason; every attempt in flight belo
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from april.core import commands as do
@@ -94,6 +96,15 @@ class Step:
 NO_REFILL = Refill.NONE
 TOO_LONG_IN_A_ROW = 1000
 """Number of skipped prompts in a row after which the step fails, as the data does not suit these engines."""
+MOST_COMMANDS = 64
+"""Number of commands at one event after which samples and calls wait for the event Continued, since starting thousands
+at once would hold the event loop for seconds."""
+MOST_DRAWN = 512
+"""Number of samples whose prompts are drawn at one event, for the same reason."""
+MOST_MARKED = 512
+"""Number of groups or samples that are marked as urgent at one event, for the same reason."""
+# module-level names, as an enum member costs 60 ns per use on Python 3.11
+OPEN, LEASED = GroupState.OPEN, SampleState.LEASED
 
 
 class RolloutCore:
@@ -133,6 +144,10 @@ class RolloutCore:
         """True while a pause is requested."""
         self._continuous = settings.generation is GenerationMode.CONTINUOUS
         self._check, self._pause_asked = check, False
+        self._continues = False
+        """True from the command Continue to the event Continued; nothing is started or drawn in between."""
+        self._unmarked: dict[int, Unit] = {}
+        """Those of ``context.urgent`` whose samples are not marked as urgent yet."""
         self._long_in_a_row = 0
         self._outage_timer = 0
         self._outage = False
@@ -149,6 +164,7 @@ class RolloutCore:
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.StepRequested: self._step_requested,
             ev.PromptsDrawn: self._prompts_drawn,
+            ev.Continued: self._continued,
             ev.CallMade: calls.call_made,
             ev.CallUnheard: calls.call_unheard,
             ev.StopFound: attempt_results.stop_found,
@@ -317,7 +333,7 @@ class RolloutCore:
         if self.context.evaluations:
             may_begin = not self.paused and (self._continuous or not self.attempts)
             evaluations.advance(may_begin=may_begin, half_updated=updates.half_updated, update=first)
-            if any(evaluations.running):
+            if any(evaluations.running) and not self._continues:
                 self._start_waiting(training=False)
                 evaluations.advance()  # an evaluation may just have failed for want of an engine
         if updates.waits and (updates.running or not evaluations.go_before_update(held=self.pause_held, update=first)):
@@ -361,6 +377,7 @@ class RolloutCore:
     def _deliver(self, units: list[Unit], step: Step) -> None:
         context = self.context
         masks = self.settings.on_stale in (OnStale.MASK, OnStale.FINISH)
+        age = cache(self.leases.age)
         groups: dict[int, list[Sample]] = {}
         for unit in units:
             for sample in unit.members:
@@ -370,16 +387,17 @@ class RolloutCore:
         samples, sizes = [], dict.fromkeys(groups, 0)
         lengths = [sample.generated for sample in leased]
         for sample in leased:
-            rows = deliver_sample(sample, self.leases.age, bound_of(sample) if masks else None)
+            rows = deliver_sample(sample, age, bound_of(sample) if masks else None)
             samples += rows
             sizes[sample.id.group] += len(rows)
+        why = f"leased in batch {context.batches}"
         for sample, length in zip(leased, lengths, strict=True):
             context.tokens.deliver(length)
             context.lengths.trained.add(length)
-            context.change_state(sample, SampleState.LEASED, f"leased in batch {context.batches}")
+            context.change_state(sample, LEASED, why)
             sample.group.delivered += 1
             self.lifecycle.settle_sample(sample.group)
-        metrics = batch_metrics(len(groups), samples, self.leases.age) | self.leases.recorded()
+        metrics = batch_metrics(len(groups), samples, age) | self.leases.recorded()
         metrics |= context.lengths.metrics(lengths)
         metrics |= step.metrics(self.counters, self.observed_tokens())
         metrics |= self.engines.metrics(step.in_flight_at_stop, self.clock.current)
@@ -430,6 +448,8 @@ class RolloutCore:
 
     def _fill(self) -> None:
         """Start queued samples and calls, then draw prompts if more work is wanted."""
+        if self._continues:
+            return
         if self.over_sampler.waiting:
             self._start_waiting(training=True)
         step = self.step
@@ -437,7 +457,11 @@ class RolloutCore:
         # without refill nothing is drawn after the beginning of a step, except for groups that were given up
         if step.filled and self.context.settings.refill is NO_REFILL and self.buffer.units >= self.buffer.batch:
             return
-        count = self.over_sampler.prompts_to_draw(
+        if self._continues:
+            return
+        queue = self.over_sampler
+        granted = 0 if queue.requested else min(queue.granted, self.buffer.fits)
+        count = granted or queue.prompts_to_draw(
             ready=self.monitor.ready,
             in_work=self.buffer.units - self.monitor.ready,
             free_places=self.context.places.startable() - self.over_sampler.waiting,
@@ -446,8 +470,9 @@ class RolloutCore:
             room=lambda: self.buffer.room(self.tokens.held),
         )
         if count:
-            self.over_sampler.requested, self.over_sampler.bound = count, self.leases.lowered
-            self.context.out.append(do.DrawPrompts(count))
+            queue.requested = min(count, max(1, MOST_DRAWN // self.settings.n_samples_per_prompt))
+            queue.granted, queue.bound = count - queue.requested, self.leases.lowered
+            self.context.out.append(do.DrawPrompts(queue.requested))
         elif not self.over_sampler.requested:
             step.filled = True
 
@@ -457,6 +482,9 @@ class RolloutCore:
         while (work := queue.first(context.places)) is not None:
             sample = work if isinstance(work, Sample) else work.sample
             if not training and sample.evaluation is None:
+                return
+            if len(context.out) >= MOST_COMMANDS:
+                self._continue_later()
                 return
             engine = self.engines.pick(self.clock.current)
             if engine is None:
@@ -478,12 +506,17 @@ class RolloutCore:
         context = self.context
         self.over_sampler.requested = 0
         self.over_sampler.exhausted |= event.exhausted
+        if event.exhausted or event.error is not None:
+            self.over_sampler.granted = 0
+        elif self.over_sampler.granted and not self._continues:
+            self._continue_later()
         for prompt in event.prompts:
             context.prompts.observe(1)
             self.counters["prompts_drawn"] += 1
             n = self.settings.n_samples_per_prompt
             quorum, bound = self.settings.quorum(n), self.over_sampler.bound
             group = Group(context.groups_drawn, prompt, n, self.clock.current, quorum=quorum, bound=bound)
+            group.oldest_known = True
             context.groups_drawn += 1
             if len(prompt.token_ids) >= self.engines.max_context:
                 self._drop_long_prompt(group)
@@ -549,6 +582,14 @@ class RolloutCore:
     def _resumed(self, event: ev.Resumed) -> None:
         self.pause_held = self._pause_asked = False
 
+    def _continue_later(self) -> None:
+        self._continues = True
+        self.context.out.append(do.Continue())
+
+    def _continued(self, event: ev.Continued) -> None:
+        self._continues = False
+        self._mark_urgent()
+
     def _new_weights(self, version: PolicyVersion, trained: int | None) -> None:
         if version < self.clock.current:
             raise InvariantError(f"weights went back from version {self.clock.current} to {version}")
@@ -561,23 +602,31 @@ class RolloutCore:
 
     def _plan_deadlines(self) -> None:
         """Give priority to the groups or samples that this step must deliver, so that they do not get too old."""
-        urgent = self.context.urgent
-        for sample in urgent:
-            sample.urgent = False
-        urgent.clear()
+        before, urgent = self.context.urgent, dict[int, Unit]()
         for unit in self.monitor.plan(self.buffer.slacks(), self.buffer.horizon):
             # a finished sample can only be delivered once as many samples of its group as the quorum asks for are
             group = unit.group if isinstance(unit, Sample) else unit
-            for sample in group.members if group.state is GroupState.OPEN else unit.members:
-                if sample.urgent:
-                    continue
+            first = group if group.state is OPEN else unit
+            urgent[id(first)] = first
+        for unit in [unit for key, unit in before.items() if key not in urgent]:
+            for sample in unit.members:
+                sample.urgent = False
+        self._unmarked = {k: unit for k, unit in urgent.items() if k not in before or k in self._unmarked}
+        self.context.urgent = urgent
+        self._mark_urgent()
+
+    def _mark_urgent(self) -> None:
+        """Mark some of the samples to which the latest plan gives priority; nothing is started until all are marked."""
+        for key in list(itertools.islice(self._unmarked, MOST_MARKED)):
+            for sample in self._unmarked.pop(key).members:
                 sample.urgent = True
-                urgent.append(sample)
                 if sample.ticket:
                     self.over_sampler.requeue(sample)
                 for chain in sample.chains:
                     if chain.calls and chain.calls[-1].ticket:
                         self.over_sampler.requeue(chain.calls[-1])
+        if self._unmarked and not self._continues:
+            self._continue_later()
 
     def _timer_fired(self, event: ev.TimerFired) -> None:
         timer = event.timer

@@ -106,7 +106,8 @@ class SampleLifecycle:
         context, group = self._context, sample.group
         fresh = Sample(SampleId(group.id, len(group.samples)), group)
         fresh.urgent = sample.urgent
-        context.urgent += [fresh] * sample.urgent
+        if sample.urgent and id(group) not in context.urgent:
+            context.urgent[id(fresh)] = fresh
         group.samples.append(fresh)
         group.unfinished += 1
         context.buffer.change_held_count(group, 1)

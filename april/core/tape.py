@@ -272,7 +272,8 @@ class TokenTape:
 
     def loss_mask(self) -> NDArray[np.uint8]:
         """Return uint8 [T], 1 for generated tokens and 0 for environment tokens."""
-        mask = np.ones(len(self.tokens), np.uint8)
+        mask = np.empty(len(self.tokens), np.uint8)
+        mask.fill(1)
         for segment in self.segments:
             if segment.kind is SegmentKind.ENVIRONMENT:
                 mask[segment.start : segment.start + segment.count] = 0

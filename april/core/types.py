@@ -353,6 +353,7 @@ class Chain:
         """Remove all tokens of the tape but the first ``end``; return how many of the removed ones were generated."""
         self.attached = before(self.attached, len(self.prompt) + end)
         generated = self.tape.cut(end)
+        self.sample.group.oldest_known = False
         self.extras = first_rows(self.extras, self.rows_due)
         return generated
 
@@ -612,6 +613,7 @@ class Sample:
         """Remove all chains and tokens before the function is started again."""
         self.chains = (Chain(self, 0, self.group.prompt.token_ids, self.group.prompt.attached),)
         self.any_chain, self.finish = False, None
+        self.group.oldest_known = False
 
     def replay_all(self) -> None:
         """Set up the replay of all calls from the tapes, before the function is started again."""
@@ -654,6 +656,9 @@ class Group:
     """Number of samples that are neither delivered nor dropped; the group is settled when this is 0."""
     delivered: int = 0
     """Number of samples that were delivered in batches."""
+    oldest: PolicyVersion | None = None
+    """Version of the oldest token of its held samples; None without tokens. Valid while ``oldest_known``."""
+    oldest_known: bool = False
     filter_failures: int = 0
     slack: int = NO_DEADLINE
     """Number of batches after which the group is too old, as of the latest plan."""

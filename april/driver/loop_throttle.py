@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-TASKS_PER_ITERATION = 256
+TASKS_PER_ITERATION = 64
 """Maximum number of tasks that continue in one iteration of the event loop."""
 
 

@@ -166,6 +166,7 @@ class RolloutDriver:
         observers: list[Observer] = [self.requests] if self.recorder is None else [self.recorder, self.requests]
         self._pump = EventPump(self.core, {
             **self.executor.handlers,
+            do.Continue: self._continue,
             do.DrawPrompts: self._draw,
             do.ReportDrop: self._report_drop,
             do.StartTimer: self._start_timer,
@@ -593,6 +594,9 @@ class RolloutDriver:
         self._fail_waiting(error)
 
     # ---------------------------------------------------------------- prompts and samples
+
+    def _continue(self, command: do.Continue) -> None:
+        asyncio.get_running_loop().call_soon(self.post, ev.Continued())
 
     def _draw(self, command: do.DrawPrompts) -> None:
         source, count = self._source, command.count

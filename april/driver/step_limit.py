@@ -26,8 +26,8 @@ GROUPS: dict[str, tuple[IdleCause, ...]] = {
 """Groups of causes for empty places, by the name used in metrics."""
 NEGLIGIBLE_SHARE = 0.02
 """If less than this share of the place-time was empty, empty places do not explain the lost time."""
-FITS_AT_A_TIME = 4
-"""Maximum number of engines whose cost is fitted again at one delivery; each fit takes about 15 ms."""
+FITS_AT_A_TIME = 2
+"""Maximum number of engines whose cost is fitted again at one delivery; each fit takes about 8 ms."""
 
 
 @dataclass(frozen=True, slots=True)

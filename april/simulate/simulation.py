@@ -395,6 +395,7 @@ class Simulation:
             do.StartSample: lambda c: self._pump.post(ev.CallMade(c.sample.id, self._sampling)),
             do.CallCompleted: lambda c: self._pump.post(ev.SampleReturned(c.call.sample.id)),
             do.ScoreSample: lambda c: self._rewards.begin(c.sample.id, self.now),
+            do.Continue: lambda _: self._pump.post(ev.Continued()),
             do.DrawPrompts: lambda c: self._pump.post(ev.PromptsDrawn([self._prompt] * c.count, exhausted=False)),
             do.Deliver: self._deliver,
             do.Fail: self._fail,

@@ -164,16 +164,20 @@ def _not_negative(seen: Floats, took: Floats, floor: float) -> Floats:
     """Return the costs with the least squares of relative errors; all are >= 0, and the first is >= ``floor``."""
     matrix, best, smallest = seen / took[:, None], np.zeros(4), np.inf
     least = np.array([floor, 0.0, 0.0, 0.0])
+    scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
+    # a QR decomposition leaves problems of four rows in place of thousands, with the same solutions
+    q, small = np.linalg.qr(matrix / scale)
+    target = q.sum(axis=0)
+    rest = float(np.square(q @ target - 1.0).sum())
     for count in range(1, 5):
         for chosen in combinations(range(4), count):
             columns = list(chosen)
-            scale = np.maximum(np.abs(matrix[:, columns]).max(axis=0), 1e-300)
-            found, *_ = np.linalg.lstsq(matrix[:, columns] / scale, np.ones(len(took)), rcond=None)
+            found, *_ = np.linalg.lstsq(small[:, columns], target, rcond=len(took) * np.finfo(np.float64).eps)
             if found.min() < 0.0:
                 continue
             costs = least.copy()
-            costs[columns] = np.maximum(found / scale, least[columns])
-            off = float(np.square(matrix @ costs - 1.0).sum())
+            costs[columns] = np.maximum(found / scale[columns], least[columns])
+            off = rest + float(np.square(small @ (scale * costs) - target).sum())
             if off < smallest * (1.0 - 1e-9):
                 best, smallest = costs, off
     return best

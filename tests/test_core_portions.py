@@ -1,0 +1,120 @@
+"""Thousands of samples are started, drawn and given priority in portions, so that no event holds the event loop."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from core_machine import OLD_TIMER, PROMPT, CoreMachine, settings
+
+from april.core import commands as do
+from april.core import events as ev
+from april.core import rollout_core
+from april.core.types import Refill
+
+STARTS = (do.StartSample, do.Submit)
+MANY = settings(n=12, samples=4, over=24)
+
+
+def in_portions(monkeypatch: pytest.MonkeyPatch, started: int = 4, drawn: int = 8, marked: int = 1) -> None:
+    """Set portions so small that the test needs no thousands."""
+    for name, most in (("MOST_COMMANDS", started), ("MOST_DRAWN", drawn), ("MOST_MARKED", marked)):
+        monkeypatch.setattr(rollout_core, name, most)
+
+
+def commands_of_each_event(m: CoreMachine) -> list[list[do.Command]]:
+    """Return a list to which the commands of each further event are added."""
+    found: list[list[do.Command]] = []
+    handle = m.core.handle
+
+    def handled(event: ev.Event) -> list[do.Command]:
+        found.append(handle(event))
+        return found[-1]
+
+    m.core.handle = handled  # type: ignore[method-assign]
+    return found
+
+
+def test_no_event_starts_more_than_a_portion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does an event draw more; in the end everything is in flight, oldest first."""
+    in_portions(monkeypatch)
+    m = CoreMachine(MANY, 5)
+    found = commands_of_each_event(m)
+    m.ask()
+    assert max(sum(isinstance(c, STARTS) for c in commands) for commands in found) == 4
+    assert [c.count for commands in found for c in commands if isinstance(c, do.DrawPrompts)] == [2] * 12
+    assert [a.sample.id for a in m.in_flight.values()] == [(group, index) for group in range(24) for index in range(4)]
+
+
+def test_what_was_cut_is_sent_again_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step begins with everything that the last one has left."""
+    m = CoreMachine(MANY, dict.fromkeys(range(12), 5) | dict.fromkeys(range(12, 36), 50))
+    m.ask()
+    m.finish(*range(12))
+    in_portions(monkeypatch)
+    found = commands_of_each_event(m)
+    m.next_step()
+    assert max(sum(isinstance(c, do.Submit) for c in commands) for commands in found) == 4
+    assert len(m.in_flight) == 96
+
+
+def test_nothing_is_started_until_the_next_portion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between Continue and Continued the loop runs what else is due, and events of that time start nothing."""
+    in_portions(monkeypatch, drawn=1000)
+    core = CoreMachine(MANY, 5).core
+    core.handle(ev.StepRequested())
+    first = core.handle(ev.PromptsDrawn([PROMPT] * 24, exhausted=False))
+    assert [type(command) for command in first] == [do.StartSample] * 4 + [do.Continue]
+    assert core.handle(OLD_TIMER) == []
+    assert [type(command) for command in core.handle(ev.Continued())] == [do.StartSample] * 4 + [do.Continue]
+
+
+def test_a_portion_of_prompts_is_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow source may take long; events of that time ask for no other prompts, and an unusable prompt ends it."""
+    in_portions(monkeypatch)
+    core = CoreMachine(MANY, 5).core
+    assert core.handle(ev.StepRequested()) == [do.DrawPrompts(2)]
+    assert core.handle(OLD_TIMER) == []
+    core.handle(ev.PromptsDrawn([PROMPT] * 2, exhausted=False))
+    assert do.DrawPrompts(2) in core.handle(ev.Continued()) + core.handle(ev.Continued())
+    core.handle(ev.PromptsDrawn([], exhausted=False, error="unusable"))
+    assert core.over_sampler.granted == 0
+
+
+def test_a_pause_holds_the_portions_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest is started after the pause; a Continued that comes meanwhile is harmless."""
+    in_portions(monkeypatch, drawn=1000)
+    core = CoreMachine(MANY, 5).core
+    core.handle(ev.StepRequested())
+    core.handle(ev.PromptsDrawn([PROMPT] * 24, exhausted=False))
+    core.handle(ev.PauseRequested())
+    assert core.handle(ev.Continued()) == []
+    assert [type(command) for command in core.handle(ev.Resumed())] == [do.StartSample] * 4 + [do.Continue]
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("refill", [Refill.NONE, Refill.SAMPLE])
+@pytest.mark.parametrize("quorum", [1.0, 0.75])
+def test_portions_change_nothing_but_the_moment(
+    seed: int, refill: Refill, quorum: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same samples are in the same batches, and the same ones have priority."""
+
+    def run() -> list[Any]:
+        changes = {"max_staleness": 2, "refill": refill, "group_quorum": quorum}
+        m = CoreMachine(settings(n=3, samples=4, over=8, **changes), lambda group, index: 3 + 37 * group * index % 50)
+        rng, seen = random.Random(seed), list[Any]()
+        for _ in range(4):
+            batch = m.step(rng)
+            assert batch is not None
+            m.finish_aborts()
+            m.update()
+            seen.append([(s.id, s.tokens.tolist()) for s in batch.samples])
+            seen.append(sorted(s.id for s in m.core.buffer.samples() if s.urgent))
+        m.core.validate()
+        return seen
+
+    whole = run()
+    in_portions(monkeypatch)
+    assert run() == whole
