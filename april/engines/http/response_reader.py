@@ -7,7 +7,6 @@ It reads whole responses and streams alike. Each kind of server has a :class:`Pa
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
@@ -17,7 +16,7 @@ import numpy as np
 from april.core.attachments import NO_EXTRAS, Extras, wrong_rows
 from april.core.versions import PolicyVersion
 from april.engines.http.weight_labels import ReadingLabels, Span, foreign_weights, require_covering
-from april.engines.http.wire import NotJson, chunk_of, empty_chunk, failure_said, read_with
+from april.engines.http.wire import NotJson, failure_said, float32_array, int32_array, read_with
 from april.engines.protocol import Chunk, EngineFinish, Int32, Request
 from april.errors import EngineError, WireError
 
@@ -212,19 +211,14 @@ class ResponseReader:
         if last or self.progress is not ReadProgress.ENDED:
             runs += self._last
             self._last = []
+        ends = last and self.failure is None
+        if ends and not runs:
+            runs.append(([], [], self._guess))
         try:
             for run in runs:
-                chunks.append(chunk_of(*run))
+                chunks.append(self._chunk(*run, ends=ends and run is runs[-1]))
         except WireError as error:
             self.fail(error)
-        if self._sure_tokens is not None:
-            chunks = [chunk if chunk.version == self._version else replace(chunk, sure=False) for chunk in chunks]
-        if last and self.failure is None:
-            end = chunks.pop() if chunks else empty_chunk(self._guess, None)
-            chunks.append(replace(
-                end, finish=self.finish, stopped_at=self._stopped_at, versions=self._versions, extras=self._extras,
-                cached_tokens=self._cached_tokens,
-            ))  # fmt: skip
         return chunks
 
     def fail(self, error: EngineError) -> None:
@@ -236,6 +230,17 @@ class ResponseReader:
         self.progress, self.finish = ReadProgress.DONE, EngineFinish.ABORT
 
     # ---------------------------------------------------------------- inside
+
+    def _chunk(self, ids: list[int], logprobs: list[float], version: PolicyVersion, *, ends: bool) -> Chunk:
+        """Return the chunk of one run of tokens; the last one of the response (``ends``) carries its end."""
+        tokens, scored = int32_array(ids), float32_array(logprobs)
+        sure = self._sure_tokens is None or version == self._version or not ids
+        if not ends:
+            return Chunk(tokens, scored, version, sure=sure)
+        return Chunk(
+            tokens, scored, version, self.finish, self._stopped_at, sure, self._versions, self._extras,
+            cached_tokens=self._cached_tokens,
+        )  # fmt: skip
 
     def _decoded(self, payloads: list[bytes]) -> Iterable[Any]:
         """Decode all payloads at once, which is faster for small events; if that fails, decode each by itself."""

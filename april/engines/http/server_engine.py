@@ -202,7 +202,8 @@ class ServerEngine(EngineBase):
         if request.attached:
             self._check_places(request)
         # viewed as unsigned, negative ids are too large as well
-        if ids.view(np.uint32).max() >= limit.vocab_size:
+        unsigned = ids.view(np.uint32)
+        if unsigned.item(unsigned.argmax()) >= limit.vocab_size:
             raise RequestRefused(
                 f"attempt {request.attempt_id} has a token id outside the vocabulary of {limit.vocab_size} of engine "
                 f"{self.name}; does the tokenizer belong to the model?"

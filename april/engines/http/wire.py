@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -110,6 +111,12 @@ def empty_chunk(version: PolicyVersion, finish: EngineFinish | None) -> Chunk:
 
 def int32_array(values: Sequence[int]) -> Int32:
     """Return token ids as int32, shape [k]. Raises WireError."""
+    array = np.empty(len(values), np.int32)
+    try:  # a third of the time of np.array, which looks for the type of every value first
+        struct.pack_into(f"{len(values)}i", array, 0, *values)
+        return array
+    except struct.error:
+        pass
     try:
         return np.array(values, np.int32)
     except (TypeError, ValueError, OverflowError) as error:
@@ -118,6 +125,12 @@ def int32_array(values: Sequence[int]) -> Int32:
 
 def float32_array(values: Sequence[float]) -> Float32:
     """Return log-probabilities as float32, shape [k]. Raises WireError."""
+    array = np.empty(len(values), np.float32)
+    try:
+        struct.pack_into(f"{len(values)}f", array, 0, *values)
+        return array
+    except (struct.error, OverflowError):
+        pass
     try:
         # values beyond float32 become infinite here and are refused like other infinite ones
         with np.errstate(over="ignore"):
