@@ -123,6 +123,8 @@ def checked_content(content: Any) -> Any:
 
     Raises RequestError for a part that is neither text nor an image.
     """
+    if content is None or isinstance(content, str):
+        return content
     if not has_images(content):
         text_of(content)
         return content

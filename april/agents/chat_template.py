@@ -11,7 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from april.agents.chat import Message, RequestError, Tools, has_images, text_of
+from april.core.tape import Int32
 from april.errors import ConfigError
 from april.images.chat_images import MARK, is_image
 from april.text.install_command import require
@@ -90,30 +93,27 @@ class ChatTemplate:
             raise RequestError(NO_TOOLS)
 
     def extend(
-        self, prompt: list[int], completion: list[int], said: Sequence[Message], new: Sequence[Message], tools: Tools
-    ) -> list[int] | None:
-        """Return ``prompt + completion`` followed by the tokens that the template writes for the ``new`` messages.
+        self, ids: Int32, prompt_length: int, said: Sequence[Message], new: Sequence[Message], tools: Tools
+    ) -> Int32 | None:
+        """Return ``ids`` followed by the tokens that the template writes for the ``new`` messages.
 
-        ``said`` are the messages before the new ones; the last of them is that of the completion. None is returned if
+        ``ids`` are a prompt of ``prompt_length`` tokens and an answer; ``said`` are their messages. None is returned if
         the template would write the earlier turns differently once the new messages follow.
         """
         plain = [_plain(m) for m in new]
         if any(m["role"] == "assistant" for m in plain):
             return None
         if self._bridges and not _shows(new):
-            bridged = self._renderer.bridge_to_next_turn(prompt, completion, plain, tools=list(tools) or None)
-            return None if bridged is None else list(bridged.token_ids)
-        return self._by_difference(prompt, completion, [_plain(m) for m in said], plain, tools)
+            prompt, answer = ids[:prompt_length].tolist(), ids[prompt_length:].tolist()
+            bridged = self._renderer.bridge_to_next_turn(prompt, answer, plain, tools=list(tools) or None)
+            return None if bridged is None else np.array(bridged.token_ids, np.int32)
+        tail = self._by_difference([_plain(m) for m in said], plain, tools)
+        if tail and prompt_length < len(ids) and ids[-1] == tail[0]:
+            tail = tail[1:]  # the token that ends the turn is already there: the model has generated it
+        return None if tail is None else np.concatenate((ids, np.array(tail, np.int32)))
 
-    def _by_difference(
-        self,
-        prompt: list[int],
-        completion: list[int],
-        said: list[dict[str, Any]],
-        new: list[dict[str, Any]],
-        tools: Tools,
-    ) -> list[int] | None:
-        """Do the work of :meth:`extend` by comparing what the template writes with and without ``new``."""
+    def _by_difference(self, said: list[dict[str, Any]], new: list[dict[str, Any]], tools: Tools) -> list[int] | None:
+        """Return the tokens behind the answer, by comparing what the template writes with and without ``new``."""
         mark = "\u241e answer \u241e"  # stands for the answer; a template may strip white space, but not this text
         before = [*said[:-1], {"role": "assistant", "content": mark}]
         without, whole = self._text(before, tools, False), self._text([*before, *new], tools, True)
@@ -123,10 +123,7 @@ class ChatTemplate:
         head = without[: len(without) - len(close)]
         if not whole.startswith(head + close):
             return None
-        tail = self._tokenizer.encode(whole[len(head) :], add_special_tokens=False)
-        if completion and tail and completion[-1] == tail[0]:
-            tail = tail[1:]  # the model has already generated the token that ends the turn
-        return [*prompt, *completion, *tail]
+        return list(self._tokenizer.encode(whole[len(head) :], add_special_tokens=False))
 
     def _text(self, messages: list[dict[str, Any]], tools: Tools, go_on: bool) -> str | None:
         try:

@@ -111,8 +111,8 @@ def read_messages(value: Any) -> list[Json]:
             raise RequestError(f"messages[{i}] must be an object whose role is one of {', '.join(ROLES)}")
         message = {**given, "role": "system" if given["role"] == "developer" else given["role"]}
         message["content"] = checked_content(message.get("content"))
-        for name in NON_CONTENT_FIELDS:
-            if message.get(name):
+        for name in NON_CONTENT_FIELDS.intersection(message):
+            if message[name]:
                 raise RequestError(f"messages[{i}].{name} is not supported; images are parts of the content")
         if not isinstance(message.get("tool_calls") or [], list):
             raise RequestError(f"messages[{i}].tool_calls must be a list")
@@ -127,10 +127,10 @@ def read_messages(value: Any) -> list[Json]:
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-NON_CONTENT_FIELDS = (
+NON_CONTENT_FIELDS = frozenset((
     "images", "image", "image_url", "image_urls", "audio", "audio_url", "input_audio", "video", "videos", "video_url",
     "file", "files", "attachments",
-)  # fmt: skip
+))  # fmt: skip
 """Fields in which other endpoints accept media next to a message's content; here they are refused."""
 
 

@@ -56,12 +56,12 @@ class MessageImages:
         return _next_prompt_picture(prompt_pictures, where) if item is None else self._reader.read(item, where)
 
     def place(
-        self, token_ids: Sequence[int], placed_tokens: int, attached: Sequence[Placed], new_messages: Sequence[Message]
+        self, token_ids: Int32, placed_tokens: int, attached: Sequence[Placed], new_messages: Sequence[Message]
     ) -> tuple[Int32, tuple[Placed, ...]]:
         """Return all tokens and attachments; images of ``new_messages`` go after the first ``placed_tokens`` tokens."""
         pictures = [part["picture"] for message in new_messages for part in _images_in(message)]
         try:
-            return self._images.place_after(np.array(token_ids, np.int32), placed_tokens, attached, pictures, REQUEST)
+            return self._images.place_after(token_ids, placed_tokens, attached, pictures, REQUEST)
         except ConfigError as error:
             raise RequestError(str(error)) from error
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from april.agents.chat import Answer, ChatRequest, Message, RequestError, ToolCall, Tools, message_key
+from april.agents.chat import Answer, ChatRequest, Message, RequestError, ToolCall, Tools, has_images, message_key
 from april.agents.chat_template import ChatTemplate, ParsedAnswer
 from april.agents.dialects import read_messages, read_tools
 from april.agents.message_images import MessageImages, refuse_images
@@ -129,6 +129,8 @@ class Conversations:
         self._answered_by_digest: dict[str, deque[_AnsweredConversation]] = {}
         self._earlier_answers = earlier_answers
         self._build_message = build_message
+        self._known_digests: dict[tuple[str, bytes], str] = {}
+        """Digests by that of the messages before and the hash of a message as the client has sent it."""
 
     def tokenize(self, messages: Sequence[Message], tools: Tools, sampling: Mapping[str, Any]) -> TokenizedConversation:
         """Return the tokens of a request: the longest known conversation that it continues, and the rest rendered.
@@ -143,18 +145,17 @@ class Conversations:
     def _tokenize(self, messages: Sequence[Message], tools: Tools, digests: Sequence[str]) -> TokenizedConversation:
         for count in range(len(messages) - 1, 0, -1):
             for ids, prompt, attached in reversed(self._answered_by_digest.get(digests[count - 1], ())):
-                known = ids[:prompt].tolist(), ids[prompt:].tolist()
-                found = self._template.extend(*known, messages[:count], messages[count:], tools)
+                found = self._template.extend(ids, prompt, messages[:count], messages[count:], tools)
                 if found is None:
                     continue
                 if self._message_images is None:
-                    return np.array(found, np.int32), ()
+                    return found, ()
                 if np.array_equal(found[: len(ids)], ids):  # the images keep their positions
                     return self._message_images.place(found, len(ids), attached, messages[count:])
-        found = self._template.render(messages, tools)
+        rendered = np.array(self._template.render(messages, tools), np.int32)
         if self._message_images is None:
-            return np.array(found, np.int32), ()
-        return self._message_images.place(found, 0, (), messages)
+            return rendered, ()
+        return self._message_images.place(rendered, 0, (), messages)
 
     def _restore_earlier_answers(
         self, messages: Sequence[Message], tools: Tools, sampling: Mapping[str, Any], digests: Sequence[str]
@@ -185,15 +186,28 @@ class Conversations:
         """Return the digest of a conversation."""
         return self._digests(messages, tools)[-1]
 
-    @staticmethod
-    def _digests(messages: Sequence[Message], tools: Tools) -> list[str]:
-        """Return a digest for each prefix of the conversation."""
-        so_far = hashlib.sha256(json.dumps(list(tools), sort_keys=True).encode())
+    def _digests(self, messages: Sequence[Message], tools: Tools) -> list[str]:
+        """Return a digest for each prefix of the conversation.
+
+        A client sends its whole conversation at every turn, so digests of messages that were sent before are looked up.
+        """
+        digest = hashlib.sha256(json.dumps(list(tools), sort_keys=True).encode()).hexdigest()
         digests = []
         for message in messages:
-            so_far.update(message_key(message).encode() + b"\0")
-            digests.append(so_far.hexdigest())
+            if has_images(message.get("content")):
+                digest = _next_digest(digest, message)
+            else:
+                sent = digest, hashlib.blake2b(repr(message).encode(errors="surrogatepass"), digest_size=16).digest()
+                if (known := self._known_digests.get(sent)) is None:
+                    known = self._known_digests[sent] = _next_digest(digest, message)
+                digest = known
+            digests.append(digest)
         return digests
+
+
+def _next_digest(before: str, message: Message) -> str:
+    """Return the digest of a conversation that continues the one with the digest ``before`` by one message."""
+    return hashlib.sha256(f"{before}{message_key(message)}".encode()).hexdigest()
 
 
 @dataclass(slots=True, eq=False)

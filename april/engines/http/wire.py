@@ -113,7 +113,7 @@ def int32_array(values: Sequence[int]) -> Int32:
     """Return token ids as int32, shape [k]. Raises WireError."""
     array = np.empty(len(values), np.int32)
     try:  # a third of the time of np.array, which looks for the type of every value first
-        struct.pack_into(f"{len(values)}i", array, 0, *values)
+        struct.pack_into(f"{len(values)}i", array.data, 0, *values)
         return array
     except struct.error:
         pass
@@ -127,7 +127,7 @@ def float32_array(values: Sequence[float]) -> Float32:
     """Return log-probabilities as float32, shape [k]. Raises WireError."""
     array = np.empty(len(values), np.float32)
     try:
-        struct.pack_into(f"{len(values)}f", array, 0, *values)
+        struct.pack_into(f"{len(values)}f", array.data, 0, *values)
         return array
     except (struct.error, OverflowError):
         pass
