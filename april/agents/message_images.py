@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from april.agents.chat import NOT_READ, Message, RequestError, has_images
 from april.concurrency.worker_threads import run_in_thread
 from april.core.attachments import Placed
