@@ -72,12 +72,11 @@ def cut(rollouts: RankScheduler) -> None:
 
 def cut_server(server: RankServer) -> None:
     """What ranks see when the process of the server is killed."""
-    runner: Any = server._runner
+    listener: Any = server._listener
 
     def end() -> None:
-        for site in runner.sites:
-            site._server.close()
-        for connection in runner.server.connections:
+        listener._server.close()
+        for connection in listener._runner.server.connections:
             connection.transport.abort()
 
     server.thread.call(end)

@@ -157,7 +157,7 @@ class Process:
 
     def _connections(self) -> list[Any]:
         listening: Any = self.server
-        return [c for c in listening._runner.server.connections if c.transport is not None]
+        return [c for c in listening._listener._runner.server.connections if c.transport is not None]
 
     def tear(self) -> None:
         """Some of its connections break."""

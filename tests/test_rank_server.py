@@ -289,8 +289,8 @@ def test_a_rank_asks_again_where_a_connection_breaks_and_rank_0_lives() -> None:
         async def broken() -> None:
             await until(lambda: 1 in server._latest_requests)
             (task,) = server._request_tasks
-            connections: Any = server._runner and server._runner.server
-            for connection in connections.connections:
+            listener: Any = server._listener
+            for connection in listener._runner.server.connections:
                 if connection._current_request.path == "/call":
                     connection.transport.abort()
             await until(lambda: task not in server._request_tasks)

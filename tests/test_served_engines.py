@@ -333,8 +333,9 @@ async def test_a_broken_connection_ends_its_requests_at_once() -> None:
         got = Got()
         running = asyncio.ensure_future(read(client, long(), got))
         await some(got)
-        for connection in server._runner.server.connections:  # type: ignore[union-attr]
-            connection.transport.abort()  # type: ignore[union-attr]
+        listener: Any = server._listener
+        for connection in listener._runner.server.connections:
+            connection.transport.abort()
         began = asyncio.get_running_loop().time()
         await running
         assert isinstance(got.error, EngineUnreachable)

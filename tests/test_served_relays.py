@@ -45,7 +45,8 @@ class Relay:
 
     async def stop(self) -> None:
         for server in self.served:
-            for connection in list(server._runner.server.connections):  # type: ignore[union-attr]
+            listener: Any = server._listener
+            for connection in list(listener._runner.server.connections):
                 if connection.transport is not None:
                     connection.transport.abort()
             await server.close()
