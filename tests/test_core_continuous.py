@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from core_machine import EOS, CoreMachine, settings
@@ -19,11 +20,13 @@ class Machine(CoreMachine):
     """Continuous; engines answer their calls at once, in order."""
 
     def __init__(
-        self, length: Any, *, n: int = 2, samples: int = 2, prompts: int | None = None, **changes: Any
+        self, length: Any, *, n: int = 2, samples: int = 2, prompts: int | None = None, slots: int | None = None,
+        single: bool = True, **changes: Any,
     ) -> None:
         values = {"refill": Refill.SAMPLE, "max_staleness": 2} | changes
         chosen = settings(n=n, samples=samples, generation=GenerationMode.CONTINUOUS, **values)
-        super().__init__(chosen, length, prompts=prompts, engines=ENGINES)
+        engine = replace(ENGINES[0], max_in_flight=slots, cuts_single_requests=single)
+        super().__init__(chosen, length, prompts=prompts, engines=(engine,))
 
     def _execute(self, command: do.Command) -> None:
         super()._execute(command)
@@ -116,25 +119,78 @@ def test_only_an_update_cuts_and_what_it_cut_goes_on_first_under_the_new_weights
 
 
 def test_an_evaluation_cuts_nothing_and_an_update_waits_for_it() -> None:
-    """Its requests take places as they come free, before training's; the weights stay until it has ended."""
+    """Its requests have places beyond max_in_flight and leave training its own; the weights stay until it has ended."""
     m = Machine(9, n=2, samples=1, max_in_flight=2)
     m.ask()
     m.evaluate(2)
-    assert m.groups() == [0, 1]
-    assert m.aborted() == set()
+    assert m.evaluates() == [False, False, True]
 
     m.finish(0)
-    assert m.evaluates() == [False, True]
+    assert m.evaluates() == [False, True, False], "it has its share, so the place that came free is training's"
     m.post(ev.UpdateRequested(update=1, path="/w"))
     assert m.aborted() == set()
     m.finish(1)
-    m.finish_evaluation()
     assert len(m.batches) == 1, "training goes on beside it"
+    m.finish_evaluation()
+    assert m.evaluates().count(True) == 1, "its place passes from its first request to its second"
     m.finish_evaluation()
 
     assert any(isinstance(c, do.EvaluationDone) for c in m.commands)
     m.finish_aborts()
     assert m.core.clock.current.n == 1
+
+
+def test_full_engines_make_room_for_an_evaluation_up_to_its_share() -> None:
+    """The newest requests of training end, are replaced by the evaluation's, and go on later with their tokens."""
+    m = Machine(9, n=2, samples=1, max_in_flight=8, slots=4)
+    m.ask()
+    for attempt in list(m.in_flight.values()):
+        m.tokens(attempt.id, 3)
+    m.evaluate(3)
+    assert m.aborted() == {m.attempt(2).id, m.attempt(3).id}
+    assert m.evaluates() == [False] * 4
+    m.finish_aborts()
+    assert m.evaluates() == [False, False, True, True]
+
+    m.finish(0)
+    assert m.evaluates() == [False, True, True, False], "training's place passes to training"
+    assert len(m.attempt(2).request.token_ids) == 2 + 3, "the request that was cut first goes on with its tokens"
+    m.finish_evaluation()
+    assert m.evaluates() == [False, False, True, False]
+    assert len(m.aborted()) == 2
+    assert m.core.tokens.dropped.total() == 0
+
+
+def test_without_training_in_the_queue_an_evaluation_takes_more_than_its_share() -> None:
+    """Places that training leaves free are not left empty."""
+    m = Machine(9, n=2, samples=1, prompts=2, max_in_flight=8, slots=8)
+    m.ask()
+    m.evaluate(9)
+    assert m.evaluates() == [False] * 2 + [True] * 6
+    m.finish_evaluation()
+    m.finish_evaluation()
+    assert m.aborted() == set()
+
+
+def test_a_request_with_priority_is_cut_for_an_evaluation_only_when_no_others_are_left() -> None:
+    """The steps wait for requests with priority, so newer ones without it go first."""
+    m = Machine(9, n=2, samples=1, max_in_flight=4, slots=4)
+    m.ask()
+    m.sample(3).urgent = True
+    m.evaluate(1)
+    assert m.aborted() == {m.attempt(2).id}
+
+
+def test_an_engine_that_can_only_abort_all_requests_gives_an_evaluation_the_next_places() -> None:
+    """No request of training is cut for it; the places that come free are its own until it has its share."""
+    m = Machine(9, n=2, samples=1, max_in_flight=4, slots=4, single=False)
+    m.ask()
+    m.evaluate(3)
+    m.finish(0, 1)
+    assert m.aborted() == set()
+    assert m.evaluates() == [False, False, True, True]
+    m.finish(2)
+    assert m.evaluates() == [False, True, True, False]
 
 
 def test_an_evaluation_hears_of_a_lost_engine_when_its_requests_have_ended() -> None:

@@ -117,7 +117,7 @@ class TimedLife(Life):
         else:
             now = TrainerTime.TRAINS if self.books.out else TrainerTime.OTHER
         training = sum(request.key[0] >= 0 for request in self.running.values())
-        return now, training, len(self.running) - training
+        return now, training, min(len(self.running) - training, self.times.places - training)
 
     def passes(self, seconds: float) -> None:
         """Counted under what has held since the last event; nothing is before the first request."""

@@ -384,7 +384,8 @@ def planned(base: CoreSettings, rng: random.Random) -> CoreSettings:
     return replace(
         base, over_sampling_batch_size=min(over, (bound + 1) * n) if base.on_stale is OnStale.FINISH else over,
         refill=rng.choice(refills if base.generation is GenerationMode.CONTINUOUS else list(Refill)),
-        max_in_flight=rng.randint(1, 2 * n * base.n_samples_per_prompt + 2), group_quorum=quorum(rng, base),
+        max_in_flight=rng.randint(1, 2 * n * base.n_samples_per_prompt + 2), evaluation_share=(0.1, 0.5, 1.0)[n % 3],
+        group_quorum=quorum(rng, base),
         on_failed_sample=rng.choice(list(OnFailedSample)), min_group_size=rng.randint(1, base.n_samples_per_prompt),
     )  # fmt: skip
 
@@ -626,7 +627,7 @@ class Life(UpdatingPlayer):
         started = sum(state == "started" for state in self.functions.values())
         queued = sum(s == "waiting" and k not in generating and k[0] >= 0 for k, s in self.functions.items())
         new = sum(key not in self.functions and key not in books.finished for key in books.tapes)
-        places = s.max_in_flight - len(self.running)
+        places = self.places
         assert places >= 0
         assert not (places and queued), f"{places} places are free, {queued} samples wait"
         free = max(0, places - started)

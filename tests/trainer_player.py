@@ -5,6 +5,7 @@ Each command is carried out by servers that have weights of their own, and held 
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -487,7 +488,20 @@ class TrainerPlayer:
             assert attempt.request.token_ids[1] == 10 + books.held[key[0]]
         self.running[attempt.id] = Request(attempt, key, server, books.version)
         assert sum(r.lost is None for r in self.running.values() if r.key == key) == 1, "two requests for a sample"
-        assert len(self.running) <= self.settings.max_in_flight
+        assert self.places >= 0
+
+    @property
+    def places(self) -> int:
+        """Places of training that are free; evaluations take some of them with what exceeds their own."""
+        of_evaluations = sum(request.key[0] < 0 for request in self.running.values())
+        own = math.ceil(self.settings.evaluation_share * self.settings.max_in_flight)
+        return self.settings.max_in_flight - (len(self.running) - of_evaluations) - max(of_evaluations - own, 0)
+
+    @property
+    def evaluations_lack_room(self) -> bool:
+        """True if an evaluation may wait for requests of training, as no engine takes more."""
+        evaluates = any(key[0] < 0 for key in self.functions)
+        return evaluates and self.core.engines.pick(self.core.clock.current) is None
 
     def on_Abort(self, command: do.Abort) -> None:
         """A request is asked to end, for a reason that there is."""
@@ -495,7 +509,7 @@ class TrainerPlayer:
             request = self.running[attempt_id]
             fails = self.telling or (self.core.context.failure is not None and (self.untold or self.causes))
             stopped = request.stalled or request.attempt.tape.stopped
-            cause = self.updates or self.held or fails or request.doubtful or stopped
+            cause = self.updates or self.held or fails or request.doubtful or stopped or self.evaluations_lack_room
             if self.continuous and attempt_id not in self.to_end and request.key[0] >= 0:
                 assert cause or request.key in self.leaving, "a request is cut for no reason"
         self.to_end.update(command.attempt_ids)

@@ -145,6 +145,9 @@ class Config(Model):
     max_in_flight: OrAuto[PositiveInt] | None = None
     """Maximum number of samples that all engines together generate at the same time. None means max(N, N') * n, limited
     by the engines' slots. If both this setting and over_sampling_batch_size are auto, april also chooses refill."""
+    evaluation_share: Annotated[float, Field(gt=0, le=1), Number] = 0.5
+    """Requests of evaluations that run beside continuous training, beyond max_in_flight and as a share of that number.
+    If the engines are full, training gives way until evaluations have this share of all requests."""
     sampling: SamplingConfig = SamplingConfig()
     max_staleness: NonNegativeInt = 5
     """Maximum number of weight updates between the generation of a token and the training of its batch. Also the

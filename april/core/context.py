@@ -56,7 +56,7 @@ class CoreContext:
         self.leases = Leases(clock, settings.max_staleness)
         self.buffer = PartialBuffer(settings, self.leases)
         self.attempts = AttemptBook(settings, self.engines)
-        self.places = Places(settings.max_in_flight, self.attempts)
+        self.places = Places(settings.max_in_flight, settings.evaluation_share, self.attempts)
         self.tokens = Ledger()
         self.prompts = Ledger()
         self.lengths = LengthLedger()

@@ -320,6 +320,12 @@ class EngineState:
             return False
         return (most := self.cap.value) is None or self.in_flight < most
 
+    @property
+    def may_make_room(self) -> bool:
+        """True if the engine takes requests in general, and one of them can be cut without loss."""
+        well = self.health is WELL and self.gate is OPEN and not self.leaving
+        return well and bool(self.loaded) and self.limits.cuts_single_requests
+
     def awaits_update(self, version: PolicyVersion) -> bool:
         """Return True if the engine is not quarantined and must wait for the next weight update to get weights."""
         return not self.quarantined and version not in self.loaded

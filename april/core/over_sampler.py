@@ -1,7 +1,8 @@
 """Decides how many prompts to draw, and which queued sample or call goes next.
 
-Work carried over from earlier steps goes before new prompts, and older groups go before younger ones: the queue is
-ordered by (urgent, group number, sample index), and groups are numbered in the order in which they were drawn.
+Work carried over from earlier steps goes before new prompts, and older groups go before younger ones: queues are
+ordered by (urgent, group number, sample index), and groups are numbered in the order in which they were drawn. Training
+and evaluations have a queue each.
 """
 
 from __future__ import annotations
@@ -15,17 +16,39 @@ from april.core.settings import CoreSettings
 from april.core.types import NO_DEADLINE, GenerateCall, Refill, Sample
 
 
+class WorkQueue:
+    """Queues calls, and samples to be started."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[bool, int, int, int, Sample | GenerateCall]] = []
+        self.starts: list[tuple[bool, int, int, int, Sample | GenerateCall]] = []
+        self.waiting = 0
+        """Number of samples and calls in the queue, void entries not counted."""
+
+    def first(self, places: Places, *, evaluation: bool) -> Sample | GenerateCall | None:
+        """Return the sample or call that goes next, without removing it; None if no place is free for one.
+
+        If a function may not start yet, calls that come after it in the queue go before it.
+        """
+        calls, starts = self.calls, self.starts
+        for heap in (calls, starts):
+            while heap and heap[0][-1].ticket != heap[0][-2]:
+                heapq.heappop(heap)
+        call = calls[0][-1] if calls and (places.free_for_evaluations if evaluation else places.free) > 0 else None
+        first = starts and not (call is not None and calls[0] < starts[0])
+        if first and places.startable(evaluation=evaluation) > 0:
+            return starts[0][-1]
+        return call
+
+
 class OverSampler:
     """Queues the calls and the samples to be started, and applies the rules for drawing prompts."""
 
     def __init__(self, settings: CoreSettings) -> None:
         self.settings = settings
         self._batch, self._per_group = settings.target, settings.units_per_group
-        self._calls: list[tuple[bool, int, int, int, Sample | GenerateCall]] = []
-        self._starts: list[tuple[bool, int, int, int, Sample | GenerateCall]] = []
+        self.training, self.evaluations = WorkQueue(), WorkQueue()
         self._tickets = 0
-        self.waiting = 0
-        """Number of samples and calls in the queue, void entries not counted."""
         self.requested = 0
         """Number of prompts that were requested from the source and have not arrived."""
         self.granted = 0
@@ -36,19 +59,28 @@ class OverSampler:
         self.held_back = False
         """True if more prompts would have been drawn, but the buffer had no room."""
 
+    @property
+    def waiting(self) -> int:
+        """Number of samples and calls in both queues."""
+        return self.training.waiting + self.evaluations.waiting
+
     def push(self, work: Sample | GenerateCall) -> None:
         """Queue a sample that is NEW, or a call that is QUEUED."""
-        sample, heap = (work, self._starts) if isinstance(work, Sample) else (work.sample, self._calls)
+        sample = work if isinstance(work, Sample) else work.sample
+        queue = self.training if sample.evaluation is None else self.evaluations
+        heap = queue.starts if work is sample else queue.calls
         self._tickets += 1
         work.ticket = self._tickets
-        self.waiting += 1
+        queue.waiting += 1
         heapq.heappush(heap, (not sample.urgent, sample.id.group, sample.id.index, work.ticket, work))
 
     def forget(self, work: Sample | GenerateCall) -> None:
         """Remove a sample or call from the queue, if it is there; its heap entry becomes void."""
         if work.ticket:
             work.ticket = 0
-            self.waiting -= 1
+            sample = work if isinstance(work, Sample) else work.sample
+            queue = self.training if sample.evaluation is None else self.evaluations
+            queue.waiting -= 1
 
     def requeue(self, work: Sample | GenerateCall) -> None:
         """Queue a sample or call again after it became urgent."""
@@ -59,22 +91,20 @@ class OverSampler:
         """Allow drawing again, as the source has prompts again."""
         self.exhausted = False
 
-    def first(self, places: Places) -> Sample | GenerateCall | None:
-        """Return the sample or call that goes next, without removing it; None if no place is free for it.
+    def first(self, places: Places, *, training: bool = True) -> Sample | GenerateCall | None:
+        """Return the sample or call that goes next, without removing it; None if no place is free for one.
 
-        A place is a slot for a request in flight. If a function may not start yet, calls that come after it in the
-        queue go before it.
+        A place is a slot for a request in flight. If a function may not start yet, calls that come after it in its
+        queue go before it. Evaluations go first until they have their share of the requests in flight, and after that
+        last. ``training`` is False if training may start nothing now.
         """
-        calls, starts = self._calls, self._starts
-        for heap in (calls, starts):
-            while heap and heap[0][-1].ticket != heap[0][-2]:
-                heapq.heappop(heap)
-        call = calls[0][-1] if calls and places.free > 0 else None
-        if starts and not (call is not None and calls[0] < starts[0]):
-            work = starts[0][-1]
-            if places.startable(evaluation=starts[0][1] < 0) > 0:
-                return work
-        return call
+        evaluation = None
+        if self.evaluations.waiting:
+            evaluation = self.evaluations.first(places, evaluation=True)
+            if evaluation is not None and not (training and places.evaluations_have_their_share):
+                return evaluation
+        work = self.training.first(places, evaluation=False) if training and self.training.waiting else None
+        return evaluation if work is None else work
 
     def prompts_to_draw(
         self, *, ready: int, in_work: int, free_places: int, step_start: bool, fits: Callable[[], int],

@@ -5,53 +5,87 @@
 
 from __future__ import annotations
 
+import math
+
 from april.core.attempt_book import AttemptBook
 from april.core.types import Sample, SampleId
 
 
 class Places:
-    """Counts the places (slots for requests in flight), and how many are free.
+    """Counts the places (slots for requests in flight) over all engines, and how many are free.
 
     Each attempt takes a place until it has ended. A started rollout function has a place reserved until its first call
     or its end, so that no more functions are started than can generate. Reservations limit the start of functions, not
     calls, so a function may wait for a tool or a client for any time. Evaluations ignore the reservations of training.
+
+    Evaluations have places of their own beyond the ``total`` of training, and may use those that training leaves free.
+
+    Args:
+        total: number of places of training.
+        share: number of places that only evaluations take, as a share of ``total``. Also the share of the requests in
+            flight up to which evaluations go before training when the engines are full.
+        attempts: the requests in flight.
     """
 
-    def __init__(self, total: int, attempts: AttemptBook) -> None:
-        self.total = self.max_taken = total
-        """``max_taken`` is the largest valid ``taken``: requests from before ``total`` was lowered are not cut."""
-        self._attempts = attempts
+    def __init__(self, total: int, share: float, attempts: AttemptBook) -> None:
+        self._attempts, self._share = attempts, share
         self.reserved: set[SampleId] = set()
         """Ids of samples whose function was started and has not made a call yet."""
-        self._of_evaluations = 0
-        """Number of samples in ``reserved`` that belong to evaluations."""
+        self.reserved_by_evaluations = 0
+        """Number of evaluations' samples in ``reserved``."""
+        self.change(total)
 
     @property
     def free(self) -> int:
-        """Number of requests that may be sent; below 0 while too many are in flight."""
+        """Number of requests of training that may be sent; below 0 while too many are in flight."""
         return self.total - self.taken
 
     @property
     def taken(self) -> int:
-        """Number of requests in flight, including evaluations."""
+        """Number of training's places that are taken, by its requests or by those of evaluations beyond their own."""
         attempts = self._attempts
-        return len(attempts.in_flight) + len(attempts.of_evaluations)
+        beyond = len(attempts.of_evaluations) - self.own
+        return len(attempts.in_flight) + beyond if beyond > 0 else len(attempts.in_flight)
+
+    @property
+    def free_for_evaluations(self) -> int:
+        """Number of requests of evaluations that may be sent."""
+        attempts = self._attempts
+        return max(self.total - len(attempts.in_flight), self.own) - len(attempts.of_evaluations)
+
+    @property
+    def evaluations_have_their_share(self) -> bool:
+        """True if the next request would give evaluations more than their share of the requests in flight."""
+        return len(self._attempts.of_evaluations) >= self._share * (len(self._attempts) + 1)
+
+    @property
+    def share_of_evaluations(self) -> int:
+        """Number of the requests in flight that may belong to evaluations when the engines are full."""
+        return math.ceil(self._share * len(self._attempts))
 
     def startable(self, *, evaluation: bool = False) -> int:
         """Return how many rollout functions of training, or of an evaluation, may be started."""
-        return self.free - (self._of_evaluations if evaluation else len(self.reserved))
+        if evaluation:
+            return self.free_for_evaluations - self.reserved_by_evaluations
+        training = len(self._attempts.in_flight) + len(self.reserved) - self.reserved_by_evaluations
+        evaluations = len(self._attempts.of_evaluations) + self.reserved_by_evaluations
+        return self.total - training - max(evaluations - self.own, 0)
 
     def reserve(self, sample: Sample) -> None:
         """Reserve a place for a sample whose rollout function is being started."""
         self.reserved.add(sample.id)
-        self._of_evaluations += sample.evaluation is not None
+        self.reserved_by_evaluations += sample.evaluation is not None
 
     def change(self, total: int) -> None:
-        """Set the number of places."""
-        self.total, self.max_taken = total, max(total, self.taken)
+        """Set the number of training's places."""
+        self.total = total
+        self.own = math.ceil(round(self._share * total, 9))
+        """Number of places that only evaluations take."""
+        self.max_taken = max(total, self.taken)
+        """Largest valid ``taken``: requests from before ``total`` was lowered are not cut."""
 
     def release(self, sample: Sample) -> None:
         """Release the sample's reservation, if it has one: its function made a call or ended."""
         if sample.id in self.reserved:
             self.reserved.remove(sample.id)
-            self._of_evaluations -= sample.evaluation is not None
+            self.reserved_by_evaluations -= sample.evaluation is not None

@@ -36,6 +36,7 @@ from april.core.settings import CoreSettings, EngineLimits
 from april.core.types import (
     AttemptFailure,
     DropReason,
+    GenerateCall,
     GenerationMode,
     Group,
     GroupState,
@@ -94,6 +95,8 @@ class Step:
 
 
 NO_REFILL = Refill.NONE
+NEWEST_REQUESTS = 64
+"""Number of requests in flight, beyond those that are needed, among which the requests to be cut are chosen."""
 TOO_LONG_IN_A_ROW = 1000
 """Number of skipped prompts in a row after which the step fails, as the data does not suit these engines."""
 MOST_COMMANDS = 64
@@ -297,8 +300,7 @@ class RolloutCore:
             return
         if enough:
             self._end_step()
-        waits = self.paused or self.train_first or (self.context.evaluations and not self._continuous)
-        if self.step is not None and not waits:
+        if self._trains:
             self._fill()
 
     def _fail(self, failure: str, *, weights: bool = False) -> None:
@@ -341,6 +343,12 @@ class RolloutCore:
         if self._pause_asked and not self.attempts and not updates.running and not any(evaluations.running):
             self._pause_asked = False
             self.context.out.append(do.Paused())
+
+    @property
+    def _trains(self) -> bool:
+        """True if training may start requests now."""
+        waits = self.paused or self.train_first or (self.context.evaluations and not self._continuous)
+        return self.step is not None and not waits
 
     @property
     def paused(self) -> bool:
@@ -450,7 +458,7 @@ class RolloutCore:
         """Start queued samples and calls, then draw prompts if more work is wanted."""
         if self._continues:
             return
-        if self.over_sampler.waiting:
+        if self.over_sampler.training.waiting or self.over_sampler.evaluations.waiting:
             self._start_waiting(training=True)
         step = self.step
         assert step is not None
@@ -464,7 +472,7 @@ class RolloutCore:
         count = granted or queue.prompts_to_draw(
             ready=self.monitor.ready,
             in_work=self.buffer.units - self.monitor.ready,
-            free_places=self.context.places.startable() - self.over_sampler.waiting,
+            free_places=self.context.places.startable() - self.over_sampler.training.waiting,
             step_start=not step.filled,
             fits=lambda: self.buffer.fits,
             room=lambda: self.buffer.room(self.tokens.held),
@@ -478,8 +486,8 @@ class RolloutCore:
 
     def _start_waiting(self, *, training: bool) -> None:
         """Start queued samples and calls of evaluations, and then, if ``training``, those of training."""
-        context, queue = self.context, self.over_sampler
-        while (work := queue.first(context.places)) is not None:
+        context, queue, trains = self.context, self.over_sampler, training or self._trains
+        while (work := queue.first(context.places, training=trains)) is not None:
             sample = work if isinstance(work, Sample) else work.sample
             if not training and sample.evaluation is None:
                 return
@@ -489,7 +497,8 @@ class RolloutCore:
             engine = self.engines.pick(self.clock.current)
             if engine is None:
                 self._watch_outage(training=training)
-                return
+                if not trains or sample.evaluation is None or not self._make_room(work):
+                    return
             queue.forget(work)
             if isinstance(work, Sample):
                 context.places.reserve(work)
@@ -497,10 +506,28 @@ class RolloutCore:
                 context.out.append(do.StartSample(work))
             elif not self.calls.complete_if_out_of_budget(work):
                 cached = self.engines.cached_on(work.chain.cached_on, work.chain.cache_key)
+                assert engine is not None
                 if work.avoid_engine or cached:
                     engine = self.engines.pick(self.clock.current, work.avoid_engine, cached) or engine
                 self._attempt_results.submit(work, engine.limits.name)
                 self._recovery.start_checks(engine.limits.name)
+
+    def _make_room(self, work: Sample | GenerateCall) -> bool:
+        """Cut the newest requests of training for calls of evaluations below their share, as the engines are full.
+
+        The cut requests are continued later; the newest ones have generated least since their prefill. Return True if
+        ``work`` is a function of an evaluation that may start now, so that its call waits when a request has ended.
+        """
+        context, states, places = self.context, self.engines.states, self.context.places
+        share, calls = places.share_of_evaluations, len(self.over_sampler.evaluations.calls)
+        lacking = min(share - len(context.attempts.of_evaluations), places.free_for_evaluations)
+        count = min(lacking, calls) - context.aborts.pending
+        if count > 0:
+            newest = itertools.islice(reversed(self.attempts.values()), count + NEWEST_REQUESTS)
+            able = [a for a in newest if a.id not in context.aborts and states[a.engine].may_make_room]
+            able.sort(key=lambda a: a.sample.urgent)  # a stable sort: the newest of those without priority go first
+            context.stop(able[:count])
+        return isinstance(work, Sample) and places.reserved_by_evaluations + calls < share
 
     def _prompts_drawn(self, event: ev.PromptsDrawn) -> None:
         context = self.context

@@ -118,8 +118,8 @@ class RunTimes:
         if core.engines.turnover != self._turnover or self._places.total != self._most:
             self._engines_changed()
         attempts, updates = core.context.attempts, core.updates
-        self._evaluating = min(len(attempts.of_evaluations), self.places)
-        self._busy = min(len(core.attempts), self.places - self._evaluating)  # more may run after a limit was lowered
+        self._busy = min(len(core.attempts), self.places)  # more may run after a limit was lowered
+        self._evaluating = min(len(attempts.of_evaluations), self.places - self._busy)
         free = self.places - self._busy - self._evaluating
         self._reserved = min(len(self._places.reserved), free) if self._places.reserved else 0
         self._free = free - self._reserved

@@ -26,6 +26,9 @@ class CoreSettings:
     over_sampling_batch_size: int
     max_response_len: int
     max_in_flight: int
+    evaluation_share: float = 0.5
+    """Number of places that only evaluations take, beyond and as a share of ``max_in_flight``. Also their share of the
+    requests in flight when the engines are full."""
     group_quorum: float = 1.0
     """Share of a group's samples that must finish before its finished samples can be delivered; with 1, groups are
     delivered whole."""
@@ -158,5 +161,7 @@ class EngineLimits:
     """Kinds of attachments that the engine accepts."""
     extras: tuple[str, ...] = ()
     """Names of the per-token arrays that the engine can return with its tokens."""
+    cuts_single_requests: bool = True
+    """True if an abort ends single requests, not all of them. Then requests of training are cut for evaluations."""
     written: bool = False
     """True if an earlier run may have written the engine's weights: until the first update, its version is unknown."""

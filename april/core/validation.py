@@ -146,7 +146,11 @@ def validate(context: CoreContext, updates: WeightUpdates) -> None:
         fail(wrong)
     if reserved != started:
         fail(f"places are reserved for {sorted(reserved)}, but {sorted(started)} were started and made no call")
-    if (places := context.places).taken > max(places.total, places.max_taken):
+    places = context.places
+    of_evaluations = sum(sample.group < 0 for sample in reserved)
+    if places.reserved_by_evaluations != of_evaluations:
+        fail(f"evaluations reserve {places.reserved_by_evaluations} places, but a recount finds {of_evaluations}")
+    if places.taken > max(places.total, places.max_taken):
         fail(
             f"more requests are in flight than max_in_flight={places.total}, and than its earlier value "
             f"{places.max_taken}"

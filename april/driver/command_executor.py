@@ -21,7 +21,7 @@ from april.driver.llm import as_coroutine
 from april.driver.loop_throttle import LoopThrottle
 from april.driver.sample_functions import RolloutSettings, SampleFunctions, UserFunctions
 from april.driver.user_calls import Timeouts, UserCalls, WorkerThreads
-from april.engines.protocol import Capabilities, Engine, FirstWeights, SharesModel, TellsUnused
+from april.engines.protocol import AbortMeans, Capabilities, Engine, FirstWeights, SharesModel, TellsUnused
 
 log = logging.getLogger("april")
 
@@ -157,4 +157,5 @@ def limits_from(name: str, c: Capabilities) -> EngineLimits:
         unverified=not c.verifies_weights, first_unverified=c.first_weights is FirstWeights.UNVERIFIED,
         written=c.first_weights is FirstWeights.OTHERS, remote=c.remote,
         own_weights=c.own_weights, in_flight_updates=c.in_flight_updates, attachments=c.attachments, extras=c.extras,
+        cuts_single_requests=c.abort_means is not AbortMeans.PAUSE,
     )  # fmt: skip
