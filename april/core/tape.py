@@ -6,10 +6,12 @@ versions of generated segments never decrease.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import NamedTuple
+from functools import partial
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,6 +91,16 @@ class AttemptCounts(NamedTuple):
 NO_COUNTS = AttemptCounts()
 UNPACKED_CHUNKS = 48
 """Number of chunks that an attempt may have before they are packed, besides one for each 256 of its tokens."""
+
+
+def _joined(chunks: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Return the chunks as one read-only array over a ``bytes`` object, which saved states share without a copy."""
+    return np.frombuffer(content_of(chunks), chunks[0].dtype)
+
+
+def content_of(arrays: Iterable[NDArray[Any]]) -> bytes:
+    """Return the bytes of contiguous arrays, one after the other."""
+    return b"".join(arrays)  # type: ignore[arg-type]  # arrays are buffers
 
 
 def first_of(spans: Sequence[tuple[PolicyVersion, int]], count: int) -> list[tuple[PolicyVersion, int]]:
@@ -194,7 +206,37 @@ class AttemptTape:
             return self._tokens[0], self._logprobs[0], self.spans
         if not self._tokens:
             return NO_TOKENS, NO_LOGPROBS, []
-        return np.concatenate(self._tokens), np.concatenate(self._logprobs), self.spans
+        return _joined(self._tokens), _joined(self._logprobs), self.spans
+
+    @property
+    def chunks(self) -> tuple[list[Int32], list[Float32]]:
+        """Tokens and log-probabilities in as many arrays as they are stored in."""
+        return self._tokens, self._logprobs
+
+    def freeze(self) -> Callable[[], AttemptTape]:
+        """Return, in constant time, a function that returns this tape as it is now, however it grows afterwards."""
+        return partial(_tape_as_it_was, *_FIELDS(self))
+
+
+_FIELDS = attrgetter(*AttemptTape.__dataclass_fields__)
+
+
+def _tape_as_it_was(
+    tokens: list[Int32], logprobs: list[Float32], spans: list[tuple[PolicyVersion, int]], count: int, *others: Any
+) -> AttemptTape:
+    """Return the tape of its first ``count`` tokens: its lists are replaced or appended to, and its last span grows."""
+    there = _first_chunks(tokens, count), _first_chunks(logprobs, count)
+    return AttemptTape(there[0], there[1], first_of(spans, count), count, *others)
+
+
+def _first_chunks(chunks: list[NDArray[Any]], count: int) -> list[NDArray[Any]]:
+    first = []
+    for chunk in chunks:
+        if count <= 0:
+            break
+        first.append(chunk)
+        count -= len(chunk)
+    return first
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -238,6 +280,14 @@ class TokenTape:
         ``over`` is the version of its oldest keys and values, if these were kept through weight updates.
         """
         tokens, logprobs, spans = attempt.packed()
+        self.add_segments(spans, attempt_id, engine, temperature, over)
+        self._extend(tokens, logprobs)
+
+    def add_segments(
+        self, spans: Sequence[tuple[PolicyVersion, int]], attempt_id: str, engine: str, temperature: float,
+        over: PolicyVersion | None,
+    ) -> None:  # fmt: skip
+        """Append the segments of an attempt with tokens of these versions, without the tokens themselves."""
         newest = self.newest_version
         start = len(self.tokens)
         for version, count in spans:
@@ -247,7 +297,6 @@ class TokenTape:
             self.segments.append(Segment(start, count, version, GENERATED, attempt_id, engine, temperature, kept))
             start += count
             newest = version
-        self._extend(tokens, logprobs)
 
     def add_environment(self, tokens: Int32, version: PolicyVersion) -> None:
         """Append tokens [k] that the policy did not generate, such as tool results."""
@@ -293,5 +342,4 @@ class TokenTape:
         if len(self.tokens) == 0:
             self.tokens, self.logprobs = tokens, logprobs
         else:
-            self.tokens = np.concatenate((self.tokens, tokens))
-            self.logprobs = np.concatenate((self.logprobs, logprobs))
+            self.tokens, self.logprobs = _joined((self.tokens, tokens)), _joined((self.logprobs, logprobs))
