@@ -522,7 +522,10 @@ class RolloutScheduler(BatchIterator):
         Raises:
             CheckpointError: there is no such batch, or a later one is committed already.
         """
-        return self._thread.call(lambda: self._driver.state_dict(trained_through))
+        driver = self._driver
+        return self._thread.run_or_call(
+            lambda: driver.freeze(trained_through), lambda: driver.freeze_at_once(trained_through)
+        )()
 
     def load_state_dict(
         self, state: dict[str, Any], path: str | None = None, transfer: Callable[[], Any] | None = None,

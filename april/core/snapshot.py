@@ -12,7 +12,6 @@ handled as the present settings promise.
 
 from __future__ import annotations
 
-import itertools
 import math
 import string
 from collections import deque
@@ -40,6 +39,8 @@ from april.core.types import (
     MAX_SAMPLES_FACTOR,
     NO_DEADLINE,
     SETTLED,
+    Attempt,
+    CallState,
     Chain,
     DropReason,
     FinishReason,
@@ -66,21 +67,22 @@ from april.errors import CheckpointError, InvariantError
 
 
 def take(core: RolloutCore, trained_through: int | None) -> State:
-    """Return the state of ``core`` as a snapshot, without changing the core; arguments are those of :func:`freeze`."""
-    return freeze(core, trained_through)()
+    """Return the state of ``core`` as a snapshot, without changing the core.
 
+    Args:
+        core: core to save, at any time, also in the middle of a step.
+        trained_through: id of the last batch that the trainer's checkpoint was trained on (-1: none). Later batches
+            are part of the state, delivered or not. None means the last committed batch. The version in the state
+            counts one more update for every batch up to this one that is not committed yet.
 
-class _Attempt(NamedTuple):
-    id: str
-    engine: str
-    temperature: float
-    over: PolicyVersion | None
-    drop_reason: DropReason | None
-    tape: AttemptTape
+    Raises:
+        CheckpointError: there is no such batch, or a later one is already committed.
+    """
+    return Freezer(core).finish(trained_through)()
 
 
 class _Chain(NamedTuple):
-    """A chain as it was; ``segments`` and the lists of ``attempt`` may have grown since, and only grow."""
+    """A chain as it was; the list ``segments`` may have grown since."""
 
     number: int
     prompt: Int32
@@ -90,10 +92,7 @@ class _Chain(NamedTuple):
     logprobs: Float32
     segments: list[Segment]
     calls: list[GenerateCall]
-    """Calls that were done."""
-    open_start: int | None
-    attempt: str | None
-    """Id of the attempt in flight."""
+    last_call: CallState | None
     replay: Replay | None
 
 
@@ -106,7 +105,8 @@ class _Sample(NamedTuple):
     resumes: int
     failures: int
     restarts: int
-    chains: tuple[_Chain, ...]
+    chains: list[tuple[Any, ...]]
+    """Fields of a _Chain each."""
 
 
 class _Group(NamedTuple):
@@ -119,149 +119,198 @@ class _Group(NamedTuple):
     finishers: list[int]
     data: State
     unchecked: list[str]
-    samples: list[_Sample]
+    samples: list[tuple[Any, ...]]
+    """Fields of a _Sample each."""
 
 
 _GROUP = attrgetter("id", "ready", "prompt", "drawn_under", "bound", "cohort")
 _SAMPLE = attrgetter("id", "state", "finish", "reward", "attempts", "resumes", "failures", "restarts")
 _CHAIN = attrgetter("number", "prompt", "attached", "extras", "tape.tokens", "tape.logprobs", "tape.segments")
-_ATTEMPT = attrgetter("id", "engine", "request.sampling.temperature", "over", "drop_reason")
+SAMPLES_AT_ONCE = 500
+"""Number of samples that one call of :meth:`Freezer.advance` collects, in a few milliseconds."""
+MOST_ROUNDS = 5
+"""Number of times that :meth:`Freezer.advance` goes through the groups that have changed meanwhile."""
 
 
-def freeze(core: RolloutCore, trained_through: int | None) -> Callable[[], State]:
-    """Return a function that returns the present state of ``core`` as a snapshot, whatever the core does afterwards.
+class Freezer:
+    """Collects references to all that a snapshot needs: in parts while the core goes on, and then at one moment.
 
-    This call takes about two microseconds per sample: it collects references to arrays, which the core replaces and
-    never writes into. The returned function does the rest; call it once, in any thread.
-
-    Args:
-        core: core to save, at any time, also in the middle of a step.
-        trained_through: id of the last batch that the trainer's checkpoint was trained on (-1: none). Later batches
-            are part of the state, delivered or not. None means the last committed batch. The version in the state
-            counts one more update for every batch up to this one that is not committed yet.
-
-    Raises:
-        CheckpointError: there is no such batch, or a later one is already committed.
+    Arrays are never written into once they are in the core, so that references to them are enough. A group that changes
+    after it was collected is collected again, by the end at the latest.
     """
-    context = core.context
-    # batches may be committed in any order
-    newest_committed = next((b for b in range(context.batches - 1, -1, -1) if b not in core.leased), -1)
-    last = newest_committed if trained_through is None else trained_through
-    if isinstance(last, bool) or not isinstance(last, int) or not -1 <= last < context.batches:
-        newest = context.batches - 1
-        there = f"the batches delivered so far are 0 to {newest}" if context.batches else "no batch was delivered yet"
-        raise CheckpointError(f"trained_through={last!r} must be the id of a batch, or -1; {there}")
-    if last < newest_committed:
-        raise CheckpointError(
-            f"trained_through={last}, but batch {newest_committed} was committed by a weight update and is no longer "
-            "held; save the state before the weight update that follows the batch"
+
+    def __init__(self, core: RolloutCore) -> None:
+        self._core = core
+        self._changed: set[int] = set()
+        """Numbers of the groups that have changed since they were collected."""
+        self._groups: dict[int, tuple[Any, ...]] = {}
+        """Fields of a _Group each, by number."""
+        self._left = deque(core.buffer.groups)
+        self._rounds = 1
+        core.context.changed.append(self._changed)
+
+    def advance(self) -> bool:
+        """Collect some of the groups; returns False once the rest can be collected at the end."""
+        groups, left, samples = self._core.buffer.groups, self._left, 0
+        while left and samples < SAMPLES_AT_ONCE:
+            if (group := groups.get(left.popleft())) is not None:
+                self._changed.discard(group.id)
+                self._groups[group.id] = _frozen(group)
+                samples += len(group.samples)
+        if not left and self._rounds < MOST_ROUNDS:
+            missing = [number for number in groups if number in self._changed or number not in self._groups]
+            if sum(len(groups[number].samples) for number in missing) > SAMPLES_AT_ONCE:
+                self._rounds += 1
+                left.extend(missing)
+        return bool(left)
+
+    def close(self) -> None:
+        """End the collection."""
+        changed = self._core.context.changed
+        changed[:] = [numbers for numbers in changed if numbers is not self._changed]
+
+    def finish(self, trained_through: int | None) -> Callable[[], State]:
+        """Return a function that returns the present state of the core, whatever the core does afterwards.
+
+        Call the returned function once, in any thread. Arguments and errors are those of :func:`take`.
+        """
+        self.close()
+        core, context = self._core, self._core.context
+        # batches may be committed in any order
+        newest_committed = next((b for b in range(context.batches - 1, -1, -1) if b not in core.leased), -1)
+        last = newest_committed if trained_through is None else trained_through
+        if isinstance(last, bool) or not isinstance(last, int) or not -1 <= last < context.batches:
+            newest = context.batches - 1
+            there = f"the batches delivered so far are 0 to {newest}" if newest >= 0 else "no batch was delivered yet"
+            raise CheckpointError(f"trained_through={last!r} must be the id of a batch, or -1; {there}")
+        if last < newest_committed:
+            raise CheckpointError(
+                f"trained_through={last}, but batch {newest_committed} was committed by a weight update and is no "
+                "longer held; save the state before the weight update that follows the batch"
+            )
+        untrained = sorted(b for b in core.leased if trained_through is None or b > last)
+        again = [sample for batch in untrained for sample in core.leased[batch]]
+        # samples in the order in which they will be delivered
+        ready = [*again, *(sample for unit in core.monitor for sample in unit.members)]
+        groups = core.buffer.groups | {sample.id.group: sample.group for sample in again}
+        current = core.clock.current
+        # the version after the weight updates for the batches that the checkpoint was trained on
+        current = current._replace(n=current.n + len(core.leased) - len(untrained))
+        head = {
+            "settings": settings_out(core),
+            "version": list(current),
+            "branches": {str(incarnation): n for incarnation, n in core.clock.branches.items()},
+            "groups_drawn": context.groups_drawn,
+            "batches": last + 1,
+            "staleness_bound": core.leases.bound,
+            "counters": dict(core.counters),
+        }
+        collected, changed = self._groups, self._changed
+        frozen = {
+            number: collected[number] if number in collected and number not in changed else _frozen(group)
+            for number, group in groups.items()
+        }
+        attempts = [(a, a.drop_reason, a.tape.freeze()) for a in core.attempts.values()]
+        return partial(
+            _state_of, head, deepcopy((context.tokens, context.prompts, context.lengths)), set(core.buffer.groups),
+            [sample.id for sample in again], [sample.id for sample in ready], frozen, attempts,
+        )  # fmt: skip
+
+
+def _frozen(group: Group) -> tuple[Any, ...]:
+    """Return the fields of a _Group, as they are now."""
+    samples = [
+        (
+            *_SAMPLE(sample),
+            [
+                (
+                    *_CHAIN(chain),
+                    (calls := chain.calls[:]),
+                    calls[-1].state if calls else None,
+                    None if (replay := chain.replay) is None else Replay(replay.calls.copy(), replay.open_start),
+                )
+                for chain in sample.chains
+            ],
         )
-    untrained = sorted(b for b in core.leased if trained_through is None or b > last)
-    again = [sample for batch in untrained for sample in core.leased[batch]]
-    back = {sample.id for sample in again}
-    # samples in the order in which they will be delivered
-    ready = [*again, *(sample for unit in core.monitor for sample in unit.members)]
-    groups = core.buffer.groups | {sample.id.group: sample.group for sample in again}
-    current = core.clock.current
-    # the version after the weight updates for the batches that the checkpoint was trained on
-    current = current._replace(n=current.n + len(core.leased) - len(untrained))
-    head = {
-        "settings": settings_out(core),
-        "version": list(current),
-        "branches": {str(incarnation): n for incarnation, n in core.clock.branches.items()},
-        "groups_drawn": context.groups_drawn,
-        "batches": last + 1,
-        "staleness_bound": core.leases.bound,
-        "counters": dict(core.counters),
-    }
-    attempts = [(_ATTEMPT(attempt), attempt.tape.freeze()) for attempt in core.attempts.values()]
-    return partial(
-        _state_of, head, deepcopy((context.tokens, context.prompts, context.lengths)), set(core.buffer.groups), back,
-        [sample.id for sample in ready], {number: _frozen(group, back) for number, group in groups.items()}, attempts,
-    )  # fmt: skip
+        for sample in group.samples
+    ]
+    return (*_GROUP(group), group.finishers[:], *data_out(group.prompt.data), samples)
 
 
-def _frozen(group: Group, back: Collection[SampleId]) -> _Group:
-    """Return a group as it is now; settled samples without their tokens, except those that are delivered again."""
-    samples = []
-    for sample in group.samples:
-        held = sample.state not in SETTLED or sample.id in back
-        chains = tuple([_frozen_chain(chain) for chain in sample.chains]) if held else ()
-        samples.append(_Sample._make((*_SAMPLE(sample), chains)))
-    return _Group._make((*_GROUP(group), group.finishers[:], *data_out(group.prompt.data), samples))
-
-
-def _frozen_chain(chain: Chain) -> _Chain:
-    calls, replay, call = chain.calls[:], chain.replay, chain.open_call
-    if replay is not None:
-        replay = Replay(replay.calls.copy(), replay.open_start)
-    if call is None:
-        return _Chain._make((*_CHAIN(chain), calls, None, None, replay))
-    attempt = call.attempt
-    return _Chain._make((*_CHAIN(chain), calls[:-1], call.start, None if attempt is None else attempt.id, replay))
+_Running = Mapping[int, tuple[Attempt, AttemptTape]]
+"""Attempts whose tokens their samples get, with their tapes as they were, by the identity of their calls."""
 
 
 def _state_of(
-    head: State, ledgers: tuple[Ledger, Ledger, LengthLedger], held: Collection[int], back: Collection[SampleId],
-    order: Sequence[SampleId], groups: Mapping[int, _Group],
-    attempts: Iterable[tuple[tuple[Any, ...], Callable[[], AttemptTape]]],
+    head: State, ledgers: tuple[Ledger, Ledger, LengthLedger], held: Collection[int], again: Sequence[SampleId],
+    order: Sequence[SampleId], fields_of_groups: Mapping[int, tuple[Any, ...]],
+    attempts: Iterable[tuple[Attempt, DropReason | None, tuple[Any, ...]]],
 ) -> State:  # fmt: skip
-    """Return the snapshot of what :func:`freeze` has collected.
+    """Return the snapshot of what a :class:`Freezer` has collected.
 
     Args:
         held: numbers of the groups in the buffer; the others are delivered, and are delivered again.
-        back: delivered samples that will be delivered again after a restart.
+        again: delivered samples that will be delivered again after a restart.
         order: complete samples in the order in which they will be delivered.
-        attempts: all attempts of training in flight.
+        attempts: attempts of training in flight, each with its drop reason and the fields of its tape.
     """
+    groups = {number: _Group._make(fields_of) for number, fields_of in fields_of_groups.items()}
     tokens, prompts, lengths = ledgers
-    for group in groups.values():
-        for sample in group.samples:
-            if sample.id in back:
-                generated = sum(s.count for c in sample.chains for s in c.segments if s.kind is SegmentKind.GENERATED)
-                tokens.delivered -= generated
-                lengths.trained.add(generated, -1)
+    for name in again:
+        chains = groups[name.group].samples[name.index][-1]
+        generated = sum(s.count for c in chains for s in _Chain._make(c).segments if s.kind is SegmentKind.GENERATED)
+        tokens.delivered -= generated
+        lengths.trained.add(generated, -1)
     ready = {number: groups[number] for number, _ in order}
     prompts.delivered -= sum(number not in held for number in ready)
     ready |= {number: group for number, group in groups.items() if group.ready and number in held}
     # tokens of attempts in flight are in no ledger yet; in the snapshot they count as observed
-    running = {}
-    for fields_of, tape_of in attempts:
-        attempt = _Attempt._make((*fields_of, tape := tape_of().sure()))
-        running[attempt.id] = attempt
+    running: dict[int, tuple[Attempt, AttemptTape]] = {}
+    for attempt, drop_reason, fields_of_tape in attempts:
+        tape = AttemptTape.of_frozen(*fields_of_tape).sure()
         tokens.observe(tape.parsed)
         tokens.drop(tape.after_stop, DropReason.AFTER_STOP)
         tokens.drop(tape.unknown, DropReason.UNKNOWN_WEIGHTS)
         tokens.drop(tape.bare, DropReason.NO_EXTRAS)
-        if attempt.drop_reason is not None:
-            tokens.drop(tape.count, attempt.drop_reason)
+        if drop_reason is None:
+            running[id(attempt.call)] = attempt, tape
+        else:
+            tokens.drop(tape.count, drop_reason)
+    back = set(again)
     return {
         **head,
         "tokens": without_held(tokens),
         "prompts": without_held(prompts),
         "lengths": lengths.as_dict(),
-        "attachments": _attachments_out(groups.values()),
+        "attachments": _attachments_out(groups.values(), back),
         "ready": [_group_out(group, back, running) for group in ready.values()],
         "waiting": [_group_out(group, back, running) for n, group in groups.items() if n in held and not group.ready],
         "order": [list(name) for name in order],
     }
 
 
-def _attachments_out(groups: Iterable[_Group]) -> State:
+def _attachments_out(groups: Iterable[_Group], back: Collection[SampleId]) -> State:
     """Return every attachment once, by digest, with its bytes if they are in memory and the path of its file if any."""
-    chains = [chain for group in groups for sample in group.samples for chain in sample.chains]
-    placed = itertools.chain((p for g in groups for p in g.prompt.attached), (p for c in chains for p in c.attached))
+    placed = [p for group in groups for p in group.prompt.attached]
+    for sample in (_Sample._make(fields_of) for group in groups for fields_of in group.samples):
+        if _is_saved(sample, back):
+            placed += [p for fields_of in sample.chains for p in _Chain._make(fields_of).attached]
     return {
         a.digest: {"kind": a.kind, "size": a.size, "data": a.data, "path": a.path}
         for a in sorted((p.attachment for p in placed), key=lambda a: a.data is not None)
     }
 
 
+def _is_saved(sample: _Sample, back: Collection[SampleId]) -> bool:
+    """Return True unless a sample is settled and will not be delivered again."""
+    return sample.state not in SETTLED or sample.id in back
+
+
 def _attached_out(attached: Iterable[Placed]) -> list[Any]:
     return [[p.attachment.digest, p.at, p.count, list(p.stands)] for p in attached]
 
 
-def _group_out(group: _Group, back: Collection[SampleId], running: Mapping[str, _Attempt]) -> State:
+def _group_out(group: _Group, back: Collection[SampleId], running: _Running) -> State:
     """Return a group as plain values; ``back`` are delivered samples that will be delivered again after a restart."""
     prompt = group.prompt
     return {
@@ -275,18 +324,16 @@ def _group_out(group: _Group, back: Collection[SampleId], running: Mapping[str, 
         "drawn_under": list(group.drawn_under),
         "bound": group.bound,
         "samples": [
-            {"settled": str(sample.state)}
-            if sample.state in SETTLED and sample.id not in back
-            else _sample_out(sample, prompt, running)
-            for sample in group.samples
+            _sample_out(sample, prompt, running) if _is_saved(sample, back) else {"settled": str(sample.state)}
+            for sample in map(_Sample._make, group.samples)
         ],
         "finishers": group.finishers,
         "cohort": [list(pair) for pair in group.cohort],
     }
 
 
-def _sample_out(sample: _Sample, prompt: Prompt, running: Mapping[str, _Attempt]) -> State:
-    first, *others = sample.chains
+def _sample_out(sample: _Sample, prompt: Prompt, running: _Running) -> State:
+    first, *others = map(_Chain._make, sample.chains)
     state = {
         "finished": sample.state in (SampleState.FINISHED, SampleState.LEASED),
         **_chain_out(first, prompt, running),
@@ -305,16 +352,18 @@ def _sample_out(sample: _Sample, prompt: Prompt, running: Mapping[str, _Attempt]
     return state
 
 
-def _chain_out(chain: _Chain, prompt: Prompt, running: Mapping[str, _Attempt]) -> State:
-    asked, extras = repeatable_calls(chain.calls, chain.open_start, chain.replay), chain.extras
+def _chain_out(chain: _Chain, prompt: Prompt, running: _Running) -> State:
+    done, extras = chain.calls, chain.extras
+    call = done.pop() if chain.last_call not in (None, CallState.DONE) else None
+    asked = repeatable_calls(done, None if call is None else call.start, chain.replay)
     calls, open_start = ([], None) if asked is None else (list(asked.calls), asked.open_start)
     count = len(chain.tokens)
     tape = TokenTape(chain.tokens, chain.logprobs, [s for s in chain.segments if s.start < count])
     tokens, logprobs = [chain.tokens], [chain.logprobs]
-    attempt = running.get(chain.attempt or "")
-    if attempt is not None and attempt.drop_reason is None:
-        came = attempt.tape
-        tape.add_segments(came.spans, attempt.id, attempt.engine, attempt.temperature, attempt.over)
+    if (found := running.get(id(call))) is not None:
+        attempt, came = found
+        temperature = attempt.request.sampling.temperature
+        tape.add_segments(came.spans, attempt.id, attempt.engine, temperature, attempt.over)
         tokens += came.chunks[0]
         logprobs += came.chunks[1]
         extras = joined(extras, came.extras) if came.count else extras
@@ -413,7 +462,15 @@ def changed_settings(core: RolloutCore, state: State) -> dict[str, tuple[Any, An
     return {name: (saved[name], now[name]) for name in now if name in saved and saved[name] != now[name]}
 
 
-def restore(core: RolloutCore, state: State) -> None:
+class Restored(NamedTuple):
+    """A snapshot with its groups, whose every number was checked."""
+
+    state: State
+    ready: list[Group]
+    waiting: list[Group]
+
+
+def restore(core: RolloutCore, state: State) -> Restored:
     """Put a snapshot into a fresh core, which begins a new incarnation of the policy version.
 
     No engine is used before it has confirmed that it loaded that version.
@@ -435,12 +492,27 @@ def restore(core: RolloutCore, state: State) -> None:
                     f"the state was saved with {REFUSED[name]}={saved}, but the configuration has {now}"
                 )
         _take_over_work(core, state["settings"])
-        _restore(core, state)
+        attachments = _attachments_in(state.get("attachments", {}))
+        ready = [_group_in(core, g, attachments, ready=True) for g in state["ready"]]
+        waiting = [_group_in(core, g, attachments, ready=False) for g in state["waiting"]]
+        restored = Restored(state, ready, waiting)
+        _put(core, restored)
+        return restored
     except CheckpointError:
         raise
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, InvariantError) as error:
         reason = str(error).partition("\n")[0]
         raise CheckpointError(f"the state is damaged: {type(error).__name__}: {reason}") from error
+
+
+def move(restored: Restored, core: RolloutCore) -> None:
+    """Put what :func:`restore` has put into a core into another one like it; do not use the first core any more."""
+    require_fresh(core)
+    _take_over_work(core, restored.state["settings"])
+    _put(core, restored)
+    for sample in core.buffer.samples():
+        for chain in sample.chains:
+            note_layout(core.engines.row_layout, chain.extras, core.settings.extras)
 
 
 def require_fresh(core: RolloutCore) -> None:
@@ -472,13 +544,11 @@ def _take_over_work(core: RolloutCore, saved: State) -> None:
     )
 
 
-def _restore(core: RolloutCore, state: State) -> None:
-    context = core.context
+def _put(core: RolloutCore, restored: Restored) -> None:
+    """Put groups into a fresh core; they may be in another core that is no longer used."""
+    (state, ready, waiting), context = restored, core.context
     branches = {int(i): count_of(n) for i, n in state["branches"].items()}
     clock = VersionClock(version_of(state["version"]), branches)
-    attachments = _attachments_in(state.get("attachments", {}))
-    ready = [_group_in(core, g, attachments, ready=True) for g in state["ready"]]
-    waiting = [_group_in(core, g, attachments, ready=False) for g in state["waiting"]]
     for group in (*ready, *waiting):
         for version in (group.drawn_under, *(part.version for s in group.samples for part in s.segments)):
             clock.staleness(version)  # raises ValueError for a version that cannot exist
@@ -498,6 +568,7 @@ def _restore(core: RolloutCore, state: State) -> None:
                 core.over_sampler.push(sample)
         if group.cohort or group.complete:  # complete but not ready: its filter has been removed since
             group.cohort = group.cohort or group.cohort_rewards
+            group.state = GroupState.OPEN  # as in a fresh core
             context.change_group_state(group, GroupState.READY, "complete since before a restart")
             if core.settings.whole_groups:
                 core.monitor.accept(group)

@@ -6,10 +6,9 @@ versions of generated segments never decrease.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -213,20 +212,24 @@ class AttemptTape:
         """Tokens and log-probabilities in as many arrays as they are stored in."""
         return self._tokens, self._logprobs
 
-    def freeze(self) -> Callable[[], AttemptTape]:
-        """Return, in constant time, a function that returns this tape as it is now, however it grows afterwards."""
-        return partial(_tape_as_it_was, *_FIELDS(self))
+    def freeze(self) -> tuple[Any, ...]:
+        """Return in constant time what :meth:`of_frozen` makes a tape of that is as this one is now."""
+        return _FIELDS(self)
+
+    @classmethod
+    def of_frozen(
+        cls, tokens: list[Int32], logprobs: list[Float32], spans: list[tuple[PolicyVersion, int]], count: int,
+        *others: Any,
+    ) -> AttemptTape:  # fmt: skip
+        """Return a tape as it was at :meth:`freeze`, however it has grown since.
+
+        A tape's lists are replaced or appended to, and its last span grows; so the first ``count`` tokens are the same.
+        """
+        chunks = _first_chunks(tokens, count), _first_chunks(logprobs, count)
+        return cls(chunks[0], chunks[1], first_of(spans, count), count, *others)
 
 
 _FIELDS = attrgetter(*AttemptTape.__dataclass_fields__)
-
-
-def _tape_as_it_was(
-    tokens: list[Int32], logprobs: list[Float32], spans: list[tuple[PolicyVersion, int]], count: int, *others: Any
-) -> AttemptTape:
-    """Return the tape of its first ``count`` tokens: its lists are replaced or appended to, and its last span grows."""
-    there = _first_chunks(tokens, count), _first_chunks(logprobs, count)
-    return AttemptTape(there[0], there[1], first_of(spans, count), count, *others)
 
 
 def _first_chunks(chunks: list[NDArray[Any]], count: int) -> list[NDArray[Any]]:
