@@ -524,8 +524,8 @@ class RolloutScheduler(BatchIterator):
         """
         driver = self._driver
         return self._thread.run_or_call(
-            lambda: driver.freeze(trained_through), lambda: driver.freeze_at_once(trained_through)
-        )()
+            lambda: driver.save(trained_through), lambda: driver.state_dict(trained_through)
+        )
 
     def load_state_dict(
         self, state: dict[str, Any], path: str | None = None, transfer: Callable[[], Any] | None = None,

@@ -139,8 +139,8 @@ class Freezer:
     after it was collected is collected again, by the end at the latest.
     """
 
-    def __init__(self, core: RolloutCore) -> None:
-        self._core = core
+    def __init__(self, core: RolloutCore, at_once: int = SAMPLES_AT_ONCE) -> None:
+        self._core, self._at_once = core, at_once
         self._changed: set[int] = set()
         """Numbers of the groups that have changed since they were collected."""
         self._groups: dict[int, tuple[Any, ...]] = {}
@@ -152,14 +152,14 @@ class Freezer:
     def advance(self) -> bool:
         """Collect some of the groups; returns False once the rest can be collected at the end."""
         groups, left, samples = self._core.buffer.groups, self._left, 0
-        while left and samples < SAMPLES_AT_ONCE:
+        while left and samples < self._at_once:
             if (group := groups.get(left.popleft())) is not None:
                 self._changed.discard(group.id)
                 self._groups[group.id] = _frozen(group)
                 samples += len(group.samples)
         if not left and self._rounds < MOST_ROUNDS:
             missing = [number for number in groups if number in self._changed or number not in self._groups]
-            if sum(len(groups[number].samples) for number in missing) > SAMPLES_AT_ONCE:
+            if sum(len(groups[number].samples) for number in missing) > self._at_once:
                 self._rounds += 1
                 left.extend(missing)
         return bool(left)
@@ -885,6 +885,9 @@ def _tape_in(tape: TokenTape, state: State) -> None:
         over = version_of(older) if older else None
         tape.segments.append(Segment(start, count_of(count), version_of((incarnation, n)), *where, over))
         start += count
+    for name in ("tokens", "logprobs"):
+        if isinstance(state[name], (list, tuple)):
+            state[name] = b"".join(state[name])  # in the state, too, which need not hold the pieces any longer
     tape.tokens, tape.logprobs = array_of(state["tokens"], "<i4"), array_of(state["logprobs"], "<f4")
 
 
@@ -942,10 +945,8 @@ def _wrong_counts(sample: Sample) -> str | None:
 # -------------------------------------------------------------------- plain forms
 
 
-def array_of(data: bytes | list[bytes] | None, dtype: str) -> Any:
+def array_of(data: bytes | None, dtype: str) -> Any:
     """Return the array with these little-endian bytes, read-only and over the same memory; None gives an empty one."""
-    if isinstance(data, (list, tuple)) and all(isinstance(part, bytes) for part in data):
-        data = b"".join(data)
     if data is not None and not isinstance(data, bytes):
         raise TypeError(f"expected bytes, found a {type(data).__name__}")
     return np.frombuffer(data or b"", dtype).astype(dtype[1:], copy=False)

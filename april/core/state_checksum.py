@@ -18,6 +18,8 @@ FORMAT = 3
 """Format number of everything that april saves; it grows when older versions cannot read the new format."""
 FORMATS_READ = (2, 3)
 """Formats that this version reads; in format 2 the tokens of a sample are one ``bytes`` object."""
+PIECES = (b"tokens", b"logprobs")
+"""Keys whose value may be a list of ``bytes``, which has the checksum of the joined ``bytes``."""
 LARGEST_ARRAY = 1 << 20
 """Size in bytes above which an array in a prompt's data gets no checksum."""
 State = dict[str, Any]
@@ -119,7 +121,12 @@ def _add_mapping(value: Mapping[Any, Any], put: Callable[[Any], None]) -> None:
         put(b"S%d:%b" % (len(key), key))
         if key == b"data" and isinstance(unchecked, (list, tuple)) and isinstance(item, Mapping):
             item = {name: of for name, of in item.items() if _text(name) not in unchecked}
-        _add(item, put)
+        if key in PIECES and isinstance(item, (list, tuple)) and item and all(isinstance(p, bytes) for p in item):
+            put(b"B%d:" % sum(map(len, item)))
+            for piece in item:
+                put(piece)
+        else:
+            _add(item, put)
 
 
 def data_out(data: Mapping[Any, Any]) -> tuple[State, list[str]]:

@@ -479,17 +479,13 @@ class RolloutDriver:
 
     def state_dict(self, trained_through: int | None) -> dict[str, Any]:
         """Return the core's state, the position in the prompts, the sampling, and outputs of rollout functions."""
-        return self.freeze_at_once(trained_through)()
-
-    def freeze_at_once(self, trained_through: int | None) -> Callable[[], State]:
-        """Do what :meth:`freeze` does in one step."""
         self._refuse_while_loading()
-        return self._frozen(snapshot.Freezer(self.core), trained_through)
+        return self._frozen(snapshot.Freezer(self.core), trained_through)()
 
-    async def freeze(self, trained_through: int | None) -> Callable[[], State]:
-        """Collect the state of one moment in steps of a few milliseconds, between which the loop goes on.
+    async def save(self, trained_through: int | None) -> State:
+        """Return what :meth:`state_dict` does without holding the loop for longer than a few milliseconds.
 
-        Returns a function that returns the state, in any thread; it may be called once.
+        References are collected between other callbacks, and a thread makes the state of them.
         """
         self._refuse_while_loading()
         freezer = snapshot.Freezer(self.core)
@@ -499,9 +495,11 @@ class RolloutDriver:
                 more = freezer.advance()
                 await asyncio.sleep(0)
             self._refuse_while_loading()
-            return self._frozen(freezer, trained_through)
+            frozen = self._frozen(freezer, trained_through)
         finally:
             freezer.close()
+        state: State = await self.executor.worker_threads.call(frozen)
+        return state
 
     def _refuse_while_loading(self) -> None:
         self._raise_if_broken()
