@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from april.core.state_checksum import FORMAT, FORMATS_READ
+from april.core.state_checksum import FORMAT
 from april.errors import CheckpointError
 
 MAGIC = b"april 3\n"
@@ -125,14 +125,14 @@ def _read(file: BinaryIO, kind: str, where: str) -> Any:
         if split:
             file.seek(-8, os.SEEK_END)
             end = file.tell() - int.from_bytes(file.read(8), "big")
-            file.seek(max(end, len(MAGIC)))
+            file.seek(end)
             outer = msgspec.msgpack.decode(file.read()[:-8])
         else:
             file.seek(0)
             outer = msgspec.msgpack.decode(file.read())
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, MemoryError, OSError, ValueError) as error:
         raise CheckpointError(f"april's state in {where} cannot be read: {error}") from error
-    if not isinstance(outer, dict) or outer.get("format") not in FORMATS_READ or outer.get("april") != kind:
+    if not isinstance(outer, dict) or outer.get("format") != (FORMAT if split else 2) or outer.get("april") != kind:
         raise CheckpointError(f"april's state in {where} was written by another version of april, or is none")
     damaged = CheckpointError(f"april's state in {where} is damaged: its checksum does not fit its content")
     content, long_values = outer.get("content"), outer.get("long", b"")
