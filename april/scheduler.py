@@ -516,7 +516,8 @@ class RolloutScheduler(BatchIterator):
         The state consists of plain numbers, strings, bytes, lists and dicts, and the ``data`` of held prompts as it was
         given, and has a checksum. It includes the tokens generated so far, also those of running requests. april puts
         no empty bytes into it, because ``torch.load(weights_only=True)`` cannot read them; the ``data`` of your prompts
-        may contain some.
+        may contain some. The tokens of a sample in flight may be a list of bytes. april's loop goes on meanwhile,
+        and the state is that of one moment within the call.
 
         Args:
             trained_through: Number (``batch.id``) of the last batch that the weights in the checkpoint were trained on;
@@ -525,7 +526,10 @@ class RolloutScheduler(BatchIterator):
         Raises:
             CheckpointError: there is no such batch, or a later batch is committed already.
         """
-        return self._thread.call(lambda: self._driver.state_dict(trained_through))
+        driver = self._driver
+        return self._thread.run_or_call(
+            lambda: driver.save(trained_through), lambda: driver.state_dict(trained_through)
+        )
 
     def load_state_dict(
         self, state: dict[str, Any], path: str | None = None, transfer: Callable[[], Any] | None = None,

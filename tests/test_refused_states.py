@@ -88,7 +88,7 @@ DAMAGED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "changed": (damage(["core", "batches"], 7), "its checksum is '[0-9a-f]{32}', but its content has '[0-9a-f]{32}'"),
     "one bit": (samples(tokens=lambda data: bytes([data[0] ^ 1]) + data[1:]), "its checksum is "),
     "no checksum": (damage(["checksum"], ...), "its checksum is None"),
-    "format": (damage(["format"], 99), "has format 99; this version of april reads format 2"),
+    "format": (damage(["format"], 99), "has format 99; this version of april reads the formats 2 and 3"),
     "kind": (damage(["april"], "desk"), "a state of april's 'desk', but a state of 'rollouts' is needed"),
     "no core": (sealed(damage(["core"], ...)), "is damaged"),
     "core": (sealed(damage(["core"], {})), "not a state that april's"),

@@ -114,7 +114,7 @@ def test_kinds_and_formats() -> None:
     verify_checksum("rollouts", state)
     for wrong, words in (
         (5, "not a state that april's"), ({"a": 1}, "not a state that april's"),
-        (state | {"format": 1}, "has format 1; this version of april reads format 2"),
+        (state | {"format": 1}, "has format 1; this version of april reads the formats 2 and 3"),
         (seal("desk", {"a": 1}), "a state of april's 'desk'"), (state | {"a": 2}, "changed after state_dict"),
         (state | {"b": 2}, "is damaged"), (state | {"a": object()}, "is damaged: a object is not a plain value"),
     ):  # fmt: skip

@@ -275,6 +275,9 @@ class UpdatingPlayer(TrainerPlayer):
         before = repr(self.core)
         state = snapshot.take(self.core, trained_through)
         assert repr(self.core) == before
+        if self.freezer is not None:
+            assert self.freezer.finish(trained_through)() == state, "a state that is collected in parts is another"
+            self.freezer = None
         books = self.books.saved(trained_through, running, keeps=keeps)
         return Saved(msgspec.msgpack.encode(state), books, self.settings)
 
@@ -288,11 +291,12 @@ class UpdatingPlayer(TrainerPlayer):
         )
         self.seen["part of a group refused"] += in_part
         try:
-            snapshot.restore(RolloutCore(settings, self.limits), state)
+            loaded = snapshot.restore(RolloutCore(settings, self.limits), state)
         except CheckpointError:
             self.seen["other settings refused"] += 1
             assert settings.on_stale is OnStale.FINISH or in_part, "refused for no reason"
             settings = saved.settings
+            loaded = snapshot.restore(RolloutCore(settings, self.limits), state)
         else:
             assert not in_part, "what counts in part is to be delivered whole"
         books.as_promised &= settings.on_stale is OnStale.FINISH
@@ -308,7 +312,7 @@ class UpdatingPlayer(TrainerPlayer):
         self.said += 1
         self.updates[self.said] = update = Update(f"restored {self.said}", None, transfers=False)
         books.weights[books.version] = update.weights
-        self.restored = state, books
+        self.restored = loaded, books
         self.post(
             ev.UpdateRequested(
                 update=self.said, version=PolicyVersion(*books.version), path=update.weights, restores=True
@@ -321,8 +325,8 @@ class UpdatingPlayer(TrainerPlayer):
 
     def on_Restore(self, command: do.Restore) -> None:
         """Engines have the weights of the state."""
-        state, self.books = self.restored
-        snapshot.restore(self.core, state)
+        loaded, self.books = self.restored
+        snapshot.move(loaded, self.core)
         for group in self.books.held:
             self._counts_now(group)
         self.updates[command.update].adopted = True

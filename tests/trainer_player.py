@@ -20,6 +20,7 @@ from april.core.event_pump import EventPump
 from april.core.rollout_core import RolloutCore
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
+from april.core.snapshot import Freezer
 from april.core.types import (
     MAX_SAMPLES_FACTOR,
     Attempt,
@@ -114,6 +115,8 @@ class TrainerPlayer:
         """What does not survive a crash; servers end all requests, and have some weights or other."""
         self.processes += 1
         self.core = RolloutCore(replace(self.settings, run_id=self.processes), self.limits, check=True)
+        self.freezer: Freezer | None = None
+        """A state that is collected in parts between the events."""
         self.servers = {e.name: Server() for e in self.limits}
         self.running: dict[str, Request] = {}
         self.to_end: set[str] = set()
@@ -165,6 +168,8 @@ class TrainerPlayer:
         """The core takes an event; a version that moves by it is that of an update that may move it."""
         before, self.groups = self.core.clock.current, list(self.core.buffer)
         commands = self.core.handle(event)
+        self.freezer = self.freezer or Freezer(self.core, 3)
+        self.freezer.advance()
         if self.core.clock.current != before:
             self._adopted()
         self.telling = any(isinstance(command, do.Fail) for command in commands)

@@ -11,7 +11,7 @@ from april.core.attempt_book import AttemptBook
 from april.core.commands import Command, StartTimer
 from april.core.completion_monitor import CompletionMonitor
 from april.core.engine_table import EngineTable
-from april.core.events import WorkChanged
+from april.core.events import Event, WorkChanged
 from april.core.ledger import Ledger, LengthLedger
 from april.core.over_sampler import OverSampler
 from april.core.partial_buffer import Leases, PartialBuffer
@@ -68,6 +68,8 @@ class CoreContext:
         self.event_number = 0
         self.log: deque[tuple[int, int, int, str]] = deque(maxlen=HISTORY_EVENTS)
         """(Event number, group, index, what happened); flat, so that the garbage collector need not walk it."""
+        self.changed: list[set[int]] = []
+        """Sets to which the number of every group that changes is added, for snapshots that are collected in parts."""
         self.out: list[Command] = []
         self.last_timer = 0
         self.retries: dict[int, Sample | tuple[Group, int]] = {}
@@ -95,6 +97,15 @@ class CoreContext:
         changed = {str(name): value for name, value in work.items()}
         self.settings = self.over_sampler.settings = self.buffer.settings = replace(self.settings, **changed)
         self.places.change(self.settings.max_in_flight)
+
+    def note_change(self, event: Event) -> None:
+        """Note in :attr:`changed` the group that an event names; other groups change by :meth:`change_state` only."""
+        attempt = self.attempts.get(getattr(event, "attempt_id", ""))
+        sample = getattr(event, "sample", None) if attempt is None else attempt.sample.id
+        number = getattr(event, "group", None) if sample is None else sample.group
+        if number is not None:
+            for numbers in self.changed:
+                numbers.add(number)
 
     def group(self, number: int) -> Group | None:
         """Return a held group of training or of an evaluation; None if there is none with this number."""
@@ -141,6 +152,8 @@ class CoreContext:
             raise self.impossible_event(thing.owner, f"cannot go from {thing.state} to {state} ({why})")
         thing.state = state
         group, index = thing.owner
+        for numbers in self.changed:
+            numbers.add(group)
         self.log.append((self.event_number, group, index, why))
 
     def change_group_state(self, group: Group, state: GroupState, why: str) -> None:

@@ -231,6 +231,8 @@ class RolloutCore:
         self.context.event_number += 1
         out: list[do.Command] = []
         self.context.out = out
+        if self.context.changed:
+            self.context.note_change(event)
         self._handlers[type(event)](event)
         self._advance()
         if self._check:

@@ -3,8 +3,8 @@
 Invariant: a restored core holds every token and every prompt that the saved core held, those of attempts in flight and
 of untrained batches included; samples that were delivered and trained are not in a snapshot.
 
-Tokens are stored as little-endian int32 bytes, log-probabilities as float32 bytes; None if empty, as ``torch.load``
-cannot read empty bytes. ``data`` of a prompt is stored as it was given.
+Tokens are stored as little-endian int32 bytes, log-probabilities as float32 bytes, or lists of such bytes; None if
+empty, as ``torch.load`` cannot read empty bytes. ``data`` of a prompt is stored as it was given.
 
 ``restore`` checks every number of a state as if it came from an engine, and refuses a state whose samples cannot be
 handled as the present settings promise.
@@ -12,34 +12,39 @@ handled as the present settings promise.
 
 from __future__ import annotations
 
-import itertools
 import math
 import string
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import fields, replace
-from typing import Any
+from functools import partial
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from april.core.attachments import Attachment, Extras, Placed, Rows, joined, note_layout, rows_of, wrong_rows
 from april.core.completion_monitor import Unit
 from april.core.engine_table import EngineTable
 from april.core.events import WorkChanged
-from april.core.ledger import Ledger
+from april.core.ledger import Ledger, LengthLedger
 from april.core.partial_buffer import PartialBuffer
 from april.core.rollout_core import RolloutCore
 from april.core.settings import LEAST_QUORUM, CoreSettings, quorum_of
 from april.core.state_checksum import State, data_out
-from april.core.tape import Segment, SegmentKind, TokenTape
+from april.core.tape import AttemptTape, Float32, Int32, Segment, SegmentKind, TokenTape, content_of
 from april.core.types import (
     MAX_SAMPLES_FACTOR,
     NO_DEADLINE,
     SETTLED,
+    Attempt,
+    CallState,
     Chain,
     DropReason,
     FinishReason,
+    GenerateCall,
     Group,
     GroupState,
     OnLongPrompt,
@@ -52,6 +57,7 @@ from april.core.types import (
     SampleId,
     SampleState,
     Work,
+    repeatable_calls,
 )
 from april.core.value_checks import count_of, float32_reward, wrong_ids, wrong_logprobs, wrong_reward
 from april.core.versions import FIRST_VERSION, PolicyVersion, VersionClock
@@ -72,104 +78,265 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
     Raises:
         CheckpointError: there is no such batch, or a later batch is already committed.
     """
-    context = core.context
-    # batches may be committed in any order
-    newest_committed = next((b for b in range(context.batches - 1, -1, -1) if b not in core.leased), -1)
-    last = newest_committed if trained_through is None else trained_through
-    if isinstance(last, bool) or not isinstance(last, int) or not -1 <= last < context.batches:
-        newest = context.batches - 1
-        there = f"the batches delivered so far are 0 to {newest}" if context.batches else "no batch was delivered yet"
-        raise CheckpointError(f"trained_through={last!r} must be the id of a batch, or -1; {there}")
-    if last < newest_committed:
-        raise CheckpointError(
-            f"trained_through={last}, but batch {newest_committed} was committed by a weight update and is no longer "
-            "held; save the state before the weight update that follows the batch"
+    return Freezer(core).finish(trained_through)()
+
+
+class _Chain(NamedTuple):
+    """A chain as it was; the list ``segments`` may have grown since."""
+
+    number: int
+    prompt: Int32
+    attached: tuple[Placed, ...]
+    extras: Extras
+    tokens: Int32
+    logprobs: Float32
+    segments: list[Segment]
+    calls: list[GenerateCall]
+    last_call: CallState | None
+    replay: Replay | None
+
+
+class _Sample(NamedTuple):
+    id: SampleId
+    state: SampleState
+    finish: FinishReason | None
+    reward: float
+    attempts: int
+    resumes: int
+    failures: int
+    restarts: int
+    chains: list[tuple[Any, ...]]
+    """Fields of a _Chain each."""
+
+
+class _Group(NamedTuple):
+    id: int
+    ready: bool
+    prompt: Prompt
+    drawn_under: PolicyVersion
+    bound: int
+    cohort: tuple[tuple[int, float], ...]
+    finishers: list[int]
+    data: State
+    unchecked: list[str]
+    samples: list[tuple[Any, ...]]
+    """Fields of a _Sample each."""
+
+
+_GROUP = attrgetter("id", "ready", "prompt", "drawn_under", "bound", "cohort")
+_SAMPLE = attrgetter("id", "state", "finish", "reward", "attempts", "resumes", "failures", "restarts")
+_CHAIN = attrgetter("number", "prompt", "attached", "extras", "tape.tokens", "tape.logprobs", "tape.segments")
+SAMPLES_AT_ONCE = 500
+"""Number of samples that one call of :meth:`Freezer.advance` collects, in a few milliseconds."""
+MOST_ROUNDS = 5
+"""Number of times that :meth:`Freezer.advance` goes through the groups that have changed meanwhile."""
+
+
+class Freezer:
+    """Collects references to all that a snapshot needs: in parts while the core goes on, and then at one moment.
+
+    Arrays are never written into once they are in the core, so that references to them are enough. A group that changes
+    after it was collected is collected again, by the end at the latest.
+    """
+
+    def __init__(self, core: RolloutCore, at_once: int = SAMPLES_AT_ONCE) -> None:
+        self._core, self._at_once = core, at_once
+        self._changed: set[int] = set()
+        """Numbers of the groups that have changed since they were collected."""
+        self._groups: dict[int, tuple[Any, ...]] = {}
+        """Fields of a _Group each, by number."""
+        self._left = deque(core.buffer.groups)
+        self._rounds = 1
+        core.context.changed.append(self._changed)
+
+    def advance(self) -> bool:
+        """Collect some of the groups; returns False once the rest can be collected at the end."""
+        groups, left, samples = self._core.buffer.groups, self._left, 0
+        while left and samples < self._at_once:
+            if (group := groups.get(left.popleft())) is not None:
+                self._changed.discard(group.id)
+                self._groups[group.id] = _frozen(group)
+                samples += len(group.samples)
+        if not left and self._rounds < MOST_ROUNDS:
+            missing = [number for number in groups if number in self._changed or number not in self._groups]
+            if sum(len(groups[number].samples) for number in missing) > self._at_once:
+                self._rounds += 1
+                left.extend(missing)
+        return bool(left)
+
+    def close(self) -> None:
+        """End the collection."""
+        changed = self._core.context.changed
+        changed[:] = [numbers for numbers in changed if numbers is not self._changed]
+
+    def finish(self, trained_through: int | None) -> Callable[[], State]:
+        """Return a function that returns the present state of the core, whatever the core does afterwards.
+
+        Call the returned function once, in any thread. Arguments and errors are those of :func:`take`.
+        """
+        self.close()
+        core, context = self._core, self._core.context
+        # batches may be committed in any order
+        newest_committed = next((b for b in range(context.batches - 1, -1, -1) if b not in core.leased), -1)
+        last = newest_committed if trained_through is None else trained_through
+        if isinstance(last, bool) or not isinstance(last, int) or not -1 <= last < context.batches:
+            newest = context.batches - 1
+            there = f"the batches delivered so far are 0 to {newest}" if newest >= 0 else "no batch was delivered yet"
+            raise CheckpointError(f"trained_through={last!r} must be the id of a batch, or -1; {there}")
+        if last < newest_committed:
+            raise CheckpointError(
+                f"trained_through={last}, but batch {newest_committed} was committed by a weight update and is no "
+                "longer held; save the state before the weight update that follows the batch"
+            )
+        untrained = sorted(b for b in core.leased if trained_through is None or b > last)
+        again = [sample for batch in untrained for sample in core.leased[batch]]
+        # samples in the order in which they will be delivered
+        ready = [*again, *(sample for unit in core.monitor for sample in unit.members)]
+        groups = core.buffer.groups | {sample.id.group: sample.group for sample in again}
+        current = core.clock.current
+        # the version after the weight updates for the batches that the checkpoint was trained on
+        current = current._replace(n=current.n + len(core.leased) - len(untrained))
+        head = {
+            "settings": settings_out(core),
+            "version": list(current),
+            "branches": {str(incarnation): n for incarnation, n in core.clock.branches.items()},
+            "groups_drawn": context.groups_drawn,
+            "batches": last + 1,
+            "staleness_bound": core.leases.bound,
+            "counters": dict(core.counters),
+        }
+        collected, changed = self._groups, self._changed
+        frozen = {
+            number: collected[number] if number in collected and number not in changed else _frozen(group)
+            for number, group in groups.items()
+        }
+        attempts = [(a, a.drop_reason, a.tape.freeze()) for a in core.attempts.values()]
+        return partial(
+            _state_of, head, deepcopy((context.tokens, context.prompts, context.lengths)), set(core.buffer.groups),
+            [sample.id for sample in again], [sample.id for sample in ready], frozen, attempts,
+        )  # fmt: skip
+
+
+def _frozen(group: Group) -> tuple[Any, ...]:
+    """Return the fields of a _Group, as they are now."""
+    samples = [
+        (
+            *_SAMPLE(sample),
+            [
+                (
+                    *_CHAIN(chain),
+                    (calls := chain.calls[:]),
+                    calls[-1].state if calls else None,
+                    None if (replay := chain.replay) is None else Replay(replay.calls.copy(), replay.open_start),
+                )
+                for chain in sample.chains
+            ],
         )
-    untrained = sorted(b for b in core.leased if trained_through is None or b > last)
-    again = [sample for batch in untrained for sample in core.leased[batch]]
-    tokens, prompts, lengths = deepcopy((context.tokens, context.prompts, context.lengths))
-    for sample in again:
-        tokens.delivered -= sample.generated
-        lengths.trained.add(sample.generated, -1)
-    back = set(again)
-    # samples in the order in which they will be delivered
-    ready = [*again, *(sample for unit in core.monitor for sample in unit.members)]
-    groups = {sample.id.group: sample.group for sample in ready}
-    prompts.delivered -= sum(number not in core.buffer.groups for number in groups)
-    groups |= {group.id: group for group in core.buffer if group.ready}
-    held = {sample.group.id: sample.group for sample in ready} | core.buffer.groups
+        for sample in group.samples
+    ]
+    return (*_GROUP(group), group.finishers[:], *data_out(group.prompt.data), samples)
+
+
+_Running = Mapping[int, tuple[Attempt, AttemptTape]]
+"""Attempts whose tokens their samples get, with their tapes as they were, by the identity of their calls."""
+
+
+def _state_of(
+    head: State, ledgers: tuple[Ledger, Ledger, LengthLedger], held: Collection[int], again: Sequence[SampleId],
+    order: Sequence[SampleId], fields_of_groups: Mapping[int, tuple[Any, ...]],
+    attempts: Iterable[tuple[Attempt, DropReason | None, tuple[Any, ...]]],
+) -> State:  # fmt: skip
+    """Return the snapshot of what a :class:`Freezer` has collected.
+
+    Args:
+        held: numbers of the groups in the buffer; the others are delivered, and are delivered again.
+        again: delivered samples that will be delivered again after a restart.
+        order: complete samples in the order in which they will be delivered.
+        attempts: attempts of training in flight, each with its drop reason and the fields of its tape.
+    """
+    groups = {number: _Group._make(fields_of) for number, fields_of in fields_of_groups.items()}
+    tokens, prompts, lengths = ledgers
+    for name in again:
+        chains = groups[name.group].samples[name.index][-1]
+        generated = sum(s.count for c in chains for s in _Chain._make(c).segments if s.kind is SegmentKind.GENERATED)
+        tokens.delivered -= generated
+        lengths.trained.add(generated, -1)
+    ready = {number: groups[number] for number, _ in order}
+    prompts.delivered -= sum(number not in held for number in ready)
+    ready |= {number: group for number, group in groups.items() if group.ready and number in held}
     # tokens of attempts in flight are in no ledger yet; in the snapshot they count as observed
-    for attempt in core.attempts.values():
-        tape = attempt.tape.sure()
+    running: dict[int, tuple[Attempt, AttemptTape]] = {}
+    for attempt, drop_reason, fields_of_tape in attempts:
+        tape = AttemptTape.of_frozen(*fields_of_tape).sure()
         tokens.observe(tape.parsed)
         tokens.drop(tape.after_stop, DropReason.AFTER_STOP)
         tokens.drop(tape.unknown, DropReason.UNKNOWN_WEIGHTS)
         tokens.drop(tape.bare, DropReason.NO_EXTRAS)
-        if attempt.drop_reason is not None:
-            tokens.drop(tape.count, attempt.drop_reason)
-    current = core.clock.current
-    # the version after the weight updates for the batches that the checkpoint was trained on
-    current = current._replace(n=current.n + len(core.leased) - len(untrained))
+        if drop_reason is None:
+            running[id(attempt.call)] = attempt, tape
+        else:
+            tokens.drop(tape.count, drop_reason)
+    back = set(again)
     return {
-        "settings": settings_out(core),
-        "version": list(current),
-        "branches": {str(incarnation): n for incarnation, n in core.clock.branches.items()},
-        "groups_drawn": context.groups_drawn,
-        "batches": last + 1,
-        "staleness_bound": core.leases.bound,
+        **head,
         "tokens": without_held(tokens),
         "prompts": without_held(prompts),
         "lengths": lengths.as_dict(),
-        "counters": dict(core.counters),
-        "attachments": _attachments_out(held.values()),
-        "ready": [_group_out(group, back) for group in groups.values()],
-        "waiting": [_group_out(group, back) for group in core.buffer if not group.ready],
-        "order": [list(sample.id) for sample in ready],
+        "attachments": _attachments_out(groups.values(), back),
+        "ready": [_group_out(group, back, running) for group in ready.values()],
+        "waiting": [_group_out(group, back, running) for n, group in groups.items() if n in held and not group.ready],
+        "order": [list(name) for name in order],
     }
 
 
-def _attachments_out(groups: Iterable[Group]) -> State:
-    """Return every attachment once, by digest, with its bytes if they are in memory, and the path of its file."""
-    chains = (chain for group in groups for sample in group.samples for chain in sample.chains)
-    placed = itertools.chain((p for g in groups for p in g.prompt.attached), (p for c in chains for p in c.attached))
+def _attachments_out(groups: Iterable[_Group], back: Collection[SampleId]) -> State:
+    """Return every attachment once, by digest, with its bytes if they are in memory and the path of its file if any."""
+    placed = [p for group in groups for p in group.prompt.attached]
+    for sample in (_Sample._make(fields_of) for group in groups for fields_of in group.samples):
+        if _is_saved(sample, back):
+            placed += [p for fields_of in sample.chains for p in _Chain._make(fields_of).attached]
     return {
         a.digest: {"kind": a.kind, "size": a.size, "data": a.data, "path": a.path}
         for a in sorted((p.attachment for p in placed), key=lambda a: a.data is not None)
     }
 
 
+def _is_saved(sample: _Sample, back: Collection[SampleId]) -> bool:
+    """Return True unless a sample is settled and will not be delivered again."""
+    return sample.state not in SETTLED or sample.id in back
+
+
 def _attached_out(attached: Iterable[Placed]) -> list[Any]:
     return [[p.attachment.digest, p.at, p.count, list(p.stands)] for p in attached]
 
 
-def _group_out(group: Group, back: Collection[Sample]) -> State:
+def _group_out(group: _Group, back: Collection[SampleId], running: _Running) -> State:
     """Return a group as plain values; ``back`` are delivered samples that will be delivered again after a restart."""
     prompt = group.prompt
-    data, unchecked = data_out(prompt.data)
     return {
         "id": group.id,
         "epoch": prompt.epoch,
         "position": prompt.position,
-        "prompt": _packed(prompt.token_ids, "<i4"),
+        "prompt": _packed([prompt.token_ids], "<i4"),
         "attached": _attached_out(prompt.attached),
-        "data": data,
-        "unchecked": unchecked,
+        "data": group.data,
+        "unchecked": group.unchecked,
         "drawn_under": list(group.drawn_under),
         "bound": group.bound,
         "samples": [
-            {"settled": str(sample.state)} if sample.state in SETTLED and sample not in back else _sample_out(sample)
-            for sample in group.samples
+            _sample_out(sample, prompt, running) if _is_saved(sample, back) else {"settled": str(sample.state)}
+            for sample in map(_Sample._make, group.samples)
         ],
-        "finishers": list(group.finishers),
+        "finishers": group.finishers,
         "cohort": [list(pair) for pair in group.cohort],
     }
 
 
-def _sample_out(sample: Sample) -> State:
-    first, *others = sample.chains
+def _sample_out(sample: _Sample, prompt: Prompt, running: _Running) -> State:
+    first, *others = map(_Chain._make, sample.chains)
     state = {
         "finished": sample.state in (SampleState.FINISHED, SampleState.LEASED),
-        **_chain_out(first),
+        **_chain_out(first, prompt, running),
         "finish": None if sample.finish is None else str(sample.finish),
         "reward": sample.reward,
         "attempts": sample.attempts,
@@ -177,27 +344,36 @@ def _sample_out(sample: Sample) -> State:
         "failures": sample.failures,
         "restarts": sample.restarts,
     }
-    if others or first.prompt is not sample.group.prompt.token_ids:
-        state["prompt"] = _packed(first.prompt, "<i4")
-        state["chains"] = [{"prompt": _packed(chain.prompt, "<i4"), **_chain_out(chain)} for chain in others]
+    if others or first.prompt is not prompt.token_ids:
+        state["prompt"] = _packed([first.prompt], "<i4")
+        state["chains"] = [
+            {"prompt": _packed([chain.prompt], "<i4"), **_chain_out(chain, prompt, running)} for chain in others
+        ]
     return state
 
 
-def _chain_out(chain: Chain) -> State:
-    tape, asked, call, extras = chain.tape, chain.repeatable_calls, chain.open_call, chain.extras
+def _chain_out(chain: _Chain, prompt: Prompt, running: _Running) -> State:
+    done, extras = chain.calls, chain.extras
+    call = done.pop() if chain.last_call not in (None, CallState.DONE) else None
+    asked = repeatable_calls(done, None if call is None else call.start, chain.replay)
     calls, open_start = ([], None) if asked is None else (list(asked.calls), asked.open_start)
-    attempt = call.attempt if call is not None else None
-    if attempt is not None and attempt.drop_reason is None:
-        tape, came = TokenTape(tape.tokens, tape.logprobs, list(tape.segments)), attempt.tape.sure()
-        tape.add_attempt(came, attempt.id, attempt.engine, attempt.request.sampling.temperature, attempt.over)
+    count = len(chain.tokens)
+    tape = TokenTape(chain.tokens, chain.logprobs, [s for s in chain.segments if s.start < count])
+    tokens, logprobs = [chain.tokens], [chain.logprobs]
+    if (found := running.get(id(call))) is not None:
+        attempt, came = found
+        temperature = attempt.request.sampling.temperature
+        tape.add_segments(came.spans, attempt.id, attempt.engine, temperature, attempt.over)
+        tokens += came.chunks[0]
+        logprobs += came.chunks[1]
         extras = joined(extras, came.extras) if came.count else extras
         if came.stopped and open_start is not None:
             # the response is complete; only the engine has not ended the request yet
-            calls.append(RecordedCall(open_start, len(tape), FinishReason.STOP))
+            calls.append(RecordedCall(open_start, count + came.count, FinishReason.STOP))
             open_start = None
     state: State = {
-        "tokens": _packed(tape.tokens, "<i4"),
-        "logprobs": _packed(tape.logprobs, "<f4"),
+        "tokens": _packed(tokens, "<i4"),
+        "logprobs": _packed(logprobs, "<f4"),
         "segments": [
             [s.count, s.version.incarnation, s.version.n, str(s.kind), s.attempt_id, s.engine, s.temperature]
             + ([] if s.over is None else [s.over.incarnation, s.over.n])
@@ -206,7 +382,7 @@ def _chain_out(chain: Chain) -> State:
         "calls": [[c.start, c.end, str(c.finish)] for c in calls],
         "open_call": open_start,
     }
-    if chain.attached != (() if chain.number else chain.sample.group.prompt.attached):
+    if chain.attached != (() if chain.number else prompt.attached):
         state["attached"] = _attached_out(chain.attached)
     if rows_of(extras):
         state["extras"] = rows_out(extras)
@@ -216,7 +392,7 @@ def _chain_out(chain: Chain) -> State:
 def rows_out(extras: Extras) -> State:
     """Return rows by name as plain values: [number type, shape, bytes]."""
     little = {name: rows.astype(rows.dtype.newbyteorder("<"), copy=False) for name, rows in extras.items()}
-    return {name: [rows.dtype.str, list(rows.shape), rows.tobytes()] for name, rows in little.items()}
+    return {name: [r.dtype.str, list(r.shape), _whole_bytes(r) or r.tobytes()] for name, r in little.items()}
 
 
 def rows_in(state: Sequence[Any]) -> Rows:
@@ -226,11 +402,38 @@ def rows_in(state: Sequence[Any]) -> Rows:
     if kind.kind not in "iuf" or not isinstance(data, bytes):
         raise ValueError("rows that are no numbers")
     rows = np.frombuffer(data, kind).reshape([count_of(n) for n in shape])
-    return rows.astype(kind.newbyteorder("="))
+    return rows.astype(kind.newbyteorder("="), copy=False)
 
 
-def _packed(array: Any, dtype: str) -> bytes | None:
-    return np.asarray(array, dtype).tobytes() or None
+SHORT = 4096
+"""Bytes up to which the arrays of one chain are copied into one ``bytes`` object."""
+
+
+def _packed(arrays: Iterable[Any], dtype: str) -> bytes | list[bytes] | None:
+    """Return the arrays' content: None if it is empty, and a list if joining it would copy long ``bytes`` objects."""
+    little: list[NDArray[Any]] = [np.asarray(array, dtype) for array in arrays]
+    if len(little) == 1:
+        return _whole_bytes(little[0]) or little[0].tobytes() or None
+    if sum(array.nbytes for array in little) <= SHORT:
+        return content_of(little) or None
+    parts: list[bytes] = []
+    small: list[NDArray[Any]] = []
+    for array in little:
+        if (shared := _whole_bytes(array)) is None:
+            small.append(array)
+        else:
+            parts += [content_of(small), shared]
+            small = []
+    parts = [part for part in (*parts, content_of(small)) if part]
+    return parts if len(parts) > 1 else parts[0]
+
+
+def _whole_bytes(array: NDArray[Any]) -> bytes | None:
+    """Return the ``bytes`` object that has exactly the content of the array; None if there is none."""
+    base: object = array.base
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return base if isinstance(base, bytes) and len(base) == array.nbytes and array.flags.c_contiguous else None
 
 
 def without_held(ledger: Ledger) -> State:
@@ -259,7 +462,15 @@ def changed_settings(core: RolloutCore, state: State) -> dict[str, tuple[Any, An
     return {name: (saved[name], now[name]) for name in now if name in saved and saved[name] != now[name]}
 
 
-def restore(core: RolloutCore, state: State) -> None:
+class Restored(NamedTuple):
+    """A snapshot with its groups, whose every number was checked."""
+
+    state: State
+    ready: list[Group]
+    waiting: list[Group]
+
+
+def restore(core: RolloutCore, state: State) -> Restored:
     """Put a snapshot into a fresh core, which begins a new incarnation (restart) of the policy version.
 
     No engine is used before it has confirmed that it loaded that version.
@@ -281,12 +492,27 @@ def restore(core: RolloutCore, state: State) -> None:
                     f"the state was saved with {REFUSED[name]}={saved}, but the configuration has {now}"
                 )
         _take_over_work(core, state["settings"])
-        _restore(core, state)
+        attachments = _attachments_in(state.get("attachments", {}))
+        ready = [_group_in(core, g, attachments, ready=True) for g in state["ready"]]
+        waiting = [_group_in(core, g, attachments, ready=False) for g in state["waiting"]]
+        restored = Restored(state, ready, waiting)
+        _put(core, restored)
+        return restored
     except CheckpointError:
         raise
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, InvariantError) as error:
         reason = str(error).partition("\n")[0]
         raise CheckpointError(f"the state is damaged: {type(error).__name__}: {reason}") from error
+
+
+def move(restored: Restored, core: RolloutCore) -> None:
+    """Put what :func:`restore` has put into a core into another one like it; do not use the first core any more."""
+    require_fresh(core)
+    _take_over_work(core, restored.state["settings"])
+    _put(core, restored)
+    for sample in core.buffer.samples():
+        for chain in sample.chains:
+            note_layout(core.engines.row_layout, chain.extras, core.settings.extras)
 
 
 def require_fresh(core: RolloutCore) -> None:
@@ -318,13 +544,11 @@ def _take_over_work(core: RolloutCore, saved: State) -> None:
     )
 
 
-def _restore(core: RolloutCore, state: State) -> None:
-    context = core.context
+def _put(core: RolloutCore, restored: Restored) -> None:
+    """Put groups into a fresh core; they may be in another core that is no longer used."""
+    (state, ready, waiting), context = restored, core.context
     branches = {int(i): count_of(n) for i, n in state["branches"].items()}
     clock = VersionClock(version_of(state["version"]), branches)
-    attachments = _attachments_in(state.get("attachments", {}))
-    ready = [_group_in(core, g, attachments, ready=True) for g in state["ready"]]
-    waiting = [_group_in(core, g, attachments, ready=False) for g in state["waiting"]]
     for group in (*ready, *waiting):
         for version in (group.drawn_under, *(part.version for s in group.samples for part in s.segments)):
             clock.staleness(version)  # raises ValueError for a version that cannot exist
@@ -344,6 +568,7 @@ def _restore(core: RolloutCore, state: State) -> None:
                 core.over_sampler.push(sample)
         if group.cohort or group.complete:  # complete but not ready: its filter has been removed since
             group.cohort = group.cohort or group.cohort_rewards
+            group.state = GroupState.OPEN  # as in a fresh core
             context.change_group_state(group, GroupState.READY, "complete since before a restart")
             if core.settings.whole_groups:
                 core.monitor.accept(group)
@@ -407,7 +632,7 @@ def _attached_in(
 
 
 def _group_in(core: RolloutCore, state: State, attachments: Mapping[str, Attachment], *, ready: bool) -> Group:
-    ids = array_of(state["prompt"], "<i4")
+    ids = array_of(state["prompt"], "<i4").copy()  # user functions may write into it
     if wrong := wrong_ids(ids, core.engines.vocab_size):
         raise CheckpointError(f"a prompt of the state does not fit these engines: {wrong}")
     attached = _attached_in(core, attachments, state.get("attached", ()), len(ids))
@@ -660,6 +885,9 @@ def _tape_in(tape: TokenTape, state: State) -> None:
         over = version_of(older) if older else None
         tape.segments.append(Segment(start, count_of(count), version_of((incarnation, n)), *where, over))
         start += count
+    for name in ("tokens", "logprobs"):
+        if isinstance(state[name], (list, tuple)):
+            state[name] = b"".join(state[name])  # in the state, too, which need not hold the pieces any longer
     tape.tokens, tape.logprobs = array_of(state["tokens"], "<i4"), array_of(state["logprobs"], "<f4")
 
 
@@ -718,10 +946,10 @@ def _wrong_counts(sample: Sample) -> str | None:
 
 
 def array_of(data: bytes | None, dtype: str) -> Any:
-    """Return the array with these little-endian bytes; None gives an empty array."""
+    """Return the array with these little-endian bytes, read-only and over the same memory; None gives an empty one."""
     if data is not None and not isinstance(data, bytes):
         raise TypeError(f"expected bytes, found a {type(data).__name__}")
-    return np.frombuffer(data or b"", dtype).astype(dtype[1:])
+    return np.frombuffer(data or b"", dtype).astype(dtype[1:], copy=False)
 
 
 def version_of(pair: Any) -> PolicyVersion:

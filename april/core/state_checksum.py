@@ -14,11 +14,16 @@ from typing import Any
 
 from april.errors import CheckpointError
 
-FORMAT = 2
+FORMAT = 3
 """Format number of everything that april saves; it grows when older versions cannot read the new format."""
+FORMATS_READ = (2, 3)
+"""Formats that this version reads; in format 2 the tokens of a sample are one ``bytes`` object."""
+PIECES = (b"tokens", b"logprobs")
+"""Keys whose value may be a list of ``bytes``, which has the checksum of the joined ``bytes``."""
 LARGEST_ARRAY = 1 << 20
 """Size in bytes above which an array in a prompt's data gets no checksum."""
 State = dict[str, Any]
+_IMMUTABLE = frozenset({type(None), bool, int, float, str, bytes})
 
 
 def seal(kind: str, content: Mapping[str, Any]) -> State:
@@ -34,9 +39,9 @@ def verify_checksum(kind: str, state: Any) -> None:
     """Raise CheckpointError unless ``state`` is an unchanged state of this kind that :func:`seal` returned."""
     if not isinstance(state, Mapping) or "april" not in state:
         raise CheckpointError("this is not a state that april's state_dict() returned")
-    if state.get("format") != FORMAT:
+    if state.get("format") not in FORMATS_READ:
         raise CheckpointError(
-            f"the state has format {state.get('format')!r}; this version of april reads format {FORMAT}"
+            f"the state has format {state.get('format')!r}; this version of april reads the formats 2 and 3"
         )
     if state["april"] != kind:
         raise CheckpointError(f"this is a state of april's {state['april']!r}, but a state of {kind!r} is needed")
@@ -119,7 +124,12 @@ def _add_mapping(value: Mapping[Any, Any], put: Callable[[Any], None]) -> None:
         put(b"S%d:%b" % (len(key), key))
         if key == b"data" and isinstance(unchecked, (list, tuple)) and isinstance(item, Mapping):
             item = {name: of for name, of in item.items() if _text(name) not in unchecked}
-        _add(item, put)
+        if key in PIECES and isinstance(item, (list, tuple)) and item and all(isinstance(p, bytes) for p in item):
+            put(b"B%d:" % sum(map(len, item)))
+            for piece in item:
+                put(piece)
+        else:
+            _add(item, put)
 
 
 def data_out(data: Mapping[Any, Any]) -> tuple[State, list[str]]:
@@ -129,6 +139,9 @@ def data_out(data: Mapping[Any, Any]) -> tuple[State, list[str]]:
     """
     out, unchecked = {}, []
     for name, value in data.items():
+        if type(name) is str and type(value) in _IMMUTABLE:
+            out[name] = value
+            continue
         plain = is_plain(name) and is_plain(value)
         try:
             out[name] = deepcopy(value) if plain else value

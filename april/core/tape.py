@@ -7,10 +7,11 @@ contiguous from 0, and the versions of generated segments never decrease.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,6 +93,16 @@ class AttemptCounts(NamedTuple):
 NO_COUNTS = AttemptCounts()
 UNPACKED_CHUNKS = 48
 """Number of chunks that an attempt may have before they are packed into one array; each 256 tokens allow one more."""
+
+
+def _joined(chunks: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Return the chunks as one read-only array over a ``bytes`` object, which saved states share without a copy."""
+    return np.frombuffer(content_of(chunks), chunks[0].dtype)
+
+
+def content_of(arrays: Iterable[NDArray[Any]]) -> bytes:
+    """Return the bytes of contiguous arrays, one after the other."""
+    return b"".join(arrays)  # type: ignore[arg-type]  # arrays are buffers
 
 
 def first_of(spans: Sequence[tuple[PolicyVersion, int]], count: int) -> list[tuple[PolicyVersion, int]]:
@@ -200,7 +211,41 @@ class AttemptTape:
             return self._tokens[0], self._logprobs[0], self.spans
         if not self._tokens:
             return NO_TOKENS, NO_LOGPROBS, []
-        return np.concatenate(self._tokens), np.concatenate(self._logprobs), self.spans
+        return _joined(self._tokens), _joined(self._logprobs), self.spans
+
+    @property
+    def chunks(self) -> tuple[list[Int32], list[Float32]]:
+        """Tokens and log-probabilities in as many arrays as they are stored in."""
+        return self._tokens, self._logprobs
+
+    def freeze(self) -> tuple[Any, ...]:
+        """Return in constant time what :meth:`of_frozen` makes a tape of that is as this one is now."""
+        return _FIELDS(self)
+
+    @classmethod
+    def of_frozen(
+        cls, tokens: list[Int32], logprobs: list[Float32], spans: list[tuple[PolicyVersion, int]], count: int,
+        *others: Any,
+    ) -> AttemptTape:  # fmt: skip
+        """Return a tape as it was at :meth:`freeze`, however it has grown since.
+
+        A tape's lists are replaced or appended to, and its last span grows; so the first ``count`` tokens are the same.
+        """
+        chunks = _first_chunks(tokens, count), _first_chunks(logprobs, count)
+        return cls(chunks[0], chunks[1], first_of(spans, count), count, *others)
+
+
+_FIELDS = attrgetter(*AttemptTape.__dataclass_fields__)
+
+
+def _first_chunks(chunks: list[NDArray[Any]], count: int) -> list[NDArray[Any]]:
+    first = []
+    for chunk in chunks:
+        if count <= 0:
+            break
+        first.append(chunk)
+        count -= len(chunk)
+    return first
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -244,6 +289,14 @@ class TokenTape:
         ``over`` is the version of the attempt's oldest keys and values, if these were kept through weight updates.
         """
         tokens, logprobs, spans = attempt.packed()
+        self.add_segments(spans, attempt_id, engine, temperature, over)
+        self._extend(tokens, logprobs)
+
+    def add_segments(
+        self, spans: Sequence[tuple[PolicyVersion, int]], attempt_id: str, engine: str, temperature: float,
+        over: PolicyVersion | None,
+    ) -> None:  # fmt: skip
+        """Append the segments of an attempt with tokens of these versions, without the tokens themselves."""
         newest = self.newest_version
         start = len(self.tokens)
         for version, count in spans:
@@ -253,7 +306,6 @@ class TokenTape:
             self.segments.append(Segment(start, count, version, GENERATED, attempt_id, engine, temperature, kept))
             start += count
             newest = version
-        self._extend(tokens, logprobs)
 
     def add_environment(self, tokens: Int32, version: PolicyVersion) -> None:
         """Append tokens that the policy did not generate, such as tool results."""
@@ -300,5 +352,4 @@ class TokenTape:
         if len(self.tokens) == 0:
             self.tokens, self.logprobs = tokens, logprobs
         else:
-            self.tokens = np.concatenate((self.tokens, tokens))
-            self.logprobs = np.concatenate((self.logprobs, logprobs))
+            self.tokens, self.logprobs = _joined((self.tokens, tokens)), _joined((self.logprobs, logprobs))

@@ -9,7 +9,7 @@ samples that make it complete.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -324,13 +324,8 @@ class Chain:
     @property
     def repeatable_calls(self) -> Replay | None:
         """The calls that the function would repeat if it were restarted now; None if it has made no calls."""
-        replay, call = self.replay, self.open_call
-        calls = deque(c.result for c in self.calls if c.result is not None)
-        start = None if call is None else call.start
-        if replay is not None:
-            calls += replay.calls
-            start = replay.open_start
-        return Replay(calls, start) if calls or start is not None else None
+        call = self.open_call
+        return repeatable_calls(self.calls, None if call is None else call.start, self.replay)
 
     @property
     def seen_tokens(self) -> int:
@@ -373,6 +368,21 @@ class Chain:
             and np.array_equal(token_ids[at : at + end], self.tape.tokens[:end])
             and (not (attached or self.attached) or before(attached, at + end) == before(self.attached, at + end))
         )
+
+
+def repeatable_calls(calls: Iterable[GenerateCall], open_start: int | None, replay: Replay | None) -> Replay | None:
+    """Return the calls that a restarted function would repeat; None if there are none.
+
+    Args:
+        calls: calls that the function has made; those that are not done are left out.
+        open_start: start of its open call; None if there is none.
+        replay: calls that it has still to repeat, if it was restarted before.
+    """
+    repeated = deque(c.result for c in calls if c.result is not None)
+    if replay is not None:
+        repeated += replay.calls
+        open_start = replay.open_start
+    return Replay(repeated, open_start) if repeated or open_start is not None else None
 
 
 @dataclass(slots=True, eq=False)

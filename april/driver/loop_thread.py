@@ -202,6 +202,19 @@ class LoopThread:
         self._queue(begun, reply)
         return result_of(reply)
 
+    def run_or_call(self, work: Callable[[], Coroutine[Any, Any, T]], at_once: Callable[[], T]) -> T:
+        """Run a coroutine on the loop, or ``at_once()`` if this is the loop's thread; return the result.
+
+        Like :meth:`call` it may be called anywhere, so the coroutine must not wait for user functions.
+        """
+        if threading.current_thread() is self._thread:
+            return at_once()
+
+        def begin(reply: Reply[T]) -> None:
+            reply.follow(self._loop.create_task(work()))
+
+        return self.wait_for(begin)
+
     def call_later(self, function: Callable[[], object]) -> None:
         """Run a plain function on the loop without waiting for it; does nothing if the loop is closed."""
         with suppress(RuntimeError):  # closed

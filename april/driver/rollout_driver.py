@@ -14,6 +14,7 @@ from concurrent.futures import wait
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from contextvars import copy_context
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -479,15 +480,39 @@ class RolloutDriver:
 
     def state_dict(self, trained_through: int | None) -> dict[str, Any]:
         """Return the core's state, the position in the prompts, the sampling, and outputs of rollout functions."""
+        self._refuse_while_loading()
+        return self._frozen(snapshot.Freezer(self.core), trained_through)()
+
+    async def save(self, trained_through: int | None) -> State:
+        """Return what :meth:`state_dict` does without holding the loop for longer than a few milliseconds.
+
+        References are collected between other callbacks, and a thread makes the state of them.
+        """
+        self._refuse_while_loading()
+        freezer = snapshot.Freezer(self.core)
+        try:
+            more = True
+            while more:
+                more = freezer.advance()
+                await asyncio.sleep(0)
+            self._refuse_while_loading()
+            frozen = self._frozen(freezer, trained_through)
+        finally:
+            freezer.close()
+        state: State = await self.executor.worker_threads.call(frozen)
+        return state
+
+    def _refuse_while_loading(self) -> None:
         self._raise_if_broken()
         if self._loading:
             raise CheckpointError("a state is being loaded; call state_dict after load_state_dict has returned")
+
+    def _frozen(self, freezer: snapshot.Freezer, trained_through: int | None) -> Callable[[], State]:
         self.executor.streams.catch_up()
-        core, prompts = snapshot.take(self.core, trained_through), self._source.state_dict()
-        content: dict[str, Any] = {"core": core, "prompts": prompts, "sampling": sampling_out(self.sampling)}
-        if outputs := outputs_out(self.core.settings, core, self._outputs | self.executor.samples.outputs()):
-            content["outputs"] = outputs
-        return seal(KIND, content)
+        core_state = freezer.finish(trained_through)
+        outputs = plain_outputs(self._outputs | self.executor.samples.outputs())
+        content = {"prompts": self._source.state_dict(), "sampling": sampling_out(self.sampling)}
+        return partial(_sealed, core_state, content, self.core.settings, outputs)
 
     async def load_state_dict(
         self, state: dict[str, Any], path: str | None = None, transfer: Transfer | None = None, *,
@@ -505,9 +530,9 @@ class RolloutDriver:
         outputs = outputs_in(state.get("outputs", ()))
         self._refuse_paused("load_state_dict")
         async with self.paused():
-            # load into a trial core first, so that a state that is refused changes nothing
+            # load into another core first, so that a state that is refused changes nothing; what it holds moves later
             trial = RolloutCore(self.core.settings, self._present_engines())
-            snapshot.restore(trial, core)
+            loaded = snapshot.restore(trial, core)
             refuse_sampling(trial, sampling, self.sampling, allow_mismatch=self._settings.allow_mismatch)
             snapshot.require_fresh(self.core)
             if self._drawing:
@@ -524,7 +549,7 @@ class RolloutDriver:
 
                 def restore() -> None:
                     self._source.continue_with(rest)
-                    snapshot.restore(self.core, core)
+                    snapshot.move(loaded, self.core)
                     for sample in self.core.buffer.samples():
                         if sample.state is SampleState.FINISHED and sample.id in outputs:
                             self.executor.samples.restore_output(sample, outputs[sample.id])
@@ -773,19 +798,35 @@ def parts_of(state: Any) -> tuple[State, State, State]:
     return parts[0], parts[1], parts[2]
 
 
-def outputs_out(settings: CoreSettings, core: State, outputs: Mapping[SampleId, Any]) -> list[Any]:
-    """Return ``[group, index, value]`` for the return value of the rollout function of each finished sample.
+def _sealed(
+    core_state: Callable[[], State], content: State, settings: CoreSettings, outputs: Mapping[SampleId, Any]
+) -> State:
+    core = core_state()
+    found = outputs_out(settings, core, outputs)
+    return seal(KIND, {"core": core, **content, **({"outputs": found} if found else {})})
 
-    Values that cannot be serialised are left out.
+
+def plain_outputs(outputs: Mapping[SampleId, Any]) -> dict[SampleId, Any]:
+    """Return copies of the rollout functions' return values as plain values, without those that have no plain form."""
+    copies = {}
+    for name, output in outputs.items():
+        with suppress(CheckpointError):
+            copies[name] = plain(output)
+    return copies
+
+
+def outputs_out(settings: CoreSettings, core: State, outputs: Mapping[SampleId, Any]) -> list[Any]:
+    """Return ``[group, index, value]`` for the return value of the rollout function of each sample saved as finished.
+
+    Values that cannot be serialised are left out; ``snapshot`` says which samples are saved as finished.
     """
-    found = []
     again = settings.group_reward or settings.has_filter
-    for group in (*core["ready"], *(() if again else core["waiting"])):
-        for index, sample in enumerate(group["samples"]):
-            if sample.get("finished") and (name := SampleId(group["id"], index)) in outputs:
-                with suppress(CheckpointError):
-                    found.append([*name, plain(outputs[name])])
-    return found
+    return [
+        [*name, outputs[name]]
+        for group in (*core["ready"], *(() if again else core["waiting"]))
+        for index, sample in enumerate(group["samples"])
+        if sample.get("finished") and (name := SampleId(group["id"], index)) in outputs
+    ]
 
 
 def outputs_in(outputs: Any) -> dict[SampleId, Any]:

@@ -137,11 +137,19 @@ def copied(chunk: Chunk, extras: Sequence[str]) -> Chunk:
     )  # fmt: skip
 
 
+LARGE = 4096
+"""Bytes from which a copied array is a read-only view of a ``bytes`` object, which saved states share with the tapes;
+for smaller arrays that takes longer than a plain copy."""
+
+
 def _copy(array: Any) -> Any:
     """Return a contiguous copy of an array in the machine's byte order; other values are returned unchanged."""
     if not isinstance(array, np.ndarray):
         return array
-    return array.copy() if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+    native = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+    if native.nbytes < LARGE or native.dtype.hasobject:
+        return native.copy()
+    return np.frombuffer(native.tobytes(), native.dtype).reshape(native.shape)
 
 
 def refuse_without_extras(attempt: Attempt, finish: EngineFinish) -> None:

@@ -158,7 +158,7 @@ def _replay_line(run: Replay, time_s: float, kind: str, fields: Any, watch: Even
             event.token_ids[: len(known)] = known
         if ends and chain is not None:
             tape, asked, end = chain.tape, event.token_ids, len(chain.prompt) + len(chain.tape) - 1
-            tokens = tape.tokens
+            tape.tokens = tokens = np.require(tape.tokens, requirements="W")  # joined chunks are read-only
             if asked is not None and end < len(asked):
                 asked[end] = 0 if asked[end] else END  # must equal END if the tokens were equal in the run
     last = len(tokens) - 1
@@ -168,6 +168,7 @@ def _replay_line(run: Replay, time_s: float, kind: str, fields: Any, watch: Even
     run.times.update(time_s)
     tokens[last] = 0
     if tape is not None:  # the tape's array may have been replaced as it grew
+        tape.tokens = np.require(tape.tokens, requirements="W")
         tape.tokens[last : last + 1] = 0
     run.unchecked += 1
     if run.unchecked * SAMPLES_PER_CHECK >= len(core.buffer) * core.settings.n_samples_per_prompt:

@@ -1,76 +1,159 @@
-"""Reads and writes files with april's state beside a trainer's checkpoint: MessagePack with a checksum, no pickle."""
+"""Reads and writes files with april's state beside a trainer's checkpoint: MessagePack with a checksum, no pickle.
+
+A file consists of long ``bytes`` values one after the other, the MessagePack of everything else with references to
+them, and the length of the latter. So a state is written, and read, without a second copy of its tokens in memory. Long
+values of a sealed state, except those in the prompts' data, are covered by its own checksum, which
+``load_state_dict`` checks; all others are covered by the file's.
+"""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import hashlib
+import io
 import os
 import tempfile
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
 from april.core.state_checksum import FORMAT
 from april.errors import CheckpointError
 
+MAGIC = b"april 3\n"
+"""First bytes of a file; files of format 2 begin with a MessagePack map."""
+LONG = 1024
+"""Length in bytes from which values are written apart."""
+_CHECKED, _SEALED = 1, 2
+"""MessagePack extension types of references to long values: covered by the file's checksum, or by a state's own."""
+
 
 def pack(kind: str, content: Any) -> bytes:
-    """Encode ``content`` with a checksum; arrays, tensors and numpy numbers become lists and numbers.
-
-    Raises:
-        CheckpointError: ``content`` contains a value that is not plain.
-    """
-    try:
-        data = msgspec.msgpack.encode(content, enc_hook=_plain)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise CheckpointError(f"april's state cannot be saved: {error}") from error
-    head = {"april": kind, "format": FORMAT, "checksum": checksum_of(data)}
-    return msgspec.msgpack.encode({**head, "content": data})
+    """Encode ``content`` as :func:`write_state` writes it; raises CheckpointError."""
+    file = io.BytesIO()
+    _write(file, kind, content)
+    return file.getvalue()
 
 
 def unpack(kind: str, data: bytes, where: str) -> Any:
-    """Check and decode bytes from :func:`pack`; error messages name the file ``where`` they were.
-
-    Raises:
-        CheckpointError: the bytes were changed, are of another kind, or were written by another version of april.
-    """
-    try:
-        outer = msgspec.msgpack.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, MemoryError) as error:
-        raise CheckpointError(f"april's state in {where} cannot be read: {error}") from error
-    if not isinstance(outer, dict) or outer.get("format") != FORMAT or outer.get("april") != kind:
-        raise CheckpointError(f"april's state in {where} was not written by this version of april")
-    content = outer.get("content")
-    if not isinstance(content, bytes) or checksum_of(content) != outer.get("checksum"):
-        raise CheckpointError(f"april's state in {where} is damaged: its checksum does not fit its content")
-    return msgspec.msgpack.decode(content)
+    """Decode bytes from :func:`pack`; error messages name ``where`` they come from. Raises CheckpointError."""
+    return _read(io.BytesIO(data), kind, where)
 
 
 def write_state(path: Path, kind: str, content: Any) -> None:
     """Write ``content`` to the file ``path`` atomically, readable by its owner only.
 
+    Arrays, tensors and numpy numbers become lists and numbers.
+
     Raises:
         CheckpointError: ``content`` contains a value that is not plain, or the file cannot be written.
     """
-    data = pack(kind, content)
     try:
-        write_atomic(path, data)
+        with atomic_file(path) as file:
+            _write(file, kind, content)
     except OSError as error:
         raise CheckpointError(f"april's state cannot be written to {path}: {error.strerror}") from error
 
 
 def read_state(path: Path, kind: str) -> dict[str, Any]:
-    """Read a file that :func:`write_state` wrote; raises CheckpointError."""
+    """Read a file that :func:`write_state` wrote, also one of format 2.
+
+    Raises:
+        CheckpointError: the file was changed, is of another kind, or was written by another version of april.
+    """
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            content: dict[str, Any] = _read(file, kind, str(path))
+            return content
     except OSError as error:
         raise CheckpointError(f"april's state {path} cannot be read: {error.strerror}") from error
-    content: dict[str, Any] = unpack(kind, data, str(path))
-    return content
+
+
+def _write(file: BinaryIO, kind: str, content: Any) -> None:
+    file.write(MAGIC)
+    writer = _Writer(file)
+    try:
+        writer.add(content)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise CheckpointError(f"april's state cannot be saved: {error}") from error
+    long_values, data = writer.digest.digest(), bytes(writer.plain)
+    head = {"april": kind, "format": FORMAT, "checksum": checksum_of(data + long_values), "long": long_values}
+    end = msgspec.msgpack.encode({**head, "content": data})
+    file.write(end)
+    file.write(len(end).to_bytes(8, "big"))
+
+
+class _Writer:
+    """Writes long values to a file, and collects the MessagePack of everything else in ``plain``."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.plain = bytearray()
+        self.digest = hashlib.blake2b(digest_size=16)
+        """Digest of the long values that no state's own checksum covers."""
+        self._file = file
+
+    def add(self, value: Any, *, sealed: bool | None = None) -> None:
+        """Add a value; ``sealed`` is True inside a sealed state, and False in the data of its prompts."""
+        if isinstance(value, dict):
+            self.plain += b"\xdf" + len(value).to_bytes(4, "big")
+            if sealed is None and value.keys() >= {"april", "format", "checksum"}:
+                sealed = True
+            for key, item in value.items():
+                self.plain += _encode(key)
+                self.add(item, sealed=False if sealed and key == "data" else sealed)
+        elif isinstance(value, (list, tuple)):
+            self.plain += b"\xdd" + len(value).to_bytes(4, "big")
+            for item in value:
+                self.add(item, sealed=sealed)
+        elif isinstance(value, bytes) and len(value) >= LONG:
+            self._file.write(value)
+            if not sealed:
+                self.digest.update(value)
+            length = len(value).to_bytes(8, "big")
+            self.plain += _encode(msgspec.msgpack.Ext(_SEALED if sealed else _CHECKED, length))
+        else:
+            self.plain += _encode(value)
+
+
+def _read(file: BinaryIO, kind: str, where: str) -> Any:
+    split = file.read(len(MAGIC)) == MAGIC
+    try:
+        if split:
+            file.seek(-8, os.SEEK_END)
+            end = file.tell() - int.from_bytes(file.read(8), "big")
+            file.seek(end)
+            outer = msgspec.msgpack.decode(file.read()[:-8])
+        else:
+            file.seek(0)
+            outer = msgspec.msgpack.decode(file.read())
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, MemoryError, OSError, ValueError) as error:
+        raise CheckpointError(f"april's state in {where} cannot be read: {error}") from error
+    if not isinstance(outer, dict) or outer.get("format") != (FORMAT if split else 2) or outer.get("april") != kind:
+        raise CheckpointError(f"april's state in {where} was written by another version of april, or is none")
+    damaged = CheckpointError(f"april's state in {where} is damaged: its checksum does not fit its content")
+    content, long_values = outer.get("content"), outer.get("long", b"")
+    if not (isinstance(content, bytes) and isinstance(long_values, bytes)):
+        raise damaged
+    if checksum_of(content + long_values) != outer.get("checksum") or split != bool(long_values):
+        raise damaged
+    del outer
+    file.seek(len(MAGIC))
+    digest = hashlib.blake2b(digest_size=16)
+
+    def long_value(code: int, length: memoryview) -> bytes:
+        value = file.read(int.from_bytes(length, "big"))
+        if code == _CHECKED:
+            digest.update(value)
+        return value
+
+    found = msgspec.msgpack.decode(content, ext_hook=long_value)
+    if split and digest.digest() != long_values:
+        raise damaged
+    return found
 
 
 def groups_in(state: Mapping[str, Any]) -> set[int]:
@@ -89,27 +172,36 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} is not a plain value")
 
 
+_encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
 """Errors of file systems that cannot sync a directory."""
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace ``path`` atomically, also if the machine crashes, by a file of mode 0600 with ``data``.
+    """Replace ``path`` by a file with ``data``, as :func:`atomic_file` does."""
+    with atomic_file(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a file of mode 0600 that replaces ``path`` atomically at the end, also if the machine crashes.
 
     If several processes write, the last one wins. Missing directories are made, with mode 0700. If OSError is raised,
     ``path`` is unchanged and no temporary file remains. A device or a pipe is written to directly.
     """
     make_directory(path.parent)
     if path.exists() and not path.is_file():
-        path.write_bytes(data)
+        with path.open("wb") as opened:
+            yield opened
         return
     _remove_left_over(path)
-    file, part = _open_part(path)
+    number, part = _open_part(path)
     try:
-        with os.fdopen(file, "wb") as opened:
-            opened.write(data)
+        with os.fdopen(number, "wb") as opened:
+            yield opened
             opened.flush()
-            os.fsync(file)
+            os.fsync(number)
             part.replace(path)
     except BaseException:
         part.unlink(missing_ok=True)

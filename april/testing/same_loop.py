@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import wraps
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -100,6 +100,9 @@ class _SameLoop(LoopThread):
 
     def call(self, function: Callable[[], T]) -> T:
         return function()
+
+    def run_or_call(self, work: Callable[[], Coroutine[Any, Any, T]], at_once: Callable[[], T]) -> T:
+        return at_once()
 
     def call_later(self, function: Callable[[], object]) -> None:
         if self._open:

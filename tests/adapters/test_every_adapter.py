@@ -127,12 +127,20 @@ def test_rewards_that_never_work_end_the_run_with_their_own_words(player: Player
         player.live(1, judge=judge)
 
 
+def end_of(data: bytes) -> tuple[bytes, dict[str, Any]]:
+    """Long values of a file, and what is packed behind them."""
+    start = len(data) - 8 - int.from_bytes(data[-8:], "big")
+    return data[:start], msgspec.msgpack.decode(data[start:-8])
+
+
 def packed_otherwise(data: bytes, **changes: Any) -> bytes:
-    return msgspec.msgpack.encode(msgspec.msgpack.decode(data) | changes)
+    values, end = end_of(data)
+    packed = msgspec.msgpack.encode(end | changes)
+    return values + packed + len(packed).to_bytes(8, "big")
 
 
 def one_bit_less(data: bytes) -> bytes:
-    content = bytearray(msgspec.msgpack.decode(data)["content"])
+    content = bytearray(end_of(data)[1]["content"])
     content[len(content) // 2] ^= 1
     return packed_otherwise(data, content=bytes(content))
 

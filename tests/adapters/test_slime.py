@@ -538,8 +538,7 @@ def test_rows_go_on_after_a_restart(tmp_path: Path) -> None:
         for i in (0, 1):
             run.samples(i)
         run.data.save(1)
-    saved = msgspec.msgpack.decode(carry_path(str(tmp_path), 1).read_bytes())
-    assert "routed_experts" in str(saved)
+    assert b"routed_experts" in carry_path(str(tmp_path), 1).read_bytes()
     with Run(tmp_path, 2, **REPLAY) as again:
         assert any(replayed(again, again.samples(i)) for i in range(2, 40))
 

@@ -24,7 +24,7 @@ from april.adapters.common.trainer_servers import ServerResult, TrainerServers
 from april.adapters.verl.agent_calls import AgentLoopResult, LLMCall, LLMResult, result_of
 from april.adapters.verl.settings import RunSettings
 from april.core.batch import Batch
-from april.core.state_checksum import seal
+from april.core.state_checksum import seal, verify_checksum
 from april.core.tape import Float32, Int32
 from april.core.types import FinishReason, Prompt, Work
 from april.core.value_checks import float32_reward, wrong_reward
@@ -335,6 +335,7 @@ class VerlRollouts:
         """
         saved = read_state(folder / STATE_FILE, FILE_KIND)
         with checkpoint_errors("the state"):
+            verify_checksum(KIND, saved["state"])
             core, groups = saved["state"]["core"], _groups_in(saved["state"])
             if missing := [uid for g in groups if (uid := g["data"]["uid"]) not in stored]:
                 raise CheckpointError(
