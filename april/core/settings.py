@@ -26,6 +26,7 @@ class CoreSettings:
     over_sampling_batch_size: int
     max_response_len: int
     max_in_flight: int
+    partial_rollout: bool = True
     group_quorum: float = 1.0
     """Share of a group's samples that must finish before its finished samples are deliverable; 1: whole groups only."""
     on_failed_sample: OnFailedSample = OnFailedSample.DROP_GROUP
@@ -105,6 +106,11 @@ class CoreSettings:
         """Number of groups in progress at the start of a step: N', or the smallest multiple of N' that reaches N."""
         target, portion = self.rollout_batch_size, self.over_sampling_batch_size
         return portion if portion >= target else -(-target // portion) * portion
+
+    @property
+    def tail_batching(self) -> bool:
+        """True if prompts that a step with N' > N groups did not finish begin again in a later step."""
+        return not self.partial_rollout and self.groups_wanted > self.rollout_batch_size
 
     @property
     def groups_at_a_time(self) -> int:

@@ -645,6 +645,8 @@ class Group:
     delivered: int = 0
     """Number of samples that were delivered in batches."""
     filter_failures: int = 0
+    put_aside: bool = False
+    """True once a round ended before the group was finished, so that a long round generates it (tail batching)."""
     slack: int = NO_DEADLINE
     """Number of weight updates after which it is too old, as of the latest plan."""
 
