@@ -200,13 +200,14 @@ def test_a_prefix_keeps_out_of_the_trainers_way() -> None:
 def test_mistakes_in_the_file_keep_the_names_of_the_file(tmp_path: Path) -> None:
     """What stands in the file is named as it stands there; the sentence ends with the file."""
     file = tmp_path / "april.yaml"
-    file.write_text("rollout_batch_size: 8\nmax_response_len: 99\npartial_rollout: false\n")
+    file.write_text("rollout_batch_size: 8\nmax_response_len: 99\npartial_rollout: false\nmax_staleness: 2\n")
     flags = ["--april-config", str(file)]
 
     sentence = sentence_of(parser_with(), *flags, "--over-sampling-batch-size", "16")
     assert sentence == (
-        "--over-sampling-batch-size 16 starts more groups than rollout_batch_size=8, and partial_rollout=false would "
-        f"throw their tokens away; set partial_rollout: true (with --april-config {file})"
+        "max_staleness=2 lets tokens become older than their weights, but partial_rollout=false with "
+        "--over-sampling-batch-size 16 trains every batch with the weights that generated it; leave out max_staleness, "
+        f"or set partial_rollout: true (with --april-config {file})"
     )
     file.write_text("rollout_batchsize: 8\n")
     assert sentence_of(parser_with(), *flags, *NEEDED).startswith(

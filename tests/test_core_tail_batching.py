@@ -1,4 +1,4 @@
-"""Tail batching (partial_rollout: false with N' > N): long prompts begin again in rounds of their own, at staleness 0."""
+"""Tail batching (partial_rollout: false, N' > N): long prompts begin again in rounds of their own, at staleness 0."""
 
 from __future__ import annotations
 
@@ -241,7 +241,8 @@ def test_random_epochs_train_every_prompt_once_at_staleness_0(seed: int) -> None
     n, samples = rng.randint(1, 4), rng.randint(1, 3)
     changes = {
         "n": n, "samples": samples, "over": n + rng.randint(1, 2 * n), "has_filter": rng.random() < 0.5,
-        "on_data_end": rng.choice([OnDataEnd.SHORT, OnDataEnd.WAIT]), "on_failed_sample": rng.choice(list(OnFailedSample)),
+        "on_data_end": rng.choice([OnDataEnd.SHORT, OnDataEnd.WAIT]),
+        "on_failed_sample": rng.choice(list(OnFailedSample)),
         "max_attempt_failures": 1, "max_failed_groups": 10**6, "max_in_flight": rng.choice([2, 5, 100]),
     }  # fmt: skip
     lengths = {g: int(min(60, rng.lognormvariate(1.5, 1.2))) + 1 for g in range(40)}

@@ -220,8 +220,9 @@ def test_whatever_a_run_was_its_plan_is_a_configuration(record: Path, tmp_path: 
     workload = workload_of(configured(record, tmp_path / "run.jsonl", run.to_mapping()))
     for schedule in (*coarse_grid(workload, SearchSpace.full(workload)), Schedule(8, Refill.SAMPLE, 24, 5, 0.75)):
         planned = april.Config(**yaml.safe_load(settings(workload, replace(row(8, 1.0, 0.0), schedule=schedule))))
-        assert (planned.seed, planned.auto, planned.partial_rollout) == (3, (), True)
-        assert planned.on_stale == workload.on_stale
+        tail = schedule.tail_batching
+        assert (planned.seed, planned.auto, planned.partial_rollout) == (3, (), not tail)
+        assert planned.on_stale == (OnStale.FINISH if tail else workload.on_stale)
         core = planned.core_settings(has_reward=False, group_reward=False, run_id=0)
         wanted = workload.core_settings(schedule)
         for name in ("over_sampling_batch_size", "max_in_flight", "refill", "group_quorum", "generation"):

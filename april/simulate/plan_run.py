@@ -212,7 +212,8 @@ def plan_file(
     )  # fmt: skip
     if found.speculative_gains:
         gain, plain = found.speculative_gains
-        console.print(f"speculative decoding brings {best.name} {gain:.2f}x and {base.name} {plain:.2f}x", soft_wrap=True)
+        words = f"speculative decoding brings {best.name} {gain:.2f}x and {base.name} {plain:.2f}x"
+        console.print(words, soft_wrap=True)
     if best.off_policy_share > max_off_policy_share:
         console.print(f"note: no candidate has an off-policy share of {max_off_policy_share:.0%} or less")
     for note in notes(workload, best):
