@@ -148,6 +148,15 @@ def test_a_trainer_that_is_about_as_fast_as_its_engines(train_s: float, tmp_path
     assert workload_of(path).train_s < 1.06 * train_s
 
 
+def test_without_older_tokens_tail_batching_is_the_fastest() -> None:
+    """It is faster than N' = N at staleness 0; what speculative decoding brings is said of both."""
+    found = plan(replace(SMALL, speculative="1:2,8:1"), SearchSpace.full(SMALL), max_off_policy_share=0.0)
+    assert found.best.schedule.tail_batching
+    assert (found.best.staleness_max, found.best.off_policy_share) == (0, 0.0)
+    assert found.best.tokens_per_s > found.base.tokens_per_s
+    assert 1.0 < found.speculative_gains[0] < found.speculative_gains[1]
+
+
 def test_masked_tokens_are_no_gain() -> None:
     """What is too old to be trained does not make a candidate faster."""
     tight = replace(SMALL, max_staleness=1, on_stale=OnStale.MASK, steps=30, ramp=10)

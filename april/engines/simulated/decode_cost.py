@@ -62,7 +62,8 @@ class DecodeCost:
 
     def speculative_factor(self, n: float) -> float:
         """Factor by which speculative decoding makes a step with ``n`` sequences shorter."""
-        return float(np.interp(n, *zip(*self.speed_up, strict=True))) if self.speed_up else 1.0
+        points = self.speed_up
+        return float(np.interp(n, [at for at, _ in points], [factor for _, factor in points])) if points else 1.0
 
     def step_s(self, n: int, kv_tokens: int) -> float:
         """Seconds of one step with ``n`` sequences and ``kv_tokens`` resident when it starts."""
