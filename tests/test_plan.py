@@ -148,9 +148,11 @@ def test_a_trainer_that_is_about_as_fast_as_its_engines(train_s: float, tmp_path
     assert workload_of(path).train_s < 1.06 * train_s
 
 
-def test_without_older_tokens_tail_batching_is_the_fastest() -> None:
+def test_without_older_tokens_tail_batching_is_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is faster than N' = N at staleness 0; what speculative decoding brings is said of both."""
-    found = plan(replace(SMALL, speculative="1:2,8:1"), SearchSpace.full(SMALL), max_off_policy_share=0.0)
+    monkeypatch.setattr(planning, "MAX_STEP_FACTOR", 2)
+    space = SearchSpace(base=SMALL.one_shot(8), free=(), tail_batching=True)
+    found = plan(replace(SMALL, speculative="1:1.3,4:1"), space, max_off_policy_share=0.0)
     assert found.best.schedule.tail_batching
     assert (found.best.staleness_max, found.best.off_policy_share) == (0, 0.0)
     assert found.best.tokens_per_s > found.base.tokens_per_s
