@@ -86,7 +86,7 @@ class Workload:
         seed: seed of the lengths.
         measured_cost: cost of one engine; None means an estimate for ``model`` on ``gpu``.
         speculative: what speculative decoding brings, as SEQUENCES:FACTOR points ("8:2,64:1"), see
-            :attr:`.DecodeCost.speed_up`; None means what ``measured_cost`` says.
+            :attr:`april.engines.simulated.decode_cost.DecodeCost.speed_up`; None means what ``measured_cost`` says.
         measured_lengths: lengths to use instead of a file or a distribution; None means these.
         settings: configuration of a recorded run; settings that are also given by a schedule or another attribute are
             ignored.
