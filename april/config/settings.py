@@ -227,7 +227,7 @@ class Config(Model):
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
-        if self.tail_batching and "max_staleness" not in self.model_fields_set:
+        if self.tail_batching and not self.model_fields_set & {"max_staleness"}:
             self.__dict__["max_staleness"] = 0
         for wrong, template in self._contradictions():
             if wrong:
