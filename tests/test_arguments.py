@@ -60,7 +60,8 @@ def test_every_flag_says_what_it_is_and_its_default() -> None:
         "--rollout-batch-size INT N: prompt groups per batch. (required)",
         "--n-samples-per-prompt INT n: responses per prompt. (default: 8)",
         "--partial-rollout, --no-partial-rollout Keep unfinished responses and continue them in the next step. "
-        "(default: true)",
+        "False with N' > N means tail batching: unfinished prompts begin again in rounds of their own, and max_staleness "
+        "is 0. (default: true)",
         "--on-stale {finish,restart,mask,drop} What happens to a sample that is older than max_staleness. Except with "
         "drop, steps wait for old samples so that none exceeds the limit. (default: finish)",
         "--engine-kind {transformers,simulated,vllm,sglang,openai,april}",
@@ -238,9 +239,9 @@ def test_a_switch_of_the_trainer_without_a_no_is_named_as_it_is() -> None:
     """slime has --partial-rollout and no --no-partial-rollout."""
     parser = parser_with(*SLIME)
     sentence = sentence_of(
-        parser, "--rollout-batch-size", "8", "--max-response-len", "9", "--over-sampling-batch-size", "16"
+        parser, "--rollout-batch-size", "8", "--max-response-len", "9", "--refill", "sample"
     )
-    assert "and leaving out --partial-rollout would throw their tokens away; set --partial-rollout" in sentence
+    assert "and leaving out --partial-rollout would throw them away; set --partial-rollout" in sentence
 
 
 def test_misuse_is_refused_with_one_sentence() -> None:
