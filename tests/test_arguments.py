@@ -60,8 +60,8 @@ def test_every_flag_says_what_it_is_and_its_default() -> None:
         "--rollout-batch-size INT N: prompt groups per batch. (required)",
         "--n-samples-per-prompt INT n: responses per prompt. (default: 8)",
         "--partial-rollout, --no-partial-rollout Keep unfinished responses and continue them in the next step. "
-        "False with N' > N means tail batching: unfinished prompts begin again in rounds of their own, and max_staleness "
-        "is 0. (default: true)",
+        "False with N' > N means tail batching: unfinished prompts begin again in rounds of their own, and "
+        "max_staleness is 0. (default: true)",
         "--on-stale {finish,restart,mask,drop} What happens to a sample that is older than max_staleness. Except with "
         "drop, steps wait for old samples so that none exceeds the limit. (default: finish)",
         "--engine-kind {transformers,simulated,vllm,sglang,openai,april}",
