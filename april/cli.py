@@ -191,6 +191,10 @@ def watch(
 # The parameters of simulate and plan have the names of the Workload fields that they set.
 _ENGINES, _BATCH, _LENGTHS, _RUN = "Engines", "Batch and staleness", "Response lengths", "Simulation"
 _TRAINER = "Trainer"
+_SPECULATIVE = (
+    "Factor on the tokens per second that speculative decoding brings at a number of sequences per engine, such as "
+    "8:2,64:1; linear between the points."
+)
 
 
 def _in(panel: str, text: str, *flags: str, **limits: Any) -> Any:
@@ -237,6 +241,14 @@ def simulate(
         )),
     ] = None,
     fetch_ahead: Annotated[int, _in(_TRAINER, "Batches that the trainer requests ahead during training.", min=0)] = 0,
+    tail_batching: Annotated[
+        int | None,
+        _in(_BATCH, (
+            "Also simulate tail batching (partial_rollout: false) with this N': strictly on-policy; unfinished prompts "
+            "begin again in rounds of their own."
+        ), min=1),
+    ] = None,
+    speculative: Annotated[str | None, _in(_ENGINES, _SPECULATIVE, metavar="N:FACTOR,...")] = None,
     keep: Annotated[
         bool,
         _in(_TRAINER, (
@@ -375,6 +387,7 @@ def plan(
     cost: Annotated[
         Path | None, _in(_ENGINES, "File that april profile has written, with the cost of one engine.")
     ] = None,
+    speculative: Annotated[str | None, _in(_ENGINES, _SPECULATIVE, metavar="N:FACTOR,...")] = None,
     train_time: Annotated[str | None, _in(_TRAINER, "Training time, as for april simulate: 40, or 0.5x.")] = None,
     placement: Annotated[Placement | None, _in(_TRAINER, (
         "Whether the trainer has GPUs of its own (separate) or shares the GPUs of the engines (colocated)."

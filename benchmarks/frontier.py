@@ -1,4 +1,4 @@
-"""Speed against age of the trained tokens: group quorum 1, 0.75 and 0.5, N', refill, staleness bounds, continuous.
+"""Speed against age of the trained tokens: quorum 1, 0.75 and 0.5, N', tail batching, refill, bounds, continuous.
 
 The workload of the paper's scripts (32 groups x 8, at most 16,384 tokens, four engines of two H100 with Qwen3-4B),
 lengths lognormal with mean 3,000, sigma 0.6 between and 0.5 within prompts; the real core, beside a model that shares
@@ -33,6 +33,8 @@ GROUPS, SAMPLES = 32, 8
 QUORUMS = (1.0, 0.75, 0.5)
 OVER = (32, 36, 40, 44, 48, 56, 64, 80, 96)
 """N' with refill none."""
+TAIL = (36, 40, 44, 48)
+"""N' with tail batching, which is strictly on-policy and has whole groups."""
 IN_WORK = (32, 36, 40, 48)
 """N' with refill group."""
 IN_FLIGHT = (192, 256, 320)
@@ -61,9 +63,9 @@ class Case:
     @property
     def schedule(self) -> Schedule:
         """Of a workload whose max_staleness is ``bound``."""
-        refill = Refill.SAMPLE if self.kind == "continuous" else Refill(self.kind)
-        bound = self.bound if self.kind == "continuous" else None
-        return Schedule(self.over, refill, self.in_flight, bound, self.quorum)
+        refill = {"continuous": Refill.SAMPLE, "tail": Refill.NONE}.get(self.kind) or Refill(self.kind)
+        bound, tail = self.bound if self.kind == "continuous" else None, self.kind == "tail"
+        return Schedule(self.over, refill, self.in_flight, bound, self.quorum, tail_batching=tail)
 
     @property
     def sync(self) -> Case:
@@ -75,6 +77,8 @@ class Case:
         """As in the table."""
         if self.kind == "none":
             return f"N' = {self.over}"
+        if self.kind == "tail":
+            return f"N' = {self.over}, tail batching"
         if self.kind == "group":
             return f"refill group, {self.over} in work"
         words = "refill sample" if self.kind == "sample" else "continuous"
@@ -84,6 +88,7 @@ class Case:
 def cases() -> Iterator[Case]:
     """All of them, each once."""
     full = GROUPS * SAMPLES
+    yield from (Case("tail", 1.0, over, over * SAMPLES, FREE) for over in TAIL)
     for quorum in QUORUMS:
         yield from (Case("none", quorum, over, over * SAMPLES, FREE) for over in OVER)
         yield from (Case("group", quorum, over, over * SAMPLES, FREE) for over in IN_WORK)
@@ -223,6 +228,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
                 _line(ax, _of(mine, kind, by), key, colour, f"quorum {quorum:g}", "o-")
                 if by == "in_flight":
                     _line(ax, _of(mine, "group", ""), key, colour, None, "s--")
+            if kind == "none":
+                _line(ax, _of(rows, "tail", ""), key, "#b8860b", "tail batching", "D")
             ax.set_xlabel(words, fontsize=8)
             ax.tick_params(labelsize=7)
             ax.grid(alpha=0.3)
@@ -255,7 +262,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--ramp", type=int, default=30, help="first steps that are left out")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--kinds", nargs="+", default=("none", "group", "sample", "continuous"))
+    parser.add_argument("--kinds", nargs="+", default=("tail", "none", "group", "sample", "continuous"))
     parser.add_argument("--quorums", nargs="+", type=float, default=QUORUMS)
     parser.add_argument("--rows", type=Path, default=ROWS, help="JSON of the rows")
     parser.add_argument("--picture", type=Path, default=PICTURE)

@@ -60,7 +60,8 @@ def test_every_flag_says_what_it_is_and_its_default() -> None:
         "--rollout-batch-size INT N: prompt groups per batch. (required)",
         "--n-samples-per-prompt INT n: responses per prompt. (default: 8)",
         "--partial-rollout, --no-partial-rollout Keep unfinished responses and continue them in the next step. "
-        "(default: true)",
+        "False with N' > N means tail batching: unfinished prompts begin again in rounds of their own, and "
+        "max_staleness is 0. (default: true)",
         "--on-stale {finish,restart,mask,drop} What happens to a sample that is older than max_staleness. Except with "
         "drop, steps wait for old samples so that none exceeds the limit. (default: finish)",
         "--engine-kind {transformers,simulated,vllm,sglang,openai,april}",
@@ -200,13 +201,14 @@ def test_a_prefix_keeps_out_of_the_trainers_way() -> None:
 def test_mistakes_in_the_file_keep_the_names_of_the_file(tmp_path: Path) -> None:
     """What stands in the file is named as it stands there; the sentence ends with the file."""
     file = tmp_path / "april.yaml"
-    file.write_text("rollout_batch_size: 8\nmax_response_len: 99\npartial_rollout: false\n")
+    file.write_text("rollout_batch_size: 8\nmax_response_len: 99\npartial_rollout: false\nmax_staleness: 2\n")
     flags = ["--april-config", str(file)]
 
     sentence = sentence_of(parser_with(), *flags, "--over-sampling-batch-size", "16")
     assert sentence == (
-        "--over-sampling-batch-size 16 starts more groups than rollout_batch_size=8, and partial_rollout=false would "
-        f"throw their tokens away; set partial_rollout: true (with --april-config {file})"
+        "max_staleness=2 lets tokens become older than their weights, but partial_rollout=false with "
+        "--over-sampling-batch-size 16 trains every batch with the weights that generated it; leave out max_staleness, "
+        f"or set partial_rollout: true (with --april-config {file})"
     )
     file.write_text("rollout_batchsize: 8\n")
     assert sentence_of(parser_with(), *flags, *NEEDED).startswith(
@@ -237,9 +239,9 @@ def test_a_switch_of_the_trainer_without_a_no_is_named_as_it_is() -> None:
     """slime has --partial-rollout and no --no-partial-rollout."""
     parser = parser_with(*SLIME)
     sentence = sentence_of(
-        parser, "--rollout-batch-size", "8", "--max-response-len", "9", "--over-sampling-batch-size", "16"
+        parser, "--rollout-batch-size", "8", "--max-response-len", "9", "--refill", "sample"
     )
-    assert "and leaving out --partial-rollout would throw their tokens away; set --partial-rollout" in sentence
+    assert "and leaving out --partial-rollout would throw them away; set --partial-rollout" in sentence
 
 
 def test_misuse_is_refused_with_one_sentence() -> None:

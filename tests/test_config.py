@@ -161,6 +161,7 @@ def test_every_setting_reaches_the_core() -> None:
         ({"over_sampling_batch_size": 2}, 2, 48, True, 6),
         ({"over_sampling_batch_size": 3}, 3, 48, True, 6),
         ({"over_sampling_batch_size": 3, "partial_rollout": False}, 5, 40, False, 5),
+        ({"over_sampling_batch_size": 7, "partial_rollout": False}, 7, 56, False, 7),
         ({"refill": "group"}, 5, 40, True, 5),
     ],
 )

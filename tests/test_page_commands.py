@@ -313,7 +313,7 @@ def shapes(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("command", ["plan lengths.jsonl", "simulate --sweep"])
-@executes("choosing.md-2", "simulate.md-1")
+@executes("choosing.md-3", "simulate.md-1")
 def test_tables_have_the_lines_of_the_page(
     code: list[Block], command: str, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

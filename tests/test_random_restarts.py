@@ -48,7 +48,7 @@ LIVES = int(os.environ.get("APRIL_RANDOM_LIVES", "80"))
 LENGTHS = LognormalLengths(14, 0.7, 0.8, seed=11)
 length = lru_cache(maxsize=None)(LENGTHS.sample)
 DROP_GROUP, REPLACE, SHRINK = OnFailedSample
-MODES = ["sync", "over-sampling", "portions", "refill-group", "refill-sample"]
+MODES = ["sync", "over-sampling", "portions", "refill-group", "refill-sample", "tail-batching"]
 
 Key = tuple[int, int]
 """(epoch, position)"""
@@ -237,7 +237,8 @@ class World:
             assert 1 <= len(s.cohort) <= settings.quorum(SAMPLES)
             others = [reward for i, reward in s.cohort if i != s.id.index][: len(s.cohort) - 1]
             assert s.baseline_rewards.tolist() == others
-            assert settings.on_stale is not OnStale.FINISH or s.staleness <= settings.max_staleness
+            bounded = settings.on_stale is OnStale.FINISH or settings.tail_batching
+            assert not bounded or s.staleness <= settings.max_staleness
             self.seen["resumed samples"] += s.attempts > 1
             self.seen["samples of two lives"] += len({g.version.incarnation for g in s.segments}) > 1
         self.check_books()
@@ -374,23 +375,28 @@ def schedule(n: int, mode: str) -> dict[str, Any]:
         "portions": {"over": max(1, n // 3)},
         "refill-group": {"over": 2 * n, "refill": Refill.GROUP},
         "refill-sample": {"refill": Refill.SAMPLE, "max_in_flight": n * SAMPLES * 5 // 4},
+        "tail-batching": {
+            "over": n + max(1, n // 2), "partial_rollout": False, "max_staleness": 0, "on_stale": OnStale.RESTART,
+            "generation": GenerationMode.STEPWISE,
+        },
     }[mode]
 
 
-async def a_life(seed: int, n: int, prompts: int) -> World:
+async def a_life(seed: int, n: int, prompts: int, mode: str = "") -> World:
     """Any schedule, staleness policy, quorum, end of data and policy of failures, or one that changes."""
     rng = random.Random(seed)
     CountingEngine.faults = random.Random(seed)
     policy: OnFailedSample | None = [DROP_GROUP, REPLACE, SHRINK, None][seed % 4]
     together, filters = seed % 3 == 2, rng.random() < 0.4
-    quorum = 1.0 if together else rng.choice([1.0, 0.75])
+    mode = mode or ("tail-batching" if seed % 7 == 6 else MODES[seed % 5])
+    quorum = 1.0 if together or mode == "tail-batching" else rng.choice([1.0, 0.75])
     changes: dict[str, Any] = {
         "n": n, "max_attempt_failures": 3, "max_failed_groups": 10**6, "max_filtered_groups": 10**6,
         "on_failed_sample": policy or DROP_GROUP, "min_group_size": rng.randint(1, SAMPLES), "group_quorum": quorum,
         "on_stale": rng.choice(list(OnStale)), "max_staleness": rng.choice([1, 2, 4]),
         "generation": rng.choice(list(GenerationMode)), "retry_pause_s": rng.choice([0.0, 4.0]),
         "on_data_end": rng.choice(list(OnDataEnd)) if quorum == 1.0 else OnDataEnd.SHORT,
-        "check": n < 10 and rng.random() < 0.5, **schedule(n, MODES[seed % len(MODES)]),
+        "check": n < 10 and rng.random() < 0.5, **schedule(n, mode),
     }  # fmt: skip
     world = World(prompts, changes, filters=filters, together=together)
     await live(world, rng, changes=policy is None)
@@ -413,8 +419,8 @@ async def test_every_sample_is_trained_once_whatever_fails(seed: int) -> None:
 @on_virtual_time
 async def test_epochs_of_many_prompts(mode: str) -> None:
     """Every schedule at full size."""
-    world = await a_life(1000 + MODES.index(mode), 24, 250)
-    assert world.seen["resumed samples"] > 25
+    world = await a_life(1000 + MODES.index(mode), 24, 250, mode)
+    assert world.seen["resumed samples"] > (25 if mode != "tail-batching" else 0)
     assert world.seen["samples of two lives"] > 10
     assert world.seen["forgotten batches"]
     assert world.seen["tokens kept over a restart"] > 0

@@ -111,9 +111,19 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
      "engine.kind: april has no engine 'llamacpp'; it has 'transformers', 'simulated', 'vllm', 'sglang', 'openai', "
      "'april'"),
     ({"engine": {"slots": 3}}, "engine.kind: is required"),
-    ({"over_sampling_batch_size": 48, "partial_rollout": False},
-     "over_sampling_batch_size=48 starts more groups than rollout_batch_size=32, and partial_rollout=false would "
-     "throw their tokens away; set partial_rollout: true"),
+    ({"over_sampling_batch_size": 48, "partial_rollout": False, "max_staleness": 2},
+     "max_staleness=2 lets tokens become older than their weights, but partial_rollout=false with "
+     "over_sampling_batch_size=48 trains every batch with the weights that generated it; leave out max_staleness, or "
+     "set partial_rollout: true"),
+    ({"over_sampling_batch_size": 48, "partial_rollout": False, "on_stale": "drop"},
+     "on_stale=drop has no effect with partial_rollout=false and over_sampling_batch_size=48, where nothing gets old; "
+     "leave it out"),
+    ({"over_sampling_batch_size": 48, "partial_rollout": False, "group_quorum": 0.75},
+     "group_quorum=0.75 delivers the rest of a group in a later batch, but partial_rollout=false with "
+     "over_sampling_batch_size=48 keeps no responses for one; leave out group_quorum, or set partial_rollout: true"),
+    ({"over_sampling_batch_size": 48, "partial_rollout": False, "generation": "continuous"},
+     "generation=continuous leaves unfinished responses at each weight update, and partial_rollout=false would throw "
+     "them away; set partial_rollout: true"),
     ({"over_sampling_batch_size": 100, "max_staleness": 2},
      "over_sampling_batch_size=100 is too large: with max_staleness=2 april can deliver 96 groups in time; raise "
      "max_staleness or set on_stale"),
@@ -248,9 +258,10 @@ def test_a_directory_that_is_not_there_is_named() -> None:
 NEEDED = ["--rollout-batch-size", "8", "--max-response-len", "99"]
 FLAGS: list[tuple[list[str], str]] = [
     ([], "--rollout-batch-size: is required; --max-response-len: is required"),
-    ([*NEEDED, "--over-sampling-batch-size", "16", "--no-partial-rollout"],
-     "--over-sampling-batch-size 16 starts more groups than --rollout-batch-size 8, and --no-partial-rollout would "
-     "throw their tokens away; set --partial-rollout"),
+    ([*NEEDED, "--over-sampling-batch-size", "16", "--no-partial-rollout", "--max-staleness", "2"],
+     "--max-staleness 2 lets tokens become older than their weights, but --no-partial-rollout with "
+     "--over-sampling-batch-size 16 trains every batch with the weights that generated it; leave out --max-staleness, "
+     "or set --partial-rollout"),
     ([*NEEDED, "--over-sampling-batch-size", "99"],
      "--over-sampling-batch-size 99 is too large: with --max-staleness 5 april can deliver 48 groups in time; raise "
      "--max-staleness or set --on-stale"),

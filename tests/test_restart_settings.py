@@ -68,6 +68,7 @@ MAY_CHANGE: list[dict[str, Any]] = [
     {"over_sampling_batch_size": 6},
     {"refill": "sample", "max_in_flight": 3, "over_sampling_batch_size": 6},
     {"partial_rollout": False, "over_sampling_batch_size": 6},
+    {"partial_rollout": False, "over_sampling_batch_size": 9, "max_staleness": 0},
     {"max_response_len": 400},
     {"on_data_end": "wait"},
     {"on_stale": "restart", "max_staleness": 0},

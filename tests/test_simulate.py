@@ -163,6 +163,15 @@ def test_group_quorum(tmp_path: Path) -> None:
     assert re.search(r"N' = [56789] with it instead of N' = 8 whole groups goes from", text)
 
 
+def test_tail_batching_and_speculative_decoding(tmp_path: Path) -> None:
+    """Tail batching is a mode at staleness 0; what speculative decoding brings is said of every mode."""
+    says = ("scheduled four ways", "sync april refill tail", "speculative decoding brings: sync ", "in a later round")
+    _, _, modes = whole(tmp_path, "--tail-batching", "5", "--speculative", "2:2,16:1", says=says)
+    tail = modes["tail"]
+    assert (tail["staleness_max"], tail["off_policy_share"], tail["held_tokens_mean"]) == (0, 0.0, 0.0)
+    assert tail["dropped_tokens"] > 0
+
+
 @pytest.mark.parametrize("quorum", [1.0, 0.75])
 def test_the_whole_loop(quorum: float, tmp_path: Path) -> None:
     """With a train time one table of the loop, a sentence that says what to take, and a picture of its own.
@@ -218,6 +227,8 @@ def test_own_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--placement", "separate"], "have no meaning where training takes no time; give train_time"),
         (["--train-time", "1", "--placement", "elsewhere"], "'colocated', 'separate'"),
         (["--train-time", "1", "--fetch-ahead", "-1"], "'--fetch-ahead'"),
+        (["--speculative", "fast"], "speculative='fast' is no list of SEQUENCES:FACTOR points"),
+        (["--tail-batching", "4"], "tail_batching=4 is N', which must be more than groups=4"),
         (["--ramp", "8"], "ramp=8 leaves nothing to measure of steps=8; give more steps"),
         (["--memory-share", "1.5"], "memory_share=1.5 is a share of the GPU's memory"),
         (["--memory-share", "0.05"], "leave no KV cache"),

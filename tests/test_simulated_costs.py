@@ -38,7 +38,20 @@ costs = st.builds(
     base_s=st.floats(1e-4, 1e-1),
     per_sequence_s=st.floats(0.0, 1e-3),
     per_kv_token_s=st.one_of(st.just(0.0), st.floats(1e-12, 1e-6)),
+    speed_up=st.sampled_from([(), ((8, 2.0), (64, 1.0))]),
 )
+
+
+def test_speculative_decoding_divides_the_time_of_a_step() -> None:
+    """By the given factors, linear between the points and constant outside; impossible points are refused."""
+    plain = DecodeCost(1.0, 0.1, 0.01)
+    fast = DecodeCost(1.0, 0.1, 0.01, speed_up=((8, 2.0), (64, 1.0)))
+    ratios = [plain.step_s(n, 50) / fast.step_s(n, 50) for n in (1, 8, 36, 64, 100)]
+    assert ratios == pytest.approx([2.0, 2.0, 1.5, 1.0, 1.0])
+    assert limit_s(plain, [5, 7], 8.0, 3.0) == pytest.approx(2 * limit_s(fast, [5, 7], 8.0, 3.0))
+    for points in (((8, 2.0), (4, 1.0)), ((0, 1.0),), ((8, 0.0),)):
+        with pytest.raises(ValueError, match="speed_up"):
+            DecodeCost(1.0, 0.1, 0.01, speed_up=points)
 
 
 @settings(derandomize=True, deadline=None)

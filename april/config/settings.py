@@ -116,7 +116,8 @@ class Config(Model):
     """N': number of groups in progress at the same time. None means N. A number below N starts that many groups at a
     time until N are in progress."""
     partial_rollout: bool = True
-    """Keep unfinished responses and continue them in the next step."""
+    """Keep unfinished responses and continue them in the next step. False with N' > N means tail batching: unfinished
+    prompts begin again in rounds of their own, and max_staleness is 0."""
     group_quorum: OrAuto[Annotated[float, Field(gt=0, le=1), Number]] = 1.0
     """Share of a group's responses that must be finished before any of them is delivered. Below 1, or with auto, a
     batch has N * n responses, and the remaining responses of a group are delivered later."""
@@ -229,6 +230,8 @@ class Config(Model):
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
+        if self.tail_batching and not self.model_fields_set & {"max_staleness"}:
+            self.__dict__["max_staleness"] = 0
         for wrong, template in self._contradictions():
             if wrong:
                 raise contradiction(self, template)
@@ -238,9 +241,19 @@ class Config(Model):
         """Yield (is wrong, sentence) for each check. A check may assume that all earlier ones found nothing wrong."""
         n, over = self.rollout_batch_size, self._number(self.over_sampling_batch_size) or self.rollout_batch_size
         yield from self._wrong_auto()
-        yield over > n and not self.partial_rollout, (
-            "{over_sampling_batch_size=} starts more groups than {rollout_batch_size=}, and {partial_rollout=} would "
-            "throw their tokens away; set {partial_rollout: true}"
+        yield self.tail_batching and self.max_staleness > 0, (
+            "{max_staleness=} lets tokens become older than their weights, but {partial_rollout=} with "
+            "{over_sampling_batch_size=} trains every batch with the weights that generated it; leave out "
+            "{max_staleness}, or set {partial_rollout: true}"
+        )
+        yield self.tail_batching and self.on_stale not in (OnStale.FINISH, OnStale.RESTART), (
+            "{on_stale=} has no effect with {partial_rollout=} and {over_sampling_batch_size=}, where nothing gets "
+            "old; leave it out"
+        )
+        yield self.tail_batching and self.delivers_parts, (
+            "{group_quorum=} delivers the rest of a group in a later batch, but {partial_rollout=} with "
+            "{over_sampling_batch_size=} keeps no responses for one; leave out {group_quorum}, or set "
+            "{partial_rollout: true}"
         )
         quorum = quorum_of(self._number(self.group_quorum) or 1.0, self.n_samples_per_prompt)
         yield self.delivers_parts and quorum < LEAST_QUORUM, (
@@ -255,7 +268,7 @@ class Config(Model):
         )
         bound = min(self.max_staleness, self.age_limit)
         which = "max_staleness" if bound == self.max_staleness else "max_age"
-        yield self.on_stale is OnStale.FINISH and over > (bound + 1) * n, (
+        yield self.on_stale is OnStale.FINISH and over > (bound + 1) * n and not self.tail_batching, (
             f"{{over_sampling_batch_size=}} is too large: with {{{which}=}} april can deliver {(bound + 1) * n} groups "
             f"in time; raise {{{which}}} or set {{on_stale}}"
         )
@@ -351,16 +364,23 @@ class Config(Model):
         return self.group_quorum != 1
 
     @property
+    def tail_batching(self) -> bool:
+        """True if prompts that a step with N' > N groups did not finish begin again in a later step."""
+        return not self.partial_rollout and self.groups_in_work > self.rollout_batch_size
+
+    @property
     def groups_in_work(self) -> int:
-        """N', or N if N' is None or auto. Also N without partial_rollout, where N' groups at a time may exceed N."""
-        given = self._number(self.over_sampling_batch_size) if self.partial_rollout else None
-        return given or self.rollout_batch_size
+        """N', or N if N' is None or auto. At least N without partial_rollout, where N' groups at a time may exceed N."""
+        n, given = self.rollout_batch_size, self._number(self.over_sampling_batch_size)
+        return (given or n) if self.partial_rollout else max(given or n, n)
 
     @property
     def leaves_partials(self) -> bool:
         """True if steps or weight updates may leave unfinished responses."""
         if self.generation is GenerationMode.CONTINUOUS or self.auto:
             return True
+        if self.tail_batching:
+            return False
         return self.groups_in_work not in (1, self.rollout_batch_size) or self.refill is not Refill.NONE
 
     @property
@@ -432,6 +452,7 @@ class Config(Model):
             "min_group_size": self.min_group_size or -(-self.n_samples_per_prompt // 2),
             "max_age": self.age_limit,
             "auto": self.auto,
+            "on_stale": OnStale.RESTART if self.tail_batching else self.on_stale,
             "has_reward": has_reward,
             "group_reward": group_reward,
             "has_filter": has_filter,

@@ -107,21 +107,24 @@ class OverSampler:
         return evaluation if work is None else work
 
     def prompts_to_draw(
-        self, *, ready: int, in_work: int, free_places: int, step_start: bool, fits: Callable[[], int],
-        room: Callable[[], int],
+        self, *, ready: int, in_work: int, free_places: int, step_start: bool, only_missing: bool,
+        fits: Callable[[], int], room: Callable[[], int],
     ) -> int:  # fmt: skip
         """Return how many prompts to draw from the source now.
 
         ``ready`` counts the complete units that wait for delivery, ``in_work`` the incomplete units. ``free_places`` is
-        how many samples could start besides the samples in flight and in the queue. ``fits`` returns how many prompts
-        needed by the step the buffer can take, ``room`` how many further prompts.
+        how many samples could start besides the samples in flight and in the queue. ``only_missing``: no more than the
+        step needs. ``fits`` returns how many prompts needed by the step the buffer can take, ``room`` how many further
+        prompts.
         """
         if self.exhausted or self.requested:
             return 0
         s, units = self.settings, self._per_group
         missing = max(-(-(self._batch - ready - in_work) // units), 0)
         missing = min(missing, fits()) if missing else 0
-        if s.refill is Refill.SAMPLE:
+        if only_missing:
+            wanted = missing
+        elif s.refill is Refill.SAMPLE:
             # free places without queued work are filled by new groups, however many groups there are
             wanted = max(-(-free_places // s.n_samples_per_prompt), 0)
         elif s.refill is Refill.GROUP:

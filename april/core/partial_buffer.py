@@ -146,6 +146,8 @@ class PartialBuffer:
         self.settings = settings
         self._leases = leases
         self.groups: dict[int, Group] = {}
+        self.aside: dict[int, Group] = {}
+        """The groups among :attr:`groups` that wait for a later round, without tokens (tail batching)."""
         self.limit_cause = IdleCause.BOUND
         """Reason that limited the result of the last :meth:`room`."""
         self.batch = settings.target
@@ -155,7 +157,8 @@ class PartialBuffer:
         self._rows_counted = 0, 0
         """(Held tokens, bytes of held extras) when the extras were last counted."""
         self.units = 0
-        """Number of held units: groups or, with a group quorum below 1, samples neither delivered nor dropped."""
+        """Number of held units: groups that are not aside or, with a group quorum below 1, samples neither delivered nor
+        dropped."""
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -171,7 +174,26 @@ class PartialBuffer:
     def remove(self, group: Group) -> None:
         """Remove a group all samples of which are delivered or dropped."""
         del self.groups[group.id]
-        self.units -= self._whole_groups
+        if self.aside.pop(group.id, None) is None:
+            self.units -= self._whole_groups
+
+    def put_aside(self, group: Group) -> None:
+        """Let a group without tokens wait for a later round."""
+        group.put_aside = True
+        self.aside[group.id] = group
+        self.units -= 1
+
+    def next_aside(self) -> Group:
+        """Return the group that was put aside first; it is part of the present round from now on."""
+        group = self.aside.pop(next(iter(self.aside)))
+        self.units += 1
+        return group
+
+    @property
+    def in_long_round(self) -> bool:
+        """True if the present round is one of groups that were put aside; a new one is if they fill a batch."""
+        present = [group for group in self if group.id not in self.aside]
+        return any(group.put_aside for group in present) if present else len(self.aside) >= self.batch
 
     def change_held_count(self, group: Group, by: int) -> None:
         """Change the number of held samples of a group by ``by``."""

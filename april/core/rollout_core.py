@@ -60,7 +60,7 @@ STEP_METRICS = (
     "failed_samples", "fenced_attempts", "stalled_attempts", "late_events", "after_stop_tokens", "no_extras_tokens",
     "prompts_drawn", "prompts_too_long", "groups_dropped_failed", "groups_dropped_filtered", "groups_dropped_stale",
     "samples_dropped_failed", "samples_dropped_stale", "replaced_samples", "replays_diverged", "lost_functions",
-    "busy_refusals", "stale_engines", "lowered_caps", "overridden_requests",
+    "busy_refusals", "stale_engines", "lowered_caps", "overridden_requests", "groups_put_aside",
 )  # fmt: skip
 
 
@@ -76,6 +76,8 @@ class Step:
     after a commit or a weight update, when the step may draw more."""
     stopping: bool = False
     """True once the target is reached or the step has failed; from then on, nothing is started."""
+    long_round: bool = False
+    """True if the step generates groups that earlier steps put aside, and no other prompts (tail batching)."""
     in_flight_at_stop: Counter[str] = field(default_factory=Counter)
     """Number of attempts in flight by engine, when the step stopped."""
 
@@ -269,6 +271,7 @@ class RolloutCore:
         self.step = Step(self.counters.copy(), self.observed_tokens())
         # the batch of this step is trained one update later than the batch before, so samples may now be too old for it
         self.lifecycle.restart_or_drop_stale()
+        self.step.long_round = self.settings.tail_batching and self.buffer.in_long_round
         self._plan_deadlines()
 
     def _advance(self) -> None:
@@ -325,7 +328,8 @@ class RolloutCore:
             return False
         # with a quorum, failures may leave fewer samples than the target; the batch is then delivered short if further
         # prompts could only be delivered when they are too old
-        return self.over_sampler.exhausted or (self.monitor.ready > 0 and not self.buffer.fits)
+        exhausted = self.over_sampler.exhausted and not self.buffer.aside
+        return exhausted or (self.monitor.ready > 0 and not self.buffer.fits)
 
     def _advance_others(self) -> None:
         """Advance evaluations, weight updates and pauses.
@@ -375,6 +379,8 @@ class RolloutCore:
         units = [] if waits else self.monitor.take(self.buffer.delivery_order)
         step, self.batch_wanted = self.step, False
         assert step is not None
+        if units and self.settings.tail_batching:
+            self._put_aside_all_but(units)
         if not (units and self._continuous):
             self._leave_step()
         if units:
@@ -383,6 +389,13 @@ class RolloutCore:
             self.context.out.append(do.EndOfData(self.monitor.ready))
         if self.step is not None:
             self._begin_step()
+
+    def _put_aside_all_but(self, units: list[Unit]) -> None:
+        done, out = {unit.id for unit in units}, self.context.out
+        for group in [g for g in self.buffer if g.id not in done and g.id not in self.buffer.aside]:
+            self.lifecycle.put_aside(group)
+        # functions that were just cancelled must not get answers of this event, as they would return
+        out[:] = [c for c in out if not (isinstance(c, do.CallCompleted) and c.call.sample.state is SampleState.NEW)]
 
     def _deliver(self, units: list[Unit], step: Step) -> None:
         context = self.context
@@ -413,6 +426,8 @@ class RolloutCore:
         metrics |= self.engines.metrics(step.in_flight_at_stop, self.clock.current)
         metrics |= {
             "carried_groups": float(len(self.buffer)),
+            "aside_groups": float(len(self.buffer.aside)),
+            "long_round": float(step.long_round),
             "surplus_groups": self.monitor.ready / self.settings.units_per_group,
             "held_tokens": float(context.tokens.held),
             "held_attachment_bytes": float(self.buffer.attachment_bytes),
@@ -460,6 +475,8 @@ class RolloutCore:
         """Start queued samples and calls, then draw prompts if more work is wanted."""
         if self._continues:
             return
+        if self.buffer.aside:
+            self._begin_put_aside()
         if self.over_sampler.training.waiting or self.over_sampler.evaluations.waiting:
             self._start_waiting(training=True)
         step = self.step
@@ -470,12 +487,13 @@ class RolloutCore:
         if self._continues:
             return
         queue = self.over_sampler
-        granted = 0 if queue.requested else min(queue.granted, self.buffer.fits)
+        granted = 0 if queue.requested or step.long_round else min(queue.granted, self.buffer.fits)
         count = granted or queue.prompts_to_draw(
             ready=self.monitor.ready,
             in_work=self.buffer.units - self.monitor.ready,
             free_places=self.context.places.startable() - self.over_sampler.training.waiting,
             step_start=not step.filled,
+            only_missing=step.long_round,
             fits=lambda: self.buffer.fits,
             room=lambda: self.buffer.room(self.tokens.held),
         )
@@ -485,6 +503,14 @@ class RolloutCore:
             self.context.out.append(do.DrawPrompts(queue.requested))
         elif not self.over_sampler.requested:
             step.filled = True
+
+    def _begin_put_aside(self) -> None:
+        """Queue groups that were put aside, up to N groups in work, in a long round or where the prompts have ended."""
+        assert self.step is not None
+        if self.step.long_round or self.over_sampler.exhausted:
+            while self.buffer.aside and self.buffer.units < self.buffer.batch:
+                for sample in self.buffer.next_aside().members:
+                    self.over_sampler.push(sample)
 
     def _start_waiting(self, *, training: bool) -> None:
         """Start queued samples and calls of evaluations, and then, if ``training``, those of training."""
@@ -632,6 +658,8 @@ class RolloutCore:
     def _plan_deadlines(self) -> None:
         """Give priority to the groups or samples that this step must deliver, so that they do not get too old."""
         before, urgent = self.context.urgent, dict[int, Unit]()
+        if self.settings.tail_batching:  # nothing is carried over weights, so nothing gets too old
+            return
         for unit in self.monitor.plan(self.buffer.slacks(), self.buffer.horizon):
             # a finished sample can only be delivered once as many samples of its group as the quorum asks for are
             group = unit.group if isinstance(unit, Sample) else unit

@@ -406,6 +406,8 @@ def _reason(cause: IdleCause, advice: _Advice) -> tuple[str, str]:
             ))),
         ),
         IdleCause.OVER_SAMPLING: (
+            "rounds waited for their longest responses", more("set partial_rollout: true", partial_rollout=True)
+        ) if s.tail_batching else (
             f"only {s.groups_wanted} groups were in progress (refill: {s.refill})",
             " or ".join(filter(None, (
                 more("raise over_sampling_batch_size", over_sampling_batch_size=2 * s.groups_wanted),

@@ -131,6 +131,16 @@ class SampleLifecycle:
         if was_finished:
             self._groups.reopen(sample.group)
 
+    def put_aside(self, group: Group) -> None:
+        """Drop all tokens of a group and keep its prompt, which begins again in a later round (tail batching)."""
+        context = self._context
+        for sample in group.members:
+            if sample.state is not NEW or sample.replayed:
+                self.restart(sample, DropReason.PUT_ASIDE)
+            context.over_sampler.forget(sample)
+        context.buffer.put_aside(group)
+        context.counters["groups_put_aside"] += 1
+
     def _stop_and_drop_tokens(self, sample: Sample, reason: DropReason) -> None:
         """Stop the sample's function and requests, and drop its tokens."""
         context, generated = self._context, sample.generated

@@ -26,6 +26,7 @@ class CoreSettings:
     over_sampling_batch_size: int
     max_response_len: int
     max_in_flight: int
+    partial_rollout: bool = True
     evaluation_share: float = 0.5
     """Number of places that only evaluations take, beyond and as a share of ``max_in_flight``. Also their share of the
     requests in flight when the engines are full."""
@@ -115,6 +116,11 @@ class CoreSettings:
         """
         target, portion = self.rollout_batch_size, self.over_sampling_batch_size
         return portion if portion >= target else -(-target // portion) * portion
+
+    @property
+    def tail_batching(self) -> bool:
+        """True if prompts that a step with N' > N groups did not finish begin again in a later step."""
+        return not self.partial_rollout and self.groups_wanted > self.rollout_batch_size
 
     @property
     def groups_at_a_time(self) -> int:

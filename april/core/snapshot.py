@@ -204,6 +204,8 @@ class Freezer:
             "batches": last + 1,
             "staleness_bound": core.leases.bound,
             "counters": dict(core.counters),
+            "aside": list(core.buffer.aside),
+            "long_round": [group.id for group in core.buffer if group.put_aside and group.id not in core.buffer.aside],
         }
         collected, changed = self._groups, self._changed
         frozen = {
@@ -561,10 +563,11 @@ def _put(core: RolloutCore, restored: Restored) -> None:
         if group.id >= context.groups_drawn or group.id in core.buffer.groups:
             raise ValueError(f"group {group.id} of {context.groups_drawn}")
         core.buffer.add(group)
+    _aside_in(core, state)
     for group in [*ready, *waiting]:
         context.event_number += 1  # a number for each group, so that they are delivered in the order of the snapshot
         for sample in group.members:
-            if sample.state is not SampleState.FINISHED:
+            if sample.state is not SampleState.FINISHED and group.id not in core.buffer.aside:
                 core.over_sampler.push(sample)
         if group.cohort or group.complete:  # complete but not ready: its filter has been removed since
             group.cohort = group.cohort or group.cohort_rewards
@@ -584,6 +587,15 @@ def _put(core: RolloutCore, restored: Restored) -> None:
     _require_rewards(core, state)
     context.without_room = _without_room(core, state)
     _require_in_time(core, state)
+
+
+def _aside_in(core: RolloutCore, state: State) -> None:
+    """Restore which groups wait for a later round; without tail batching they are ordinary groups from now on."""
+    if core.settings.tail_batching:
+        for number in state.get("long_round", ()):
+            core.buffer.groups[count_of(number)].put_aside = True
+        for number in state.get("aside", ()):
+            core.buffer.put_aside(core.buffer.groups[count_of(number)])
 
 
 def _count_in(core: RolloutCore, state: State) -> None:

@@ -670,6 +670,8 @@ class Group:
     """Version of the oldest token of its held samples; None without tokens. Valid while ``oldest_known``."""
     oldest_known: bool = False
     filter_failures: int = 0
+    put_aside: bool = False
+    """True once a round ended before the group was finished, so that a long round generates it (tail batching)."""
     slack: int = NO_DEADLINE
     """Number of batches after which the group is too old, as of the latest plan."""
 

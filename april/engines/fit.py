@@ -60,7 +60,7 @@ def warnings_of(config: Config) -> Iterator[str]:
             f"until {n} are in work, and no more; to over-sample, set it above {n}"
         )
     most = (config.max_staleness + 1) * n
-    if over > most and config.on_stale is not OnStale.DROP:
+    if over > most and config.on_stale is not OnStale.DROP and not config.tail_batching:
         yield (
             f"max_staleness={config.max_staleness} allows {most} groups in work at most: more, as "
             f"over_sampling_batch_size={over} asks for, could not be trained in time; raise max_staleness, or set "

@@ -24,6 +24,8 @@ from april.simulate.workload import MOST_IN_FLIGHT, Schedule, Workload
 
 RATIOS = (1.0, 1.25, 1.5, 2.0, 3.0)
 """Ratios N'/N of the candidates without refill in the coarse grid."""
+TAIL_RATIOS = (1.125, 1.25, 1.5)
+"""Ratios N'/N of the coarse grid's candidates with tail batching."""
 PLACES = (0.5, 1.0, 1.5)
 """Samples in flight, as a multiple of N x n, of the candidates with refill in the coarse grid."""
 QUORUMS = (1.0, SMALLEST_QUORUM)
@@ -73,6 +75,7 @@ class CandidateResult:
         s = self.schedule
         quorum = f", quorum {s.quorum:g}" if s.quorum != 1.0 else ""
         how = f"N' = {s.over}" if s.refill is Refill.NONE else f"refill, {s.in_flight} in flight"
+        how += ", tail batching" if s.tail_batching else ""
         return f"{how}{quorum}{'' if s.continuous is None else ', continuous'}"
 
 
@@ -84,11 +87,14 @@ class Plan:
         rows: candidates, the fastest first.
         best: the fastest candidate within the limit of the off-policy share; at equal speed, the least off-policy one.
         base: candidate with which all others are compared.
+        speculative_gains: speed of ``best`` and of ``base`` over their speed without speculative decoding, if engines
+            have it.
     """
 
     rows: list[CandidateResult]
     best: CandidateResult
     base: CandidateResult
+    speculative_gains: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +108,7 @@ class SearchSpace:
         places: largest number of samples in flight.
         continuous: values of :attr:`.workload.Schedule.continuous` to try; None in it stands for stepwise generation.
         below: number of samples in flight below which all candidates but the base must stay; None means no bound.
+        tail_batching: whether to try tail batching, too.
     """
 
     base: Schedule
@@ -110,6 +117,7 @@ class SearchSpace:
     places: int = MOST_IN_FLIGHT
     continuous: tuple[int | None, ...] = (None,)
     below: int | None = None
+    tail_batching: bool = False
 
     @classmethod
     def full(cls, workload: Workload, quorums: Sequence[float] = QUORUMS) -> SearchSpace:
@@ -120,7 +128,7 @@ class SearchSpace:
         places = MOST_IN_FLIGHT if workload.slots is None else workload.slots * workload.engines
         base = workload.one_shot(workload.groups)
         base = replace(base, in_flight=min(base.in_flight, places))
-        return cls(base=base, quorums=quorums, places=places, continuous=modes)
+        return cls(base=base, quorums=quorums, places=places, continuous=modes, tail_batching=True)
 
     def quorums_to_try(self, quorum: float) -> Sequence[float]:
         """Return the quorums to try; only ``quorum`` if that setting is not free."""
@@ -148,6 +156,8 @@ def coarse_grid(workload: Workload, space: SearchSpace) -> list[Schedule]:
     if space.allows_refill(Refill.SAMPLE):
         refills = [Schedule(n, Refill.SAMPLE, round(full * share)) for share in PLACES]
         found += [replace(schedule, continuous=mode) for mode in space.continuous for schedule in refills]
+    if space.tail_batching:
+        found += [replace(workload.one_shot(round(n * ratio)), tail_batching=True) for ratio in TAIL_RATIOS]
     quorums = space.quorums_to_try(space.base.quorum)
     ends = dict.fromkeys((max(quorums), min(quorums)))
     beside = [replace(space.clipped(s), quorum=quorum) for quorum in ends for s in found]
@@ -164,7 +174,10 @@ def neighbours(workload: Workload, best: Schedule, tried: Iterable[Schedule], sp
     for other in (*sizes[max(0, at - 1) : at], *sizes[at + 1 : at + 2]):
         middle = (other + _size(best)) // 2
         if abs(middle - _size(best)) >= least and abs(middle - other) >= least:
-            out.append(workload.one_shot(middle) if one_shot else replace(best, in_flight=middle))
+            if one_shot:
+                out.append(replace(workload.one_shot(middle), tail_batching=best.tail_batching))
+            else:
+                out.append(replace(best, in_flight=middle))
     out = [replace(space.clipped(schedule), quorum=best.quorum) for schedule in out]
     out += [replace(best, quorum=quorum) for quorum in space.quorums_to_try(best.quorum)]
     return [schedule for schedule in _possible(workload, out, space) if schedule not in tried]
@@ -175,7 +188,7 @@ def _size(schedule: Schedule) -> int:
 
 
 def _kind(schedule: Schedule) -> tuple[object, ...]:
-    return schedule.refill, schedule.continuous
+    return schedule.refill, schedule.continuous, schedule.tail_batching
 
 
 def _possible(workload: Workload, schedules: Iterable[Schedule], space: SearchSpace) -> list[Schedule]:
@@ -189,9 +202,11 @@ def _possible(workload: Workload, schedules: Iterable[Schedule], space: SearchSp
             continue
         one_shot = schedule.refill is Refill.NONE
         # with no more groups than a batch needs, the step waits for all responses, so a quorum has no effect
-        needless = one_shot and schedule.quorum != 1.0 and schedule.over <= workload.groups
+        same = schedule.quorum != 1.0 or schedule.tail_batching
+        needless = one_shot and same and schedule.over <= workload.groups
         # even if the configuration allows so many groups, they could not be trained in time
-        too_many = one_shot and schedule.over > (workload.max_staleness + 1) * workload.groups
+        most = (workload.max_staleness + 1) * workload.groups
+        too_many = one_shot and schedule.over > most and not schedule.tail_batching
         some = workload.engines <= schedule.in_flight < below
         if schedule == base or (some and not needless and not too_many):
             out[schedule] = None
@@ -295,8 +310,12 @@ def plan(
             best = choose(list(rows.values()), share)
             run_all(neighbours(workload, best.schedule, rows, space), brief, FINALISTS + 1 + left * 4)
         run_all(_finalists(schedules[0], list(rows.values()), share), long, 0)
-    best = choose([row for row in rows.values() if row.long], share)
-    return Plan(sorted(rows.values(), key=lambda r: -r.tokens_per_s), best, rows[schedules[0]])
+        base, best = rows[schedules[0]], choose([row for row in rows.values() if row.long], share)
+        gains: tuple[float, ...] = ()
+        if workload.cost.speed_up:
+            plain = run(_row, repeat(long.without_speculation), (best.schedule, base.schedule))
+            gains = tuple(row.tokens_per_s / p.tokens_per_s for row, p in zip((best, base), plain, strict=True))
+    return Plan(sorted(rows.values(), key=lambda r: -r.tokens_per_s), best, base, gains)
 
 
 def _finalists(base: Schedule, rows: list[CandidateResult], share: float) -> list[Schedule]:

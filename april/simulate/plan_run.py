@@ -83,7 +83,13 @@ def notes(workload: Workload, row: CandidateResult) -> list[str]:
         )
     if config.on_stale is OnStale.MASK:
         out.append("on_stale mask: tokens that are too old have loss_mask 0, so the loss must leave them out")
-    if not run.get("partial_rollout", True):
+    if row.schedule.tail_batching:
+        out.append(
+            "partial_rollout: false with over_sampling_batch_size above rollout_batch_size is tail batching: prompts "
+            "with long responses are trained later than others, and somewhat shorter responses are trained than are "
+            "generated, docs/choosing.md"
+        )
+    elif not run.get("partial_rollout", True):
         out.append("partial_rollout was false in the run; this plan needs it to be true")
     if not run:
         out.append(
@@ -116,6 +122,7 @@ def as_plain(workload: Workload, plan: Plan, max_off_policy_share: float) -> dic
         "length_mean": float(workload.length_sample.mean()),
         "best": plain(plan.best),
         "sync": plain(plan.base),
+        "speculative_gains": list(plan.speculative_gains),
         "rows": [plain(row) for row in plan.rows],
     }
 
@@ -128,7 +135,11 @@ def draw_plan(plan: Plan, max_off_policy_share: float, path: Path) -> None:
     axes = figure.add_subplot()
     base = plan.base.tokens_per_s
     kinds: tuple[tuple[str, str, str, Callable[[CandidateResult], bool]], ...] = (
-        ("N' groups once per step", "o", "#1b6ca8", lambda r: r.schedule.refill is Refill.NONE),
+        ("tail batching", "D", "#b8860b", lambda r: r.schedule.tail_batching),
+        (
+            "N' groups once per step", "o", "#1b6ca8",
+            lambda r: r.schedule.refill is Refill.NONE and not r.schedule.tail_batching,
+        ),
         ("refill", "s", "#d1603d", lambda r: r.schedule.refill is not Refill.NONE and r.schedule.continuous is None),
         ("refill, continuous", "^", "#2e8b57", lambda r: r.schedule.continuous is not None),
     )
@@ -199,6 +210,10 @@ def plan_file(
         f"{best.name}: {best.tokens_per_s / base.tokens_per_s:.2f}x of N' = N, {best.off_policy_share:.0%} of the "
         f"trained tokens from older weights, at most {best.staleness_max} updates old", soft_wrap=True,
     )  # fmt: skip
+    if found.speculative_gains:
+        gain, plain = found.speculative_gains
+        words = f"speculative decoding brings {best.name} {gain:.2f}x and {base.name} {plain:.2f}x"
+        console.print(words, soft_wrap=True)
     if best.off_policy_share > max_off_policy_share:
         console.print(f"note: no candidate has an off-policy share of {max_off_policy_share:.0%} or less")
     for note in notes(workload, best):

@@ -55,7 +55,7 @@ def headline(report: dict[str, Any]) -> list[str]:
 
 def mode_table(report: dict[str, Any]) -> Table:
     """Return a table with a column for each mode."""
-    ways = {3: "three", 5: "five"}[len(report["modes"])]
+    ways = ("three", "four", "five", "six")[len(report["modes"]) - 3]
     out = Table(title=f"One workload, scheduled {ways} ways", box=SIMPLE_HEAD)
     out.add_column("")
     for name in report["modes"]:
@@ -123,14 +123,16 @@ def sweep_table(report: dict[str, Any]) -> Table:
 def verdict(report: dict[str, Any]) -> list[str]:
     """Return sentences that sum up the figures."""
     m = report["modes"]["refill"]
+    gains = ", ".join(f"{name} {gain:.2f}x" for name, gain in report["speculative_gains"].items())
+    end = [f"speculative decoding brings: {gains}"] * bool(gains) + [f"note: {note}" for note in report["notes"]]
     if report["loop"] is not None:
-        return [*_loop_verdict(report), *(f"note: {note}" for note in report["notes"])]
+        return [*_loop_verdict(report), *end]
     return [
         f"refill reaches {m['fraction_of_limit']:.1%} of its limit, which is the speed for the same tokens on the same "
         f"engines with {m['in_flight']} samples always in flight; {m['reprefill_time_share']:.1%} of the time is spent "
         f"to prefill again what the ends of steps cut, {m['bubble']:.1%} of the slots are empty",
         *_quorum_verdict(report),
-        *(f"note: {note}" for note in report["notes"]),
+        *end,
     ]
 
 

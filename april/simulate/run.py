@@ -259,6 +259,12 @@ def simulate(workload: Workload, sweep: bool, begin: Begin) -> tuple[dict[str, A
     notes: list[str] = []
     rows = _sweep(workload, run, notes) if sweep and not workload.separate else []
     base = runs["sync"].figures["trained_tokens_per_s"]
+    gains: dict[str, float] = {}
+    if workload.cost.speed_up:
+        plain = workload.without_speculation
+        for name, schedule in workload.modes.items():
+            slow = measure(plain, schedule, begin(f"{name}, not speculative", workload.steps)).figures
+            gains[name] = runs[name].figures["trained_tokens_per_s"] / slow["trained_tokens_per_s"]
     modes = {name: _relative_figures(measured, base) for name, measured in runs.items()}
     report = {
         "workload": _settings(workload),
@@ -266,6 +272,7 @@ def simulate(workload: Workload, sweep: bool, begin: Begin) -> tuple[dict[str, A
         "lengths": lengths,
         "loop": None if workload.train_time is None else _loop_times(workload),
         "modes": modes,
+        "speculative_gains": gains,
         "sweep": [{"ratio": ratio} | _relative_figures(measured, base) for ratio, measured in rows],
         "notes": notes + _notes(workload, modes),
         "definitions": DEFINITIONS,
@@ -348,9 +355,11 @@ def _notes(workload: Workload, modes: dict[str, dict[str, Any]]) -> list[str]:
                 f"slots stay empty; raise max_staleness or lower the {m['in_flight']} samples in flight"
             )
         if m["dropped_tokens"]:
+            why = f"because they were too old (on_stale={workload.on_stale})"
+            why = "with prompts that begin again in a later round" if name == "tail" else why
             notes.append(
                 f"{name}: {m['dropped_tokens'] / m['generated_tokens']:.1%} of the generated tokens were dropped "
-                f"because they were too old (on_stale={workload.on_stale}); they do not count as throughput"
+                f"{why}; they do not count as throughput"
             )
         if m["masked_tokens"]:
             share = m["masked_tokens"] / (m["masked_tokens"] + m["trained_tokens"])

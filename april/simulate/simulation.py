@@ -30,7 +30,7 @@ from april.core.rollout_core import RolloutCore
 from april.core.run_times import RunTimes
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
-from april.core.types import Attempt, EngineFinish, OnWeightUpdate, Prompt, SampleId
+from april.core.types import MAX_SAMPLES_FACTOR, Attempt, EngineFinish, OnWeightUpdate, Prompt, Sample, SampleId
 from april.core.versions import PolicyVersion
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.decoder_model import SimulatedDecoder
@@ -60,7 +60,7 @@ class SimulatedEngines:
 
     Args:
         decoders: decoder of each engine, by name.
-        length: function that returns the full length of a sample's response, in tokens.
+        length: function that returns the full length of a sample's response, in tokens, as the sample began last.
         longest: largest number of tokens in a response.
         now: function that returns the virtual time in seconds.
         version: function that returns the policy version of the engines' weights.
@@ -72,7 +72,7 @@ class SimulatedEngines:
         self,
         decoders: dict[str, SimulatedDecoder],
         *,
-        length: Callable[[SampleId], int],
+        length: Callable[[Sample], int],
         longest: int,
         now: Callable[[], float],
         version: Callable[[], PolicyVersion],
@@ -140,7 +140,7 @@ class SimulatedEngines:
     def _submit(self, command: do.Submit) -> None:
         attempt = command.attempt
         self._advance(attempt.engine)
-        left = self._length(attempt.sample.id) - len(attempt.call.chain.tape)
+        left = self._length(attempt.sample) - len(attempt.call.chain.tape)
         count = min(left, attempt.request.sampling.max_tokens)
         cached, group = 0, attempt.sample.id.group
         if self._prompts is not None:
@@ -538,13 +538,14 @@ class Simulation:
     def _fail(self, command: do.Fail) -> None:
         raise RolloutError(command.error)
 
-    def _length(self, sample: SampleId) -> int:
-        row = self._group_lengths.get(sample.group)
-        # the row is not drawn yet, or is too short because a failed sample was replaced
-        if row is None or len(row) <= sample.index:
-            n = max(self.core.settings.n_samples_per_prompt, sample.index + 1)
-            row = self._group_lengths[sample.group] = self._lengths.group(sample.group, n).tolist()
-        return row[sample.index]
+    def _length(self, sample: Sample) -> int:
+        group, index = sample.id
+        row, n = self._group_lengths.get(group), self.core.settings.n_samples_per_prompt
+        # a response that begins again is another draw for the same prompt
+        index += sample.restarts * (MAX_SAMPLES_FACTOR * n + 1)
+        if row is None or len(row) <= index:  # the row is not drawn yet, or the sample began again or replaces another
+            row = self._group_lengths[group] = self._lengths.group(group, max(n, index + 1)).tolist()
+        return row[index]
 
     def _score(self, sample: SampleId) -> ev.Scored | ev.SampleFailed:
         if uniforms("failing", 0, sample.group, sample.index + 1)[-1] < self._failing:

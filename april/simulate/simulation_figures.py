@@ -11,7 +11,7 @@ import numpy as np
 from april.simulate.run import ScheduleMeasurement
 from april.simulate.workload import with_quorum
 
-COLOURS = {"sync": "#8a8a8a", "april": "#1b6ca8", "refill": "#d1603d"}
+COLOURS = {"sync": "#8a8a8a", "april": "#1b6ca8", "refill": "#d1603d", "tail": "#b8860b"}
 WITH_QUORUM = {"april": "#6fa8d6", "refill": "#e59a80"}
 CONTINUOUS, TRAINER = "#2e8b57", "#7a4a9e"
 SHOWN_SYNC_STEPS, SHOWN_SYNC_BATCHES = 4, 6
@@ -53,6 +53,7 @@ def _label(report: dict[str, Any], name: str) -> str:
     m = report["modes"][name]
     mode, _, quorum = name.partition(" q=")
     words = {"april": f", N' = {m['over_sampling_batch_size']}", "refill": f", {m['in_flight']} in flight"}
+    words["tail"] = words["april"]
     return mode + words.get(mode, "") + (f", quorum {quorum}" if quorum else "")
 
 

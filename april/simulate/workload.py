@@ -47,6 +47,7 @@ class Schedule:
             holds.
         quorum: share of a group that must be finished before its finished samples count.
         keeps_requests: whether requests continue over weight updates (on_weight_update: keep).
+        tail_batching: whether unfinished prompts begin again in rounds of their own (partial_rollout: false).
     """
 
     over: int
@@ -55,6 +56,7 @@ class Schedule:
     continuous: int | None = None
     quorum: float = 1.0
     keeps_requests: bool = False
+    tail_batching: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,12 +84,15 @@ class Workload:
         fetch_ahead: number of batches that a trainer on its own GPUs requests while it trains a batch.
         keep: whether continuous generation is also simulated with on_weight_update: keep; then each engine prefills
             the prompt of a group once per version, in all modes.
+        tail_batching: N' of tail batching, which is then simulated, too; None means that it is not.
         bounds: whether continuous generation is simulated at each of BOUNDS, or at max_staleness only.
         lengths_file: JSONL file of lengths (see :meth:`TraceLengths.from_jsonl`); None means lognormal lengths.
         median_len, sigma_between, sigma_within: parameters of the lognormal lengths; None means the defaults above.
         steps, ramp: number of simulated steps, and of first steps that are left out of the figures.
         seed: seed of the lengths.
         measured_cost: cost of one engine; None means an estimate for ``model`` on ``gpu``.
+        speculative: what speculative decoding brings, as SEQUENCES:FACTOR points ("8:2,64:1"), see
+            :attr:`april.engines.simulated.decode_cost.DecodeCost.speed_up`; None means what ``measured_cost`` says.
         measured_lengths: lengths to use; None means those of ``lengths_file`` or the lognormal distribution.
         settings: configuration of a recorded run; settings that are also given by a schedule or another attribute are
             ignored.
@@ -117,6 +122,7 @@ class Workload:
     train_time: str | None = None
     placement: Placement | None = None
     fetch_ahead: int = 0
+    tail_batching: int | None = None
     bounds: bool = True
     keep: bool = False
     lengths_file: Path | None = None
@@ -127,6 +133,7 @@ class Workload:
     ramp: int = 10
     seed: int = 0
     measured_cost: DecodeCost | None = None
+    speculative: str | None = None
     measured_lengths: ResponseLengths | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     slots: int | None = None
@@ -153,6 +160,8 @@ class Workload:
             )
         if self.keep and not self.separate:
             raise ValueError("keep is for continuous generation, beside a trainer on GPUs of its own; give train_time")
+        if self.tail_batching is not None and self.tail_batching <= self.groups:
+            raise ValueError(f"tail_batching={self.tail_batching} is N', which must be more than groups={self.groups}")
         assert self.train_s >= 0.0  # parses train_time, which may raise
         capacity, context = self.cost.kv_capacity_tokens, self.prompt_len + self.max_response_len
         if capacity is not None and context > capacity:
@@ -179,7 +188,13 @@ class Workload:
     @cached_property
     def cost(self) -> DecodeCost:
         """The decode cost of one engine."""
-        return self.measured_cost or roofline(self.model, self.gpu, self.tensor_parallel, self.memory_share)
+        cost = self.measured_cost or roofline(self.model, self.gpu, self.tensor_parallel, self.memory_share)
+        return cost if self.speculative is None else replace(cost, speed_up=_points(self.speculative))
+
+    @property
+    def without_speculation(self) -> Workload:
+        """The same workload on engines without speculative decoding."""
+        return replace(self, measured_cost=replace(self.cost, speed_up=()), speculative=None)
 
     @cached_property
     def lengths(self) -> ResponseLengths:
@@ -274,6 +289,8 @@ class Workload:
             "april": self.one_shot(over),
             "refill": Schedule(n, Refill.SAMPLE, self._in_flight),
         }
+        if self.tail_batching is not None:
+            modes["tail"] = replace(self.one_shot(self.tail_batching), tail_batching=True)
         quorum = self.group_quorum
         if quorum != 1.0:
             modes |= {with_quorum(name, quorum): replace(modes[name], quorum=quorum) for name in ("april", "refill")}
@@ -291,7 +308,8 @@ class Workload:
 
     def max_staleness_of(self, schedule: Schedule) -> int:
         """Return max_staleness of one mode."""
-        return self.max_staleness if schedule.continuous is None else schedule.continuous
+        bound = self.max_staleness if schedule.continuous is None else schedule.continuous
+        return 0 if schedule.tail_batching else bound
 
     def one_shot(self, over: int) -> Schedule:
         """Return a schedule that starts ``over`` groups at the beginning of a step, all in flight, and none later."""
@@ -307,7 +325,7 @@ class Workload:
             "rollout_batch_size": self.groups,
             "n_samples_per_prompt": self.samples,
             "over_sampling_batch_size": schedule.over,
-            "partial_rollout": True,
+            "partial_rollout": not schedule.tail_batching,
             "max_response_len": self.max_response_len,
             "generation": GenerationMode.STEPWISE if schedule.continuous is None else GenerationMode.CONTINUOUS,
             "on_weight_update": OnWeightUpdate.KEEP if schedule.keeps_requests else OnWeightUpdate.RESUBMIT,
@@ -316,12 +334,24 @@ class Workload:
             "max_in_flight": schedule.in_flight,
             "max_staleness": self.max_staleness_of(schedule),
             "max_off_policy_share": 1.0,  # Config refuses a lower value, because no setting is ``auto``
-            "on_stale": self.on_stale,
+            "on_stale": OnStale.FINISH if schedule.tail_batching else self.on_stale,
         }
         try:
             return Config.from_mapping({**self.settings, **scheduled})
         except ConfigError as error:
             raise ValueError(str(error)) from None
+
+
+def _points(text: str) -> tuple[tuple[int, float], ...]:
+    """Return the points of ``speculative``; raises ValueError with one sentence."""
+    try:
+        points = [point.split(":") for point in text.split(",")]
+        return tuple((int(number), float(factor)) for number, factor in points)
+    except ValueError:
+        raise ValueError(
+            f"speculative={text[:40]!r} is no list of SEQUENCES:FACTOR points, such as 8:2,64:1 for twice the speed up "
+            "to 8 sequences per engine and no gain from 64 on"
+        ) from None
 
 
 def with_quorum(mode: str, quorum: float) -> str:

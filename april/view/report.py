@@ -63,6 +63,7 @@ DROPS = {
     "groups_dropped_filtered": "prompts that the filter rejected",
     "groups_dropped_failed": "prompts that failed every try",
     "groups_dropped_stale": "prompts that were too old",
+    "groups_put_aside": "unfinished prompts that begin again in a later round",
     "samples_dropped_failed": "responses that failed every try",
     "samples_dropped_stale": "responses that were too old",
     "prompts_too_long": "prompts without room for a response",

@@ -99,7 +99,7 @@ REWARD_MODEL = {"reward__reward_model__enable": True}
 MEAN_OVER = "takes the mean reward over whole ones; add --custom-reward-post-process-path"
 WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
     "trl": [
-        ({}, {"partial_rollout": False}, "set partial_rollout: true"),
+        ({}, {"partial_rollout": False, "max_staleness": 2}, "set partial_rollout: true"),
         ({}, QUORUM, "a baseline needs 3"),
         ({}, {"on_failed_sample": "shrink"}, "a smaller group leaves TRL with fewer rows than"),
         ({}, {"n_samples_per_prompt": 4}, "=4 of april contradicts num_generations=2 of GRPOConfig"),
@@ -140,7 +140,7 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({}, QUORUM, "april.group_quorum=0.5:  .. groups are delivered whole"),
         ({}, {"on_failed_sample": "shrink"}, "april.on_failed_sample=shrink:  .. so none may have fewer; use replace"),
         ({}, {"on_stale": "mask"}, "april.on_stale: mask"),
-        ({}, {**OVER, "partial_rollout": False}, "set partial_rollout: true"),
+        ({}, {**OVER, "partial_rollout": False, "max_staleness": 2}, "set partial_rollout: true"),
         ({}, {"over_sampling_batch_size": 400},
          "over_sampling_batch_size=400 is too large: with max_staleness=5 april can deliver 24 groups in time"),
         ({}, {"rollout_batch_size": 4}, "april.rollout_batch_size: OpenRLHF's --rollout.batch_size decides this"),
@@ -189,8 +189,8 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({"partial_rollout": False, "over_sampling_batch_size": 3}, GOES_ON, "would throw them away"),
     ],
     "verl": [
-        ({}, {"partial_rollout": False, "over_sampling_batch_size": 6},
-         "over_sampling_batch_size=6 starts more groups than rollout_batch_size=3, and partial_rollout=false would"),
+        ({}, {"partial_rollout": False, "over_sampling_batch_size": 6, "max_staleness": 2},
+         "max_staleness=2 lets tokens become older than their weights, but partial_rollout=false with over_sampling_b"),
         ({"algorithm__rollout_correction__rollout_is": None}, {},
          "algorithm.rollout_correction.rollout_is=null: verl recomputes old log-probabilities with the current weig"),
         ({}, QUORUM,

@@ -231,7 +231,7 @@ class OpenRLHFRollouts:
             with closing_on_error(scheduler.close):
                 self._restore(scheduler, self._saved)
             self._saved = None
-        if not self._config.leaves_partials:
+        if not self._config.leaves_partials and not self._config.tail_batching:
             log.warning(
                 "april runs without over-sampling, so every step waits for its longest response; set "
                 "--april.over_sampling_batch_size above --rollout.batch_size"

@@ -1,7 +1,8 @@
 """Time model of decoding on one engine, and the throughput limit that follows from it.
 
 One decode step with n active sequences and K tokens resident in the KV cache takes ``t(n, K) = a + b n + g K`` seconds;
-every step adds n to K. Prefill costs a constant time per token.
+every step adds n to K. Prefill costs a constant time per token. Speculative decoding divides the time of a step by a
+factor that depends on n.
 
 ``roofline`` estimates the coefficients of known models and GPUs from weight bytes, bandwidth and FLOPS; nothing is
 measured. Left out: attention FLOPs, communication between tensor-parallel ranks, activations in memory.
@@ -32,6 +33,8 @@ class DecodeCost:
         per_kv_token_s: g, time per token resident in the KV cache and step.
         per_prefill_token_s: Time per prefilled token.
         kv_capacity_tokens: Tokens that the KV cache holds; None means unlimited.
+        speed_up: What speculative decoding brings: points (active sequences, factor on the tokens per second), by
+            ascending number; linear between them, constant outside. Empty means none.
     """
 
     base_s: float
@@ -39,6 +42,7 @@ class DecodeCost:
     per_kv_token_s: float
     per_prefill_token_s: float = 0.0
     kv_capacity_tokens: int | None = None
+    speed_up: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         others = (self.per_sequence_s, self.per_kv_token_s, self.per_prefill_token_s)
@@ -46,22 +50,37 @@ class DecodeCost:
             raise ValueError(f"decode costs must be finite, base_s > 0 and the others >= 0: {self}")
         if self.kv_capacity_tokens is not None and self.kv_capacity_tokens < 1:
             raise ValueError(f"kv_capacity_tokens must be at least 1 or None, not {self.kv_capacity_tokens}")
+        points = tuple((n, float(factor)) for n, factor in self.speed_up)
+        numbers = [n for n, _ in points]
+        whole = all(type(n) is int and n > 0 for n in numbers) and numbers == sorted(set(numbers))
+        if not whole or not all(0.0 < factor < math.inf for _, factor in points):
+            raise ValueError(
+                f"speed_up={self.speed_up}: expected ascending numbers of sequences, at least 1, each with a positive "
+                "factor, as in ((8, 2.0), (64, 1.0))"
+            )
+        object.__setattr__(self, "speed_up", points)  # a file has lists
+
+    def speculative_factor(self, n: float) -> float:
+        """Factor by which speculative decoding makes a step with ``n`` sequences shorter."""
+        points = self.speed_up
+        return float(np.interp(n, [at for at, _ in points], [factor for _, factor in points])) if points else 1.0
 
     def step_s(self, n: int, kv_tokens: int) -> float:
         """Seconds of one step with ``n`` sequences and ``kv_tokens`` resident when it starts."""
-        return self.base_s + self.per_sequence_s * n + self.per_kv_token_s * kv_tokens
+        plain = self.base_s + self.per_sequence_s * n + self.per_kv_token_s * kv_tokens
+        return plain / self.speculative_factor(n) if self.speed_up else plain
 
     def steps_s(self, steps: int, n: int, kv_tokens: int) -> float:
         """Seconds of ``steps`` steps with ``n`` sequences; the KV starts at ``kv_tokens``, grows by n a step."""
-        grown = n * (steps * (steps - 1) // 2)
-        return steps * self.step_s(n, kv_tokens) + self.per_kv_token_s * grown
+        grown = self.per_kv_token_s * (n * (steps * (steps - 1) // 2))
+        return steps * self.step_s(n, kv_tokens) + (grown / self.speculative_factor(n) if self.speed_up else grown)
 
     def steps_within(self, seconds: float, n: int, kv_tokens: int) -> int:
         """Whole steps that fit into ``seconds``: the largest k with ``steps_s(k, n, kv_tokens) <= seconds``."""
         if seconds < 0.0:
             return 0
         # half k^2 + slope k = seconds, solved in the form that does not cancel
-        half = 0.5 * self.per_kv_token_s * n
+        half = 0.5 * self.per_kv_token_s * n / self.speculative_factor(n)
         slope = self.step_s(n, kv_tokens) - half
         root = math.sqrt(slope * slope + 4.0 * half * seconds)
         k = int(2.0 * seconds / (slope + root) if slope > 0.0 else (root - slope) / (2.0 * half))
@@ -160,7 +179,8 @@ def limit_s(cost: DecodeCost, lengths: Lengths, in_flight: float, prompt_tokens:
     response = _as_float(lengths)
     if in_flight <= 0:
         raise ValueError(f"in_flight must be positive, not {in_flight}")
-    return cost.base_s * float(response.sum()) / in_flight + _work_s(cost, response, prompt_tokens)
+    decode_s = cost.base_s * float(response.sum()) / in_flight + _work_s(cost, response, prompt_tokens)
+    return decode_s / cost.speculative_factor(in_flight) + cost.prefill_s(1) * prompt_tokens * response.size
 
 
 def limit_tokens_per_s(cost: DecodeCost, lengths: Lengths, in_flight: float, prompt_tokens: float = 0.0) -> float:
@@ -188,8 +208,7 @@ def _as_float(lengths: Lengths) -> NDArray[np.float64]:
 
 
 def _work_s(cost: DecodeCost, response: NDArray[np.float64], prompt_tokens: float) -> float:
-    """Return the seconds of work that every schedule needs: compute per token, KV reads, prefill of the prompts."""
+    """Return the seconds of work of decoding that every schedule needs: compute per token, KV reads."""
     tokens = float(response.sum())
     kv_reads = float((response * response).sum()) / 2.0 + prompt_tokens * tokens
-    prefill = cost.per_prefill_token_s * prompt_tokens * response.size
-    return cost.per_sequence_s * tokens + cost.per_kv_token_s * kv_reads + prefill
+    return cost.per_sequence_s * tokens + cost.per_kv_token_s * kv_reads

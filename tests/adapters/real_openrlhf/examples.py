@@ -80,7 +80,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"train__async_enable": True, "train__partial_rollout_enable": True}, "partial_rollout_enable: it changes"),
     ({"train__agent_func_path": "agent.txt"}, "--train.agent_func_path agent.txt: expected a Python file"),
     ({"data__max_images_per_prompt": 1, "train__agent_func_path": "a.py"}, "use one of the two"),
-    ({"april__partial_rollout": "false"}, "set partial_rollout: true"),
+    ({"april__partial_rollout": "false", "april__max_staleness": "2"}, "set partial_rollout: true"),
     ({"april__group_quorum": 0.5}, "groups are delivered whole"),
     ({"rollout__temperature": 0.0}, "--rollout.temperature 0: greedy"),
     ({"april__generation": "continuous", "train__colocate_all": True}, "--train.colocate_all: the engines sleep"),

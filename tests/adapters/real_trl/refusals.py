@@ -30,7 +30,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"group_quorum": 0.5}, "a baseline needs 3"),
     ({"multi_objective_aggregation": "normalize_then_sum"}, {"group_quorum": 0.75}, "over whole groups, but with"),
     ({}, {"on_failed_sample": "shrink"}, "on_failed_sample=shrink: a smaller group leaves TRL with fewer rows"),
-    ({}, {"over_sampling_batch_size": 8, "partial_rollout": False}, "set partial_rollout: true"),
+    ({}, {"over_sampling_batch_size": 8, "partial_rollout": False, "max_staleness": 2}, "set partial_rollout: true"),
 ]
 
 
