@@ -370,7 +370,7 @@ class Config(Model):
 
     @property
     def groups_in_work(self) -> int:
-        """N', or N if N' is None or auto. At least N without partial_rollout, where N' groups at a time may exceed N."""
+        """N', or N if N' is None or auto. At least N without partial_rollout, where N' at a time may add up to more."""
         n, given = self.rollout_batch_size, self._number(self.over_sampling_batch_size)
         return (given or n) if self.partial_rollout else max(given or n, n)
 

@@ -157,8 +157,8 @@ class PartialBuffer:
         self._rows_counted = 0, 0
         """(Held tokens, bytes of held extras) when the extras were last counted."""
         self.units = 0
-        """Number of held units: groups that are not aside or, with a group quorum below 1, samples neither delivered nor
-        dropped."""
+        """Number of held units: groups that are not aside or, with a group quorum below 1, samples that are neither
+        delivered nor dropped."""
 
     def __len__(self) -> int:
         return len(self.groups)

@@ -90,8 +90,8 @@ def truncated_weights(
     It is not settled which level is best: see docs/corrections.md.
 
     Raises ValueError for shapes that do not match, values of tokens with loss that are no log-probability (NaN,
-    infinite, above 0), float16 and bfloat16, an unknown level, a limit not above 0 or beyond float32, and a dead zone that is
-    negative or infinite.
+    infinite, above 0), float16 and bfloat16, an unknown level, a limit not above 0 or beyond float32, and a dead zone
+    that is negative or infinite.
     """
     return truncated(
         "truncated_weights", logprobs, behaviour_logprobs, loss_mask, limit, level, keep_gradient, dead_zone
