@@ -133,7 +133,7 @@ def _read(file: BinaryIO, kind: str, where: str) -> Any:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, MemoryError, OSError, ValueError) as error:
         raise CheckpointError(f"april's state in {where} cannot be read: {error}") from error
     if not isinstance(outer, dict) or outer.get("format") != (FORMAT if split else 2) or outer.get("april") != kind:
-        raise CheckpointError(f"april's state in {where} was written by another version of april, or is none")
+        raise CheckpointError(f"april's state in {where} was not written by this version of april")
     damaged = CheckpointError(f"april's state in {where} is damaged: its checksum does not fit its content")
     content, long_values = outer.get("content"), outer.get("long", b"")
     if not (isinstance(content, bytes) and isinstance(long_values, bytes)):
