@@ -74,11 +74,10 @@ def test_every_block_is_executed() -> None:
 
 
 def test_the_pages_are_short() -> None:
-    """The README has at most 1,200 words, a page for a trainer 900, all pages together 36,000."""
+    """The README has at most 1,200 words, and a page for a trainer 900; others are as long as their readers need."""
     words = {page.stem: len(page.read_text("utf-8").split()) for page in PAGES}
     assert words["README"] <= 1200
     assert max(words[trainer] for trainer in ("areal", "openrlhf", "slime", "trl", "verl")) <= 900
-    assert sum(words.values()) <= 36_000
 
 
 def anchors(page: str) -> set[str]:
