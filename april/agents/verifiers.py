@@ -20,16 +20,17 @@ log = logging.getLogger("april")
 class Verifiers:
     """Makes prompts, rollout and reward of a RolloutScheduler from an environment (``verifiers.v1.Env``).
 
-    The policy answers the agents that are trained. Any other agent, such as a user simulator, needs a model of its own.
-    The rollout function plays one episode, whose requests go to the sample's endpoint, and returns the ``Episode``. The
-    environment's own servers (shared tools, the server of its harnesses) run while any episode is played.
+    The policy generates the turns of the trainable agents. Any other agent, such as a user simulator, needs a model of
+    its own. The rollout function plays one episode, whose requests go to the sample's endpoint, and returns the
+    ``Episode``. The environment's own servers (shared tools, the server of its harnesses) run while any episode is
+    played.
 
     Args:
         environment: environment as ``verifiers.v1.load_environment`` returns it.
         tokenizer: tokenizer of the model, for :attr:`prompts`.
-        sampling: ``verifiers.v1.Sampling`` of its requests; None means april's configuration. Its token limit and stop
-            strings apply. Its temperature and ``top_p`` do not: training uses those of the run's configuration, an
-            evaluation uses those of the evaluation.
+        sampling: ``verifiers.v1.Sampling`` for the environment's requests; None means april's configuration. Its token
+            limit and stop strings apply. Its temperature and ``top_p`` do not: training uses those of the run's
+            configuration, an evaluation uses those of the evaluation.
 
     Raises ConfigError if the package is missing.
     """
@@ -43,7 +44,7 @@ class Verifiers:
 
     @property
     def prompts(self) -> _Prompts:
-        """The tasks of the environment's taskset as prompts; every iteration begins with the first."""
+        """The tasks of the environment's taskset as prompts; every iteration begins with the first task."""
         if self._tokenizer is None:
             raise UsageError(
                 "Verifiers.prompts needs a tokenizer to make token ids: give Verifiers(..., tokenizer=...)"

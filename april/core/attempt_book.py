@@ -1,8 +1,8 @@
 """Records every attempt (engine request) in flight, and builds requests with their tokens, budget and seed.
 
-Invariants: an attempt is in the book from its submission until its end is handled, once. Attempt ids have a fixed
-length, because engines match ids by prefix, and are never reused, not even after a restart. An attempt continues one
-chain (conversation) of its sample.
+Invariants: an attempt is in the book from its submission until its end is handled; each end is handled exactly once.
+Attempt ids have a fixed length, because engines match ids by prefix; no id is reused, not even after a restart. An
+attempt continues one chain (conversation) of its sample.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class AttemptBook:
             priority=0 if sample.urgent else 1,
             sample_key=sample.key,
             response_offset=held - call.start,
-            # with keep, a weight update ends the requests that have no token yet, which only a stream shows
+            # with KEEP, a weight update ends requests that have no token yet; only a stream shows whether they have one
             stream=keeps or bool(sampling.stop),
             in_flight=s.on_weight_update,
             attached=chain.attached,
@@ -113,7 +113,7 @@ class AttemptBook:
     def ends_in_stop(self, call: GenerateCall) -> bool:
         """Return True if the call's tokens end in EOS or a stop token.
 
-        A partial response from a saved state may be complete in this way.
+        A partial response from a saved state may already end so; it is complete then.
         """
         tape = call.chain.tape
         if len(tape) - call.start <= call.sampling.min_tokens:

@@ -1,8 +1,11 @@
 """Records tokens with their log-probabilities and policy versions, in packed arrays called tapes.
 
 A ``TokenTape`` has the response of one chain (conversation); an ``AttemptTape`` collects the tokens of one attempt
-(engine request) while it runs. Invariant: ``len(tokens) == len(logprobs) == sum(segment.count)``, segments are
-contiguous from 0, and the versions of generated segments never decrease.
+(engine request) while it runs. Extras are further arrays that an engine returns, with one row per token (see
+:mod:`april.core.attachments`).
+
+Invariants of a ``TokenTape``: ``len(tokens) == len(logprobs) == sum(segment.count)``, segments are contiguous from 0,
+and the versions of generated segments never decrease.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ GENERATED = SegmentKind.GENERATED
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive tokens [start, start + count) of a response that one attempt received from one policy version."""
+    """Tokens [start, start + count) of a response, from one attempt and one policy version or from the environment."""
 
     start: int
     count: int
@@ -51,17 +54,17 @@ class Segment:
     engine: str
     temperature: float
     over: PolicyVersion | None = None
-    """Version of the oldest keys and values from which the tokens were sampled, if these were kept through a weight
-    update; None if all keys and values are of the segment's own version."""
+    """Version of the oldest KV-cache entries from which the tokens were sampled, if the cache was kept through a weight
+    update; None if all entries are of the segment's own version."""
 
 
 def kept_mask(segments: Sequence[Segment]) -> NDArray[np.uint8]:
-    """Return uint8 [T], 1 for each token that was sampled with keys and values of older weights than its own."""
+    """Return uint8 [T], 1 for each token that was sampled from KV-cache entries of an older version than its own."""
     return np.repeat(np.array([s.over is not None for s in segments], np.uint8), [s.count for s in segments])
 
 
 def versions_of(segments: Sequence[Segment]) -> Int32:
-    """Return the policy version of each token as int32 [T, 2]: (incarnation, n)."""
+    """Return the policy version of each token as int32 [T, 2]: (number of restarts, number of weight updates)."""
     if not segments:
         return np.empty((0, 2), np.int32)
     return np.repeat(np.array([s.version for s in segments], np.int32), [s.count for s in segments], axis=0)
@@ -71,13 +74,13 @@ class AttemptCounts(NamedTuple):
     """Counts the tokens of an attempt; events carry these counts, and the tokens themselves stay on the tape."""
 
     spans: tuple[tuple[PolicyVersion, int], ...] = ()
-    """Run-length versions of the tokens that belong to the response: (version, count)."""
+    """Versions of the tokens that belong to the response, run-length encoded as (version, count)."""
     ends: bool = False
     """True if the last of these tokens ends the response: EOS, a stop token, or the end of a stop string."""
     after_stop: int = 0
     """Number of tokens after a stop string, to be dropped."""
     unknown: int = 0
-    """Number of tokens at the end whose weights the engine never named, to be dropped."""
+    """Number of last tokens whose version the engine never named, to be dropped."""
     bare: int = 0
     """Number of tokens without the requested extras, to be dropped."""
     cached: int | None = None
@@ -96,7 +99,7 @@ UNPACKED_CHUNKS = 48
 
 
 def _joined(chunks: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Return the chunks as one read-only array over a ``bytes`` object, which saved states share without a copy."""
+    """Return the chunks as one read-only array over a ``bytes`` object, so that saved states can share it uncopied."""
     return np.frombuffer(content_of(chunks), chunks[0].dtype)
 
 
@@ -117,12 +120,12 @@ def first_of(spans: Sequence[tuple[PolicyVersion, int]], count: int) -> list[tup
 
 @dataclass(slots=True, eq=False, repr=False)
 class AttemptTape:
-    """Collects the chunks of one attempt; packs them into one array now and then, because small arrays take memory."""
+    """Collects the chunks of one attempt as they arrive; packs them now and then, as small arrays waste memory."""
 
     _tokens: list[Int32] = field(default_factory=list)
     _logprobs: list[Float32] = field(default_factory=list)
     spans: list[tuple[PolicyVersion, int]] = field(default_factory=list)
-    """Run-length versions of the tokens: (version, count)."""
+    """Versions of the tokens, run-length encoded as (version, count)."""
     count: int = 0
     """Number of tokens that belong to the response."""
     stopped: bool = False
@@ -130,13 +133,14 @@ class AttemptTape:
     after_stop: int = 0
     """Number of checked tokens that arrived after the stop string, to be dropped."""
     unsure: int = 0
-    """Number of tokens at the end whose version is a guess until the engine names it, at the end of the request."""
+    """Number of last tokens whose version is only a guess; the engine names it when the request ends."""
     unknown: int = 0
     """Number of tokens that were removed because the engine never named their version."""
     needs_rows: bool = False
-    """True if the tokens count only with the extras that the engine returns at the end of the request."""
+    """True if extras were requested; if the engine then returns none, the tokens are removed when the request ends."""
     extras: Extras = NO_EXTRAS
-    """Rows of the ``count`` tokens, after rows for earlier tokens of the conversation that had no rows yet."""
+    """One row per token: first for the earlier tokens of the conversation whose rows were still missing, then for the
+    ``count`` tokens of this attempt."""
     bare: int = 0
     """Number of tokens that were removed for lack of extras."""
     cached: int | None = None
@@ -153,7 +157,7 @@ class AttemptTape:
         return int(self._tokens[-1][-1])
 
     def append(self, tokens: Int32, logprobs: Float32, version: PolicyVersion, *, sure: bool = True) -> None:
-        """Append a checked chunk of tokens and log-probabilities, int32 and float32 of equal length, of ``version``.
+        """Append a checked chunk: tokens (int32) sampled under ``version``, with as many log-probabilities (float32).
 
         After a chunk whose version is not ``sure``, the versions of all later chunks are unsure, too.
         """
@@ -175,15 +179,18 @@ class AttemptTape:
             self.unsure += count
 
     def set_versions(self, spans: Sequence[tuple[PolicyVersion, int]]) -> None:
-        """Set the versions of all tokens as the engine names them; versions beyond the last token are ignored."""
+        """Set the versions of all tokens to those that the engine named; versions beyond the last token are ignored."""
         self.spans, self.unsure = first_of(spans, self.count), 0
 
     def set_extras(self, extras: Extras, missing: int) -> None:
-        """Store the rows of ``missing`` earlier tokens and of the attempt's own; leave out rows after a stop string."""
+        """Store the first ``missing`` rows, which belong to earlier tokens, and one row per token of the attempt.
+
+        Rows of tokens after a stop string are left out.
+        """
         self.extras = first_rows(extras, missing + self.count)
 
     def drop_unnamed(self) -> None:
-        """Remove the tokens for which the engine has not returned the extras or named the version."""
+        """Remove the tokens whose version the engine has not named; without the requested extras, remove all tokens."""
         if self.needs_rows and not self.extras:
             self.bare = self.parsed
             self._tokens, self._logprobs, self.spans, self.count, self.stopped = [], [], [], 0, False
@@ -215,11 +222,11 @@ class AttemptTape:
 
     @property
     def chunks(self) -> tuple[list[Int32], list[Float32]]:
-        """Tokens and log-probabilities in as many arrays as they are stored in."""
+        """Tokens and log-probabilities as they are stored, each as a list of arrays."""
         return self._tokens, self._logprobs
 
     def freeze(self) -> tuple[Any, ...]:
-        """Return in constant time what :meth:`of_frozen` makes a tape of that is as this one is now."""
+        """Take a snapshot in constant time; :meth:`of_frozen` turns it into a tape with the present contents."""
         return _FIELDS(self)
 
     @classmethod
@@ -227,9 +234,10 @@ class AttemptTape:
         cls, tokens: list[Int32], logprobs: list[Float32], spans: list[tuple[PolicyVersion, int]], count: int,
         *others: Any,
     ) -> AttemptTape:  # fmt: skip
-        """Return a tape as it was at :meth:`freeze`, however it has grown since.
+        """Return a tape with the contents that the original had at :meth:`freeze`, even if it has grown since.
 
-        A tape's lists are replaced or appended to, and its last span grows; so the first ``count`` tokens are the same.
+        Both tapes share lists. The original only appends to them, or replaces them by new lists, so the first ``count``
+        tokens stay.
         """
         chunks = _first_chunks(tokens, count), _first_chunks(logprobs, count)
         return cls(chunks[0], chunks[1], first_of(spans, count), count, *others)
@@ -286,7 +294,7 @@ class TokenTape:
     ) -> None:  # fmt: skip
         """Append the tokens of an attempt; raises ValueError if their versions go backwards.
 
-        ``over`` is the version of the attempt's oldest keys and values, if these were kept through weight updates.
+        ``over`` is the version of the attempt's oldest KV-cache entries, if the cache was kept through weight updates.
         """
         tokens, logprobs, spans = attempt.packed()
         self.add_segments(spans, attempt_id, engine, temperature, over)
@@ -296,7 +304,7 @@ class TokenTape:
         self, spans: Sequence[tuple[PolicyVersion, int]], attempt_id: str, engine: str, temperature: float,
         over: PolicyVersion | None,
     ) -> None:  # fmt: skip
-        """Append the segments of an attempt with tokens of these versions, without the tokens themselves."""
+        """Append the segments of an attempt whose tokens have these versions, but not the tokens themselves."""
         newest = self.newest_version
         start = len(self.tokens)
         for version, count in spans:

@@ -28,10 +28,10 @@ class AnswerChecks:
     Args:
         request: Request as it was sent.
         vocab_size, max_context: Limits of the engine.
-        eos_token_ids: Ids that end every response; empty if unknown, then the engine's finish reason is trusted.
+        eos_token_ids: Ids that end every response; if they are unknown (empty), the engine's finish reason is trusted.
         oldest: Oldest policy version that a token may have; None means any version.
-        layout: Shape and type of the rows of each extra in this run. The response must match them; for a name that is
-            not in it yet, the response sets them. None means a new layout for this response.
+        layout: Shape and type of the rows of each extra (named array with one row per token) in this run. The response
+            must match the layout, and defines it for new names. None means a new layout for this response.
     """
 
     __slots__ = (
@@ -79,7 +79,7 @@ class AnswerChecks:
             self._check_rows(chunk)
 
     def _check_rows(self, end: Chunk) -> None:
-        """Check that the last chunk has the requested extras, or no extras (see :func:`refuse_without_extras`)."""
+        """Check the extras of the last chunk; a chunk without extras is left to :func:`refuse_without_extras`."""
         request = self._request
         if not end.extras:
             return
@@ -108,7 +108,7 @@ class AnswerChecks:
     def end(self, end: Chunk, *, matched: bool = False) -> EngineFinish:
         """Check that the finish reason is plausible (:func:`check_end`), and return it.
 
-        ``matched`` says that april found a stop string; then the engine's own end is not checked.
+        ``matched`` says that april found a stop string; then the finish reason is not compared with the tokens.
 
         Raises:
             WireError: the finish reason contradicts the tokens received.
@@ -126,7 +126,7 @@ class AnswerChecks:
 
 
 def copied(chunk: Chunk, extras: Sequence[str]) -> Chunk:
-    """Return a copy of the chunk with only the named ``extras``; the engine may reuse its own buffers.
+    """Return a copy of the chunk with only the named ``extras``, because the engine may reuse its buffers.
 
     Values that are not arrays are kept as they are; the checks refuse them.
     """
@@ -138,8 +138,8 @@ def copied(chunk: Chunk, extras: Sequence[str]) -> Chunk:
 
 
 LARGE = 4096
-"""Bytes from which a copied array is a read-only view of a ``bytes`` object, which saved states share with the tapes;
-for smaller arrays that takes longer than a plain copy."""
+"""Arrays of at least this many bytes are copied into a ``bytes`` object, which saved states can share without a copy.
+For smaller arrays a plain copy is faster."""
 
 
 def _copy(array: Any) -> Any:
@@ -155,7 +155,7 @@ def _copy(array: Any) -> Any:
 def refuse_without_extras(attempt: Attempt, finish: EngineFinish) -> None:
     """Raise WireError for a response without the requested extras, unless it was aborted.
 
-    In both cases its tokens are dropped as ``no_extras``."""
+    Aborted or not, the response loses its tokens, and they are counted under ``no_extras``."""
     if attempt.tape.bare and finish is not EngineFinish.ABORT:
         raise WireError(f"{attempt.tape.bare} tokens came without the rows of {', '.join(attempt.request.extras)}")
 
@@ -195,7 +195,7 @@ def check_versions(
 ) -> None:
     """Raise WireError unless these run-length encoded versions are possible for a request's ``count`` tokens.
 
-    They must cover all tokens, grow, and lie between ``oldest`` (None means any) and ``newest``."""
+    They must cover all tokens, never decrease, and lie between ``oldest`` (None means any) and ``newest``."""
     names = [version for version, _ in versions]
     within = not names or (names[-1] <= newest and (oldest is None or oldest <= names[0]))
     whole = sum(tokens for _, tokens in versions) == count and all(tokens > 0 for _, tokens in versions)
@@ -216,10 +216,10 @@ def check_end(
 
     Args:
         end: Last chunk, with the finish reason.
-        request: Request as it was sent; it has no stop strings, which engines never get.
+        request: Request as it was sent; it has no stop strings, because engines never get any.
         count: Number of tokens received, at least 1; ``last_token`` is the last of them.
         max_context: Maximum number of tokens of prompt and response in the engine.
-        eos_token_ids: Ids that end every response; empty if unknown, then the engine's finish reason is trusted.
+        eos_token_ids: Ids that end every response; if they are unknown (empty), the engine's finish reason is trusted.
     """
     sampling = request.sampling
     if end.finish == EngineFinish.LENGTH:

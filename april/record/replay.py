@@ -1,4 +1,4 @@
-"""Replays a record: feeds its events to a new core, which must make the same decisions as in the run."""
+"""Replays the record of a run: feeds the recorded events to a new core, which must decide as in the run."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def replay(path: Path, *, whole_story: bool = False, watch: EventObserver | None
 
 def _replay_line(run: Replay, time_s: float, kind: str, fields: Any, watch: EventObserver | None) -> None:
     core = run.core
-    if kind in (BATCH, STATUS, REPORT):  # for readers
+    if kind in (BATCH, STATUS, REPORT):  # for readers of the record; a replay does not need these lines
         return
     if kind == CLOSED:
         core.validate()
@@ -160,9 +160,9 @@ def _replay_line(run: Replay, time_s: float, kind: str, fields: Any, watch: Even
             tape, asked, end = chain.tape, event.token_ids, len(chain.prompt) + len(chain.tape) - 1
             tape.tokens = tokens = np.require(tape.tokens, requirements="W")  # joined chunks are read-only
             if asked is not None and end < len(asked):
-                asked[end] = 0 if asked[end] else END  # must equal END if the tokens were equal in the run
+                asked[end] = 0 if asked[end] else END  # equals the tape's last token, END, if it did in the run
     last = len(tokens) - 1
-    tokens[last] = END  # only for this event, as the core compares these tokens with later calls, whose tokens are 0
+    tokens[last] = END  # only for this event: the core compares these tokens with those of later calls, which are 0
     commands = core.handle(event)
     run.steps += [run.times.delivered(time_s) for command in commands if isinstance(command, Deliver)]
     run.times.update(time_s)

@@ -26,9 +26,9 @@ T = TypeVar("T")
 _CONTAINERS: dict[type, tuple[str, ...]] = {
     Batch: ("samples",), DeliveredSample: ("prompt", "attached"), Request: ("attached",), Placed: ("attachment",),
 }  # fmt: skip
-"""Names of the fields that contain prompts or attachments, by class."""
+"""For each class, the fields that contain prompts or attachments."""
 _UNCHANGED_TYPES = {DeliveredSample: {"output"}}
-"""Fields that are not encoded, because they may hold any object, by class."""
+"""For each class, the fields that are left out of the encoding, because they may hold any object."""
 _SHARED: dict[type, tuple[str, ...]] = {Prompt: ("attached",), Attachment: ()}
 """Classes whose values are encoded once per message, with their fields that contain such values."""
 _PART = 1
@@ -45,7 +45,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(content: bytes, kind: type[T]) -> T:
-    """Decode a value of the class ``kind``; its arrays are writable copies. Raises LinkError for any other bytes."""
+    """Decode a value of the class ``kind``; its arrays are writable copies. Raises LinkError for invalid bytes."""
     try:
         parts, root = _ENVELOPE.decode(content)
         if not parts:
@@ -61,8 +61,7 @@ def unpack(content: bytes, kind: type[T]) -> T:
 
 
 class _SharedParts:
-    """The shared prompts and attachments of one message, each once; each refers only to earlier prompts and
-    attachments."""
+    """The shared prompts and attachments of one message, each encoded once; a part refers only to earlier parts."""
 
     def __init__(self) -> None:
         self.all: list[bytes] = []

@@ -1,9 +1,10 @@
 """Reads and writes files with april's state beside a trainer's checkpoint: MessagePack with a checksum, no pickle.
 
-A file consists of long ``bytes`` values one after the other, the MessagePack of everything else with references to
-them, and the length of the latter. So a state is written, and read, without a second copy of its tokens in memory. Long
-values of a sealed state, except those in the prompts' data, are covered by its own checksum, which
-``load_state_dict`` checks; all others are covered by the file's.
+A file consists of MAGIC, the long ``bytes`` values one after the other, a MessagePack map with everything else and with
+references to the long values, and the length of that map. So a state is written, and read, without a second copy of its
+tokens in memory. A sealed state is a mapping with a checksum of its own (key ``checksum``), which ``load_state_dict``
+checks. This checksum covers the state's long values, except those in the prompts' data; the file's checksum covers
+everything else.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from april.errors import CheckpointError
 MAGIC = b"april 3\n"
 """First bytes of a file; files of format 2 begin with a MessagePack map."""
 LONG = 1024
-"""Length in bytes from which values are written apart."""
+"""``bytes`` values of at least this length are long: they are written before the map."""
 _CHECKED, _SEALED = 1, 2
-"""MessagePack extension types of references to long values: covered by the file's checksum, or by a state's own."""
+"""MessagePack extension types of references to long values: covered by the file's checksum, or a sealed state's own."""
 
 
 def pack(kind: str, content: Any) -> bytes:
@@ -93,11 +94,11 @@ class _Writer:
     def __init__(self, file: BinaryIO) -> None:
         self.plain = bytearray()
         self.digest = hashlib.blake2b(digest_size=16)
-        """Digest of the long values that no state's own checksum covers."""
+        """Digest of the long values that no sealed state's own checksum covers."""
         self._file = file
 
     def add(self, value: Any, *, sealed: bool | None = None) -> None:
-        """Add a value; ``sealed`` is True inside a sealed state, and False in the data of its prompts."""
+        """Add a value; ``sealed`` is None outside sealed states, True inside one, and False in its prompts' data."""
         if isinstance(value, dict):
             self.plain += b"\xdf" + len(value).to_bytes(4, "big")
             if sealed is None and value.keys() >= {"april", "format", "checksum"}:
@@ -185,7 +186,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a file of mode 0600 that replaces ``path`` atomically at the end, also if the machine crashes.
+    """Open a file (mode 0600) that replaces ``path`` atomically after the ``with`` block, even if the machine crashes.
 
     If several processes write, the last one wins. Missing directories are made, with mode 0700. If OSError is raised,
     ``path`` is unchanged and no temporary file remains. A device or a pipe is written to directly.
@@ -210,7 +211,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def _open_part(path: Path) -> tuple[int, Path]:
-    """Create a temporary file beside ``path``; it is locked while it is open, which marks it as being written."""
+    """Create a temporary file beside ``path``; while the file is being written, it is open and locked."""
     while True:
         file, name = tempfile.mkstemp(".part", f"{path.name}.", path.parent)
         fcntl.flock(file, fcntl.LOCK_EX)

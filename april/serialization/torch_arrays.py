@@ -1,4 +1,4 @@
-"""Converts a batch's arrays to torch tensors; torch is imported only when this is called."""
+"""Converts a batch's arrays to torch tensors; torch is imported only when :func:`to_torch` is called."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Rank 0 of an NCCL group that is made from a unique id alone, as vLLM joins it: no store, no pickle.
+"""Rank 0 of an NCCL group that vLLM's workers join with a unique id alone, without a store and without pickle.
 
-It calls NCCL's C interface in the library that torch has loaded, because torch's own groups need a store and do not use
-vLLM's handshake.
+The module calls the C interface of the NCCL library that torch has loaded, because torch's own groups need a store and
+do not use vLLM's handshake.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds slime, or its fork miles, and checks the functions that april calls before anything starts.
+"""Finds slime, or its fork miles, and checks before the run starts that it has the functions that april calls.
 
 slime is used from a source tree, so there is no version that could be pinned.
 """
@@ -76,7 +76,7 @@ class Framework:
             raise ConfigError(f"{self.name} cannot load {path}: {type(error).__name__}: {error}") from error
 
     async def on_its_loop(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Await ``work`` on the trainer's own background event loop, to which its HTTP sessions belong."""
+        """Await ``work`` on the trainer's own background event loop, to which the trainer's HTTP sessions belong."""
         loop = self.get("utils.async_utils.get_async_loop")().loop
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
 

@@ -3,7 +3,7 @@
 Parsing many one-token events together is much cheaper than one at a time. So the caller may let pieces of the response
 pile up here and parse them together; whatever has arrived can be taken at any time.
 
-Invariant: tokens that need a confirmation of the server's weights are handed over only after it.
+Invariant: tokens that need a confirmation of the server's weights are handed over only after that confirmation.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class EventSplitter:
         return events
 
     def end(self) -> list[bytes]:
-        """Return the event that the stream's end completes, if any. Raises EngineError if it ends inside a line."""
+        """Return the event that the stream's end completes, if any. Raises EngineError if a line is not complete."""
         if self._size:
             raise EngineError(f"the stream ends inside an event, after {self._size} bytes of it")
         data, self._data = self._data, []
@@ -106,15 +106,16 @@ def _plain(text: bytes) -> list[bytes] | None:
 
 
 BYTES_PER_TOKEN = 1 << 12
-"""Upper bound for the JSON of one token: vLLM sends about 140 bytes, the longest form with text and bytes 2,000. Prompt
-tokens count too: a vLLM that returns routed experts sends up to 2,000 bytes for each, other servers their ids."""
+"""Upper bound for the JSON of one token: vLLM sends about 140 bytes, or 2,000 if it adds text and bytes. Prompt tokens
+count too: for each, vLLM with routed experts sends up to 2,000 bytes, and other servers send its id."""
 ROW_BYTES = 1 << 14
-"""Upper bound for the rows of one token (extras): SGLang sends 12,000 bytes for 8 experts in each of 288 layers."""
+"""Upper bound for one token's row in an extra array, such as the experts that the token was routed to: SGLang sends
+12,000 bytes for 8 experts in each of 288 layers."""
 OTHER_BYTES = 1 << 20
 
 
 def max_response_bytes(request: Request) -> int:
-    """Return the maximum size of the response, or of one stream event, since some servers repeat everything in each."""
+    """Return the maximum size of a response, and of one event, as some servers repeat all tokens in each event."""
     each = BYTES_PER_TOKEN + ROW_BYTES * len(request.extras)
     return OTHER_BYTES + each * (len(request.token_ids) + request.sampling.max_tokens)
 
@@ -168,8 +169,8 @@ class GenerateRoute:
     the attachments to send. Raises EngineError for a request that must not be sent."""
     abort_means: AbortMeans
     marks_end: bool
-    """True if a stream without its end mark counts as broken off even after the finish reason, because the server's
-    token count comes between the two."""
+    """True if a stream is complete only with its end mark; the finish reason alone does not suffice, because the server
+    sends its token count after it."""
     confirmation: Confirmation | None = None
     """Confirms which weights the server has; needed if a response does not name them before it ends."""
     pauses: OwnPauseLock = field(default_factory=OwnPauseLock)
@@ -179,7 +180,7 @@ class GenerateRoute:
     attachments: SentAttachments = field(default_factory=SentAttachments)
     """Record of the attachments that the server has received."""
     routing_key: RoutingKey = "off"
-    """Requests that a router before the servers is told to send to the same server."""
+    """Which requests share a routing key, so that a router in front of the servers sends them to the same server."""
     open_streams: dict[str, ResponseStream] = field(default_factory=dict)
     """Streams that were admitted and have not ended, by attempt id."""
 
@@ -235,7 +236,7 @@ class ResponseStream(BufferedStream):
         """Return whether nothing more will arrive."""
         return self.state in _OVER
 
-    # ---------------------------------------------------------------- in two steps
+    # ---------------------------------------------------------------- reading with arrived() and take()
 
     async def arrived(self) -> bool:
         """Wait until :meth:`take` has something to return; False means that the request has ended and all was taken.
@@ -282,7 +283,7 @@ class ResponseStream(BufferedStream):
             self._break_off()
 
     def set_version(self, version: PolicyVersion) -> None:
-        """Assign ``version`` to tokens that arrive from now on; those that have arrived keep the version before."""
+        """Assign ``version`` to tokens that arrive from now on; tokens that have arrived keep the old version."""
         if self._pieces and self.state is _READING:
             self._chunks += self._read().take()
             self._next(_READING)
@@ -303,7 +304,7 @@ class ResponseStream(BufferedStream):
         elif self._task is not None and self.state is StreamState.SENDING:
             self._endpoint.client.break_off(self._task)
 
-    # ---------------------------------------------------------------- as an iterator
+    # ---------------------------------------------------------------- reading as an iterator
 
     def __aiter__(self) -> ResponseStream:
         return self
@@ -335,7 +336,7 @@ class ResponseStream(BufferedStream):
         self.state = state
 
     async def _send(self) -> bool:
-        """Wait for admission and send the request; False if it has ended or must be sent again."""
+        """Wait for admission and send the request; False if the request has ended or must be sent again."""
         endpoint, request = self._endpoint, self._request
         admission, attempt_id = endpoint.admission, request.attempt_id
         if self.state is StreamState.WAITING:
@@ -354,7 +355,7 @@ class ResponseStream(BufferedStream):
     async def _post(self, urls: Urls) -> bool:
         """Send the request with the attachments in ``urls``; False if it has already ended."""
         endpoint, request = self._endpoint, self._request
-        # stream if attachments go along: the first event shows that they arrived, which other requests wait for
+        # stream a request with attachments: its first event shows that they have arrived; other requests wait for that
         self._streamed = self._streamed or (bool(urls) and endpoint.attachments.by_name)
         if endpoint.pauses.in_progress:
             await endpoint.pauses.wait_until_over()

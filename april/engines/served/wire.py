@@ -74,7 +74,7 @@ class Start(msgspec.Struct, array_like=True, tag=True):
 
 
 class Abort(msgspec.Struct, array_like=True, tag=True):
-    """End requests, which then answer with their tokens so far."""
+    """End requests; each is answered with its tokens so far."""
 
     attempt_ids: list[str]
 
@@ -100,7 +100,7 @@ Ask = Start | Abort | Leave
 
 
 def unpacked(content: bytes, kind: Any) -> list[Any]:
-    """Decode the values of one WebSocket message; raises WireError for any other bytes."""
+    """Decode the values of one WebSocket message; raises WireError for invalid bytes."""
     try:
         return [unpack(each, kind) for each in _SEVERAL.decode(content)]
     except (msgspec.DecodeError, errors.LinkError) as error:
@@ -164,11 +164,11 @@ def _as_one(run: Sequence[Chunk]) -> Chunk:
 
 
 class EngineCall(msgspec.Struct):
-    """A control call. ``session`` is the id that the server gave the client; an empty id begins a session."""
+    """A control call. ``session`` is the id that the server gave the client; a call that begins a session has none."""
 
     session: str = ""
     client: str = ""
-    """Client that begins a session; empty in a call that ends one."""
+    """Name of the client, in the call that begins a session; empty in all other calls."""
     present: bool = False
     """True if the present weights count as the first version of a new session, no matter who has loaded them."""
     in_flight: OnWeightUpdate = OnWeightUpdate.RESUBMIT

@@ -34,7 +34,8 @@ def _ends(readings: Sequence[ReadRequest]) -> Figures:
 async def _require_accounted(bench: Bench, readings: Sequence[ReadRequest]) -> Figures:
     """Check that each request ended without error and with exactly the tokens that the recording proxy has seen.
 
-    If greedy responses repeat, its tokens must also begin the response that the request gets without an abort.
+    If the engine's greedy responses are reproducible, a request's tokens must also be a prefix of the response that the
+    same request gets without an abort.
     """
     bench.require_no_errors(readings)
     figures = _ends(readings) | bench.compare_with_wire(readings)
@@ -63,7 +64,7 @@ def _number(reading: ReadRequest) -> int:
 
 @check("A request that is aborted while it runs ends with ABORT, and with each token that was generated for it once.")
 async def abort_running(bench: Bench) -> Figures:
-    # repeated in rounds, because some engines send no token before the end, which hides whether a request is running
+    # repeated in rounds: engines that send no token before a request's end do not show whether the request is running
     readings: list[ReadRequest] = []
     for _ in range(ROUNDS):
         some = await bench.start_and_wait(bench.request(i) for i in range(FEW))

@@ -31,14 +31,15 @@ async def served(
     kind: str, urls: Sequence[str], *, model: str | None = None, other: str | None = None, second: str | None = None,
     name: str = "", options: dict[str, Any] | None = None, **subject: Any,
 ) -> AsyncIterator[Subject]:  # fmt: skip
-    """Make a subject for the server at ``urls``, or for several workers behind an SGLang router, which count as one.
+    """Make a subject for the server at ``urls``; several workers behind an SGLang router count as one server.
 
     Args:
         kind: Kind of the engine configuration: vllm, sglang, openai.
         model: Directory of the server's weights, also readable here. The suite takes reference and tokenizer from it,
             and loads it at the end to restore the weights.
         other: Directory of other weights of the same shape, which the suite loads.
-        second: URL of another server with the same weights, for the failover.
+        second: URL of another server with the same weights, on which responses must finish if the first is killed.
+        name: Name of the subject in the suite's matrix; by default ``kind``.
         options: Further settings of the engine configuration.
         subject: Further fields of :class:`Subject`.
     """
