@@ -1,4 +1,4 @@
-"""The ``llm`` of a rollout function in another process, which calls the sample's own process over HTTP."""
+"""The ``llm`` of a rollout function in another process; it sends calls to the scheduler's process over HTTP."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class LLMServer:
         arguments = unpack(await request.read(), dict[str, Any])
         call = asyncio.run_coroutine_threadsafe(self._call(llm, request.match_info["method"], arguments), loop)
         try:
-            # the call continues if the connection breaks; the end of the function itself is reported by its process
+            # a broken connection does not end the call: the rollout function's process reports when the function ends
             return web.Response(body=pack(await asyncio.shield(asyncio.wrap_future(call))))
         except asyncio.CancelledError:
             if not call.cancelled():
@@ -145,7 +145,7 @@ class _LLMClient:
 
     def door(self, place: Any = None) -> _EndpointAddress:
         """Open an endpoint. The caller is not a coroutine, so the request blocks this process's loop for a moment."""
-        asked = Request(self._url + "door", pack({}), self._headers)  # noqa: S310 - of april's own server
+        asked = Request(self._url + "door", pack({}), self._headers)  # noqa: S310 - a URL of april's server
         try:
             with build_opener(ProxyHandler({})).open(asked) as answer:
                 return unpack(answer.read(), _EndpointAddress)

@@ -130,7 +130,7 @@ class Conversations:
         self._earlier_answers = earlier_answers
         self._build_message = build_message
         self._known_digests: dict[tuple[str, bytes], str] = {}
-        """Digests by that of the messages before and the hash of a message as the client has sent it."""
+        """Cache of conversation digests by (digest of all messages but the last, hash of the last as sent)."""
 
     def tokenize(self, messages: Sequence[Message], tools: Tools, sampling: Mapping[str, Any]) -> TokenizedConversation:
         """Return the tokens of a request: the longest known conversation that it continues, and the rest rendered.

@@ -72,7 +72,7 @@ class CallUnheard(Event, frozen=True):
 
 
 class StopFound(Event, frozen=True):
-    """The text of a running attempt now contains a stop string; ``counts`` of its last event will say so, too."""
+    """A running attempt's text contains a stop string; the event that ends the attempt repeats this in ``counts``."""
 
     attempt_id: str
 
@@ -243,8 +243,8 @@ class HandedOver(Event, frozen=True):
     update: int
     error: str | None = None
     not_given: tuple[TransferFailure, ...] | None = None
-    """Engines that did not get the weights. All others have them; if ``error`` is set, all others have the old weights.
-    None if the state of the engines is unknown."""
+    """Engines that did not get the new weights; None if the state of the engines is unknown. Without ``error``, all
+    other engines have the new weights; with ``error``, all other engines have the old weights."""
 
 
 class Restored(Event, frozen=True):
@@ -305,7 +305,7 @@ class EnginesAsked(Event, frozen=True):
 
 
 class EnginesJoined(Event, frozen=True):
-    """Engines join, for the first time or again; ``EngineTable.unfit`` must have found them fit.
+    """Engines join, for the first time or again; ``EngineTable.unfit`` must have returned None for each.
 
     An engine that joins again must have no attempts in flight (they must have failed before); its open calls are void.
     """
@@ -343,7 +343,7 @@ class EvaluationCancelled(Event, frozen=True):
 
 
 class BatchCommitted(Event, frozen=True):
-    """The trainer is done with this batch, which gets no weight update of its own."""
+    """The trainer is done with this batch and makes no weight update from it."""
 
     batch_id: int
 

@@ -21,7 +21,7 @@ class DropReason(StrEnum):
     """Reasons for dropping tokens or prompts; every drop has one."""
 
     STALE = "stale"
-    """The tokens were older than max_staleness, with on_stale: drop or restart."""
+    """The tokens were older than max_staleness allows, and on_stale is "drop" or "restart"."""
     FAILED = "failed"
     """The rollout function, the reward or the engine failed too often."""
     CORRUPT = "corrupt"
@@ -152,7 +152,8 @@ class LengthLedger:
     not change its count, so only drops make trained and generated lengths differ. Responses that were dropped before
     they were complete have no known length and are counted separately. Evaluations do not count.
 
-    Invariant, for every bucket of lengths: ``generated == trained + finished and held + sum(dropped)``.
+    Invariant, for every bucket of lengths: ``generated == trained + held + sum(dropped)``, where ``held``
+    counts finished responses that are not delivered yet.
     """
 
     generated: Lengths = field(default_factory=Lengths)

@@ -1,4 +1,4 @@
-"""Computes how much each token counts in the losses of GRPO and related methods: the divisor of the loss, per token.
+"""Computes the weight of each token in the losses of GRPO and related methods, such as 1 / (number of tokens).
 
 These weights only average over tokens and responses. Weights for off-policy tokens are in ``importance.py``.
 """

@@ -49,7 +49,7 @@ class FakeStream:
     """True while the request occupies one of ``max_running`` places."""
     made: int = 0
     made_until: float = 0.0
-    """Time from which the next token is timed; if it is in the future, no token is made before."""
+    """Time at which work on the next token begins; if that is in the future, no token is made until then."""
     unsent: deque[tuple[PolicyVersion, int]] = field(default_factory=deque)
     """(version, count) of tokens that were made and not yielded."""
     sent: int = 0
@@ -352,7 +352,7 @@ class FakeEngine(WithoutWeights):
     # ---------------------------------------------------------------- the clock, and the death of the engine
 
     def _start_clock(self) -> float:
-        """Return the loop's time; the first call begins the engine's own time and schedules deaths by time."""
+        """Return the loop's time; the first call starts the engine's clock and timers for faults ``by_time_alone``."""
         loop = asyncio.get_running_loop()
         now = loop.time()
         if self._origin is None:
@@ -373,7 +373,7 @@ class FakeEngine(WithoutWeights):
             self.die(fault.duration_s)
 
     def die(self, seconds: float = math.inf) -> None:
-        """Break all streams now and refuse every call for ``seconds``; afterwards it is unpaused, with its weights."""
+        """Break all streams and refuse all calls for ``seconds``; then run again, unpaused, with the same weights."""
         self._dead_until = self._start_clock() + seconds
         self._paused = False
         self._break_all(f"engine {self._name} died")
@@ -470,7 +470,7 @@ class FakeEngine(WithoutWeights):
         if not isinstance(self._lengths, Mapping):
             return self._lengths(request)
         try:
-            return self._lengths[request.sample_key]  # type: ignore[index]  # without a key: the error below
+            return self._lengths[request.sample_key]  # type: ignore[index]  # a key of None raises KeyError, too
         except KeyError:
             raise EngineError(
                 f"engine {self._name}: the table of lengths has no entry for sample {request.sample_key}; add it, or "
@@ -546,7 +546,7 @@ class FakeEngine(WithoutWeights):
         return fault is not None
 
     def _chunk(self, stream: FakeStream) -> Chunk:
-        """Return the tokens made under one version; sets the end with the last token."""
+        """Return the next tokens made under one version; if they finish the response, also set ``record.end``."""
         wrong = [kind for kind in WRONG_CHUNKS if stream.unsent and self._due_fault(stream, kind)]
         room = stream.record.request.sampling.max_tokens - stream.sent
         tokens, version = stream.take(self._version)

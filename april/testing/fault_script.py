@@ -83,7 +83,7 @@ STREAM_FAULTS = tuple(
     kind for kind in FaultKind if kind not in (*_ABOUT_THE_ENGINE, *ROW_FAULTS, FaultKind.ABORT_REPEATS)
 )
 """Kinds that april handles by itself: if they hit a few times, no call of the trainer raises and no response changes.
-(Except with abort_repeats: a token that was yielded twice looks like a token that was sampled twice.)"""
+abort_repeats is not one of them: april cannot tell a token that was yielded twice from one that was sampled twice."""
 
 
 @dataclass(frozen=True, slots=True)

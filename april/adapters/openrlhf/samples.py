@@ -26,7 +26,7 @@ OF_BATCH = ("off_policy_share", "staleness_mean", "staleness_max", "aborted_atte
             "bubble")  # fmt: skip
 """Batch metrics that are copied to each sample, because OpenRLHF logs means over samples."""
 IMAGES = "its images"
-"""Key, in a prompt's data, of its images in the form in which they came from OpenRLHF's loader."""
+"""Key in a prompt's data that holds the images for OpenRLHF's trainer, as paths, URLs or bytes."""
 _BARE = 256
 """Length above which OpenRLHF treats text as base64 if it has no scheme and only base64 characters."""
 
@@ -43,7 +43,7 @@ class RewardResult:
 
     @classmethod
     def of(cls, answer: Any) -> RewardResult:
-        """Parse ``{"rewards", "scores", "extra_logs"}``: numbers, or lists or tensors of one. Raises RolloutError."""
+        """Parse rewards, scores and extra_logs: numbers, or lists or tensors of one number. Raises RolloutError."""
         if not isinstance(answer, Mapping) or answer.get("rewards") is None:
             raise RolloutError(f"the reward function returned {answer!r}; expected a mapping with rewards")
         reward = _number(answer["rewards"])
@@ -165,11 +165,11 @@ class OpenRLHFPrompts:
 
     Args:
         encode: function ``(text, whole)`` that returns token ids, cut off at the limit unless ``whole`` is true.
-        images: function that makes a prompt's images fit for a checkpoint; None if prompts have no images.
+        images: function that makes a prompt's images storable in a checkpoint; None if prompts have no images.
     """
 
     resumes = True
-    """True, since OpenRLHF's loader restores its own position."""
+    """True tells april not to restore the position in the prompts: OpenRLHF's loader does that itself."""
 
     def __init__(
         self, encode: Callable[[str, bool], list[int]], images: Callable[[list[Any]], list[Any]] | None = None

@@ -114,7 +114,7 @@ class RunSettings:
 
 
 def settings_of(config: Any) -> RunSettings:
-    """Read verl's whole configuration, an OmegaConf container or nested mappings. ConfigError if april does not fit."""
+    """Read verl's whole configuration (OmegaConf or mappings). Raises ConfigError if april does not support it."""
     own = mapping_of(select(config, "april"), "april")
     refuse(refusals(config, own))
     rollout = "actor_rollout_ref.rollout"
@@ -131,7 +131,7 @@ def settings_of(config: Any) -> RunSettings:
     april = Config(
         rollout_batch_size=n,
         n_samples_per_prompt=samples,
-        max_response_len=context - 1,  # calls have their own limits
+        max_response_len=context - 1,  # bounds a conversation, less one prompt token; each call has its own limit
         max_chains=1,  # verl has one row per sample
         sampling={"temperature": select(config, f"{rollout}.temperature", 1.0)},
         extras=(ROUTED_EXPERTS,) if select(config, f"{rollout}.enable_rollout_routing_replay", False) else (),

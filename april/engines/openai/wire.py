@@ -30,7 +30,7 @@ class TokenShape(StrEnum):
     DETOKENIZE = "detokenize"
     """``detokenize: false`` (TensorRT-LLM): choices have token_ids in place of text."""
     STRINGS = "return_tokens_as_token_ids"
-    """``return_tokens_as_token_ids: true`` (older vLLM): tokens beside log-probabilities are "token_id:400"."""
+    """``return_tokens_as_token_ids: true`` (older vLLM): the strings in ``logprobs.tokens`` are like "token_id:400"."""
 
 
 ASK_SPANS = {"return_weight_versions": True}
@@ -69,7 +69,7 @@ def completion_body(
 ) -> bytes:  # fmt: skip
     """Return the JSON body of one streamed request; ``changes`` are keys that override others.
 
-    A server with ``cache_salt`` shares cached keys only between requests with the same ``salt``.
+    A server with ``cache_salt`` shares entries of its prefix cache only between requests with the same ``salt``.
     """
     params = sampling_of(request, bans=bans, seeds=seeds)
     body = {"model": model, "prompt": request.token_ids.tolist(), "n": 1, **params, **STREAMED}

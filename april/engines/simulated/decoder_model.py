@@ -7,7 +7,7 @@ dropped, it returns to the head of the queue and is prefilled again later); the 
 served, as slots and KV allow, and the prefill of the admitted requests delays the next step. A request added or aborted
 during a step changes the batch from the next step on; an aborted sequence gets no token of the step in progress.
 
-Invariant: token counts are whole steps, exact, and equal to those of a loop over single steps. Time jumps from one
+Invariant: only whole steps yield tokens, and token counts equal those of a loop over single steps. Time jumps from one
 change of the batch to the next in closed form. All active sequences gain tokens together, so the order in which they
 end never changes: a heap by last step gives the next one, and no operation visits all of them (except ``abort(None)``).
 
@@ -81,8 +81,9 @@ class _Sequence:
 class SimulatedDecoder:
     """Simulates continuous batching on a clock that the caller moves; times are absolute seconds and never decrease.
 
-    ``next_event_time`` says when to call ``advance``. Steps that could start at the instant t start when time passes t,
-    so everything added at t, in any order, still joins them; the next event is then the smallest float above t.
+    ``next_event_time`` says when to call ``advance``. A step that could start at time t starts only when the clock
+    moves past t, so that it includes all requests that are added at t. Until then, ``next_event_time`` is the smallest
+    float above t.
 
     Args:
         cost: Cost of steps and prefill, and capacity of the KV cache.
@@ -104,17 +105,16 @@ class SimulatedDecoder:
         self._now = start_s
         self._paused = False
         self._waiting: OrderedDict[str, _Sequence] = OrderedDict()  # in order of arrival
-        self._running: OrderedDict[str, _Sequence] = OrderedDict()  # in order of arrival, all before waiting
+        self._running: OrderedDict[str, _Sequence] = OrderedDict()  # by arrival; all arrived before those in _waiting
         self._ends: list[tuple[int, int, _Sequence]] = []  # heap of (last_step, tie, sequence); may hold stale entries
         self._tie_breaker = 0
+        # A stretch is a run of steps with the same batch; the anchor is the step boundary at which it begins.
         self._steps = 0  # whole steps up to the anchor
         self._kv_offsets = 0  # sum over running; the resident KV at the anchor is this + running * steps
-        # A stretch is a sequence of steps with the same batch, counted from the anchor; its first step ends at
-        # _first_end.
         self._stepping = False
-        self._first_end = 0.0
-        self._target = 0  # steps from the anchor to the next change of the batch that is certain
-        self._done = 0  # whole steps since the anchor at _now
+        self._first_end = 0.0  # time at which the first step of the stretch ends
+        self._target = 0  # steps from the anchor until a sequence ends or the KV cache is full
+        self._done = 0  # whole steps from the anchor to _now
         self._counters = DecoderCounters()
         self._accounted_to = start_s
         self._next: float | None = None  # cache of next_event_time

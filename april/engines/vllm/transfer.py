@@ -1,8 +1,8 @@
 """Sends weights from the trainer's process to vLLM: the calls that lead its workers through a transfer.
 
-vLLM's layers remember the tensors of a broken transfer and count them towards the next one, even of another sender. So
-if a transfer may have broken off, in this run or an earlier one, an empty transfer is begun and ended first, which
-makes the layers forget those tensors.
+vLLM's layers remember the tensors of a broken transfer and count them as part of the next transfer, even if that comes
+from another sender. So if a transfer may have broken off, in this run or an earlier one, an empty transfer is begun and
+ended first, which makes the layers forget those tensors.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Transfers(ServerEngine):
                 "timeout_s": meeting.timeout_s,
             }  # fmt: skip
         else:
-            # each bucket is sent as one packed buffer, so it must hold the longest bucket
+            # a bucket is sent in one packed buffer, so the buffer must be as large as the largest bucket
             info |= {
                 "nccl_unique_id_b64": meeting.unique_id, "packed": True, "packed_num_buffers": 1,
                 "packed_buffer_size_bytes": meeting.bucket_bytes,
@@ -105,7 +105,7 @@ class Transfers(ServerEngine):
         await self._transfer(UPDATE, {"update_info": info})
 
     async def finish(self) -> None:
-        """Put the received weights into use. Afterwards ``update_weights`` empties the caches and sets the label."""
+        """Put the received weights into use. ``update_weights`` then empties the caches and labels the weights."""
         await self._transfer(FINISH)
         self._nothing_to_forget = True
 

@@ -39,7 +39,7 @@ def _greedy(length: int, **sampling: Any) -> Config:
 
 
 class _AlteringEngine(RecordingEngine):
-    """Records the engine under test, and leaves it open when the scheduler closes it.
+    """Records the engine under test. When the scheduler closes this wrapper, the engine itself stays open.
 
     Args:
         engine: The engine under test.
@@ -101,7 +101,7 @@ async def _response(bench: Bench, config: Config, engine: _AlteringEngine, promp
 
 
 async def _greedy_with(bench: Bench, find: Callable[[list[int]], T | None], what: str) -> tuple[Int32, Int32, T]:
-    """Return the first prompt for whose greedy response ``find`` returns a result, that response, and the result."""
+    """Return the first prompt whose greedy response ``find`` accepts, the response, and what ``find`` returned."""
     bench.require_greedy_repeats()
     for number in range(8):
         prompt = bench.prompt(number)
@@ -231,7 +231,7 @@ async def thousand_aborts(bench: Bench) -> Figures:
 
 
 async def _update(bench: Bench, run: Rollouts, engine: _AlteringEngine, from_disk: bool) -> None:
-    """Load the other one of two sets of weights as the next version, and note that the bench must restore the first."""
+    """Make a weight update; ``from_disk`` loads the other of two sets of weights and notes it in ``bench.weights``."""
     now, other = bench.subject.now, bench.subject.other
     weights = other if from_disk and other is not None and bench.weights is now else now
     if from_disk:
