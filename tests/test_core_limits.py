@@ -108,8 +108,9 @@ def test_places_are_held_back_only_while_the_buffer_has_no_room() -> None:
     queue = OverSampler(settings(n=2, samples=1, over=4))
     for ready, room, draws, held_back in ((0, 3, 3, True), (4, 0, 0, False)):
         count = queue.prompts_to_draw(
-            ready=ready, in_work=0, free_places=9, step_start=True, fits=lambda: 9, room=lambda room=room: room
-        )
+            ready=ready, in_work=0, free_places=9, step_start=True, only_missing=False, fits=lambda: 9,
+            room=lambda room=room: room,
+        )  # fmt: skip
         assert (count, queue.held_back) == (draws, held_back)
 
 
