@@ -13,7 +13,7 @@ from seeds import seeds
 from april.core import commands as do
 from april.core import events as ev
 from april.core import snapshot
-from april.core.types import OnDataEnd, OnFailedSample, OnStale, SampleState
+from april.core.types import GroupState, OnDataEnd, OnFailedSample, OnStale, SampleState
 from april.errors import CheckpointError
 
 
@@ -259,7 +259,7 @@ def test_random_epochs_train_every_prompt_once_at_staleness_0(seed: int) -> None
                 m.ask()
             elif rng.random() < 0.03 and not m.core.context.evaluations:
                 m.evaluate(number=m.core.context.event_number)
-            judged = [g for g in m.core.buffer if g.state == "judged"]
+            judged = [g for g in m.core.buffer if g.state is GroupState.BEING_JUDGED]
             if judged:
                 group = rng.choice(judged)
                 judge(m, group.id, keep=rng.random() < 0.7)

@@ -317,6 +317,7 @@ class RolloutCore:
 
     def _leave_step(self) -> None:
         self.step, self.batch_wanted = None, False
+        self.over_sampler.granted = 0  # the next step decides anew how many prompts it wants
         self._engine_calls.step_changes += 1
 
     @property
@@ -487,7 +488,7 @@ class RolloutCore:
         if self._continues:
             return
         queue = self.over_sampler
-        granted = 0 if queue.requested or step.long_round else min(queue.granted, self.buffer.fits)
+        granted = 0 if queue.requested else min(queue.granted, self.buffer.fits)
         count = granted or queue.prompts_to_draw(
             ready=self.monitor.ready,
             in_work=self.buffer.units - self.monitor.ready,
@@ -578,10 +579,21 @@ class RolloutCore:
                 continue
             self._long_in_a_row = 0
             self.buffer.add(group)
+            if self._comes_late:
+                self.buffer.put_aside(group)
+                continue
             for sample in group.samples:
                 self.over_sampler.push(sample)
         if event.error is not None:
             context.failure = event.error
+
+    @property
+    def _comes_late(self) -> bool:
+        """True if a prompt that was drawn for a short round has no place in the present round (tail batching)."""
+        step = self.step
+        if not self.settings.tail_batching or (step is not None and not step.long_round):
+            return False
+        return step is None or self.buffer.units > self.buffer.batch
 
     def _drop_long_prompt(self, group: Group) -> None:
         """Drop a prompt that leaves no room for a response; the settings say whether the step fails."""

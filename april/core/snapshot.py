@@ -571,7 +571,8 @@ def _put(core: RolloutCore, restored: Restored) -> None:
                 core.over_sampler.push(sample)
         if group.cohort or group.complete:  # complete but not ready: its filter has been removed since
             group.cohort = group.cohort or group.cohort_rewards
-            group.state = GroupState.OPEN  # as in a fresh core
+            if group.ready:
+                context.change_group_state(group, GroupState.OPEN, "put into another core")
             context.change_group_state(group, GroupState.READY, "complete since before a restart")
             if core.settings.whole_groups:
                 core.monitor.accept(group)

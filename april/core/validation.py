@@ -102,8 +102,6 @@ def validate(context: CoreContext, updates: WeightUpdates) -> None:
             fail(f"{group} waits for a filter that does not exist", group.samples[0])
         if group.evaluation is None and (len(group.cohort) > 0) != group.ready:
             fail(f"{group} has the cohort {group.cohort}", group.samples[0])
-        if group.evaluation is None and (wrong := context.buffer.why_not_oldest(group)):
-            fail(f"{group}: {wrong}", group.samples[0])
         for sample in group.members:
             held += sample.generated if group.evaluation is None else 0
             calls = [call for chain in sample.chains for call in chain.calls]
@@ -129,6 +127,8 @@ def validate(context: CoreContext, updates: WeightUpdates) -> None:
             wrong = check_calls(sample)
             if wrong:
                 fail(f"{sample}: {wrong}", sample)
+        if group.evaluation is None and (wrong := context.buffer.why_not_oldest(group)):
+            fail(f"{group}: {wrong}", group.samples[0])
 
     for attempt in context.attempts:
         if attempt.state is not AttemptState.ABANDONED and (
