@@ -11,7 +11,7 @@ from core_machine import OLD_TIMER, PROMPT, CoreMachine, settings
 from april.core import commands as do
 from april.core import events as ev
 from april.core import rollout_core
-from april.core.types import Refill
+from april.core.types import OnStale, Refill
 
 STARTS = (do.StartSample, do.Submit)
 MANY = settings(n=12, samples=4, over=24)
@@ -118,3 +118,63 @@ def test_portions_change_nothing_but_the_moment(
     whole = run()
     in_portions(monkeypatch)
     assert run() == whole
+
+
+class SlowSource(CoreMachine):
+    """Prompts arrive only when the test says so."""
+
+    wanted = 0
+
+    def _execute(self, command: Any) -> None:
+        if isinstance(command, do.DrawPrompts):
+            self.wanted = command.count
+        else:
+            super()._execute(command)
+
+    def prompts_arrive(self) -> None:
+        """Answer the request for prompts that is open."""
+        count, self.wanted = self.wanted, 0
+        self.post(ev.PromptsDrawn([PROMPT] * count, exhausted=False))
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["between two rounds", "in a long round"])
+def test_prompts_that_arrive_after_their_short_round_wait_for_a_later_one(
+    monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """They neither make a short round of the long one that is due, nor join it (tail batching)."""
+    in_portions(monkeypatch, started=64, drawn=4)
+    m = SlowSource(settings(
+        n=2, over=6, samples=1, partial_rollout=False, max_staleness=0, on_stale=OnStale.RESTART
+    ), 90)  # fmt: skip
+    m.ask()
+    m.prompts_arrive()
+    assert m.wanted == 2
+    m.finish(2, 3)
+    m.finish_aborts()
+    if not late:
+        m.prompts_arrive()
+    m.update()
+    m.ask()
+    if late:
+        m.prompts_arrive()
+    assert m.core.step is not None
+    assert m.core.step.long_round
+    assert m.groups() == [0, 1]
+    assert list(m.core.buffer.aside) == [4, 5]
+
+
+def test_a_step_draws_no_portions_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step asks anew whether the buffer has room: here it holds more tokens than it may."""
+    in_portions(monkeypatch, started=64, drawn=4)
+    m = SlowSource(settings(n=2, over=12, samples=1, max_held_tokens=10, max_staleness=9), 90)
+    m.ask()
+    m.prompts_arrive()
+    for attempt in list(m.in_flight.values()):
+        if attempt.sample.id.group < 2:
+            m.tokens(attempt.id, 30)
+    m.finish(2, 3)
+    m.finish_aborts()
+    m.prompts_arrive()
+    m.update()
+    m.ask()
+    assert m.wanted == 0
