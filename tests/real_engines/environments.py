@@ -170,4 +170,5 @@ def _require_cpu_torch(where: Path) -> None:
 
 if __name__ == "__main__":
     for recipe in (VLLM, SGLANG):
-        environment(recipe)
+        if recipe.name in (sys.argv[1:] or ("vllm", "sglang")):
+            environment(recipe)
