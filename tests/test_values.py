@@ -221,7 +221,7 @@ def _chunk(tokens: Any) -> bytes:
 )  # fmt: skip
 def test_bytes_that_are_no_such_value_raise_one_error(bad: bytes) -> None:
     """Cut off, of another type, an array of objects or of another number type than its field has, a missing part."""
-    with pytest.raises(LinkError, match="what is no Chunk"):
+    with pytest.raises(LinkError, match="bytes that are not a valid Chunk"):
         unpack(bad, Chunk)
 
 
