@@ -246,7 +246,7 @@ def test_a_chat_without_images_needs_a_tokenizer_only() -> None:
         ),
         ({"messages": SAID, "images": RED}, "prompt 5: images must be a list of images, got bytes"),
         ({"messages": "hello", "images": []}, "prompt 5: messages must be a list of chat messages, got str"),
-        ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "a part of type 'video'; april accepts text"),
+        ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "type 'video'; april accepts text"),
         ({"token_ids": [1, IMAGE_ID], "images": [RED[:50]]}, "prompt 5, image 1 is damaged or truncated"),
         ({"token_ids": [1, IMAGE_ID]}, "prompt 5 has 1 placeholder"),
         ([1, IMAGE_ID], "prompt 5 has 1 placeholder"),
