@@ -27,6 +27,8 @@ FALL = 0.08
 """A held-out reward so far below its best is a fall."""
 KL_LIMIT, KL_BATCHES = 0.02, 3
 """The guard on ``kl_k3``: its mean over so many batches is above the limit."""
+RESPONSE_LIMIT = 0.5
+"""The guard on the KL divergence per response: its mean over KL_BATCHES batches is above the limit, in nats."""
 ESS_LIMIT = 0.3
 """The guard on the effective sample size per token: one batch is below."""
 
@@ -182,9 +184,23 @@ def fall(outcome: Outcome) -> int | None:
 
 def kl_alarm(outcome: Outcome) -> int | None:
     """Return the first training step at which the guard on ``kl_k3`` fires."""
-    values = outcome.kl_k3
+    return _first_above(outcome.kl_k3, KL_LIMIT)
+
+
+def response_alarm(outcome: Outcome) -> int | None:
+    """Return the first training step at which the guard on the KL divergence per response fires."""
+    return _first_above(outcome.kl_response, RESPONSE_LIMIT)
+
+
+def far_alarm(outcome: Outcome) -> int | None:
+    """Return the first training step at which the same guard fires, without the tokens in the dead zone."""
+    return _first_above(outcome.kl_response_far, RESPONSE_LIMIT)
+
+
+def _first_above(values: Sequence[float], limit: float) -> int | None:
+    """Return the first training step at which the mean over the latest KL_BATCHES values is above the limit."""
     for i in range(KL_BATCHES - 1, len(values)):
-        if np.mean(values[i + 1 - KL_BATCHES : i + 1]) > KL_LIMIT:
+        if np.mean(values[i + 1 - KL_BATCHES : i + 1]) > limit:
             return i + 1
     return None
 

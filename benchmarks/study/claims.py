@@ -7,14 +7,14 @@ wrong side of the limit, and undecided if the interval reaches over the limit.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from benchmarks.study import analysis
 from benchmarks.study.analysis import Seeds
 from benchmarks.study.design import Claim, Design
 from benchmarks.study.statistics import Estimate, share_interval
-from benchmarks.study.training import Outcome
+from benchmarks.study.training import Outcome, Settings
 
 HOLDS, REFUTED, UNDECIDED, OPEN = "holds", "refuted", "undecided", "open"
 
@@ -37,15 +37,15 @@ class Verdict:
 def judge(design: Design, outcomes: Mapping[str, Outcome]) -> list[Verdict]:
     """Return a verdict on every claim."""
     planned: dict[str, int] = {}
-    for name in design.trainings():
+    trainings = design.trainings()
+    for name in trainings:
         named = name.rpartition("/")[0]
         planned[named] = planned.get(named, 0) + 1
     arms = analysis.by_arm(outcomes)
     found = []
     for claim in design.claims:
-        if claim.kind in GUARDS:
-            all_there = len(outcomes) == sum(planned.values())
-            found.append(_guarded(claim, list(outcomes.values()), all_there))
+        if claim.kind.partition("_")[0] in GUARDS:
+            found.append(_guarded(claim, outcomes, trainings))
             continue
         arm = arms.get(claim.task, {}).get(claim.arm, {})
         against = arms.get(claim.task, {}).get(claim.against, {})
@@ -80,20 +80,29 @@ def _verdict(low: float, high: float, limit: float) -> str:
     return HOLDS if low > limit else REFUTED if high <= limit else UNDECIDED
 
 
-GUARDS = ("kl_in_time", "kl_false", "ess_late")
+GUARDS: dict[str, analysis.Alarm] = {
+    "kl": analysis.kl_alarm, "ess": analysis.ess_alarm, "response": analysis.response_alarm, "far": analysis.far_alarm,
+}  # fmt: skip
+"""Guards by the first word of the kinds of claims about them."""
 
 
-def _guarded(claim: Claim, outcomes: Sequence[Outcome], all_there: bool) -> Verdict:
-    """Judge what is claimed of a guard, over all trainings of all tasks."""
-    found = analysis.guard(outcomes, analysis.ess_alarm if claim.kind == "ess_late" else analysis.kl_alarm)
-    if claim.kind == "kl_false":
+def _guarded(claim: Claim, outcomes: Mapping[str, Outcome], trainings: Mapping[str, Settings]) -> Verdict:
+    """Judge what is claimed of a guard, over all trainings; those on responses over the ones with fresh seeds alone."""
+    guard, _, what = claim.kind.partition("_")
+    of_responses = guard in ("response", "far")
+    chosen = [
+        name for name, settings in trainings.items()
+        if name.startswith("late") == of_responses and not (guard == "response" and settings.noise)
+    ]  # fmt: skip
+    found = analysis.guard([outcomes[name] for name in chosen if name in outcomes], GUARDS[guard])
+    if what == "false":
         count, of, figures = found.false, found.sound, f"{found.false} of {found.sound} that did not fall"
     else:
         count, of, figures = found.in_time, found.falls, f"{found.in_time} of {found.falls} falls in time"
-    if not all_there or not of:
+    if not outcomes.keys() >= set(chosen) or not of:
         return Verdict(claim, OPEN, figures)
     low, high = share_interval(count, of)
-    if claim.kind == "kl_in_time":
+    if what == "in_time":
         held, out = count / of >= claim.limit, high < claim.limit
     else:
         held, out = count / of <= claim.limit, low > claim.limit

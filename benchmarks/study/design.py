@@ -47,6 +47,7 @@ class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         seeds: number of seeds, from the task's first.
         steps: instead of the task's; a prefix of a training is one, as the rate is constant.
         token_mean: see :class:`Trainer`.
+        noise, as_long_as: see :class:`Settings`.
     """
 
     what: str
@@ -59,6 +60,8 @@ class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     seeds: int
     steps: int | None = None
     token_mean: bool = True
+    noise: float = 0.0
+    as_long_as: int = 0
 
 
 class Kind(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +74,8 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     rate: float = 1.0
     minibatches: int = 1
     token_mean: bool = True
+    noise: float = 0.0
+    as_long_as: int = 0
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -136,7 +141,7 @@ class Design(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             task=sizes.task or kind.task, seed=seed, steps=block.steps or sizes.steps, groups=sizes.groups,
             samples=sizes.samples, loss=kind.loss, learning_rate=kind.rate * sizes.learning_rate, delay=kind.delay,
             minibatches=kind.minibatches, token_mean=kind.token_mean, evaluate_every=sizes.evaluate_every,
-            warm_up_steps=sizes.warm_up_steps,
+            warm_up_steps=sizes.warm_up_steps, noise=kind.noise, as_long_as=kind.as_long_as,
         )  # fmt: skip
         change = dict(self.arms[kind.arm])
         if "generation" in change.get("april", {}):
@@ -151,6 +156,7 @@ class Design(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         parts += [f"rate{kind.rate:g}"] if kind.rate != 1.0 else []
         parts += [f"minibatches{kind.minibatches}"] if kind.minibatches != 1 else []
         parts += [] if kind.token_mean else ["samplemean"]
+        parts += ["noise"] if kind.noise else []
         return f"{kind.task}/{'-'.join(parts)}"
 
     def sync_of(self, kind: Kind) -> str:
@@ -169,8 +175,9 @@ def _kinds(block: Block) -> Iterator[Kind]:
         block.tasks, block.arms, block.losses, block.delays, block.rates, block.minibatches
     ):
         yield Kind(
-            task=task, arm=arm, loss=loss, delay=delay, rate=rate, minibatches=minibatches, token_mean=block.token_mean
-        )
+            task=task, arm=arm, loss=loss, delay=delay, rate=rate, minibatches=minibatches, token_mean=block.token_mean,
+            noise=block.noise, as_long_as=block.as_long_as,
+        )  # fmt: skip
 
 
 def read(path: Path = DESIGN) -> Design:

@@ -41,6 +41,9 @@ RISING_STEPS = 2
 CLIP = (0.2, 0.28)
 """The ratio is clipped to [1 - low, 1 + high] (DAPO, arXiv 2503.14476)."""
 
+DEAD_ZONE = 0.4
+"""Size in nats up to which a log ratio counts as 0 in the products of the loss with a dead zone."""
+
 Weights = Callable[[Float32, Float32, NDArray[Any]], Float32]
 """(log p, log q, loss mask), each [B, T], to the weights."""
 
@@ -54,12 +57,14 @@ class Loss:
         to_behaviour: whether the ratio is to q, not to p.
         per_response: whether it is the geometric mean over the response.
         clip: bounds of the ratio.
+        negative_bound: largest ratio that counts where the advantage is negative (dual clip, arXiv 1912.09729).
     """
 
     weights: Weights | None = None
     to_behaviour: bool = False
     per_response: bool = False
     clip: tuple[float, float] = CLIP
+    negative_bound: float | None = None
 
     def objective(self, now: Tensor, reference: Tensor, weights: Tensor, mask: Tensor, advantages: Tensor) -> Tensor:
         """Return what is maximised, [rows, T]; ``reference`` is log q or log p, as ``to_behaviour`` says."""
@@ -71,12 +76,44 @@ class Loss:
         ratio = drift.exp()
         low, high = self.clip
         bounded = ratio.clamp(1.0 - low, 1.0 + high)
-        return weights * torch.minimum(ratio * advantages, bounded * advantages)
+        gain = torch.minimum(ratio * advantages, bounded * advantages)
+        if self.negative_bound is not None:
+            gain = torch.maximum(gain, self.negative_bound * advantages.clamp(max=0.0))
+        return weights * gain
 
 
-def truncated(limit: float, level: Level) -> Weights:
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """A noise on log-probabilities at sampling, as an engine has that rounds to bfloat16.
+
+    The standard deviation of a token's noise grows with sqrt(1 - q) + 0.1, as rounding moves uncertain tokens most; the
+    ratio p / q that the noise alone makes has the mean 1.
+
+    Attributes:
+        kl: mean KL divergence in nats per token; 0 means no noise.
+        length: responses count as long as this: the noise of the tokens that they lack enters their weights.
+    """
+
+    kl: float = 0.0
+    length: int = 0
+
+    def added(self, p: Float32, q: Float32, mask: NDArray[Any], rng: np.random.Generator) -> tuple[Any, Any, Any]:
+        """Return p, noisy q and mask with a column per token that the longest response lacks: float32 [B, >= T]."""
+        variance = np.where(mask, np.sqrt(np.clip(1 - np.exp(q), 0, 1)) + 0.1, 0.0) ** 2
+        variance *= 2 * self.kl / variance[mask].mean()
+        lacking = np.maximum(0, self.length - mask.sum(1))
+        more = np.arange(lacking.max(initial=0)) < lacking[:, None]
+        spread = np.concatenate([variance, np.where(more, rng.choice(variance[mask], more.shape), 0.0)], 1)
+        noise = rng.normal(size=spread.shape) * np.sqrt(spread) - spread / 2
+        # tokens that are added stand for some with p = 1/e: only their ratio is of meaning
+        wide_p = np.concatenate([p, np.where(more, -1.0, 0.0)], 1)
+        wide_q = np.concatenate([q, np.where(more, -1.0, 0.0)], 1) - noise
+        return wide_p.astype(np.float32), np.minimum(wide_q, 0.0).astype(np.float32), np.concatenate([mask, more], 1)
+
+
+def truncated(limit: float, level: Level, dead_zone: float = 0.0) -> Weights:
     """Return :func:`april.truncated_weights` with a limit, per token or per response."""
-    return lambda p, q, mask: truncated_weights(p, q, mask, limit, level=level)
+    return lambda p, q, mask: truncated_weights(p, q, mask, limit, level=level, dead_zone=dead_zone)
 
 
 SEQUENCE = Loss(truncated(2.0, "sequence"))
@@ -106,15 +143,16 @@ class Trainer:
         minibatches: optimizer steps per batch, each on a part of its responses; their order is of ``seed``.
         token_mean: the mean over the tokens of the batch (DAPO's), or of the means over each response's (GRPO's).
             GSPO has its own.
-        seed: of the order.
+        seed: of the order, and of the noise.
+        noise: on what the engine gave.
     """
 
     def __init__(
         self, model: PreTrainedModel, loss: Loss, *, learning_rate: float, minibatches: int = 1,
-        token_mean: bool = True, seed: int = 0,
+        token_mean: bool = True, seed: int = 0, noise: Noise = Noise(),
     ) -> None:  # fmt: skip
         self.model, self.loss, self.learning_rate = model, loss, learning_rate
-        self.minibatches, self.token_mean, self.seed = minibatches, token_mean, seed
+        self.minibatches, self.token_mean, self.seed, self.noise = minibatches, token_mean, seed, noise
         self.updates = 0
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
 
@@ -127,7 +165,14 @@ class Trainer:
         for row, found in zip(p, response_logprobs(self.model, prompts, responses), strict=True):
             row[: len(found)] = found
         report = off_policy_report(batch, p)
-        weights = np.ones_like(p) if self.loss.weights is None else self.loss.weights(p, q, mask)
+        given_p, given_q, given_mask = p, q, mask
+        if self.noise.kl and mask.any():
+            rng = np.random.default_rng([self.seed, self.updates, 1])
+            given_p, given_q, given_mask = self.noise.added(p, q, mask, rng)
+            q = given_q[:, : q.shape[1]]
+        weights = np.ones_like(p)
+        if self.loss.weights is not None:
+            weights = self.loss.weights(given_p, given_q, given_mask)[:, : p.shape[1]]
         mean: Method = "gspo" if self.loss.per_response else "dapo" if self.token_mean else "grpo"
         share = loss_weights(mask, mean)
         reference = q if self.loss.to_behaviour else p
@@ -152,7 +197,8 @@ class Trainer:
             self._step()
         self.updates += 1
         kept = {key: report[key] for key in ("ess_token", "ess_response", "kl_k3")}
-        return kept | {"taught": len(active) / len(mask)}
+        kept["weight_response"] = float(weights[mask].mean()) if mask.any() else 1.0
+        return kept | kl_of_responses(p, q, mask) | {"taught": len(active) / len(mask)}
 
     def _logprobs(self, prompts: list[Int32], responses: list[Int32]) -> Tensor:
         """Return the log-probabilities of response tokens, [rows, longest response]; padding has no meaning."""
@@ -167,6 +213,14 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate * min(1.0, (self.updates + 1) / (RISING_STEPS + 1))
         self.optimizer.step()
+
+
+def kl_of_responses(p: Float32, q: Float32, mask: NDArray[Any]) -> dict[str, float]:
+    """Return the mean KL divergence per response (k3), of all its tokens and of those outside the dead zone."""
+    log_ratios = np.where(mask, p.astype(np.float64) - q, 0.0)
+    k3 = np.expm1(np.minimum(log_ratios, 300.0)) - log_ratios
+    far = np.where(np.abs(log_ratios) > DEAD_ZONE, k3, 0.0)
+    return {"kl_response": float(k3.sum(1).mean()), "kl_response_far": float(far.sum(1).mean())}
 
 
 def chunks(which: Sequence[int], prompts: Sequence[Int32], responses: Sequence[Int32]) -> Iterator[list[int]]:

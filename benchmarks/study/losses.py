@@ -13,17 +13,37 @@ loss             weight                                                ratio tha
 ``decoupled``    p / q per token, not truncated (AReaL, 2505.24298)    to p
 ``gspo``         (in the ratio)                                        of the response to q, its geometric mean; the
                                                                        paper's bounds
+``bounded``      (in the ratio)                                        to q, with a bound of 3 where the advantage is
+                                                                       negative
+``geo-mask``     :func:`april.truncated_weights`, per token, 2; 0 for  to p
+                 responses whose geometric mean is outside 0.98 to
+                 1.02
+``dead-zone``    as ``sequence``; log ratios within 0.4 count as 0     to p
 ``sequence``     :func:`april.truncated_weights`, per response, 2      to p: the demo's
 ===============  ====================================================  =================================================
 """
 
 from __future__ import annotations
 
-from april.corrections.importance import LARGEST, masked_weights
-from benchmarks.study.grpo import SEQUENCE, Loss, truncated
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from april.corrections.importance import LARGEST, masked_weights, truncated_weights
+from benchmarks.study.grpo import DEAD_ZONE, SEQUENCE, Float32, Loss, truncated
 
 GSPO_CLIP = (3e-4, 4e-4)
 """Bounds of the response's ratio, less and more than 1 (GSPO, arXiv 2507.18071)."""
+
+GEOMETRIC_BOUNDS = (0.98, 1.02)
+
+
+def _geo_mask(p: Float32, q: Float32, mask: NDArray[Any]) -> Float32:
+    """Return truncated weights per token, 0 for responses whose geometric mean ratio is outside the bounds."""
+    kept = masked_weights(p, q, mask, *GEOMETRIC_BOUNDS, level="geometric") > 0
+    return np.where(kept, truncated_weights(p, q, mask, 2.0, level="token"), np.float32(0))
+
 
 LOSSES: dict[str, Loss] = {
     "none": Loss(),
@@ -32,5 +52,8 @@ LOSSES: dict[str, Loss] = {
     "icepop": Loss(lambda p, q, mask: masked_weights(p, q, mask)),
     "decoupled": Loss(truncated(LARGEST, "token")),
     "gspo": Loss(to_behaviour=True, per_response=True, clip=GSPO_CLIP),
+    "bounded": Loss(to_behaviour=True, negative_bound=3.0),
+    "geo-mask": Loss(_geo_mask),
+    "dead-zone": Loss(truncated(2.0, "sequence", DEAD_ZONE)),
     "sequence": SEQUENCE,
 }

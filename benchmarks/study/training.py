@@ -22,7 +22,7 @@ from april.driver.rewards import Response
 from april.testing import Rollouts, rollouts, run_virtual
 from benchmarks.study.clockwork import TimedEngine
 from benchmarks.study.evaluation import evaluate
-from benchmarks.study.grpo import Trainer
+from benchmarks.study.grpo import Noise, Trainer
 from benchmarks.study.losses import LOSSES
 from benchmarks.study.tasks import Task
 
@@ -31,6 +31,8 @@ DIGITS = 5
 QUARTERLY = ("ess_response", "staleness", "batch_reward", "length", "longest", "taught")
 """Effective sample size of the responses; of the batch: mean age of its tokens, mean reward, mean and longest response,
 share of the responses with an advantage that is not 0."""
+
+PER_RESPONSE = ("kl_response", "kl_response_far", "weight_response")
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,6 +60,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Virtual seconds of an update, in decode steps: of meaning where generation goes on meanwhile."""
     warm_up_steps: int | None = None
     """Of the start; None means the task's own."""
+    noise: float = 0.0
+    """KL divergence in nats per token of a noise on the sampled log-probabilities, as an engine in bfloat16 has it."""
+    as_long_as: int = 0
+    """The weight of a response also counts noise alone, of as many tokens as it lacks to this number."""
     served: str = ""
     """Kind of the server that generates, vllm or sglang, for which the model has another shape; empty: none does."""
 
@@ -81,12 +87,18 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a training; ``kl_k3`` and ``ess_token`` have an entry per training step."""
+    """What came of a training; lists of numbers have an entry per training step."""
 
     settings: Settings
     evaluations: list[Evaluation]
     kl_k3: list[float]
     ess_token: list[float]
+    kl_response: list[float] = []
+    """KL divergence in nats per response, by the k3 estimator; empty where it was not kept."""
+    kl_response_far: list[float] = []
+    """The same without the tokens whose log ratio is within the dead zone."""
+    weight_response: list[float] = []
+    """Mean weight of the loss over the trained tokens."""
     quarters: dict[str, list[float]]
     """Means over each quarter of the training steps, of what QUARTERLY names."""
     old_share: float
@@ -142,7 +154,7 @@ class Training:
         self.config = config_of(settings, task)
         self.trainer = Trainer(
             model, LOSSES[settings.loss], learning_rate=settings.learning_rate, minibatches=settings.minibatches,
-            token_mean=settings.token_mean, seed=settings.seed,
+            token_mean=settings.token_mean, seed=settings.seed, noise=Noise(settings.noise, settings.as_long_as),
         )  # fmt: skip
         self.evaluations: list[Evaluation] = []
         self._rows: list[dict[str, float]] = []
@@ -258,6 +270,7 @@ def over_steps(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     return {
         "kl_k3": rounded(of("kl_k3")),
         "ess_token": rounded(of("ess_token")),
+        **{name: rounded(of(name)) for name in PER_RESPONSE if name in rows[0]},
         "quarters": {name: rounded(quarter_means(of(name))) for name in QUARTERLY},
         "staleness_max": int(max(of("staleness_max"))),
     }
