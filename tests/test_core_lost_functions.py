@@ -1,4 +1,4 @@
-"""Rollout functions that die with their process begin again, answered from the tape; see also test_core_lives."""
+"""Rollout functions that die with their process begin again, answered from the tape."""
 
 from __future__ import annotations
 

@@ -209,3 +209,17 @@ def test_the_agent_has_its_reward_by_a_call_and_a_number() -> None:
     assert reward("12 - 30", "-18") == 1.0
     assert reward("12 - 30", "18") == reward("", "It is -18") == 0.5
     assert reward("12 - 3", "9") == reward("", "CALC(12 - 30)") == 0.0
+
+
+def test_the_example_of_several_turns_prints_its_steps_and_one_story(capsys: pytest.CaptureFixture[str]) -> None:
+    """Seven batches of 24 samples, later ones with resumed samples; a story over several versions with tool answers."""
+    loaded("multi_turn_tool").main()
+
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.split() for line in lines[1:8]]
+    assert [row[:2] for row in rows] == [[str(n), "24"] for n in range(7)]
+    assert rows[0][2] == "0"
+    assert all(int(row[2]) > 0 for row in rows[1:])
+    story = [line for line in lines[8:] if line.startswith("  ")]
+    assert sum("calculator" in line for line in story) >= 2
+    assert len({line.split()[3] for line in story if "policy" in line}) >= 3

@@ -18,7 +18,7 @@ from april.adapters.areal.rollouts import CURRENT_LLM
 from april.adapters.common.placed_media import digest_of
 from april.core.types import DropReason, FinishReason, SampleId
 from april.driver.llm import Completion
-from april.errors import CheckpointError, ConfigError, RolloutError
+from april.errors import ConfigError, RolloutError
 from april.testing import run_virtual
 
 Make = Callable[..., Any]
@@ -160,14 +160,6 @@ def test_weights_that_changed_without_a_pause_are_refused(trainer: Make) -> None
     assert 1 in torch.cat([group["versions"].flatten() for group in asks(run)])
 
 
-def test_a_prompt_that_is_dropped_is_in_areals_statistics(trainer: Make) -> None:
-    """By its reason: everybody hears why it was replaced."""
-    run = trainer()
-    run.workflow.fails = {4: [ValueError("always")] * 99}
-    run.train(run.workflow, 4)
-    assert run.stats["april/dropped_failed"] == [1.0]
-
-
 def test_samples_that_a_workflow_rejects_are_left_out(trainer: Make) -> None:
     """As in AReaL: None shrinks a group, and a group of nothing else is rejected and replaced."""
     run = trainer()
@@ -197,15 +189,6 @@ def test_the_filter_of_train_is_asked_for_whole_groups(trainer: Make) -> None:
     assert len(run.stats["accepted"]) + len(run.stats["rejected"]) == len(asked)
 
 
-def test_a_server_that_breaks_off_costs_nothing(trainer: Make) -> None:
-    """The request is sent again; what it said is short, without the prompt that AReaL's error repeats."""
-    run = trainer()
-    run.server.fails = [OSError("gone")]
-    run.train(run.workflow, 2)
-    assert len(trained_rows(run)) == 2 * areal.GROUPS
-    assert not ledgers(run)["tokens"]["dropped"]
-
-
 def test_a_data_set_smaller_than_a_batch_is_told(trainer: Make) -> None:
     """Instead of a search for prompts that never ends; found beside the trainer, and told to it."""
     run = trainer(rows=0)
@@ -222,28 +205,6 @@ def test_evaluations_and_dynamic_batches_are_not_aprils(trainer: Make) -> None:
     assert not run.eval_rollout._engine.workflow_executor.destroyed
     with pytest.raises(ConfigError, match="dynamic_bs: april's batches always have the configured size"):
         run._april.prepare_batch(run.train_dataloader, run.workflow, None, True)
-
-
-def test_a_trainer_that_updates_too_often_loses_only_what_is_too_old(trainer: Make) -> None:
-    """Two updates per batch: no plan can hold the bound, so tokens beyond it carry no loss; others are untouched."""
-    run = trainer(rollout__max_head_offpolicyness=1)
-
-    def update_once_more() -> None:
-        run.rollout.pause()
-        run.server.weights = run.step = run.step + 1
-        run.rollout.set_version(run.step)
-        run.rollout.resume()
-
-    run.train(run.workflow, 5, while_training=update_once_more)
-    masked = 0
-    for step, batch in enumerate(run.trained):
-        for group in batch:
-            written = group["versions"] >= 0
-            written &= group["attention_mask"].bool()
-            too_old = written & (group["versions"] < 2 * step - 1)
-            assert torch.equal(group["loss_mask"].bool(), written & ~too_old)
-            masked += int(too_old.sum())
-    assert masked
 
 
 def test_interactions_of_areals_client_are_joined(trainer: Make) -> None:
@@ -467,13 +428,3 @@ def test_a_checkpoint_without_april_goes_on_with_a_warning(
     assert "AReaL's recover checkpoint was saved without april" in caplog.text
     run.train(run.workflow, 1)
     assert min(trained_rows(run)) >= 6
-
-
-def test_a_state_that_is_gone_is_refused(trainer: Make, tmp_path: Path) -> None:
-    """Instead of prompts that are lost in silence."""
-    run = trainer()
-    run.train(run.workflow, 2)
-    info = tmp_path / "e" / "t" / "recover_info" / "info.json"
-    (info.parent / json.loads(info.read_text())["loader"]["april"]).unlink()
-    with pytest.raises(CheckpointError, match=r"needs april's state .* which does not exist"):
-        trainer()
