@@ -169,6 +169,24 @@ async def test_sglang_behind_the_openai_route_calls_it_base_and_adapter() -> Non
 # ---------------------------------------------------------------- afterwards
 
 
+@all_kinds
+async def test_an_adapter_that_is_loaded_later_is_not_passed_by(kind: str) -> None:
+    """A trainer hands its adapter to servers that april asks for their model: the update fails by name, and the engine
+    gets nothing while the adapter is there."""
+    async with served(kind) as (server, engine):
+        assert (await engine.health()).ok
+        await engine.pause()
+        server.adapters.append("policy")
+        with pytest.raises(EngineError, match=r"serves .* and the adapters \(LoRA\) policy"):
+            await engine.update_weights(NEXT)
+        health = await engine.health()
+        assert not health.ok
+        assert "set it to policy to train that adapter" in health.detail
+        server.adapters.clear()
+        await engine.update_weights(NEXT)
+        assert (await engine.health()).ok
+
+
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 async def test_whole_weights_are_not_loaded_under_an_adapter(kind: str, tmp_path: Path) -> None:
     """They would change the model for which it was made; the server is not asked."""
