@@ -95,6 +95,13 @@ def plain_value(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
+def plain_argument(value: Any) -> Any:
+    """Return :func:`plain_value` of an argument of a query, or of each value of a mapping."""
+    if isinstance(value, Mapping):
+        return {name: plain_value(each) for name, each in value.items()}
+    return plain_value(value)
+
+
 def _as_plain_prompt(method: str, item: Any, number: int) -> Prompt:
     chat = isinstance(item, Mapping) and item.get("messages") and not {"token_ids", "input_ids"} & item.keys()
     if chat or (isinstance(item, Mapping) and item.get("images")):

@@ -207,23 +207,6 @@ def test_evaluations_and_dynamic_batches_are_not_aprils(trainer: Make) -> None:
         run._april.prepare_batch(run.train_dataloader, run.workflow, None, True)
 
 
-def test_interactions_of_areals_client_are_joined(trainer: Make) -> None:
-    """A workflow may return one part per call; what is no trajectory at all fails its sample, by name."""
-    run = trainer()
-    stock = run.workflow.arun_episode
-
-    async def in_parts(engine: Any, data: Any) -> Any:
-        made = await stock(engine, data)
-        if data["row"] == 2:
-            return "text"
-        return {"a": SimpleNamespace(to_tensor_dict=lambda: made), "b": SimpleNamespace(to_tensor_dict=lambda: made)}
-
-    run.workflow.arun_episode = in_parts
-    run.train(run.workflow, 2)
-    assert {len(group["rewards"]) for batch in run.trained for group in batch} == {2 * areal.SAMPLES}
-    assert 2 not in trained_rows(run)
-
-
 def test_a_workflow_may_hold_several_conversations(trainer: Make) -> None:
     """One after the other, whatever each begins with, as agents do that shorten what was said; over restarts too."""
 
@@ -240,21 +223,6 @@ def test_a_workflow_may_hold_several_conversations(trainer: Make) -> None:
 
     first, second = twice(trainer()), twice(trainer())
     assert len({*first, *second}) == len([*first, *second]) == 6 * areal.GROUPS
-
-
-def test_trajectories_are_dumped_where_areal_dumps_them(trainer: Make) -> None:
-    """rollout.dump_to_file, by AReaL's own method, and its check of their format."""
-    run = trainer(rollout__dump_to_file=True, rollout__check_trajectory_format=True)
-    dumped = []
-
-    async def dump(trajectory: Any, task_id: int, is_eval: bool) -> tuple[bool, str]:
-        dumped.append((int(trajectory["input_ids"][0][1]), is_eval))
-        return True, ""
-
-    run._april._dump_trajectory = dump
-    run.train(run.workflow, 2)
-    assert dumped == [(row, False) for row in trained_rows(run)]
-    assert "input_ids" in run._april._expected_trajectory_keys
 
 
 # ---------------------------------------------------------------- one call of a workflow
@@ -353,16 +321,6 @@ def test_images_are_known_by_their_content(call: Call) -> None:
     assert (call.policy.attached, call.policy.sampling["banned_ids"]) == ((), ())
 
 
-@pytest.mark.parametrize(("more", "message"), [
-    ({"n_samples": 2}, "a request for 2 samples: a workflow must ask once per sample"),
-    ({"max_tokens": 2}, "a prompt of 2 tokens leaves no room for a response: max_tokens=2"),
-])  # fmt: skip
-def test_requests_that_cannot_be(call: Call, more: dict[str, Any], message: str) -> None:
-    """They fail their sample with a sentence."""
-    with pytest.raises(RolloutError, match=message):
-        call(**more)
-
-
 def test_what_is_not_aprils_is_areals(call: Call) -> None:
     """Outside of a training rollout, and for everything but agenerate."""
     assert call.engine.choose_server() == "here:1"
@@ -415,16 +373,3 @@ def test_the_state_is_the_one_that_areals_checkpoint_names(trainer: Make, tmp_pa
     again = seen + trained_rows(after)
     assert len(again) == len(set(again))
     assert sorted([*again, *(row["row"] for row in held(after))])[: len(again)] == list(range(len(again)))
-
-
-def test_a_checkpoint_without_april_goes_on_with_a_warning(
-    trainer: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:  # fmt: skip
-    """From where the loader stood."""
-    info = tmp_path / "e" / "t" / "recover_info" / "info.json"
-    info.parent.mkdir(parents=True)
-    info.write_text(json.dumps({"step": 2, "loader": {"at": 6}}))
-    run = trainer()
-    assert "AReaL's recover checkpoint was saved without april" in caplog.text
-    run.train(run.workflow, 1)
-    assert min(trained_rows(run)) >= 6

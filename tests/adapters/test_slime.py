@@ -16,9 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_servers.sglang import FakeSglangServer
 from real_schedulers import LENGTHS, VOCAB, assert_nothing_is_left
-from server_fixtures import ServerThread
 from tiny_vision import IMAGE_ID, tiny_processor
 from tiny_vision import VOCAB as WORDS
 
@@ -44,8 +42,7 @@ from april.core.types import DropReason
 from april.core.versions import PolicyVersion
 from april.engines.simulated.engine import synthetic_response
 from april.engines.simulated.synthetic_rows import LAYERS, TOP_K, synthetic_rows
-from april.errors import ConfigError, RolloutError
-from april.scheduler import RolloutScheduler
+from april.errors import ConfigError
 from april.testing import FakeEngine
 
 REPLAY: dict[str, Any] = {"use_rollout_routing_replay": True, "num_layers": LAYERS, "moe_router_topk": TOP_K}
@@ -120,13 +117,6 @@ def test_only_older_tokens_of_continued_responses_are_masked() -> None:
                 carried += len(spans) == 1 and spans[0][2] != f"0.{rollout_id}"
         assert masked
         assert carried
-
-
-def test_the_same_rollout_again_is_no_weight_update() -> None:
-    """A rollout that is asked for twice goes on under the same version; the next one has new weights."""
-    with Run() as run:
-        versions = [run(rollout_id)[0][0].metadata["april"]["version"] for rollout_id in (0, 0, 1, 1, 2)]
-        assert versions == ["0.0", "0.0", "0.1", "0.1", "0.2"]
 
 
 def test_rejected_groups_are_counted_with_their_reason() -> None:
@@ -284,27 +274,6 @@ def test_a_checkpoint_in_the_middle_of_a_rollout(tmp_path: Path) -> None:
     assert files
 
 
-def test_a_custom_generate_function_goes_on_with_its_sample(tmp_path: Path) -> None:
-    """What a function of the user has made of unfinished samples is in the checkpoint too."""
-    flags = {"custom_generate_function_path": f"{USER}.generate"}
-    with Run(tmp_path, **flags) as run:
-        first = run.samples(0)
-        run.data.save(0)
-    with Run(tmp_path, 1, **flags) as run:
-        second = run.samples(1)
-    for s in second:
-        assert s.tokens == [1, 2, *range(10, 15 + 3 * s.index % 40)]
-    assert not {s.group_index for s in first} & {s.group_index for s in second}
-
-
-def test_a_checkpoint_without_carry_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A run that began with slime's own function goes on, and the log says what is missing."""
-    Run(tmp_path).data.save(0)
-    with Run(tmp_path, 1) as run:
-        run(1)
-    assert "continues from a checkpoint that april did not write" in caplog.text
-
-
 # ---------------------------------------------------------------- agents
 
 AGENT: dict[str, Any] = {
@@ -383,12 +352,6 @@ def test_what_an_agent_cannot_go_with() -> None:
 
 
 # ---------------------------------------------------------------- quorum and samples that fail
-
-
-def test_samples_of_somebody_else_are_refused() -> None:
-    """The hook without april's rollout function."""
-    with pytest.raises(RolloutError, match="only works with --rollout-function-path april"):
-        post_process_rewards(namespace(), [Sample(0, 0, "p1", reward=1.0)])
 
 
 @pytest.mark.parametrize("flags", [{}, {"custom_generate_function_path": f"{USER}.generate"}], ids=["april", "slime"])
@@ -480,27 +443,6 @@ def test_the_flags_say_the_shape() -> None:
         config_of(namespace(april={"extras": "routed_experts"}), None)
 
 
-def test_a_hook_that_rewrites_a_response_is_told() -> None:
-    """Its tokens are others than those whose experts would be replayed."""
-    hook = ["adapters.test_slime.shorten"]
-    with Run(**REPLAY, rollout_sample_hook_path=hook) as run, pytest.raises(RolloutError, match="a hook has rewritten"):
-        run.samples(0)
-
-
-def shorten(args: Any, sample: Sample) -> None:
-    sample.tokens = sample.tokens[:-1]
-
-
-def test_servers_without_the_flag_are_told() -> None:
-    """slime gives its servers --enable-return-routed-experts itself; servers of somebody else may be without."""
-    server = FakeSglangServer()
-    with ServerThread(server):
-        config = config_of(namespace(**REPLAY, sglang_router_ip="127.0.0.1", sglang_router_port=1), [server.url])
-        alone = config.model_copy(update={"engine": config.engine.model_copy(update={"router": None})})
-        with pytest.raises(ConfigError, match="start the server with --enable-return-routed-experts"):
-            RolloutScheduler(alone, prompts=[[1]], reward=lambda p, r: 0.0)
-
-
 # ---------------------------------------------------------------- images
 
 
@@ -564,14 +506,3 @@ def test_samples_of_a_group_share_what_they_have_of_images() -> None:
         for group in held:
             for sample in group.prompt.data["group"]:
                 assert not any((sample.multimodal_inputs or {}).values())
-
-
-def test_a_reward_sees_the_images() -> None:
-    """slime's functions find them in the sample, as its data set gave them."""
-    with opened(custom_rm_path="adapters.test_slime.counts_images")() as run:
-        for sample in run.samples(0):
-            assert sample.reward == int(str(sample.label)) % 3
-
-
-async def counts_images(args: Any, sample: Sample, **kwargs: Any) -> float:
-    return float(len((sample.multimodal_inputs or {}).get("images") or ()))

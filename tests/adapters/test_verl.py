@@ -26,7 +26,7 @@ from april.adapters.verl.agent_calls import (
 )
 from april.core.versions import PolicyVersion
 from april.engines.simulated.synthetic_rows import synthetic_rows
-from april.errors import CheckpointError, RolloutError
+from april.errors import RolloutError
 from april.testing import run_virtual
 
 Make = Callable[..., Trainer]
@@ -248,16 +248,6 @@ def test_a_trajectory_that_verl_has_not_saved_is_made_again_from_its_tokens(trai
     assert {span[2] for span in seen[lost]["spans"]} == {"0.0"}
 
 
-def test_prompts_that_verls_queue_has_not_are_named(trainer: Make, tmp_path: Path) -> None:
-    """april's state and verl's checkpoint are not of the same moment."""
-    first = trainer()
-    first.step()
-    mine = first.save(tmp_path)
-    uid = next(iter(mine["queue"]))
-    with pytest.raises(CheckpointError, match="are not in the trainer's checkpoint"):
-        trainer().load(tmp_path, mine | {"queue": {u: r for u, r in mine["queue"].items() if u != uid}})
-
-
 # ---------------------------------------------------------------- TensorRT-LLM: budgets of its own
 
 
@@ -287,19 +277,6 @@ def test_long_responses_are_cut_to_their_limit_and_none_is_lost(trainer: Make) -
     assert set(by_length) >= {True}
     assert by_length[False] == 0
     assert set(books["tokens"]["dropped"]) == {"over_budget"}
-    assert books["tokens"]["observed"] == run.server.generated
-
-
-def test_an_aborted_output_without_all_its_log_probabilities_costs_tokens_and_no_group(trainer: Make) -> None:
-    """Its tokens are dropped by name, for nobody knows which number belongs to which; nothing else has failed."""
-    run = trainer(lambda row, sample: 30 if row == 0 else 5, **TRTLLM, april__max_age=4)  # then a step waits for it
-    run.server.cut_logprobs = 1
-    run.steps(8)
-    books = run.ledgers()
-    assert books["prompts"]["dropped"] == {}
-    assert 0 in {row for row, _ in run.trained}
-    assert books["tokens"]["dropped"]["corrupt"] > 0
-    assert run.core.counters["failed_attempts"] == 0
     assert books["tokens"]["observed"] == run.server.generated
 
 
@@ -474,20 +451,6 @@ def test_a_sample_that_goes_on_without_its_agent_loop_ends_it() -> None:
     assert said == [ASKED]
     assert forgotten == ["u0_1_0", "u0_1_1"]
     assert not issubclass(SampleGivenUp, Exception)
-
-
-def test_what_april_refuses_fails_in_generate() -> None:
-    """And the agent loop with it, unless it knows better; its failure is told with its place."""
-
-    async def loop(session: Any) -> None:
-        with pytest.raises(RolloutError, match="never rewrite it"):
-            await session.generate(ASKED)
-        raise NameError("x")
-
-    said, _ = said_by(loop, "append to the conversation, and never rewrite it")
-    told, kind = said[1]
-    assert told.startswith("NameError: x (line ")
-    assert kind.startswith("NameError, line ")
 
 
 def test_a_worker_that_is_gone_ends_the_step_with_a_sentence(trainer: Make) -> None:
