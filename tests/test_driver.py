@@ -227,6 +227,18 @@ async def test_versions_that_go_back_are_rejected() -> None:
     assert engine.said > 8  # both samples'
 
 
+async def test_an_unasked_abort_keeps_its_tokens() -> None:
+    """Somebody else aborts at the engine: the sample is a partial and goes on at once."""
+    rollouts = Rollouts(table({}, 20), n=1)
+    waiter = asyncio.create_task(rollouts.driver.next_batch())
+    await asyncio.sleep(7.5)
+    await rollouts.engines[0].engine.abort()
+    batch = await waiter
+    rollouts.check(batch)
+    assert [s.count for s in batch.samples[0].segments] == [7, 13]
+    assert batch.metrics["failed_attempts"] == 0
+
+
 # ---------------------------------------------------------------- aborts
 
 
