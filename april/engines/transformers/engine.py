@@ -120,8 +120,6 @@ class TransformersEngine(EngineBase):
         processor: Any = None,
     ) -> None:
         require("the transformers engine", "torch", "transformers")
-        import torch
-
         from april.engines.transformers.model_state import ModelState, guard_optimizers
         from april.engines.transformers.model_support import (
             affordable_context,
