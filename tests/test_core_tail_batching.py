@@ -23,10 +23,9 @@ def machine(length: object, prompts: int | None = None, n: int = 2, over: int = 
     return CoreMachine(settings(n=n, over=over, **{"samples": 2, **tail, **changes}), length, prompts)
 
 
-def judge(m: CoreMachine, group: int, *, keep: bool, since: int | None = None) -> None:
-    """The filter answers what it was asked last, or when the group's state was ``since``."""
-    judgement = m.core.buffer.groups[group].since if since is None else since
-    m.post(ev.GroupJudged(group=group, keep=keep, judgement=judgement))
+def judge(m: CoreMachine, group: int, *, keep: bool) -> None:
+    """The filter answers what it was asked last."""
+    m.post(ev.GroupJudged(group=group, keep=keep, judgement=m.core.buffer.groups[group].since))
 
 
 def first_round(**changes: object) -> CoreMachine:

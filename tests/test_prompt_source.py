@@ -15,7 +15,7 @@ from tiny_tokenizers import END, tokenizer
 from april.core.types import Prompt
 from april.driver.prompt_reader import as_prompt
 from april.driver.prompt_source import PromptSource
-from april.errors import ConfigError
+from april.errors import CheckpointError, ConfigError
 from april.processes.rank_packing import pack_call
 
 
@@ -220,16 +220,12 @@ def test_a_source_that_raises_is_reported_like_a_bad_prompt(
 class Shuffled:
     """A data set whose sampler is told the epoch, as those of data loaders are."""
 
-    def __init__(self, sizes: int | list[int], fails_in: int | None = None) -> None:
+    def __init__(self, sizes: int | list[int]) -> None:
         self.sizes = sizes
         self.epochs: list[int] = []
-        self.fails_in = fails_in
 
     def set_epoch(self, epoch: int) -> None:
         self.epochs.append(epoch)
-        if epoch == self.fails_in:
-            self.fails_in = None
-            raise OSError("shard list is gone")
 
     def __iter__(self) -> Iterator[list[int]]:
         size = self.sizes if isinstance(self.sizes, int) else self.sizes[self.epochs[-1]]
@@ -265,6 +261,34 @@ def test_a_new_source_goes_on_where_the_old_one_stood(count: int, epochs: int | 
     assert new.state_dict() == whole.state_dict()
     assert new.draw(1)[1] == (epochs is not None)
     assert epochs != 2 or data.epochs == ([0, 0, 1] if count <= 3 else [0, 1])
+
+
+@pytest.mark.parametrize(("epochs", "at"), [(1, 0), (2, 0), (2, 1), (None, 4)])
+def test_fewer_prompts_than_before_the_restart(epochs: int | None, at: int) -> None:
+    """Refused in one sentence, in the last pass as well, and the source stands where it stood."""
+    before = PromptSource([[1], [2], [3], [4], [5]], 10, epochs=epochs)
+    before.draw(5 * (at + 1))
+    source = PromptSource([[1], [2], [3]], 10, epochs=epochs)
+    with pytest.raises(CheckpointError) as caught:
+        source.load_state_dict(before.state_dict())
+    assert str(caught.value) == (
+        f"the prompts ended after 3 of epoch {at}, where 5 had been drawn before; give the same prompts in every "
+        "epoch, and after a restart"
+    )
+    assert drawn(source, 2)[0] == [[1], [2]]
+
+
+def test_one_pass_only() -> None:
+    """A generator cannot be iterated again; said before anything starts."""
+    with pytest.raises(ConfigError, match=r"prompts can be iterated only once \(generator\), but several epochs"):
+        PromptSource(([i] for i in range(3)), 10, epochs=2)
+
+
+@pytest.mark.parametrize("epochs", [2, None])
+def test_no_prompts_at_all(epochs: int | None) -> None:
+    """An empty data set is an error, not an endless loop."""
+    source = PromptSource([], 10, epochs=epochs)
+    assert "there are no prompts" in str(source.draw(1)[2])
 
 
 # ---------------------------------------------------------------- sources that fail once

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 from fake_servers.base import SAYS_NOTHING, ControlFault, PlannedControlFault
-from fake_servers.sglang import FakeSglangServer
-from server_fixtures import begun, beside, connected, listening, probed, read, request, served
+from fake_servers.sglang import FakeSglangRouter, FakeSglangServer
+from server_fixtures import begun, beside, connected, listening, probed, read, request, served, settings
 
 from april.core.versions import PolicyVersion
+from april.engines.kinds.factory import open_servers
 from april.engines.weight_transfer import GroupInvitation, Handshake, ReceivesWeights, TensorSpec
 from april.errors import EngineError
 
@@ -144,6 +145,32 @@ async def test_what_is_offered(change: dict[str, Any], offered: tuple[str, ...])
         config = {"model": "one"} if server.adapters else {}
         facts = await probed(server, **config)
         assert facts.capabilities.collective == offered
+
+
+async def test_all_workers_behind_a_router_join() -> None:
+    """One behind the other, each with as many ranks as it has; what one cannot do, the engine cannot."""
+    first, second, third = FakeSglangServer(), FakeSglangServer(), FakeSglangServer(transfers=False)
+    first.sizes = {"tp_size": 2}
+    async with listening(first), listening(second), listening(third):
+        router = FakeSglangRouter([first.url, second.url])
+        async with listening(router):
+            (engine,) = await open_servers(settings("sglang", first, second, router=router.url))
+            assert await engine.ranks() == 3  # type: ignore[attr-defined]
+            await engine.pause()
+            at = meeting(3, rank_offset=5, world_size=9)
+            await engine.join(at)  # type: ignore[attr-defined]
+            offsets = [next(iter(s.groups.values()))["rank_offset"] for s in (first, second)]
+            assert offsets == [5, 7]
+            await sent(engine, at)
+            await engine.update_weights(V1)
+            await engine.resume()
+            assert [s.label[:4] for s in (first, second)] == ["v0.1"] * 2
+            await engine.close()
+        router = FakeSglangRouter([first.url, third.url])
+        async with listening(router):
+            (engine,) = await open_servers(settings("sglang", first, third, router=router.url))
+            assert engine.capabilities.collective == ()
+            await engine.close()
 
 
 async def failing(engine: Any) -> tuple[str, EngineError]:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from fake_servers.vllm import FakeVllmServer
-from server_fixtures import Got, begun, connected, listening, read, request, served
+from server_fixtures import Got, begun, connected, listening, read, request, served, settings
 
 from april.core.versions import PolicyVersion
+from april.engines.kinds.factory import open_servers
 from april.engines.weight_transfer import GroupInvitation, Handshake, ReceivesWeights, TensorSpec
 from april.errors import EngineError
 
@@ -155,6 +156,22 @@ async def test_requests_of_others_stand_still_while_weights_come() -> None:
         await other.close()
 
 
+@pytest.mark.parametrize(("copies", "world_size"), [(1, 1), (1, 4), (2, 4)])
+async def test_all_workers_are_counted(copies: int, world_size: int) -> None:
+    """Those of tensor parallelism and of all data-parallel copies."""
+    async with served("vllm", transfers="april_gloo", copies=copies, world_size=world_size) as (_, engine):
+        assert await engine.ranks() == world_size
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"transfers": "ipc"}, {"transfers": "april_gloo", "developer": False}], ids=str
+)
+async def test_a_server_that_takes_no_weights_so(options: dict[str, Any]) -> None:
+    """Its capabilities say so; they come from the server's own settings."""
+    async with served("vllm", **options) as (_, engine):
+        assert engine.capabilities.collective == ()
+
+
 @pytest.mark.parametrize("route", [INIT, START, UPDATE, FINISH])
 async def test_words_of_failure_are_no_success(route: str) -> None:
     """A 200 of a proxy, or of another server, means nothing."""
@@ -190,3 +207,13 @@ def test_april_registers_its_back_end_once(monkeypatch: pytest.MonkeyPatch) -> N
     plugin.register()
     assert asked == [("april_gloo", "april.engines.vllm.gloo_worker", "GlooWeightTransferEngine")]
     assert (Path(plugin.__file__).parent / "gloo_worker.py").is_file()
+
+
+async def test_one_group_for_several_servers() -> None:
+    """All of them are asked before any is joined."""
+    servers = [FakeVllmServer(transfers="april_gloo", world_size=size) for size in (1, 2)]
+    async with listening(servers[0]), listening(servers[1]):
+        engines = await open_servers(settings("vllm", *servers))
+        assert [await engine.ranks() for engine in engines] == [1, 2]  # type: ignore[attr-defined]
+        for engine in engines:
+            await engine.close()
