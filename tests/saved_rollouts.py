@@ -19,6 +19,7 @@ from april.core.types import SampleId
 from april.driver.rollout_driver import KIND
 from april.engines.simulated.engine import synthetic_response
 from april.engines.simulated.response_lengths import LognormalLengths
+from april.errors import DataExhausted
 
 LENGTHS = LognormalLengths(25, 0.6, 0.6, seed=4)
 
@@ -84,3 +85,14 @@ async def in_a_step(rollouts: Rollouts, at: float) -> AsyncIterator[None]:
     yield
     await waiter
     await rollouts.close()
+
+
+async def until_the_end(rollouts: Rollouts) -> AsyncIterator[Batch]:
+    """Batches, with weight updates between them, until the data has ended."""
+    while True:
+        try:
+            batch = await rollouts.driver.next_batch()
+        except DataExhausted:
+            return
+        yield batch
+        await rollouts.driver.update_weights()

@@ -31,12 +31,13 @@ from server_fixtures import (
 
 import april
 from april.core.versions import FIRST_VERSION, PolicyVersion
-from april.doctor.examine import TimeLimits, examine_urls
+from april.doctor.examine import TimeLimits, examine_config, examine_urls
 from april.doctor.findings import Level
 from april.engines.http.loaded_adapters import LoadedAdapters, is_ours
+from april.engines.http.server_probe import choose_model
 from april.engines.http.weight_labels import WeightLabels
 from april.engines.kinds.factory import open_servers
-from april.errors import EngineError, WeightsGone
+from april.errors import EngineError, EngineUnreachable, WeightsGone
 from april.testing import conformance
 
 both = pytest.mark.parametrize("kind", BOTH)
@@ -77,6 +78,17 @@ async def test_a_version_is_an_adapter_under_a_new_name(kind: str, tmp_path: Pat
         assert list(server.loras.present) == server.loras.ever[-1:]
         if kind == "vllm":
             assert server.pauses == []
+
+
+@both
+async def test_one_directory_may_be_written_again(kind: str, tmp_path: Path) -> None:
+    """Its path is the same, and so is part of a cache's key: the name is another one."""
+    async with served(kind, server=server_of(kind)) as (server, engine):
+        for n in range(1, 4):
+            path = write_adapter(tmp_path, n)
+            await update(engine, version(n), path)
+            assert (await read(engine, request())).tokens == under(path)
+        assert len(set(server.loras.ever)) == 3
 
 
 @both
@@ -188,6 +200,25 @@ async def test_a_load_that_fails_hurts_nothing(kind: str, wrong: ControlFault, t
 
 
 @both
+async def test_a_load_that_hangs_hurts_nothing(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server may have it by now: under a name that no request has, and that is unloaded later."""
+    first, second = write_adapter(tmp_path / "1", 1), write_adapter(tmp_path / "2", 2)
+    monkeypatch.setattr("april.engines.vllm.adapters.LOAD_S", 0.01)
+    monkeypatch.setattr("april.engines.sglang.worker.LOAD_S", 0.01)
+    async with served(kind, server=server_of(kind)) as (server, engine):
+        await update(engine, version(1), first)
+        server.control_faults.append(PlannedControlFault(kind=ControlFault.SILENT, route=LOADS[kind]))
+        with pytest.raises(EngineUnreachable, match=f"{LOADS[kind]} did not answer within 0.01 s"):
+            await update(engine, version(2), second)
+        assert len(server.loras.present) == 2
+        got = await read(engine, request())
+        assert (got.tokens, set(got.versions)) == (under(first), {version(1)})
+        monkeypatch.undo()
+        await update(engine, version(2), second)
+        assert list(server.loras.present) == server.loras.ever[-1:]
+
+
+@both
 @pytest.mark.parametrize("wrong", [ControlFault.FAILS, ControlFault.SILENT])
 async def test_an_unload_that_fails(
     kind: str, wrong: ControlFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -207,6 +238,23 @@ async def test_an_unload_that_fails(
         server.control_faults.clear()
         await update(engine, version(3), paths[3])
         assert list(server.loras.present) == server.loras.ever[-1:]
+
+
+@both
+@pytest.mark.parametrize("when", [ControlFault.RESTARTS_BEFORE, ControlFault.RESTARTS_AFTER])
+async def test_a_server_that_is_started_anew_as_it_loads(kind: str, when: ControlFault, tmp_path: Path) -> None:
+    """Whether before it reads the adapter or after: the update fails, and no request names what is not there."""
+    first, second = write_adapter(tmp_path / "1", 1), write_adapter(tmp_path / "2", 2)
+    async with served(kind, server=server_of(kind)) as (server, engine):
+        await update(engine, version(1), first)
+        server.control_faults.append(PlannedControlFault(kind=when, route=LOADS[kind]))
+        with pytest.raises(EngineError, match=r"restarted|it keeps its old"):
+            await update(engine, version(2), second)
+        health = await engine.health()
+        assert not health.current
+        await update(engine, version(2), second)
+        got = await read(engine, request())
+        assert (got.tokens, set(got.versions)) == (under(second), {version(2)})
 
 
 @both
@@ -253,6 +301,21 @@ async def test_an_adapter_is_of_the_model_that_the_run_gave(kind: str, tmp_path:
             await update(engine, version(3), path)
 
 
+@both
+async def test_somebody_else_changes_the_model_below(kind: str, tmp_path: Path) -> None:
+    """Tokens of an adapter over other weights are nobody's."""
+    async with served(kind, server=server_of(kind), stepped=True) as (server, engine):
+        await update(engine, version(1), write_adapter(tmp_path, 1))
+        task = asyncio.create_task(read(engine, request()))
+        await until(lambda: server.open_requests == 1)
+        server.step(2)
+        server.label = "step-7"
+        server.go_on()
+        got = await task
+        assert "somebody else changes its weights" in str(got.error)
+        assert not (await engine.health()).current
+
+
 async def test_workers_of_a_router_have_one_name(tmp_path: Path) -> None:
     """A request may come to any of them; if one cannot load it, all go on under what they have."""
     workers = [FakeSglangServer(loras=FakeAdapters()) for _ in range(2)]
@@ -292,6 +355,16 @@ async def test_a_vllm_without_developer_routes_says_it_by_a_refusal() -> None:
 
 
 # ---------------------------------------------------------------- names
+
+
+def test_names_of_april_are_no_models() -> None:
+    """What a run has left behind on a server is nobody's choice, unless it is named."""
+    card = {"id": "m", "root": "/m"}
+    left = "april-v0.3-abcdef.2"
+    listed = {"data": [card, {"id": left, "parent": "m"}]}
+    assert choose_model("http://h:1", listed, None).name == "m"
+    assert choose_model("http://h:1", listed, left).base == "m"
+    assert not is_ours("april-policy")
 
 
 def test_no_name_is_given_twice() -> None:
@@ -359,6 +432,52 @@ def test_a_run_with_cut_and_resumed_responses(kind: str, tmp_path: Path) -> None
 
 
 @both
+def test_a_server_that_dies_in_the_middle_is_given_the_present_adapter(kind: str, tmp_path: Path) -> None:
+    """april loads the directory of the present version again, and no token is of anything else."""
+    server = server_of(kind)
+    prompts = [[3 + i, 7, 9] for i in range(80)]
+    path = write_adapter(tmp_path, 1)
+    with ServerThread(server) as thread:
+        config = run_of(server, kind)
+        with april.RolloutScheduler(config, prompts=prompts, reward=lambda p, r: 1.0) as scheduler:
+            scheduler.next_batch()
+            scheduler.weight_update(path=path)
+            scheduler.next_batch()
+            thread.call(server.restart())
+            (response,) = scheduler.evaluate([[90, 7, 9]]).responses[0]  # which nothing that is finished can answer
+            assert response.tokens.tolist() == under(path, [90, 7, 9])[: len(response.tokens)]
+            batch = scheduler.next_batch()
+            scheduler.validate()
+            for sample in batch.samples:
+                hold_to(sample, [None, path])
+    assert len(server.loras.ever) >= 2
+    assert not server.violations
+
+
+@both
+def test_a_second_server_that_is_gone_is_left_out(kind: str, tmp_path: Path) -> None:
+    """The update goes on without it, and it gets the adapter when it is back."""
+    servers = [server_of(kind) for _ in range(2)]
+    prompts = [[3 + i, 7, 9] for i in range(200)]
+    with ServerThread(*servers) as thread:
+        config = run_of(servers[0], kind)
+        urls = (servers[0].url, servers[1].url)
+        config = config.model_copy(update={"engine": config.engine.model_copy(update={"urls": urls})})
+        with april.RolloutScheduler(config, prompts=prompts, reward=lambda p, r: 1.0) as scheduler:
+            scheduler.next_batch()
+            thread.call(servers[1].close())
+            assert scheduler.weight_update(path=write_adapter(tmp_path / "1", 1)) == version(1)
+            scheduler.next_batch()
+            thread.call(servers[1].restart())
+            assert scheduler.weight_update(path=write_adapter(tmp_path / "2", 2)) == version(2)
+            scheduler.next_batch()
+            scheduler.validate()
+    assert len(servers[0].loras.ever) == 2
+    assert not servers[0].violations
+    assert not servers[1].violations
+
+
+@both
 def test_an_adapter_lies_over_the_whole_weights_of_the_run(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -412,6 +531,20 @@ async def test_the_doctor_says_whether_adapters_are_taken(kind: str, takes: bool
         assert (found.level, "up to rank 16, 2 at the same time" in found.sentence) == (Level.OK, True)
     else:
         assert (found.level, "--enable-lora" in found.sentence) == (Level.REMARK, True)
+
+
+@both
+async def test_the_doctor_on_an_adapter_of_the_start(kind: str) -> None:
+    """New weights are adapters then, and april gives them."""
+    server = server_of(kind)
+    server.adapters.append("policy")
+    async with listening(server) as url:
+        engine = settings(kind, url, model="policy").model_dump(exclude_none=True)
+        report = await examine_config(
+            april.Config(rollout_batch_size=2, max_response_len=50, engine=engine), TimeLimits()
+        )
+    (found,) = [f for f in report.all if f.subject == "new weights"]
+    assert (found.level, found.sentence[:29]) == (Level.OK, "adapters (LoRA) from a direct")
 
 
 # ---------------------------------------------------------------- conformance

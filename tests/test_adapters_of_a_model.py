@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 from adapted_model import Adapted
-from fake_servers.adapters import FakeAdapters
+from fake_servers.adapters import FakeAdapters, write_adapter
 from fake_servers.vllm import FakeVllmServer
 from safetensors.torch import load_file
 from server_fixtures import ServerThread
 
 import april
 from april.core.versions import PolicyVersion
-from april.engines.http.adapter_files import why_refused
+from april.engines.http.adapter_files import header_of, why_refused
 from april.engines.protocol import AdapterSite
 from april.errors import ConfigError
 from april.weights.adapter import AdapterDirectories, adapter_of, is_adapted
@@ -124,6 +124,18 @@ def test_an_update_that_fails_keeps_what_requests_run_under() -> None:
         assert set(map(tuple, scheduler.next_batch().samples[0].versions.tolist())) == {(0, 1)}
 
 
+def test_a_server_that_takes_no_adapters() -> None:
+    """The sentence has its flags, and nothing has happened."""
+    server = FakeVllmServer()
+    with ServerThread(server), april.RolloutScheduler(
+        run_of(server), prompts=[[3, 7, 9]] * 9, reward=lambda p, r: 1.0
+    ) as scheduler:
+        sentence = r"engine .* accepts none; start the server with VLLM_ALLOW_RUNTIME"
+        with pytest.raises(april.ConfigError, match=sentence):
+            scheduler.weight_update(weights=Adapted())
+        assert scheduler.version == PolicyVersion(0, 0)
+
+
 def test_directories_of_servers_elsewhere(tmp_path: Path) -> None:
     """A directory that servers read too holds one of april's own, which goes with it."""
     directories = AdapterDirectories(tmp_path / "shared")
@@ -135,3 +147,10 @@ def test_directories_of_servers_elsewhere(tmp_path: Path) -> None:
     directories.close()
     directories.close()
     assert list((tmp_path / "shared").iterdir()) == []
+
+
+def test_headers_are_read_and_nothing_else(tmp_path: Path) -> None:
+    """Names, types and shapes of what numpy has not got a type for as well."""
+    path = Path(write_adapter(tmp_path, 3))
+    found = header_of(path / "adapter_model.safetensors")
+    assert {shape for _, shape in found.values()} == {(4, 8), (8, 4)}

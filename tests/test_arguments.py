@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,16 @@ def test_flags_give_the_same_configuration_as_keywords() -> None:
     assert config_of(parser_with(), *NEEDED, "--no-partial-rollout").partial_rollout is False
 
 
+def test_only_what_was_typed_is_in_the_namespace() -> None:
+    """A flag not typed leaves nothing behind; what is there survives JSON and a copy, as trainers need it."""
+    args = parser_with().parse_args([*NEEDED, "--refill", "group"])
+
+    found = {name: value for name, value in vars(args).items() if name != "april_arguments"}
+    assert found == {"rollout_batch_size": 8, "max_response_len": 99, "refill": "group"}
+    again = argparse.Namespace(**json.loads(json.dumps(vars(args))))
+    assert april.config_from_arguments(again) == april.config_from_arguments(copy.deepcopy(args))
+
+
 def test_flags_are_above_the_file_and_the_file_above_the_defaults(tmp_path: Path) -> None:
     """--april-config is merged setting by setting, also inside its sections."""
     file = tmp_path / "april.yaml"
@@ -138,6 +150,34 @@ def test_the_trainers_own_flags_are_used_and_not_added_again() -> None:
     flags = [option for action in parser._actions for option in action.option_strings]
     assert len(flags) == len(set(flags))
     assert not {"--max-response-len", "--sampling-temperature"} & set(flags)
+
+
+def test_flags_that_the_trainer_adds_later() -> None:
+    """slime calls its hook for custom arguments before it adds its own: trainer_flags keeps april's out of the way."""
+    same = ("rollout_batch_size", "n_samples_per_prompt", "over_sampling_batch_size", "partial_rollout")
+    flags = RENAMED | {name: "--" + name.replace("_", "-") for name in same} | {"seed": "--seed"}
+    parser = april.add_april_arguments(argparse.ArgumentParser(), trainer_flags=flags)
+    for flag, details in SLIME:
+        parser.add_argument(flag, **details)
+
+    args = parser.parse_args(["--rollout-batch-size", "8", "--rollout-max-response-len", "77", "--partial-rollout"])
+    args.over_sampling_batch_size = 16  # trainers fill in their defaults after parsing
+
+    config = april.config_from_arguments(args)
+    assert (config.rollout_batch_size, config.over_sampling_batch_size, config.seed) == (8, 16, 1234)
+
+
+def test_a_flag_is_found_by_its_spelling_and_by_its_dest() -> None:
+    """Underscores or dashes, another flag with the same dest, the same flag with another dest."""
+    parser = parser_with(
+        ("--max_staleness", {"type": int, "default": 2}),
+        ("--batch", {"type": int, "dest": "rollout_batch_size"}),
+        ("--max-response-len", {"type": int, "dest": "cap"}),
+    )
+
+    config = config_of(parser, "--batch", "8", "--max-response-len", "99")
+
+    assert (config.max_staleness, config.rollout_batch_size, config.max_response_len) == (2, 8, 99)
 
 
 def test_a_prefix_keeps_out_of_the_trainers_way() -> None:
@@ -193,6 +233,15 @@ def test_a_trainer_and_a_file_that_disagree_are_refused(tmp_path: Path) -> None:
         f"--n-samples-per-prompt is 1 in the trainer, but {file} says n_samples_per_prompt: 8; make them equal"
     )
     assert config_of(parser, *typed, "--n-samples-per-prompt", "8").over_sampling_batch_size == 16
+
+
+def test_a_switch_of_the_trainer_without_a_no_is_named_as_it_is() -> None:
+    """slime has --partial-rollout and no --no-partial-rollout."""
+    parser = parser_with(*SLIME)
+    sentence = sentence_of(
+        parser, "--rollout-batch-size", "8", "--max-response-len", "9", "--refill", "sample"
+    )
+    assert "and leaving out --partial-rollout would throw them away; set --partial-rollout" in sentence
 
 
 def test_misuse_is_refused_with_one_sentence() -> None:

@@ -130,6 +130,40 @@ def test_shapes_and_types(rows: Rows, prompt: int, response: int, total: int, le
     assert {name: a.dtype for name, a in flat.items()} == {name: np.dtype(t) for name, t in types.items()}
 
 
+def test_the_two_layouts_of_whole_sequences() -> None:
+    """Left-padded prompts put every response into the same columns; otherwise all padding is on the right."""
+    batch = make_batch(ROWS)
+
+    left, right = batch.padded(left_pad_prompts=True), batch.padded()
+
+    assert left["input_ids"].tolist() == [[0, 0, 1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12, 0, 0]]
+    assert left["attention_mask"].tolist() == [[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0, 0]]
+    assert left["prompt_ids"].tolist() == [[0, 0, 1, 2], [7, 8, 9, 10]]
+    assert right["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12]]
+    assert right["prompt_ids"].tolist() == [[1, 2, 0, 0], [7, 8, 9, 10]]
+    assert right["response_ids"].tolist() == left["response_ids"].tolist() == [[3, 4, 5, 6], [11, 12, 0, 0]]
+    assert left["version_n"].tolist() == [[0, 0, 0, 7], [9, 9, -1, -1]]
+    assert left["version_incarnation"].tolist() == [[0, 0, 0, 1], [1, 1, -1, -1]]
+    assert left["staleness"].tolist() == [9, 0]
+
+
+def test_arrays_are_the_trainers_own() -> None:
+    """Writing into arrays changes neither the batch nor the next call's; writing into tensors, not the arrays."""
+    batch = make_batch(ROWS)
+    before = {name: a.copy() for name, a in batch.padded().items()}
+
+    for arrays in (batch.padded(), batch.ragged()):
+        for array in arrays.values():
+            array[...] = 1
+    again = batch.padded()
+    for tensor in april.to_torch(again).values():
+        tensor.fill_(1)
+
+    assert all((again[name] == value).all() for name, value in before.items())
+    assert batch.rewards.tolist() == [0.0, 0.5]
+    assert all((batch.padded()[name] == value).all() for name, value in before.items())
+
+
 @pytest.mark.parametrize("rows", [ROWS, []], ids=["two", "empty"])
 def test_tensors(rows: Rows) -> None:
     """Integers become int64, masks bool, floats float32; names, shapes and values stay."""
@@ -169,6 +203,14 @@ def test_extras_stay_numbers(kind: type[np.integer[Any]]) -> None:
     assert found["routed_experts"].dtype == torch.int64
     assert found["routed_experts"].tolist() == rows.tolist()
     assert found["loss_mask"].tolist() == [True, False]
+
+
+def test_what_is_no_array_is_named() -> None:
+    """to_torch says which value it cannot take."""
+    with pytest.raises(TypeError, match=r"to_torch: text is list; give the arrays"):
+        april.to_torch({"text": ["a"]})
+    with pytest.raises(TypeError, match=r"to_torch: data is an array of object"):
+        april.to_torch({"data": np.array([None])})
 
 
 def test_without_torch_there_is_one_sentence() -> None:
@@ -269,6 +311,22 @@ def test_each_sample_is_in_one_share_with_what_the_batch_says_of_it(batch: Batch
 
 
 @settings(max_examples=100, deadline=None)
+@given(grouped(), st.integers(1, 9))
+def test_shares_are_as_equal_as_they_are_asked_to_be(batch: Batch, ranks: int) -> None:
+    """By samples: contiguous, sizes one apart at most. By tokens: no share has more than the mean and one row."""
+    by_samples = batch.split(ranks)
+    assert [s.id for share in by_samples for s in share.samples] == [s.id for s in batch.samples]
+    sizes = [len(share) for share in by_samples]
+    assert max(sizes) - min(sizes) <= 1
+
+    by_tokens = batch.split(ranks, "tokens")
+    tokens = [[len(s.prompt.token_ids) + len(s.tokens) for s in share.samples] for share in by_tokens]
+    assert all(tokens) or len(batch) < ranks
+    longest = max((t for share in tokens for t in share), default=0)
+    assert max(map(sum, tokens)) <= sum(map(sum, tokens)) / ranks + longest
+
+
+@settings(max_examples=100, deadline=None)
 @given(grouped(), st.integers(1, 5), st.integers(1, 3))
 def test_the_losses_of_all_shares_are_the_loss_of_the_batch(batch: Batch, ranks: int, parts: int) -> None:
     """With ``share``, and with micro-batches that are shares of a share."""
@@ -307,6 +365,31 @@ def test_seven_samples_of_two_groups_over_three_ranks() -> None:
     assert joined == batch.advantages("rloo").tolist()
     assert joined[:2] == [-1.0, pytest.approx(1 / 3)]
     assert batch.split(3)[1].share == BatchShare(rank=1, ranks=3, samples=7, loss_tokens=27)
+
+
+def test_an_empty_share_works() -> None:
+    """Fewer samples than ranks: arrays with no rows, of the same names and types; a whole batch is its own share."""
+    batch = Batch(
+        id=0, version=PolicyVersion(0, 2), samples=(sample_of(7, 0, [1, 2, 3], ((0, 0.875), (1, 1.875))),),
+        group_sizes=(1,), metrics={"off_policy_share": 0.5},
+    )  # fmt: skip
+    assert batch.share == BatchShare(0, 1, 1, 5)
+    first, empty = batch.split(2)
+    assert len(first) == 1
+    assert repr(empty).startswith("<Batch 0 share 1 of 2 version=0.2 groups=0 samples=0 tokens=0 off_policy_share=0.5")
+    for left in (False, True):
+        full, none = batch.padded(left_pad_prompts=left), empty.padded(left_pad_prompts=left)
+        assert {k: (v.dtype, v.ndim, 0) for k, v in full.items()} == {
+            k: (v.dtype, v.ndim, len(v)) for k, v in none.items()
+        }
+        april.to_torch(none)
+    flat = empty.ragged()
+    assert flat["prompt_offsets"].tolist() == flat["response_offsets"].tolist() == [0]
+    assert {k: v.dtype for k, v in flat.items()} == {k: v.dtype for k, v in batch.ragged().items()}
+    assert all(empty.advantages(m).shape == (0,) for m in ("grpo", "dr_grpo", "rloo", "dapo", "gspo"))
+    assert (empty.token_ages.shape, empty.token_ages.dtype) == ((0,), np.int32)
+    assert (empty.rewards.shape, empty.lengths.shape, empty.group_sizes) == ((0,), (0,), ())
+    assert april.loss_weights(empty.padded()["loss_mask"], "dapo", share=empty.share).shape == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
 from gate_engine import HEAD, TAIL, GateEngine
-from real_schedulers import assert_nothing_is_left, config, scheduler
+from real_schedulers import assert_nothing_is_left, check, config, scheduler
 
 import april
 from april.core.types import DropReason, FinishReason
 from april.engines.protocol import Request
-from april.errors import RolloutError, SchedulerClosed
+from april.errors import RolloutError, SchedulerClosed, UsageError
 
 
 def workers() -> list[threading.Thread]:
@@ -112,6 +113,51 @@ def test_512_plain_functions_at_the_same_time() -> None:
     assert len(set(seen)) == 512
 
 
+def test_plain_functions_are_evaluated_too() -> None:
+    """Same result as with the default function; no more threads than requests in flight."""
+    inside: set[int] = set()
+    most = [0]
+
+    def rollout(prompt: april.Prompt, llm: april.BlockingLLM) -> None:
+        inside.add(threading.get_ident())
+        most.append(len(inside))
+        llm.generate()
+        inside.remove(threading.get_ident())
+
+    prompts = [[i, 8] for i in range(1, 11)]
+    with scheduler() as rollouts:
+        expected = rollouts.evaluate(prompts, n_samples=2)
+    with scheduler(rollout=rollout, config=config(max_in_flight=3)) as rollouts:
+        result = rollouts.evaluate(prompts, n_samples=2)
+        at_once = max(most)
+        check(rollouts.next_batch())
+    assert result.rewards.tolist() == expected.rewards.tolist()
+    assert 1 <= at_once <= 3
+
+
+def test_an_evaluation_that_fails_ends_its_plain_functions() -> None:
+    """The prompt is named, the threads that wait are cancelled, training goes on."""
+    cancelled = threading.Event()
+    broken = [True]
+
+    def rollout(prompt: april.Prompt, llm: april.BlockingLLM) -> None:
+        if broken and prompt.token_ids[0] == 2:
+            raise LookupError("no sandbox")
+        try:
+            llm.generate()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    engine = GateEngine(lambda request: bool(broken))
+    with one_group(engine, rollout, reward=lambda prompt, response: 1.0, n_samples_per_prompt=2) as rollouts:
+        with pytest.raises(RolloutError, match="evaluation prompt 1: the rollout function raised LookupError"):
+            rollouts.evaluate([[1], [2]])
+        assert cancelled.is_set()
+        broken.clear()
+        assert len(rollouts.next_batch().samples) == 2
+
+
 # ---------------------------------------------------------------- what fails
 
 
@@ -158,6 +204,35 @@ def test_a_dropped_group_cancels_its_threads(where: str, swallows: bool) -> None
     assert not isinstance(errors[0], Exception)
     assert "was given up" in str(errors[0])
     assert all("after its rollout function had ended" in str(e) for e in errors[1:])
+
+
+def test_misuse_in_a_thread_is_a_named_failure() -> None:
+    """Wrong arguments and a second call at the same time raise where they are made, as in a coroutine."""
+    errors: list[BaseException] = []
+    asked = threading.Event()
+
+    def rollout(prompt: april.Prompt, llm: april.BlockingLLM) -> None:
+        if llm.sample_id != (0, 0):
+            llm.generate()
+            return
+        for wrong in ({"max_tokens": 0}, {"token_ids": "text"}, {"no_such_argument": 1}):
+            with pytest.raises((ValueError, TypeError)) as caught:
+                llm.generate(**wrong)  # type: ignore[arg-type]
+            errors.append(caught.value)
+        first = threading.Thread(target=llm.generate, name="april-worker-of-the-user", daemon=True)
+        first.start()
+        asked.wait()
+        try:
+            llm.generate()
+        except RolloutError as error:
+            errors.append(error)
+        first.join()
+
+    with one_group(GateEngine(first_attempt_of(0, 0, asked)), rollout, over_sampling_batch_size=2) as rollouts:
+        sample = delivered(rollouts, (0, 0))
+        assert sample.tokens.tolist() == [*HEAD, *TAIL]
+    assert [type(e) for e in errors] == [UsageError, UsageError, TypeError, RolloutError]
+    assert "while another call of the same sample was running" in str(errors[3])
 
 
 def test_a_call_after_the_function_has_returned_is_refused() -> None:
@@ -233,6 +308,27 @@ def test_no_more_threads_is_a_named_failure(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 # ---------------------------------------------------------------- borders
+
+
+def test_plain_functions_do_not_see_each_others_context() -> None:
+    """Threads are used again, context variables are not; waiting calls of the scheduler are refused inside."""
+    colour: ContextVar[str] = ContextVar("colour", default="none")
+    seen: list[str] = []
+    holder: list[april.RolloutScheduler] = []
+
+    def rollout(prompt: april.Prompt, llm: april.BlockingLLM) -> None:
+        seen.append(colour.get())
+        colour.set("red")
+        with pytest.raises(RolloutError, match="inside a rollout or reward function"):
+            holder[0].next_batch()
+        llm.generate()
+
+    with one_group(GateEngine(), rollout) as rollouts:
+        holder.append(rollouts)
+        for _ in range(3):
+            rollouts.next_batch()
+            rollouts.weight_update()
+    assert seen == ["none"] * 3
 
 
 @pytest.mark.parametrize("hangs", [False, True])

@@ -177,6 +177,18 @@ def test_places(changes: dict[str, Any], in_work: int, in_flight: int, leaves: b
 
 # ---------------------------------------------------------------- mistakes
 
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([1, 2], "list"), (None, "NoneType"), ("april.yaml", "str; Config.from_yaml reads files"),
+        (OmegaConf.create([1]), "list"),
+    ],
+)
+def test_something_else_than_a_mapping(values: Any, words: str) -> None:
+    """The sentence says what was given."""
+    with pytest.raises(ConfigError, match=f"expected a mapping of settings, got {words}"):
+        Config.from_mapping(values)
+
 
 @pytest.mark.parametrize(
     ("change", "words"),
@@ -215,6 +227,17 @@ def test_yaml_that_is_refused(text: str, words: str, tmp_path: Path) -> None:
     assert words in str(caught.value)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    """A path that is not there, a directory, and bytes that are no text."""
+    with pytest.raises(ConfigError, match=r"cannot read .*nowhere\.yaml: No such file"):
+        Config.from_yaml(tmp_path / "nowhere.yaml")
+    with pytest.raises(ConfigError, match="cannot read"):
+        Config.from_yaml(tmp_path)
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00a")
+    with pytest.raises(ConfigError, match=r"bytes\.yaml is not valid YAML"):
+        Config.from_yaml(tmp_path / "bytes.yaml")
 
 
 def test_yaml_without_its_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -262,6 +285,24 @@ def test_too_much_is_refused_by_name(path: str, kind: str) -> None:
         assert len(str(refused.value)) < 300
 
 
+def test_aborts_are_not_asked_for_without_end() -> None:
+    """A thousandth of the longest wait is fine; what would be asked more than a million times is not."""
+    Config(**SIMULATED, abort_deadline_s=30, abort_resend_s=0.001)
+    for resend_s in (1e-9, 1e-300):
+        with pytest.raises(ConfigError, match="would send the same abort"):
+            Config(**SIMULATED, abort_deadline_s=LONGEST_S, abort_resend_s=resend_s)
+
+
+@pytest.mark.parametrize("changes", [{"abort_deadline_s": LONGEST_S, "abort_resend_s": LONGEST_S / 1e6}, {
+    "outage_deadline_s": LONGEST_S, "function_timeout_s": LONGEST_S, "stall_timeout_s": LONGEST_S}])  # fmt: skip
+def test_the_longest_waits_can_be_waited_for(changes: dict[str, float]) -> None:
+    """They fit the clocks of the loop and of threads."""
+    config = Config(rollout_batch_size=3, n_samples_per_prompt=2, max_response_len=100, **changes)
+    with scheduler(config=config, reward=lambda prompt, response: float(len(response.tokens))) as rollouts:
+        rollouts.next_batch()
+        rollouts.weight_update()
+
+
 def test_the_largest_numbers_go_into_a_checkpoint() -> None:
     """In msgpack too, in which adapters write it."""
     largest = {
@@ -272,6 +313,12 @@ def test_the_largest_numbers_go_into_a_checkpoint() -> None:
         rollouts.next_batch()
         rollouts.weight_update()
         msgspec.msgpack.encode(rollouts.state_dict())
+
+
+@pytest.mark.parametrize("name", ["n_samples", "max_tokens"])
+def test_evaluations_have_limits(name: str) -> None:
+    with scheduler() as rollouts, pytest.raises(ConfigError, match=f"evaluate: {name} must be at most 2,147,483,647"):
+        rollouts.evaluate([[1]], **{name: 10**5000})
 
 
 # ---------------------------------------------------------------- engines
@@ -369,6 +416,15 @@ def test_a_key_is_in_no_sentence(engine: Any, source: str, tmp_path: Path) -> No
     with pytest.raises(ConfigError) as caught:
         load(source, {**SMALL, "engine": engine}, tmp_path)
     assert CANARY not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_broken_file_does_not_show_its_lines(tmp_path: Path) -> None:
+    """The sentence says what is wrong and in which line, not what stands there."""
+    file = tmp_path / "april.yaml"
+    file.write_text(f'engine:\n  kind: vllm\n  api_key: "{CANARY}\n', "utf-8")
+    with pytest.raises(ConfigError) as caught:
+        Config.from_yaml(file)
+    assert str(caught.value) == f"{file} is not valid YAML: found unexpected end of stream in line 4"
 
 
 @pytest.mark.parametrize("key", ["a\r\nX-More: 1", "a\n", "\ta", "a\x00b", "a\u2713", "a b", "a\x7f"])

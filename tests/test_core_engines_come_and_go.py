@@ -13,7 +13,7 @@ from update_player import Server, UpdatePlayer, limits_of
 
 from april.core import commands as do
 from april.core import events as ev
-from april.core.engine_table import EngineWeights
+from april.core.engine_table import EngineGate, EngineTable, EngineWeights
 from april.core.run_times import RunTimes
 from april.core.settings import EngineLimits
 from april.core.types import AttemptFailure, OnWeightUpdate, Timer, TimerKind
@@ -99,6 +99,26 @@ def test_an_engine_that_has_less_than_was_promised_cannot_join(changes: dict[str
     with pytest.raises(InvariantError, match="engine c cannot join"):
         m.core.handle(ev.EnginesJoined([joins]))
     assert list(m.core.engines.states) == ["a", "b"]
+
+
+def test_an_engine_that_has_more_joins_and_promises_stay() -> None:
+    """A larger context and fewer end tokens change nothing for samples, also when the others have left."""
+    table = EngineTable([replace(A, eos_token_ids=(1, 2), logprob_kind="raw")], FIRST_VERSION)
+    joins = replace(B, max_context=8192, logprob_kind="raw")
+    assert table.unfit(joins) is None
+    table.join(joins)
+    table.leave("a")
+    promised = table.max_context, table.vocab_size, table.eos_token_ids, table.logprob_kind
+    assert promised == (4096, 2**31 - 1, frozenset((1, 2)), "raw")
+    assert (table.ends_of("b"), table.ends_of("a")) == (frozenset((1,)), frozenset((1,)))
+    table.leave("b")
+    assert table.ends_of("a") == frozenset((1, 2))
+
+
+def test_where_kinds_are_mixed_any_joins() -> None:
+    """Batches say so already."""
+    table = EngineTable([A, replace(B, logprob_kind="raw")], FIRST_VERSION)
+    assert table.unfit(replace(C, logprob_kind="processed")) is None
 
 
 # ---------------------------------------------------------------- with which weights
@@ -238,11 +258,29 @@ def test_a_transfer_that_breaks_off_tears_all_weights_but_the_trainers(kind: str
     assert m.core.engines.states["a"].loaded == {m.core.clock.current}
 
 
+def test_an_update_that_wrote_nothing_changes_nothing_for_those_that_join() -> None:
+    """It was cancelled in time: engines have the weights of their start, which a label names."""
+    m = machine(n=2, engines=(A, B))
+    m.post(ev.UpdateRequested(update=1, path="/1"))
+    m.post(ev.UpdateCancelled(1))
+    m.finish_aborts()
+    load = load_of(answer(m, joined(m, C)))
+    assert (load.version, load.path) == (FIRST_VERSION, None)
+
+
 def outage_words(m: CoreMachine) -> str:
     """What the trainer is told when the deadline of an outage is over."""
     m.fire(timers(m.commands, TimerKind.OUTAGE)[-1])
     (error,) = m.errors
     return error.removeprefix("no engine with the current weights was healthy for 50 s; april keeps all responses: ")
+
+
+def test_when_all_wait_for_the_next_update_the_outage_says_so() -> None:
+    """Nothing is to be mended there: a weight update is what helps."""
+    m = machine(outage_deadline_s=50.0)
+    answer(m, answer(m, answer(m, requested(m)), ev.CallResult.UNREACHABLE))
+    found(m, "a", m.fire(timers(m.commands, TimerKind.PROBE)[-1]))
+    assert outage_words(m) == "call weight_update, for which a waits, and ask for the batch again"
 
 
 def test_an_engine_that_comes_with_the_weights_of_an_earlier_run_waits_for_an_update() -> None:
@@ -254,6 +292,19 @@ def test_an_engine_that_comes_with_the_weights_of_an_earlier_run_waits_for_an_up
     assert engines_in_use(m) == ["a", "a"]
     updated(m, "/1")
     assert m.core.engines.states["b"].version == m.core.clock.current
+
+
+def test_an_engine_that_was_paused_when_it_was_lost_is_resumed() -> None:
+    """Its server may be paused still: it gets nothing before it says that it is open."""
+    m = machine(n=2, engines=(A, REMOTE))
+    (timer,) = timers(m.probed("b", current=False), TimerKind.PROBE)
+    m.finish_aborts()
+    assert isinstance(found(m, "b", m.fire(timer))[0], do.PauseEngine)
+    commands = m.post(ev.EnginesJoined([REMOTE]))
+    state = m.core.engines.states["b"]
+    assert (state.gate, state.quarantined) == (EngineGate.CLOSED, True)
+    answer(m, found(m, "b", commands))
+    assert (state.gate, state.quarantined, state.loaded) == (EngineGate.OPEN, False, {FIRST_VERSION})
 
 
 # ---------------------------------------------------------------- engines that leave
@@ -298,6 +349,15 @@ def test_an_engine_that_is_to_leave_gets_no_more_requests(cut: bool) -> None:
     m.post(ev.EnginesLeft(["b"]))
     m.post(ev.EnginesJoined([B]))
     assert not m.core.engines.states["b"].leaving
+
+
+def test_an_engine_does_not_leave_with_requests_in_flight() -> None:
+    """They would belong to nobody; nor does one come anew over them."""
+    m = machine(engines=(A, B))
+    for event in (ev.EnginesLeft(["a"]), ev.EnginesJoined([A])):
+        with pytest.raises(InvariantError, match="engine a has left with 1 requests in flight"):
+            m.core.handle(event)
+    m.core.validate()
 
 
 def test_when_all_have_left_the_deadline_of_an_outage_holds() -> None:
@@ -350,6 +410,32 @@ def test_an_update_does_not_wait_for_an_engine_that_left(phase: Phase, engines: 
     assert list(m.core.engines.states) == [e.name for e in engines[1:]]
     m.post(ev.EnginesJoined([C]))
     assert m.core.engines.states["c"].quarantined
+
+
+@pytest.mark.parametrize("phase", [Phase.PAUSING, Phase.LOADING])
+def test_engines_that_leave_together_are_asked_for_nothing_more(phase: Phase) -> None:
+    """The first of them does not make the update go on to the second."""
+    m = machine(n=2, engines=(A, B, C))
+    commands = requested(m)
+    while m.core.updates.phase is not phase:
+        commands = answer(m, commands)
+    (theirs,) = [c for c in commands if getattr(c, "engine", "") == "c"]
+    m.post(ev.EngineCallEnded("c", theirs.call, ev.CallResult.DONE))  # type: ignore[union-attr]
+    more = m.post(ev.EnginesLeft(["a", "b"]))
+    assert {c.engine for c in more if not isinstance(c, do.UpdateEnded)} == {"c"}  # type: ignore[union-attr]
+    while m.core.updates.running:
+        more = answer(m, more)
+    assert m.core.clock.current == PolicyVersion(0, 1)
+
+
+def test_an_update_without_any_engine_is_for_those_that_join() -> None:
+    """The policy goes on; who joins gets it from its directory."""
+    m = CoreMachine(settings(n=1, samples=1), 20, engines=(A,))
+    m.post(ev.EnginesLeft(["a"]))
+    m.post(ev.UpdateRequested(update=1, path="/1", content="1"))
+    assert (m.core.clock.current, m.core.updates.running) == (PolicyVersion(0, 1), False)
+    load = load_of(answer(m, joined(m, B)))
+    assert (load.path, load.contents) == ("/1", ("1",))
 
 
 # ---------------------------------------------------------------- at random, with updates

@@ -8,14 +8,17 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from core_machine import EOS, PROMPT, CoreMachine, asked, settings
+from core_machine import EOS, PROMPT, A, CoreMachine, asked, settings
 
 from april.core import commands as do
+from april.core import events as ev
 from april.core import snapshot
 from april.core.attachments import wrong_rows
+from april.core.partial_buffer import ROWS_COUNTED_AGAIN
+from april.core.sampling import SamplingParams
 from april.core.settings import EngineLimits
 from april.core.types import Attempt, Refill
-from april.errors import CheckpointError
+from april.errors import CheckpointError, InvariantError
 
 GIVES = EngineLimits("e0", 4096, None, (EOS,), extras=("experts",))
 P = len(PROMPT.token_ids)
@@ -67,6 +70,17 @@ def test_each_row_is_of_the_attempt_that_generated_its_token() -> None:
     assert not padded["experts"][0, len(ids) - 1 :].any()
     assert np.array_equal(ragged["experts"], experts)
     assert ragged["extras_offsets"].tolist() == [0, len(experts)]
+
+
+def test_rows_stand_in_the_columns_of_the_tokens_that_were_read() -> None:
+    """With prompts padded on the left, too."""
+    m = giving(n=2, samples=1, length={0: 3, 1: 9})
+    m.finish(0, 1)
+    arrays = m.batches[-1].padded(left_pad_prompts=True)
+    for ids, mask, rows in zip(arrays["input_ids"], arrays["attention_mask"], arrays["experts"], strict=True):
+        there = np.flatnonzero(mask)
+        assert np.array_equal(rows[there[:-1], 0], ids[there[:-1]])
+        assert not rows[there[-1]].any()
 
 
 def test_tokens_without_their_rows_are_dropped_by_name_and_generated_again() -> None:
@@ -156,6 +170,24 @@ def test_rows_leave_with_their_tokens() -> None:
     assert len(chain.extras["experts"]) == chain.rows_due == P + 4 - 1
 
 
+def test_an_engine_without_rows_cannot_join() -> None:
+    """Whoever lacks what every token is to have is told so, and so is one without attachments."""
+    m = giving(attachments=())
+    assert m.core.engines.unfit(A) == "engine a cannot join: it has no experts to return with its tokens"
+    m = asked(attachments=("image",), engines=(EngineLimits("e", 99, None, (EOS,), attachments=("image",)),))
+    assert "image" in str(m.core.engines.unfit(A))
+
+
+def test_books_that_miss_a_row_are_found() -> None:
+    """The core's own check counts rows against tokens."""
+    m = giving()
+    m.end(m.only.id, 7)
+    chain = m.sample(0).chains[0]
+    chain.extras = {"experts": chain.extras["experts"][:-1]}
+    with pytest.raises(InvariantError, match="rows of extras"):
+        m.core.validate()
+
+
 def test_random_runs_have_all_rows() -> None:
     """Cuts at any token, weight updates and failures: every delivered token has the row of its own attempt."""
     for seed in range(30):
@@ -196,3 +228,34 @@ def test_held_rows_stop_drawing_beyond_the_need(bound: int | None, drawn: list[i
     commands = m.next_step()
     assert m.core.buffer.extras_bytes == 2 * (P + 15 - 1) * 8
     assert [c.count for c in commands if isinstance(c, do.DrawPrompts)] == drawn
+
+
+def test_rows_are_counted_anew_as_tokens_come_and_go() -> None:
+    """The count follows what is held within a sixteenth, and looks at the samples no more often than that."""
+    m = giving(40, n=4, samples=2)
+    buffer, counted = m.core.buffer, []
+    for tokens in range(1, 200):
+        buffer.room(tokens)
+        counted.append(buffer._rows_counted[0])
+    assert all(now - then <= then / ROWS_COUNTED_AGAIN for now, then in enumerate(counted, 1) if then > 16)
+    assert len(set(counted)) < 80
+
+
+@pytest.mark.parametrize("empty", [0, 1])
+def test_a_response_in_which_nothing_was_generated_has_rows_of_zeros(empty: int) -> None:
+    """A tool has used up all of it: the batch has the rows of the others, and as many for it as it has tokens."""
+    m = giving(n=2, samples=1, auto_call=False)
+    for sample in list(m.to_call):
+        full = sample.group == empty
+        ids = np.concatenate((PROMPT.token_ids, np.full(m.core.settings.max_response_len, 9, np.int32)))
+        m.post(ev.CallMade(sample, SamplingParams(5), ids if full else None))
+    assert len(m.in_flight) == 1
+    m.end(m.only.id)
+    (batch,) = m.batches
+    assert batch.extras == ("experts",)
+    rows = {s.id.group: s.extras["experts"] for s in batch.samples}
+    assert not rows[empty].any()
+    assert rows[empty].shape == (P + m.core.settings.max_response_len - 1, 2)
+    assert rows[1 - empty].any()
+    assert batch.padded()["experts"].shape[:2] == batch.padded()["input_ids"].shape
+    assert batch.ragged()["extras_offsets"][-1] == sum(map(len, rows.values()))

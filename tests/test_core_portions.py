@@ -47,6 +47,18 @@ def test_no_event_starts_more_than_a_portion(monkeypatch: pytest.MonkeyPatch) ->
     assert [a.sample.id for a in m.in_flight.values()] == [(group, index) for group in range(24) for index in range(4)]
 
 
+def test_what_was_cut_is_sent_again_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step begins with everything that the last one has left."""
+    m = CoreMachine(MANY, dict.fromkeys(range(12), 5) | dict.fromkeys(range(12, 36), 50))
+    m.ask()
+    m.finish(*range(12))
+    in_portions(monkeypatch)
+    found = commands_of_each_event(m)
+    m.next_step()
+    assert max(sum(isinstance(c, do.Submit) for c in commands) for commands in found) == 4
+    assert len(m.in_flight) == 96
+
+
 def test_nothing_is_started_until_the_next_portion(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between Continue and Continued the loop runs what else is due, and events of that time start nothing."""
     in_portions(monkeypatch, drawn=1000)
@@ -56,6 +68,29 @@ def test_nothing_is_started_until_the_next_portion(monkeypatch: pytest.MonkeyPat
     assert [type(command) for command in first] == [do.StartSample] * 4 + [do.Continue]
     assert core.handle(OLD_TIMER) == []
     assert [type(command) for command in core.handle(ev.Continued())] == [do.StartSample] * 4 + [do.Continue]
+
+
+def test_a_portion_of_prompts_is_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow source may take long; events of that time ask for no other prompts, and an unusable prompt ends it."""
+    in_portions(monkeypatch)
+    core = CoreMachine(MANY, 5).core
+    assert core.handle(ev.StepRequested()) == [do.DrawPrompts(2)]
+    assert core.handle(OLD_TIMER) == []
+    core.handle(ev.PromptsDrawn([PROMPT] * 2, exhausted=False))
+    assert do.DrawPrompts(2) in core.handle(ev.Continued()) + core.handle(ev.Continued())
+    core.handle(ev.PromptsDrawn([], exhausted=False, error="unusable"))
+    assert core.over_sampler.granted == 0
+
+
+def test_a_pause_holds_the_portions_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest is started after the pause; a Continued that comes meanwhile is harmless."""
+    in_portions(monkeypatch, drawn=1000)
+    core = CoreMachine(MANY, 5).core
+    core.handle(ev.StepRequested())
+    core.handle(ev.PromptsDrawn([PROMPT] * 24, exhausted=False))
+    core.handle(ev.PauseRequested())
+    assert core.handle(ev.Continued()) == []
+    assert [type(command) for command in core.handle(ev.Resumed())] == [do.StartSample] * 4 + [do.Continue]
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from core_machine import A, B, CoreMachine
+from core_machine import A, B, C, CoreMachine
 from test_core_engines_come_and_go import answer, found, joined, load_of, machine, requested, updated, warnings
 
 from april.core import commands as do
@@ -27,6 +27,16 @@ def ends(m: CoreMachine, commands: list[do.Command]) -> do.UpdateEnded:
     while m.core.updates.running:
         commands = answer(m, commands)
     return next(c for c in commands if isinstance(c, do.UpdateEnded))
+
+
+def test_the_engines_that_are_paused_are_named() -> None:
+    """One that did not pause is not sent to, and is left out."""
+    m = machine(n=2, engines=(ONE, TWO))
+    commands = requested(m, transfers=True, sends=True)
+    pauses = {c.engine: c for c in commands if isinstance(c, do.PauseEngine)}
+    m.post(ev.EngineCallEnded("b", pauses["b"].call, ev.CallResult.UNREACHABLE, "gone"))
+    commands = m.post(ev.EngineCallEnded("a", pauses["a"].call, ev.CallResult.DONE))
+    assert [c.engines for c in commands if isinstance(c, do.HandOver)] == [("a",)]
 
 
 @pytest.mark.parametrize("torn", [True, False])
@@ -64,6 +74,41 @@ def test_those_that_are_torn_have_none_and_the_others_the_old(torn: str) -> None
     assert m.core.updates.half_updated is None
     assert [name for name, state in m.core.engines.states.items() if state.weights is EngineWeights.HALF] == [*torn]
     assert {a.engine for a in m.in_flight.values()} == {"a", "b"} - {torn}
+
+
+def test_all_are_torn() -> None:
+    """Nothing is generated before an update has reached them, and who waits for a batch is told why."""
+    m = machine(engines=(ONE,))
+    sends(m)
+    ends(m, m.post(ev.HandedOver(1, "tensor x did not arrive", (ev.TransferFailure("a", "broke", True),))))
+    assert "tensor x did not arrive" in str(m.core.updates.broken)
+    assert not m.in_flight
+    updated(m, "/2")
+    assert m.core.updates.broken is None
+
+
+def test_one_of_two_refuses_to_be_named_as_the_new_version() -> None:
+    """Its cache could not be emptied, say: it alone is left out, since the other one has the weights."""
+    m = machine(n=2, engines=(ONE, TWO))
+    sends(m)
+    loads = {c.engine: c for c in m.post(ev.HandedOver(1, None, ())) if isinstance(c, do.LoadEngine)}
+    m.post(ev.EngineCallEnded("a", loads["a"].call, ev.CallResult.DONE))
+    commands = m.post(ev.EngineCallEnded("b", loads["b"].call, ev.CallResult.REFUSED, "its cache stays"))
+    assert warnings(commands)[0] == "engine b is left out of the weight update: its cache stays"
+    assert ends(m, commands).failed is None
+    assert m.core.clock.current == V1
+    assert m.core.engines.states["b"].weights is EngineWeights.HALF
+
+
+def test_who_comes_in_the_middle_of_a_transfer_that_tears() -> None:
+    """It may be one that was written to, under another name: no label makes old weights of what it has."""
+    m = machine(n=2, engines=(ONE, TWO))
+    sends(m)
+    m.post(ev.EnginesLeft(["b"]))
+    m.post(ev.EnginesJoined([replace(C, remote=True)]))
+    fates = (ev.TransferFailure("a", "broke", True), ev.TransferFailure("b", "broke", True))
+    ends(m, m.post(ev.HandedOver(1, "broke", fates)))
+    assert m.core.engines.states["c"].weights is EngineWeights.HALF
 
 
 def test_who_was_paused_for_the_present_weights_is_not_given_a_name_for_them() -> None:

@@ -23,9 +23,10 @@ def machine(length: object, prompts: int | None = None, n: int = 2, over: int = 
     return CoreMachine(settings(n=n, over=over, **{"samples": 2, **tail, **changes}), length, prompts)
 
 
-def judge(m: CoreMachine, group: int, *, keep: bool) -> None:
-    """The filter answers what it was asked last."""
-    m.post(ev.GroupJudged(group=group, keep=keep, judgement=m.core.buffer.groups[group].since))
+def judge(m: CoreMachine, group: int, *, keep: bool, since: int | None = None) -> None:
+    """The filter answers what it was asked last, or when the group's state was ``since``."""
+    judgement = m.core.buffer.groups[group].since if since is None else since
+    m.post(ev.GroupJudged(group=group, keep=keep, judgement=judgement))
 
 
 def first_round(**changes: object) -> CoreMachine:
@@ -78,6 +79,38 @@ def test_finished_groups_beyond_n_are_put_aside_too() -> None:
     assert all(s.state is SampleState.NEW for s in m.core.buffer.groups[2].samples)
 
 
+def test_a_short_round_does_not_touch_what_is_aside() -> None:
+    """Fewer than N groups aside wait, and the round draws N' new prompts."""
+    m = machine({0: 90}, over=3)
+    m.ask()
+    m.finish(1, 2)
+    m.finish_aborts()
+    m.update()
+    assert do.DrawPrompts(3) in m.ask()
+    assert m.groups() == [3, 4, 5]
+
+
+def test_the_last_rounds_contain_what_is_aside() -> None:
+    """Where the prompts have ended, the groups that are aside fill up the batch; the last batch is shorter."""
+    m = machine({0: 90, 3: 90}, prompts=7, over=3)
+    rng = random.Random(0)
+    while not m.ended:
+        if m.step(rng) is not None:
+            m.update()
+    trained = [sorted(set(m.delivered(i))) for i in range(len(m.batches))]
+    assert sorted(group for batch in trained for group in batch) == list(range(7))
+    assert [len(batch) for batch in trained] == [2, 2, 2, 1]
+    assert {s.staleness for batch in m.batches for s in batch.samples} == {0}
+    assert not m.core.buffer.groups
+
+
+def test_fewer_prompts_than_n_are_one_batch() -> None:
+    """Nothing is put aside where the data end before N groups are in work."""
+    m = machine(9, prompts=1)
+    assert m.step(random.Random(0)) is not None
+    assert (m.delivered(), m.dropped) == ([0, 0], {})
+
+
 @pytest.mark.parametrize("aside", [2, 3])
 def test_a_group_that_fails_in_a_long_round_is_replaced(aside: int) -> None:
     """Groups that are aside replace it first, then exactly the missing new prompts, as the round waits for all."""
@@ -94,6 +127,30 @@ def test_a_group_that_fails_in_a_long_round_is_replaced(aside: int) -> None:
     assert m.prompts_dropped == {"failed": 1}
 
 
+def test_a_filtered_group_is_replaced_in_a_short_round() -> None:
+    """Dynamic sampling: rejected groups are replaced by new prompts once N accepted ones are out of reach."""
+    m = machine(4, over=3, has_filter=True)
+    m.ask()
+    for group in range(3):
+        m.finish(group)
+        judge(m, group, keep=group == 2)
+    assert m.groups() == [3, 4]
+    assert m.prompts_dropped == {"filtered": 2}
+
+
+def test_a_verdict_on_a_group_that_was_put_aside_meanwhile_does_not_count() -> None:
+    """The filter saw responses that are gone; the group is judged again when it has finished again."""
+    m = machine(4, n=1, over=2, has_filter=True)
+    m.ask()
+    m.finish(0, 1)
+    since = m.core.buffer.groups[0].since
+    judge(m, 1, keep=True)
+    judge(m, 0, keep=False, since=since)
+    assert list(m.core.buffer.aside) == [0]
+    m.next_step()
+    assert (m.groups(), m.prompts_dropped) == ([0], {})
+
+
 def test_an_evaluation_in_the_middle_of_a_round_changes_nothing() -> None:
     """The weights stay the same, so interrupted responses go on with their tokens and are of one version."""
     m = machine({0: 90, 1: 90})
@@ -107,6 +164,22 @@ def test_an_evaluation_in_the_middle_of_a_round_changes_nothing() -> None:
     m.finish(2, 3)
     m.finish_aborts()
     assert m.dropped == {"put_aside": 4 * 2}
+    assert {s.staleness for s in m.batches[0].samples} == {0}
+
+
+def test_an_update_in_the_middle_of_a_round_lets_it_begin_again() -> None:
+    """Nothing is carried over weights, whenever they change."""
+    m = machine(9)
+    m.ask()
+    for attempt in list(m.in_flight.values()):
+        m.tokens(attempt.id, 2)
+    m.post(ev.PauseRequested())
+    m.finish_aborts()
+    m.update()
+    m.post(ev.Resumed())
+    assert m.dropped == {"stale": 8 * 2}
+    m.finish(2, 3)
+    m.finish_aborts()
     assert {s.staleness for s in m.batches[0].samples} == {0}
 
 
@@ -135,6 +208,16 @@ def test_a_restart_keeps_what_is_aside_and_goes_on_with_a_long_round() -> None:
     assert (third.groups(), third.core.prompts.observed) == ([0, 1], 4)
     third.finish(0, 1)
     assert third.batches[0].metrics["long_round"] == 1.0
+
+
+def test_a_restart_without_tail_batching_treats_them_like_others() -> None:
+    """The groups that were aside are the oldest, so they are generated first."""
+    m = first_round()
+    m.update()
+    again = restored(m, partial_rollout=True, max_staleness=5, on_stale=OnStale.FINISH)
+    assert not again.core.buffer.aside
+    again.ask()
+    assert again.groups() == [0, 1, 4, 5]
 
 
 def test_a_state_whose_aside_groups_have_tokens_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from dataclasses import replace
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 from raw_servers import Answer, http, raw_server
 
+from april.doctor import reach
 from april.doctor.examine import TimeLimits, examine_urls
 from april.doctor.findings import Finding, Level, Report, ServerReport, Verdict
+from april.errors import EngineUnreachable
 
 LONG = TimeLimits(total_s=60.0, reach_s=60.0, answer_s=60.0)
 """For servers that answer: nothing depends on how fast this machine is."""
@@ -61,6 +64,42 @@ def test_a_closed_port() -> None:
     assert "start the server, or correct the port" in finding.advice
 
 
+@pytest.mark.parametrize(
+    ("call", "error", "sentence"),
+    [
+        ("socket.getaddrinfo", socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
+         "the name engine-0.nowhere does not resolve (Name or service not known)"),
+        ("asyncio.open_connection", OSError(errno.EHOSTUNREACH, "No route to host"),
+         "no connection to port 9 of 127.0.0.1 (No route to host)"),
+        ("asyncio.open_connection", TimeoutError(), "127.0.0.1 does not answer on port 9 within 60 s"),
+    ],
+    ids=["a wrong name", "switched off", "behind a firewall that swallows what comes"],
+)  # fmt: skip
+def test_a_machine_that_is_not_there(
+    call: str, error: OSError, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sentence says what is the mistake."""
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise error
+
+    module, name = call.split(".")
+    monkeypatch.setattr(getattr(reach, module), name, fails)
+    _, finding = only(report_of("http://engine-0.nowhere:8000" if module == "socket" else "http://127.0.0.1:9"))
+    assert finding.sentence == sentence
+
+
+def test_a_certificate_that_is_not_trusted() -> None:
+    """What is wrong with it, and where the authority's goes."""
+    error = EngineUnreachable("GET https://h/version failed", why="TLS", distrusted="self-signed certificate")
+
+    finding = asyncio.run(reach.why_no_http("https://h", error, 1.0))
+
+    assert "the certificate of https://h is not trusted" in finding.sentence
+    assert "self-signed certificate" in finding.sentence
+    assert "SSL_CERT_FILE" in finding.advice
+
+
 # ---------------------------------------------------------------- reached, but no engine
 
 
@@ -88,6 +127,18 @@ def test_the_same_answer_to_everything(answer: Any, patience: TimeLimits, senten
     server, finding = examined(lambda path: answer, patience=patience)
     assert finding.sentence.startswith(sentence.format(url=server.url))
     assert advice in finding.advice
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_a_redirect_is_not_followed(status: int) -> None:
+    """The finding names where it leads; nothing is asked there, and no key sent."""
+    with raw_server(lambda path: http(200, MODELS)) as elsewhere:
+        location = f"{elsewhere.url}/v1/models"
+        _, finding = examined(lambda path: http(status, b"", f"Location: {location}?token=secret"), key="sk-1")
+
+        assert f"answered with a redirect ({status}) to {location}, which april does not follow" in finding.sentence
+        assert "secret" not in finding.sentence
+        assert elsewhere.asked == []
 
 
 # ---------------------------------------------------------------- an engine, but not now, or not so

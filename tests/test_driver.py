@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from seeds import seeds
 from virtual_rollouts import RecordingEngine, Rollouts, now, on_virtual_time, table, virtual
 
 from april.core import events as ev
@@ -18,7 +19,7 @@ from april.core.versions import PolicyVersion
 from april.driver.rewards import Response
 from april.engines.protocol import Chunk, EngineFinish, Health, Request
 from april.engines.simulated.response_lengths import LognormalLengths
-from april.errors import SchedulerClosed
+from april.errors import RolloutError, SchedulerClosed
 
 pytestmark = on_virtual_time
 
@@ -50,6 +51,35 @@ async def test_batches_hold_exactly_what_the_engines_made(refill: Refill, interv
         assert batch.metrics["staleness_max"] == max(s.staleness for s in batch.samples)
         assert 0 <= batch.metrics["bubble"] <= 1
         assert [s.reward for s in batch.samples] == [float(s.tokens[0] + len(s.tokens) / 1024) for s in batch.samples]
+
+
+async def test_versions_over_weight_updates() -> None:
+    """Tokens carry the version of the weights that made them; the sample's versions never decrease."""
+    rollouts = Rollouts(table({(0, 0): 25}, 10), n=1, over=2)  # group 0 is the straggler of three steps
+    await rollouts.step()
+    await rollouts.step()
+    batch = await rollouts.step()
+
+    (sample,) = batch.samples
+    assert sample.id == (0, 0)
+    assert [(s.version.n, s.count) for s in sample.segments] == [(0, 10), (1, 10), (2, 5)]
+    assert sample.versions.tolist() == [[0, 0]] * 10 + [[0, 1]] * 10 + [[0, 2]] * 5
+    assert sample.staleness == 2
+    assert batch.off_policy_share == 20 / 25
+    assert rollouts.engines[0].engine._version == PolicyVersion(0, 3)
+
+
+async def test_resumed_requests_continue_exactly() -> None:
+    """A resumed request sends prompt + everything so far, with the budget that is left and another seed."""
+    rollouts = Rollouts(table({(0, 0): 25}, 10), n=1, over=2, max_response_len=40)
+    for _ in range(3):
+        await rollouts.step()
+    first, second, third = (r for r in rollouts.engines[0].requests.values() if r.sample_key == (0, 0))
+    assert [len(r.token_ids) - 3 for r in (first, second, third)] == [0, 10, 20]
+    assert [r.response_offset for r in (first, second, third)] == [0, 10, 20]
+    assert third.token_ids[: len(second.token_ids)].tolist() == second.token_ids.tolist()
+    assert [r.sampling.max_tokens for r in (first, second, third)] == [40, 30, 20]
+    assert len({r.sampling.seed for r in (first, second, third)}) == 3
 
 
 def test_the_same_run_twice_is_the_same() -> None:
@@ -104,6 +134,22 @@ async def test_slow_functions_overlap_generation(which: str) -> None:
     assert batch.samples[0].id == (1, 0)
 
 
+async def test_group_rewards_are_one_call_per_group() -> None:
+    """group_reward gets the n responses in order, once, when the last has returned."""
+    calls: list[tuple[float, int, list[int]]] = []
+
+    async def group_reward(prompt: Prompt, responses: list[Response]) -> list[float]:
+        calls.append((now(), responses[0].sample_id.group, [len(r.tokens) for r in responses]))
+        await asyncio.sleep(2)
+        return [r.sample_id.group * 10.0 + r.sample_id.index for r in responses]
+
+    lengths = {(0, 0): 4, (0, 1): 9, (0, 2): 6, (1, 0): 30}
+    rollouts = Rollouts(table(lengths), n=2, samples=3, group_reward=group_reward)
+    batch = await rollouts.step()
+    assert [(round(t, 6), g, n) for t, g, n in calls] == [(9, 0, [4, 9, 6]), (30, 1, [30, 5, 5])]
+    assert batch.rewards.tolist() == [0.0, 1.0, 2.0, 10.0, 11.0, 12.0]
+
+
 async def test_group_rewards_with_restarts_of_stale_samples() -> None:
     """on_stale: restart together with group rewards: every group is scored as a whole, again if need be."""
 
@@ -118,6 +164,9 @@ async def test_group_rewards_with_restarts_of_stale_samples() -> None:
         assert batch.rewards.tolist() == [len(s.tokens) for s in batch.samples]
         assert max(s.staleness for s in batch.samples) <= 1
     assert rollouts.core.tokens.dropped[DropReason.STALE] > 0
+
+
+# ---------------------------------------------------------------- cancellation
 
 
 # ---------------------------------------------------------------- the end of the data, and of the driver
@@ -142,6 +191,63 @@ async def test_an_error_that_nobody_expected_reaches_the_trainer(caplog: pytest.
 
 # ----------------------------------------------------------------
 # Engines that lie, break off, hang or ignore aborts: tokens that were seen are kept, nothing wrong is delivered.
+
+
+class BreaksOff(RecordingEngine):
+    """Streams token by token and raises after ``after`` tokens, the first ``times`` attempts; None: it simply ends."""
+
+    error: type[BaseException] | None = ConnectionError
+
+    def __init__(self, *args: Any, after: int, times: int, **options: Any) -> None:
+        super().__init__(*args, stream_interval_s=1.0, **options)
+        self.after, self.times = after, times
+
+    def over(self, request: Request) -> bool:
+        over = self.times > 0 and sum(len(c.tokens) for c in self.yielded[request.attempt_id]) >= self.after
+        self.times -= over
+        return over
+
+    def alter_chunk(self, request: Request, chunk: Chunk) -> Chunk:
+        if self.error is not None and self.over(request):
+            raise self.error("connection reset")
+        return chunk
+
+    async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        async for chunk in super().generate(request):
+            yield chunk
+            if self.error is None and self.over(request):
+                return
+
+
+@pytest.mark.parametrize("error", [ConnectionError, asyncio.CancelledError, None])
+async def test_a_stream_that_breaks_off_is_resumed_elsewhere(error: type[BaseException] | None) -> None:
+    """Tokens before the break are kept and continued, not generated again; a cancellation inside the engine is a break,
+    and so is a stream that simply stops, without saying why."""
+    lengths = table({}, 20)
+    engines = [BreaksOff(lengths, "bad", after=4, times=1), RecordingEngine(lengths, "good")]
+    engines[0].error = error  # type: ignore[attr-defined]
+    rollouts = Rollouts(lengths, n=1, engines=engines)
+    batch = await rollouts.step()
+    (sample,) = batch.samples
+    assert sample.attempts == 2
+    assert sample.segments[0].count >= 4
+    assert sum(s.count for s in sample.segments) == 20 == sum(e.tokens for e in engines)
+    assert batch.metrics["failed_attempts"] == 1
+    assert not rollouts.dropped
+
+
+async def test_an_engine_that_always_fails_is_quarantined_and_the_sample_named() -> None:
+    """Three failures in a row close the engine; a sample that gets no token from it is dropped with its story."""
+    lengths = table({}, 20)
+    engine = BreaksOff(lengths, after=0, times=10_000)
+    rollouts = Rollouts(lengths, n=1, engines=[engine])
+    with pytest.raises(RolloutError, match=r"8 groups failed in a row.*g7\.s0.*engine e0: ConnectionError"):
+        await rollouts.driver.next_batch()
+    rollouts.check_ledger()
+    assert rollouts.core.prompts.dropped == {DropReason.FAILED: 8}
+    assert "group dropped (failed)" in rollouts.core.story((0, 0))  # type: ignore[arg-type]
+    engine.times = 0
+    await rollouts.step()
 
 
 # ---------------------------------------------------------------- numbers that cannot be true
@@ -408,3 +514,68 @@ async def test_chunks_after_a_fence_change_nothing() -> None:
             break
     else:
         pytest.fail("group 1 was never delivered")
+
+
+@pytest.mark.parametrize("late", [{"finish": EngineFinish.STOP}, {"error": "reset"}], ids=["ended", "failed"])
+async def test_events_of_attempts_that_are_accounted_for_change_nothing(late: dict[str, Any]) -> None:
+    """A reply that comes twice, or for an id nobody knows, is counted and ignored."""
+    rollouts = Rollouts(table({}, 5), n=1)
+    batch = await rollouts.step()
+    before = repr(rollouts.core)
+    for attempt_id in (batch.samples[0].segments[0].attempt_id, "never seen"):
+        event = ev.AttemptFailed if "error" in late else ev.AttemptEnded
+        rollouts.driver.post(event(attempt_id=attempt_id, **late))
+    assert repr(rollouts.core) == before
+    assert rollouts.core.counters["late_events"] == 2
+
+
+@pytest.mark.parametrize("seed", seeds(12))
+async def test_random_faults_lose_nothing(seed: int) -> None:
+    """Broken streams, lies, lost aborts and cancelled callers at random: delivered samples are right, books exact."""
+    rng = np.random.default_rng(seed)
+
+    class Faulty(RecordingEngine):
+        def alter_chunk(self, request: Request, chunk: Chunk) -> Chunk:
+            luck = rng.random()
+            if luck < 0.01:
+                raise ConnectionError("reset")
+            if luck < 0.015 and len(chunk.tokens) > 1:
+                return nan_logprob(chunk)
+            return chunk
+
+        async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
+            luck = rng.random()
+            if luck < 0.2:
+                self.aborts.append((now(), None))
+                return
+            if luck < 0.3:
+                raise ConnectionError("reset")
+            await asyncio.sleep(float(rng.random()))
+            await super().abort(attempt_ids)
+
+    async def reward(prompt: Prompt, response: Any) -> float:
+        await asyncio.sleep(float(rng.integers(0, 20)))
+        if rng.random() < 0.03:
+            raise ValueError("no verdict")
+        return 1.0
+
+    lengths = {(g, i): int(rng.integers(1, 60)) for g in range(200) for i in range(3)}
+    engines = [Faulty(table(lengths), f"e{i}", stream_interval_s=2.5, max_running=6) for i in range(2)]
+    rollouts = Rollouts(
+        table(lengths), n=3, samples=3, over=5, engines=engines, reward=reward, max_response_len=50,
+        abort_deadline_s=6.0,
+    )  # fmt: skip
+    delivered: list[Any] = []
+    for _ in range(8):
+        while True:
+            waiter = asyncio.create_task(rollouts.driver.next_batch())
+            done, _ = await asyncio.wait([waiter], timeout=float(rng.integers(5, 80)))
+            if done:
+                break
+            waiter.cancel()
+            await asyncio.wait([waiter])
+        batch = waiter.result()
+        rollouts.check(batch)
+        delivered += [s.id for s in batch.samples]
+        await rollouts.driver.update_weights()
+    assert len(set(delivered)) == len(delivered) == 8 * 9

@@ -190,6 +190,25 @@ async def test_an_outage_of_what_a_function_asks(which: str, seconds: float) -> 
     rollouts.check_ledger()
 
 
+async def test_pauses_between_tries() -> None:
+    """They grow, and a function that goes on failing costs its group after half a minute."""
+    tries: list[float] = []
+
+    async def refuses(sample_id: SampleId) -> Any:
+        if sample_id != (0, 0):
+            return WELL
+        tries.append(now())
+        raise ConnectionError("connection refused")
+
+    rollouts = Functions("reward", refuses).rollouts(n=1, samples=2, over=2)
+    for _ in range(3):
+        await rollouts.step()
+    await asyncio.sleep(100)
+    await rollouts.step()
+    assert np.diff(tries).tolist() == pytest.approx([4.0, 32.0])
+    assert rollouts.core.prompts.as_dict()["dropped"] == {"failed": 1}
+
+
 WRONG: list[tuple[str, Callable[[], Awaitable[Any]]]] = [
     *(("reward", returns(value)) for value in (None, "good", {"score": 1.0}, float("nan"), [1.0, 2.0])),
     ("reward", raises(AttributeError("'Response' object has no attribute 'txt'"))),
@@ -321,6 +340,16 @@ async def test_an_outage_at_the_very_start_costs_no_group(which: str, error: Exc
     assert rollouts.core.prompts.as_dict()["dropped"] == {}
 
 
+@pytest.mark.parametrize("which", ["reward", "group_reward", "filter", "rollout"])
+@pytest.mark.parametrize("bad", [{0}, {0, 1}, {0, 5, 6}])
+async def test_bad_rows_cost_themselves(which: str, bad: set[int]) -> None:
+    """A KeyError of some prompts, the first ones among them, drops those and nothing else."""
+    rollouts = failing(which, MISTAKES["key"], lambda group: group in bad).rollouts(n=4)
+    for _ in range(4):
+        await rollouts.step()
+    assert rollouts.core.prompts.as_dict()["dropped"] == {"failed": len(bad)}
+
+
 @pytest.mark.parametrize("n", [1, 2])
 async def test_bad_rows_first_where_a_batch_is_small(n: int) -> None:
     """Others are in work beside them: what becomes of those tells whether a function is wrong."""
@@ -353,3 +382,16 @@ async def test_bad_rows_that_fail_before_others_can_work(which: str) -> None:
 
     rollouts = Rollouts(table({}), n=28, over=32, samples=2, rollout=rollout, reward=reward)
     await rollouts.step()
+
+
+async def test_failures_of_several_kinds_are_no_mistake() -> None:
+    """Every sample raises in a line of its own: no line is blamed for what it has not done."""
+
+    async def several(sample_id: SampleId) -> Any:
+        if sample_id.group < 4:
+            MISTAKES[list(MISTAKES)[sum(sample_id) % len(MISTAKES)]]({})
+        return WELL
+
+    rollouts = Functions("reward", several).rollouts(n=4, samples=2)
+    await rollouts.step()
+    assert rollouts.core.prompts.as_dict()["dropped"] == {"failed": 4}

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from saved_rollouts import LENGTHS, by_torch, check, in_a_step, new, observed, plain, seen_of
+from saved_rollouts import LENGTHS, by_torch, check, in_a_step, new, observed, plain, seen_of, until_the_end
 from virtual_rollouts import RecordingEngine, Rollouts, on_virtual_time, prompt_ids, table
 
 from april.core.sampling import SamplingParams
-from april.core.types import Prompt, SampleId
+from april.core.tape import SegmentKind
+from april.core.types import DropReason, OnDataEnd, Prompt, SampleId, SampleState
 from april.core.versions import PolicyVersion
 from april.driver.llm import LLM
 from april.driver.rewards import Response
-from april.errors import CheckpointError
+from april.errors import CheckpointError, DataExhausted
 
 pytestmark = on_virtual_time
 
@@ -121,6 +122,26 @@ async def test_versions_after_a_restart() -> None:
         await again.close()
 
 
+async def test_a_restart_of_a_restart() -> None:
+    """Every restart begins a new incarnation; attempt ids never repeat, tokens of all lives are kept."""
+    lengths = table({(1, 0): 60}, 5)
+    ids: set[str] = set()
+    state: Any = None
+    for life in range(4):
+        rollouts = Rollouts(lengths, n=1, over=2)
+        if life:
+            assert await rollouts.driver.load_state_dict(state) == PolicyVersion(life, life)
+        batch = await rollouts.driver.next_batch()
+        assert batch.version == (life, life)
+        await rollouts.driver.update_weights()
+        state = plain(rollouts.driver.state_dict(None))
+        (engine,) = rollouts.engines
+        assert not ids & set(engine.requests)
+        ids |= set(engine.requests)
+        assert [s.version.incarnation for s in rollouts.sample(1, 0).chains[0].tape.segments] == list(range(life + 1))
+        await rollouts.close()
+
+
 @pytest.mark.parametrize("what", ["pause", "evaluation", "weight update"])
 async def test_a_state_may_be_taken_at_any_time(what: str) -> None:
     """In a pause, an evaluation or a weight update: the state is that of training, and can be gone on from."""
@@ -168,6 +189,54 @@ async def test_a_state_may_be_loaded_while_nothing_else_can_begin() -> None:
 
 
 # ---------------------------------------------------------------- the prompts
+
+
+async def test_prompts_go_on_where_they_stood() -> None:
+    """Each prompt once, the last short batch and the end of the data included; the data of held prompts is kept."""
+
+    def prompts() -> Iterator[dict[str, Any]]:
+        return ({"token_ids": prompt_ids(i), "answer": i} for i in range(13))
+
+    old = new(prompts=prompts())
+    delivered = [s.prompt.data["answer"] for _ in range(2) for s in (await old.step()).samples]
+    state = plain(old.driver.state_dict(None))
+    await old.close()
+    again = new(prompts=prompts())
+    await again.driver.load_state_dict(state)
+    async for batch in until_the_end(again):
+        delivered += [s.prompt.data["answer"] for s in batch.samples]
+    assert sorted(delivered) == sorted(2 * list(range(13)))
+    assert again.core.prompts.as_dict() == {"observed": 13, "delivered": 13, "held": 0, "dropped": {}}
+
+
+async def test_responses_that_wait_for_more_prompts_with_a_quorum() -> None:
+    """Of three groups a batch takes eight responses, four wait, and another prompt brings them to a full batch."""
+    run = Rollouts(
+        table({(2, 3): 40}), n=2, samples=4, prompts=3, group_quorum=0.75, on_data_end=OnDataEnd.WAIT, over=3
+    )
+    batch = await run.step()
+    assert batch.group_sizes == (4, 4)
+    with pytest.raises(DataExhausted, match="finished responses that wait for more prompts: 4"):
+        await run.driver.next_batch()
+    run.driver.extend([prompt_ids(77)])
+    assert len(await run.driver.next_batch()) == 8
+
+
+async def test_groups_that_wait_for_more_prompts_survive() -> None:
+    """on_data_end: wait keeps the rest over a restart; extend() brings it to a full batch."""
+    old = Rollouts(table({}), n=2, prompts=3, on_data_end=OnDataEnd.WAIT)
+    await old.step()
+    with pytest.raises(DataExhausted, match="complete groups that wait for more prompts: 1"):
+        await old.driver.next_batch()
+    state = plain(old.driver.state_dict(None))
+    await old.close()
+    again = Rollouts(table({}), n=2, prompts=3, on_data_end=OnDataEnd.WAIT)
+    await again.driver.load_state_dict(state)
+    with pytest.raises(DataExhausted, match="complete groups that wait for more prompts: 1"):
+        await again.driver.next_batch()
+    again.driver.extend([prompt_ids(77)])
+    batch = await again.driver.next_batch()
+    assert [int(s.prompt.token_ids[0]) for s in batch.samples] == [3, 78]
 
 
 async def with_output(prompt: Prompt, llm: LLM) -> Any:
@@ -218,3 +287,139 @@ async def test_what_functions_have_returned_survives(judged: bool) -> None:
             assert (s.output["none"].shape, s.output["none"].dtype) == ((0, 2), torch.bfloat16)
             assert (s.output["half"], list(s.output["at"])) == (0.5, [1, None])
     assert None not in seen
+
+
+# ---------------------------------------------------------------- several turns
+
+
+class Agent:
+    """Three calls with a tool between them; keeps what happened."""
+
+    def __init__(self, change: str = "") -> None:
+        self.change = change
+        self.tools: list[tuple[SampleId, int]] = []
+        self.completions: dict[tuple[SampleId, int], list[int]] = {}
+
+    async def __call__(self, prompt: Prompt, llm: LLM) -> str:
+        conversation = np.array(prompt.token_ids)
+        for turn in range(3):
+            if self.change == "returns early" and turn == 1 and llm.sample_id == (0, 0):
+                return "early"
+            done = await llm.generate(conversation, max_tokens=6)
+            self.completions[llm.sample_id, turn] = done.tokens.tolist()
+            await asyncio.sleep(1.0)
+            self.tools.append((llm.sample_id, turn))
+            odd = self.change == "another tool result" and turn == 0 and llm.sample_id == (0, 0)
+            conversation = np.append(done.conversation, [99 if odd else 50 + turn])
+        return "done"
+
+
+async def test_several_turns_are_replayed() -> None:
+    """Functions begin again: finished calls are answered at once from the state, tools run again, the rest goes on."""
+    first, second = Agent(), Agent()
+    lengths = table({}, 400)
+
+    old = Rollouts(lengths, n=1, samples=2, over=2, rollout=first)
+    async with in_a_step(old, 6 + 1 + 3.5):  # in the second call
+        state = plain(old.driver.state_dict(None))
+        tokens = sum(a.tape.count for a in old.core.attempts.values()) + old.core.tokens.observed
+
+    again = Rollouts(lengths, n=1, samples=2, over=2, rollout=second)
+    await again.driver.load_state_dict(state)
+    batch = await again.driver.next_batch()
+    for s in batch.samples:
+        kinds = [g.kind for g in s.segments]
+        assert kinds.count(SegmentKind.ENVIRONMENT) == 2
+        assert s.tokens[[6, 13]].tolist() == [50, 51]
+        again_said = [second.completions[s.id, turn] for turn in range(3)]
+        assert again_said[0] == first.completions[s.id, 0]
+        assert s.tokens.tolist() == [*again_said[0], 50, *again_said[1], 51, *again_said[2]]
+        assert s.versions[:6].tolist() == [[0, 0]] * 6
+        assert second.tools.count((s.id, 0)) == 1
+    made = sum(e.tokens for e in again.engines)
+    assert again.core.tokens.observed == tokens + made  # nothing that was kept is made again
+    assert not again.dropped
+    again.core.validate()
+
+
+@pytest.mark.parametrize("change", ["another tool result", "returns early"])
+async def test_a_function_that_does_otherwise_begins_again(change: str) -> None:
+    """Its tokens belong to another conversation: dropped by name, the sample is made anew, the others go on."""
+    lengths = table({}, 400)
+
+    old = Rollouts(lengths, n=1, samples=2, over=2, rollout=Agent())
+    async with in_a_step(old, 6 + 1 + 3.5), old.driver.paused():  # so that partials are on the tapes
+        held = {s.id: s.chains[0].tape.generated for s in old.core.buffer.samples()}
+        state = plain(old.driver.state_dict(None))
+
+    agent = Agent(change)
+    again = Rollouts(lengths, n=1, samples=2, over=2, rollout=agent)
+    await again.driver.load_state_dict(state)
+    delivered: list[Any] = []
+    while not any(s.id == (0, 0) for s in delivered):
+        delivered += (await again.driver.next_batch()).samples
+        await again.driver.update_weights()
+    assert again.dropped == {DropReason.REPLAY_DIVERGED: held[SampleId(0, 0)]}
+    assert again.core.counters["replays_diverged"] == 1
+    sample = next(s for s in delivered if s.id == (0, 0))
+    assert {s.version.incarnation for s in sample.segments} == {1}
+    sibling = next(s for s in delivered if s.id == (0, 1))
+    assert sibling.segments[0].version == (0, 0)
+    again.core.validate()
+
+
+# ---------------------------------------------------------------- finished siblings, rewards, filters
+
+
+async def tokens_of_group(prompt: Prompt, responses: list[Response]) -> list[float]:
+    return [float(len(r.tokens)) for r in responses]
+
+
+async def longer_than_five(prompt: Prompt, responses: list[Response]) -> bool:
+    return all(r.reward == len(r.tokens) for r in responses) and max(len(r.tokens) for r in responses) > 5
+
+
+async def count(prompt: Prompt, response: Response) -> float:
+    return float(len(response.tokens))
+
+
+GROUP_REWARD, FILTER = {"group_reward": tokens_of_group}, {"reward": count, "filter": longer_than_five}
+
+
+@pytest.mark.parametrize("functions", [GROUP_REWARD, FILTER], ids=["group reward", "filter"])
+@pytest.mark.parametrize("now", [None, "no filter"])
+async def test_finished_siblings_are_scored_and_judged_with_the_others(
+    functions: dict[str, Any], now: str | None
+) -> None:
+    """Group rewards and filters see the whole group after a restart, though functions' results did not survive it."""
+    lengths = table({(0, 0): 4, (0, 1): 40, (1, 0): 5, (1, 1): 5, (2, 0): 9, (2, 1): 30}, 35)
+
+    event = asyncio.Event()
+
+    async def late(prompt: Prompt, responses: list[Response]) -> bool:
+        await event.wait()
+        return True
+
+    given = functions | ({"filter": late} if "filter" in functions else {})
+    old = new(lengths=lengths, **given)
+    async with in_a_step(old, 20):
+        states = [s.state for s in old.core.buffer.samples()]
+        assert SampleState.FINISHED in states or SampleState.SCORING in states
+        state = plain(old.driver.state_dict(None))
+        before = observed(old)
+        event.set()
+
+    later = {k: v for k, v in functions.items() if k != "filter"} if now else functions
+    again = new(lengths=lengths, **later)
+    await again.driver.load_state_dict(state)
+    assert observed(again) == before
+    delivered: list[Any] = []
+    for _ in range(3):
+        batch = await again.driver.next_batch()
+        check(batch, lengths)
+        assert batch.rewards.tolist() == batch.lengths.tolist()
+        delivered += batch.group_ids.tolist()
+        await again.driver.update_weights()
+    assert (1 in delivered) is ("filter" not in later)
+    assert 0 in delivered
+    again.core.validate()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -211,6 +212,29 @@ async def _found() -> None:
     await found.close()
 
 
+def test_a_run_begins_with_the_servers_that_answer() -> None:
+    """One at least; a function that returns no addresses is refused."""
+
+    async def begins() -> None:
+        found = Found()
+        settings = config(engine={"kind": "april", "urls": ["http://127.0.0.1:1"], "api_key": KEY})
+        with pytest.raises(ConfigError, match="returned no address"):
+            await open_found(settings, found)
+        found.urls.append("http://127.0.0.1:1")
+        with pytest.raises(EngineError):
+            await open_found(settings, found)
+        server = await found.start()
+        engines = await open_found(settings, found)
+        assert list(engines) == [server.url]
+        with pytest.raises(ConfigError, match="list of addresses"):
+            await open_found(settings, lambda: "http://127.0.0.1:1")
+        for engine in engines.values():
+            await engine.close()
+        await found.close()
+
+    run_with_sockets(begins())
+
+
 def test_a_server_that_does_not_fit_is_left_alone() -> None:
     """Its connection is closed again, and another client may have it."""
 
@@ -277,6 +301,16 @@ async def test_nothing_that_discover_raises_ends_the_run(asynchronous: bool, end
 
 
 @on_virtual_time
+async def test_discover_may_be_a_generator() -> None:
+    """Its addresses are those that it yields."""
+
+    def found() -> Iterator[str]:
+        yield from ("http://a:1", "http://A:1/")
+
+    assert await urls_of(found) == ["http://a:1"]
+
+
+@on_virtual_time
 async def test_a_key_that_no_header_can_hold_is_not_shown() -> None:
     """The error says what is wrong with it, and not what it is."""
     async with run_of(fake("a")) as run:
@@ -284,3 +318,13 @@ async def test_a_key_that_no_header_can_hold_is_not_shown() -> None:
             with pytest.raises(ConfigError, match="the key of the server") as caught:
                 await run.scheduler.aadd_engine("http://127.0.0.1:1", api_key=key)
             assert "cret" not in str(caught.value)
+
+
+def test_discover_is_in_place_of_engines() -> None:
+    """What contradicts it is refused before anything starts."""
+    for more in ({"engines": [fake("a")]}, {"model": object()}, {"discover_every_s": 0}):
+        arguments: dict[str, Any] = {"discover": lambda: [], "prompts": PROMPTS, "reward": None, **more}
+        with pytest.raises(ConfigError, match="discover"):
+            april.RolloutScheduler(config(), **arguments)
+    with pytest.raises(ConfigError, match="discover"):
+        april.RolloutScheduler(config(), discover=["http://a:1"], prompts=PROMPTS, reward=None)  # type: ignore[arg-type]

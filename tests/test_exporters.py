@@ -21,7 +21,7 @@ from real_schedulers import scheduler
 import april
 import april.export
 from april.errors import ConfigError
-from april.export import COLUMNS, SampleText, WandB, sample_texts
+from april.export import COLUMNS, SampleText, TensorBoard, WandB, sample_texts
 from april.testing import FakeEngine, rollouts, run_virtual
 from april.view import observers
 
@@ -227,6 +227,25 @@ def batch() -> april.Batch:
     return run(steps=3)[-1]
 
 
+def test_texts_are_of_the_lowest_to_the_highest_reward(batch: april.Batch) -> None:
+    """The same ones each time, as many as there are at most; what they say is what the batch has."""
+    texts = sample_texts(batch, Words(), 3)
+    assert texts == sample_texts(batch, Words(), 3)
+    rewards = sorted(batch.rewards.tolist())
+    assert [texts[0].reward, texts[-1].reward] == [rewards[0], rewards[-1]]
+    assert [t.reward for t in texts] == sorted(t.reward for t in texts)
+    assert len(sample_texts(batch, Words(), 1)) == 1
+    assert sample_texts(batch, Words(), 0) == []
+    assert len({(t.group, t.index) for t in sample_texts(batch, Words(), 99)}) == len(batch.samples)
+    of = {(s.id.group, s.id.index): s for s in batch.samples}
+    for text in texts:
+        sample = of[text.group, text.index]
+        assert text.prompt == Words().decode(sample.prompt.token_ids.tolist())
+        assert text.response == Words().decode(sample.tokens.tolist())
+        assert (text.age, text.cuts, text.finish) == (sample.staleness, sample.resumes, sample.finish.value)
+        assert text.tokens == len(sample.tokens)
+
+
 # ---------------------------------------------------------------- the targets, as stand-ins
 
 
@@ -243,6 +262,19 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
         return module
 
     return make
+
+
+@pytest.mark.parametrize(
+    ("make", "package"),
+    [
+        (lambda: TensorBoard("runs/none"), "tensorboard"), (WandB, "wandb"),
+    ],
+)  # fmt: skip
+def test_a_package_that_is_missing_is_named(make: Any, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the command that installs it."""
+    monkeypatch.setattr("april.text.install_command.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=rf"needs {package}: pip install"):
+        make()
 
 
 TEXT = SampleText(group=1, index=2, prompt="p", response="r", reward=0.5, tokens=7, age=1, cuts=2, finish="stop")

@@ -5,15 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from core_machine import CoreMachine, asked
+from core_machine import EOS, CoreMachine, asked, timers
 
 from april.core import commands as do
 from april.core import events as ev
+from april.core import snapshot
+from april.core.settings import EngineLimits
 from april.core.types import (
+    AttemptFailure,
+    DropReason,
     EngineFinish,
+    GroupState,
     OnFailedSample,
+    OnLongPrompt,
+    OnStale,
     SampleId,
     SampleState,
+    TimerKind,
 )
 
 DROP_GROUP, REPLACE, SHRINK = OnFailedSample
@@ -52,6 +60,17 @@ def test_the_rest_of_a_shrunk_group_is_scored_when_the_last_one_that_was_awaited
     assert {len(s.baseline_rewards) for s in m.batches[0].samples} == {2}
 
 
+def test_a_fresh_sample_is_scored_with_its_siblings() -> None:
+    """One group reward, of the members that there are: the one that failed is not among them."""
+    m = machine(REPLACE, group_reward=True)
+    m.finish((0, 0), (0, 1), (0, 2))
+    fail(m, (0, 3))
+    assert not m.batches
+    m.finish((0, 4))
+    assert [c.group.id for c in m.commands if isinstance(c, do.ScoreGroup)] == [0]
+    assert of(m) == [(0, 0), (0, 1), (0, 2), (0, 4)]
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_group_reward_that_fails_for_good_costs_the_group(policy: OnFailedSample) -> None:
     """No single sample is to blame: others in its place would fail at the same judge, and fewer would too."""
@@ -71,6 +90,20 @@ def test_a_group_reward_that_fails_for_good_costs_the_group(policy: OnFailedSamp
     assert 0 not in m.core.buffer.groups
     assert m.prompts_dropped == {"failed": 1}
     assert m.core.counters["replaced_samples"] == m.core.counters["samples_dropped_failed"] == 0
+
+
+def test_a_pause_before_the_next_try_is_not_waited_for_twice() -> None:
+    """A group that pauses before its reward is asked for again may shrink: it is asked at once, the pause is void."""
+    m = machine(SHRINK, group_reward=True, max_attempt_failures=2, retry_pause_s=4.0, min_group_size=1)
+    m.finish((0, 0), (0, 1), (0, 2))
+    group = m.core.buffer.groups[0]
+    assert [s.state for s in group.samples] == [SampleState.SCORING] * 3 + [SampleState.RUNNING]
+    m.core.handle(ev.SampleFailed(SampleId(0, 0), "the judge was away"))
+    (timer,) = timers(m.core.context.out, TimerKind.RETRY)
+    fail(m, (0, 3))
+    fail(m, (0, 3))
+    assert of(m) == [(0, 0), (0, 1), (0, 2)]
+    assert not [c for c in m.post(ev.TimerFired(timer.timer)) if isinstance(c, do.ScoreGroup)]
 
 
 # ---------------------------------------------------------------- quorum and deadlines
@@ -109,6 +142,28 @@ def test_what_takes_the_place_of_an_urgent_sample_is_urgent() -> None:
     assert all(group.id != 1 for group in m.core.context.urgent.values())
 
 
+def test_a_straggler_without_room_after_a_restart_leaves_alone() -> None:
+    """The engines' context is smaller now: what counts is delivered without it, what does not goes with it."""
+    how = {"samples": 4, "over": 3, "group_quorum": 0.75, "on_long_prompt": OnLongPrompt.SKIP, "max_in_flight": 64}
+    m = asked(lambda g, i: 60 if i == 3 else 9, **how)
+    for key in [(0, 3), (1, 3)]:
+        m.tokens(m.attempt(*key).id, 40)
+    m.finish((0, 0), (0, 1), (0, 2), (1, 0))
+    state = snapshot.take(m.core, None)
+    smaller = (EngineLimits("e0", 30, None, (EOS,)),)
+    again = CoreMachine(m.core.settings, lambda g, i: 9, engines=smaller, prompts=0)
+    snapshot.restore(again.core, state)
+    again.restored()
+    assert again.core.buffer.groups[0].held == 3
+    assert 1 not in again.core.buffer.groups
+    assert again.core.prompts.dropped == {DropReason.TOO_LONG: 1}
+    assert again.core.counters["prompts_too_long"] == again.core.counters["groups_dropped_too_long"] == 1
+    again.ask()
+    again.finish((2, 0), (2, 1), (2, 2))
+    again.finish_aborts()
+    assert of(again) == [(0, 0), (0, 1), (0, 2), (2, 0)]
+
+
 # ---------------------------------------------------------------- nothing but failures
 
 
@@ -130,3 +185,52 @@ def test_nothing_but_failures_ends_the_step_with_a_sentence(policy: OnFailedSamp
     assert failures == 3 * 2 * {DROP_GROUP: 1, REPLACE: 5, SHRINK: 3}[policy]
     assert m.prompts_dropped == {"failed": 3}
     m.check_ledger()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_request_that_is_refused_ends_too(policy: OnFailedSample) -> None:
+    """A prompt that a server does not take is refused for every sample: its group ends, and generates nothing."""
+    m = machine(policy, max_failed_groups=100, max_in_flight=4, min_group_size=2)
+    refused = 0
+    while 0 in m.core.buffer.groups:
+        attempt = next(a for a in m.in_flight.values() if a.sample.id.group == 0)
+        m.fail(attempt, "HTTP 400", kind=AttemptFailure.REFUSED)
+        m.finish_aborts()
+        refused += 1
+    assert refused == {DROP_GROUP: 1, REPLACE: 5, SHRINK: 3}[policy]
+    m.finish(1)
+    assert of(m) == [(1, i) for i in range(4)]
+
+
+@pytest.mark.parametrize("policy", [REPLACE, SHRINK])
+def test_people_hear_of_a_sample_that_is_given_up(policy: OnFailedSample) -> None:
+    """With what was wrong with it, as of a group that is dropped."""
+    m = machine(policy)
+    fail(m, (0, 3))
+    (warning,) = [c.message for c in m.commands if isinstance(c, do.Warn)]
+    assert warning == (
+        f"g0.s3: broken; the sample is given up, and its group continues with {4 if policy is REPLACE else 3} samples"
+    )
+
+
+def test_a_straggler_that_fails_while_the_filter_thinks_costs_itself() -> None:
+    """How long the filter takes decides nothing: the quorum of the group is finished."""
+    m = machine(DROP_GROUP, group_quorum=0.75, has_filter=True)
+    m.finish((0, 0), (0, 1), (0, 2))
+    assert m.core.buffer.groups[0].state is GroupState.BEING_JUDGED
+    fail(m, (0, 3))
+    assert 0 in m.core.buffer.groups
+    assert m.core.counters["samples_dropped_failed"] == 1
+
+
+def test_a_group_whose_last_sample_is_given_up_is_a_dropped_group() -> None:
+    """It is reported and counted as one, whether its samples left together or one by one."""
+    m = asked(9, n=2, samples=4, group_quorum=0.75, max_staleness=1, on_stale=OnStale.DROP, max_in_flight=64)
+    m.finish((0, 0), (0, 1), (0, 2), (0, 3))
+    for _ in range(2):
+        m.post(ev.PauseRequested())
+        m.finish_aborts()
+        m.update()
+        m.post(ev.Resumed())
+    assert 0 not in m.core.buffer.groups
+    assert m.core.prompts.dropped[DropReason.STALE] == m.core.counters["groups_dropped_stale"] > 0

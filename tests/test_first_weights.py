@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_servers.adapters import FakeAdapters
+from fake_servers.adapters import FakeAdapters, write_adapter
 from fake_servers.base import SAYS_NOTHING, ControlFault, PlannedControlFault, next_token
 from fake_servers.images import FakeImages
 from fake_servers.sglang import FakeSglangRouter, FakeSglangServer
@@ -32,6 +33,8 @@ from server_fixtures import (
 
 import april
 from april.core.batch import Batch
+from april.core.engine_table import EngineTable
+from april.core.settings import EngineLimits
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.driver.command_executor import limits_of
 from april.engines.http import server_probe
@@ -142,6 +145,33 @@ def test_a_server_with_the_weights_of_its_start_works_while_another_waits(kind: 
 
 
 @pytest.mark.parametrize("kind", BOTH)
+def test_a_run_without_updates_leaves_the_weights_of_the_start(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The next one begins with them, without a word, also where the server is started anew meanwhile."""
+    server = KINDS[kind][0]()
+    with ServerThread(server):
+        for _ in range(3):
+            with run_before(kind, server) as run:
+                batch = run.next_batch()
+                require_made_by(batch, "w0")
+                assert not any("unverified" in name for name in batch.metrics)
+    assert not any("weights" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+async def test_a_restart_after_such_a_run_brings_the_first_version_back(kind: str) -> None:
+    """The label of another run that has written nothing says that the weights are those of the start."""
+    server = KINDS[kind][0]()
+    async with listening(server), asyncio.timeout(60):
+        await (await connected(kind, server)).close()
+        engine = await connected(kind, server)
+        await server.restart()
+        assert not (await engine.health()).current
+        await update(engine, FIRST_VERSION)
+        assert set((await read(engine, request())).versions) == {FIRST_VERSION}
+        await engine.close()
+
+
+@pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("label", ["v0.7-abcdef", "step-7"])
 def test_the_settings_may_say_that_the_present_weights_are_meant(
     kind: str, label: str, caplog: pytest.LogCaptureFixture
@@ -208,6 +238,44 @@ async def test_a_run_that_dies_in_its_first_update(kind: str, way: str, tmp_path
         await another.close()
 
 
+@pytest.mark.parametrize("kind", BOTH)
+async def test_an_update_that_wrote_nothing_leaves_the_first_version(kind: str) -> None:
+    """It was cancelled while the server was paused: requests go on, under either name of those weights."""
+    async with served(kind) as (server, engine):
+        before = server.label
+        await engine.pause()
+        await engine.resume()
+        assert server.label != before
+        assert (await engine.health()).current
+        assert set((await read(engine, request())).versions) == {FIRST_VERSION}
+        server.label = before
+        assert (await engine.health()).current
+
+
+@pytest.mark.parametrize("kind", BOTH)
+async def test_adapters_leave_the_model_of_the_start(kind: str, tmp_path: Path) -> None:
+    """A run that has trained adapters leaves a model to begin with; adapters of its that are there are of no use.
+
+    The same name never comes twice, and no adapter is laid over a model that another run has written.
+    """
+    async with served(kind, server=KINDS[kind][0](loras=FakeAdapters())) as (server, engine):
+        for n in (1, 2):
+            await update(engine, PolicyVersion(0, n), write_adapter(tmp_path / str(n), n))
+        other = await connected(kind, server)  # the first is killed, and has unloaded nothing
+        assert server.loras.present
+        assert other.capabilities.first_weights is FirstWeights.KNOWN
+        got = await read(other, request())
+        assert set(got.versions) == {FIRST_VERSION}
+        await update(other, SECOND, write_adapter(tmp_path / "1", 3))
+        assert len(set(server.loras.ever)) == 3
+        await other.close()
+        left_by(server, "v0.7-abcdef")
+        third = await connected(kind, server)
+        with pytest.raises(EngineError, match="load full weights first"):
+            await update(third, SECOND, write_adapter(tmp_path / "4", 4))
+        await third.close()
+
+
 # ---------------------------------------------------------------- routers
 
 
@@ -228,6 +296,14 @@ async def test_one_server_of_a_router(old: int, tmp_path: Path) -> None:
         assert set((await read(engine, request())).versions) == {SECOND}
     for it in (engine, router, *workers):
         await it.close()
+
+
+def test_only_what_is_unverified_until_then_is_called_so() -> None:
+    """By the metric of each batch: before the first update, and not after it."""
+    table = EngineTable([EngineLimits("a", 99, first_unverified=True), EngineLimits("b", 99)], FIRST_VERSION)
+    for version, said in ((FIRST_VERSION, 1.0), (SECOND, 0.0), (PolicyVersion(1, 0), 0.0)):
+        assert table.metrics({}, version).get("engine/a/unverified_weights", 0.0) == said
+        assert "engine/b/unverified_weights" not in table.metrics({}, version)
 
 
 # ---------------------------------------------------------------- servers that are paused

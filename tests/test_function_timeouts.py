@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from gate_engine import GateEngine
+from gate_engine import TAIL, GateEngine
 from real_schedulers import config, scheduler
 from virtual_rollouts import Rollouts, now, on_virtual_time, table
 
@@ -46,6 +46,34 @@ async def test_an_async_reward_that_hangs_is_cancelled_and_asked_again() -> None
     story = rollouts.core.story(SampleId(1, 0))
     assert "the reward function failed" in story
     assert "judge did not finish g1.s0 within function_timeout_s=60" in story
+
+
+@pytest.mark.parametrize("ending", ["answers late", "raises late"])
+@on_virtual_time
+async def test_an_async_reward_that_ignores_its_cancellation_is_left_behind(ending: str) -> None:
+    """Its late answer is nobody's: the answer of the second call is delivered."""
+    late: list[float] = []
+
+    async def judge(prompt: Prompt, response: Response) -> float:
+        if not late:
+            late.append(-1.0)
+            try:
+                await asyncio.sleep(1000)
+            except asyncio.CancelledError:
+                await asyncio.sleep(20)
+                late.append(now())
+                if ending == "raises late":
+                    raise ValueError("late") from None
+                return 99.0
+        await asyncio.sleep(40)
+        return 1.0
+
+    rollouts = Rollouts(table({}), n=1, reward=judge, function_timeout_s=50)
+    batch = await rollouts.step()
+    assert batch.rewards.tolist() == [1.0]
+    assert late == [-1.0, 75.0]
+    assert now() == 5 + 50 + 40
+    assert rollouts.core.counters["late_events"] == 0
 
 
 @pytest.mark.parametrize("hangs_after", [0, 1, 2])
@@ -179,6 +207,31 @@ async def test_time_limits_run_out_in_order_and_start_again() -> None:
     assert len(events) == 4
 
 
+@on_virtual_time
+async def test_there_is_one_timer_however_often_something_is_late() -> None:
+    """What begins anew in the moment it is late, while others run, adds no timer; after close nothing starts."""
+
+    class Timed:
+        def on_timeout(self) -> None:
+            limits.start(self)
+
+    limits = Timeouts(10)
+
+    def timers() -> int:
+        handles: list[asyncio.TimerHandle] = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
+        return sum(not handle.cancelled() for handle in handles)
+
+    for _ in range(5):
+        limits.start(Timed())
+        await asyncio.sleep(1)
+    for _ in range(20):
+        assert timers() == 1
+        await asyncio.sleep(9.5)
+    limits.close()
+    limits.start(Timed())
+    assert timers() == 0
+
+
 # ---------------------------------------------------------------- plain functions, in threads
 
 
@@ -221,6 +274,35 @@ def test_a_plain_reward_that_hangs_is_asked_again(release: threading.Event, monk
         assert "judge did not finish g0.s0 within function_timeout_s=0.05" in rollouts.story(0, 0)
         assert not rollouts.ledger()["tokens"].dropped
     assert not release.is_set()
+
+
+def test_a_plain_rollout_function_that_hangs_begins_again(release: threading.Event) -> None:
+    """Between two calls: a new thread for the sample; the old one is cancelled when it next generates."""
+    hung: list[str] = []
+    errors: list[BaseException] = []
+    ended = threading.Event()
+
+    def agent(prompt: april.Prompt, llm: april.BlockingLLM) -> None:
+        llm.generate()
+        if not hung:
+            hung.append(str(llm.sample_id))
+            release.wait()
+            try:
+                llm.generate()
+            except BaseException as error:
+                errors.append(error)
+                ended.set()
+                raise
+
+    with limited(rollout=agent) as rollouts:
+        (sample,) = rollouts.next_batch().samples
+        assert sample.id == (0, 0)
+        assert sample.tokens.tolist() == TAIL
+        assert "agent did not finish g0.s0 within function_timeout_s=0.05" in rollouts.story(0, 0)
+        assert rollouts.ledger()["tokens"].dropped[DropReason.FAILED] % len(TAIL) == 0
+        release.set()
+        assert ended.wait(30)
+    assert [type(e) for e in errors] == [asyncio.CancelledError]
 
 
 @pytest.mark.parametrize("what", ["rollout", "reward", "async reward"])

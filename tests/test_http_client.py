@@ -12,8 +12,12 @@ import pytest
 from aiohttp import web
 from server_fixtures import until
 
+from april.config.engines import VllmEngineConfig
+from april.engines.http import http_client
 from april.engines.http.http_client import HttpClient
-from april.errors import EngineBusy, EngineError, EngineUnreachable, RequestRefused
+from april.engines.http.server_probe import connect_all
+from april.engines.http.wire import error_text
+from april.errors import ConfigError, EngineBusy, EngineError, EngineUnreachable, RequestRefused, WireError
 
 KEY = "very-secret-key"
 
@@ -132,6 +136,26 @@ async def test_a_broken_connection_is_tried_again_only_where_it_may() -> None:
         assert len(answers.seen) == 5
 
 
+async def test_https_before_a_server_without_it() -> None:
+    """The message says what to write instead."""
+    async with served() as (_, client):
+        wrong = HttpClient(client.url.replace("http:", "https:"), name="one")
+        with pytest.raises(EngineUnreachable, match=f"the server does not use TLS; write {client.url}"):
+            await wrong.call("GET", "/x")
+        await wrong.close()
+
+
+async def test_nobody_listens() -> None:
+    """A closed port is EngineUnreachable."""
+    async with served() as (_, client):
+        url = client.url
+    alone = HttpClient(url, name="one", api_key=KEY)
+    with pytest.raises(EngineUnreachable) as caught:
+        await alone.call("GET", "/x", retry=True)
+    assert KEY not in str(caught.value)
+    await alone.close()
+
+
 async def test_no_limit_of_connections_and_of_time() -> None:
     """aiohttp's 100 connections but does not 300 s would throttle and cut long responses without a word."""
     async with served() as (answers, client):
@@ -157,6 +181,33 @@ async def test_closing_ends_what_is_on_its_way() -> None:
             await call
         with pytest.raises(EngineError, match="is closed"):
             await client.call("GET", "/x")
+
+
+async def test_closing_between_two_pieces() -> None:
+    """Who reads on after the client was closed gets an EngineError, too."""
+    async with served() as (answers, client):
+        answers.answer = lambda: web.Response(body=b"x" * 1000)
+        answer = await client.post("/x", b"{}")
+        await client.close()
+        with pytest.raises(EngineUnreachable, match="was closed"):
+            await answer.read()
+        answer.close()
+
+
+async def test_giant_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a good answer nor an error text is read beyond its limit."""
+    monkeypatch.setattr(http_client, "MAX_REPLY_BYTES", 10_000)
+    async with served() as (answers, client):
+        answers.answer = lambda: web.Response(body=b"x" * 20_000)
+        with pytest.raises(EngineError, match="more than 10000 bytes"):
+            await client.call("GET", "/x")
+        answers.answer = lambda: web.Response(status=500, body=b"x" * (1 << 22))
+        reply = await client.call("GET", "/x")
+        assert reply.status == 500
+        assert len(reply.body) < 1 << 20
+        with pytest.raises(EngineError) as caught:
+            client.require_ok(reply, "/x")
+        assert len(str(caught.value)) < 500
 
 
 @pytest.mark.parametrize("head", ["Content-Length: 734003200", "Transfer-Encoding: chunked", "Connection: close"])
@@ -189,6 +240,16 @@ async def test_an_answer_without_end_is_not_read_to_it(head: str) -> None:
     assert sent < 64 << 20
 
 
+async def test_what_is_no_json() -> None:
+    """A WireError that names the route; an empty answer is None."""
+    async with served() as (answers, client):
+        answers.answer = lambda: web.Response(text="<html>")
+        with pytest.raises(WireError, match="/x answered with invalid JSON"):
+            await client.json("GET", "/x")
+        answers.answer = lambda: web.Response()
+        assert await client.json("GET", "/x") is None
+
+
 async def test_the_key_is_sent_and_never_told(caplog: pytest.LogCaptureFixture) -> None:
     """As a bearer token; in no repr, message or log line."""
     caplog.set_level(logging.DEBUG)
@@ -199,3 +260,43 @@ async def test_the_key_is_sent_and_never_told(caplog: pytest.LogCaptureFixture) 
         with pytest.raises(EngineError) as caught:
             await client.json("GET", "/x")
         assert KEY not in repr(client) + str(caught.value) + repr(caught.value) + caplog.text
+
+
+@pytest.mark.parametrize("url", ["ftp://a:1", "http://", "http://u:hush@a:1", "http://a:1/path", "http://a:1?q=1"])
+def test_only_plain_addresses(url: str) -> None:
+    """A password in an address is refused, and not repeated."""
+    with pytest.raises(ConfigError) as caught:
+        HttpClient(url, name="one")
+    assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [(b'{"error":{"message":"m"}}', "m"), (b'{"message":"m"}', "m"), (b'{"detail":"m"}', "m"),
+     (b'{"error":"m"}', "m"), (b" m\n n ", "m n"), (b"", "nothing"), (b"\xff", "\ufffd")],
+)  # fmt: skip
+def test_error_texts(body: bytes, words: str) -> None:
+    """In every shape that servers use."""
+    assert error_text(body) == words
+
+
+@pytest.mark.parametrize("cancelled", [True, False], ids=["cancelled", "failed"])
+async def test_no_client_is_left_open(cancelled: bool) -> None:
+    """Those of servers that had answered already are closed as well."""
+    clients: list[HttpClient] = []
+
+    async def connect(client: HttpClient) -> Any:
+        clients.append(client)
+        if len(clients) < 2:
+            return client
+        if not cancelled:
+            raise EngineError("not this one")
+        return await asyncio.Event().wait()
+    config = VllmEngineConfig(urls=("http://127.0.0.1:1", "http://127.0.0.1:2"))
+    connecting = asyncio.create_task(connect_all(config, connect))
+    await until(lambda: len(clients) == 2)
+    if cancelled:
+        connecting.cancel()
+    with pytest.raises(asyncio.CancelledError if cancelled else EngineError):
+        await connecting
+    assert all(client._closed for client in clients)

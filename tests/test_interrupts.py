@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import signal
 import threading
@@ -107,6 +108,64 @@ def test_a_handler_may_save_anywhere(what: str) -> None:
     with scheduler(check=False) as restored:
         restored.load_state_dict(states[-1])
         check(restored.next_batch())
+
+
+class Slow(SimulatedEngine):
+    """Loads when it is let; the first load may fail."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        super().__init__("e0", FAST, by_sample_key(LENGTHS), max_running=64, vocab_size=VOCAB)
+        self.loading, self.release, self.fails = threading.Event(), threading.Event(), fails
+
+    async def update_weights(self, version: april.PolicyVersion, path: str | None = None) -> None:
+        fails, self.fails = self.fails, False
+        self.loading.set()
+        await asyncio.to_thread(self.release.wait)
+        if fails:
+            raise EngineError("no room")
+        await super().update_weights(version, path)
+
+    def interrupted(self, rollouts: april.RolloutScheduler, **arguments: Any) -> None:
+        """An update whose call is interrupted while this engine loads, which it then may end."""
+        main = threading.main_thread().ident or 0
+        waker = threading.Thread(target=lambda: (self.loading.wait(), signal.pthread_kill(main, signal.SIGINT)))
+        waker.start()
+        with pytest.raises(KeyboardInterrupt):
+            rollouts.weight_update("weights", **arguments)
+        waker.join()
+        assert rollouts.version == (0, 0)
+        self.release.set()
+
+
+def test_an_update_that_nobody_waits_for_goes_on() -> None:
+    """Interrupted while an engine loads: it takes effect; after the next batch the same arguments are a new update."""
+    with scheduler(engines=[slow := Slow()]) as rollouts:
+        rollouts.next_batch()
+        slow.interrupted(rollouts)
+        assert rollouts.next_batch().version == (0, 1)
+        assert rollouts.weight_update("weights") == (0, 2)
+
+
+def test_an_update_that_names_its_batch_may_be_asked_for_later() -> None:
+    """With ``trained`` it is known which update is meant, also when another batch has come in between."""
+    with scheduler(engines=[slow := Slow()]) as rollouts:
+        first = rollouts.next_batch()
+        slow.interrupted(rollouts, trained=first.id)
+        second = rollouts.next_batch()
+        assert rollouts.weight_update("weights", trained=first.id) == (0, 1)
+        assert rollouts.weight_update("weights", trained=second.id) == (0, 2)
+
+
+def test_an_update_that_failed_unheard_is_made_again() -> None:
+    """Interrupted, and then the engine refuses: the next call does not answer with an old error."""
+    with scheduler(engines=[slow := Slow(fails=True)]) as rollouts:
+        rollouts.next_batch()
+        slow.interrupted(rollouts)
+        update = rollouts._update
+        assert update is not None
+        assert update._reply is not None
+        update._reply.wait()
+        assert rollouts.weight_update("weights") == (0, 1)
 
 
 def test_an_update_asked_for_inside_itself_is_refused() -> None:

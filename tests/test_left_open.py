@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from test_exporters import Kept
 import april
 from april.driver.rewards import Response
 from april.engines.simulated.engine import SimulatedEngine
+from april.errors import SchedulerClosed
 from april.record.replay import replay
 
 PROGRAM = """
@@ -160,3 +162,62 @@ sys.exit(3)
 """
     program = run(code, "-W", "error")
     assert (program.returncode, program.stdout, program.stderr) == (3, "1\n", "")
+
+
+@pytest.mark.parametrize("what", ["await asyncio.to_thread(hang)", "await llm.generate()"])
+def test_a_program_ends_though_functions_run(what: str) -> None:
+    """Without close(), a rollout in a thread of asyncio.to_thread does not hold the process, even if it never ends."""
+    code = f"""
+begun = threading.Event()
+def hang():
+    begun.set()
+    threading.Event().wait()
+async def rollout(prompt, llm):
+    await llm.generate()
+    begun.set()
+    {what}
+    return 1
+config = april.Config(rollout_batch_size=3, n_samples_per_prompt=1, over_sampling_batch_size=3, max_response_len=5000)
+rollouts = april.RolloutScheduler(config, prompts=[[1], [2], [3]], engines=[engine], rollout=rollout)
+threading.Thread(target=rollouts.next_batch, daemon=True).start()
+begun.wait()
+sys.exit(3)
+"""
+    program = run(code)
+    assert program.returncode == 3, program.stderr
+
+
+def blocked_scheduler(begun: threading.Event, release: threading.Event) -> april.RolloutScheduler:
+    async def blocking_reward(prompt: april.Prompt, response: Response) -> float:
+        begun.set()
+        release.wait()
+        return 0.0
+
+    return scheduler(reward=blocking_reward, config=config(over_sampling_batch_size=3))
+
+
+def test_close_beside_a_reward_that_blocks_the_loop(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An async function that blocks holds up everything: close names it and leaves it behind; who waits is told."""
+    monkeypatch.setattr("april.driver.loop_thread.ANSWER_PATIENCE_S", 0.05)
+    begun, release = threading.Event(), threading.Event()
+    before = threads_of_april()
+    rollouts = blocked_scheduler(begun, release)
+    with ThreadPoolExecutor() as pool:
+        trainer = pool.submit(rollouts.next_batch)
+        begun.wait()
+        left = threads_of_april(before)
+        rollouts.close()
+        assert isinstance(trainer.exception(), SchedulerClosed)
+    assert "blocking_reward" in caplog.text
+    assert "must not block" in caplog.text
+    for call in (rollouts.next_batch, rollouts.ledger, rollouts.close):
+        try:
+            call()
+        except SchedulerClosed:
+            assert call != rollouts.close
+    release.set()  # and now the loop ends after all
+    for thread in left:
+        thread.join(30)
+    assert not threads_of_april(before)

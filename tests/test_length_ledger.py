@@ -17,7 +17,7 @@ from april.core import events as ev
 from april.core import snapshot
 from april.core.ledger import LONGEST, LengthLedger, Lengths, bucket_of, shortest_of
 from april.core.settings import CoreSettings
-from april.core.types import DropReason, GenerationMode, Prompt, Refill, SampleId, SampleState
+from april.core.types import DropReason, GenerationMode, OnStale, Prompt, Refill, SampleId, SampleState
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.response_lengths import LognormalLengths
 from april.simulate.simulation import Simulation
@@ -133,6 +133,35 @@ def test_over_a_long_run_both_distributions_are_one(train_s: float, quorum: floa
     assert steps[-1].metrics["length_mean_trained"] == lengths.trained.mean
 
 
+def test_the_first_batches_of_a_run_are_short_and_later_ones_make_up_for_it() -> None:
+    """N' = 2 N: the first N groups are those that are short; without over-sampling there is no such choice."""
+    means = {}
+    for over in (N, 2 * N):
+        run = simulation(over_sampling_batch_size=over, refill=Refill.NONE)
+        (first,) = run.run(1).steps
+        assert first.metrics["length_mean_trained"] == np.mean(first.lengths)
+        assert first.metrics["length_bias"] == pytest.approx(
+            np.mean(first.lengths) / first.metrics["length_mean_generated"]
+        )
+        means[over] = np.mean(first.lengths), first.metrics["length_bias"]
+    assert means[N][1] == 1.0
+    assert means[2 * N][1] < 0.95
+    assert means[2 * N][0] < 0.8 * means[N][0]
+
+
+@pytest.mark.parametrize(("quorum", "share"), [(1.0, 0.9), (0.5, 0.95)])
+def test_dropping_what_is_too_old_drops_what_is_long(quorum: float, share: float) -> None:
+    """on_stale: drop; the long ones are dropped unfinished, and finished siblings with them."""
+    run = simulation(on_stale=OnStale.DROP, max_staleness=0, group_quorum=quorum)
+    run.run(30)
+    lengths = run.core.context.lengths
+    assert set(lengths.dropped) == set(lengths.unfinished) == {DropReason.STALE}
+    assert lengths.trained.mean < share * lengths.generated.mean
+    assert lengths.metrics([1])["length_unknown"] > 0.15
+    everything = true_lengths(run.core.context.groups_drawn)
+    assert lengths.trained.mean < 0.6 * sum(x * c for x, c in everything.items()) / everything.total()
+
+
 def test_a_response_that_fails_before_its_end_has_no_length() -> None:
     """It is counted, by the reason; a finished sibling that it takes along has one."""
     m = asked(lambda g, i: 5 + 90 * g, samples=2, over=2, max_attempt_failures=1)
@@ -145,6 +174,18 @@ def test_a_response_that_fails_before_its_end_has_no_length() -> None:
     assert lengths.unfinished == {DropReason.FAILED: 1}
     assert (lengths.generated.samples, lengths.dropped[DropReason.FAILED].mean) == (1, 95.0)
     assert lengths.metrics([1])["length_unknown"] == 0.5
+
+
+def test_a_response_whose_reward_fails_has_a_length() -> None:
+    """It was complete; what failed was the judge."""
+    m = asked(lambda g, i: 5 + 90 * g, samples=2, over=2, max_attempt_failures=1, auto_score=False)
+    for attempt_id in list(m.in_flight)[2:]:
+        m.end(attempt_id)
+    m.post(ev.SampleFailed(SampleId(1, 0), "the judge was away"))
+    m.core.validate()
+    lengths = m.core.context.lengths
+    assert (lengths.generated.samples, lengths.dropped[DropReason.FAILED].mean) == (2, 95.0)
+    assert lengths.unfinished == {}
 
 
 def test_a_filter_is_seen_by_its_name() -> None:

@@ -20,11 +20,13 @@ from types import CodeType, FrameType
 from typing import Any
 
 import pytest
+from test_function_timeouts import awaited
 
 from april.concurrency import daemon_threads as daemon_pool
 from april.concurrency.daemon_threads import DaemonPool
 from april.driver import loop_thread
 from april.driver.loop_thread import LoopThread, LoopWatch, Reply, result_of
+from april.driver.user_calls import Timeouts, UserCalls, WorkerThreads
 from april.driver.user_code import file_of, is_user_file
 from april.errors import SchedulerClosed
 
@@ -35,6 +37,20 @@ def thread() -> Iterator[LoopThread]:
     yield loop_thread
     loop_thread.stop()
     gc.collect(1)  # a forgotten task or coroutine complains now
+
+
+async def call_user(function: Callable[[], object]) -> object:
+    """Call a plain function as april calls a user's."""
+    threads = WorkerThreads()
+    try:
+        calls = UserCalls(Timeouts(None), threads, asyncio.get_running_loop().create_task)
+        return await awaited(calls, function, where="the test")
+    finally:
+        threads.close()
+
+
+async def where() -> str:
+    return threading.current_thread().name
 
 
 async def for_ever(ended: list[str] | None = None) -> None:
@@ -124,6 +140,49 @@ def test_stop_is_not_held_up_by_a_task_that_ignores_it(
         coroutine.throw(asyncio.CancelledError())  # type: ignore[union-attr]
 
 
+def test_stop_is_not_held_up_by_a_thread_of_to_thread(
+    thread: LoopThread, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A function that hangs in asyncio.to_thread is told of in the log and left behind."""
+    release, ended = threading.Event(), threading.Event()
+    begun = threading.Event()
+
+    def hang() -> None:
+        begun.set()
+        release.wait()
+        ended.set()
+
+    async def main() -> None:
+        await asyncio.to_thread(hang)
+
+    future = thread.submit(main())
+    begun.wait()
+    monkeypatch.setattr("april.driver.loop_thread.STOP_PATIENCE_S", 0.01)
+    thread.stop()
+    assert "asyncio.to_thread does not end" in caplog.text
+    assert not ended.is_set()
+    with pytest.raises(SchedulerClosed):
+        result_of(future)
+    release.set()
+    assert ended.wait(30)
+
+
+def test_a_task_that_exits_does_not_end_the_loop(thread: LoopThread, caplog: pytest.LogCaptureFixture) -> None:
+    """sys.exit in a background task stops an ordinary loop; here the others go on, and the log tells."""
+
+    async def exits() -> None:
+        raise SystemExit(2)
+
+    caplog.set_level(logging.ERROR)
+    other = thread.submit(asyncio.sleep(0.01, "fine"))
+    future = thread.submit(exits())
+    with pytest.raises(SystemExit):
+        result_of(future)
+    assert other.result() == "fine"
+    assert thread.run(where()) == "test-loop"
+    assert "tried to end the process" in caplog.text
+
+
 def test_an_interrupted_wait_cancels_the_coroutine(thread: LoopThread) -> None:
     """What nobody waits for any more does not go on in the dark."""
     ended: list[str] = []
@@ -144,6 +203,36 @@ def test_an_interrupted_wait_cancels_the_coroutine(thread: LoopThread) -> None:
         result_of(Interrupted(future))
     thread.run(asyncio.sleep(0))
     assert ended == ["ended"]
+
+
+async def test_an_awaitable_that_nobody_fetches_is_closed() -> None:
+    """A plain function has returned a coroutine when its caller is cancelled: nothing is left un-awaited."""
+    returning = threading.Event()
+
+    def lazy() -> object:
+        coroutine = where()
+        returning.set()
+        return coroutine
+
+    assert await call_user(lazy) == threading.current_thread().name
+    for _ in range(20):
+        returning.clear()
+        task = asyncio.create_task(call_user(lazy))
+        await asyncio.sleep(0)
+        returning.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    gc.collect(1)
+
+
+async def test_run_async_over_a_stop(thread: LoopThread) -> None:
+    """A waiter of another loop gets SchedulerClosed, not a cancellation that it would take for its own."""
+    waiter = asyncio.create_task(thread.run_async(for_ever()))
+    await asyncio.sleep(0)
+    await asyncio.to_thread(thread.stop)
+    with pytest.raises(SchedulerClosed):
+        await waiter
 
 
 @contextmanager
@@ -208,6 +297,24 @@ def test_a_job_is_refused_or_done_whenever_its_pool_ends() -> None:
         assert all(future.done() for future in futures)
         number, reached = number + 1, bool(happened)
     assert number > 20
+
+
+def test_a_pool_that_ends_at_once_cancels_what_waits() -> None:
+    """``cancel_futures`` leaves no future without an end."""
+    pool, begun, go_on = DaemonPool("test-pool", 1), threading.Event(), threading.Event()
+
+    def holds() -> None:
+        begun.set()
+        go_on.wait()
+
+    first = pool.submit(holds)
+    begun.wait()
+    second = pool.submit(int)
+    pool.shutdown(wait=False, cancel_futures=True)
+    assert second.cancelled()
+    go_on.set()
+    assert pool.join(60.0)
+    assert first.done()
 
 
 # ----------------------------------------------------------------

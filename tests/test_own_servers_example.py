@@ -71,6 +71,19 @@ def test_it_trains_on_two_servers(
     assert f"now version (0, {STEPS})" in printed or f"now version 0.{STEPS}" in printed
 
 
+def test_it_trains_on_a_server_that_loads_nothing_itself(
+    example: ModuleType, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An OpenAI-compatible server: the trainer hands each step's directory over, while nothing generates."""
+    handed: list[str] = []
+    monkeypatch.setattr(example.Trainer, "hand_over", lambda self, directory: handed.append(directory.name))
+    server = FakeOpenAIServer(TokenShape.RETURN_TOKEN_IDS)
+    with ServerThread(server):
+        example.main([*arguments("openai", [server], model, tmp_path / "shared"), "--max-len", "4096"])
+
+    assert handed == [f"step_{n + 1}" for n in range(STEPS)]
+
+
 @pytest.mark.parametrize(("kind", "way"), [("vllm", []), ("openai", []), ("vllm", ["--continuous"])])
 def test_it_goes_on_after_it_died(
     kind: str, way: list[str], example: ModuleType, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -112,3 +125,23 @@ def test_it_goes_on_after_it_died(
     assert [path.name for path in shared.iterdir()] == [f"step_{STEPS}"]
     if kind == "openai":
         assert handed == ["step_1", "step_2", "step_2", "step_3", "step_4"]
+
+
+def test_weights_that_are_not_taken_leave_the_last_good_ones(
+    example: ModuleType, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that cannot load step 3 ends the run with its reason; the directory of step 2 is still there."""
+    server = FakeVllmServer()
+    save = example.Trainer.save
+
+    def broken(self: Any, directory: Path) -> None:
+        save(self, directory)
+        if directory.name == "step_3":
+            (directory / "model.safetensors").unlink()
+
+    monkeypatch.setattr(example.Trainer, "save", broken)
+    with ServerThread(server), pytest.raises(april.EngineError, match="step_3: the directory contains no weights"):
+        example.main(arguments("vllm", [server], model, tmp_path / "shared"))
+
+    assert server.weights == "step_2"
+    assert sorted(path.name for path in (tmp_path / "shared").iterdir()) == ["step_2", "step_3"]

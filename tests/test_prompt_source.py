@@ -220,12 +220,16 @@ def test_a_source_that_raises_is_reported_like_a_bad_prompt(
 class Shuffled:
     """A data set whose sampler is told the epoch, as those of data loaders are."""
 
-    def __init__(self, sizes: int | list[int]) -> None:
+    def __init__(self, sizes: int | list[int], fails_in: int | None = None) -> None:
         self.sizes = sizes
         self.epochs: list[int] = []
+        self.fails_in = fails_in
 
     def set_epoch(self, epoch: int) -> None:
         self.epochs.append(epoch)
+        if epoch == self.fails_in:
+            self.fails_in = None
+            raise OSError("shard list is gone")
 
     def __iter__(self) -> Iterator[list[int]]:
         size = self.sizes if isinstance(self.sizes, int) else self.sizes[self.epochs[-1]]
@@ -278,6 +282,46 @@ def test_fewer_prompts_than_before_the_restart(epochs: int | None, at: int) -> N
     assert drawn(source, 2)[0] == [[1], [2]]
 
 
+@pytest.mark.parametrize(
+    "state",
+    [{}, {"epoch": 0}, {"epoch": None, "position": 1}, {"epoch": 0, "position": "x"}, {"epoch": -1, "position": 0},
+     {"epoch": 0, "position": -1}, {"epoch": 2, "position": 0}, 5],
+    ids=str,
+)  # fmt: skip
+def test_positions_that_cannot_be(state: Any) -> None:
+    """CheckpointError, and the source stands where it stood."""
+    source = PromptSource([[1], [2]], 10, epochs=2)
+    source.draw(1)
+    with pytest.raises(CheckpointError, match=r"the state (is damaged|was saved in epoch 2)"):
+        source.load_state_dict(state)
+    assert drawn(source, 1)[0] == [[2]]
+
+
+def test_a_bad_prompt_that_nobody_was_told_of_is_reported_after_a_restart() -> None:
+    """It counts as drawn only when its error was handed over."""
+    prompts = [[1], "oops", [3]]
+    source = PromptSource(prompts, 10)
+    source.draw(2)
+    assert source.state_dict()["position"] == 1
+    again = PromptSource(prompts, 10)
+    again.load_state_dict(source.state_dict())
+    assert "prompt 1 is of type str" in str(again.draw(2)[2])
+    assert again.state_dict()["position"] == 2
+    once_more = PromptSource(prompts, 10)
+    once_more.load_state_dict(again.state_dict())
+    assert drawn(once_more, 1)[0] == [[3]]
+    assert drawn(again, 1)[0] == [[3]]
+
+
+def test_a_pass_that_cannot_begin_is_an_error_and_is_tried_again() -> None:
+    """set_epoch and __iter__ are the user's: what they raise names the epoch, and ends nothing else."""
+    source = PromptSource(Shuffled(2, fails_in=1), 10, epochs=2)
+    assert drawn(source, 3)[0] == [[1], [2]]
+    assert source.draw(1) == ([], False, "the prompt source failed to begin epoch 1: OSError: shard list is gone")
+    assert drawn(source, 3)[0] == [[2], [1]]
+    assert source.draw(1) == ([], True, None)
+
+
 def test_one_pass_only() -> None:
     """A generator cannot be iterated again; said before anything starts."""
     with pytest.raises(ConfigError, match=r"prompts can be iterated only once \(generator\), but several epochs"):
@@ -289,6 +333,17 @@ def test_no_prompts_at_all(epochs: int | None) -> None:
     """An empty data set is an error, not an endless loop."""
     source = PromptSource([], 10, epochs=epochs)
     assert "there are no prompts" in str(source.draw(1)[2])
+
+
+def test_restart_among_prompts_that_were_extended() -> None:
+    """The position counts them too: given again, those that were drawn are skipped."""
+    source = PromptSource([[1]], 10)
+    source.extend([[2], [3], [4]])
+    assert drawn(source, 3)[0] == [[1], [2], [3]]
+    again = PromptSource([[1]], 10)
+    again.load_state_dict(source.state_dict())
+    again.extend([[2], [3], [4]])
+    assert drawn(again, 5)[0] == [[4]]
 
 
 # ---------------------------------------------------------------- sources that fail once
@@ -345,6 +400,19 @@ def test_a_source_that_fails_goes_on_where_it_was(kind: type[Flaky], fails: tupl
     assert all("the prompt source failed at prompt" in error and "OSError: network" in error for error in errors)
 
 
+def test_a_generator_that_fails_has_ended() -> None:
+    """Its rest is not passed over without a word: every draw says so, until more prompts are given."""
+    source = PromptSource((i for i in Flaky(7)), 100)
+    seen, errors = drained(source)
+    assert seen == [(0, i, 2 + i) for i in range(7)]
+    assert errors[0] == "the prompt source failed at prompt 7: OSError: network"
+    assert len(set(errors[1:])) == 1
+    assert "after 7 prompts of epoch 0, and it cannot start over; give a list or a data set" in errors[1]
+    source.extend([[3], [4]])
+    seen, errors = drained(source)
+    assert (seen, errors) == ([(0, 7, 3), (0, 8, 4)], [])
+
+
 def test_prompts_that_come_in_another_order_after_a_failure() -> None:
     """A loader that shuffles anew would leave some out and repeat others: it is not gone on with."""
 
@@ -356,3 +424,15 @@ def test_prompts_that_come_in_another_order_after_a_failure() -> None:
     assert seen == [(0, i, 2 + i) for i in range(7)]
     assert errors[0] == "the prompt source failed at prompt 7: OSError: network"
     assert all("differ from those drawn before a failure of their source" in error for error in errors[1:])
+
+
+def test_a_failure_behind_a_restart() -> None:
+    """What was drawn before it, under the first source, is passed over once more."""
+    first = PromptSource(Flaky(), 100, epochs=2)
+    for _ in range(5):
+        first.draw(5)
+    source = PromptSource(Flaky(9), 100, epochs=2)
+    source.load_state_dict(first.state_dict())
+    seen, errors = drained(source)
+    assert seen == [(1, i, 2 + i) for i in range(5, 20)]
+    assert len(errors) == 1

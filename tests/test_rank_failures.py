@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+import socket
 import threading
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
-from rank_threads import CONFIG, OnePlace, Store, cut, drain, names_of, raised, run_ranks
+from rank_threads import CONFIG, PATIENCE_S, OnePlace, Store, cut, drain, engine, names_of, raised, run_ranks
 
 import april
 from april.driver.user_code import inside_user_code
+from april.processes import rank_scheduler as scheduler
 from april.processes.addresses import new_token
 from april.processes.rank_client import RankClient
 from april.processes.rank_scheduler import RankScheduler
@@ -112,6 +115,35 @@ def test_the_end_of_one_rank_is_told_to_the_others(end: Exception | None, told: 
         assert outcome.ranks == (culprit,)
 
 
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_an_error_says_which_rank_it_comes_of(culprit: int) -> None:
+    """A collective of the trainer's fails when another rank has ended: its own words name a socket."""
+
+    def program(rollouts: RankScheduler, rank: int) -> Any:
+        if rank == culprit:
+            raise ZeroDivisionError("a loss of nothing")
+        with suppress(april.RankError):
+            rollouts.next_batch()  # until the end of the other is known here
+        raise ConnectionError("closed by peer")
+
+    outcomes = run_ranks(program)
+    sentence = f"april: rank {culprit} has ended with an error: ZeroDivisionError: a loss of nothing"
+    assert isinstance(outcomes[1 - culprit], ConnectionError)
+    assert outcomes[1 - culprit].__notes__ == [sentence]
+    assert not hasattr(outcomes[culprit], "__notes__")
+
+
+def test_no_rank_is_missed_where_all_have_come_to_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every rank generates, and leaves when rank 0's scheduler has ended: nothing is said of ranks that are gone."""
+    monkeypatch.setattr(scheduler, "ENGINE_RELEASE_S", PATIENCE_S)
+    outcomes = run_ranks(lambda rollouts, rank: len(rollouts.next_batch()), 3, engines=lambda rank: [engine()])
+
+    assert outcomes == [2, 2, 2]
+    assert not [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
 def test_rank_0_does_not_wait_for_a_batch_when_another_rank_has_died() -> None:
     """In the middle of generation; the state has everything, also the batch that nobody has got."""
     hangs, dead = threading.Event(), threading.Event()
@@ -159,6 +191,18 @@ def test_a_rank_that_never_comes() -> None:
     there = OnePlace(rank=1, world_size=2, address="127.0.0.1:0", store=Store(), rank_timeout_s=0.1)
     with pytest.raises(april.RankError, match=r"rank 0 did not publish its address within 0\.1 s"):
         RankScheduler(CONFIG, ranks=there)
+
+
+def test_rank_0_takes_a_connection_and_says_nothing() -> None:
+    """It was stopped in that moment, or its machine is gone: a rank 0 that stands still is missed, before it says
+    anything, too."""
+    store = Store()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        store.set("ranks", f"127.0.0.1:{silent.getsockname()[1]} {TOKEN}")
+        with pytest.raises(april.RankError) as caught:
+            RankScheduler(CONFIG, ranks=OnePlace(rank=1, world_size=2, store=store, rank_deadline_s=0.2))
+    assert "rank 0 cannot be reached: it sent nothing for 0.2 s (rank_deadline_s)" in str(caught.value)
+    assert caught.value.ranks == (0,)
 
 
 def test_who_does_not_know_the_token_is_no_rank() -> None:
@@ -242,3 +286,10 @@ def test_ranks_that_cannot_be(numbers: dict[str, Any], sentence: str) -> None:
     """Refused before anything starts."""
     with pytest.raises(april.ConfigError, match=sentence):
         april.Ranks(**numbers)
+
+
+def test_a_share_that_nobody_gets() -> None:
+    """Refused on all ranks."""
+    for outcome in run_ranks(lambda rollouts, rank: None, data={0: 0, 1: 0}, data_size=2):
+        assert type(outcome) is april.ConfigError
+        assert str(outcome) == "ranks: no rank has the data_rank 1, of data_size 2"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import socket
 import threading
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from rank_threads import drain, names_of, raised, run_ranks
+from rank_threads import CONFIG, drain, engine, names_of, raised, reward, run_ranks
 
 import april
 from april.engines.simulated.decode_cost import DecodeCost
@@ -141,6 +142,18 @@ def test_what_travels_is_what_was_delivered() -> None:
     assert other.share == april.core.batch.BatchShare(1, 2, 6, own.share.loss_tokens)
 
 
+def test_more_ranks_than_samples() -> None:
+    """Shares of nobody are empty, and work; balanced by tokens, too."""
+    config = april.Config(rollout_batch_size=1, n_samples_per_prompt=2, max_response_len=9)
+
+    def program(rollouts: RankScheduler, rank: int) -> Any:
+        batch = rollouts.next_batch()
+        return len(batch), batch.padded()["response_ids"].shape[0], batch.advantages().shape, batch.token_ages.dtype
+
+    outcomes = run_ranks(program, 3, config=config, split_by="tokens")
+    assert sorted(outcomes) == [(0, 0, (0,), np.int32), *[(1, 1, (1,), np.int32)] * 2]
+
+
 def test_a_rank_alone_is_a_rollout_scheduler() -> None:
     """Without other ranks nothing listens, and data may be anything."""
     unplain = [{"token_ids": [3], "set": {1, 2}} for _ in range(2)]
@@ -255,6 +268,34 @@ def test_the_small_calls() -> None:
     assert words.startswith("<RankScheduler rank 0 of 2 <RolloutScheduler ")
 
 
+def test_a_rank_says_in_which_call_it_is() -> None:
+    """Whoever looks from another thread sees what it waits in; rank 0 also what its scheduler waits for."""
+
+    def program(rollouts: RankScheduler, rank: int) -> Any:
+        rollouts.next_batch()
+        words: list[str] = []
+        rollouts.weight_update(transfer=lambda: words.append(repr(rollouts)))
+        return words
+
+    (first,), (second,) = run_ranks(program)
+    assert second.startswith("<RankScheduler rank 1 of 2, in weight_update(transfer=")
+    assert first.startswith("<RankScheduler rank 0 of 2, in weight_update(transfer=")
+    assert "has waited 0 s for a weight update: its transfer function to return" in first
+
+
+def test_every_rank_sees_the_groups_that_are_held() -> None:
+    """The third of N' = 3 groups, whichever it is, waits for the next batch."""
+
+    def program(rollouts: RankScheduler, rank: int) -> Any:
+        batch = rollouts.next_batch()
+        return rollouts.held_groups(), {s.id.group for s in batch.samples}
+
+    config = april.Config(rollout_batch_size=2, n_samples_per_prompt=3, over_sampling_batch_size=3, max_response_len=9)
+    (held, mine), (same, others) = run_ranks(program, config=config)
+    assert held == same == set(range(3)) - mine - others
+    assert len(held) == 1
+
+
 def test_a_state_of_two_ranks_goes_on_on_three() -> None:
     """Whole on whoever asks; loaded from rank 0's, on any number of ranks: every prompt is trained once."""
 
@@ -297,6 +338,33 @@ def test_the_async_face() -> None:
     first, second = run_ranks(program)
     assert first == second
     assert (first[0], first[1], first[3]) == (0, (0, 1), 1)
+
+
+def test_by_hand_one_scheduler_after_the_other() -> None:
+    """One address and token for all: a rank that is early for the next scheduler waits for it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"address": f"127.0.0.1:{free.getsockname()[1]}", "token": april.new_token()}
+    outcomes: dict[int, Any] = {}
+
+    def live(rank: int) -> None:
+        ranks = april.Ranks(rank=rank, world_size=2, rank_timeout_s=20.0, **place)
+        for _ in range(2):
+            options = {"prompts": [[1], [2]], "engines": [engine()], "reward": reward} if rank == 0 else {}
+            with RankScheduler(CONFIG, ranks=ranks, **options) as rollouts:
+                outcomes.setdefault(rank, []).append(len(rollouts.next_batch()))
+                if rank == 0:
+                    closed.wait(20)
+            if rank == 1:
+                closed.set()
+
+    closed = threading.Event()
+    threads = [threading.Thread(target=live, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert outcomes == {0: [3, 3], 1: [3, 3]}
 
 
 # ---------------------------------------------------------------- weights that are spread over the ranks

@@ -17,24 +17,28 @@ from rank_threads import PATIENCE_S, engine, raised, run_ranks
 from april.core.versions import PolicyVersion
 from april.engines.simulated.engine import SimulatedEngine
 from april.engines.weight_transfer import TensorSpec
+from april.errors import EngineError
 from april.processes.rank_scheduler import RankScheduler
 
 
 class Taking(SimulatedEngine):
     """Keeps what it is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, fails_at: str = "") -> None:
         made = engine()
         vars(self).update(vars(made))
         self._capabilities = replace(made.capabilities, takes_tensors=True, remote=True)
         self.coming: dict[str, torch.Tensor] = {}
         self.weights: list[dict[str, torch.Tensor]] = []
         """Those of each update that has come to its end."""
+        self.fails_at = fails_at
 
     def reads(self, model: Any) -> bool:
         return False
 
     async def take(self, specs: Sequence[TensorSpec], tensors: Sequence[Any], last: bool) -> None:
+        if any(spec.name == self.fails_at for spec in specs):
+            raise EngineError("its memory is full")
         self.coming |= {spec.name: tensor.clone() for spec, tensor in zip(specs, tensors, strict=True)}
         if last:
             self.weights.append(self.coming)
@@ -159,6 +163,47 @@ def test_what_is_no_weights_on_one_rank_is_refused_for_all(wrong: int) -> None:
     assert "w is a float, not a tensor of torch" in str(outcomes[wrong])
     assert "w is a float" in str(raised(outcomes[1 - wrong]))
     assert not taking.weights
+
+
+def test_an_engine_that_fails_fails_the_update_of_all_ranks() -> None:
+    """With its name and the tensor; whatever the others have drawn, no rank is left in a step."""
+    spread, taking = Spread(2), Taking(fails_at="t0")
+    outcomes, _ = failing(lambda rank: spread.pieces(), taking=taking)
+    for outcome in outcomes:
+        assert isinstance(outcome, EngineError)
+        assert "engine e failed to receive tensors t0 to t4: its memory is full" in str(outcome)
+
+
+def test_all_ranks_give_weights_or_none() -> None:
+    """Another call on another rank is told as such."""
+    spread = Spread(2)
+    outcomes, _ = failing(lambda rank: None if rank else spread.pieces())
+    for outcome in outcomes:
+        assert "weights=given" in str(raised(outcome))
+
+
+def test_one_rank_is_a_rank_like_any_other() -> None:
+    """A trainer that was started alone sends what it has."""
+    spread, taking = Spread(1), Taking()
+
+    def program(rollouts: RankScheduler, rank: int) -> Any:
+        rollouts.next_batch()
+        return rollouts.weight_update(weights=dict(spread.pieces()))
+
+    assert run_ranks(program, 1, engines=lambda rank: [taking]) == [PolicyVersion(0, 1)]
+    assert len(taking.weights) == 1
+
+
+def test_engines_of_other_ranks_that_do_not_read_the_trainers_model_are_sent_the_weights() -> None:
+    """As the engines of rank 0 are."""
+    taking = [Taking(), Taking()]
+
+    def program(rollouts: RankScheduler, rank: int) -> Any:
+        rollouts.next_batch()
+        return rollouts.weight_update(weights={"w": torch.full((3,), 7.0)})
+
+    assert run_ranks(program, 2, engines=lambda rank: [taking[rank]]) == [PolicyVersion(0, 1)] * 2
+    assert [[found["w"].tolist() for found in one.weights] for one in taking] == [[[7.0] * 3]] * 2
 
 
 def test_a_state_is_loaded_with_weights_of_all_ranks() -> None:

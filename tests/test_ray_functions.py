@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
+import pickle
 import sys
 import threading
 import urllib.request
@@ -20,7 +22,7 @@ import april
 import april.ray
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine
-from april.errors import ConfigError, RolloutError
+from april.errors import ConfigError, RolloutError, UsageError
 from april.processes import ray_functions
 from tests.gateway_suite.script import TOKENIZER
 
@@ -199,6 +201,24 @@ def test_a_call_that_is_cancelled_ends_there(ray: StandIn) -> None:
     asyncio.run(program())
 
 
+def test_a_plain_function_runs_once_at_a_time_in_each_actor(ray: StandIn) -> None:
+    """Calls wait for an actor that is free, not behind one that takes long."""
+    GO_ON.clear()
+
+    async def program() -> None:
+        there = april.ray.remote(plain_waits, num_actors=2)
+        calls = [asyncio.create_task(there()) for _ in range(5)]
+        for _ in range(2):
+            await asyncio.to_thread(STARTED.acquire)
+        assert [len(actor.running) for actor in ray.actors] == [1, 1]
+        GO_ON.set()
+        assert await asyncio.gather(*calls) == ["done"] * 5
+
+    asyncio.run(program())
+    while STARTED.acquire(blocking=False):
+        pass
+
+
 # ---------------------------------------------------------------- actors that die
 
 
@@ -334,6 +354,38 @@ async def _dies(actor: Any, *arguments: Any) -> None:
     next(a for a in ray.actors if a.made is actor).die()
 
 
+async def wrong_calls(prompt: april.Prompt, llm: april.LLM) -> None:
+    """All that is refused is refused there as here."""
+    with pytest.raises(TypeError, match="best_of"):
+        await llm.generate(best_of=3)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="max_tokens must be"):
+        await llm.generate(max_tokens=0)
+    sentence = r"llm.generate: an argument cannot be sent to the scheduler's process: a object"
+    with pytest.raises(UsageError, match=sentence):
+        await llm.generate([*prompt.token_ids, 3], images=[object()])
+    with pytest.raises(UsageError, match="tokenizer"):
+        await llm.chat([{"role": "user", "content": "x"}])
+    done = await llm.generate(max_tokens=4)
+    with pytest.raises(RolloutError, match="never rewrite it"):
+        await llm.generate([9, *done.conversation[1:]])
+    both = await asyncio.gather(llm.generate(), llm.generate(), return_exceptions=True)
+    assert sum(isinstance(one, RolloutError) and "another call" in str(one) for one in both) == 1
+    LATE.append(llm)
+
+
+LATE: list[Any] = []
+
+
+def test_calls_that_cannot_be_made(ray: StandIn) -> None:
+    """Each raises what it raises in the scheduler's process; after its end an llm generates nothing."""
+    LATE.clear()
+    batches(rollout=april.ray.remote(wrong_calls))
+    loop = ray.actors[0].loop
+    assert loop is not None
+    with pytest.raises(RolloutError, match="after its rollout function had ended"):
+        asyncio.run_coroutine_threadsafe(LATE[0].generate(), loop).result()
+
+
 async def several(prompt: april.Prompt, llm: april.LLM) -> None:
     """A conversation of its own, one by chat, and one of a client."""
     own = await llm.generate([9, 9, 9], max_tokens=4, any_conversation=True)
@@ -362,6 +414,16 @@ def test_chats_and_clients_in_an_actor(ray: StandIn) -> None:
 
 
 # ---------------------------------------------------------------- the function that is returned, and mistakes
+
+
+def test_it_looks_as_the_function_and_travels(ray: StandIn) -> None:
+    """To the scheduler's actor; what it cannot be called with is seen before a run begins."""
+    there = pickle.loads(pickle.dumps(april.ray.remote(reward, num_actors=3)))  # noqa: S301 - its own
+    assert (there.__name__, there.__doc__) == ("reward", reward.__doc__)
+    assert inspect.signature(there) == inspect.signature(reward)
+    with pytest.raises(ConfigError, match=r"reward is called with \(prompt, response\), but length_of\(text\)"):
+        batches(reward=april.ray.remote(length_of))
+    assert ray.actors == []
 
 
 def length_of(text: str) -> int:

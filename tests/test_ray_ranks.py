@@ -9,16 +9,18 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from rank_threads import CONFIG, PATIENCE_S, beside, cut, engine
+from rank_threads import CONFIG, PATIENCE_S, beside, cut, cut_server, engine
 
 import april
 from april.driver.loop_thread import LoopThread
 from april.errors import RankError
+from april.processes.rank_packing import pack_call, unpack_call
 from april.processes.rank_server import RankServer
 from april.processes.ranks import Ranks
 from april.processes.ray_run import CLOSE_S, ActorScheduler, Run, SchedulerActor, scheduler
@@ -238,6 +240,25 @@ def raises() -> Any:
 
 
 @pytest.mark.parametrize(
+    ("prompts", "kinds", "words"),
+    [
+        ("text", (april.ConfigError, april.ConfigError), "must be an iterable of prompts"),
+        ([{"token_ids": [1], "path": "caf\udce9"}], (april.RolloutError, april.RolloutError), "half a character"),
+        (raises(), (ZeroDivisionError, RankError), "no prompts"),
+    ],
+)  # fmt: skip
+def test_a_call_that_rank_0_cannot_make(world: World, prompts: Any, kinds: tuple[type, type], words: str) -> None:
+    """What it gives cannot go to the core: all ranks are told, at that call, and go on together."""
+    ranks = world.both()
+    outcomes = beside(*(lambda r=rank: r.evaluate(prompts if r is ranks[0] else None) for rank in ranks))
+    assert tuple(map(type, outcomes)) == kinds
+    assert all(words in str(outcome) for outcome in outcomes)
+    assert settled(to_the_end(ranks)) == EVERYTHING
+    for rank in ranks:
+        rank.close()
+
+
+@pytest.mark.parametrize(
     ("victim", "batches", "updates"),
     [
         pytest.param(1, 1, 0, id="while it trained: its share comes again"),
@@ -275,6 +296,28 @@ def test_a_rank_that_was_started_anew_goes_on_where_the_others_are(
         both(ranks, update)
     assert settled([*trained, *to_the_end(ranks)]) == EVERYTHING
     assert again.ledger()["tokens"].balanced
+
+
+def test_a_rank_that_died_in_the_wait_for_a_batch(world: World) -> None:
+    """The batch was delivered while nobody was there: it gets its share when it asks for it."""
+    zero, one = world.both()
+    GO_ON.clear()
+    shares: list[april.Batch] = []
+    waits = threading.Thread(target=lambda: shares.append(zero.next_batch()))
+    waits.start()
+    asks = threading.Thread(target=lambda: beside(one.next_batch))
+    asks.start()
+    server = world.server
+    server.thread.run(lambda: until(lambda: 0 in server._calls and server._calls[0].started))
+    world.kill(one)
+    GO_ON.set()
+    asks.join()
+    waits.join()
+    again = world.attach(1)
+    shares.append(again.next_batch())
+    assert [share.id for share in shares] == [0, 0]
+    both([zero, again], update)
+    assert settled([*shares, *to_the_end([zero, again])]) == EVERYTHING
 
 
 def test_a_rank_that_is_lost_in_its_transfer_ends_the_update_for_all(world: World) -> None:
@@ -317,6 +360,18 @@ def test_a_rank_that_does_not_come_back_is_named_on_all_others() -> None:
         with pytest.raises(RankError):
             zero.next_batch()
         assert zero.state_dict()
+
+
+def test_calls_that_differ_are_named_on_all_ranks(world: World) -> None:
+    """And on one that came back: what it calls must be what all have called."""
+    zero, one = world.both()
+    both([zero, one], next_batch)
+    world.kill(one)
+    again = world.attach(1)
+    with pytest.raises(RankError, match=r"makes another call .* commit\(batch_id=0\) instead of next_batch\(\)"):
+        again.commit(0)
+    outcomes = beside(lambda: zero.weight_update(transfer=nothing), lambda: again.commit(0))
+    assert all(isinstance(o, RankError) and "different calls" in str(o) for o in outcomes)
 
 
 def test_what_rank_0_gives_reaches_the_core() -> None:
@@ -369,3 +424,25 @@ def test_mistakes(world: World) -> None:
         world.attach(2)
     with pytest.raises(april.ConfigError, match="cannot read the trainer's model in place"):
         zero.weight_update()
+
+
+def test_a_core_that_died_is_told_of_on_all_ranks(world: World) -> None:
+    """Whoever waits for it, too."""
+    zero = world.attach(0)
+    waits = threading.Thread(target=lambda: outcome.extend(beside(zero.next_batch)))
+    outcome: list[Any] = []
+    waits.start()
+    cut_server(world.server)
+    waits.join()
+    assert isinstance(outcome[0], RankError)
+    assert "the connection to the core is lost" in str(outcome[0])
+
+
+@pytest.mark.parametrize("method", ["weight_update", "load_state_dict"])
+def test_a_directory_is_that_of_the_rank_that_calls(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The core's actor runs in another directory; an address is the same everywhere."""
+    monkeypatch.chdir(tmp_path)
+    for path, meant in ((None, None), (Path("w1"), str(tmp_path / "w1")), ("w1", str(tmp_path / "w1")), ("s3://b/w1", "s3://b/w1")):
+        assert unpack_call(pack_call(method, {"path": path}), nothing) == (method, {"path": meant})

@@ -7,6 +7,9 @@ import errno
 import json
 import logging
 import os
+import signal
+import subprocess
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +23,7 @@ import pytest
 from records import command, raw_lines, written
 from saved_rollouts import in_a_step, new
 from saved_rollouts import plain as saved
-from virtual_rollouts import RecordingEngine, Rollouts, on_virtual_time, table, virtual
+from virtual_rollouts import EOS, RecordingEngine, Rollouts, on_virtual_time, table, virtual
 
 import april
 from april.core import events as ev
@@ -28,7 +31,7 @@ from april.core.rollout_core import RolloutCore
 from april.core.types import Prompt, SampleId
 from april.driver.llm import LLM
 from april.engines.protocol import Chunk, Request
-from april.errors import ConfigError, RecordError, RolloutError
+from april.errors import ConfigError, InvariantError, RecordError, RolloutError
 from april.record import file as record_file
 from april.record.event_values import NAME_FIELDS, exception_name, from_plain, to_plain
 from april.record.file import RecordFile, RunRecord
@@ -174,6 +177,42 @@ async def test_a_run_that_goes_on_from_a_state_is_decided_again(path: Path, at: 
     assert SECRET not in str(raw_lines(path))
 
 
+async def test_a_partial_at_its_end_in_a_state_is_complete_in_the_replay(path: Path) -> None:
+    """Saved between its last token and the end of its attempt: the record says that it ends, not with which token."""
+
+    class Holds(RecordingEngine):
+        """Its last chunk comes long before its end."""
+
+        async def generate(self, request: Request) -> Any:
+            async for chunk in super().generate(request):
+                yield Chunk(chunk.tokens, chunk.logprobs, chunk.version)
+                last = chunk
+            await asyncio.sleep(50)
+            yield Chunk(last.tokens[:0], last.logprobs[:0], last.version, last.finish)
+
+    async def rollout(prompt: Prompt, llm: LLM) -> None:
+        await llm.generate(stop_token_ids=(EOS,))
+
+    lengths = table({}, 7)
+    options: dict[str, Any] = {"lengths": lengths, "rollout": rollout, "n": 1, "samples": 1, "over": 1}
+    core = await over_a_restart(path, 20, engines=[Holds(lengths)], **options)
+    assert core.context.batches == 1
+    assert [call["ends"] for call in calls_of(path)] == [True]
+
+
+async def test_a_state_of_between_two_calls_goes_on_in_the_replay(path: Path) -> None:
+    """The first call has ended in EOS, whose number a record does not have; the second quotes it."""
+
+    async def rollout(prompt: Prompt, llm: LLM) -> None:
+        done = await llm.generate(stop_token_ids=(EOS,))
+        await asyncio.sleep(20)
+        done = await llm.generate([*done.conversation.tolist(), 950], stop_token_ids=(EOS,))
+        await llm.generate([*done.conversation.tolist(), 950], max_tokens=1)
+
+    await over_a_restart(path, 10.0, rollout=rollout, lengths=table({}, 5))
+    assert any("token_ids" in call for call in calls_of(path))
+
+
 async def test_a_function_that_asks_otherwise_after_a_restart_does_so_in_the_replay(path: Path) -> None:
     """The record has where its conversation differs, not how; its sample begins again in both."""
     begun = 0
@@ -189,6 +228,19 @@ async def test_a_function_that_asks_otherwise_after_a_restart_does_so_in_the_rep
     assert core.tokens.dropped[april.DropReason.REPLAY_DIVERGED] > 0
     differing = [ids for call in calls_of(path) if "differs_at" in (ids := call.get("token_ids") or {})]
     assert differing == [{"length": 10, "differs_at": 9}]
+
+
+async def test_what_breaks_the_core_is_in_the_record(path: Path) -> None:
+    """The event that cannot be is the last line, and breaks the replay in the same way."""
+    rollouts = Rollouts(table({}, 5), n=1, record=RunRecord(path))
+    await rollouts.driver.next_batch()
+    rollouts.driver.post(ev.BatchCommitted(7))
+    await rollouts.driver.close()
+    run = replay(path)
+    assert run.end.startswith("the run broke in line")
+    assert "batch 7 was committed twice, or never delivered" in run.end
+    with pytest.raises(InvariantError):
+        run.core.handle(ev.BatchCommitted(7))
 
 
 # ---------------------------------------------------------------- files that are not what was written
@@ -258,6 +310,17 @@ def test_nothing_that_is_secret_is_in_the_file(tmp_path: Path, path: Path) -> No
     assert (tmp_path / "run.jsonl.1").read_text() == "an older one"
     assert "eos_token_ids" not in data
     assert not {part for line in raw_lines(path) for part in line[2]} & {"tokens", "logprobs", "data"}
+
+
+async def test_messages_of_errors_are_recorded_where_that_is_wanted(path: Path) -> None:
+    """They may quote prompts, so it is said explicitly; decisions do not depend on it."""
+    rollouts = Rollouts(table({}, 5), n=1, record=RunRecord(path, messages=True))
+    await rollouts.driver.next_batch()
+    rollouts.driver.post(ev.TokensUnused(0, april.DropReason.LATE))
+    rollouts.driver.post(ev.AttemptFailed(attempt_id="unknown", error=f"what {SECRET} said"))
+    await rollouts.close()
+    assert SECRET in str(raw_lines(path))
+    assert replay(path).events["AttemptFailed"] == 1
 
 
 @pytest.mark.parametrize(
@@ -332,6 +395,36 @@ def test_a_file_that_cannot_be_made_is_refused_before_anything_starts(tmp_path: 
         RunRecord("run.jsonl", 0)
 
 
+KILLED = """
+import asyncio, os, signal, sys
+from pathlib import Path
+sys.path.insert(0, "tests")
+from april.record import file
+file.WRITE_EVERY_S = 0.001
+from test_record import eventful, prompts
+from virtual_rollouts import virtual
+async def program():
+    path = Path(sys.argv[1])
+    await eventful(path, steps=2)
+    again = asyncio.create_task(eventful(path, steps=4000, prompts=prompts() * 25))
+    await asyncio.sleep(1)
+    while path.stat().st_size < 60_000:
+        await asyncio.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+virtual(program)
+"""
+
+
+def test_a_process_that_is_killed_leaves_a_record_up_to_there(tmp_path: Path, path: Path) -> None:
+    """And the record of the process before it."""
+    done = subprocess.run([sys.executable, "-c", KILLED, str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    run = replay(path)
+    assert run.end.startswith("in the middle: ")
+    assert run.core.context.batches > 2
+    assert replay(tmp_path / "run.jsonl.1").end == "the run was closed"
+
+
 # ---------------------------------------------------------------- events of every kind
 
 
@@ -386,6 +479,39 @@ def test_what_a_message_of_an_error_leaves_behind() -> None:
     assert exception_name("ValueError: a secret") == "ValueError"
     assert exception_name("the reward is nan") == exception_name(f"{SECRET}Error") == "(left out)"
     assert exception_name("") == ""
+
+
+# ---------------------------------------------------------------- numbers
+
+NUMBERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"temperature": 1}, {}), ({"temperature": np.float32(0.7), "max_tokens": np.int64(9)}, {}), ({"top_p": 1}, {}),
+    ({"stop_token_ids": np.array([7])}, {}),
+    *(({}, {"temperature": temperature, "top_p": 1}) for temperature in (0, 1, np.float32(0.5))),
+]  # fmt: skip
+"""Arguments of ``llm.generate`` and of ``evaluate``."""
+
+
+
+@pytest.mark.parametrize(("call", "evaluation"), NUMBERS, ids=str)
+def test_numbers_are_replayed(call: dict[str, Any], evaluation: dict[str, Any], tmp_path: Path) -> None:
+    """An int for a float, as in ``llm.generate(temperature=1)``: the replay decides as the run did."""
+    config = april.Config(
+        rollout_batch_size=2, n_samples_per_prompt=4, max_response_len=60,
+        engine={"kind": "simulated", "median_len": 20},
+    )  # fmt: skip
+
+    async def rollout(prompt: april.Prompt, llm: april.LLM) -> None:
+        await llm.generate(**call)
+
+    with april.RolloutScheduler(
+        config, prompts=[[1, 2 + i] for i in range(20)], reward=lambda prompt, response: 1, rollout=rollout,
+        record=str(tmp_path / "record.jsonl"), progress=False,
+    ) as rollouts:  # fmt: skip
+        rollouts.next_batch()
+        rollouts.weight_update()
+        rollouts.evaluate([[1, 5], [1, 6]], **evaluation)
+        rollouts.next_batch()
+    replay(tmp_path / "record.jsonl")
 
 
 # ---------------------------------------------------------------- the command
@@ -462,6 +588,40 @@ def test_a_file_with_anything_in_it_is_put_aside(tmp_path: Path, path: Path, nam
     assert (tmp_path / "run.jsonl.1").read_text() == "mine"
     assert (tmp_path / "run.jsonl.3").read_bytes() == content
     assert path.read_bytes() == b""
+
+
+def test_two_that_write_the_same_path_lose_nothing(tmp_path: Path, path: Path) -> None:
+    """The first has ended no response yet, and goes on in the file that was put aside; nothing of either is gone."""
+    files = [RecordFile(path, 1 << 20) for _ in range(3)]
+    for number, file in enumerate(files):
+        file.add(b'[0.0,"Record",{"n":%d}' % number)
+        file.close()
+    names = ("run.jsonl.1", "run.jsonl.2", "run.jsonl")
+    assert [json.loads((tmp_path / name).read_text())[2]["n"] for name in names] == [0, 1, 2]
+
+
+def test_a_record_that_cannot_be_put_aside_is_as_it_was(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory that is read-only, or a disk that is full: refused before anything starts, by name."""
+    path.write_text("notes")
+    real = os.open
+
+    def refuses(name: Any, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return real(name, flags, mode)
+
+    with monkeypatch.context() as context:
+        context.setattr(os, "open", refuses)
+        with pytest.raises(ConfigError, match=r"run.jsonl cannot be written: Read-only file system"):
+            RecordFile(path, 1 << 20)
+    with monkeypatch.context() as context:
+        context.setattr(Path, "replace", lambda *_: refuses("", os.O_CREAT))
+        with pytest.raises(ConfigError, match=r"run.jsonl cannot be written: Read-only file system"):
+            RecordFile(path, 1 << 20)
+    assert os.listdir(tmp_path) == ["run.jsonl"]
+    assert path.read_text() == "notes"
 
 
 @pytest.mark.parametrize("arguments", [["report", "RECORD"], ["profile", "http://127.0.0.1:9", "--kind", "vllm"]])

@@ -9,9 +9,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 from aiohttp import web
 
+from april.core.sampling import SamplingParams
+from april.engines.protocol import Request
 from april.testing.recording_proxy import RecordingProxy, tokens_in
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -122,3 +125,47 @@ async def test_a_client_that_hangs_up_is_seen_by_the_server_and_noted() -> None:
         await proxy.quiet()
         assert exchange.closed_early
         assert exchange.tokens == [4, 5]
+
+
+async def test_a_server_that_dies_breaks_the_client_too() -> None:
+    """No clean end is made up: the client sees a broken connection, the record says who broke it."""
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        response = await streamed(request)
+        await response.write(VLLM[0])
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    async with behind_a_proxy(handler) as (proxy, session):
+        with pytest.raises(aiohttp.ClientError):
+            async with session.post(f"{proxy.url}/v1/completions", json={"prompt": [1], "seed": 3}) as response:
+                await response.content.read()
+        assert proxy.exchanges[0].broken
+        assert not proxy.exchanges[0].closed_early
+
+
+async def test_requests_without_a_name_are_known_by_prompt_and_seed() -> None:
+    """The OpenAI wire has no request id that every server takes."""
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        seed = (await request.json())["seed"]
+        return web.json_response({"choices": [{"token_ids": [seed]}]}, status=200 if seed < 9 else 500)
+
+    def asked(attempt_id: str, seed: int) -> Request:
+        return Request(
+            attempt_id=attempt_id, token_ids=np.array([1, 2], np.int32), sampling=SamplingParams(4, seed=seed)
+        )
+
+    async with behind_a_proxy(handler) as (proxy, session):
+        url = f"{proxy.url}/v1/completions"
+        for seed in (3, 4, 4, 9):
+            async with session.post(url, json={"prompt": [1, 2], "seed": seed}) as response:
+                await response.read()
+        assert [a.tokens for a in proxy.answers(asked("a", 3))] == [[3]]
+        assert [a.tokens for a in proxy.answers(asked("b", 4))] == [[4], [4]]
+        assert [a.tokens for a in proxy.answers(asked("c", 9))] == [[]]  # an error has no token
+        assert not proxy.answers(asked("d", 5))
+        async with session.get(f"{proxy.url}/metrics") as response:
+            assert response.status == 500  # of the handler, which reads a body: passed on, not recorded
+        assert len(proxy.exchanges) == 4

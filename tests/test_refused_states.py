@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from saved_rollouts import LENGTHS, check, new, plain, resealed
+from saved_rollouts import LENGTHS, check, new, plain, resealed, until_the_end
 from virtual_rollouts import RecordingEngine, on_virtual_time
 
 from april.core.versions import PolicyVersion
@@ -136,6 +136,34 @@ async def test_a_state_that_is_refused_changes_nothing(kind: str) -> None:
     for _ in range(2):
         check(await again.driver.next_batch())
         await again.driver.update_weights()
+
+
+@pytest.mark.parametrize("after", ["a batch", "a weight update", "a load"])
+@on_virtual_time
+async def test_a_state_is_loaded_first(after: str) -> None:
+    """Once something has begun a load is refused, and the run goes on with every prompt."""
+    first = new(prompts=30)
+    old_groups = (await first.step()).group_ids.tolist()
+    await first.close()
+
+    old = new(prompts=30)
+    await old.step()
+    state = plain(old.driver.state_dict(None))
+    await old.close()
+    again = new(prompts=30)
+    delivered = []
+    if after == "a load":
+        delivered = list(old_groups)
+        await again.driver.load_state_dict(state)
+    elif after == "a batch":
+        delivered += (await again.step()).group_ids.tolist()
+    else:
+        await again.driver.update_weights()
+    with pytest.raises(CheckpointError, match="loaded before the first batch and weight update; create a new sched"):
+        await again.driver.load_state_dict(state)
+    async for batch in until_the_end(again):
+        delivered += batch.group_ids.tolist()
+    assert sorted(delivered) == sorted(2 * list(range(30)))
 
 
 @on_virtual_time

@@ -138,6 +138,47 @@ async def test_settings_that_must_not_change(changes: dict[str, Any], words: str
     assert seen == dict.fromkeys(range(60), 1)
 
 
+@on_virtual_time
+async def test_the_smallest_batch_that_the_message_names_is_enough() -> None:
+    """With that N the same state is gone on from, and nothing is masked; with one less it is refused."""
+    state, seen = await saved()
+
+    async def load(n: int) -> Any:
+        async with started(rollout_batch_size=n, over_sampling_batch_size=n) as run:
+            await run.load_state_dict(state)
+            return await to_the_end(run, seen.copy())
+
+    with pytest.raises(CheckpointError, match="to at least") as caught:
+        await load(1)
+    enough = int(str(caught.value).partition("to at least ")[2].partition(",")[0])
+    with pytest.raises(CheckpointError, match="could not be delivered in time"):
+        await load(enough - 1)
+    batches = await load(enough)
+    assert sum(b.metrics["masked_tokens"] for b in batches) == 0
+    assert max(b.metrics["staleness_max"] for b in batches) <= 5
+
+
+@pytest.mark.parametrize("before", ["mask", "finish"])
+@on_virtual_time
+async def test_what_was_late_before_the_restart(before: str) -> None:
+    """A trainer that updates twice per batch has too old groups, and may go on as it did; mask promised nothing of
+    them, so finish takes no such state over."""
+    how = {"max_staleness": 1, "over_sampling_batch_size": 12}
+    async with started(**how, on_stale=before) as run:
+        for _ in range(3):
+            await run.next_batch()
+            for _ in range(3):
+                await run.weight_update()
+        state = run.state_dict()
+    async with started(**how) as run:
+        if before == "mask":
+            with pytest.raises(CheckpointError, match=r"in time with .*, as on_stale: finish requires .*=mask\)"):
+                await run.load_state_dict(state)
+        else:
+            await run.load_state_dict(state)
+            await run.next_batch()
+
+
 # ---------------------------------------------------------------- engines
 
 
@@ -162,6 +203,15 @@ async def test_engines_with_a_smaller_context(policy: str, context: int) -> None
         await to_the_end(run, seen)
     assert set(seen.values()) == {1}
     assert len(seen) + dropped.get("too_long", 0) == 60
+
+
+@on_virtual_time
+async def test_engines_with_a_smaller_vocabulary() -> None:
+    """Tokens and prompts that they do not know are refused by name."""
+    state, _ = await saved()
+    async with started(engine={"vocab_size": 40}) as run:
+        with pytest.raises(CheckpointError, match=r"does not fit these engines: token id \d+ is outside .* of 40"):
+            await run.load_state_dict(state)
 
 
 # ---------------------------------------------------------------- prompts

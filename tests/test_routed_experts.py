@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
@@ -17,7 +18,7 @@ from fake_servers.base import Experts, PlannedFault, RequestFault
 from fake_servers.sglang import FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
 from numpy.typing import NDArray
-from server_fixtures import BOTH, PROMPT, begun, facts_of, read, request, served, update
+from server_fixtures import BOTH, PROMPT, begun, facts_of, read, request, served, until, update
 
 import april
 from april.core.engine_limits import LimitCode
@@ -27,12 +28,14 @@ from april.engines.fit import why_unfit
 from april.engines.http.token_rows import (
     InvalidRows,
     Routing,
+    experts_of_npy,
+    experts_of_numbers,
     narrow_ids,
     routing_of,
 )
 from april.engines.protocol import EngineFinish
 from april.engines.vllm.in_process import VllmInProcessEngine
-from april.errors import WireError
+from april.errors import EngineError, WireError
 
 ROWS = ("routed_experts",)
 EXPERTS = Experts(layers=3, top_k=2, count=300)
@@ -171,6 +174,19 @@ def test_an_id_beyond_the_experts_of_the_model() -> None:
             narrow_ids(rows, experts)
 
 
+def test_rows_by_columns() -> None:
+    """An array that was written column by column is read as what it was."""
+    rows = np.asfortranarray(np.arange(24, dtype=np.uint8).reshape(4, 3, 2))
+    file = io.BytesIO()
+    np.save(file, rows)
+    assert np.array_equal(experts_of_npy(base64.b64encode(file.getvalue()).decode()), rows)
+
+
+def test_no_rows_at_all_are_rows() -> None:
+    """Nothing is what a request of one token to a prompt of one has before it, and no error."""
+    assert experts_of_numbers("", Routing(3, 2)).shape == (0, 3, 2)
+
+
 # ---------------------------------------------------------------- what april finds out
 
 
@@ -234,6 +250,30 @@ def test_a_server_that_april_cannot_have_them_from(made: Any, config: dict[str, 
     assert words in can.needs["extras"]
 
 
+def test_a_server_that_does_not_say_how_it_was_started() -> None:
+    """Without the developer routes of vLLM a reply of one token tells."""
+    assert facts_of(server("vllm", developer=False)).capabilities.extras == ROWS
+    assert facts_of(FakeVllmServer(developer=False)).capabilities.extras == ()
+    assert facts_of(server("vllm", release=33)).capabilities.extras == ROWS
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_another_shape_than_the_settings_say_is_refused(kind: str) -> None:
+    """Before anything starts: rows of another shape would be read as other tokens' experts."""
+    with pytest.raises(EngineError, match=r"is engine\.expert_shape right"):
+        facts_of(server(kind), expert_shape=(4, 2))
+    with pytest.raises(EngineError, match=r"is engine\.expert_shape right"):
+        facts_of(server(kind), expert_shape=(1, 2))
+
+
+def test_a_model_without_experts(tmp_path: Path) -> None:
+    """Its files say so: no flag would help."""
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 3, "vocab_size": 512}', "utf-8")
+    can = facts_of(FakeVllmServer(root=str(tmp_path))).capabilities
+    assert "num_experts_per_tok" in can.needs["extras"]
+    assert LimitCode.NO_EXPERTS not in [limit.code for limit in can.limits]
+
+
 @pytest.mark.parametrize("names", [("a", "a"), ("with space",), ("",)])
 def test_names_of_rows(names: tuple[str, ...]) -> None:
     """Each once, and words."""
@@ -270,6 +310,29 @@ async def test_vllm_in_process(release: int, stream: bool, monkeypatch: pytest.M
         rest = await read(engine, request(PROMPT + got.tokens[:9], 11, extras=ROWS, extras_from=11))
         assert np.array_equal(rest.extras["routed_experts"], whole[11:])
         assert not (await read(engine, request(max_tokens=3))).extras
+
+
+async def test_vllm_in_process_that_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are missing or of another shape are errors by name, but where the request was cut."""
+    async with in_process(monkeypatch, 33) as (llm, engine):
+        for said, words in (
+            (lambda run, rows: None, "no rows of routed_experts"),
+            (lambda run, rows: rows[:-1], "rows of routed_experts, but"),
+            (lambda run, rows: rows[:, :1], "of 1 layers with 2 experts per token, but the model"),
+            (lambda run, rows: rows + 300, "the expert"),
+        ):
+            llm.rows_said = said
+            got = await read(engine, request(max_tokens=4, extras=ROWS))
+            assert isinstance(got.error, WireError)
+            assert words in str(got.error)
+        llm.rows_said = lambda run, rows: None
+        llm.stepped = True
+        work = asyncio.create_task(read(engine, asked := request(extras=ROWS)))
+        await until(lambda: bool(llm._live))
+        llm.step(4)
+        await engine.abort([asked.attempt_id])
+        got = await work
+        assert (got.error, got.finish, len(got.tokens), got.extras) == (None, EngineFinish.ABORT, 4, {})
 
 
 def test_vllm_in_process_without_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:

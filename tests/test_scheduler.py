@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import re
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 from gate_engine import GateEngine
-from real_schedulers import assert_nothing_is_left, check, config, scheduler
+from real_schedulers import FAST, LENGTHS, VOCAB, assert_nothing_is_left, check, config, engine, reward, scheduler
 
 import april
+from april.core.types import DropReason
 from april.driver.rewards import Response
+from april.engines.simulated.engine import SimulatedEngine, by_sample_key
 from april.errors import (
+    DataExhausted,
+    EngineError,
     RolloutError,
     SchedulerClosed,
 )
@@ -114,6 +120,66 @@ async def test_an_async_loop_over_the_batches() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_cancelled_anext_batch_loses_nothing(turns: int) -> None:
+    """Wherever a trainer's loop gives up, between two threads included: the next call gets the same batch."""
+    rollouts = scheduler(engines=[engine()])
+    try:
+        seen = []
+        for _ in range(12):
+            waiter = asyncio.create_task(rollouts.anext_batch())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            if turns == 5:  # the batch is there, and this loop has not looked yet
+                while not rollouts._thread.call(lambda: rollouts._driver.core.leased):
+                    pass
+            waiter.cancel()
+            outcome = (await asyncio.gather(waiter, return_exceptions=True))[0]
+            batch = outcome if isinstance(outcome, april.Batch) else await rollouts.anext_batch()
+            check(batch)
+            seen.append(batch.id)
+            await rollouts.aweight_update()
+        assert seen == list(range(12))
+        assert not rollouts._thread.call(lambda: dict(rollouts._driver.core.leased))
+    finally:
+        await asyncio.to_thread(rollouts.close)
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt even where a shell has started this process in the background, deaf to it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupted_next_batch_loses_nothing() -> None:
+    """Ctrl-C while the trainer waits, as in a notebook: the next call returns the batch."""
+    started, release = threading.Event(), threading.Event()
+
+    async def slow(prompt: april.Prompt, response: Response) -> float:
+        started.set()
+        await asyncio.to_thread(release.wait)
+        return float(len(response.tokens))
+
+    def interrupt() -> None:
+        started.wait()
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    with scheduler(reward=slow) as rollouts:
+        waker = threading.Thread(target=interrupt)
+        waker.start()
+        with pytest.raises(KeyboardInterrupt):
+            rollouts.next_batch()
+        waker.join()
+        release.set()
+        batch = rollouts.next_batch()
+        check(batch)
+        assert batch.id == 0
+
+
+@pytest.mark.asyncio
 async def test_two_calls_do_not_get_the_same_batch() -> None:
     """A second call while one waits is refused with a sentence, in either face; the first one gets its batch."""
     with scheduler() as rollouts:
@@ -124,6 +190,22 @@ async def test_two_calls_do_not_get_the_same_batch() -> None:
         with pytest.raises(RolloutError, match="one batch at a time"):
             rollouts.next_batch()
         assert [(await first).id, (await rollouts.anext_batch()).id] == [0, 1]
+
+
+def test_an_interrupt_between_delivery_and_return_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C when the batch is on its way to the trainer's thread: the next call returns that very batch."""
+    with scheduler() as rollouts:
+        run = rollouts._thread.run
+
+        def interrupted(coroutine: Any) -> Any:
+            run(coroutine)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(rollouts._thread, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            rollouts.next_batch()
+        monkeypatch.undo()
+        assert [rollouts.next_batch().id for _ in range(2)] == [0, 1]
 
 
 # ---------------------------------------------------------------- weight updates
@@ -171,6 +253,19 @@ def test_blocking_calls_inside_a_transfer_are_refused(what: str) -> None:
         assert rollouts.weight_update(transfer=rollouts.ledger) == (0, 1)
 
 
+def test_an_engine_that_cannot_load() -> None:
+    """The engine's error comes out of weight_update; nobody waits for a transfer that will not be asked for."""
+
+    class Fails(SimulatedEngine):
+        async def pause(self) -> None:
+            raise EngineError("cannot pause")
+
+    with scheduler(engines=[Fails("e0", FAST, by_sample_key(LENGTHS), max_running=64, vocab_size=VOCAB)]) as rollouts:
+        with pytest.raises(EngineError, match="cannot pause"):
+            rollouts.weight_update(transfer=lambda: pytest.fail("the engine is not paused"))
+        check(rollouts.next_batch())
+
+
 # ---------------------------------------------------------------- rewards in threads
 
 
@@ -188,6 +283,46 @@ def test_plain_reward_functions_run_in_threads() -> None:
         check(rollouts.next_batch())
     assert "april-loop" not in names
     assert threading.current_thread().name not in names
+
+
+class CallableReward:
+    """An object with an async __call__."""
+
+    async def __call__(self, prompt: april.Prompt, response: Response) -> float:
+        assert threading.current_thread().name == "april-loop"
+        return float(len(response.tokens))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(CallableReward(), id="an object"),
+        pytest.param(lambda p, r: reward(p, r), id="a plain function that returns an awaitable"),
+        pytest.param(lambda p, r: np.float32(len(r.tokens)), id="a scalar of numpy"),
+    ],
+)
+def test_kinds_of_reward_functions(function: Any) -> None:
+    """All are called as they want to be."""
+    with scheduler(reward=function) as rollouts:
+        check(rollouts.next_batch())
+
+
+@pytest.mark.parametrize("error", [StopIteration(), SystemExit(4), KeyError("x")], ids=repr)
+def test_a_plain_reward_function_that_raises(error: BaseException) -> None:
+    """Whatever it raises is a named failure; StopIteration and SystemExit do not hang or end the run."""
+    raised: list[int] = []
+
+    def judge(prompt: april.Prompt, response: Response) -> float:
+        if not raised:
+            raised.append(1)
+            raise error
+        return float(len(response.tokens))
+
+    with scheduler(reward=judge) as rollouts:
+        batch = rollouts.next_batch()
+        check(batch)
+        assert batch.metrics["failed_samples"] == 1
+        assert not rollouts.ledger()["tokens"].dropped[DropReason.FAILED]
 
 
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
@@ -327,3 +462,34 @@ def test_close_waits_for_plain_rewards_that_run() -> None:
         release.set()
         closer.result()
         assert done.is_set()
+
+
+def test_the_end_of_the_data() -> None:
+    """The last batch may be short, then DataExhausted."""
+    with scheduler(prompts=[[i] for i in range(1, 5)]) as rollouts:
+        assert [len(rollouts.next_batch().group_sizes) for _ in range(2)] == [3, 1]
+        with pytest.raises(DataExhausted):
+            rollouts.next_batch()
+
+
+def test_a_bad_prompt_names_its_position_and_loses_no_good_one() -> None:
+    """Prompts before and after the bad one are all delivered."""
+    prompts: list[Any] = [[1], [2], [3], [4], "oops", [6], [7]]
+    with scheduler(prompts=prompts, config=config(over_sampling_batch_size=3)) as rollouts:
+        batches = [rollouts.next_batch()]
+        with pytest.raises(RolloutError, match="prompt 4 is of type str"):
+            rollouts.next_batch()
+        batches.append(rollouts.next_batch())
+        delivered = {int(s.prompt.token_ids[0]) for b in batches for s in b.samples}
+        assert delivered == {1, 2, 3, 4, 6, 7}
+
+
+# ---------------------------------------------------------------- engines
+
+
+def test_engines_from_the_configuration() -> None:
+    """Without engine objects the scheduler builds what config.engine describes."""
+    settings = config(engine={"kind": "simulated", "count": 2, "median_len": 3, "slots": 8}, max_response_len=4)
+    with scheduler(config=settings, engines=None) as rollouts:
+        assert [e.name for e in rollouts.engines] == ["simulated0", "simulated1"]
+        assert len(rollouts.next_batch()) == 6

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from real_schedulers import assert_nothing_is_left, config, scheduler
-from saved_rollouts import plain
+from gate_engine import GateEngine
+from real_schedulers import LENGTHS, VOCAB, assert_nothing_is_left, check, config, scheduler
+from saved_rollouts import by_torch, plain
 
-from april.errors import ConfigError, DataExhausted, SchedulerClosed
+import april
+from april.engines.simulated.decode_cost import DecodeCost
+from april.engines.simulated.engine import SimulatedEngine, by_sample_key
+from april.errors import CheckpointError, ConfigError, DataExhausted, SchedulerClosed
 
 PROMPTS: list[Any] = [{"token_ids": [i, 7], "answer": i, "tags": ["a", None, 0.5, b"x"]} for i in range(1, 41)]
 
@@ -18,6 +24,82 @@ PROMPTS: list[Any] = [{"token_ids": [i, 7], "answer": i, "tags": ["a", None, 0.5
 def nothing_left_behind() -> Iterator[None]:
     yield
     assert_nothing_is_left()
+
+
+def answers(batch: april.Batch) -> list[int]:
+    return [s.prompt.data["answer"] for s in batch.samples[::2]]
+
+
+@pytest.mark.parametrize("kept", [plain, by_torch])
+@pytest.mark.parametrize("through", ["weight update", "batch"])
+def test_a_run_in_two_processes(through: str, kept: Any) -> None:
+    """Saved after the weight update, or before it with the number of the batch: every prompt is trained on once."""
+    trained: list[int] = []
+    with scheduler(prompts=PROMPTS) as rollouts:
+        for step in range(4):
+            batch = rollouts.next_batch()
+            check(batch)
+            trained += answers(batch)
+            if through == "batch" and step == 3:
+                state = kept(rollouts.state_dict(trained_through=batch.id))
+            rollouts.weight_update()
+        if through == "weight update":
+            state = kept(rollouts.state_dict())
+        books = rollouts.ledger()
+        check(rollouts.next_batch())  # forgotten: the checkpoint does not have it
+    with scheduler(prompts=PROMPTS) as rollouts:
+        assert rollouts.load_state_dict(state) == rollouts.version == (1, 4)
+        if through == "weight update":
+            assert rollouts.ledger() == books
+        with pytest.raises(DataExhausted):  # noqa: PT012
+            while True:
+                batch = rollouts.next_batch()
+                check(batch)
+                trained += answers(batch)
+                rollouts.weight_update()
+        assert batch.samples[0].prompt.data["tags"] == ["a", None, 0.5, b"x"]
+        prompts = rollouts.ledger()["prompts"]
+        assert prompts.as_dict() == {"observed": 40, "delivered": 40, "held": 0, "dropped": {}}
+    assert sorted(trained) == list(range(1, 41))
+
+
+def test_a_state_taken_while_requests_run() -> None:
+    """From another thread than the one that waits for the batch; tokens of running requests are in it."""
+
+    class Slow(SimulatedEngine):
+        """Streams, and takes its time."""
+
+        def __init__(self) -> None:
+            super().__init__(
+                "e0", DecodeCost(1e-3, 0.0, 0.0), by_sample_key(LENGTHS), max_running=64, vocab_size=VOCAB,
+                stream_interval_s=2e-3,
+            )  # fmt: skip
+
+    rollouts = scheduler(prompts=PROMPTS, engines=[Slow()])
+    waiter = threading.Thread(target=rollouts.next_batch)
+    waiter.start()
+    while True:
+        state = rollouts.state_dict()
+        if state["core"]["tokens"]["observed"]:
+            break
+    waiter.join()
+    rollouts.close()
+    held = {
+        (group["id"], index): sample["tokens"]
+        for group in (*state["core"]["waiting"], *state["core"]["ready"])
+        for index, sample in enumerate(group["samples"])
+    }
+    assert sum(len(tokens) for tokens in held.values()) == 4 * state["core"]["tokens"]["observed"]
+    with scheduler(prompts=PROMPTS) as again:
+        assert again.load_state_dict(plain(state)) == (1, 0)
+        for _ in range(3):
+            batch = again.next_batch()
+            check(batch)
+            for s in batch.samples:
+                tokens = held.get(s.id, b"")
+                assert s.tokens.astype("<i4").tobytes()[: len(tokens)] == tokens
+                assert not tokens or tuple(s.segments[0].version) == (0, 0)
+            again.weight_update()
 
 
 def test_epochs_and_set_epoch() -> None:
@@ -73,3 +155,27 @@ def test_extend() -> None:
     for call in (rollouts.state_dict, lambda: rollouts.load_state_dict({})):
         with pytest.raises(SchedulerClosed, match="closed"):
             call()
+
+
+def test_no_state_is_taken_while_one_is_loaded() -> None:
+    """Prompts already stand where the state says and groups are not there yet: such a checkpoint would lose them."""
+    inside, release = threading.Event(), threading.Event()
+
+    class Slow(GateEngine):
+        async def update_weights(self, version: april.PolicyVersion, path: str | None = None) -> None:
+            inside.set()
+            await asyncio.to_thread(release.wait)
+            await super().update_weights(version, path)
+
+    with scheduler(prompts=PROMPTS, engines=[GateEngine()], reward=lambda p, r: 1.0) as rollouts:
+        rollouts.next_batch()
+        state = plain(rollouts.state_dict(trained_through=-1))
+    with scheduler(prompts=PROMPTS, engines=[Slow()], reward=lambda p, r: 1.0) as rollouts:
+        loader = threading.Thread(target=rollouts.load_state_dict, args=(state,))
+        loader.start()
+        inside.wait()
+        with pytest.raises(CheckpointError, match="being loaded"):
+            rollouts.state_dict()
+        release.set()
+        loader.join()
+        assert len(rollouts.state_dict()["core"]["ready"]) == len(state["core"]["ready"]) > 0

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import server_fixtures
+from fake_async_llm import FakeAsyncLLM, install_vllm
 from fake_servers.openai import MODEL, FakeOpenAIServer
-from fake_servers.sglang import FakeSglangServer
+from fake_servers.sglang import FakeSglangRouter, FakeSglangServer
 from server_fixtures import listening, read, request, update
 
 import april
@@ -166,6 +168,27 @@ async def test_sglang_behind_the_openai_route_calls_it_base_and_adapter() -> Non
         await engine.close()
 
 
+async def test_workers_of_a_router_that_differ_in_their_adapters() -> None:
+    """A request may come to any of them."""
+    workers = [FakeSglangServer(), FakeSglangServer()]
+    for worker in workers:
+        worker.adapters.append("policy")
+    async with listening(workers[0]) as one, listening(workers[1]) as two:
+        router = FakeSglangRouter([one, two])
+        await router.start()
+        (engine,) = await open_servers(settings("sglang", one, two, router=router.url, model="policy"))
+        assert (await read(engine, request())).error is None
+        assert [r.params["lora_path"] for w in workers for r in w.runs if "april-probe" not in r.name] == ["policy"]
+        workers[1].adapters.clear()
+        health = await engine.health()
+        assert (health.ok, health.detail) == (
+            False,
+            f"engine.model: {two} has no model 'policy'; it serves: fake/model",
+        )
+        await engine.close()
+        await router.close()
+
+
 # ---------------------------------------------------------------- afterwards
 
 
@@ -187,6 +210,25 @@ async def test_an_adapter_that_is_loaded_later_is_not_passed_by(kind: str) -> No
         assert (await engine.health()).ok
 
 
+@all_kinds
+async def test_a_server_that_has_lost_its_adapter(kind: str) -> None:
+    """Started anew without it: its requests are the engine's failure, not their own fault, and a probe says why."""
+    async with served(kind, "policy", model="policy") as (server, engine):
+        server.adapters.clear()
+        assert type((await read(engine, request())).error) is EngineError
+        health = await engine.health()
+        assert not health.ok
+        assert f"has no model 'policy'; it serves: {KINDS[kind][2]}" in health.detail
+        await engine.pause()
+        with pytest.raises(EngineError, match="has no model 'policy'"):
+            await engine.update_weights(NEXT)
+        server.adapters.append("policy")
+        await engine.update_weights(NEXT)
+        await engine.resume()
+        assert (await engine.health()).ok
+        assert (await read(engine, request())).error is None
+
+
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 async def test_whole_weights_are_not_loaded_under_an_adapter(kind: str, tmp_path: Path) -> None:
     """They would change the model for which it was made; the server is not asked."""
@@ -203,6 +245,39 @@ async def test_whole_weights_are_not_loaded_under_an_adapter(kind: str, tmp_path
         await engine.resume()
         got = await read(engine, request())
         assert set(got.versions) == {NEXT}
+
+
+async def test_a_list_that_cannot_be_had_says_nothing() -> None:
+    """A proxy that hides it after the start, or shows a page: no engine is left alone for that."""
+    async with served("vllm") as (server, engine):
+        server.without = ("/v1/models",)
+        assert (await engine.health()).ok
+
+
+# ---------------------------------------------------------------- in process
+
+
+async def test_an_async_llm_with_lora(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made with enable_lora, it answers requests without an adapter by its model: somebody must say which is meant."""
+    install_vllm(monkeypatch)
+
+    llm = FakeAsyncLLM()
+    llm.vllm_config.lora_config = SimpleNamespace()
+    with pytest.raises(ConfigError, match=r"lora_request=LoRARequest\(...\) .* or lora_request=False"):
+        april.VllmInProcessEngine(llm)
+    policy = SimpleNamespace(lora_name="policy")
+    for given, sent in ((policy, [policy]), (False, [])):
+        engine = april.VllmInProcessEngine(llm, lora_request=given)
+        assert (await read(engine, request())).error is None
+        assert [o["lora_request"] for o in llm.options[-1:] if "lora_request" in o] == sent
+    engine = april.VllmInProcessEngine(llm, lora_request=policy)
+    await engine.pause()
+    with pytest.raises(EngineError, match="full weights from a directory would replace the model under it"):
+        await engine.update_weights(NEXT, "weights")
+    assert llm.weights == "tiny0"
+    await engine.update_weights(NEXT)
+    await engine.close()
+    await llm.shut()
 
 
 # ---------------------------------------------------------------- the doctor

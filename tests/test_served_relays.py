@@ -115,6 +115,27 @@ def test_steps_over_two_servers(kind: str, engine: dict[str, Any], tmp_path: Pat
             assert server.aborts
 
 
+FAULTS = (
+    RequestFault.BREAK_OFF, RequestFault.BUSY, RequestFault.NAN_LOGPROB, RequestFault.UNASKED_ABORT,
+    RequestFault.FOREIGN_LABEL,
+)  # fmt: skip
+"""One for each way in which a request fails."""
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_faults_lose_nothing_that_came(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a server does with a few requests, what is delivered is right and the ledger is exact."""
+    monkeypatch.setattr(engine_table, "PROBE_INTERVAL_S", 0.01)
+    server = KINDS[kind][0](max_running=6, turns=20)
+    engine = {"max_token_loss": 0} if kind == "vllm" else {}
+    with ServerThread(server), scheduler_over(kind, [server], engine) as scheduler:
+        first = len(server.runs)
+        server.faults += [PlannedFault(f, request=first + 3 * i, after_tokens=i) for i, f in enumerate(FAULTS)]
+        train([server], scheduler, tmp_path)
+        assert not server.violations
+        assert not any(planned.times for planned in server.faults)
+
+
 def test_a_server_that_dies_leaves_what_it_had_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its samples finish on the other one, though nothing was handed over before; the one process stays."""
     monkeypatch.setattr(engine_table, "PROBE_INTERVAL_S", 0.01)
@@ -237,6 +258,17 @@ async def test_the_process_between_is_started_anew(kind: str, tmp_path: Path) ->
         assert isinstance((await read(client, request())).error, EngineError)
         await update(client, TWO, saved(tmp_path, "w2"))
         assert set((await read(client, request())).versions) == {TWO}
+        assert (await client.health()).current
+
+
+async def test_an_update_that_fails_there_fails_here(tmp_path: Path) -> None:
+    """A directory without weights is refused, and the engine goes on under what it has."""
+    async with relayed("vllm") as (_, _, client):
+        empty = tmp_path / "empty"
+        empty.mkdir()
+        with pytest.raises(EngineError, match="contains no weights"):
+            await update(client, ONE, str(empty))
+        assert set((await read(client, request())).versions) == {FIRST_VERSION}
         assert (await client.health()).current
 
 

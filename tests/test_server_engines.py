@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 from fake_servers.base import PlannedFault, RequestFault, uncut
 from fake_servers.vllm import COMPLETIONS, HARMLESS, TOKENS, FakeVllmRun, FakeVllmServer
-from server_fixtures import BOTH, PROMPT, begun, beside, connected, read, request, served, until
+from server_fixtures import BOTH, KINDS, PROMPT, Got, begun, beside, connected, read, request, served, until
 
 from april.core.versions import PolicyVersion
 from april.engines.openai.engine import OpenAIEngine
@@ -277,6 +277,23 @@ async def test_what_the_server_must_not_be_asked(kind: str) -> None:
         assert not server.runs
 
 
+@pytest.mark.parametrize("kind", BOTH)
+async def test_closing_breaks_requests_off(kind: str) -> None:
+    """Also one whose abort never ends: an EngineError behind a true beginning of its response."""
+    fault = (RequestFault.ABORT_NEVER_ENDS,) if kind == "vllm" else ()
+    async with served(kind, *fault, stepped=True, mean_length=LONG) as (server, engine):
+        asked, got = request(stream=True), Got()
+        reading = await begun(server, read(engine, asked, got))
+        server.step(20)
+        await until(lambda: len(got.tokens) > 0)
+        if fault:
+            await engine.abort([asked.attempt_id])
+        await engine.close()
+        await reading
+        assert isinstance(got.error, EngineError)
+        assert got.tokens == uncut(PROMPT, mean_length=LONG)[0][: len(got.tokens)]
+
+
 @pytest.mark.parametrize(("kind", "mode"), CLOSING, ids=str)
 async def test_closed_and_continued_equals_uncut(kind: str, mode: dict[str, Any]) -> None:
     """Without any abort a request ends with its stream: what was read is kept, and the server is rid of the rest."""
@@ -317,6 +334,41 @@ async def test_closing_streams_ends_those_that_were_named() -> None:
             assert got.tokens == uncut(a.token_ids, mean_length=LONG)[0][: len(got.tokens)]
         await until(lambda: server.open_requests == 0)
         assert server.unread_tokens == 30 * 3
+
+
+async def test_an_abort_skips_no_end_that_was_read() -> None:
+    """The server's end had come before the abort closed the stream: it is handed over with all of its tokens."""
+    async with served("openai", stepped=True) as (server, engine):
+        chunks = engine.generate(request(max_tokens=20, min_tokens=20))
+        asking = asyncio.ensure_future(anext(chunks))
+        await until(lambda: server.open_requests == 1)
+        server.step()
+        tokens = (await asking).tokens.tolist()
+        server.go_on()
+        await until(lambda: server.open_requests == 0)
+        (stream,) = engine._endpoint.open_streams.values()
+        await until(stream._body._response.content.is_eof)
+        await engine.abort()
+        rest = [chunk async for chunk in chunks]
+        assert tokens + [token for chunk in rest for token in chunk.tokens.tolist()] == server.runs[0].ids
+        assert rest[-1].finish is EngineFinish.LENGTH
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_cancelled_requests_leave_nothing_open(kind: str) -> None:
+    """Cancelling the reader at any time frees its place, so that pause can return, and the server is rid of it."""
+    async with served(kind, mean_length=LONG) as (server, engine):
+        server.limit(2)
+        for turns in range(12):
+            task = asyncio.create_task(read(engine, request()))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        await engine.pause()
+        server.limit()
+        await until(lambda: server.open_requests == 0)
 
 
 # ---------------------------------------------------------------- vLLM alone
@@ -463,6 +515,23 @@ async def test_an_answer_with_the_experts_of_the_prompt_is_read() -> None:
 # ---------------------------------------------------------------- SGLang alone
 
 
+async def test_a_retracted_request_loses_less_than_an_interval() -> None:
+    """Put back for want of memory and aborted there: what the server still had is lost, and no token comes twice."""
+    for loss, steps, expected in ((1, 40, 40), (8, 40, 33), (None, 40, 33)):
+        fault = PlannedFault(RequestFault.RETRACTED, after_tokens=steps)
+        config = {"max_token_loss": loss}
+        async with served("sglang", fault, stepped=True, mean_length=LONG, config=config) as (s, engine):
+            asked = request()
+            reading = asyncio.create_task(read(engine, asked))
+            await until(lambda s=s: s.waiting == 1)
+            s.step(steps + 1)
+            await engine.abort([asked.attempt_id])
+            got = await reading
+            assert got.error is None
+            assert got.finish is EngineFinish.ABORT
+            assert got.tokens == uncut(PROMPT, mean_length=LONG)[0][:expected]
+
+
 async def test_what_the_server_refuses_is_refused() -> None:
     """In all three shapes of its errors, streamed or not, the sentence of the server is in ours."""
     for incremental in (True, False):
@@ -497,3 +566,10 @@ async def test_sampling_is_explicit_and_eos_is_kept() -> None:
         got = await read(engine, request(stop_token_ids=(stop,)))
         assert got.finish is EngineFinish.STOP
         assert got.tokens[-1] == stop
+
+
+async def test_a_request_that_is_watched_comes_in_small_pieces() -> None:
+    async with served("sglang", mean_length=LONG, incremental=False) as (server, engine):
+        got = await read(engine, request(stream=True))
+        assert got.chunks > 4
+        assert server.runs[0].params["stream_interval"] == 2

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from fake_servers.base import uncut
+from fake_servers.base import RequestFault, uncut
 from fake_servers.images import PLACEHOLDER, TOKENS_EACH, FakeImages, features, salt_of
 from fake_servers.sglang import FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
@@ -19,6 +20,7 @@ from server_fixtures import beside, facts_of, read, request, served, update
 from april.core.attachments import Attachment, Placed
 from april.core.engine_limits import LimitCode
 from april.core.versions import PolicyVersion
+from april.engines.http import sent_attachments
 from april.engines.http.sent_attachments import SentAttachments, Urls, data_url
 from april.engines.protocol import OnWeightUpdate, Request
 from april.errors import AttachmentError, RequestRefused, WireError
@@ -259,6 +261,15 @@ def test_sglang_that_cannot_name_images_takes_none() -> None:
     assert LimitCode.NO_ATTACHMENTS in [limit.code for limit in can.limits]
 
 
+async def test_a_sender_that_fails_leaves_it_to_the_next() -> None:
+    """The first of four is refused for now; one of the others brings the image, once."""
+    async with served("vllm", RequestFault.BUSY, images=FakeImages()) as (server, engine):
+        got = await asyncio.gather(*(read(engine, shown(RED, after=i)) for i in range(4)))
+        assert [g.error is None for g in got] == [False, True, True, True]
+        assert engine.attachments.times_sent == 1
+        assert len(received(server)) == 2  # the busy server had looked at it before it refused
+
+
 # ---------------------------------------------------------------- what is known of a server
 
 
@@ -266,8 +277,58 @@ def misses(error: RequestRefused) -> bool:
     return "missing" in str(error)
 
 
+class Posts:
+    """A server that keeps what it was sent."""
+
+    def __init__(self) -> None:
+        self.has: set[str] = set()
+        self.bodies: list[list[str]] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    def of(self, *attachments: Attachment) -> Callable[[Urls], Any]:
+        async def post(urls: Urls) -> str:
+            self.bodies.append(sorted(urls))
+            await self.gate.wait()
+            if any(a.digest not in urls and a.digest not in self.has for a in attachments):
+                raise RequestRefused("something is missing")
+            self.has |= set(urls)
+            return "sent"
+
+        return post
+
+
 def placed(*attachments: Attachment) -> list[Placed]:
     return [Placed(a, 0, 1, (PLACEHOLDER,)) for a in attachments]
+
+
+async def test_what_is_on_its_way_is_waited_for() -> None:
+    """Who needs an image that another request brings waits for that; who needs another one does not."""
+    sent, posts, red, blue = SentAttachments(misses), Posts(), image(RED), image(BLUE)
+    posts.gate.clear()
+    first = asyncio.create_task(sent.send("a", placed(red), posts.of(red)))
+    second = asyncio.create_task(sent.send("b", placed(red, red), posts.of(red)))
+    third = asyncio.create_task(sent.send("c", placed(blue), posts.of(blue)))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert posts.bodies == [[red.digest], [blue.digest]]
+    posts.gate.set()
+    assert await asyncio.gather(first, second, third) == ["sent"] * 3
+    assert posts.bodies[2:] == [[]]
+    assert sent.sendings == {red.digest: 1, blue.digest: 1}
+
+
+async def test_a_sender_that_is_cancelled_holds_nobody_up() -> None:
+    """The next in line brings the image."""
+    sent, posts, red = SentAttachments(misses), Posts(), image(RED)
+    posts.gate.clear()
+    first = asyncio.create_task(sent.send("a", placed(red), posts.of(red)))
+    second = asyncio.create_task(sent.send("b", placed(red), posts.of(red)))
+    await asyncio.sleep(0)
+    first.cancel()
+    posts.gate.set()
+    assert await second == "sent"
+    assert posts.bodies == [[red.digest], [red.digest]]
 
 
 async def test_a_server_that_always_misses_gets_everything_at_last() -> None:
@@ -284,6 +345,17 @@ async def test_a_server_that_always_misses_gets_everything_at_last() -> None:
         await sent.send("a", placed(red), post)
     assert bodies == [[], [red.digest]]
     assert sent.times_sent == 0
+
+
+async def test_only_so_many_digests_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those used last; an older one is sent again, which is always right."""
+    monkeypatch.setattr(sent_attachments, "MAX_REMEMBERED", 2)
+    sent, posts = SentAttachments(misses), Posts()
+    one, two, three = (image(bytes([i])) for i in range(3))
+    for a in (one, two, one, three, one, two):
+        await sent.send("a", placed(a), posts.of(a))
+    assert posts.bodies == [[one.digest], [two.digest], [], [three.digest], [], [two.digest]]
+    assert len(sent._known) == len(sent.sendings) == 2
 
 
 def test_the_type_of_an_image_is_that_of_its_bytes() -> None:

@@ -52,6 +52,22 @@ async def test_a_pause_asks_again_and_gives_up_before_the_driver_does() -> None:
     assert asyncio.get_running_loop().time() - began == PAUSE_DEADLINE_S < 30
 
 
+async def test_a_pause_survives_one_abort_that_fails() -> None:
+    """vLLM's abort call breaks with its connection, twice; the pause is made all the same, and nothing is lost."""
+    async with served("vllm", stepped=True, mean_length=LONG) as (server, engine):
+        engine._abort_again_s = 0.01
+        reading = await begun(server, read(engine, request()))
+        server.step(3)
+        server.without = ("/abort_requests",)
+        pausing = asyncio.create_task(engine.pause())
+        for _ in range(20):
+            await asyncio.sleep(0)
+        server.without = ()
+        await pausing
+        got = await reading
+        assert (got.finish, len(got.tokens)) == (EngineFinish.ABORT, 3)
+
+
 @pytest.mark.parametrize("cancelled", [True, False], ids=["cancelled", "answer lost"])
 async def test_a_sweep_that_breaks_off_leaves_no_server_paused(cancelled: bool) -> None:
     """The server took the pause; april did not hear of it, or was told to stop: it is resumed."""
@@ -97,3 +113,35 @@ async def test_an_update_that_breaks_off_at_its_pause_leaves_no_server_paused(
         server.go_on()
         assert (await reading).finish is EngineFinish.LENGTH
         await other.close()
+
+
+async def test_a_sweep_waits_for_an_update() -> None:
+    """Its resumption would let the requests of others go on in the middle of the load."""
+    async with served("vllm", processes=2, stepped=True, mean_length=LONG) as (server, engine):
+        other = await beside("vllm", server)
+        reading = await begun(server, read(other, request()))
+        server.step()
+        async with engine._other_clients_paused():
+            assert server.pause_mode == "keep"
+            engine._admission.enter("a")
+            sweeping = asyncio.create_task(engine.abort(["a"]))
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert server.pauses == ["keep"]
+            assert server.pause_mode == "keep"
+        await sweeping
+        engine._admission.leave("a")
+        assert server.pauses == ["keep", "abort"]
+        assert server.pause_mode is None
+        assert (await reading).finish is EngineFinish.ABORT
+        await other.close()
+
+
+async def test_a_server_that_somebody_has_paused_says_so() -> None:
+    """Its health tells why nothing comes, and what to do."""
+    async with served("vllm") as (server, engine):
+        assert not (await engine.health()).detail
+        server.pause_mode = "keep"
+        health = await engine.health()
+        assert health.ok
+        assert "POST /resume" in health.detail

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_servers.base import ControlFault, PlannedControlFault
 from fake_servers.openai import MODEL, FakeOpenAIServer
 from fake_servers.sglang import FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
 from raw_servers import http, raw_server
-from server_fixtures import KINDS, begun, connected, facts_of, listening, probed, read, request, served
+from server_fixtures import KINDS, begun, connected, facts_of, listening, probed, read, request, served, until
 from socket_clock import run_with_sockets
 
 from april.core.engine_table import EngineTable
@@ -24,6 +25,7 @@ from april.engines.http.http_client import HttpClient, Reply
 from april.engines.http.server_probe import eos_of, model_files
 from april.engines.openai.wire import TokenShape
 from april.engines.protocol import AbortMeans
+from april.engines.sglang import probe as sglang_probe
 from april.engines.vllm.wire import TOKEN_ROUTE
 from april.errors import ConfigError, EngineError, EngineUnreachable
 
@@ -291,6 +293,29 @@ async def test_a_server_in_use_is_not_disturbed() -> None:
         assert (await reading).error is None
 
 
+@pytest.mark.parametrize("how", ["answers", "is cut off", "is silent", "says nothing"])
+async def test_asking_for_the_pause_modes_leaves_no_server_paused(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that takes any mode is continued, whatever happens to the question; one paused by others is not."""
+    monkeypatch.setattr(sglang_probe, "PAUSE_S", 0.05)
+    server = FakeSglangServer()
+    async with listening(server):
+        server.any_mode = True
+        if how != "answers":
+            kind = ControlFault.FAILS if how == "says nothing" else ControlFault.SILENT
+            fault = PlannedControlFault(kind=kind, route="/pause_generation", later=1, obeyed=True)
+            server.control_faults.append(fault)
+        probing = asyncio.create_task(probed(server))
+        if how == "is cut off":
+            await until(lambda: server.pause_mode is not None)
+            probing.cancel()
+        (result,) = await asyncio.gather(probing, return_exceptions=True)
+        assert server.pause_mode is None
+        assert isinstance(result, BaseException) == (how in ("is cut off", "is silent"))
+        server.pause_mode, server.any_mode = "retract", False
+        assert (await probed(server)).pause_modes == ("abort", "retract", "in_place")
+        assert server.pause_mode == "retract"
+
+
 # ---------------------------------------------------------------- what follows from a server's settings and files
 
 
@@ -334,6 +359,18 @@ async def test_tied_embeddings_on_a_cpu(
             with pytest.raises(EngineError, match="tied embeddings"):
                 await engine.update_weights(V1, str(tmp_path))
             assert server.weights == "w0"
+
+
+async def test_a_cpu_that_reads_prompts_in_chunks_gets_no_seeds() -> None:
+    """It would die of them; its limit of requests is that of all its copies together."""
+    options = {"chunked_prefill": True, "copies": 2, "max_running": 8}
+    for more, honours, most, seed in ((options, False, 16, None), ({}, True, 64, 7)):
+        async with served("vllm", device="cpu", **more) as (server, engine):
+            can = engine.capabilities
+            assert (can.honours_seeds, can.max_in_flight) == (honours, most)
+            assert (await read(engine, request(seed=7))).error is None
+            assert server.alive
+            assert server.runs[-1].params.get("seed") == seed
 
 
 @pytest.mark.parametrize("developer", [True, False])

@@ -70,6 +70,29 @@ async def test_a_restart_whose_metrics_fail(kind: str, fault: ControlFault, monk
         assert set((await read(engine, request())).versions) == {THIRD}
 
 
+@pytest.mark.parametrize("kind", KINDS)
+async def test_answers_wait_for_metrics_that_fail_for_a_while(kind: str) -> None:
+    """The same process all the time: nothing is lost, and nothing is handed over before it is known."""
+    async with world(kind) as (server, engine):
+        await hand_over(server, engine, SECOND)
+        metrics(server, ControlFault.HTML)
+        reading = asyncio.create_task(read(engine, request()))
+        looks = 0
+
+        async def look() -> bool | None:
+            nonlocal looks
+            looks += 1
+            return await real()
+
+        real, engine._confirmation._check = engine._confirmation._check, look
+        await until(lambda: looks >= 3)
+        assert not reading.done()
+        metrics(server, None)
+        got = await reading
+        assert got.error is None
+        assert set(got.versions) == {SECOND}
+
+
 @pytest.mark.parametrize("fault", [None, ControlFault.HTML])
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_restart_during_the_transfer_is_no_update(kind: str, fault: ControlFault | None) -> None:
@@ -88,6 +111,33 @@ async def test_a_restart_during_the_transfer_is_no_update(kind: str, fault: Cont
         metrics(server, None)
         if fault is None:
             engine._labels.present, engine._process.keeps_weights = SECOND, False
+        assert not (await engine.health()).current
+        assert not (await read(engine, request())).tokens
+        await hand_over(server, engine, THIRD)
+        assert set((await read(engine, request())).versions) == {THIRD}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_before_the_first_update_a_new_process_has_the_right_weights(kind: str) -> None:
+    """Those of the start: nothing is held back."""
+    async with world(kind) as (server, engine):
+        metrics(server, ControlFault.FAILS)
+        assert (await engine.health()).ok
+        assert set((await read(engine, request())).versions) == {FIRST}
+
+
+async def test_a_server_that_says_nothing_of_its_process() -> None:
+    """Only that its port was found closed tells of another one; after a transfer it waits for the next then."""
+    async with served("vllm", developer=False, scale_out=False, without=("/metrics",)) as (server, engine):
+        server.die()
+        assert not (await engine.health()).ok
+        await server.restart()
+        assert (await engine.health()).current
+        await hand_over(server, engine, SECOND)
+        assert set((await read(engine, request())).versions) == {SECOND}
+        server.die()
+        assert not (await engine.health()).ok
+        await server.restart()
         assert not (await engine.health()).current
         assert not (await read(engine, request())).tokens
         await hand_over(server, engine, THIRD)

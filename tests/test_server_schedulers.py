@@ -60,6 +60,14 @@ def check(batch: Batch) -> int:
     return sum(sample.attempts > 1 for sample in batch.samples)
 
 
+def check_uncut(scheduler: april.RolloutScheduler) -> None:
+    """The next batch has the servers' own uncut responses, of mean length 60; the ledger is exact."""
+    for sample in scheduler.next_batch().samples:
+        whole = uncut(sample.prompt.token_ids, max_tokens=MAX_LEN, mean_length=60)[0]
+        assert sample.tokens.tolist() == whole
+    assert scheduler.ledger()["tokens"].balanced
+
+
 def train(servers: list[Any], scheduler: april.RolloutScheduler, directory: Path) -> int:
     """Steps with a weight update after each; the ledger is exact at every boundary."""
     cut = 0
@@ -164,6 +172,37 @@ def test_faults_lose_nothing_that_came(
         assert not server.violations
         assert [planned.times for planned in server.faults] == [0, 0, 0]
         assert set(scheduler.ledger()["tokens"].dropped) <= {"corrupt"} or kind != "openai"
+
+
+def test_an_abort_that_never_ends_is_fenced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step is delivered at the deadline; what the request had handed over is kept."""
+    monkeypatch.setattr(engine_table, "PROBE_INTERVAL_S", 0.01)
+    server = FakeSglangServer(max_running=12, turns=20, mean_length=60)
+    with ServerThread(server), scheduler_over(
+        "sglang", [server], {"max_token_loss": 1}, abort_deadline_s=0.3
+    ) as scheduler:  # fmt: skip
+        # more requests than places: the last ones still run when the step has what it needs
+        server.faults += [PlannedFault(RequestFault.ABORT_NEVER_ENDS, request=len(server.runs) + 19)]
+        for _ in range(2):
+            check_uncut(scheduler)
+            assert not scheduler.ledger()["tokens"].dropped
+        assert [planned.times for planned in server.faults] == [0]
+
+
+@pytest.mark.parametrize(("kind", "engine"), [("vllm", {"max_token_loss": 0}), ("sglang", {})], ids=str)
+def test_a_killed_server_is_lived_without(kind: str, engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two servers dies with requests in flight: their samples finish on the other from what had come."""
+    monkeypatch.setattr(engine_table, "PROBE_INTERVAL_S", 0.01)
+    servers = [KINDS[kind][0](max_running=6, turns=20, mean_length=60) for _ in range(2)]
+    with ServerThread(*servers), scheduler_over(kind, servers, engine) as scheduler:
+        first = len(servers[0].runs)
+        # which samples come here is a matter of threads, and a response that is shorter kills nothing
+        servers[0].faults += [
+            PlannedFault(RequestFault.SERVER_DIES, request=first + n, after_tokens=5) for n in range(12)
+        ]
+        for _ in range(3):
+            check_uncut(scheduler)
+        assert not servers[0].alive
 
 
 @pytest.mark.parametrize("scale_out", [True, False], ids=["tokens", "completions"])

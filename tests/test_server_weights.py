@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from fake_servers.base import uncut
 from server_fixtures import (
+    BOTH,
+    KINDS,
     PROMPT,
     Got,
     begun,
@@ -24,6 +26,7 @@ from server_fixtures import (
 
 from april.core.versions import PolicyVersion
 from april.engines.protocol import EngineFinish
+from april.engines.sglang import engine as sglang
 from april.engines.sglang.worker import PartlyUpdated
 from april.errors import EngineError, EngineUnreachable
 
@@ -105,6 +108,22 @@ async def test_a_restart_is_seen(kind: str, options: dict[str, Any]) -> None:
         assert (await read(engine, request())).error is None
 
 
+@pytest.mark.parametrize("kind", KINDS)
+async def test_health_says_the_load(kind: str) -> None:
+    """Running and waiting requests, those of others included; the probe itself is no request."""
+    async with served(kind, stepped=True, max_running=2, mean_length=LONG) as (server, engine):
+        readings = [asyncio.create_task(read(engine, request())) for _ in range(5)]
+        await until(lambda: server.open_requests == 5)
+        server.step()
+        load = (await engine.health()).load
+        assert (load.running, load.waiting) == (2, 3)
+        assert 0 < load.kv_usage <= 1
+        assert load.preemptions == (0 if kind == "sglang" else 3)
+        assert len(server.runs) == 5
+        server.go_on()
+        await asyncio.gather(*readings)
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "name", "words"),
     [
@@ -137,6 +156,24 @@ async def test_a_load_that_fails(tmp_path: Path, kind: str, options: dict[str, A
         assert got.tokens == uncut(PROMPT)[0]
         assert set(got.versions) == {PolicyVersion(0, 0)}
         assert health.ok
+
+
+@pytest.mark.parametrize("by", ["another april", "somebody"])
+@pytest.mark.parametrize("kind", BOTH)
+async def test_weights_that_others_have_named(kind: str, by: str) -> None:
+    """Two aprils call theirs version 0: the one that came first notices, and claims no version for such tokens."""
+    async with served(kind) as (server, engine):
+        other = await beside(kind, server) if by == "another april" else None
+        if other is None:
+            server.label = "step-9"
+        assert not (await engine.health()).current
+        got = await read(engine, request())
+        assert server.label in str(got.error)
+        assert not got.tokens
+        if other is not None:
+            assert (await other.health()).current
+            assert (await read(other, request())).error is None
+            await other.close()
 
 
 # ---------------------------------------------------------------- SGLang alone
@@ -188,6 +225,25 @@ async def test_requests_of_others_live_through_an_update() -> None:
         await other.close()
 
 
+async def test_tokens_of_weights_that_april_did_not_name_are_refused() -> None:
+    """Behind april's back: what came under the known label stays, what follows is never handed over."""
+    async with served("sglang", stepped=True, mean_length=LONG) as (server, engine):
+        got = Got()
+        reading = await begun(server, read(engine, request(), got))
+        server.step(20)
+        await until(lambda: len(got.tokens) > 0)
+        server.weights, server.label = "theirs", "step-7"
+        server.go_on()
+        await reading
+        assert type(got.error) is EngineError
+        assert "'step-7'" in str(got.error)
+        assert got.tokens == uncut(PROMPT, mean_length=LONG)[0][: len(got.tokens)]
+        # the answer's spans say that three tokens more were of the known weights
+        assert len(got.tokens) == 20
+        health = await engine.health()
+        assert (health.ok, health.current) == (True, False)
+
+
 @pytest.mark.parametrize("path", ["/weights/w1", None], ids=["loaded", "transferred"])
 @pytest.mark.parametrize("route", ["/model_info", "/update_weight_version", "/continue_generation"])
 async def test_what_fails_behind_new_weights_leaves_a_half_update(path: str | None, route: str) -> None:
@@ -214,3 +270,26 @@ async def test_what_fails_behind_new_weights_leaves_a_half_update(path: str | No
         await reading
         assert set((await read(engine, request())).versions) == {V1}
         await other.close()
+
+
+async def test_an_update_that_is_cancelled_leaves_no_version() -> None:
+    """What the server made of it is not known: no request before an update has succeeded."""
+    async with served("sglang", labels=False, stepped=True, mean_length=LONG) as (server, engine):
+        await engine.pause()
+        updating = asyncio.create_task(engine.update_weights(V1, "/weights/w1"))
+        await until(lambda: bool(server.updates))
+        updating.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await updating
+        await engine.resume()
+        assert "between two versions" in str((await read(engine, request())).error)
+
+
+async def test_a_hanging_probe_is_an_unreachable_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Health says so, and raises nothing."""
+    monkeypatch.setattr(sglang, "HEALTH_S", 0.0)
+
+    async with served("sglang") as (server, engine):
+        health = await engine.health()
+        assert not health.ok
+        assert f"{server.url} has not reported its load and label" in health.detail

@@ -123,6 +123,29 @@ async def test_a_killed_worker_breaks_its_requests_and_the_others_serve_on() -> 
         assert servers[0].url in health.detail
 
 
+async def test_pausing_needs_no_dead_worker() -> None:
+    """Requests of the worker that lives are aborted, those of the dead one have broken; then it is paused."""
+    async with four_requests() as (servers, engine, reading):
+        servers[0].die()
+        await engine.pause()
+        assert sorted(str(g.finish) for g in await asyncio.gather(*reading)) == ["None", "None", "abort", "abort"]
+
+
+async def test_a_dead_router_is_noticed() -> None:
+    """Its workers live, and no request reaches them."""
+    async with routed() as (_servers, router, engine):
+        router.ready = False
+        health = await engine.health()
+        assert not health.ok
+        assert "/readiness answers 503" in health.detail
+        router.ready = True
+        assert (await engine.health()).ok
+        await router.close()
+        health = await engine.health()
+        assert not health.ok
+        assert router.url in health.detail
+
+
 async def test_a_restarted_worker_behind_the_router_is_noticed() -> None:
     """Its answers name weights that april did not give: none of its tokens is taken for the current version's."""
     async with routed() as (servers, _router, engine):
@@ -147,3 +170,17 @@ async def test_workers_of_the_router_are_those_of_the_configuration() -> None:
             await connect_sglang(config)
         with pytest.raises(ConfigError, match="has no /workers"):
             await connect_sglang(SglangEngineConfig(urls=(servers[0].url,), router=servers[1].url))
+
+
+async def test_a_router_that_has_just_started_is_waited_for() -> None:
+    async with fleet(late=1) as (servers, router):
+        engine = await connect(servers, router)
+        assert (await read(engine, request())).error is None
+        await engine.close()
+
+
+async def test_workers_must_be_alike() -> None:
+    async with fleet() as (servers, router):
+        servers[1].vocab_size = 400
+        with pytest.raises(ConfigError, match="differ in vocab_size"):
+            await connect(servers, router)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from server_fixtures import begun, beside, connected, listening, probed, read, r
 
 from april.core.versions import PolicyVersion
 from april.engines.kinds.factory import open_servers
+from april.engines.sglang.worker import PartlyUpdated
 from april.engines.weight_transfer import GroupInvitation, Handshake, ReceivesWeights, TensorSpec
 from april.errors import EngineError
 
@@ -234,6 +236,26 @@ async def test_a_phase_that_fails(phase: str, fault: ControlFault) -> None:
         assert (server.weights, set((await read(engine, request())).versions)) == ("w3", {V2})
 
 
+@pytest.mark.parametrize("phase", PHASES)
+async def test_a_server_that_hangs(phase: str) -> None:
+    """The call is ended by the limit of the meeting, or by whoever waits; the server goes on if it ever does."""
+    async with served("sglang") as (server, engine):
+        await engine.pause()
+        server.control_faults.append(PlannedControlFault(kind=ControlFault.SILENT, route=PHASES[phase]))
+        running = asyncio.create_task(failing(engine))
+        for _ in range(400):
+            await asyncio.sleep(0)
+            if not server.control_faults[0].times:
+                break
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        untouched = await engine.leave()
+        assert untouched == (phase in ("join", "pause", "begin"))
+        await engine.resume()
+        assert (server.pause_mode, server.session) == (None, False)
+
+
 @pytest.mark.parametrize("phase", ["begin", "receive", "finish"])
 async def test_a_server_that_restarts_in_a_transfer(phase: str) -> None:
     """The new process has the weights of its start, and never gets the label of what was sent to the old one."""
@@ -249,6 +271,36 @@ async def test_a_server_that_restarts_in_a_transfer(phase: str) -> None:
         assert (await read(engine, request())).error is not None
         await transferred(engine, V2)
         assert (server.weights, set((await read(engine, request())).versions)) == ("w1", {V2})
+
+
+async def test_a_server_that_restarts_behind_a_transfer() -> None:
+    """Between the last call of the transfer and the name of the version."""
+    async with served("sglang") as (server, engine):
+        await transferred(engine, V1)
+        await engine.pause()
+        await sent(engine)
+        server._restart_at_once()
+        with pytest.raises(PartlyUpdated, match="was restarted"):
+            await engine.update_weights(V2)
+        await engine.resume()
+        assert server.label == "default"
+        assert (await read(engine, request())).error is not None
+
+
+async def test_one_worker_that_cannot_join_ends_the_wait_for_the_other() -> None:
+    """The others wait for it inside of the group, so nobody waits for their answers."""
+    first, second = FakeSglangServer(), FakeSglangServer()
+    async with listening(first), listening(second):
+        router = FakeSglangRouter([first.url, second.url])
+        async with listening(router):
+            (engine,) = await open_servers(settings("sglang", first, second, router=router.url))
+            first.control_faults.append(PlannedControlFault(kind=ControlFault.SILENT, route=PHASES["join"]))
+            second.control_faults.append(PlannedControlFault(kind=ControlFault.FAILS, route=PHASES["join"]))
+            await engine.pause()
+            with pytest.raises(EngineError, match=f"{second.url} could not join the group: status 500"):
+                await engine.join(meeting(2))  # type: ignore[attr-defined]
+            await engine.resume()
+            await engine.close()
 
 
 async def test_a_server_that_is_paused_for_a_transfer_goes_on_when_the_engine_closes() -> None:

@@ -7,6 +7,7 @@ last test has two processes.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from models_that_see import apart_seeing, picture, seeing, tiny_processor, tiny_vision_model, with_images
 from tiny_models import apart, at_call, generated, off, tiny_engine, tiny_model, tiny_request
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -222,6 +223,43 @@ async def test_an_optimizer_step_on_the_pieces_is_refused_while_it_generates() -
     await engine.close()
 
 
+@pytest.mark.parametrize("whole", [True, False])
+async def test_weights_written_during_a_tick(whole: bool) -> None:
+    """Whether the pieces were written or what was made of them: the tokens of that tick are not handed out."""
+    model = _sharded(tiny_model())
+    piece = next(model.parameters())
+    engine = tiny_engine(model, stream_interval=8)
+    engine.gather()
+
+    def write() -> None:
+        with torch.no_grad():
+            (next(model.parameters()) if whole else piece).mul_(1.5)
+
+    at_call(model.model.layers[0].mlp, 12, write)
+    with pytest.raises(WeightsInUse, match="the weights were changed while 1 requests"):
+        await generated(engine, REQUEST)
+    engine.release()
+    await engine.close()
+
+
+async def test_weights_written_and_nobody_told(caplog: pytest.LogCaptureFixture) -> None:
+    """An optimizer writes the pieces; gathering them again is no write."""
+    model = _sharded(tiny_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = tiny_engine(model)
+    for warned in (False, False, True):
+        if warned:
+            model(input_ids=IDS, labels=IDS).loss.backward()
+            optimizer.step()
+        with caplog.at_level(logging.WARNING, "april"):
+            engine.gather()
+            await generated(engine, REQUEST)
+            await engine.quiet()
+            engine.release()
+        assert ("policy version is still" in caplog.text) is warned
+    await engine.close()
+
+
 async def test_released_while_it_generates(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tick that runs ends first; the request waits for the next gathering and goes on exactly."""
     model = _sharded(tiny_model())
@@ -262,6 +300,24 @@ async def test_released_while_it_generates(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(isinstance(p, DTensor) for p in model.parameters())
     engine.gather()
     engine.release()  # closed, and nothing to wait for
+
+
+async def test_mixed_precision_is_that_of_the_forward_pass() -> None:
+    """bfloat16 parameters in forward: keys, values and log-probabilities are of bfloat16, the check has measured it."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = _sharded(tiny_model(initializer_range=0.1), mp_policy=policy)
+    engine = tiny_engine(model)
+    engine.gather()
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    chunk = await generated(engine, REQUEST)
+    assert engine._decoder._cache.stored_dtypes == {torch.bfloat16}
+    await engine.quiet()
+    engine.release()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    own, whole = off(model, REQUEST, chunk), off(_plain(model), REQUEST, chunk)
+    assert own < 0.1  # the noise of its own precision, none on some processors
+    assert whole > 1e-3
+    await engine.close()
 
 
 def test_a_check_that_fails_leaves_the_weights_sharded() -> None:

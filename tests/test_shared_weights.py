@@ -82,6 +82,33 @@ async def test_tokens_of_a_tick_during_which_the_weights_change_are_not_handed_o
     await engine.close()
 
 
+async def test_a_response_that_ends_in_a_torn_tick_has_not_ended() -> None:
+    """Nor has one that began in it, or waited: all of them fail, with the tokens of before it."""
+    model = tiny_model()
+    engine = tiny_engine(model, slots=1, stream_interval=8)
+    at_call(model, 12, lambda: write_weights(model))
+    (chunks, error), (none, late) = await asyncio.gather(
+        _broken_stream(engine, tiny_request("a", 14)), _broken_stream(engine, tiny_request("waits", 14))
+    )
+
+    assert [len(chunk.tokens) for chunk in chunks] == [9]
+    assert (error.unsound, late.unsound, none) == (5, 0, [])
+    assert engine._decoder.idle
+    await engine.close()
+
+
+async def test_weights_written_before_a_model_call_that_fails() -> None:
+    """The error of the call is not taken for the whole truth: the steps before it are of no known weights."""
+    model = tiny_model()
+    engine = tiny_engine(model)
+    at_call(model, 3, lambda: write_weights(model))
+    at_call(model, 5, lambda: (_ for _ in ()).throw(RuntimeError("out of memory")))
+    chunks, error = await _broken_stream(engine, tiny_request(new=100))
+
+    assert (chunks, error.unsound) == ([], 4)
+    await engine.close()
+
+
 @pytest.mark.parametrize("fused", [False, True])
 async def test_an_optimizer_step_while_it_generates_is_refused(fused: bool) -> None:
     """In the trainer's own line, before a weight is written; generation goes on. Other models may be trained."""
@@ -237,3 +264,14 @@ async def test_a_batch_waits_until_the_engine_is_quiet() -> None:
     rollouts = Rollouts(lengths, n=1, engines=[Busy(lengths)])
     await rollouts.driver.next_batch()
     assert now() >= 53
+
+
+def test_a_few_values_tell_weights_apart() -> None:
+    """At most four of each parameter, the same ones every time; a step of an optimizer moves them."""
+    model, same = tiny_model(), tiny_model()
+    shown, as_well = tiny_engine(model).weight_sample(), tiny_engine(same).weight_sample()
+    assert shown.dtype == np.float32
+    assert len(shown) == sum(min(4, p.numel()) for p in model.parameters())
+    assert np.array_equal(shown, as_well)
+    write_weights(model)
+    assert (tiny_engine(model).weight_sample() != shown).mean() > 0.9

@@ -84,6 +84,16 @@ def test_tokens_of_the_core_are_those_of_the_engines(over: int, refill: Refill, 
     assert simulation.core.tokens.balanced
 
 
+def test_equal_lengths_leave_no_tail_and_no_bubble() -> None:
+    """With equal lengths sync wastes nothing: the time is steps x step time, computed by hand."""
+    result = Simulation(core(2, 4), COST, ConstantLengths(100), prompt_len=10).run(3)
+
+    kv = sum(8 * (10 + s) for s in range(100))
+    expected = 100 * (0.004 + 8 * 1e-5) + kv * 1e-8 + 8 * 10 * 1e-6
+    assert [s.end_s - s.start_s for s in result.steps] == pytest.approx([expected] * 3)
+    assert result.summary()["bubble"] == pytest.approx(0.0, abs=1e-9)
+
+
 @pytest.mark.parametrize("quorum", [1.0, 0.5])
 @pytest.mark.parametrize(
     ("policy", "trained_per_generated"),
@@ -133,6 +143,15 @@ def trained(
 def periods(result: SimulationResult) -> list[float]:
     """Seconds between two deliveries."""
     return [b.end_s - a.end_s for a, b in itertools.pairwise(result.steps)]
+
+
+@pytest.mark.parametrize("train_s", [0.1, 0.7])
+def test_a_trainer_that_asks_after_the_update_adds_its_time_to_every_step(train_s: float) -> None:
+    """Nothing is generated while it trains, and what it trains is new."""
+    _, result = trained(ConstantLengths(100), train_s)
+
+    assert periods(result) == pytest.approx([ROLLOUT_S + train_s] * 11)
+    assert {step.metrics["staleness_max"] for step in result.steps} == {0.0}
 
 
 @pytest.mark.parametrize("train_s", [0.1, 0.7])

@@ -76,6 +76,26 @@ def test_logprobs_equal_a_full_recompute(architecture: str, record_property: Cal
     assert difference <= 1e-5
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_cut_anywhere_and_resumed_equals_the_uncut_run(architecture: str) -> None:
+    """20 prompts, cut after every single token, resumed all together in other slots among other companions."""
+    model = tiny_model(architecture)
+    prompts = _prompts(20, longest=12)
+    uncut = _run(_decoder(model), [_request(f"{i}", p, 20) for i, p in enumerate(prompts)])
+    resumed = [
+        _request(f"{i}/{cut}", np.concatenate([p, uncut[f"{i}"][0][:cut]]), 20 - cut)
+        for i, p in enumerate(prompts)
+        for cut in range(1, 20)
+    ]
+    result = _run(_decoder(model, slots=64), resumed)
+
+    assert len(result) == 20 * 19
+    for name, (tokens, logprobs, _) in result.items():
+        i, cut = name.split("/")
+        np.testing.assert_array_equal(uncut[i][0][int(cut) :], tokens)
+        np.testing.assert_allclose(uncut[i][1][int(cut) :], logprobs, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("architecture", "changes"),
     [
@@ -157,6 +177,22 @@ def test_equal_prompts_go_through_the_model_once() -> None:
     assert _largest_difference(model, prompts, result, 1.0) <= 1e-5
 
 
+def test_admission_waits_for_an_eighth_of_the_slots_or_for_all_that_wait() -> None:
+    """With 16 slots and many waiting, one freed slot is not filled alone; two are."""
+    model = tiny_model()
+    decoder = _decoder(model, slots=16)
+    prompts = _prompts(24)
+    for i, prompt in enumerate(prompts):
+        decoder.submit(_request(f"{i}", prompt, {0: 3, 1: 6}.get(i, 50)))
+
+    assert [o.request.attempt_id for o in decoder.tick(32)] == ["0"]
+    assert (decoder.active, decoder.waiting) == (15, 8)
+    assert [o.request.attempt_id for o in decoder.tick(32)] == ["1"]
+    assert decoder.active == 14  # one free slot was not worth a prefill
+    decoder.tick(1)
+    assert (decoder.active, decoder.waiting) == (16, 6)
+
+
 def test_lower_priority_numbers_are_admitted_first() -> None:
     """With one slot the order of completion is that of priority, then of arrival; an abort frees no other's place."""
     model = tiny_model()
@@ -169,6 +205,20 @@ def test_lower_priority_numbers_are_admitted_first() -> None:
     while not decoder.idle:
         order += [o.request.attempt_id for o in decoder.tick(32)]
     assert order == ["e", "b", "a", "c"]
+
+
+def test_long_requests_grow_the_memory_and_release_gives_it_back() -> None:
+    """From 32 columns to 480 with companions alive all the while, and again after a release."""
+    model = tiny_model()
+    prompts = {f"{i}": p for i, p in enumerate(_prompts(3, longest=9, seed=8))}
+    decoder = _decoder(model, slots=3, max_len=500)
+    for _ in range(2):
+        decoder.release_memory()
+        assert decoder._cache.columns == 0
+        lengths = {"0": 480, "1": 300, "2": 200}
+        result = _run(decoder, [_request(n, p, lengths[n], temperature=1.0) for n, p in prompts.items()])
+        assert 480 <= decoder._cache.columns <= 512
+        assert _largest_difference(model, prompts, result, 1.0) <= 1e-5
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -158,6 +158,33 @@ def test_a_character_that_began_in_the_prompt_is_the_prompts() -> None:
     assert matched(decode, ["x"], snake[:-1], tail, [[1]]) == 2
 
 
+@pytest.mark.parametrize("kind", ["metaspace", "sentencepiece"])
+def test_a_wrong_byte_hides_no_match_before_it(kind: str) -> None:
+    """One wrong byte makes a whole run of byte tokens unreadable: what was complete before it came, was complete."""
+    decode, prompt = decoder(kind), ids_of(kind, "Hello")
+    dragon, turtle = ids_of(kind, "x龍")[-3:], ids_of(kind, "x🐢")[-4:]
+    call = [*dragon, *turtle, turtle[1], *ids_of(kind, "x龍")]
+    assert decode(call[:7]) == "龍🐢"
+    assert "龍" not in decode(call[:8])
+
+    for chunk in (1, 2, 3, 5, 8, 100):
+        assert matched(decode, ["龍"], prompt, call, [[chunk]]) == 3
+        assert matched(decode, ["🐢"], prompt, call, [[chunk]]) == 7
+
+
+def test_a_token_that_ends_inside_a_character() -> None:
+    """Its whole characters count when it comes, and only then."""
+    kind = "byte level"
+    decode, prompt = decoder(kind), ids_of(kind, "Hello")
+    texts = {i: decode([i]) for i in range(tokenizer(kind).get_vocab_size())}
+    token = next(i for i, text in texts.items() if len(text) == 2 and text[0] != GAP and text[1] == GAP)
+    stop, call = decode([token])[0], [token, *ids_of(kind, "🐍")[1:], *ids_of(kind, "xyz")]
+
+    for chunk in (1, 2, 3, 100):
+        assert matched(decode, [stop], prompt, call, [[chunk]]) == 1
+        assert matched(decode, [stop], prompt, call, [[chunk]], 1) is None
+
+
 def test_the_first_tokens_complete_nothing() -> None:
     """Within min_tokens a stop string is text like any other, even when later tokens are looked at with it."""
     kind = "byte level"

@@ -158,6 +158,16 @@ async def test_a_streaming_engine_is_asked_to_end_that_one_request() -> None:
     assert first.sampling.stop == ()
 
 
+async def test_found_in_the_chunk_that_ends_the_stream() -> None:
+    """An engine that answers in one chunk needs no abort; everything past the string is counted and dropped."""
+    rollouts = with_stop({})
+    batch = await rollouts.driver.next_batch()
+    assert batch.samples[0].tokens.tolist() == response(0, 6)
+    assert rollouts.dropped == {DropReason.AFTER_STOP: LONG - 6}
+    assert rollouts.engines[0].aborts == []
+    rollouts.check_ledger()
+
+
 class Deaf(RecordingEngine):
     """Streams every second and ignores aborts."""
 
@@ -188,6 +198,125 @@ async def test_an_engine_that_does_not_end_the_request() -> None:
     rollouts.check_ledger()
 
 
+class EndsOtherwise(Deaf):
+    """Goes wrong after ten tokens, in the way of ``fault``."""
+
+    fault = ""
+
+    def alter_chunk(self, request: Request, chunk: Chunk) -> Chunk:
+        if not self.fault or sum(len(c.tokens) for c in self.yielded[request.attempt_id]) < 10:
+            return chunk
+        if self.fault == "raises":
+            raise ConnectionError("reset")
+        if self.fault == "ends without a reason":
+            return replace(chunk, finish=None)
+        return replace(chunk, tokens=chunk.tokens + np.int32(VOCAB))
+
+
+@pytest.mark.parametrize("fault", ["", "raises", "ends without a reason", "sends what cannot be"])
+@pytest.mark.parametrize("budget", [LONG, 12])
+async def test_an_engine_that_ends_it_otherwise(fault: str, budget: int) -> None:
+    """STOP, LENGTH or a failure of the engine, after a string was found, changes nothing: the string came first. A
+    failure is counted, and nothing is generated again."""
+    rollouts = with_stop({}, 15, engine=EndsOtherwise, max_response_len=budget)
+    (engine,) = rollouts.engines
+    engine.fault = fault  # type: ignore[attr-defined]
+    batch = await rollouts.driver.next_batch()
+    (sample,) = batch.samples
+    assert (sample.tokens.tolist(), sample.finish, sample.attempts) == (response(0, 6), FinishReason.STOP, 1)
+    assert batch.metrics["failed_attempts"] == bool(fault)
+    assert sum(rollouts.dropped.values()) == engine.tokens - 6
+    assert fault or rollouts.dropped == {DropReason.AFTER_STOP: min(15, budget) - 6}
+    assert (DropReason.CORRUPT in rollouts.dropped) == (fault == "sends what cannot be")
+    rollouts.check_ledger()
+
+
+@pytest.mark.parametrize("first", [5, 6, 7])
+@pytest.mark.parametrize("interval", [1.0, None])
+async def test_the_step_ends_in_the_same_moment(first: int, interval: float | None) -> None:
+    """The other group completes the step a second before, at, or after the string's last token: one completion."""
+    rollouts = with_stop({(0, 0): first}, stops={1: stop_around(1, 4, 5)}, interval=interval, over=2)
+    batch = await rollouts.driver.next_batch()
+    rollouts.check_ledger()
+    if 1 not in batch.group_ids:
+        batch = (await until_delivered(rollouts, 1))[-1]
+    (sample,) = batch.samples
+    assert sample.tokens.tolist() == response(1, 6)
+    assert sample.finish is FinishReason.STOP
+    assert rollouts.core.story(sample.id).count("call complete") == 1
+
+
+async def test_the_group_is_given_up_after_the_string() -> None:
+    """Tokens before the string go with the group, those after it are what they are; nothing is lost."""
+
+    async def rollout(prompt: Prompt, llm: LLM) -> None:
+        if llm.sample_id == (0, 1):
+            await asyncio.sleep(8.5)
+            raise ValueError("no")
+        await llm.generate(stop=stop_around(0, 4, 5) if llm.sample_id == (0, 0) else None)
+
+    rollouts = with_stop({}, 30, engine=Deaf, samples=2, rollout=rollout, max_attempt_failures=1)
+    (engine,) = rollouts.engines
+    batch = await rollouts.driver.next_batch()
+    assert batch.group_ids.tolist() == [1, 1]
+    assert rollouts.dropped == {DropReason.FAILED: 6, DropReason.AFTER_STOP: engine.tokens_of((0, 0))[0] - 6}
+    rollouts.check_ledger()
+
+
+async def test_turns_match_each_on_their_own() -> None:
+    """A string that lies across a tool's answer and the next turn is none; in the next turn it is one."""
+    turns: list[Completion] = []
+
+    async def rollout(prompt: Prompt, llm: LLM) -> None:
+        turns.append(await llm.generate(max_tokens=3))
+        tool = [*turns[-1].conversation.tolist(), 500, 600]
+        following, _ = synthetic_response(np.array(tool, np.int32), (0, 0), 0, 9, VOCAB, (EOS,))
+        crossing = f"<600><{following[0]}>"
+        inside = f"<{following[2]}><{following[3]}"
+        turns.append(await llm.generate(tool, stop=[crossing, inside]))
+
+    rollouts = Rollouts(table({}, 50), n=1, rollout=rollout, tokenizer=Angles())
+    batch = await rollouts.driver.next_batch()
+    assert [len(t.tokens) for t in turns] == [3, 4]
+    assert batch.samples[0].loss_mask.tolist() == [1] * 3 + [0] * 2 + [1] * 4
+
+
+async def test_min_tokens_of_the_whole_response() -> None:
+    """A string in the first min_tokens is text, also when an abort lies between: the next one counts."""
+    tokens = response(1, LONG)
+    stop = f"<{tokens[3]}><{tokens[4]}>"
+    lengths = table({(0, 0): 5, (1, 0): 60})
+
+    async def rollout(prompt: Prompt, llm: LLM) -> None:
+        await llm.generate(stop=[stop, stop_around(1, 8, 9)], min_tokens=6)
+
+    rollouts = Rollouts(lengths, n=1, over=2, rollout=rollout, tokenizer=Angles(), allow_mismatch=True)
+    await rollouts.driver.next_batch()
+    batches = await until_delivered(rollouts, 1)
+    assert batches[-1].samples[0].tokens.tolist() == tokens[:10]
+    assert batches[-1].samples[0].attempts == 2
+
+
+async def test_a_tokenizer_that_fails_costs_its_sample_only() -> None:
+    """The failure is named in the story, the tokens are counted, the group is replaced."""
+
+    class Fragile(Angles):
+        def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+            if response(0, 8)[7] in ids:
+                raise KeyError("no such token")
+            return super().decode(ids, skip_special_tokens)
+
+    engine = RecordingEngine(table({}, 12), stream_interval_s=3.0)
+    rollouts = Rollouts(
+        table({}, 12), n=1, engines=[engine], rollout=stopping({0: "never"}), tokenizer=Fragile(),
+        max_attempt_failures=2,
+    )  # fmt: skip
+    batch = await rollouts.driver.next_batch()
+    assert batch.group_ids.tolist() == [1]
+    assert "the tokenizer failed: KeyError" in rollouts.core.story(SampleId(0, 0))
+    rollouts.check_ledger()
+
+
 # ---------------------------------------------------------------- evaluation
 
 
@@ -211,6 +340,15 @@ async def test_evaluations_stop_too() -> None:
     assert rollouts.core.tokens.observed == 0
 
 
+async def test_evaluation_of_an_engine_that_answers_at_once() -> None:
+    """One chunk: cut after the fact."""
+    rollouts = Rollouts(table({}, 40), n=1, tokenizer=Angles())
+    sampling = SamplingParams(max_tokens=500, stop=(stop_around(0, 4, 5),))
+    result = await rollouts.driver.evaluate([Prompt(prompt_ids(0))], 1, sampling, seed=0)
+    assert result.responses[0][0].tokens.tolist() == response(0, 6)
+    assert rollouts.engines[0].aborts == []
+
+
 # ---------------------------------------------------------------- what is refused, and text
 
 
@@ -218,6 +356,20 @@ def an_llm(sampling: SamplingParams, generate: Any) -> LLM:
     """What a rollout function has, without conversations."""
     unused: Any = pytest.fail
     return LLM(SampleId(0, 0), sampling, generate, unused, unused, unused, unused)
+
+
+async def test_stop_strings_of_a_call_replace_the_configured_ones() -> None:
+    """stop="ab" is one string and not two, and an empty list is none."""
+    asked: list[Any] = []
+
+    async def generate(sampling: SamplingParams, token_ids: Any) -> Any:
+        asked.append(sampling.stop)
+
+    llm = an_llm(SamplingParams(max_tokens=5, stop=("configured",)), generate)
+    await llm.generate()
+    for stop in ("ab", ["a", "b"], []):
+        await llm.generate(stop=stop)
+    assert asked == [("configured",), ("ab",), ("a", "b"), ()]
 
 
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED))
@@ -321,6 +473,15 @@ async def test_after_a_while_it_works_again(begins: float, lasts: float) -> None
     await require_as_sound(samples, rollouts)
 
 
+@pytest.mark.parametrize("of", [2, 5])
+async def test_one_call_in_a_few_fails(of: int) -> None:
+    """At any rate below all: nothing is dropped, nothing is charged."""
+    calls = iter(range(10**9))
+    samples, rollouts, tokenizer = await failing(lambda: next(calls) % of == 0, "<9")
+    assert tokenizer.raised > 5
+    await require_as_sound(samples, rollouts)
+
+
 async def test_it_works_again_at_the_very_end() -> None:
     """The whole answer is here and has no text yet: it is asked a few times more, with pauses."""
     samples, rollouts, _ = await failing(lambda: 58.0 <= now() < 60.5, "<never")
@@ -341,6 +502,16 @@ async def test_for_ever(caplog: pytest.LogCaptureFixture) -> None:
     assert rollouts.core.engines.states["e0"].failures == 0
 
 
+async def test_an_evaluation_fails_by_the_tokenizers_name() -> None:
+    """A RolloutError, as for every function of the user's."""
+    lengths = table({}, 8)
+    rollouts = Rollouts(lengths, n=1, tokenizer=Borrowed(lambda: True))
+    prompt = Prompt(np.array([1, 2], np.int32))
+    with pytest.raises(RolloutError, match="the tokenizer failed: RuntimeError"):
+        await rollouts.driver.evaluate([prompt], 1, SamplingParams(100, stop=("<9",)), 1)
+    assert not rollouts.core.engines.states["e0"].quarantined
+
+
 async def test_a_step_that_ends_meanwhile_loses_only_what_has_no_text() -> None:
     """The partial is kept as far as it was read, goes on from there, and ends where it would have ended."""
     samples, rollouts, _ = await failing(
@@ -349,6 +520,23 @@ async def test_a_step_that_ends_meanwhile_loses_only_what_has_no_text() -> None:
     assert set(rollouts.dropped) <= {DropReason.FAILED}
     assert len(samples[0].tokens) in (20, SIXTY)
     assert all(s.finish is FinishReason.STOP for s in samples)
+
+
+@pytest.mark.parametrize("answer", [None, b"text", 5])
+def test_what_is_no_text(answer: Any) -> None:
+    """A decode that returns something else has failed, by name."""
+
+    class Odd:
+        first = True
+
+        def decode(self, ids: list[int], skip_special_tokens: bool = False) -> Any:
+            if self.first:
+                self.first = False
+                return ""
+            return answer
+
+    with pytest.raises(RolloutError, match=r"TypeError: decode must return a str, but returned a .*Odd\.decode of 2"):
+        Detokenizer(Odd()).text([1, 2])
 
 
 def test_it_is_asked_again_at_once() -> None:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from real_schedulers import assert_nothing_is_left
 from tiny_models import (
     EOS,
     V1,
     VOCAB_SIZE,
     asked,
+    at_call,
     collect,
     generated,
     joined,
@@ -30,6 +34,7 @@ from tiny_tokenizers import ids_of, tokenizer
 import april
 from april.core.sampling import SamplingParams
 from april.core.versions import FIRST_VERSION
+from april.driver.rewards import Response
 from april.engines.protocol import Chunk, EngineFinish, Request
 from april.engines.transformers.engine import TransformersEngine
 from april.errors import ConfigError, EngineError, ModelBroken
@@ -42,6 +47,69 @@ def _start(engine: TransformersEngine, *requests: Request) -> list[asyncio.Task[
 async def _until(condition: Callable[[], bool]) -> None:
     while not condition():  # noqa: ASYNC110 - the worker thread's state has no event
         await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(("call", "fewest"), [(1, 1), (5, 5)])
+async def test_abort_during_a_tick_takes_effect_when_it_ends(call: int, fewest: int) -> None:
+    """Asked for in the middle of a prefill or of a decode step: nothing computed is lost, one tick at most is added."""
+    model = tiny_model()
+    engine = tiny_engine(model, slots=2)
+    reached, opened = threading.Event(), threading.Event()
+    at_call(model, call, lambda: (reached.set(), opened.wait()))
+    first, second = _start(engine, tiny_request("first", 200), tiny_request("second", 200))
+    await _until(reached.is_set)
+    late = _start(engine, tiny_request("late", 200))[0]
+    await asyncio.sleep(0)
+    await engine.abort()
+    opened.set()
+    for task in (first, second):
+        (chunk,) = await task
+        assert chunk.finish is EngineFinish.ABORT
+        assert fewest <= len(chunk.tokens) <= 33
+        assert len(chunk.tokens) == engine.stats.generated_tokens / 2
+    (chunk,) = await late  # submitted during the tick, aborted before it could begin
+    assert (len(chunk.tokens), chunk.finish) == (0, EngineFinish.ABORT)
+    await engine.close()
+
+
+@pytest.mark.parametrize("stream_interval", [None, 3])
+async def test_every_generated_token_is_yielded_or_counted_as_discarded(stream_interval: int | None) -> None:
+    """60 requests; consumers leave and ids are aborted, between ticks and during them: the books balance."""
+    engine = tiny_engine(slots=6, stream_interval=stream_interval)
+    rng = np.random.default_rng(3)
+    yielded = 0
+
+    async def consume(request: Request) -> None:
+        nonlocal yielded
+        async for chunk in engine.generate(request):
+            yielded += len(chunk.tokens)
+
+    tasks = [
+        asyncio.create_task(consume(tiny_request(f"{i}", int(rng.integers(1, 50)), int(rng.integers(1, 20)), seed=i)))
+        for i in range(60)
+    ]
+    seen_ticking = False
+    while not all(task.done() for task in tasks):
+        await asyncio.sleep(0)
+        # Once per event-loop cycle between ticks and once during each tick: the same decisions in every run.
+        if seen_ticking and engine._ticking:
+            time.sleep(0)  # noqa: ASYNC251 - no wait: the interpreter goes to the engine's thread
+            continue
+        seen_ticking = engine._ticking
+        if rng.random() < 0.05:
+            tasks[int(rng.integers(0, 60))].cancel()
+        if rng.random() < 0.05:
+            await engine.abort([f"{int(rng.integers(0, 60))}"])
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await _until(lambda: engine._pump is None)
+
+    stats = engine.stats
+    assert 0 < sum(task.cancelled() for task in tasks) < 40
+    assert stats.aborts > 0
+    assert stats.discarded_tokens > 0
+    assert stats.generated_tokens == yielded + stats.discarded_tokens
+    assert engine._decoder.idle
+    assert not engine._streams
 
 
 @pytest.mark.parametrize(
@@ -269,6 +337,28 @@ def test_a_copy_of_the_model_that_is_trained_is_noticed(
     assert caplog.text.count("is a copy of the model trained?") == warns
 
 
+async def test_a_device_that_is_lost_ends_all_streams_and_the_books_still_balance() -> None:
+    """An abort that cannot read its tokens: active and waiting streams fail, the tokens count as discarded."""
+    engine = tiny_engine(slots=1)
+    tasks = _start(engine, tiny_request("a", 200), tiny_request("b", 200))
+    await _until(lambda: engine.stats.decode_steps > 0 and not engine._ticking)
+
+    def lost(*_: object) -> None:
+        raise RuntimeError("device lost")
+
+    engine._decoder._read = lost  # type: ignore[assignment]
+    await engine.abort()
+    with pytest.raises(EngineError, match="device lost"):
+        await tasks[0]
+    (chunk,) = await tasks[1]  # it had nothing to read
+
+    assert chunk.finish is EngineFinish.ABORT
+    assert not (await engine.health()).ok
+    assert engine.stats.generated_tokens == engine.stats.discarded_tokens > 0
+    assert not engine._streams
+    await engine.close()
+
+
 @pytest.mark.parametrize("stream_interval", [None, 4])
 async def test_nan_in_the_weights_is_an_error_not_a_sample(stream_interval: int | None) -> None:
     """A NaN log-probability never reaches the trainer; its tokens are counted as discarded."""
@@ -309,11 +399,30 @@ def test_options_out_of_range_are_refused(options: dict[str, int]) -> None:
         TransformersEngine(tiny_model(), **options)
 
 
+def test_threads_are_left_alone_unless_asked() -> None:
+    """torch's thread count is the whole process's: it changes only on request."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        TransformersEngine(tiny_model())
+        assert torch.get_num_threads() == 2
+        TransformersEngine(tiny_model(), num_threads=1)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
 # ---------------------------------------------------------------- stop strings; the conformance suite cuts them
 
 KIND = "text"
 PROMPT = ids_of(KIND, "The answer is")
 LENGTH = 60
+
+
+@pytest.fixture
+def leaves_nothing() -> Iterator[None]:
+    yield
+    assert_nothing_is_left()
 
 
 def model() -> Any:
@@ -328,3 +437,41 @@ def rollouts(stop: list[str], network: Any = None, **arguments: Any) -> april.Ro
     engine = tiny_engine(network or model(), slots=4, check=False)
     defaults = {"tokenizer": tokenizer(KIND), "prompts": iter(lambda: PROMPT, None), "check": True}
     return april.RolloutScheduler(config, engines=[engine], **(defaults | arguments))
+
+
+def uncut(network: Any) -> list[int]:
+    with rollouts([], network) as scheduler:
+        return scheduler.next_batch().samples[0].tokens.tolist()
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+def test_the_configuration_needs_a_tokenizer_for_stop_strings() -> None:
+    """Refused before anything starts; without stop strings no tokenizer is needed."""
+    with pytest.raises(ConfigError, match=r"sampling.stop: stop strings are matched on text; give the scheduler token"):
+        rollouts(["x"], tokenizer=None)
+    with rollouts([], tokenizer=None) as scheduler:
+        assert len(scheduler.next_batch().samples[0].tokens) == LENGTH
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+def test_hugging_face_tokenizers_fit_and_rewards_see_text() -> None:
+    """A fast tokenizer as trainers hold it: stop strings of the configuration, text in rewards and evaluations."""
+    from transformers import PreTrainedTokenizerFast
+
+    network, fast = model(), PreTrainedTokenizerFast(tokenizer_object=tokenizer(KIND))
+    whole = uncut(network)
+    stop = fast.decode(whole[:30], skip_special_tokens=False)[-5:]
+    seen: list[str] = []
+
+    def reward(prompt: april.Prompt, response: Response) -> float:
+        seen.append(response.text(special_tokens=True))
+        return float(stop in seen[-1])
+
+    with rollouts([stop], network, tokenizer=fast, reward=reward) as scheduler:
+        (sample,) = scheduler.next_batch().samples
+        result = scheduler.evaluate([PROMPT])
+    assert seen[0] == fast.decode(sample.tokens.tolist(), skip_special_tokens=False)
+    assert seen[0] == seen[1] == result.responses[0][0].text(special_tokens=True)
+    assert np.array_equal(result.responses[0][0].tokens, sample.tokens)
+    assert sample.tokens.tolist() == whole[: len(sample.tokens)]
+    assert result.reward_mean == sample.reward == 1.0

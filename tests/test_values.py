@@ -15,7 +15,7 @@ from april.core.attachments import Attachment, Placed
 from april.core.batch import Batch
 from april.core.ledger import DropReason, Ledger
 from april.core.sampling import LogprobKind, SamplingParams
-from april.core.types import EngineFinish, FinishReason, SampleId
+from april.core.types import EngineFinish, FinishReason, Prompt, SampleId
 from april.core.versions import PolicyVersion
 from april.driver.rewards import Conversation, Response
 from april.engines.protocol import Capabilities, Chunk, EngineLoad, Health, Request
@@ -109,6 +109,28 @@ def test_a_batch_keeps_what_its_tokens_bring_along() -> None:
         assert np.array_equal(come.ragged()[name], sent.ragged()[name])
 
 
+def test_two_images_of_one_size_are_two_prompts() -> None:
+    """Their tokens are equal: a conversation with another image than its group's prompt keeps its own."""
+    first, own = (
+        replace(r, attached=placed, prompt=replace(r.prompt, attached=placed))
+        for r, placed in (
+            (row(7, 0, n, [1, 2], 3), (Placed(picture, 0, 1, (5,)),)) for n, picture in enumerate(PICTURES[:2])
+        )
+    )
+    come = unpack(pack(replace(batch(), samples=(first, own), group_sizes=(2,))), Batch)
+    assert [s.prompt.attached[0].attachment for s in come.samples] == PICTURES[:2]
+
+
+def test_prompts_keep_their_images_and_the_paths_of_files() -> None:
+    """Prompts of an evaluation: an image in memory travels as its bytes, one in a file as its path."""
+    there = Attachment("image", "ab" * 32, 9, None, "/data/a.png")
+    attached = (Placed(PICTURES[0], 0, 1, (5,)), Placed(there, 1, 2, (5,)))
+    (come,) = unpack(pack([Prompt(np.array([1, 2, 3], np.int32), {"x": 1}, attached=attached)]), list[Prompt])
+    assert come.attached == attached
+    assert [p.attachment.data for p in come.attached] == [PICTURES[0].data, None]
+    assert come.attached[1].attachment.path == "/data/a.png"
+
+
 def test_what_engines_are_asked_and_answer_arrives_as_it_was() -> None:
     """Requests with their images and seeds, chunks with a version per token and their rows, limits, health."""
     asked = Request(
@@ -152,6 +174,16 @@ def test_structs_responses_and_ledgers_arrive_as_they_were() -> None:
     assert (come.response.sample_id, come.response.output) == (SampleId(3, 1), {"a": [1, None]})
     assert np.array_equal(come.response.loss_mask, mask)
     assert [c.prompt_ids.tolist() for c in come.response.conversations] == [TOKENS.tolist()] * 2
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_arrays_of_any_byte_order_and_layout_arrive_as_their_numbers(order: str) -> None:
+    """A machine of another byte order, and an array that is a view of another one, change no number."""
+    numbers = np.arange(12, dtype=f"{order}i4").reshape(3, 4).T[::2]
+    (come,) = unpack(pack([numbers]), list[np.ndarray])
+    assert come.tolist() == numbers.tolist()
+    assert come.dtype == np.int32
+    assert come.flags.writeable
 
 
 @pytest.mark.parametrize(

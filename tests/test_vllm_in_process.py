@@ -7,10 +7,13 @@ import io
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_async_llm import FakeAsyncLLM, install_vllm
+from fake_async_llm import EOS, FakeAsyncLLM, install_vllm
 from fake_servers.base import uncut
 from fake_servers.images import PLACEHOLDER, TOKENS_EACH, FakeImages, features, salt_of
 from PIL import Image
@@ -25,7 +28,7 @@ from april.driver.rewards import Response
 from april.engines.protocol import EngineFinish, Request
 from april.engines.vllm.in_process import VllmInProcessEngine
 from april.engines.weight_transfer import GroupInvitation, Handshake, ReceivesWeights, TensorSpec
-from april.errors import ConfigError, EngineBusy, EngineError, RequestRefused
+from april.errors import AttachmentError, ConfigError, EngineBusy, EngineError, RequestRefused, WireError
 
 PROMPT = [12, 20, 30]
 
@@ -81,6 +84,50 @@ async def world(own_loop: bool = False, *, options: dict[str, Any] | None = None
 
 
 both_loops = pytest.mark.parametrize("own_loop", [True, False], ids=["own loop", "april's loop"])
+
+
+@both_loops
+@pytest.mark.parametrize("stream", [False, True])
+async def test_all_tokens_come_once(own_loop: bool, stream: bool) -> None:
+    """What vLLM made comes out, EOS and stop ids with their log-probabilities included, under the present version."""
+    async with world(own_loop) as w:
+        for i in range(20):
+            prompt = [*PROMPT, i + 5]
+            whole = w.whole(prompt)
+            answer = await w.ask(prompt, stream=stream)
+            assert answer.tokens == whole
+            assert answer.logprobs == uncut(prompt, weights="tiny0", max_tokens=50, mean_length=60)[1]
+            assert answer.finish is (EngineFinish.STOP if whole[-1] == EOS else EngineFinish.LENGTH)
+            assert set(answer.versions) == {FIRST_VERSION}
+        third = w.whole(PROMPT)[2]
+        answer = await w.ask(PROMPT, stop_token_ids=(third,))
+        assert (answer.tokens[-1], answer.finish) == (third, EngineFinish.STOP)
+
+
+@both_loops
+@pytest.mark.parametrize("stream", [False, True])
+async def test_eighty_requests_cut_and_continued_equal_the_uncut_ones(own_loop: bool, stream: bool) -> None:
+    """All of them aborted at once, again and again; nothing that vLLM had made is lost."""
+    async with world(own_loop, mean_length=200) as w:
+        prompts = [[*PROMPT, i + 5] for i in range(80)]
+        held: list[list[int]] = [[] for _ in prompts]
+        turn = begun = 0
+        while open_ones := [i for i, h in enumerate(held) if len(h) < 40 and EOS not in h]:
+            await w.there(partial(w.llm.limit, turn % 3 * 4))
+            tasks = {
+                i: asyncio.create_task(w.ask(prompts[i] + held[i], 40 - len(held[i]), stream=stream))
+                for i in open_ones
+            }
+            begun += len(tasks)
+            await w.until(lambda begun=begun: len(w.llm.runs) == begun and w.llm.stopped == w.llm.open_requests)
+            await w.engine.abort()
+            for i, task in tasks.items():
+                answer = await task
+                assert answer.error is None
+                held[i] += answer.tokens
+            turn += 1
+        assert held == [w.whole(p, 40) for p in prompts]
+        assert turn > 5
 
 
 @both_loops
@@ -297,6 +344,39 @@ async def test_weights_of_another_run_are_not_the_first_version(label: str) -> N
         assert set((await w.ask()).versions) == {PolicyVersion(0, 1)}
 
 
+@pytest.mark.parametrize(
+    ("lies", "message"),
+    [
+        ({"logprobs": None}, "tokens came with no log-probabilities"),
+        ({"logprobs": []}, "tokens came with 0 log-probabilities"),
+        ({"finish_reason": "error"}, "ended the response for the reason 'error'"),
+    ],
+)
+async def test_what_cannot_be_true_is_refused(lies: dict[str, Any], message: str) -> None:
+    """Counts and reasons are looked at."""
+    async with world() as w:
+        w.llm.lies = lies
+        answer = await w.ask()
+        assert isinstance(answer.error, EngineError)
+        assert message in str(answer.error)
+
+
+async def test_tied_embeddings_on_a_cpu_are_not_reloaded() -> None:
+    """One sentence says why and what to do; weights, version and requests stay as they were."""
+    async with world() as w:
+        config = w.llm.vllm_config
+        config.model_config.hf_config = SimpleNamespace(tie_word_embeddings=True)
+        for device, reloads in (("cuda", True), ("cpu", False)):
+            config.device_config = SimpleNamespace(device_type=device)
+            engine = VllmInProcessEngine(w.llm)
+            assert engine.capabilities.updates_from_disk is reloads
+            assert any("tied embeddings" in note for note in engine.capabilities.notes) is not reloads
+        with pytest.raises(EngineError, match="tied embeddings"):
+            await engine.update_weights(PolicyVersion(0, 1), "tiny1")
+        assert w.llm.weights == "tiny0"
+        assert (await engine.health()).ok
+
+
 @both_loops
 @pytest.mark.parametrize("release", [32, 33])
 async def test_a_dead_vllm_and_a_wrong_request_are_told_apart(own_loop: bool, release: int) -> None:
@@ -311,6 +391,22 @@ async def test_a_dead_vllm_and_a_wrong_request_are_told_apart(own_loop: bool, re
         assert type(answer.error) is EngineError
         assert "EngineDeadError" in str(answer.error)
         assert not (await w.engine.health()).ok
+
+
+@both_loops
+async def test_cancelled_requests_leave_nothing_behind(own_loop: bool) -> None:
+    """At any time of the cancellation: vLLM has no request left, and pause returns."""
+    async with world(own_loop, mean_length=10_000) as w:
+        await w.there(lambda: w.llm.limit(2))
+        for turns in range(12):
+            task = asyncio.create_task(w.ask())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        await w.engine.pause()
+        assert not w.llm.open_requests
 
 
 def test_capabilities_come_from_vllms_configuration() -> None:
@@ -424,6 +520,30 @@ async def test_images_are_seen_by_the_weights_of_now(own_loop: bool) -> None:
             await update(w.engine, PolicyVersion(0, 1), "tiny1")
 
 
+async def test_images_that_cannot_be_had_are_refused(tmp_path: Path) -> None:
+    """A file that has gone, bytes that are no image, and an expansion that is not vLLM's are errors with a name."""
+    async with world(images=FakeImages()) as w:
+        lost = replace(Attachment.of("image", b"x"), data=None, path=str(tmp_path / "gone.png"))
+        for data, says in ((lost, "gone.png cannot be read"), (b"no image", "cannot identify image file")):
+            got = await read(w.engine, shown(data))
+            assert isinstance(got.error, AttachmentError)
+            assert says in str(got.error)
+        w.llm.images.each += 1
+        got = await read(w.engine, shown(picture((1, 2, 3))[0]))
+        assert isinstance(got.error, WireError)
+        assert "as 9 tokens, but it has 8; does the server's processor" in str(got.error)
+        assert not got.tokens
+
+
+async def test_a_text_model_in_process_is_shown_no_images() -> None:
+    """It would answer as if there were none."""
+    async with world() as w:
+        assert w.engine.capabilities.attachments == ()
+        got = await read(w.engine, shown(b"x"))
+        assert isinstance(got.error, RequestRefused)
+        assert not w.llm.runs
+
+
 async def test_a_prompt_has_a_salt_per_engine_and_version() -> None:
     """No request finds keys in vLLM's caches that other weights, or an engine before this one, have left there."""
     async with world() as w:
@@ -435,3 +555,11 @@ async def test_a_prompt_has_a_salt_per_engine_and_version() -> None:
         salts = {run.cache_salt for run in w.llm.runs}
         assert len(salts) == len(w.llm.runs) == 4
         assert "" not in salts
+
+
+async def test_a_connector_that_may_ignore_salts_is_refused() -> None:
+    """A second cache that may answer with keys of older weights is refused as it is before a server."""
+    async with world() as w:
+        w.llm.vllm_config.kv_transfer_config = SimpleNamespace(kv_connector="ExampleConnector")
+        with pytest.raises(ConfigError, match="the AsyncLLM has the KV connector ExampleConnector"):
+            VllmInProcessEngine(w.llm)

@@ -230,6 +230,21 @@ def test_every_worker_has_a_rank_of_its_own() -> None:
     assert {engine.meetings[0].world_size for engine in desk.engines} == {8}
 
 
+def test_engines_of_two_handshakes_are_in_groups_of_their_own() -> None:
+    """Each gets everything."""
+    desk = Desk(Receiver("a"), Receiver("b", handshake=Handshake.TORCH))
+    desk.send()
+    assert [(shake, size) for _, shake, _, size in desk.opened] == [(Handshake.APRIL, 2), (Handshake.TORCH, 2)]
+    assert all(map(desk.got_all, desk.engines))
+
+
+def test_the_address_is_one_that_other_machines_reach() -> None:
+    """Where one engine is elsewhere, the loopback address of another one is of no use."""
+    desk = Desk(Receiver("a"), Receiver("b", address="10.0.0.7"))
+    desk.send()
+    assert desk.opened[0][2] == "10.0.0.7"
+
+
 @pytest.mark.parametrize("how", ["refuses", "gone", "hangs"])
 @pytest.mark.parametrize("phase", PHASES)
 def test_one_of_two_engines_fails(phase: str, how: str) -> None:
@@ -256,6 +271,15 @@ def test_the_only_engine_fails(phase: str) -> None:
     assert desk.engines[0].asked[-1] == "leave"
 
 
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_slow_engine_is_waited_for(phase: str) -> None:
+    """Below the limit nothing is wrong."""
+    desk = Desk(Receiver("slow", fails=(phase, "late", 0)), Receiver("good"))
+    desk.send()
+    assert desk.sender.left_out == {}
+    assert all(map(desk.got_all, desk.engines))
+
+
 def test_a_hung_engine_is_told_from_those_that_wait_for_it() -> None:
     """Workers give up before the limit of their call, so who has not answered then is who hangs."""
     assert WORKER_LIMIT_SHARE < 1
@@ -263,6 +287,17 @@ def test_a_hung_engine_is_told_from_those_that_wait_for_it() -> None:
     desk.send()
     assert list(desk.sender.left_out) == ["hung"]
     assert desk.loop.time() < 2.5 * LIMIT_S
+
+
+def test_two_engines_fail_one_after_the_other() -> None:
+    """Each costs a round."""
+    desk = Desk(
+        Receiver("x", fails=("join", "refuses", 0)), Receiver("y", fails=("receive", "gone", 0)), Receiver("good")
+    )
+    desk.send()
+    assert sorted(desk.sender.left_out) == ["x", "y"]
+    assert len(desk.groups) == 3
+    assert desk.got_all(desk.engines[2])
 
 
 @pytest.mark.parametrize(
@@ -313,6 +348,29 @@ def interrupted_at_the_end(ask: Callable[..., Any]) -> Callable[..., Any]:
         return ask(desk, calls)
 
     return asks
+
+
+def test_who_reads_in_place_has_them_whatever_becomes_of_others() -> None:
+    """A server that fails is left out, as there is another engine with the new weights."""
+    here = replace(CAPABILITIES, collective=(), shares_weights=True)
+    desk = Desk(Receiver("here", capabilities=here), Receiver("bad", fails=("ranks", "gone", 0)))
+    desk.send()
+    assert list(desk.sender.left_out) == ["bad"]
+
+
+def test_what_the_weights_raise_is_raised() -> None:
+    """Engines that have a part of them are torn, and out of the group; those that have nothing keep what they had."""
+
+    def weights(good: int) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(WEIGHTS.items())[:good]
+        raise OSError("the disk of the offloaded weights is gone")
+
+    for good, torn in ((2, True), (0, False)):
+        desk = Desk(Receiver("a"))
+        with pytest.raises(OSError, match="offloaded"):
+            desk.send(weights(good))
+        assert {n: f.partially_updated for n, f in desk.sender.left_out.items()} == {"a": torn}
+        assert desk.engines[0].asked[-1] == "leave"
 
 
 def test_engines_that_take_nothing_are_refused_before_anything_happens() -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from april.errors import ConfigError
-from april.weights.source import Bucket, WeightSource
+from april.weights.source import Bucket, WeightSource, weight_source
 
 
 @pytest.fixture
@@ -88,6 +88,14 @@ def test_tied_layers_have_the_name_that_the_checkpoint_gives_them() -> None:
             self.embed.weight = self.head.weight
 
     assert list(sent(Reversed())) == ["embed.weight"]
+
+
+def test_buffers_that_are_saved_are_sent() -> None:
+    """A router's bias of its experts is a buffer, which the trainer changes; what is not saved stays here."""
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("bias_of_experts", torch.ones(2))
+    model.register_buffer("angles", torch.ones(2), persistent=False)
+    assert list(sent(model)) == ["weight", "bias", "bias_of_experts"]
 
 
 def test_wrapped_models_are_sent_as_the_model_inside(one_rank: None, tmp_path: Path) -> None:
@@ -186,6 +194,30 @@ def test_a_bucket_is_dropped_when_the_next_one_is_asked_for() -> None:
     assert len(seen) == 4
 
 
+def test_only_floating_point_numbers_change_their_type() -> None:
+    """A counter stays a counter."""
+    found = sent({"w": torch.ones(2), "steps": torch.tensor([3])}, dtype="bfloat16")
+    assert [t.dtype for t in found.values()] == [torch.bfloat16, torch.int64]
+
+
+def test_weights_can_be_sent_again() -> None:
+    """After a transfer that failed: a module, a mapping, a list, an object that begins anew; not an iterator."""
+
+    class Anew:
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            return iter([("w", torch.ones(2))])
+
+    for weights in (torch.nn.Linear(2, 2), {"w": torch.ones(2)}, [("w", torch.ones(2))], Anew()):
+        source = WeightSource(weights)
+        assert source.repeatable
+        assert [b.specs for b in source.buckets()] == [b.specs for b in source.buckets()]
+    once = WeightSource(iter([("w", torch.ones(2))]))
+    assert not once.repeatable
+    assert len(list(once.buckets())) == 1
+    with pytest.raises(ConfigError, match="an iterator was given, and its items are already used"):
+        next(once.buckets())
+
+
 def test_the_rest_of_a_generator_is_not_all() -> None:
     """One that an earlier call has begun with is refused before anything happens, whole or not."""
     begun = torch.nn.Linear(2, 2).named_parameters()
@@ -196,6 +228,12 @@ def test_the_rest_of_a_generator_is_not_all() -> None:
     assert len(list(ended)) == 2
     with pytest.raises(ConfigError, match="an iterator was given, and its items are already used"):
         WeightSource(ended)
+
+
+def test_a_source_stays_what_it_is() -> None:
+    """What weight_update makes of its argument is not made twice."""
+    source = weight_source({"w": torch.ones(2)}, dtype="bfloat16")
+    assert weight_source(source) is source
 
 
 class PeftModel(torch.nn.Linear):
@@ -246,6 +284,21 @@ def test_parameters_of_zero_3_are_refused() -> None:
     parameter.ds_id = 0  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="w is sharded over ranks by DeepSpeed ZeRO-3"):
         WeightSource({"w": parameter})
+
+
+@pytest.mark.parametrize(
+    ("pairs", "words"),
+    [
+        ([], "there are no tensors"),
+        ([("a", torch.ones(1)), ("a", torch.ones(1))], "a is given twice"),
+        ([("a", torch.ones(1)), None], "item 1 is a NoneType"),
+    ],
+)
+def test_an_iterator_is_refused_where_it_goes_wrong(pairs: list[Any], words: str) -> None:
+    """It is drawn while it is sent, so no sooner."""
+    source = WeightSource(iter(pairs))
+    with pytest.raises(ConfigError, match=words):
+        list(source.buckets())
 
 
 @pytest.mark.parametrize(

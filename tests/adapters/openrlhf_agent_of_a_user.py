@@ -39,3 +39,11 @@ class AgentExecutor:
         }  # fmt: skip
         played.append(result)
         return result
+
+
+class Rewrites(AgentExecutor):
+    """Returns other tokens than were generated."""
+
+    async def execute(self, *arguments: Any, **named: Any) -> dict[str, Any]:
+        result = await super().execute(*arguments, **named)
+        return result | {"observation_tokens": [0, *result["observation_tokens"][1:]]}

@@ -27,6 +27,11 @@ async def group_reward(args: Namespace, samples: list[Sample], **kwargs: Any) ->
     return [float(lengths.index(s.response_length)) for s in samples]
 
 
+async def group_length(args: Namespace, samples: list[Sample], **kwargs: Any) -> list[float]:
+    """The number of response tokens of each."""
+    return [float(s.response_length) for s in samples]
+
+
 async def two_rewards(args: Namespace, sample: Sample, **kwargs: Any) -> dict[str, float]:
     """Several numbers; --reward-key names one."""
     return {"length": float(sample.response_length), "other": 0.0}
@@ -50,6 +55,11 @@ async def agent(prompt: Any, llm: Any) -> dict[str, Any]:
     return {"label": prompt.data["label"]}
 
 
+def plain_agent(prompt: Any, llm: Any) -> None:
+    """The same conversation as ever."""
+    llm.generate()
+
+
 async def reward_of_agents(args: Namespace, sample: Sample, **kwargs: Any) -> float:
     """By the number of the sample; notes who was asked about."""
     assert sample.metadata["output"] == {"label": sample.label}
@@ -68,6 +78,11 @@ async def fails_for_one(args: Namespace, sample: Sample, **kwargs: Any) -> float
 def keep_short(args: Namespace, group: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
     """A reason with every verdict."""
     return DynamicFilterOutput(group[0].response_length < KEPT_LENGTH, reason="long")
+
+
+def keep_none(args: Namespace, group: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
+    """Rejects all, unless there would be too few."""
+    return DynamicFilterOutput(False, reason="none", keep_when_insufficient=True)
 
 
 def mark(args: Namespace, sample: Sample) -> None:

@@ -18,7 +18,7 @@ from april.adapters.areal.rollouts import CURRENT_LLM
 from april.adapters.common.placed_media import digest_of
 from april.core.types import DropReason, FinishReason, SampleId
 from april.driver.llm import Completion
-from april.errors import ConfigError, RolloutError
+from april.errors import CheckpointError, ConfigError, RolloutError
 from april.testing import run_virtual
 
 Make = Callable[..., Any]
@@ -160,6 +160,14 @@ def test_weights_that_changed_without_a_pause_are_refused(trainer: Make) -> None
     assert 1 in torch.cat([group["versions"].flatten() for group in asks(run)])
 
 
+def test_a_prompt_that_is_dropped_is_in_areals_statistics(trainer: Make) -> None:
+    """By its reason: everybody hears why it was replaced."""
+    run = trainer()
+    run.workflow.fails = {4: [ValueError("always")] * 99}
+    run.train(run.workflow, 4)
+    assert run.stats["april/dropped_failed"] == [1.0]
+
+
 def test_samples_that_a_workflow_rejects_are_left_out(trainer: Make) -> None:
     """As in AReaL: None shrinks a group, and a group of nothing else is rejected and replaced."""
     run = trainer()
@@ -189,6 +197,15 @@ def test_the_filter_of_train_is_asked_for_whole_groups(trainer: Make) -> None:
     assert len(run.stats["accepted"]) + len(run.stats["rejected"]) == len(asked)
 
 
+def test_a_server_that_breaks_off_costs_nothing(trainer: Make) -> None:
+    """The request is sent again; what it said is short, without the prompt that AReaL's error repeats."""
+    run = trainer()
+    run.server.fails = [OSError("gone")]
+    run.train(run.workflow, 2)
+    assert len(trained_rows(run)) == 2 * areal.GROUPS
+    assert not ledgers(run)["tokens"]["dropped"]
+
+
 def test_a_data_set_smaller_than_a_batch_is_told(trainer: Make) -> None:
     """Instead of a search for prompts that never ends; found beside the trainer, and told to it."""
     run = trainer(rows=0)
@@ -207,6 +224,45 @@ def test_evaluations_and_dynamic_batches_are_not_aprils(trainer: Make) -> None:
         run._april.prepare_batch(run.train_dataloader, run.workflow, None, True)
 
 
+def test_a_trainer_that_updates_too_often_loses_only_what_is_too_old(trainer: Make) -> None:
+    """Two updates per batch: no plan can hold the bound, so tokens beyond it carry no loss; others are untouched."""
+    run = trainer(rollout__max_head_offpolicyness=1)
+
+    def update_once_more() -> None:
+        run.rollout.pause()
+        run.server.weights = run.step = run.step + 1
+        run.rollout.set_version(run.step)
+        run.rollout.resume()
+
+    run.train(run.workflow, 5, while_training=update_once_more)
+    masked = 0
+    for step, batch in enumerate(run.trained):
+        for group in batch:
+            written = group["versions"] >= 0
+            written &= group["attention_mask"].bool()
+            too_old = written & (group["versions"] < 2 * step - 1)
+            assert torch.equal(group["loss_mask"].bool(), written & ~too_old)
+            masked += int(too_old.sum())
+    assert masked
+
+
+def test_interactions_of_areals_client_are_joined(trainer: Make) -> None:
+    """A workflow may return one part per call; what is no trajectory at all fails its sample, by name."""
+    run = trainer()
+    stock = run.workflow.arun_episode
+
+    async def in_parts(engine: Any, data: Any) -> Any:
+        made = await stock(engine, data)
+        if data["row"] == 2:
+            return "text"
+        return {"a": SimpleNamespace(to_tensor_dict=lambda: made), "b": SimpleNamespace(to_tensor_dict=lambda: made)}
+
+    run.workflow.arun_episode = in_parts
+    run.train(run.workflow, 2)
+    assert {len(group["rewards"]) for batch in run.trained for group in batch} == {2 * areal.SAMPLES}
+    assert 2 not in trained_rows(run)
+
+
 def test_a_workflow_may_hold_several_conversations(trainer: Make) -> None:
     """One after the other, whatever each begins with, as agents do that shorten what was said; over restarts too."""
 
@@ -223,6 +279,21 @@ def test_a_workflow_may_hold_several_conversations(trainer: Make) -> None:
 
     first, second = twice(trainer()), twice(trainer())
     assert len({*first, *second}) == len([*first, *second]) == 6 * areal.GROUPS
+
+
+def test_trajectories_are_dumped_where_areal_dumps_them(trainer: Make) -> None:
+    """rollout.dump_to_file, by AReaL's own method, and its check of their format."""
+    run = trainer(rollout__dump_to_file=True, rollout__check_trajectory_format=True)
+    dumped = []
+
+    async def dump(trajectory: Any, task_id: int, is_eval: bool) -> tuple[bool, str]:
+        dumped.append((int(trajectory["input_ids"][0][1]), is_eval))
+        return True, ""
+
+    run._april._dump_trajectory = dump
+    run.train(run.workflow, 2)
+    assert dumped == [(row, False) for row in trained_rows(run)]
+    assert "input_ids" in run._april._expected_trajectory_keys
 
 
 # ---------------------------------------------------------------- one call of a workflow
@@ -321,6 +392,16 @@ def test_images_are_known_by_their_content(call: Call) -> None:
     assert (call.policy.attached, call.policy.sampling["banned_ids"]) == ((), ())
 
 
+@pytest.mark.parametrize(("more", "message"), [
+    ({"n_samples": 2}, "a request for 2 samples: a workflow must ask once per sample"),
+    ({"max_tokens": 2}, "a prompt of 2 tokens leaves no room for a response: max_tokens=2"),
+])  # fmt: skip
+def test_requests_that_cannot_be(call: Call, more: dict[str, Any], message: str) -> None:
+    """They fail their sample with a sentence."""
+    with pytest.raises(RolloutError, match=message):
+        call(**more)
+
+
 def test_what_is_not_aprils_is_areals(call: Call) -> None:
     """Outside of a training rollout, and for everything but agenerate."""
     assert call.engine.choose_server() == "here:1"
@@ -373,3 +454,26 @@ def test_the_state_is_the_one_that_areals_checkpoint_names(trainer: Make, tmp_pa
     again = seen + trained_rows(after)
     assert len(again) == len(set(again))
     assert sorted([*again, *(row["row"] for row in held(after))])[: len(again)] == list(range(len(again)))
+
+
+def test_a_checkpoint_without_april_goes_on_with_a_warning(
+    trainer: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:  # fmt: skip
+    """From where the loader stood."""
+    info = tmp_path / "e" / "t" / "recover_info" / "info.json"
+    info.parent.mkdir(parents=True)
+    info.write_text(json.dumps({"step": 2, "loader": {"at": 6}}))
+    run = trainer()
+    assert "AReaL's recover checkpoint was saved without april" in caplog.text
+    run.train(run.workflow, 1)
+    assert min(trained_rows(run)) >= 6
+
+
+def test_a_state_that_is_gone_is_refused(trainer: Make, tmp_path: Path) -> None:
+    """Instead of prompts that are lost in silence."""
+    run = trainer()
+    run.train(run.workflow, 2)
+    info = tmp_path / "e" / "t" / "recover_info" / "info.json"
+    (info.parent / json.loads(info.read_text())["loader"]["april"]).unlink()
+    with pytest.raises(CheckpointError, match=r"needs april's state .* which does not exist"):
+        trainer()

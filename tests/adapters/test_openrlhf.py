@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import importlib
 import io
+import logging
 import runpy
 import sys
 import threading
@@ -124,6 +125,18 @@ def test_an_agent_goes_on_after_a_restart() -> None:
     assert not run.rollouts.ledger["tokens"].dropped
 
 
+def test_an_agent_that_returns_other_tokens_is_told(tmp_path: Path) -> None:
+    """And one that is no agent, before anything starts."""
+    file = tmp_path / "agent.py"
+    file.write_text(Path(AGENT).read_text() + "\n\nAgentExecutor = Rewrites\n")
+    settings = {"max_failed_groups": 1, "max_attempt_failures": 1}
+    with Run(settings, train__agent_func_path=str(file)) as run, pytest.raises(RolloutError, match="from token 0 on"):
+        run.step()
+    file.write_text("nothing = 1\n")
+    with pytest.raises(ConfigError, match="AttributeError: module 'agent_module' has no attribute 'AgentExecutor'"):
+        Run(train__agent_func_path=str(file))
+
+
 def test_rewards_see_the_whole_conversation() -> None:
     """The function is asked once per response, with prompt and label of its row."""
     with Run() as run:
@@ -132,6 +145,14 @@ def test_rewards_see_the_whole_conversation() -> None:
     assert len(asked) == ROWS * SAMPLES
     assert all(call[0].startswith(call[1]) and call[1:] == row(int(call[2])) for call in asked)
     assert all(engine.judged for engine in run.engines)
+
+
+def test_without_a_reward_function_the_reward_model_is_left_to_openrlhf() -> None:
+    """``reward`` is None, and nobody is asked."""
+    with Run(reward__remote_url=None) as run:
+        run.step()
+    assert {r["reward"] for r in run.responses} == {r["scores"] for r in run.responses} == {None}
+    assert not any(engine.judged for engine in run.engines)
 
 
 def test_versions_follow_the_transfers() -> None:
@@ -253,6 +274,23 @@ def test_what_a_rejected_group_was_given_is_kept_for_a_batch(monkeypatch: pytest
     assert not any(first & third for first, third in zip(seen, seen[2:], strict=False))
 
 
+def test_logs_that_differ_are_refused() -> None:
+    """OpenRLHF stacks them by name, and would mix up the samples."""
+    with Run() as run:
+        for engine in run.engines:
+            engine.answer = lambda query, prompt, label: {"rewards": 1.0, "extra_logs": {label: 1.0}}
+        with pytest.raises(RolloutError, match="extra_logs of the reward function are"):
+            run.step()
+
+
+def test_without_over_sampling_it_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """It runs, and waits for every response."""
+    with caplog.at_level(logging.WARNING, "april"), Run({}) as run:
+        run.step()
+        assert len(run.labels) == GROUPS
+    assert "set --april.over_sampling_batch_size above --rollout.batch_size" in caplog.text
+
+
 # ---------------------------------------------------------------- OpenRLHF's trainers
 
 
@@ -300,6 +338,36 @@ class Training:
     def labels(self, batches: slice = slice(None)) -> Counter[str]:
         """Of the samples that were trained."""
         return Counter(sample.label for batch in self.trained[batches] for sample in batch)
+
+
+@BOTH
+@pytest.mark.parametrize("queued", [1, 2])
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_every_prompt_is_trained_once(
+    kind: str, queued: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In both trainers, also with batches that wait in the queue: books balance, no token is older than the bound.
+
+    Evaluations stay OpenRLHF's own.
+    """
+    run = Training(kind, settings, monkeypatch, train__async_queue_size=queued)
+
+    assert run.labels() == EACH
+    assert (run.ledger["prompts"].delivered, run.ledger["prompts"].held) == (ROWS, 0)
+    assert run.ledger["tokens"].observed == run.ledger["tokens"].delivered
+    logs = [sample.extra_logs for batch in run.trained for sample in batch]
+    assert max(log["april/staleness"] for log in logs) <= 2
+    assert all(log["april/version_first"] <= log["april/version_last"] for log in logs)
+    assert max(log["april/version_last"] for log in logs) > 0
+    assert all(engine.counted == len(run.trained) == ROWS // GROUPS for engine in run.engines)
+    actors: Any = importlib.import_module("april.adapters.openrlhf.actors")
+    if kind == "sync":
+        assert run.trainer.samples_generator.stock_calls == len(run.trained)
+    else:
+        generator = run.trainer.generator_actor.object_
+        assert isinstance(generator, actors.AprilGenerateSamplesActor)
+        assert isinstance(run.trainer.trainer_actor.object_, actors.AprilTrainingActor)
+        assert not generator.samples_generator.stock_calls
 
 
 class SomeAreLong:
@@ -381,6 +449,27 @@ def test_the_trainers_checkpoint(kind: str, settings: dict[str, Any], monkeypatc
     assert before.labels(slice(3)) + after.labels() == EACH
 
 
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_transfer_that_breaks_off(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer's own error ends the run; nobody goes on to generate under weights that nobody knows."""
+    from openrlhf.trainer.ppo_trainer import BasePPOTrainer  # type: ignore[import-not-found]
+
+    stock = BasePPOTrainer.broadcast_to_vllm
+
+    def breaks(self: Any) -> None:
+        if len(self.trained) == 2:
+            self.vllm_engines[0].receive()
+            raise OSError("a rank is gone")
+        stock(self)
+
+    monkeypatch.setattr(BasePPOTrainer, "broadcast_to_vllm", breaks)
+    seen: list[OpenRLHFRollouts] = []
+    close = OpenRLHFRollouts.close
+    monkeypatch.setattr(OpenRLHFRollouts, "close", lambda self: (seen.append(self), close(self)))
+    with pytest.raises((OSError, RolloutError), match=r"a rank is gone|transfer of weights failed"):
+        Training(kind, CONTINUOUS, monkeypatch)
+
+
 def test_a_transfer_elsewhere() -> None:
     """Between its two calls weights may be written, and nothing else happens; what stands against it comes out."""
     said: list[str] = []
@@ -429,6 +518,14 @@ def test_the_end_waits_for_a_transfer() -> None:
 
 
 # ---------------------------------------------------------------- the switch
+
+
+def test_another_number_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """N is that of the flags."""
+    trainer = Training("sync", STEPWISE, monkeypatch).trainer
+    trainer.samples_generator._dataloader_iter = rows = iter(())
+    with pytest.raises(RolloutError, match="the trainer asked for 5 prompts"):
+        trainer.samples_generator._generate_vllm(rows, 5, False)
 
 
 @pytest.mark.asyncio
@@ -594,6 +691,21 @@ def test_images_of_openrlhfs_loader_reach_requests_and_training(tmp_path: Path) 
         check_images(made)
         assert Counter(made.labels) == Counter(map(str, range(ROWS)))
         assert sum(r["extra_logs"]["april/resumes"] > 0 for r in made.responses) > 0
+
+
+def test_images_live_through_a_restart(tmp_path: Path) -> None:
+    """The checkpoint has what was drawn and is not finished, with its images, from files, text and objects."""
+    with seeing_run(tmp_path) as made:
+        made.step()
+        made.step()
+        state = made.loader.state_dict()
+        first = made.labels
+    with seeing_run(tmp_path) as made:
+        made.loader.load_state_dict(state)
+        made.push()
+        made.episode()
+        check_images(made)
+        assert Counter(first + made.labels) == Counter(map(str, range(ROWS)))
 
 
 def test_what_cannot_be_is_refused_in_a_sentence(tmp_path: Path) -> None:

@@ -13,18 +13,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_async_llm import FakeAsyncLLM, install_vllm
+from fake_async_llm import EOS, VOCAB, FakeAsyncLLM, install_vllm
 from fake_servers.base import uncut
 from fake_servers.images import PLACEHOLDER, TOKENS_EACH, FakeImages, features, salt_of
 from PIL import Image
 
 from april.adapters.openrlhf.rollouts import OpenRLHFEngine, connect
 from april.core.attachments import Attachment, Placed
-from april.core.sampling import SamplingParams
+from april.core.sampling import LogprobKind, SamplingParams
 from april.core.versions import PolicyVersion
 from april.engines.protocol import Chunk, EngineFinish, Request
 from april.engines.vllm.actor import EngineActor
-from april.errors import AttachmentError, EngineError
+from april.errors import AttachmentError, EngineBusy, EngineError, RequestRefused
 
 PROMPT = [12, 20, 30]
 pytestmark = pytest.mark.asyncio
@@ -98,6 +98,17 @@ def text(count: int, weights: str = "tiny0", prompt: list[int] | None = None) ->
     return uncut(prompt or PROMPT, weights=weights, max_tokens=count, mean_length=60)[0]
 
 
+async def test_a_response_in_one_chunk() -> None:
+    """Tokens with their log-probabilities, EOS included, under the version of the weights."""
+    async with world() as (_, _, engine):
+        (chunk,) = await collect(engine, request())
+    assert chunk.finish is EngineFinish.STOP
+    assert chunk.tokens[-1] == EOS
+    assert chunk.tokens.tolist() == text(len(chunk.tokens))
+    assert chunk.logprobs.tolist() == uncut(PROMPT, weights="tiny0", max_tokens=200, mean_length=60)[1]
+    assert chunk.version == PolicyVersion(0, 0)
+
+
 async def test_an_image_in_a_file_is_read_on_this_side(tmp_path: Path) -> None:
     """The actor may run where the file is not: its bytes go along, and a file that has changed is an error by name."""
     buffer = io.BytesIO()
@@ -116,6 +127,20 @@ async def test_an_image_in_a_file_is_read_on_this_side(tmp_path: Path) -> None:
         with pytest.raises(AttachmentError, match=r"a\.png has changed since its prompt"):
             await collect(engine, replace(request("a2", ids), attached=(placed,)))
         assert len(llm.runs) == 1
+
+
+async def test_what_the_engine_is() -> None:
+    """As vLLM in the actor says, apart from what the wire takes away."""
+    async with world() as (_, _, engine):
+        found = engine.capabilities
+        assert (await engine.health()).ok
+    assert (found.vocab_size, found.max_context, found.max_in_flight) == (VOCAB, 1000, 128)
+    assert found.logprob_kind is LogprobKind.PROCESSED
+    assert found.returns_partials
+    assert not found.streams
+    assert not found.updates_from_disk
+    assert EOS in found.eos_token_ids
+    assert "A weight update ends all requests of this vLLM object" in found.notes[0]
 
 
 async def test_an_abort_hands_over_what_there_is() -> None:
@@ -154,6 +179,22 @@ async def test_weights() -> None:
     assert chunk.tokens.tolist() == text(len(chunk.tokens), "tiny1")
 
 
+async def test_weights_wait_for_no_request() -> None:
+    """Those that arrive, or are announced, while requests run are refused: tokens would be of no version."""
+    async with world(mean_length=10**9) as (llm, actor, engine):
+        llm.limit(5)
+        running = asyncio.create_task(collect(engine, request()))
+        await until_stopped(llm)
+        with pytest.raises(EngineError, match="weights were updated while 1 requests run"):
+            actor.side.require_idle()
+        with pytest.raises(EngineError, match="pause the engine first"):
+            await engine.update_weights(PolicyVersion(0, 1))
+        await engine.abort()
+        await running
+        with pytest.raises(EngineError, match="only the trainer itself loads weights into its engines"):
+            await engine.update_weights(PolicyVersion(0, 1), "somewhere")
+
+
 async def test_an_actor_that_was_started_anew() -> None:
     """Its weights are those of its start: no token of it is believed."""
     async with world() as (llm, actor, engine):
@@ -181,3 +222,52 @@ async def test_an_actor_that_was_started_anew_during_a_transfer() -> None:
         await engine.resume()
         (chunk,) = await collect(engine, request())
         assert chunk.version == PolicyVersion(0, 1)
+
+
+async def test_a_dead_actor() -> None:
+    """What Ray says of it comes as an error of the engine; it is not healthy."""
+    async with world() as (_, actor, engine):
+        actor.dead = True
+        with pytest.raises(EngineError, match="RuntimeError: the actor died"):
+            await collect(engine, request())
+        health = await engine.health()
+    assert not health.ok
+    assert "the actor died" in health.detail
+
+
+async def test_what_is_refused() -> None:
+    """Here what cannot fit, and there what vLLM will not take, each as a refusal."""
+    async with world() as (llm, actor, engine):
+        with pytest.raises(RequestRefused, match="has room for 1000"):
+            await collect(engine, request(most=998))
+        with pytest.raises(RequestRefused, match="outside the vocabulary"):
+            await collect(engine, request(tokens=[VOCAB]))
+        assert "generate" not in actor.calls
+        running = asyncio.create_task(collect(engine, request("twice")))
+        await asyncio.sleep(0)
+        with pytest.raises(RequestRefused, match="attempt twice is already in flight"):
+            await collect(engine, request("twice"))
+        await running
+        assert not llm.open_requests
+
+
+async def test_a_vllm_that_the_trainer_has_paused_is_busy() -> None:
+    """Which is no failure here either: the request goes elsewhere, or waits."""
+    async with world(release=33) as (llm, _, engine):
+        await llm.pause_generation(mode="abort", clear_cache=False)
+        with pytest.raises(EngineBusy, match="Generation is paused"):
+            await collect(engine, request())
+
+
+async def test_a_request_that_is_given_up() -> None:
+    """Nobody will read it: it is ended at vLLM too."""
+    async with world(mean_length=10**9) as (llm, _, engine):
+        llm.limit(5)
+        running = asyncio.create_task(collect(engine, request()))
+        await until_stopped(llm)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not llm.open_requests

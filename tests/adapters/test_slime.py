@@ -14,9 +14,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+from fake_servers.sglang import FakeSglangServer
 from real_schedulers import LENGTHS, VOCAB, assert_nothing_is_left
+from server_fixtures import ServerThread
 from tiny_vision import IMAGE_ID, tiny_processor
 from tiny_vision import VOCAB as WORDS
 
@@ -37,12 +40,16 @@ from adapters.slime_stand_in import (
 )
 from april.adapters.slime import GenerateRollout, make_generate_rollout, post_process_rewards
 from april.adapters.slime.arguments import config_of
+from april.adapters.slime.framework import Framework
 from april.adapters.slime.hooks import SlimeHooks
+from april.adapters.slime.samples import SampleImages, as_dict, carry_path, unpacked
 from april.core.types import DropReason
 from april.core.versions import PolicyVersion
 from april.engines.simulated.engine import synthetic_response
 from april.engines.simulated.synthetic_rows import LAYERS, TOP_K, synthetic_rows
-from april.errors import ConfigError
+from april.errors import CheckpointError, ConfigError, RolloutError
+from april.scheduler import RolloutScheduler
+from april.serialization.state_file import write_state
 from april.testing import FakeEngine
 
 REPLAY: dict[str, Any] = {"use_rollout_routing_replay": True, "num_layers": LAYERS, "moe_router_topk": TOP_K}
@@ -119,6 +126,13 @@ def test_only_older_tokens_of_continued_responses_are_masked() -> None:
         assert carried
 
 
+def test_the_same_rollout_again_is_no_weight_update() -> None:
+    """A rollout that is asked for twice goes on under the same version; the next one has new weights."""
+    with Run() as run:
+        versions = [run(rollout_id)[0][0].metadata["april"]["version"] for rollout_id in (0, 0, 1, 1, 2)]
+        assert versions == ["0.0", "0.0", "0.1", "0.1", "0.2"]
+
+
 def test_rejected_groups_are_counted_with_their_reason() -> None:
     """--dynamic-sampling-filter-path: rejected groups are replaced, and settled by name."""
     paths = {"dynamic_sampling_filter_path": f"{USER}.keep_short",
@@ -137,6 +151,13 @@ def test_rejected_groups_are_counted_with_their_reason() -> None:
         assert books.dropped[DropReason.FILTERED] == dropped
         assert len(run.data.drawn) == books.observed == delivered + books.held + dropped
         assert len({g for seen in user.seen for g in seen}) >= delivered + dropped
+
+
+def test_a_filter_may_keep_what_would_be_too_few() -> None:
+    """keep_when_insufficient: of N' = 5 groups, those that N = 3 needs are kept, as in slime."""
+    with Run(dynamic_sampling_filter_path=f"{USER}.keep_none") as run:
+        assert len(run(0)) == 3
+        assert run.output.metrics["rollout/dynamic_filter/drop_none"] == 2
 
 
 def test_rewards_of_groups_and_of_several_numbers() -> None:
@@ -274,6 +295,53 @@ def test_a_checkpoint_in_the_middle_of_a_rollout(tmp_path: Path) -> None:
     assert files
 
 
+def test_a_group_that_nobody_has_asked_for_is_kept(tmp_path: Path) -> None:
+    """What the data source has given and april has not drawn yet is in the file: slime's own position is behind it.
+
+    With rewards of whole groups.
+    """
+    flags = {"group_rm": True, "custom_rm_path": f"{USER}.group_length"}
+    with Run(tmp_path, **flags) as run:
+        run(0)
+        (ahead,) = run.data.get_samples(1)
+        run.session._groups.ahead.append(ahead)
+        run.data.save(0)
+    with Run(tmp_path, 1, **flags) as run:
+        samples = [s for rollout_id in range(1, 8) for s in run.samples(rollout_id)]
+        assert run.scheduler.ledger()["prompts"].observed == run.data.groups
+    for sample in samples:
+        check_response(sample)
+    assert ahead[0].group_index in {s.group_index for s in samples}
+
+
+def test_a_custom_generate_function_goes_on_with_its_sample(tmp_path: Path) -> None:
+    """What a function of the user has made of unfinished samples is in the checkpoint too."""
+    flags = {"custom_generate_function_path": f"{USER}.generate"}
+    with Run(tmp_path, **flags) as run:
+        first = run.samples(0)
+        run.data.save(0)
+    with Run(tmp_path, 1, **flags) as run:
+        second = run.samples(1)
+    for s in second:
+        assert s.tokens == [1, 2, *range(10, 15 + 3 * s.index % 40)]
+    assert not {s.group_index for s in first} & {s.group_index for s in second}
+
+
+def test_a_checkpoint_without_carry_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A run that began with slime's own function goes on, and the log says what is missing."""
+    Run(tmp_path).data.save(0)
+    with Run(tmp_path, 1) as run:
+        run(1)
+    assert "continues from a checkpoint that april did not write" in caplog.text
+
+
+def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
+    """A sample with something that is no plain value."""
+    with pytest.raises(CheckpointError, match="cannot be saved: a object is not a plain value"):
+        write_state(tmp_path / "x", "slime", {"held": {"0.0": {"image": object()}}})
+    assert not list(tmp_path.iterdir())
+
+
 # ---------------------------------------------------------------- agents
 
 AGENT: dict[str, Any] = {
@@ -351,7 +419,39 @@ def test_what_an_agent_cannot_go_with() -> None:
             run(0)
 
 
+def test_a_plain_agent_of_one_conversation_is_what_april_does_itself() -> None:
+    """Such a function runs in a thread."""
+    with Run(april={"rollout": f"{USER}.plain_agent"}, custom_reward_post_process_path=AGENT[
+        "custom_reward_post_process_path"]) as run:  # fmt: skip
+        for s in run.samples(0):
+            check(s, 0)
+
+
 # ---------------------------------------------------------------- quorum and samples that fail
+
+
+@pytest.mark.parametrize("flags", [
+    {}, {"grpo_std_normalization": False}, {"advantage_estimator": "reinforce_plus_plus_baseline"},
+    {"rewards_normalization": False}, {"advantage_estimator": "ppo"},
+], ids=str)  # fmt: skip
+def test_without_a_quorum_the_hook_gives_what_slime_makes_of_rewards(flags: dict[str, Any]) -> None:
+    """slime's own normalisation over n neighbours, written down a second time."""
+    with Run(**HOOKED, **flags) as run:
+        samples = run.samples(0)
+    raw, advantages = post_process_rewards(run.args, samples)
+    expected = np.array(raw)
+    if not {"rewards_normalization", "advantage_estimator"} & set(flags) or "reinforce" in str(flags):
+        rows = expected.reshape(-1, SIZE)
+        rows = rows - rows.mean(1, keepdims=True)
+        expected = (rows if flags else rows / (rows.std(1, ddof=1, keepdims=True) + 1e-6)).ravel()
+    assert np.ptp(advantages)
+    np.testing.assert_allclose(advantages, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_samples_of_somebody_else_are_refused() -> None:
+    """The hook without april's rollout function."""
+    with pytest.raises(RolloutError, match="only works with --rollout-function-path april"):
+        post_process_rewards(namespace(), [Sample(0, 0, "p1", reward=1.0)])
 
 
 @pytest.mark.parametrize("flags", [{}, {"custom_generate_function_path": f"{USER}.generate"}], ids=["april", "slime"])
@@ -432,6 +532,29 @@ def test_every_row_reaches_the_actor() -> None:
         assert any(found >= 3 for found in accumulate(replayed(run, run.samples(i)) for i in range(40)))
 
 
+def test_rows_go_on_after_a_restart(tmp_path: Path) -> None:
+    """What was held is continued from the checkpoint with the rows that it had; the file has them once."""
+    with Run(tmp_path, **REPLAY) as run:
+        for i in (0, 1):
+            run.samples(i)
+        run.data.save(1)
+    assert b"routed_experts" in carry_path(str(tmp_path), 1).read_bytes()
+    with Run(tmp_path, 2, **REPLAY) as again:
+        assert any(replayed(again, again.samples(i)) for i in range(2, 40))
+
+
+def test_a_batch_that_comes_again_has_its_rows_again(tmp_path: Path) -> None:
+    """A rollout that was delivered and not trained is in the file without a second copy of its rows."""
+    with Run(tmp_path, **REPLAY) as run:
+        run.samples(0)
+        first = run.samples(1)
+        run.data.save(0)
+    with Run(tmp_path, 1, **REPLAY) as again:
+        second = again.samples(1)
+        replayed(again, second)
+        assert [s.tokens for s in second] == [s.tokens for s in first]
+
+
 def test_the_flags_say_the_shape() -> None:
     """Layers and experts per token are those of the trainer's model; april.extras is decided by slime's flag."""
     args = namespace(**REPLAY, sglang_router_ip="127.0.0.1", sglang_router_port=1)
@@ -441,6 +564,36 @@ def test_the_flags_say_the_shape() -> None:
     assert config_of(args, ["http://127.0.0.1:30000"], own_function=True).extras == ()
     with pytest.raises(ConfigError, match=r"april\.extras: slime's --use-rollout-routing-replay decides"):
         config_of(namespace(april={"extras": "routed_experts"}), None)
+
+
+def test_a_hook_that_rewrites_a_response_is_told() -> None:
+    """Its tokens are others than those whose experts would be replayed."""
+    hook = ["adapters.test_slime.shorten"]
+    with Run(**REPLAY, rollout_sample_hook_path=hook) as run, pytest.raises(RolloutError, match="a hook has rewritten"):
+        run.samples(0)
+
+
+def shorten(args: Any, sample: Sample) -> None:
+    sample.tokens = sample.tokens[:-1]
+
+
+def test_rows_of_a_function_of_the_users_are_kept_in_the_file() -> None:
+    """slime's own generate function fills them in; a checkpoint has them as plain values."""
+    sample = Sample(tokens=[1, 2, 3], rollout_routed_experts=np.arange(8, dtype=np.int32).reshape(2, 2, 2))
+    plain = msgspec.msgpack.decode(msgspec.msgpack.encode(as_dict(sample)))
+    again = Sample.from_dict(unpacked(plain))
+    assert np.array_equal(again.rollout_routed_experts, sample.rollout_routed_experts)
+    assert as_dict(plain) == plain
+
+
+def test_servers_without_the_flag_are_told() -> None:
+    """slime gives its servers --enable-return-routed-experts itself; servers of somebody else may be without."""
+    server = FakeSglangServer()
+    with ServerThread(server):
+        config = config_of(namespace(**REPLAY, sglang_router_ip="127.0.0.1", sglang_router_port=1), [server.url])
+        alone = config.model_copy(update={"engine": config.engine.model_copy(update={"router": None})})
+        with pytest.raises(ConfigError, match="start the server with --enable-return-routed-experts"):
+            RolloutScheduler(alone, prompts=[[1]], reward=lambda p, r: 0.0)
 
 
 # ---------------------------------------------------------------- images
@@ -506,3 +659,33 @@ def test_samples_of_a_group_share_what_they_have_of_images() -> None:
         for group in held:
             for sample in group.prompt.data["group"]:
                 assert not any((sample.multimodal_inputs or {}).values())
+
+
+def test_images_go_on_after_a_restart(tmp_path: Path) -> None:
+    """The checkpoint has each image once, by its hash, and no other process of slime's is asked for it."""
+    with opened()(tmp_path) as run:
+        for i in (0, 1):
+            for sample in run.samples(i):
+                check_images(run, sample)
+        run.data.save(1)
+    assert carry_path(str(tmp_path), 1).read_bytes().count(b"\x89PNG") <= 2 * 5
+    with opened()(tmp_path, 2) as again:
+        assert any(sum([check_images(again, sample) for sample in again.samples(i)]) for i in range(2, 40))
+
+
+def test_a_reward_sees_the_images() -> None:
+    """slime's functions find them in the sample, as its data set gave them."""
+    with opened(custom_rm_path="adapters.test_slime.counts_images")() as run:
+        for sample in run.samples(0):
+            assert sample.reward == int(str(sample.label)) % 3
+
+
+async def counts_images(args: Any, sample: Sample, **kwargs: Any) -> float:
+    return float(len((sample.multimodal_inputs or {}).get("images") or ()))
+
+
+def test_a_checkpoint_without_a_processor_is_told() -> None:
+    """By the flag and the path."""
+    with pytest.raises(ConfigError, match="finds no processor for them at --hf-checkpoint text"):
+        SampleImages.of(Framework("slime"), namespace(**{**SEES, "hf_checkpoint": "text"}))
+    assert SampleImages.of(Framework("slime"), namespace()) is None

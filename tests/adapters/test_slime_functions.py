@@ -120,6 +120,44 @@ def test_a_response_that_april_has_refused_goes_on_where_it_stood() -> None:
     engine_test(test)
 
 
+def test_one_of_several_is_ended_without_the_others() -> None:
+    """Its call is given up, the sample stays as it was; the other one runs to its end."""
+
+    async def test(engine: FunctionEngine, told: Told, samples: Held) -> None:
+        calls = [asyncio.create_task(read(engine, request(i, name))) for i, name in enumerate("ab")]
+        await begun(told, 2)
+        await engine.abort(["a", "unknown"])
+        cut = await calls[0]
+        assert (cut.finish, len(cut.tokens)) == (EngineFinish.ABORT, 0)
+        told.go = True
+        assert (await calls[1]).tokens.tolist() == [9]
+        assert set(samples) == {SampleId(0, 1)}
+
+    engine_test(test)
+
+
+def test_a_pause_waits_for_the_end_of_calls_and_holds_new_ones() -> None:
+    """Nothing runs when pause returns; what waits before the gate can be aborted there."""
+
+    async def test(engine: FunctionEngine, told: Told, samples: Held) -> None:
+        running = asyncio.create_task(read(engine, request(0, "a")))
+        await begun(told, 1)
+        pausing = asyncio.create_task(engine.pause())
+        told.go = True
+        await pausing
+        assert running.done() or (await running).finish is EngineFinish.ABORT
+        waiting = [asyncio.create_task(read(engine, request(1, name))) for name in "bc"]
+        await asyncio.sleep(0)
+        await engine.abort(["b"])
+        assert (await waiting[0]).finish is EngineFinish.ABORT
+        await engine.resume()
+        assert (await waiting[1]).tokens.tolist() == [9]
+        assert told.begun == 2
+        assert (await engine.health()).ok
+
+    engine_test(test)
+
+
 def test_a_pause_ends_calls_that_do_not_end_themselves(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -83,6 +83,10 @@ class Fleet(ServerThread):
             server.weights, server.label, server.stale_cache = f"w{label}", label, not flushed
 
 
+def versions(samples: list[Sample]) -> set[str]:
+    return {s.metadata["april"]["version"] for s in samples}
+
+
 def test_versions_follow_the_trainers_updates() -> None:
     """Each update is a version; tokens have the trainer's name for their weights; caches are emptied."""
     with Fleet() as fleet:
@@ -98,6 +102,39 @@ def test_versions_follow_the_trainers_updates() -> None:
                 assert not server.stale_cache
                 assert not server.running
         assert all(int(name) == int(version[2:]) + 1 for version, name in names.items())
+
+
+def test_no_update_is_no_version() -> None:
+    """With --update-weights-interval 2 two rollouts have the same weights, and april says the same."""
+    with Fleet() as fleet:
+        said = []
+        for rollout_id in range(6):
+            if rollout_id % 2 == 0:
+                fleet.update(str(rollout_id // 2 + 1))
+            said.append(versions(fleet(rollout_id)))
+        assert said == [{"0.0"}, {"0.0"}, {"0.1"}, {"0.1"}, {"0.2"}, {"0.2"}]
+
+
+@pytest.mark.parametrize(("interval", "first", "always"), [(1, 0, False), (3, 0, False), (3, 1, False), (3, 0, True)])
+def test_batches_of_the_asynchronous_loop(interval: int, first: int, always: bool) -> None:
+    """train_async.py asks for a rollout before it trains the one before: that one alone is out after an update.
+
+    Also where it began in the middle of an interval, or updates after every rollout whatever the interval says
+    (--release-train).
+    """
+    with Fleet() as fleet:
+        fleet.args.update_weights_interval = interval
+        fleet.update("1")
+        out, said, true = 0, [], []
+        for rollout_id in range(first, first + 8):
+            true.append(float(out))
+            said.append(fleet.function(fleet.args, rollout_id, fleet.data).metrics["rollout/april/batches_out"])
+            out += 1
+            # the rollout before is trained now, and the servers have its weights before the next one is asked for
+            if rollout_id > first and (always or rollout_id % interval == 0):
+                fleet.update(f"{rollout_id + 1}")
+                out = 1
+        assert said == true
 
 
 def test_a_function_that_talks_to_the_servers_itself() -> None:
@@ -119,6 +156,26 @@ def test_a_function_that_talks_to_the_servers_itself() -> None:
                 assert s.weight_versions == [str(int(v[2:]) + 1) for _, _, v in spans]
             assert {server.label for server in fleet.engines} == {str(rollout_id + 1)}
             rollout_id += 1
+
+
+def test_a_limit_of_the_function_s_own_ends_a_response() -> None:
+    """--rollout-max-response-len, which such a function keeps itself: nothing of it is dropped or made twice."""
+    with Fleet(custom_generate_function_path=f"{USER}.over_http") as fleet:
+        fleet.args.rollout_max_response_len = 12
+        cut = 0
+        for rollout_id in range(4):
+            fleet.update(str(rollout_id + 1))
+            for s in fleet(rollout_id):
+                cut += s.status is Status.TRUNCATED
+                assert s.response_length == s.metadata["april"]["spans"][-1][1] <= 12
+        assert cut
+        assert not sum(fleet.scheduler.ledger()["tokens"].dropped.values())
+
+
+def test_servers_that_nobody_labels_have_new_weights_every_time() -> None:
+    """Where the trainer sets no labels, every rollout counts as an update."""
+    with Fleet() as fleet:
+        assert [versions(fleet(rollout_id)) for rollout_id in range(3)] == [{"0.0"}, {"0.1"}, {"0.2"}]
 
 
 def test_a_server_at_another_address_takes_over(caplog: pytest.LogCaptureFixture) -> None:
@@ -276,6 +333,17 @@ def test_updates_lose_nothing_and_hold_the_bound(bound: int, rounds: int, interv
         loop.balance()
 
 
+def test_the_synchronous_loop_with_engines_of_their_own() -> None:
+    """train.py asks when it has trained and updated: the same, a batch less ahead."""
+    with Loop() as loop:
+        for rollout_id in range(8):
+            loop.train(loop.rollout(rollout_id))
+            loop.update()
+        assert loop.cut
+        assert loop.oldest <= 3
+        loop.balance()
+
+
 def test_a_restart_keeps_what_was_going_on(tmp_path: Path) -> None:
     """Saved while requests run, ended later: what came after the save is made again, nothing twice, nothing never."""
     with Loop(tmp_path) as loop:
@@ -299,6 +367,17 @@ def test_a_restart_keeps_what_was_going_on(tmp_path: Path) -> None:
         assert len(kept) == 36
         # whatever was begun before a trained group is trained, or still held
         assert sorted(kept)[-1] < 36 + 3 * 4
+
+
+def test_evaluation_is_slimes_own_and_cuts_nothing() -> None:
+    """Requests of april's go on beside it."""
+    with Loop() as loop:
+        loop.rollout(0)
+        until(lambda: any(server.running for server in loop.engines))
+        assert loop.function(loop.args, 0, loop.data, evaluation=True) == ("evaluated", 0)
+        assert not loop.aborts
+        loop.run(range(1, 4))
+        loop.balance()
 
 
 def test_servers_that_do_not_name_their_weights_are_refused() -> None:

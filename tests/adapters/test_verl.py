@@ -26,7 +26,7 @@ from april.adapters.verl.agent_calls import (
 )
 from april.core.versions import PolicyVersion
 from april.engines.simulated.synthetic_rows import synthetic_rows
-from april.errors import RolloutError
+from april.errors import CheckpointError, RolloutError
 from april.testing import run_virtual
 
 Make = Callable[..., Trainer]
@@ -82,6 +82,43 @@ def test_late_requests_neither_hang_the_step_nor_are_lost(trainer: Make) -> None
     assert max(Counter(run.trained).values()) == 1
 
 
+def test_groups_without_a_signal_are_replaced(trainer: Make) -> None:
+    """Dynamic sampling: groups with equal rewards are dropped by name, replaced at once, and leave verl's queue.
+
+    Rewards are equal if no float32 tells them apart.
+    """
+    run = trainer(
+        reward_of=lambda row, sample, response: float(sample) if row % 3 else (0.3, 0.1 + 0.2)[sample % 2],
+        algorithm__filter_groups__enable=True,
+    )
+    run.steps(6)
+    assert all(row % 3 for row, _ in run.trained)
+    prompts = run.ledgers()["prompts"]
+    assert prompts["dropped"]["filtered"] > 3
+    held = {key.split("_")[0] for key in run.stored}
+    assert held <= set(run.queue)
+    assert not any(run.queue[uid] % 3 == 0 for uid in held if len([k for k in run.stored if k.startswith(uid)]) == 2)
+
+
+def test_several_turns_are_one_partial_rollout(trainer: Make) -> None:
+    """Two calls with a tool between them, cut over updates: tokens of the tool are in no span."""
+
+    async def two_turns(session: AgentLoopSession, prompt: list[int]) -> list[int]:
+        first: LLMResult = await generate(session, prompt, 9)
+        tool = [70, 71]
+        second: LLMResult = await generate(session, [*prompt, *first.tokens.tolist(), *tool], 20)
+        return [*first.tokens.tolist(), *tool, *second.tokens.tolist()]
+
+    run = trainer(lambda row, sample: 26 if row < 2 else 12)
+    run.agent_loop = two_turns
+    seen = run.steps(8)
+    for key in ("u0_0_0", "u1_1_0"):
+        spans = seen[key]["spans"]
+        covered = {i for start, end, _ in spans for i in range(start, end)}
+        assert covered == set(range(len(seen[key]["tokens"]))) - {9, 10}
+        assert len({span[2] for span in spans}) > 1
+
+
 def test_an_agent_loop_that_was_replaced_is_not_heard(trainer: Make) -> None:
     """A sample that is too old begins again while its loop waits for a tool: the old loop ends at its next call."""
     lives: Counter[tuple[int, int]] = Counter()
@@ -120,6 +157,38 @@ def test_an_agent_loop_that_was_replaced_is_not_heard(trainer: Make) -> None:
     assert run.core.counters["failed_samples"] == 0
     assert max(Counter(run.trained).values()) == 1
     assert run.ledgers()["tokens"]["dropped"].get("stale", 0) > 0
+
+
+def test_an_agent_loop_without_a_call_is_told(trainer: Make) -> None:
+    """Groups that fail in a row end the step with the last reason."""
+
+    async def silent(session: AgentLoopSession, prompt: list[int]) -> list[int]:
+        return []
+
+    run = trainer()
+    run.agent_loop = silent
+    sentence = r"8 groups failed in a row.*returned without awaiting a call of llm.generate"
+    with pytest.raises(RolloutError, match=sentence):
+        run.step()
+
+
+@pytest.mark.parametrize("on_stale", ["mask", "restart", "drop"])
+def test_too_old_tokens(trainer: Make, on_stale: str) -> None:
+    """mask takes the loss off old tokens, restart begins again, drop gives the group up; nothing else is touched."""
+    run = trainer(
+        lambda row, sample: 39 if row % 3 == 0 else 2, april__max_staleness=1, april__on_stale=on_stale,
+        april__over_sampling_batch_size=12,
+    )  # fmt: skip
+    masked = 0
+    for _ in range(30):
+        delivery = run.step()
+        masked += len(delivery.masked)
+        for (uid, index), mask in delivery.masked.items():
+            assert len(mask) == len(run.last[f"{uid}_{index}_0"]["tokens"])
+        run.update()
+    dropped = run.ledgers()["tokens"]["dropped"]
+    assert (masked > 0) == (on_stale == "mask")
+    assert (dropped.get("stale", 0) > 0) == (on_stale != "mask")
 
 
 # ---------------------------------------------------------------- mishaps
@@ -248,6 +317,16 @@ def test_a_trajectory_that_verl_has_not_saved_is_made_again_from_its_tokens(trai
     assert {span[2] for span in seen[lost]["spans"]} == {"0.0"}
 
 
+def test_prompts_that_verls_queue_has_not_are_named(trainer: Make, tmp_path: Path) -> None:
+    """april's state and verl's checkpoint are not of the same moment."""
+    first = trainer()
+    first.step()
+    mine = first.save(tmp_path)
+    uid = next(iter(mine["queue"]))
+    with pytest.raises(CheckpointError, match="are not in the trainer's checkpoint"):
+        trainer().load(tmp_path, mine | {"queue": {u: r for u, r in mine["queue"].items() if u != uid}})
+
+
 # ---------------------------------------------------------------- TensorRT-LLM: budgets of its own
 
 
@@ -277,6 +356,19 @@ def test_long_responses_are_cut_to_their_limit_and_none_is_lost(trainer: Make) -
     assert set(by_length) >= {True}
     assert by_length[False] == 0
     assert set(books["tokens"]["dropped"]) == {"over_budget"}
+    assert books["tokens"]["observed"] == run.server.generated
+
+
+def test_an_aborted_output_without_all_its_log_probabilities_costs_tokens_and_no_group(trainer: Make) -> None:
+    """Its tokens are dropped by name, for nobody knows which number belongs to which; nothing else has failed."""
+    run = trainer(lambda row, sample: 30 if row == 0 else 5, **TRTLLM, april__max_age=4)  # then a step waits for it
+    run.server.cut_logprobs = 1
+    run.steps(8)
+    books = run.ledgers()
+    assert books["prompts"]["dropped"] == {}
+    assert 0 in {row for row, _ in run.trained}
+    assert books["tokens"]["dropped"]["corrupt"] > 0
+    assert run.core.counters["failed_attempts"] == 0
     assert books["tokens"]["observed"] == run.server.generated
 
 
@@ -325,6 +417,19 @@ def checked(trainer: Trainer, count: int) -> int:
 def test_rows_of_what_was_cut_and_continued(trainer: Make) -> None:
     """Each row stays as the weights made it that wrote its token, over two cuts and more."""
     assert checked(trainer(**REPLAY), 8) >= 4
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 5.0])
+def test_rows_go_on_after_a_restart(trainer: Make, delay_s: float, tmp_path: Path) -> None:
+    """april's file has the rows of what was held, those of results that came late among them."""
+    first = trainer(**REPLAY)
+    first.delay_s = delay_s
+    checked(first, 3)
+    first.step()
+    mine = first.save(tmp_path)
+    second = trainer(**REPLAY)
+    assert second.load(tmp_path, mine)
+    assert checked(second, 4) >= 1
 
 
 def test_a_cut_without_rows_is_generated_again(trainer: Make) -> None:
@@ -451,6 +556,20 @@ def test_a_sample_that_goes_on_without_its_agent_loop_ends_it() -> None:
     assert said == [ASKED]
     assert forgotten == ["u0_1_0", "u0_1_1"]
     assert not issubclass(SampleGivenUp, Exception)
+
+
+def test_what_april_refuses_fails_in_generate() -> None:
+    """And the agent loop with it, unless it knows better; its failure is told with its place."""
+
+    async def loop(session: Any) -> None:
+        with pytest.raises(RolloutError, match="never rewrite it"):
+            await session.generate(ASKED)
+        raise NameError("x")
+
+    said, _ = said_by(loop, "append to the conversation, and never rewrite it")
+    told, kind = said[1]
+    assert told.startswith("NameError: x (line ")
+    assert kind.startswith("NameError, line ")
 
 
 def test_a_worker_that_is_gone_ends_the_step_with_a_sentence(trainer: Make) -> None:
