@@ -175,7 +175,7 @@ class Examination:
         try:
             self.identity = await identify(client, patience.answer_s)
         except EngineError as error:
-            return why_no_http(url, error, patience.answer_s)
+            return await why_no_http(url, error, patience.answer_s)
         return None
 
     async def _examine(self, client: HttpClient, identity: Identity) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import threading
 from contextlib import suppress
 from typing import Any
@@ -192,10 +193,9 @@ async def _addresses(host: str, port: int) -> None:
         raise error
 
 
-def why_no_http(url: str, error: EngineError, timeout_s: float) -> Finding:
+async def why_no_http(url: str, error: EngineError, timeout_s: float) -> Finding:
     """Return a finding on why an open port does not respond like an HTTP server. ``error`` is that of the request."""
     parts = urlsplit(url)
-    secure = parts.scheme == "https"
     if not isinstance(error, EngineUnreachable):  # a redirect, or an endless response
         return missing(_HTTP_SUBJECT, str(error), "is this the server itself, or a proxy or web site before it?")
     if not error.why:
@@ -208,9 +208,45 @@ def why_no_http(url: str, error: EngineError, timeout_s: float) -> Finding:
             _HTTP_SUBJECT, f"the certificate of {url} is not trusted ({error.distrusted})",
             "set the environment variable SSL_CERT_FILE to the certificate of its authority",
         )  # fmt: skip
-    scheme, other = ("HTTPS", "http") if secure else ("HTTP", "https")
-    advice = f"is this the right port? if the server speaks {other.upper()}, write {other}://{parts.netloc}"
-    return missing(_HTTP_SUBJECT, f"{url} does not speak {scheme} ({error.why})", advice)
+    other = await _other_scheme(url, timeout_s)
+    if other is not None:
+        sentence = f"the server speaks {other.upper()}, but the address says {parts.scheme}"
+        return missing(_HTTP_SUBJECT, sentence, f"write {other}://{parts.netloc}")
+    return missing(_HTTP_SUBJECT, f"{url} does not speak HTTP ({error.why})", "is this the right port?")
+
+
+async def _other_scheme(url: str, timeout_s: float) -> str | None:
+    """Return the scheme that the server really speaks, ``http`` or ``https``, if it is not the URL's; else None."""
+    parts = urlsplit(url)
+    host, secure = str(parts.hostname), parts.scheme == "https"
+    port = parts.port or (443 if secure else 80)
+    greeting = f"GET / HTTP/1.0\r\nHost: {parts.netloc}\r\n\r\n".encode() if secure else _tls_greeting(host)
+    try:
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                writer.write(greeting)
+                answer = await reader.read(5)
+            finally:
+                await _close(writer)
+    except (OSError, TimeoutError):
+        return None
+    if secure:
+        return "http" if answer.startswith(b"HTTP") else None
+    return "https" if answer[:2] in _TLS_RECORDS else None
+
+
+_TLS_RECORDS = (b"\x16\x03", b"\x15\x03")
+"""First bytes of a TLS server's answer: a handshake, or an alert if it rejects the client's first bytes."""
+
+
+def _tls_greeting(host: str) -> bytes:
+    """Return the first bytes that a TLS client sends."""
+    outgoing = ssl.MemoryBIO()
+    client = ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname=host)
+    with suppress(ssl.SSLWantReadError):
+        client.do_handshake()
+    return outgoing.read()
 
 
 async def _close(writer: asyncio.StreamWriter) -> None:
