@@ -120,6 +120,22 @@ def test_portions_change_nothing_but_the_moment(
     assert run() == whole
 
 
+def test_a_round_is_ended_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tail batching: the batch is delivered once all other prompts are aside, and nothing is started before."""
+    monkeypatch.setattr(rollout_core, "MOST_PUT_ASIDE", 4)
+    tail = {"partial_rollout": False, "max_staleness": 0, "on_stale": OnStale.RESTART}
+    m = CoreMachine(settings(n=2, over=12, samples=2, **tail), dict.fromkeys(range(2, 12), 50))
+    m.ask()
+    m.finish(0, 1)
+    found = commands_of_each_event(m)
+    m.finish_aborts()
+    cancelled = [sum(isinstance(c, do.CancelSample) for c in commands) for commands in found]
+    assert [count for count in cancelled if count] == [4] * 5
+    assert isinstance(found[-1][-1], do.Deliver)
+    assert not any(isinstance(c, (*STARTS, do.DrawPrompts)) for commands in found for c in commands)
+    assert m.batches[0].metrics["aside_groups"] == 10.0
+
+
 class SlowSource(CoreMachine):
     """Prompts arrive only when the test says so."""
 
@@ -160,7 +176,7 @@ def test_prompts_that_arrive_after_their_short_round_wait_for_a_later_one(
     assert m.core.step is not None
     assert m.core.step.long_round
     assert m.groups() == [0, 1]
-    assert list(m.core.buffer.aside) == [4, 5]
+    assert (list(m.core.buffer.aside), list(m.core.buffer.unbegun)) == ([], [4, 5])
 
 
 def test_a_step_draws_no_portions_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,6 +106,8 @@ MOST_COMMANDS = 64
 at once would hold the event loop for seconds."""
 MOST_DRAWN = 512
 """Number of samples whose prompts are drawn at one event, for the same reason."""
+MOST_PUT_ASIDE = 512
+"""Number of samples that are put aside at one event, for the same reason."""
 MOST_MARKED = 512
 """Number of groups or samples that are marked as urgent at one event, for the same reason."""
 # module-level names, as an enum member costs 60 ns per use on Python 3.11
@@ -304,6 +306,8 @@ class RolloutCore:
         if stops and self.attempts:
             return
         if enough:
+            if self.settings.tail_batching and not self._put_unfinished_aside():
+                return
             self._end_step()
         if self._trains:
             self._fill()
@@ -329,7 +333,7 @@ class RolloutCore:
             return False
         # with a quorum, failures may leave fewer samples than the target; the batch is then delivered short if further
         # prompts could only be delivered when they are too old
-        exhausted = self.over_sampler.exhausted and not self.buffer.aside
+        exhausted = self.over_sampler.exhausted and not (self.buffer.aside or self.buffer.unbegun)
         return exhausted or (self.monitor.ready > 0 and not self.buffer.fits)
 
     def _advance_others(self) -> None:
@@ -381,7 +385,8 @@ class RolloutCore:
         step, self.batch_wanted = self.step, False
         assert step is not None
         if units and self.settings.tail_batching:
-            self._put_aside_all_but(units)
+            done = {unit.id for unit in units}
+            self._put_aside([g for g in self.buffer if g.id not in done and self.buffer.in_round(g)])
         if not (units and self._continuous):
             self._leave_step()
         if units:
@@ -391,9 +396,20 @@ class RolloutCore:
         if self.step is not None:
             self._begin_step()
 
-    def _put_aside_all_but(self, units: list[Unit]) -> None:
-        done, out = {unit.id for unit in units}, self.context.out
-        for group in [g for g in self.buffer if g.id not in done and g.id not in self.buffer.aside]:
+    def _put_unfinished_aside(self) -> bool:
+        """Put aside some of the groups that are not finished at the end of a round; return True once none is left."""
+        if self._continues:
+            return False
+        unfinished = (g for g in self.buffer if not g.ready and self.buffer.in_round(g))
+        most = max(1, MOST_PUT_ASIDE // self.settings.n_samples_per_prompt)
+        self._put_aside(list(itertools.islice(unfinished, most)))
+        if next(unfinished, None) is not None:
+            self._continue_later()
+        return not self._continues
+
+    def _put_aside(self, groups: list[Group]) -> None:
+        out = self.context.out
+        for group in groups:
             self.lifecycle.put_aside(group)
         # functions that were just cancelled must not get answers of this event, as they would return
         out[:] = [c for c in out if not (isinstance(c, do.CallCompleted) and c.call.sample.state is SampleState.NEW)]
@@ -476,8 +492,8 @@ class RolloutCore:
         """Start queued samples and calls, then draw prompts if more work is wanted."""
         if self._continues:
             return
-        if self.buffer.aside:
-            self._begin_put_aside()
+        if self.buffer.aside or self.buffer.unbegun:
+            self._begin_waiting_groups()
         if self.over_sampler.training.waiting or self.over_sampler.evaluations.waiting:
             self._start_waiting(training=True)
         step = self.step
@@ -505,13 +521,18 @@ class RolloutCore:
         elif not self.over_sampler.requested:
             step.filled = True
 
-    def _begin_put_aside(self) -> None:
-        """Queue groups that were put aside, up to N groups in work, in a long round or where the prompts have ended."""
+    def _begin_waiting_groups(self) -> None:
+        """Queue groups that wait for a later round (tail batching).
+
+        A long round, and every round once the prompts have ended, has N groups in work; a short one has N', and none
+        that was put aside.
+        """
         assert self.step is not None
-        if self.step.long_round or self.over_sampler.exhausted:
-            while self.buffer.aside and self.buffer.units < self.buffer.batch:
-                for sample in self.buffer.next_aside().members:
-                    self.over_sampler.push(sample)
+        long = self.step.long_round or self.over_sampler.exhausted
+        most = self.buffer.batch if long else self.settings.groups_wanted
+        while (group := self.buffer.next_waiting(long=long, most=most)) is not None:
+            for sample in group.members:
+                self.over_sampler.push(sample)
 
     def _start_waiting(self, *, training: bool) -> None:
         """Start queued samples and calls of evaluations, and then, if ``training``, those of training."""
@@ -526,8 +547,10 @@ class RolloutCore:
             engine = self.engines.pick(self.clock.current)
             if engine is None:
                 self._watch_outage(training=training)
-                if not trains or sample.evaluation is None or not self._make_room(work):
+                start = self._make_room(work) if self._continuous and sample.evaluation is not None else None
+                if start is None:
                     return
+                work = start
             queue.forget(work)
             if isinstance(work, Sample):
                 context.places.reserve(work)
@@ -541,22 +564,27 @@ class RolloutCore:
                 self._attempt_results.submit(work, engine.limits.name)
                 self._recovery.start_checks(engine.limits.name)
 
-    def _make_room(self, work: Sample | GenerateCall) -> bool:
+    def _make_room(self, work: Sample | GenerateCall) -> Sample | GenerateCall | None:
         """Cut the newest requests of training for calls of evaluations below their share, as the engines are full.
 
-        The cut requests are continued later; the newest ones have generated least since their prefill. Return True if
-        ``work`` is a function of an evaluation that may start now, so that its call waits when a request has ended.
+        The cut requests are continued later; the newest ones have generated least since their prefill. Return a
+        function of an evaluation that may start now, so that its call waits when a request has ended.
         """
         context, states, places = self.context, self.engines.states, self.context.places
-        share, calls = places.share_of_evaluations, len(self.over_sampler.evaluations.calls)
-        lacking = min(share - len(context.attempts.of_evaluations), places.free_for_evaluations)
-        count = min(lacking, calls) - context.aborts.pending
-        if count > 0:
-            newest = itertools.islice(reversed(self.attempts.values()), count + NEWEST_REQUESTS)
+        queue, pending = self.over_sampler.evaluations, context.aborts.pending
+        lacking = min(
+            places.share_of_evaluations - len(context.attempts.of_evaluations), places.free_for_evaluations
+        )
+        count = min(lacking, queue.calls_waiting) - pending
+        if count > 0 and any(state.may_make_room for state in states.values()):
+            newest = itertools.islice(reversed(self.attempts.values()), count + pending + NEWEST_REQUESTS)
             able = [a for a in newest if a.id not in context.aborts and states[a.engine].may_make_room]
             able.sort(key=lambda a: a.sample.urgent)  # a stable sort: the newest of those without priority go first
             context.stop(able[:count])
-        return isinstance(work, Sample) and places.reserved_by_evaluations + calls < share
+        waiting = places.reserved_by_evaluations + queue.calls_waiting
+        if isinstance(work, Sample):
+            return work if waiting < places.share_of_evaluations else None
+        return queue.starts[0][-1] if queue.starts and waiting < lacking else None
 
     def _prompts_drawn(self, event: ev.PromptsDrawn) -> None:
         context = self.context
@@ -580,7 +608,7 @@ class RolloutCore:
             self._long_in_a_row = 0
             self.buffer.add(group)
             if self._comes_late:
-                self.buffer.put_aside(group)
+                self.buffer.put_aside(group, begun=False)
                 continue
             for sample in group.samples:
                 self.over_sampler.push(sample)
