@@ -13,7 +13,7 @@ are delivered, held, or dropped for a named reason; every attempt in flight belo
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,7 +22,7 @@ from typing import Any
 from april.core import commands as do
 from april.core import events as ev
 from april.core.attempt_results import AttemptResults
-from april.core.batch import Batch, batch_metrics, deliver_sample, with_all_rows
+from april.core.batch import Batch, DeliveredSample, batch_metrics, deliver_sample, with_all_rows
 from april.core.completion_monitor import Unit
 from april.core.context import CoreContext
 from april.core.engine_recovery import EngineRecovery
@@ -106,6 +106,8 @@ MOST_COMMANDS = 64
 at once would hold the event loop for seconds."""
 MOST_DRAWN = 512
 """Number of samples whose prompts are drawn at one event, for the same reason."""
+MOST_DELIVERED = 512
+"""Number of samples whose rows of a batch are made at one event, for the same reason."""
 MOST_PUT_ASIDE = 512
 """Number of samples that are put aside at one event, for the same reason."""
 MOST_MARKED = 512
@@ -153,6 +155,10 @@ class RolloutCore:
         self._check, self._pause_asked = check, False
         self._continues = False
         """True from the command Continue to the event Continued; nothing is started or drawn in between."""
+        self._rows: dict[SampleId, tuple[Any, list[DeliveredSample]]] = {}
+        """Rows that were made ahead of the next delivery, each with what they depend on (see :meth:`_depends_on`)."""
+        self._without_rows: deque[Sample] = deque()
+        """Samples of the next batch whose rows are to be made."""
         self._unmarked: dict[int, Unit] = {}
         """Those of ``context.urgent`` whose samples are not marked as urgent yet."""
         self._long_in_a_row = 0
@@ -308,6 +314,8 @@ class RolloutCore:
         if enough:
             if self.settings.tail_batching and not self._put_unfinished_aside():
                 return
+            if not self._make_rows():
+                return
             self._end_step()
         if self._trains:
             self._fill()
@@ -393,6 +401,8 @@ class RolloutCore:
             self._deliver(units, step)
         else:
             self.context.out.append(do.EndOfData(self.monitor.ready))
+        self._rows.clear()
+        self._without_rows.clear()
         if self.step is not None:
             self._begin_step()
 
@@ -414,25 +424,56 @@ class RolloutCore:
         # functions that were just cancelled must not get answers of this event, as they would return
         out[:] = [c for c in out if not (isinstance(c, do.CallCompleted) and c.call.sample.state is SampleState.NEW)]
 
+    def _make_rows(self) -> bool:
+        """Make rows of the next batch, a portion at each event; return True once at most one portion is left."""
+        settings = self.settings
+        if settings.rollout_batch_size * settings.n_samples_per_prompt <= MOST_DELIVERED:
+            return True
+        if self._continues:
+            return False
+        if not self._without_rows:
+            units = self.monitor.next_units(self.buffer.delivery_order)
+            self._without_rows.extend(s for u in units for s in u.members if self._rows_made_of(s) is None)
+        if len(self._without_rows) <= MOST_DELIVERED:
+            return True
+        age = cache(self.leases.age)
+        for _ in range(MOST_DELIVERED):
+            sample = self._without_rows.popleft()
+            if sample.state is SampleState.FINISHED:
+                self._rows[sample.id] = self._depends_on(sample), self._rows_of(sample, age)
+        self._continue_later()
+        return False
+
+    def _rows_of(self, sample: Sample, age: Callable[[PolicyVersion], int]) -> list[DeliveredSample]:
+        masks = self.settings.on_stale in (OnStale.MASK, OnStale.FINISH)
+        return deliver_sample(sample, age, self.buffer.bound(sample) if masks else None)
+
+    def _rows_made_of(self, sample: Sample) -> list[DeliveredSample] | None:
+        """Return the rows that were made ahead, or None if there are none, or something has changed since."""
+        depends_on, rows = self._rows.get(sample.id, (None, None))
+        return rows if depends_on == self._depends_on(sample) else None
+
+    def _depends_on(self, sample: Sample) -> Any:
+        """Return a value that changes with everything that the rows of a finished sample show."""
+        return self.clock.current, len(self.leases), sample.restarts, sample.group.since
+
     def _deliver(self, units: list[Unit], step: Step) -> None:
         context = self.context
-        masks = self.settings.on_stale in (OnStale.MASK, OnStale.FINISH)
         age = cache(self.leases.age)
         groups: dict[int, list[Sample]] = {}
         for unit in units:
             for sample in unit.members:
                 groups.setdefault(sample.id.group, []).append(sample)
         leased = [sample for members in groups.values() for sample in members]
-        bound_of = self.buffer.bound
         samples, sizes = [], dict.fromkeys(groups, 0)
         lengths = [sample.generated for sample in leased]
         for sample in leased:
-            rows = deliver_sample(sample, age, bound_of(sample) if masks else None)
+            rows = self._rows_made_of(sample) or self._rows_of(sample, age)
             samples += rows
             sizes[sample.id.group] += len(rows)
+        context.tokens.deliver(sum(lengths))
         why = f"leased in batch {context.batches}"
         for sample, length in zip(leased, lengths, strict=True):
-            context.tokens.deliver(length)
             context.lengths.trained.add(length)
             context.change_state(sample, LEASED, why)
             sample.group.delivered += 1

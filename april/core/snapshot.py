@@ -213,7 +213,8 @@ class Freezer:
             number: collected[number] if number in collected and number not in changed else _frozen(group)
             for number, group in groups.items()
         }
-        attempts = [(a, a.drop_reason, a.tape.freeze()) for a in core.attempts.values()]
+        # most engines return whole answers, so that the tapes of their requests in flight are empty
+        attempts = [(a, a.drop_reason, a.tape.freeze()) for a in core.attempts.values() if a.tape.parsed]
         return partial(
             _state_of, head, deepcopy((context.tokens, context.prompts, context.lengths)), set(core.buffer.groups),
             [sample.id for sample in again], [sample.id for sample in ready], frozen, attempts,

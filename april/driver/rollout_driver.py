@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from april.auto.run_tuning import RunTuning
+from april.concurrency.garbage import collect_young_objects
 from april.core import commands as do
 from april.core import events as ev
 from april.core import snapshot
@@ -66,6 +67,9 @@ T = TypeVar("T")
 EvaluationEnd = do.EvaluationDone | do.EvaluationFailed
 MAX_WITHOUT_END = 16
 """A warning is logged if this many responses from the start of the run have no end-of-sequence token."""
+HANDLED_PER_COLLECTION = 2000
+"""Number of events and commands between two collections of young objects; they make some 10,000 objects, which a
+collection visits in a few milliseconds."""
 EVALUATION_ERRORS = {
     None: RolloutError, AttemptFailure.CORRUPT: WireError, AttemptFailure.REFUSED: RequestRefused,
     AttemptFailure.NO_TEXT: RolloutError,
@@ -165,6 +169,8 @@ class RolloutDriver:
         tell = (lambda _: None) if self.recorder is None else self.recorder.record_status
         self.long_waits = LongWaits(self.core, self.now, rollouts.warn_after_s, patience_s, tell)
         observers: list[Observer] = [self.requests] if self.recorder is None else [self.recorder, self.requests]
+        self._collect_at = HANDLED_PER_COLLECTION
+        """Number of handled events and commands at which the objects that they made are collected."""
         self._pump = EventPump(self.core, {
             **self.executor.handlers,
             do.Continue: self._continue,
@@ -603,6 +609,9 @@ class RolloutDriver:
                 self._times.update(self.now())
                 self.long_waits.update()
                 self._remove_idle_engines()
+                if self._pump.handled >= self._collect_at:
+                    self._collect_at = self._pump.handled + HANDLED_PER_COLLECTION
+                    collect_young_objects()
         except Exception as error:
             # the core's state may be inconsistent, so no later result could be trusted
             self._stop_with_error(error)
