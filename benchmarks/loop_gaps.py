@@ -41,8 +41,6 @@ from april.serialization.state_file import write_state
 
 EDGES_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 LENGTH = 256
-TOKENS = np.append(np.arange(5, 4 + LENGTH, dtype=np.int32), np.int32(0))
-LOGPROBS = np.full(LENGTH, -0.5, np.float32)
 PART = 16
 """Number of tokens that a request has when it is cut."""
 ENDS_PER_TURN = 32
@@ -51,10 +49,12 @@ ALIVE_S = 1.0
 
 
 class FreeEngine:
-    """Answers each request after a random time, at next to no cost; requests of evaluations after ``short_s``."""
+    """Answers each request with ``length`` tokens after a random time, at next to no cost."""
 
-    def __init__(self, name: str, mean_s: float, ends: Ends, seed: int) -> None:
+    def __init__(self, name: str, mean_s: float, ends: Ends, seed: int, length: int = LENGTH) -> None:
         self.name, self._mean_s, self._ends, self._rng = name, mean_s, ends, random.Random(seed)
+        self._tokens = np.append(np.arange(length - 1, dtype=np.int32) % 900 + 5, np.int32(0))
+        self._logprobs = np.full(length, -0.5, np.float32)
         self.capabilities = Capabilities(
             logprob_kind=LogprobKind.TEMPERATURE, vocab_size=1000, max_context=1 << 16, eos_token_ids=(0,),
             max_in_flight=1 << 17,
@@ -71,9 +71,10 @@ class FreeEngine:
         finally:
             del self._running[request.attempt_id]
         begin = request.response_offset
-        end = LENGTH if whole else max(begin, min(begin + PART, LENGTH - 1))
+        length = len(self._tokens)
+        end = length if whole else max(begin, min(begin + PART, length - 1))
         finish = EngineFinish.STOP if whole else EngineFinish.ABORT
-        yield Chunk(TOKENS[begin:end], LOGPROBS[begin:end], self._version, finish)
+        yield Chunk(self._tokens[begin:end], self._logprobs[begin:end], self._version, finish)
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
         self._ends.cut += [self._running[i] for i in attempt_ids or list(self._running) if i in self._running]
