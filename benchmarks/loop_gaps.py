@@ -214,6 +214,9 @@ async def _agents(url: str, key: str, count: int, seconds: float, results: Any) 
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(None)) as client:
         tasks = [asyncio.create_task(agent(client)) for _ in range(count)]
         await asyncio.wait(tasks, timeout=seconds)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
     results.put(late)
 
 
@@ -272,7 +275,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         others = [evaluation] * options.evaluation + [checkpoint] * options.checkpoint
         spent: dict[str, float] = {}
         rollouts.next_batch()
-        cpu = time.process_time()
+        context = rollouts._driver.core.context
+        cpu, events = time.process_time(), context.event_number
         while (passed := time.perf_counter() - began) < options.seconds or not batches:
             turns.phase, at = "update", time.process_time()
             rollouts.weight_update(transfer=lambda: None)
@@ -286,7 +290,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             batch = rollouts.next_batch()
             batches.append(round((time.process_time() - at) / len(batch.samples) * 1e6))
             delivered += len(batch.samples)
-        cpu = time.process_time() - cpu
+        cpu, events = time.process_time() - cpu, context.event_number - events
         turns.phase = "end"
         if agents is not None:
             late = sorted(results.get())
@@ -300,7 +304,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     sessions.close()
     return {
         "in_flight": in_flight, "engines": count, "delivered": delivered, "seconds": round(time.perf_counter() - began),
-        "cpu_ms_per_sample": round(1e3 * cpu / max(1, delivered), 3), "batch_us_per_sample": batches,
+        "cpu_ms_per_sample": round(1e3 * cpu / max(1, delivered), 3), "events_per_cpu_s": round(events / cpu),
+        "batch_us_per_sample": batches,
         "update_cpu_s": updates, **{f"turns_by_cpu_{phase}": histogram(bins) for phase, bins in turns.cpu.items()},
         "turns_by_wall": histogram(sum(turns.wall.values(), Counter())), "longest_cpu_wall_gc_s": turns.longest,
         "collections": dict(turns.collections), "memory_s_mb": memory, **spent,

@@ -79,11 +79,13 @@ def measure(in_flight: int, engines: int, length: int, seconds: float) -> dict[s
     before_mb = resident_mb()
     try:
         with april.RolloutScheduler(config, prompts=prompts(0), progress=False, reward=None) as rollouts:
-            core = rollouts._driver.core
+            core, updates = rollouts._driver.core, list[float]()
 
             def step() -> int:
                 count = len(rollouts.next_batch().samples)
+                at = time.process_time()
                 rollouts.weight_update()
+                updates.append(time.process_time() - at)
                 return count
 
             step()
@@ -101,6 +103,7 @@ def measure(in_flight: int, engines: int, length: int, seconds: float) -> dict[s
                 "bytes_per_sample": round((bytes_received() - received) / samples),
                 "kb_per_sample_in_flight": round((resident_mb() - before_mb) / in_flight * 1024, 1),
             }  # fmt: skip
+            found["update_us_per_engine"] = round(sorted(updates)[len(updates) // 2] / engines * 1e6)
             at = time.process_time()
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder, "state")
@@ -120,17 +123,18 @@ def table(found: dict[str, float], options: argparse.Namespace) -> str:
         in_flight, tokens = gpus * options.slots, gpus * options.tokens_per_s
         ends = tokens / options.length
         requests = ends * options.requests_per_response
-        held = in_flight * options.length / 2 * TOKEN_BYTES
-        saving_s = in_flight * found["checkpoint_us_per_sample"] / 1e6 + held * options.checkpoint_ns_per_byte / 1e9
+        partial_bytes = in_flight * options.length / 2 * TOKEN_BYTES
+        saving_us = in_flight * found["checkpoint_us_per_sample"] + partial_bytes * options.checkpoint_ns_per_byte / 1e3
         cells = {
             "requests in flight": f"{in_flight:,}",
-            "tokens per second": f"{tokens / 1e6:,.2g} M",
-            "responses that end per second": f"{ends:,.3g}",
-            "events of the core per second": f"{requests * found['events_per_request']:,.3g}",
-            "bytes to the scheduler per second": f"{ends * options.length * TOKEN_BYTES / 1e6:,.3g} MB",
-            "cores of the scheduler": f"{requests * found['us_per_request'] / 1e6:.2g}",
-            "memory": f"{(in_flight * found['kb_per_sample_in_flight'] * 1024 + held) / 1e9:,.2g} GB",
-            "CPU of a checkpoint": f"{saving_s:,.2g} s",
+            "tokens per second": f"{tokens:,.0f}",
+            "responses that end per second": f"{ends:,.0f}",
+            "events of the core per second": f"{requests * found['events_per_request']:,.0f}",
+            "MB per second to the scheduler": f"{ends * found['bytes_per_sample'] / 1e6:,.1f}",
+            "cores that the scheduler's loop would need": f"{requests * found['us_per_request'] / 1e6:.2f}",
+            "memory, GB": f"{in_flight * found['kb_per_sample_in_flight'] * 1024 / 1e9:,.2f}",
+            "CPU of a checkpoint, s": f"{saving_us / 1e6:,.2f}",
+            "CPU of a weight update, s": f"{gpus * found['update_us_per_engine'] / 1e6:,.3f}",
         }
         for name, cell in cells.items():
             rows.setdefault(name, []).append(cell)
@@ -143,17 +147,16 @@ def main() -> None:
     """Print the measured figures as JSON, and the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--in-flight", type=int, default=2048)
-    parser.add_argument("--engines", type=int, default=8)
-    parser.add_argument("--run-length", type=int, default=256, help="tokens of the responses of the run")
+    parser.add_argument("--engines", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--gpus", type=int, nargs="+", default=[8, 64, 1000, 10_000])
     parser.add_argument("--slots", type=int, default=64, help="requests in flight per GPU")
     parser.add_argument("--tokens-per-s", type=float, default=2000.0, help="tokens per second of a GPU")
-    parser.add_argument("--length", type=int, default=4000, help="tokens of a response")
+    parser.add_argument("--length", type=int, default=4000, help="tokens of a response, also in the run")
     parser.add_argument("--requests-per-response", type=float, default=2.0, help="a weight update cuts requests")
-    parser.add_argument("--checkpoint-ns-per-byte", type=float, default=5.0, help="CPU (benchmarks.checkpoint)")
+    parser.add_argument("--checkpoint-ns-per-byte", type=float, default=5.4, help="CPU (benchmarks.checkpoint)")
     options = parser.parse_args()
-    found = measure(options.in_flight, options.engines, options.run_length, options.seconds)
+    found = measure(options.in_flight, options.engines, options.length, options.seconds)
     print(json.dumps(found), table(found, options), sep="\n")
 
 

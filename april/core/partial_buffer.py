@@ -6,8 +6,9 @@ too old and how many more prompts may be drawn; :class:`Leases` keeps the batche
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
+from functools import cache
 
 from april.core.completion_monitor import Unit
 from april.core.settings import CoreSettings
@@ -321,14 +322,15 @@ class PartialBuffer:
         # all held units are delivered within this many steps, so larger slacks do not matter
         return max(1, min(s.delivery_bound - len(self._leases), self.units // self.batch + 1))
 
-    def slack(self, unit: Unit) -> int:
+    def slack(self, unit: Unit, age: Callable[[PolicyVersion], int] | None = None) -> int:
         """Return the number of batches after which the unit's oldest token is too old.
 
-        A unit without tokens counts as if its oldest token had the present version.
+        A unit without tokens counts as if its oldest token had the present version. ``age`` may be a cached
+        ``Leases.age``, for callers that ask about many units.
         """
         oldest = self._oldest_of(unit)
         out = len(self._leases.batches)
-        return self.bound(unit) - (out if oldest is None else max(out, self._leases.age(oldest)))
+        return self.bound(unit) - (out if oldest is None else max(out, (age or self._leases.age)(oldest)))
 
     def _oldest_of(self, unit: Unit) -> PolicyVersion | None:
         """Return the version of the unit's oldest token; a group keeps it, as plans ask for that of every group."""
@@ -354,11 +356,11 @@ class PartialBuffer:
 
     def slacks(self) -> Iterator[tuple[Unit, int]]:
         """Yield each unit with the number of batches after which it must have been delivered."""
-        s = self.settings
+        s, age, whole = self.settings, cache(self._leases.age), self.settings.whole_groups
         for group in self:
-            in_time = s.max_age - self._leases.age(group.drawn_under)
-            for unit in (group,) if s.whole_groups else group.members:
-                slack, by_tokens = in_time, self.slack(unit)
+            in_time = s.max_age - age(group.drawn_under)
+            for unit in (group,) if whole else group.members:
+                slack, by_tokens = in_time, self.slack(unit, age)
                 # drop discards old samples instead of waiting for them; samples that are too old already set no
                 # deadline if the settings accept the loss of some work
                 if s.on_stale is not OnStale.DROP and (by_tokens >= 0 or not self._overbooked):
