@@ -11,8 +11,8 @@ from core_machine import OLD_TIMER, PROMPT, CoreMachine, settings
 from april.core import commands as do
 from april.core import events as ev
 from april.core import rollout_core
-from april.core.batch import deliver_sample
-from april.core.types import GenerationMode, OnStale, Refill
+from april.core.batch import DeliveredSample, deliver_sample
+from april.core.types import GenerationMode, OnStale, Refill, Sample, SampleId
 
 STARTS = (do.StartSample, do.Submit)
 MANY = settings(n=12, samples=4, over=24)
@@ -133,8 +133,13 @@ def test_the_rows_of_a_batch_are_made_in_portions(updates: bool, monkeypatch: py
         n=5, samples=2, generation=GenerationMode.CONTINUOUS, refill=Refill.SAMPLE, max_staleness=3
     ), 5)  # fmt: skip
     m.ask()
-    made = []
-    monkeypatch.setattr(rollout_core, "deliver_sample", lambda *args: made.append(1) or deliver_sample(*args))
+    made: list[SampleId] = []
+
+    def counted(sample: Sample, *others: Any) -> list[DeliveredSample]:
+        made.append(sample.id)
+        return deliver_sample(sample, *others)
+
+    monkeypatch.setattr(rollout_core, "deliver_sample", counted)
     m.waits = True
     m.finish(0, 1, 2, 3, 4)
     assert (len(made), m.batches) == (4, [])

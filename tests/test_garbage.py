@@ -55,7 +55,7 @@ def test_young_objects_are_collected_only_under_the_thresholds_of_april() -> Non
 
     def collects() -> bool:
         gc.collect()
-        found = [[] for _ in range(500)]
+        found: list[list[int]] = [[] for _ in range(500)]
         collect_young_objects()
         return gc.get_count()[0] < len(found)
 
