@@ -215,8 +215,8 @@ class Config(Model):
     seed: Seed = 0
     """Seed of all sampling. april derives the seed of each attempt from it."""
     relax_gc: bool = True
-    """Let Python's garbage collector run less often in this process while the scheduler is open, with the thresholds
-    20,000, 2 and 1,000. A collector that the program has disabled or relaxed further is left alone."""
+    """Let Python's garbage collector run less often in this process while the scheduler is open (thresholds 20,000, 2
+    and 50,000), except for new objects. A collector that the program has disabled or relaxed further is left alone."""
     images: ImagesConfig = ImagesConfig()
     engine: EngineConfig = TransformersEngineConfig()
 

@@ -196,5 +196,7 @@ class CoreContext:
         ``sweep`` means that nothing new starts meanwhile, so one abort may end all attempts of an engine.
         """
         new = self.aborts.new(attempts)
-        self.counters["aborted_attempts"] += sum([1 for a in new if a.call.sample.evaluation is None])
+        of_evaluations = self.attempts.of_evaluations
+        evaluating = sum([a.id in of_evaluations for a in new]) if of_evaluations else 0
+        self.counters["aborted_attempts"] += len(new) - evaluating
         self.out += self.aborts.stop(new, self.engines.in_flight() if sweep else {})

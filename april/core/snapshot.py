@@ -205,14 +205,16 @@ class Freezer:
             "staleness_bound": core.leases.bound,
             "counters": dict(core.counters),
             "aside": list(core.buffer.aside),
-            "long_round": [group.id for group in core.buffer if group.put_aside and group.id not in core.buffer.aside],
+            "unbegun": list(core.buffer.unbegun),
+            "long_round": [g.id for g in groups.values() if g.put_aside and g.id not in core.buffer.aside],
         }
         collected, changed = self._groups, self._changed
         frozen = {
             number: collected[number] if number in collected and number not in changed else _frozen(group)
             for number, group in groups.items()
         }
-        attempts = [(a, a.drop_reason, a.tape.freeze()) for a in core.attempts.values()]
+        # most engines return whole answers, so that the tapes of their requests in flight are empty
+        attempts = [(a, a.drop_reason, a.tape.freeze()) for a in core.attempts.values() if a.tape.parsed]
         return partial(
             _state_of, head, deepcopy((context.tokens, context.prompts, context.lengths)), set(core.buffer.groups),
             [sample.id for sample in again], [sample.id for sample in ready], frozen, attempts,
@@ -567,7 +569,7 @@ def _put(core: RolloutCore, restored: Restored) -> None:
     for group in [*ready, *waiting]:
         context.event_number += 1  # a number for each group, so that they are delivered in the order of the snapshot
         for sample in group.members:
-            if sample.state is not SampleState.FINISHED and group.id not in core.buffer.aside:
+            if sample.state is not SampleState.FINISHED and core.buffer.in_round(group):
                 core.over_sampler.push(sample)
         if group.cohort or group.complete:  # complete but not ready: its filter has been removed since
             group.cohort = group.cohort or group.cohort_rewards
@@ -595,8 +597,9 @@ def _aside_in(core: RolloutCore, state: State) -> None:
     if core.settings.tail_batching:
         for number in state.get("long_round", ()):
             core.buffer.groups[count_of(number)].put_aside = True
-        for number in state.get("aside", ()):
-            core.buffer.put_aside(core.buffer.groups[count_of(number)])
+        for name, begun in (("aside", True), ("unbegun", False)):
+            for number in state.get(name, ()):
+                core.buffer.put_aside(core.buffer.groups[count_of(number)], begun=begun)
 
 
 def _count_in(core: RolloutCore, state: State) -> None:
@@ -694,9 +697,10 @@ def _completed(settings: CoreSettings, group: Group, state: State, *, ready: boo
         raise ValueError(f"group {group.id} is settled")
     finished = {s.id.index for s in members if s.state is SampleState.FINISHED}
     if settings.whole_groups and (group.delivered or (ready and len(finished) < group.held)):
+        both = "" if settings.partial_rollout else "partial_rollout: true and "
         raise CheckpointError(
             f"group {group.id} of the state is delivered in parts, but the configuration delivers whole groups; set "
-            "group_quorum below 1, as it was"
+            f"{both}group_quorum below 1, as {'they were' if both else 'it was'}"
         )
     group.quorum = settings.quorum(group.held + group.delivered)
     order = [count_of(i) for i in state.get("finishers", sorted(finished))]

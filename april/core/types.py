@@ -671,7 +671,8 @@ class Group:
     oldest_known: bool = False
     filter_failures: int = 0
     put_aside: bool = False
-    """True once a round ended before the group was finished, so that a long round generates it (tail batching)."""
+    """True once a round ended after the group had begun and before it was finished, so that a long round generates it
+    (tail batching)."""
     slack: int = NO_DEADLINE
     """Number of batches after which the group is too old, as of the latest plan."""
 

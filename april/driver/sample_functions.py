@@ -21,7 +21,7 @@ from april.core.attachments import Placed, before
 from april.core.function_bugs import FunctionKind
 from april.core.sampling import SamplingParams
 from april.core.tape import Int32
-from april.core.types import FinishReason, Group, Sample, SampleId
+from april.core.types import FinishReason, Group, Sample, SampleId, SampleState
 from april.driver.core_view import CoreView
 from april.driver.detokenizer import Detokenizer
 from april.driver.llm import (
@@ -92,6 +92,8 @@ MAX_EMPTY_CALLS = 1000
 """Number of consecutive calls without a token after which a rollout function is stopped as an endless loop."""
 MAX_RECENT_ERRORS = 8
 """Maximum number of remembered errors of functions, any of which can be the cause of a later error."""
+FORGOTTEN_AT_ONCE = 512
+"""Number of samples that are forgotten in one turn of the loop; thousands would hold the loop."""
 CLEAN_UP_S = 10.0
 """Maximum number of seconds that april waits for the end of an evaluation's cancelled functions."""
 
@@ -164,19 +166,26 @@ class SampleFunctions:
         self._cancelled_tasks: set[asyncio.Task[None]] = set()
         """Cancelled functions of evaluations that have not ended yet."""
 
-    def forget(self, samples: Iterable[SampleId]) -> None:
-        """Forget these samples, as they were delivered."""
-        for sample in samples:
+    def forget(self, samples: Sequence[SampleId], start: int = 0) -> None:
+        """Forget delivered samples from number ``start`` on: a portion now and the rest in later turns of the loop."""
+        end = start + FORGOTTEN_AT_ONCE
+        for sample in samples[start:end]:
             self._runners.pop(sample, None)
+        if end < len(samples):
+            asyncio.get_running_loop().call_soon(self.forget, samples, end)
 
     def output_of(self, sample: SampleId) -> Any:
         """Return the value that a sample's rollout function returned; None if there is none."""
         runner = self._runners.get(sample)
         return None if runner is None else runner.output
 
-    def outputs(self) -> dict[SampleId, Any]:
-        """Return the values other than None that rollout functions returned, by sample."""
-        return {name: runner.output for name, runner in self._runners.items() if runner.output is not None}
+    def outputs(self, *, of_finished: bool = False) -> dict[SampleId, Any]:
+        """Return the values other than None that rollout functions returned, by sample, or only of finished samples."""
+        return {
+            name: runner.output
+            for name, runner in self._runners.items()
+            if runner.output is not None and (runner.sample.state is SampleState.FINISHED or not of_finished)
+        }
 
     def restore_output(self, sample: Sample, output: Any) -> None:
         """Restore the value that a finished sample's rollout function returned before a restart."""
@@ -457,7 +466,7 @@ class SampleFunctions:
         responses = []
         for group in groups:
             responses.append(tuple(self.responses(group.samples)))
-            self.forget(s.id for s in group.samples)
+            self.forget([s.id for s in group.samples])
         return tuple(responses)
 
     def _score(self, samples: list[Sample]) -> None:
