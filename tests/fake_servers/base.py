@@ -222,6 +222,10 @@ class FakeRequest:
     """It was given a place at least once."""
     finish: Any = None
     """Why it ended, as the server says it."""
+    matched: str | None = None
+    """The stop string at which it has ended."""
+    decode: Callable[[Sequence[int]], str] | None = None
+    """The server's tokenizer; without one, stop strings are not looked for."""
     frozen: bool = False
     dead: bool = False
     """The caller's connection is gone, or breaks now."""
@@ -285,7 +289,10 @@ class FakeRequest:
             self.spans[-1] = (label, self.spans[-1][1], count)
         else:
             self.spans.append((label, count - 1, count))
-        if token in stops:
+        if self.decode is not None and count > self.params[self.MIN_TOKENS]:
+            text = self.decode(self.ids)
+            self.matched = next((stop for stop in self.params.get("stop") or () if stop in text), None)
+        if token in stops or self.matched is not None:
             self.finish = self.stopped()
         elif count >= self.params[self.MAX_TOKENS]:
             self.finish = self.used_up()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -53,7 +54,8 @@ class FakeVllmRun(FakeRequest):
         """What is said, in the shape of the request's route."""
         versions = [{"version": v, "start": a, "end": b} for v, a, b in said.spans] if spans and self.finish else None
         choice: dict[str, Any] = {
-            "index": 0, "finish_reason": said.finish, "stop_reason": None, "token_ids": said.ids,
+            "index": 0, "finish_reason": said.finish, "token_ids": said.ids,
+            "stop_reason": self.matched if said.finish else None,
         }  # fmt: skip
         if self.token_route:
             choice["weight_versions"] = versions
@@ -113,6 +115,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         loras: adapters that may be loaded and unloaded (``--enable-lora``, VLLM_ALLOW_RUNTIME_LORA_UPDATING).
         images: its model takes them; None: it is a text model.
         kv_connector: ``kv_transfer_config`` as ``/server_info`` shows it; each request's keys are asked of it.
+        decode: its tokenizer, with which it looks for stop strings; None: ``--skip-tokenizer-init``.
         common: of :class:`FakeServer`; a load takes the last part of its path for the name of the weights, and fails if
             that begins with "missing".
     """
@@ -123,9 +126,11 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         device: str = "cuda", without: tuple[str, ...] = (), chunked_prefill: bool = False, copies: int = 1,
         speculation: dict[str, Any] | None = None, release: int = 32, transfers: str | None = None, world_size: int = 1,
         loras: FakeAdapters | None = None, images: FakeImages | None = None,
-        kv_connector: dict[str, Any] | None = None, says_cached: bool = False, **common: Any,
+        kv_connector: dict[str, Any] | None = None, says_cached: bool = False,
+        decode: Callable[[Sequence[int]], str] | None = None, **common: Any,
     ) -> None:  # fmt: skip
         super().__init__(**common)
+        self.decode = decode
         self.says_cached = says_cached
         self.images, self.kv_connector = images, kv_connector
         self.model, self.release = model, release
@@ -275,6 +280,8 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         loaded = () if self.loras is None else self.loras.present
         if body.get("model", self.model) not in (self.model, *self.adapters, *loaded):
             return _error(404, f"The model `{body['model']}` does not exist.")
+        if params.get("stop") and self.decode is None:
+            return _error(400, "stop strings are not supported on a server without a tokenizer")
         low = params.get("max_tokens", 16) < max(1, params.get("min_tokens", 0))
         if low or not ids or len(ids) >= self.context or not all(0 <= i < self.vocab_size for i in ids):
             self.violations.append(f"a request with {len(ids)} ids cannot be served")
@@ -332,7 +339,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         if self.loras is not None:
             run.salt = self.loras.present.get(body.get("model", ""), "")
         run.salt += self._salt(body)
-        run.model = body.get("model", self.model)
+        run.model, run.decode = body.get("model", self.model), self.decode
         run.fault = self._plan()
         return run
 
@@ -526,7 +533,8 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         return web.json_response({"success": True, "new_version": self.label})
 
     async def _server_info(self, request: web.Request) -> web.Response:
-        model = {"logprobs_mode": f"{self.logprobs}_logprobs"} if self.says_logprobs else {}
+        model: dict[str, Any] = {"logprobs_mode": f"{self.logprobs}_logprobs"} if self.says_logprobs else {}
+        model["skip_tokenizer_init"] = self.decode is None
         gives = {"enable_return_routed_experts": self.experts is not None}
         return web.json_response({"vllm_config": {
             "model_config": model | (gives if self.release < 33 else {}),

@@ -393,8 +393,9 @@ async def connect_vllm(config: VllmEngineConfig) -> list[VllmEngine | OpenAIEngi
 def _closing_streams(client: HttpClient, facts: VllmFacts) -> OpenAIEngine:
     common = {f.name: getattr(facts, f.name) for f in fields(ServerFacts)}
     common["capabilities"] = replace(
-        facts.capabilities, updates_from_disk=False, version_spans=False, verifies_weights=False, extras=()
-    )
+        facts.capabilities, updates_from_disk=False, version_spans=False, verifies_weights=False, extras=(),
+        stop_strings=False,
+    )  # fmt: skip
     common["label"] = None  # april neither sets nor reads labels there
     found = OpenAIFacts(
         token_shape=TokenShape.RETURN_TOKEN_IDS, keeps_eos=None, takes_seeds=facts.capabilities.honours_seeds, **common

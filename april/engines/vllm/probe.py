@@ -99,6 +99,7 @@ class _VllmProbe(ServerProbe):
                 extras=() if routing is None else (ROUTED_EXPERTS,), abort_means=means, version_spans=spans,
                 in_flight_updates=self._in_flight_updates(abort_route, spans), honours_seeds=seeds,
                 streams=self.config.max_token_loss is not None or means is AbortMeans.CLOSE, attachments=attachments,
+                stop_strings=self.settings.get("skip_tokenizer_init") is False,
             ),
         )  # fmt: skip
 
@@ -450,7 +451,7 @@ _METRIC = re.compile(rb"^(vllm:|process_)", re.MULTILINE)
 
 _SETTINGS = (
     "logprobs_mode", "policy", "max_num_seqs", "enable_chunked_prefill", "data_parallel_size", "_api_process_count",
-    "device", "device_type",
+    "device", "device_type", "skip_tokenizer_init",
 )  # fmt: skip
 
 
