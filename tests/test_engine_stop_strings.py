@@ -27,7 +27,7 @@ class Angles:
 
 
 def other_text(ids: Sequence[int]) -> str:
-    """Another tokenizer: it knows the last digits only, and so finds strings where there are none, and misses others."""
+    """Another tokenizer, which writes the last two digits: it finds strings where there are none, and misses others."""
     return "".join(f"<{i % 100}>" for i in ids)
 
 

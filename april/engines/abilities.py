@@ -95,8 +95,8 @@ class Capabilities:
     request may live through a weight update."""
     in_flight_updates: tuple[OnWeightUpdate, ...] = ()
     """What requests may do at a weight update besides being cut; if not empty, the engine implements
-    :class:`~april.engines.protocol.KeepsRequests`. Without ``streams``, a kept request names its tokens' versions at its
-    end."""
+    :class:`~april.engines.protocol.KeepsRequests`. Without ``streams``, a kept request names the versions of its tokens
+    at its end."""
     streams: bool = True
     """True if tokens arrive while they are made. If False, all tokens of running requests are lost when the engine
     dies."""
