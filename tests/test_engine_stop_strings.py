@@ -1,12 +1,15 @@
-"""Stop strings that a vLLM server looks for: april delivers the same tokens as where it alone looks for them."""
+"""Stop strings that servers look for: april delivers the same tokens as where it alone looks for them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_servers.base import uncut
+from fake_servers.sglang import FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
 from real_schedulers import reward
 from server_fixtures import ServerThread, saved, settings
@@ -39,19 +42,28 @@ def expected(prompt: Sequence[int], tokens: Sequence[int]) -> tuple[list[int], F
     return list(tokens), FinishReason.LENGTH if len(tokens) == BUDGET and tokens[-1] != 2 else FinishReason.STOP
 
 
-@pytest.mark.parametrize("updates", [True, False])
-@pytest.mark.parametrize("decode", [None, Angles().decode, other_text], ids=["none", "same", "other"])
-def test_tokens_are_those_up_to_the_stop_string(
-    tmp_path: Path, decode: Callable[[Sequence[int]], str] | None, updates: bool
-) -> None:
+TOKENIZERS: dict[str, Callable[[Sequence[int]], str] | None] = {
+    "none": None, "same": Angles().decode, "other": other_text,
+}  # fmt: skip
+SERVERS: dict[str, Callable[..., Any]] = {
+    "vllm": FakeVllmServer, "sglang": partial(FakeSglangServer, incremental=False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "tokenizer", "updates"), [
+    ("vllm", "none", True), ("vllm", "same", True), ("vllm", "same", False), ("vllm", "other", False),
+    ("sglang", "same", True), ("sglang", "other", True),
+])  # fmt: skip
+def test_tokens_are_those_up_to_the_stop_string(tmp_path: Path, kind: str, tokenizer: str, updates: bool) -> None:
     """Whoever looks for them, with whatever tokenizer, and whatever cuts the responses."""
-    server = FakeVllmServer(turns=2, mean_length=200, decode=decode)
+    decode = TOKENIZERS[tokenizer]
+    server = SERVERS[kind](turns=2, mean_length=200, decode=decode)
     prompts = [[3 + i, 7, 9] for i in range(64)]
     stopped = cut = 0
     with ServerThread(server):
         config = april.Config(
             rollout_batch_size=4, n_samples_per_prompt=2, over_sampling_batch_size=8, max_response_len=BUDGET,
-            sampling={"stop": STOPS}, abort_resend_s=0.05, engine=settings("vllm", server, eos_token_ids=(2,)),
+            sampling={"stop": STOPS}, abort_resend_s=0.05, engine=settings(kind, server, eos_token_ids=(2,)),
         )  # fmt: skip
         with april.RolloutScheduler(config, prompts=prompts, reward=reward, check=True, tokenizer=Angles()) as run:
             for step in range(1, 5):
@@ -77,7 +89,7 @@ def test_tokens_are_those_up_to_the_stop_string(
             tokens_of_run = run.ledger()["tokens"]
             assert (tokens_of_run.balanced, tokens_of_run.dropped[DropReason.CORRUPT]) == (True, 0)
     assert stopped > 8
-    asked = [run for run in server.runs if run.params["max_tokens"] > 1]
+    asked = [run for run in server.runs if run.params[run.MAX_TOKENS] > 1]
     whole = [run for run in asked if not run.stream]
     assert all(bool(run.params.get("stop")) is not run.stream for run in asked)
     assert bool(whole) is (decode is not None)

@@ -475,15 +475,17 @@ class FakeServer(Generic[R]):
         mean_length: mean of the (geometric) response lengths.
         stepped: nothing is generated but by :meth:`step`; may be changed at any time (call :meth:`go_on` to go on).
         turns: of the event loop per token.
+        decode: its tokenizer, with which it looks for stop strings; None: ``--skip-tokenizer-init``.
     """
 
     def __init__(
         self, *, weights: str = "w0", vocab_size: int = 512, eos: int = 2, context: int = 4096, mean_length: int = 24,
         max_running: int = 64, stepped: bool = False, turns: int = 1,
+        decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:  # fmt: skip
         self.weights, self.label = weights, "default"
         self.vocab_size, self.eos, self.context, self.mean_length = vocab_size, eos, context, mean_length
-        self.max_running, self.stepped, self.turns = max_running, stepped, turns
+        self.max_running, self.stepped, self.turns, self.decode = max_running, stepped, turns, decode
         self.turn: Callable[[], Awaitable[None]] = partial(asyncio.sleep, 0)
         """One turn of the event loop; whoever has clients on other loops may wait for theirs too."""
         self.first_weights = weights
@@ -674,6 +676,7 @@ class FakeServer(Generic[R]):
         """Keep the headers of a request, and look for the beginning of its prompt in the cache."""
         run.headers, run.cached = headers, self.prefixes.found(run.cache_salt, run.prompt)
         self.prefixes.add(run.cache_salt, run.prompt)
+        run.decode = self.decode
         self.runs.append(run)
 
     def _end(self, run: R, finish: Any) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -115,7 +114,6 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         loras: adapters that may be loaded and unloaded (``--enable-lora``, VLLM_ALLOW_RUNTIME_LORA_UPDATING).
         images: its model takes them; None: it is a text model.
         kv_connector: ``kv_transfer_config`` as ``/server_info`` shows it; each request's keys are asked of it.
-        decode: its tokenizer, with which it looks for stop strings; None: ``--skip-tokenizer-init``.
         common: of :class:`FakeServer`; a load takes the last part of its path for the name of the weights, and fails if
             that begins with "missing".
     """
@@ -126,11 +124,9 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         device: str = "cuda", without: tuple[str, ...] = (), chunked_prefill: bool = False, copies: int = 1,
         speculation: dict[str, Any] | None = None, release: int = 32, transfers: str | None = None, world_size: int = 1,
         loras: FakeAdapters | None = None, images: FakeImages | None = None,
-        kv_connector: dict[str, Any] | None = None, says_cached: bool = False,
-        decode: Callable[[Sequence[int]], str] | None = None, **common: Any,
+        kv_connector: dict[str, Any] | None = None, says_cached: bool = False, **common: Any,
     ) -> None:  # fmt: skip
         super().__init__(**common)
-        self.decode = decode
         self.says_cached = says_cached
         self.images, self.kv_connector = images, kv_connector
         self.model, self.release = model, release
@@ -339,7 +335,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         if self.loras is not None:
             run.salt = self.loras.present.get(body.get("model", ""), "")
         run.salt += self._salt(body)
-        run.model, run.decode = body.get("model", self.model), self.decode
+        run.model = body.get("model", self.model)
         run.fault = self._plan()
         return run
 
