@@ -276,6 +276,8 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         loaded = () if self.loras is None else self.loras.present
         if body.get("model", self.model) not in (self.model, *self.adapters, *loaded):
             return _error(404, f"The model `{body['model']}` does not exist.")
+        if params.get("logit_bias") and self.speculation:
+            return _error(400, "The min_p and logit_bias sampling parameters are not yet supported")
         if params.get("stop") and self.decode is None:
             return _error(400, "stop strings are not supported on a server without a tokenizer")
         low = params.get("max_tokens", 16) < max(1, params.get("min_tokens", 0))

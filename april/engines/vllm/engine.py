@@ -80,7 +80,7 @@ class VllmEngine(TransferEngine):
         model = self._adapters.note_request(request.attempt_id) or facts.model
         body = request_body(
             facts.route, model, request, stream=streamed, priority=facts.priorities,
-            seeds=capabilities.honours_seeds, spans=spans,
+            bans=capabilities.bans, seeds=capabilities.honours_seeds, spans=spans,
             # the salt is unique to this run and these weights, so the prefix cache returns only entries made with them
             salt=self._labels.salt(self._version), urls=urls,
         )  # fmt: skip
