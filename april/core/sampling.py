@@ -52,7 +52,8 @@ class SamplingParams:
         seed: seed of this request; None for the engine's own random numbers.
         banned_ids: ids that must not be sampled, because they are placeholders in prompts, such as those of images. If
             the engine can do this, the log-probabilities of all other ids are the same as without the ban.
-        stop: strings that end the response once its text contains one; april finds them, engines never see them.
+        stop: strings that end the response once its text contains one. april finds them; an engine gets them only for a
+            request in whose tokens it can find them.
     """
 
     max_tokens: int

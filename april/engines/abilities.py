@@ -95,10 +95,14 @@ class Capabilities:
     request may live through a weight update."""
     in_flight_updates: tuple[OnWeightUpdate, ...] = ()
     """What requests may do at a weight update besides being cut; if not empty, the engine implements
-    :class:`~april.engines.protocol.KeepsRequests`."""
+    :class:`~april.engines.protocol.KeepsRequests`. Without ``streams``, a kept request names the versions of its tokens
+    at its end."""
     streams: bool = True
     """True if tokens arrive while they are made. If False, all tokens of running requests are lost when the engine
     dies."""
+    stop_strings: bool = False
+    """True if the engine ends a request at one of ``sampling.stop`` in the text of the tokens that it has generated for
+    this request, with all these tokens. april searches the text again. False: the engine gets no stop strings."""
     remote: bool = False
     """True if the engine is behind a server, which others may update and which may restart: while it works, april
     asks regularly for its load and its weights."""

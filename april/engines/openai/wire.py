@@ -102,6 +102,8 @@ def sampling_of(request: Request, *, bans: bool, seeds: bool) -> dict[str, Any]:
     }
     if sampling.stop_token_ids:
         params["stop_token_ids"] = sampling.stop_token_ids
+    if sampling.stop:  # april reads special tokens as text
+        params |= {"stop": sampling.stop, "skip_special_tokens": False}
     if seeds and sampling.seed is not None:
         params["seed"] = sampling.seed
     if bans and sampling.banned_ids:

@@ -74,6 +74,8 @@ def rid_of(attempt_id: str) -> str:
     return f"{attempt_id}."
 
 
+MAX_STOPS = 32
+"""SGLang refuses requests with more stop strings; april then finds all of them itself."""
 FIELDS = {"image": "image_data"}
 """Kinds of attachments, with the request field for each."""
 
@@ -103,6 +105,8 @@ def request_body(
     }
     if sampling.stop_token_ids:
         params["stop_token_ids"] = list(sampling.stop_token_ids)
+    if 0 < len(sampling.stop) <= MAX_STOPS:
+        params["stop"] = list(sampling.stop)
     if seed is not None:
         params["sampling_seed"] = seed
     if stream_interval is not None:
