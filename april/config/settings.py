@@ -14,7 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, FiniteFloat, ValidationError, model_validator
 
 from april.config.engines import ENGINE_CONFIGS, EngineConfig, TransformersEngineConfig
 from april.config.images import ImagesConfig
@@ -41,6 +41,7 @@ from april.config.values import (
     one_or_more,
     without_contents,
 )
+from april.core.row_rewards import RESERVED
 from april.core.sampling import SamplingParams, stop_id_of, wrong_stop_strings
 from april.core.settings import LEAST_QUORUM, CoreSettings, quorum_of
 from april.core.types import (
@@ -68,6 +69,13 @@ def _stop_strings(stop: tuple[str, ...]) -> tuple[str, ...]:
     if wrong := wrong_stop_strings(stop):
         raise ValueError(wrong)
     return stop
+
+
+def _names_of_parts(weights: dict[str, float]) -> dict[str, float]:
+    for name in weights:
+        if not name.isidentifier() or name in RESERVED:
+            raise ValueError(f"must have names of parts such as format_ok, got {without_contents(list(weights))}")
+    return weights
 
 
 def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -175,6 +183,9 @@ class Config(Model):
     prompts (wait), or the prompts start again, without end (wrap)."""
     max_filtered_groups: PositiveInt = 1000
     """Maximum number of groups that the filter may reject in a row before the step fails."""
+    reward_weights: Annotated[dict[str, FiniteFloat], AfterValidator(_names_of_parts)] = {}
+    """Weights by which the named parts that a reward function returns are summed: {correct: 1.0, format: 0.2}. Empty
+    means that rewards are numbers or have totals of their own."""
     extras: Annotated[tuple[str, ...], BeforeValidator(one_or_more), AfterValidator(_each_once)] = ()
     """Names of rows that engines return with every trained token: routed_experts, for trainers that replay the
     routing."""
