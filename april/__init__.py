@@ -99,11 +99,11 @@ __all__ = [
     "EngineFinish", "EngineServer", "EvaluationResult", "FinishReason", "Health",
     "InvariantError", "Ledger", "Limit", "LimitCode", "LogprobKind", "OffPolicyError", "PolicyVersion", "Prompt",
     "RankError", "RankScheduler", "Ranks", "Request", "Response", "Reward", "RolloutError", "RolloutScheduler",
-    "RunRecord", "SampleId", "SamplingConfig", "SamplingParams", "SchedulerClosed", "Segment", "SegmentKind", "TransformersEngine",
-    "UsageError", "VllmInProcessEngine", "WeightsInUse", "WireError", "add_april_arguments", "attachment_bytes",
-    "config_from_arguments", "group_advantages", "hold_model", "loss_weights", "masked_weights", "new_token",
-    "off_policy_report", "partial_rollout", "policy_loss", "rewards_differ", "serve", "serve_forever", "to_torch",
-    "truncated_weights",
+    "RunRecord", "SampleId", "SamplingConfig", "SamplingParams", "SchedulerClosed", "Segment", "SegmentKind",
+    "TransformersEngine", "UsageError", "VllmInProcessEngine", "WeightsInUse", "WireError", "add_april_arguments",
+    "attachment_bytes", "config_from_arguments", "group_advantages", "hold_model", "loss_weights", "masked_weights",
+    "new_token", "off_policy_report", "partial_rollout", "policy_loss", "rewards_differ", "serve", "serve_forever",
+    "to_torch", "truncated_weights",
 ]  # fmt: skip
 
 

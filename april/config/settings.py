@@ -183,7 +183,7 @@ class Config(Model):
     prompts (wait), or the prompts start again, without end (wrap)."""
     max_filtered_groups: PositiveInt = 1000
     """Maximum number of groups that the filter may reject in a row before the step fails."""
-    reward_weights: Annotated[dict[str, FiniteFloat], AfterValidator(_names_of_parts)] = {}
+    reward_weights: Annotated[dict[str, FiniteFloat], AfterValidator(_names_of_parts)] = Field(default_factory=dict)
     """Weights by which the named parts that a reward function returns are summed: {correct: 1.0, format: 0.2}. Empty
     means that rewards are numbers or have totals of their own."""
     extras: Annotated[tuple[str, ...], BeforeValidator(one_or_more), AfterValidator(_each_once)] = ()

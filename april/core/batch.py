@@ -58,8 +58,8 @@ class DeliveredSample:
     reward: float
     cohort: tuple[tuple[int, float], ...]
     """(index, reward) of the first k samples of the group to finish, in that order. k is the number that the group
-    quorum requires; without a quorum, these are all samples of the group. If the reward belongs to this row, the rewards
-    are those of the same row of each sample that has such a row"""
+    quorum requires; without a quorum, these are all samples of the group. If the reward belongs to this row alone, the
+    cohort has the rewards of the same row of all samples that have such a row"""
     finish: FinishReason
     attempts: int
     """number of requests to engines"""
@@ -78,8 +78,8 @@ class DeliveredSample:
     row_reward: RowReward | None = field(default=None, compare=False)
     """the reward with its parts, arrays and note; None if the reward function returned a number"""
     cohort_values: Extras = field(default=NO_EXTRAS, compare=False, repr=False)
-    """parts and values per turn of the first k samples of the group to finish, float32 [k, rows, values] by name, padded
-    with NaN; from these, :meth:`Batch.advantages` takes the baselines of parts and turns"""
+    """parts and values per turn of the samples of ``cohort``, float32 [k, values] by name, padded with NaN; from these,
+    :meth:`Batch.advantages` takes the baselines of parts and turns"""
     output: Any = field(default=None, compare=False, repr=False)
     """return value of the sample's rollout function; None outside of the process that ran the function"""
 
@@ -358,13 +358,13 @@ class Batch:
         samples = self.samples
         prompts = [s.prompt.token_ids for s in samples]
         arrays = {"prompt_ids": _joined(prompts, np.int32), "prompt_offsets": _offsets(prompts)}
-        like = self._layout
-        for name, (rows, dtype, _) in _response_columns(samples, 0, like).items():
+        layout = self._layout
+        for name, (rows, dtype, _) in _response_columns(samples, 0, layout).items():
             arrays[name] = _joined(rows, dtype)
-        if like is not None:
-            for name, empty in like.per_token.items():
+        if layout is not None:
+            for name, empty in layout.per_token.items():
                 arrays[name] = np.concatenate([_of(s).per_token[name] for s in samples] or [empty])
-            for name, empty in like.per_turn.items():
+            for name, empty in layout.per_turn.items():
                 rows = [_of(s).per_turn[name] for s in samples]
                 arrays |= {name: np.concatenate(rows or [empty]), "turn_offsets": _offsets(rows)}
         arrays["response_offsets"] = _offsets([s.tokens for s in samples])
@@ -406,13 +406,13 @@ class Batch:
             "prompt_mask": pad(_ones(prompts), 0, np.uint8, left=left_pad_prompts),
             "response_mask": pad(_ones(responses), 0, np.uint8),
         }
-        like = self._layout
-        for name, (rows, dtype, fill) in _response_columns(samples, pad_id, like).items():
+        layout = self._layout
+        for name, (rows, dtype, fill) in _response_columns(samples, pad_id, layout).items():
             arrays[name] = pad(rows, fill, dtype)
-        if like is not None:
-            for name, empty in like.per_token.items():
+        if layout is not None:
+            for name, empty in layout.per_token.items():
                 arrays[name] = pad([_of(s).per_token[name] for s in samples], 0, empty.dtype, empty.shape[1:])
-            for name, empty in like.per_turn.items():
+            for name, empty in layout.per_turn.items():
                 arrays[name] = pad([_of(s).per_turn[name] for s in samples], 0, empty.dtype, empty.shape[1:])
         if left_pad_prompts:
             arrays["input_ids"] = np.concatenate((arrays["prompt_ids"], arrays["response_ids"]), axis=1)

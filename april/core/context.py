@@ -16,8 +16,8 @@ from april.core.ledger import Ledger, LengthLedger
 from april.core.over_sampler import OverSampler
 from april.core.partial_buffer import Leases, PartialBuffer
 from april.core.places import Places
-from april.core.settings import CoreSettings, EngineLimits
 from april.core.row_rewards import RewardLayout
+from april.core.settings import CoreSettings, EngineLimits
 from april.core.types import (
     LEGAL_TRANSITIONS,
     SETTLED,

@@ -7,7 +7,6 @@ whether the failure is a bug that would fail all samples; ``lost_functions`` han
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import zip_longest
 
 from april.core import commands as do
 from april.core import events as ev
@@ -111,7 +110,8 @@ class FunctionResults:
             context.counters["late_events"] += event.group >= 0
             return
         awaited: list[tuple[Sample, float, tuple[RowReward, ...]]] = []
-        for (index, reward), rows in zip_longest(event.rewards, event.row_rewards, fillvalue=()):
+        more = event.row_rewards or [()] * len(event.rewards)
+        for (index, reward), rows in zip(event.rewards, more, strict=True):
             blamed = self._sample_awaiting_reward(group.samples[index])
             if blamed is None:
                 context.counters["late_events"] += 1

@@ -18,8 +18,8 @@ from april.core.value_checks import wrong_reward
 NO_PARTS: Mapping[str, float] = NoRows()
 RESERVED = frozenset(
     {
-        "attention_mask", "extras_offsets", "group_ids", "input_ids", "kept_mask", "logprobs", "loss_mask", "prompt_ids",
-        "prompt_mask", "prompt_offsets", "response_ids", "response_mask", "response_offsets", "rewards",
+        "attention_mask", "extras_offsets", "group_ids", "input_ids", "kept_mask", "logprobs", "loss_mask",
+        "prompt_ids", "prompt_mask", "prompt_offsets", "response_ids", "response_mask", "response_offsets", "rewards",
         "sample_numbers", "staleness", "total", "turn_numbers", "turn_offsets", "version_incarnation", "version_n",
     }
 )  # fmt: skip
@@ -111,7 +111,7 @@ def _wrong_arrays(row: RowReward, size: tuple[int, int]) -> str | None:
 
 
 def _layout_of(row: RowReward) -> RewardLayout:
-    layout: RewardLayout = {name: ("part", (), "f") for name in row.parts}
+    layout: RewardLayout = dict.fromkeys(row.parts, ("part", (), "f"))
     for unit, arrays in (("per turn", row.per_turn), ("per token", row.per_token)):
         layout |= {name: (unit, values.shape[1:], values.dtype.kind) for name, values in arrays.items()}
     return layout

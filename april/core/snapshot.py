@@ -871,10 +871,10 @@ def restored_sample(
             sample.finish, sample.reward = finish, float32_reward(reward)
             sample.row_rewards = tuple(
                 RowReward(
-                    float32_reward(saved["reward"]), None if saved["row"] is None else count_of(saved["row"]),
-                    dict(saved["parts"]), _rows_by_name(saved["per_turn"]), _rows_by_name(saved["per_token"]), saved["note"],
+                    float32_reward(own["reward"]), None if own["row"] is None else count_of(own["row"]),
+                    dict(own["parts"]), _rows_by_name(own["per_turn"]), _rows_by_name(own["per_token"]), own["note"],
                 )
-                for saved in state.get("row_rewards", ())
+                for own in state.get("row_rewards", ())
             )  # fmt: skip
     return sample
 

@@ -676,7 +676,8 @@ class Group:
     """(index, reward) of the first ``quorum`` samples to finish, from which all baselines are computed; set once
     READY."""
     cohort_values: Extras = NO_EXTRAS
-    """What else the rewards of the cohort have, float32 [k, rows, values] by name; see :func:`row_rewards.cohort_values`."""
+    """Parts and values per turn of the cohort's rewards, float32 [k, rows, values] by name; see
+    :func:`april.core.row_rewards.cohort_values`."""
     unfinished: int = field(init=False)
     """Number of held samples that are not finished."""
     held: int = field(init=False)

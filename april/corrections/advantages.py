@@ -142,8 +142,8 @@ def process_advantages(own: ArrayLike, others: ArrayLike, *, epsilon: float = 1e
     """Return the advantage of each turn (or step) of one response from rewards per turn: float64 [turns].
 
     GRPO with process rewards (DeepSeekMath, arXiv 2402.03300, section 4.1.3): each reward is reduced by the mean of all
-    turns' rewards of the group and divided by their standard deviation. The advantage of a turn is the sum of the results
-    over this turn and all later turns of the response.
+    turns' rewards of the group and divided by their standard deviation. The advantage of a turn is the sum of these
+    numbers over the turn and all later turns of the response.
 
     Args:
         own: rewards of the response's turns, [turns].

@@ -33,8 +33,8 @@ class Conversation(NamedTuple):
     tokens: Int32
     logprobs: Float32
     loss_mask: NDArray[np.uint8]
-    turns: tuple[tuple[int, int], ...] = ()
-    """(start, end) in ``tokens`` of each call of ``llm.generate`` that generated tokens."""
+    turns: Int32 = np.empty((0, 2), np.int32)
+    """(start, end) in ``tokens`` of each call of ``llm.generate`` that generated tokens, int32 [turns, 2]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +135,17 @@ def response_of(
     """Return a finished sample as a Response; its arrays are copies, which the user's functions may change."""
     assert sample.finish is not None
     conversations = tuple(
-        Conversation(c.prompt.copy(), c.tape.tokens.copy(), c.tape.logprobs.copy(), c.tape.loss_mask(), c.turns)
+        Conversation(
+            c.prompt.copy(), c.tape.tokens.copy(), c.tape.logprobs.copy(), c.tape.loss_mask(),
+            np.array(c.turns, np.int32).reshape(-1, 2),
+        )
         for c in sample.row_chains
     )
     _, tokens, logprobs, mask, _ = conversations[0]
     return Response(
-        sample.key, tokens, logprobs, mask, sample.finish, output, reward, conversations, detokenizer, sample.row_rewards
-    )
+        sample.key, tokens, logprobs, mask, sample.finish, output, reward, conversations, detokenizer,
+        sample.row_rewards,
+    )  # fmt: skip
 
 
 def rewards_differ(prompt: Prompt, responses: Sequence[Response]) -> bool:
@@ -214,10 +218,10 @@ def _row_reward(value: Any, response: Response, weights: Mapping[str, float], ro
     total = value.total
     if weights:
         if missing := sorted(weights.keys() - parts.keys()):
-            raise UsageError(f"{where} has no part {missing[0]}, which reward_weights names; return it for every response")
+            raise UsageError(f"{where} has no part {missing[0]}, which reward_weights names; return all of these parts")
         if total is not None or (more := sorted(parts.keys() - weights.keys(), key=str)):
             what = "a total" if total is not None else f"the part {more[0]}, which is not in reward_weights"
-            raise UsageError(f"{where} has {what}; reward_weights must name all parts (0 counts for nothing) and no total")
+            raise UsageError(f"{where} has {what}; with reward_weights, return the parts that it names and no others")
         total = sum(weights[name] * part for name, part in parts.items())
     elif total is None:
         raise UsageError(
