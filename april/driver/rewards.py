@@ -240,17 +240,21 @@ def _row_reward(value: Any, response: Response, weights: Mapping[str, float], ro
 
 def _part(value: Any, name: object, where: str) -> float:
     try:
-        return float32_reward(float(value))
+        number = float(value)
     except (TypeError, ValueError, OverflowError):
         raise UsageError(
             f"{where} has a part {name} that is {value!r:.100} ({type(value).__name__}); expected a number"
         ) from None
+    return number if wrong_reward(number) else float32_reward(number)
 
 
 def _array(values: Any, where: str) -> NDArray[Any]:
     """Return numbers as a read-only copy, float32 or int32; other values become an array that is refused later."""
+    if hasattr(values, "detach"):  # a tensor, also of a type that numpy does not have
+        values = values.detach().cpu()
+        values = (values.double() if values.is_floating_point() else values).numpy()
     try:
-        array = np.array(values.detach().cpu() if hasattr(values, "detach") else values)
+        array = np.array(values)
     except (TypeError, ValueError):
         raise UsageError(f"{where} that are no array: {values!r:.100}; expected numbers of one shape") from None
     if array.dtype.kind in "fiub":
