@@ -336,8 +336,13 @@ def _group_out(group: _Group, back: Collection[SampleId], running: _Running) -> 
         ],
         "finishers": group.finishers,
         "cohort": [list(pair) for pair in group.cohort],
-        **({"cohort_values": rows_out(group.cohort_values)} if group.cohort_values else {}),
+        **({"cohort_values": _values_out(group.cohort_values)} if group.cohort_values else {}),
     }
+
+
+def _values_out(values: Extras) -> State:
+    """Return values of a cohort as lists of numbers, None for NaN; records keep them, as they keep all rewards."""
+    return {name: np.where(np.isnan(table), None, table).tolist() for name, table in values.items()}
 
 
 def _sample_out(sample: _Sample, prompt: Prompt, running: _Running) -> State:
@@ -732,7 +737,7 @@ def _completed(settings: CoreSettings, group: Group, state: State, *, ready: boo
         if wrong := next(filter(None, (wrong_reward(reward) for _, reward in cohort)), None):
             raise ValueError(f"a reward of group {group.id} is {wrong}")
         group.cohort = tuple((i, float32_reward(reward)) for i, reward in cohort)
-        group.cohort_values = _rows_by_name(state.get("cohort_values", {}))
+        group.cohort_values = {n: np.array(v, np.float32) for n, v in state.get("cohort_values", {}).items()}
         if any(len(values) != len(cohort) or values.ndim != 3 for values in group.cohort_values.values()):
             raise ValueError(f"rewards of a cohort of {len(cohort)} in group {group.id} have other numbers of values")
 
