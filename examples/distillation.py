@@ -34,7 +34,7 @@ class Teacher:
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
-        with urllib.request.urlopen(f"{self._url}/v1/models") as answer:
+        with urllib.request.urlopen(f"{self._url}/v1/models") as answer:  # noqa: S310 - the address is the user's own
             self._model = json.load(answer)["data"][0]["id"]
 
     async def reward(self, prompt: april.Prompt, response: april.Response) -> april.Reward:

@@ -304,7 +304,8 @@ def test_rollouts_as_on_the_page(code: list[Block], monkeypatch: pytest.MonkeyPa
 def test_rewards_of_several_parts_as_on_the_pages(code: list[Block]) -> None:
     """Parts with a total and with weights, values per turn and per token, GDPO's sum, and a teacher's loss."""
     graded, judged, gdpo, teacher, loss = code
-    options: dict[str, Any] = {"prompts": [{"token_ids": [3, 4], "answer": "a"}] * 4, "tokenizer": Tokenizer(VOCAB_SIZE)}
+    prompts = [{"token_ids": [3, 4], "answer": "a"}] * 4
+    options: dict[str, Any] = {"prompts": prompts, "tokenizer": Tokenizer(VOCAB_SIZE)}
 
     async def half(conversation: april.Response) -> Any:
         return conversation.logprobs / 2
