@@ -380,7 +380,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a part too large": ({"total": 1.0, "correct": 1e39}, "has a part correct that is 1e[+]39, which does not fit in"),
     "a total that is NaN": (april.Reward(NAN), "is nan; expected a finite number"),
     "a total that is text": (april.Reward("1,0"), r"is '1,0' \(str\); expected a number"),  # type: ignore[arg-type]
-    "another part": ({"total": 1.0, "correct": 1.0, "x": 1}, f"has x, which earlier rewards of this run had not;"),
+    "another part": ({"total": 1.0, "correct": 1.0, "x": 1}, "has x, which earlier rewards of this run had not;"),
     "a missing part": (april.Reward(1.0), f"has no correct, which earlier rewards of this run had; {SAME}"),
     "a number alone": (1.0, f"has no correct, which earlier rewards of this run had; {SAME}"),
     "rows": (
