@@ -103,8 +103,6 @@ def settings_page() -> str:
     shared = {s.path for s in settings_of(ServerEngineConfig)}
     tables = "\n\n".join([
         _table(s for s in settings_of(Config) if "." not in s.path),
-        "`reward_weights` is a mapping, `{correct: 1.0, format: 0.2}`, and no flag: the weights by which "
-        "[parts of rewards](rollouts.md#rewards-of-several-parts) are summed. It is empty by default.",
         "## sampling", _table(settings_of(SamplingConfig)),
         "## images", _table(settings_of(ImagesConfig)),
         "## engine",

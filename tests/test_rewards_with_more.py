@@ -490,10 +490,10 @@ def test_a_damaged_state_is_refused(change: Any, sentence: str) -> None:
 
 
 def test_weights_are_settings() -> None:
-    """They come from a file as from Python; names that no part can have are refused at once."""
-    assert april.Config.from_mapping(config(reward_weights=WEIGHTS).to_mapping()).reward_weights == WEIGHTS
-    with pytest.raises(april.ConfigError, match=r"reward_weights.*must have names of parts such as format_ok"):
-        config(reward_weights={"total": 1.0})
-    with pytest.raises(april.ConfigError, match="reward_weights"):
-        config(reward_weights={"correct": NAN})
+    """They come from a file as from Python; names that no part can have, and no numbers, are refused at once."""
+    for given in (WEIGHTS, ["correct=1", "format=.25"], config(reward_weights=WEIGHTS).to_mapping()["reward_weights"]):
+        assert april.Config.from_mapping(config(reward_weights=given).to_mapping()).weights_of_parts == WEIGHTS
+    for wrong in ({"total": 1.0}, {"correct": NAN}, {"correct": "x"}, {"a b": 1.0}, ["correct"], ["a=1", "a=2"], [7]):
+        with pytest.raises(april.ConfigError, match=r"reward_weights"):
+            config(reward_weights=wrong)
     assert rank_packing.plain_value(np.float32(0.5)) == 0.5

@@ -81,8 +81,8 @@ class Sessions:
     ``POST /sessions`` opens a session for the next sample: ``{"id", "base_url", "api_key", "group", "index", "data"}``,
     or 429 with Retry-After while no sample is wanted. ``POST /sessions/ID/end`` with ``{"reward": number, "output":
     anything}`` ends a session, ``POST /sessions/ID/cancel`` with ``{"why": text}`` makes its sample fail; both may be
-    repeated. ``GET /sessions`` lists the open sessions. ``reward`` may also be an object of numbers by name, as a reward
-    function may return.
+    repeated. ``GET /sessions`` lists the open sessions. ``reward`` may also be an object of numbers by name, as the
+    return value of a reward function.
 
     If the trainer restarts with the same key and port, sessions keep their ids, addresses and keys: agents that are
     still running continue with the answers they have, and no other agent is given their sessions. A session without any

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, FiniteFloat, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from april.config.engines import ENGINE_CONFIGS, EngineConfig, TransformersEngineConfig
 from april.config.images import ImagesConfig
@@ -62,6 +63,8 @@ MAX_STOPS = 1_000_000
 """Largest number of times that the same abort may be sent."""
 RETRY_PAUSE_S = 4.0
 """Seconds before a failed reward function or filter is called again; the next pause is 8 times as long."""
+_WEIGHT = re.compile(r"[A-Za-z_]\w*=[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,2})?")
+"""Name of a part with its weight."""
 _ENGINES = {str(engine.model_fields["kind"].default): engine for engine in ENGINE_CONFIGS}
 
 
@@ -71,11 +74,16 @@ def _stop_strings(stop: tuple[str, ...]) -> tuple[str, ...]:
     return stop
 
 
-def _names_of_parts(weights: dict[str, float]) -> dict[str, float]:
-    for name in weights:
-        if not name.isidentifier() or name in RESERVED:
-            raise ValueError(f"must have names of parts such as format_ok, got {without_contents(list(weights))}")
-    return weights
+def _weights(given: Any) -> Any:
+    """Return a mapping of names to weights as words such as ``correct=1.0``."""
+    return [f"{name}={weight}" for name, weight in given.items()] if isinstance(given, Mapping) else one_or_more(given)
+
+
+def _weights_of_parts(words: tuple[str, ...]) -> tuple[str, ...]:
+    names = [name for word in words if _WEIGHT.fullmatch(word) and (name := word.partition("=")[0]) not in RESERVED]
+    if len({*names}) < len(words):
+        raise ValueError(f"must be names of parts with weights, such as format_ok=0.2, each only once, got {words}")
+    return words
 
 
 def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -183,9 +191,10 @@ class Config(Model):
     prompts (wait), or the prompts start again, without end (wrap)."""
     max_filtered_groups: PositiveInt = 1000
     """Maximum number of groups that the filter may reject in a row before the step fails."""
-    reward_weights: Annotated[dict[str, FiniteFloat], AfterValidator(_names_of_parts)] = Field(default_factory=dict)
-    """Weights by which the named parts that a reward function returns are summed: {correct: 1.0, format: 0.2}. Empty
-    means that rewards are numbers or have totals of their own."""
+    reward_weights: Annotated[tuple[str, ...], BeforeValidator(_weights), AfterValidator(_weights_of_parts)] = ()
+    """Weights by which the named parts that a reward function returns are summed, as correct=1.0 format=0.2; files and
+    Python may have the mapping {correct: 1.0, format: 0.2}. Empty means that rewards are numbers or have totals of
+    their own."""
     extras: Annotated[tuple[str, ...], BeforeValidator(one_or_more), AfterValidator(_each_once)] = ()
     """Names of rows that engines return with every trained token: routed_experts, for trainers that replay the
     routing."""
@@ -472,6 +481,11 @@ class Config(Model):
             "run_seed": self.seed,
             "run_id": run_id,
         })  # fmt: skip
+
+    @property
+    def weights_of_parts(self) -> dict[str, float]:
+        """The weights of :attr:`reward_weights` by name."""
+        return {name: float(weight) for name, _, weight in (word.partition("=") for word in self.reward_weights)}
 
     def sampling_params(self, banned_ids: tuple[int, ...] = ()) -> SamplingParams:
         """Return the sampling parameters of a whole response, without a seed, which is set for each attempt."""

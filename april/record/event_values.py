@@ -22,10 +22,10 @@ from april.core.types import GenerateCall, Group, Sample
 NAME_FIELDS = frozenset(
     {
         "attachments", "attempt_id", "attempt_ids", "content", "contents", "engine", "engines", "extras", "id",
-        "logprob_kind", "name", "names",
+        "logprob_kind", "name", "names", "parts", "per_token", "per_turn",
     }
 )  # fmt: skip
-"""Fields whose text is kept: names of attempts, engines and kinds, and hashes made by april."""
+"""Fields whose text is kept: names of attempts, engines, kinds and parts of rewards, and hashes made by april."""
 OMITTED_FIELDS = frozenset({"data", "end_ids", "eos_token_ids", "metrics", "note", "stop", "stop_token_ids", "tape"})
 """Fields that are left out: they hold user data or token ids, or can be derived from other fields."""
 OMITTED_OF_ROWS = OMITTED_FIELDS | {"cohort_values", "extras", "row_reward", "turns"}
