@@ -342,7 +342,7 @@ def _group_out(group: _Group, back: Collection[SampleId], running: _Running) -> 
 
 def _values_out(values: Extras) -> State:
     """Return values of a cohort as lists of numbers, None for NaN; records keep them, as they keep all rewards."""
-    return {name: np.where(np.isnan(table), None, table).tolist() for name, table in values.items()}
+    return {name: np.where(np.isnan(table), np.array(None), table).tolist() for name, table in values.items()}
 
 
 def _sample_out(sample: _Sample, prompt: Prompt, running: _Running) -> State:
