@@ -637,7 +637,8 @@ class Sample:
     def clear(self) -> None:
         """Remove all chains and tokens before the function is started again."""
         self.chains = (Chain(self, 0, self.group.prompt.token_ids, self.group.prompt.attached),)
-        self.any_chain, self.finish, self.row_rewards = False, None, ()
+        self.row_rewards = ()
+        self.any_chain, self.finish = False, None
         self.group.oldest_known = False
 
     def replay_all(self) -> None:
