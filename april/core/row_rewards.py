@@ -20,10 +20,11 @@ RESERVED = frozenset(
     {
         "attention_mask", "extras_offsets", "group_ids", "input_ids", "kept_mask", "logprobs", "loss_mask",
         "prompt_ids", "prompt_mask", "prompt_offsets", "response_ids", "response_mask", "response_offsets", "rewards",
-        "sample_numbers", "staleness", "total", "turn_numbers", "turn_offsets", "version_incarnation", "version_n",
+        "routed_experts", "sample_numbers", "staleness", "total", "turn_numbers", "turn_offsets",
+        "version_incarnation", "version_n",
     }
 )  # fmt: skip
-"""Names that a batch's own arrays have, and ``total``; no part or array of a reward may have one of these names."""
+"""Names of a batch's own arrays, of extras, and ``total``; no part or array of a reward may have one of these."""
 
 
 @dataclass(frozen=True, slots=True)
