@@ -400,6 +400,10 @@ WRONG: dict[str, tuple[Any, str]] = {
     "text per turn": (april.Reward(1.0, per_turn={"a": ["x", "y"]}), "has a per turn of type <U1; expected numbers"),
     "ragged": (april.Reward(1.0, per_turn={"a": [[1], [1, 2]]}), r"has a per turn that are no array: \[\[1\], \[1, 2"),
     "an object as note": (april.Reward(1.0, note={"x": {1}}), r"has a note that cannot be kept: note\['x'\] is a set"),
+    "no names": (
+        april.Reward(1.0, per_token=[0.0] * 5),  # type: ignore[arg-type]
+        r"has per_token=\[0.0, .*\]; expected a mapping of names to values",
+    ),
     "rows and a total": (april.Reward(1.0, rows=[1.0]), "has rows and other values; give the values in the items of"),
     "rows in rows": (april.Reward(rows=[april.Reward(rows=[1])]), "has rows in an item of rows; a conversation has no"),
     "too many rows": (april.Reward(rows=[1.0, 2.0]), "has 2 rows, but the response has 1 conversations"),

@@ -214,6 +214,9 @@ def _row_reward(value: Any, response: Response, weights: Mapping[str, float], ro
         value = Reward(value)
     if value.rows:
         raise UsageError(f"{where} has rows in an item of rows; a conversation has no rows of its own")
+    for kind in ("parts", "per_turn", "per_token"):
+        if not isinstance(given := getattr(value, kind), Mapping):
+            raise UsageError(f"{where} has {kind}={given!r:.100}; expected a mapping of names to values")
     parts = {name: _part(part, name, where) for name, part in value.parts.items()}
     total = value.total
     if weights:
