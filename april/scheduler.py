@@ -235,7 +235,7 @@ class RolloutScheduler(BatchIterator):
             rollouts = RolloutSettings(
                 sampling=self._sampling, allow_mismatch=config.allow_mismatch,
                 function_timeout_s=config.function_timeout_s, stall_timeout_s=config.stall_timeout_s,
-                warn_after_s=config.warned_after_s,
+                warn_after_s=config.warned_after_s, reward_weights=config.weights_of_parts,
             )  # fmt: skip
             self._driver = self._thread.call(
                 lambda: RolloutDriver(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
@@ -41,6 +42,7 @@ from april.config.values import (
     one_or_more,
     without_contents,
 )
+from april.core.row_rewards import RESERVED
 from april.core.sampling import SamplingParams, stop_id_of, wrong_stop_strings
 from april.core.settings import LEAST_QUORUM, CoreSettings, quorum_of
 from april.core.types import (
@@ -61,6 +63,8 @@ MAX_STOPS = 1_000_000
 """Largest number of times that the same abort may be sent."""
 RETRY_PAUSE_S = 4.0
 """Seconds before a failed reward function or filter is called again; the next pause is 8 times as long."""
+_WEIGHT = re.compile(r"[A-Za-z_]\w*=[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,2})?")
+"""Name of a part with its weight."""
 _ENGINES = {str(engine.model_fields["kind"].default): engine for engine in ENGINE_CONFIGS}
 
 
@@ -68,6 +72,18 @@ def _stop_strings(stop: tuple[str, ...]) -> tuple[str, ...]:
     if wrong := wrong_stop_strings(stop):
         raise ValueError(wrong)
     return stop
+
+
+def _weights(given: Any) -> Any:
+    """Return a mapping of names to weights as words such as ``correct=1.0``."""
+    return [f"{name}={weight}" for name, weight in given.items()] if isinstance(given, Mapping) else one_or_more(given)
+
+
+def _weights_of_parts(words: tuple[str, ...]) -> tuple[str, ...]:
+    names = [name for word in words if _WEIGHT.fullmatch(word) and (name := word.partition("=")[0]) not in RESERVED]
+    if len({*names}) < len(words):
+        raise ValueError(f"must be names of parts with weights, such as format_ok=0.2, each only once, got {words}")
+    return words
 
 
 def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -175,6 +191,10 @@ class Config(Model):
     prompts (wait), or the prompts start again, without end (wrap)."""
     max_filtered_groups: PositiveInt = 1000
     """Maximum number of groups that the filter may reject in a row before the step fails."""
+    reward_weights: Annotated[tuple[str, ...], BeforeValidator(_weights), AfterValidator(_weights_of_parts)] = ()
+    """Weights by which the named parts that a reward function returns are summed, as correct=1.0 format=0.2; files and
+    Python may have the mapping {correct: 1.0, format: 0.2}. Empty means that rewards are numbers or have totals of
+    their own."""
     extras: Annotated[tuple[str, ...], BeforeValidator(one_or_more), AfterValidator(_each_once)] = ()
     """Names of rows that engines return with every trained token: routed_experts, for trainers that replay the
     routing."""
@@ -461,6 +481,11 @@ class Config(Model):
             "run_seed": self.seed,
             "run_id": run_id,
         })  # fmt: skip
+
+    @property
+    def weights_of_parts(self) -> dict[str, float]:
+        """The weights of :attr:`reward_weights` by name."""
+        return {name: float(weight) for name, _, weight in (word.partition("=") for word in self.reward_weights)}
 
     def sampling_params(self, banned_ids: tuple[int, ...] = ()) -> SamplingParams:
         """Return the sampling parameters of a whole response, without a seed, which is set for each attempt."""

@@ -16,6 +16,7 @@ from april.core.ledger import Ledger, LengthLedger
 from april.core.over_sampler import OverSampler
 from april.core.partial_buffer import Leases, PartialBuffer
 from april.core.places import Places
+from april.core.row_rewards import RewardLayout
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.types import (
     LEGAL_TRANSITIONS,
@@ -79,6 +80,8 @@ class CoreContext:
         identity."""
         self.failure: str | None = None
         """Reason why the step cannot continue; None if it can."""
+        self.reward_layout: RewardLayout = {}
+        """Names and shapes that all rewards of the run have; empty before the first reward."""
         self.without_room: list[Sample] = []
         """Restored samples that will be dropped, as the engines' context is now too small for them."""
         self.evaluations: dict[int, Evaluation] = {}

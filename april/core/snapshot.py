@@ -32,6 +32,7 @@ from april.core.events import WorkChanged
 from april.core.ledger import Ledger, LengthLedger
 from april.core.partial_buffer import PartialBuffer
 from april.core.rollout_core import RolloutCore
+from april.core.row_rewards import RowReward, wrong_row_rewards
 from april.core.settings import LEAST_QUORUM, CoreSettings, quorum_of
 from april.core.state_checksum import State, data_out
 from april.core.tape import AttemptTape, Float32, Int32, Segment, SegmentKind, TokenTape, content_of
@@ -101,6 +102,7 @@ class _Sample(NamedTuple):
     state: SampleState
     finish: FinishReason | None
     reward: float
+    row_rewards: tuple[RowReward, ...]
     attempts: int
     resumes: int
     failures: int
@@ -116,6 +118,7 @@ class _Group(NamedTuple):
     drawn_under: PolicyVersion
     bound: int
     cohort: tuple[tuple[int, float], ...]
+    cohort_values: Extras
     finishers: list[int]
     data: State
     unchecked: list[str]
@@ -123,8 +126,10 @@ class _Group(NamedTuple):
     """Fields of a _Sample each."""
 
 
-_GROUP = attrgetter("id", "ready", "prompt", "drawn_under", "bound", "cohort")
-_SAMPLE = attrgetter("id", "state", "finish", "reward", "attempts", "resumes", "failures", "restarts")
+_GROUP = attrgetter("id", "ready", "prompt", "drawn_under", "bound", "cohort", "cohort_values")
+_SAMPLE = attrgetter(
+    "id", "state", "finish", "reward", "row_rewards", "attempts", "resumes", "failures", "restarts"
+)
 _CHAIN = attrgetter("number", "prompt", "attached", "extras", "tape.tokens", "tape.logprobs", "tape.segments")
 SAMPLES_AT_ONCE = 500
 """Number of samples that one call of :meth:`Freezer.advance` collects, in a few milliseconds."""
@@ -333,7 +338,13 @@ def _group_out(group: _Group, back: Collection[SampleId], running: _Running) -> 
         ],
         "finishers": group.finishers,
         "cohort": [list(pair) for pair in group.cohort],
+        **({"cohort_values": _values_out(group.cohort_values)} if group.cohort_values else {}),
     }
+
+
+def _values_out(values: Extras) -> State:
+    """Return values of a cohort as lists of numbers, None for NaN; records keep them, as they keep all rewards."""
+    return {name: np.where(np.isnan(table), np.array(None), table).tolist() for name, table in values.items()}
 
 
 def _sample_out(sample: _Sample, prompt: Prompt, running: _Running) -> State:
@@ -348,6 +359,14 @@ def _sample_out(sample: _Sample, prompt: Prompt, running: _Running) -> State:
         "failures": sample.failures,
         "restarts": sample.restarts,
     }
+    if sample.row_rewards:
+        state["row_rewards"] = [
+            {
+                "reward": row.reward, "row": row.row, "parts": dict(row.parts), "note": row.note,
+                "per_turn": rows_out(row.per_turn), "per_token": rows_out(row.per_token),
+            }
+            for row in sample.row_rewards
+        ]  # fmt: skip
     if others or first.prompt is not prompt.token_ids:
         state["prompt"] = _packed([first.prompt], "<i4")
         state["chains"] = [
@@ -396,16 +415,16 @@ def _chain_out(chain: _Chain, prompt: Prompt, running: _Running) -> State:
 def rows_out(extras: Extras) -> State:
     """Return rows by name as plain values: [number type, shape, bytes]."""
     little = {name: rows.astype(rows.dtype.newbyteorder("<"), copy=False) for name, rows in extras.items()}
-    return {name: [r.dtype.str, list(r.shape), _whole_bytes(r) or r.tobytes()] for name, r in little.items()}
+    return {name: [r.dtype.str, list(r.shape), _whole_bytes(r) or r.tobytes() or None] for name, r in little.items()}
 
 
 def rows_in(state: Sequence[Any]) -> Rows:
     """Return the rows of one name from their plain form; raises ValueError if they are not numbers."""
     dtype, shape, data = state
     kind = np.dtype(_text(dtype))
-    if kind.kind not in "iuf" or not isinstance(data, bytes):
+    if kind.kind not in "iuf" or not (data is None or isinstance(data, bytes)):
         raise ValueError("rows that are no numbers")
-    rows = np.frombuffer(data, kind).reshape([count_of(n) for n in shape])
+    rows = np.frombuffer(data or b"", kind).reshape([count_of(n) for n in shape])
     return rows.astype(kind.newbyteorder("="), copy=False)
 
 
@@ -572,7 +591,8 @@ def _put(core: RolloutCore, restored: Restored) -> None:
             if sample.state is not SampleState.FINISHED and core.buffer.in_round(group):
                 core.over_sampler.push(sample)
         if group.cohort or group.complete:  # complete but not ready: its filter has been removed since
-            group.cohort = group.cohort or group.cohort_rewards
+            if not group.cohort:
+                group.fix_cohort()
             if group.ready:
                 context.change_group_state(group, GroupState.OPEN, "put into another core")
             context.change_group_state(group, GroupState.READY, "complete since before a restart")
@@ -582,8 +602,12 @@ def _put(core: RolloutCore, restored: Restored) -> None:
         _count_in(core, state)
     _ledger_in(context.tokens, state["tokens"], sum(s.generated for s in core.buffer.samples()))
     _ledger_in(context.prompts, state["prompts"], len(core.buffer))
-    finished = (s.generated for s in core.buffer.samples() if s.state is SampleState.FINISHED)
-    context.lengths.restore(state.get("lengths", {}), finished)
+    finished = [s for s in core.buffer.samples() if s.state is SampleState.FINISHED]
+    context.lengths.restore(state.get("lengths", {}), (s.generated for s in finished))
+    for sample in finished if core.settings.has_reward else ():
+        sizes = [(len(chain.turns), len(chain.tape)) for chain in sample.row_chains]
+        if wrong := wrong_row_rewards(sample.row_rewards, sizes, context.reward_layout):
+            raise ValueError(f"the reward of {sample.id} {wrong}")
     core.validate()
     if context.tokens.held and state["settings"].get("logprob_kind", "") not in ("", core.engines.logprob_kind):
         core.engines.logprob_kind = "mixed"  # batches may now contain tokens of both kinds
@@ -717,6 +741,9 @@ def _completed(settings: CoreSettings, group: Group, state: State, *, ready: boo
         if wrong := next(filter(None, (wrong_reward(reward) for _, reward in cohort)), None):
             raise ValueError(f"a reward of group {group.id} is {wrong}")
         group.cohort = tuple((i, float32_reward(reward)) for i, reward in cohort)
+        group.cohort_values = {n: np.array(v, np.float32) for n, v in state.get("cohort_values", {}).items()}
+        if any(len(values) != len(cohort) or values.ndim != 3 for values in group.cohort_values.values()):
+            raise ValueError(f"rewards of a cohort of {len(cohort)} in group {group.id} have other numbers of values")
 
 
 def _ledger_in(ledger: Ledger, state: State, held: int) -> None:
@@ -851,7 +878,18 @@ def restored_sample(
             raise ValueError(f"{sample.id}: it is finished, but its last call is not")
         if keeps:
             sample.finish, sample.reward = finish, float32_reward(reward)
+            sample.row_rewards = tuple(
+                RowReward(
+                    float32_reward(own["reward"]), None if own["row"] is None else count_of(own["row"]),
+                    dict(own["parts"]), _rows_by_name(own["per_turn"]), _rows_by_name(own["per_token"]), own["note"],
+                )
+                for own in state.get("row_rewards", ())
+            )  # fmt: skip
     return sample
+
+
+def _rows_by_name(state: State) -> Extras:
+    return {name: rows_in(rows) for name, rows in state.items()}
 
 
 def _chain_in(engines: EngineTable, chain: Chain, state: State) -> None:

@@ -6,7 +6,7 @@ Invariant: when a sample is given up, its function is cancelled, and later calls
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
@@ -19,6 +19,7 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core.attachments import Placed, before
 from april.core.function_bugs import FunctionKind
+from april.core.row_rewards import RowReward
 from april.core.sampling import SamplingParams
 from april.core.tape import Int32
 from april.core.types import FinishReason, Group, Sample, SampleId, SampleState
@@ -47,7 +48,7 @@ from april.driver.llm import (
     single_turn,
 )
 from april.driver.long_waits import WARN_AFTER_S
-from april.driver.rewards import Response, checked_reward, checked_rewards, checked_verdict, response_of
+from april.driver.rewards import Response, checked_rewards, checked_verdict, response_of, row_rewards_of
 from april.driver.user_calls import UserCall, UserCalls
 from april.driver.user_code import FailureLog, FunctionLost, describe_with_place, kind_of, place_of
 from april.errors import ConfigError, RolloutError, SchedulerClosed, UsageError
@@ -78,6 +79,8 @@ class RolloutSettings:
     allow_mismatch: bool = False
     function_timeout_s: float | None = None
     """Maximum seconds for one call of a function; None means no limit."""
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
+    """Weights by which the parts of a reward are summed; empty if rewards have totals of their own."""
     stall_timeout_s: float | None = None
     """Maximum seconds without a token from an engine; None means no limit."""
     warn_after_s: float | None = WARN_AFTER_S
@@ -478,17 +481,23 @@ class SampleFunctions:
         assert function is not None
 
         def answered(value: Any, error: BaseException | None) -> None:
-            rewards: list[float] = []
+            rewards: list[tuple[float, tuple[RowReward, ...]]] = []
             if error is None:
                 try:
-                    ids = [s.key for s in samples]
-                    rewards = checked_rewards(value, ids) if in_groups else [checked_reward(value, first)]
+                    values = checked_rewards(value, [s.key for s in samples]) if in_groups else [value]
+                    weights, layout = self._settings.reward_weights, self._view.reward_layout
+                    rewards = [
+                        row_rewards_of(v, response, weights, layout)
+                        for v, response in zip(values, responses, strict=True)
+                    ]
                 except (Exception, SystemExit) as raised:
                     error = raised.with_traceback(None)  # the traceback has only april's own lines
             if error is None:
                 if samples[0].evaluation is None:
                     self._succeeded.add(FunctionKind.REWARD)
-                self._post(ev.Scored(group, [(s.id.index, r) for s, r in zip(samples, rewards, strict=True)]))
+                numbers = [(s.id.index, number) for s, (number, _) in zip(samples, rewards, strict=True)]
+                with_more = [rows for _, rows in rewards] if rewards[0][1] else ()
+                self._post(ev.Scored(group, numbers, with_more))
             elif samples[0].evaluation is not None:
                 self._evaluation_failed(samples[0], "the reward function", error)
             else:

@@ -151,7 +151,7 @@ def with_repetition(result: EvaluationResult, detokenizer: Detokenizer | None) -
     """Restore an evaluation that was received; ``detokenizer`` makes the text of its responses."""
 
     def completed(r: Response) -> Response:
-        _, tokens, logprobs, mask = r.conversations[0] if r.conversations else (None, r.tokens, r.logprobs, r.loss_mask)
+        tokens, logprobs, mask = r.conversations[0][1:4] if r.conversations else (r.tokens, r.logprobs, r.loss_mask)
         return replace(r, tokens=tokens, logprobs=logprobs, loss_mask=mask, detokenizer=detokenizer)
 
     return replace(result, responses=tuple(tuple(map(completed, row)) for row in result.responses))
