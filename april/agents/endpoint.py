@@ -71,9 +71,9 @@ class ServedSession:
     """Reason why the latest refused request was refused; empty if there is none."""
 
     @property
-    def has_accepted_requests(self) -> bool:
-        """True if at least one request was not refused."""
-        return any(self.session.requests.values())
+    def has_received_answers(self) -> bool:
+        """True if a client has received the answer to at least one request."""
+        return bool(self.session.received_calls())
 
     @property
     def url(self) -> str:
