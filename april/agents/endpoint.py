@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from april.agents.chat import COMMIT_S, KEEPALIVE_S, Answer, ChatRequest, RequestError
@@ -244,19 +245,22 @@ class Endpoint:
         return handle
 
     async def _submit(self, session: Session, dialect: Dialect, request: web.Request) -> tuple[AnswerTask, ChatRequest]:
-        body = await read_json_body(request, _max_body_bytes(session))
+        fields = decode_json(await read_body(request, _max_body_bytes(session)), dict[str, msgspec.Raw])
+        history, digest = fields.get(dialect.history, b"null"), b""
+        sent = decode_json(history, list[msgspec.Raw]) if memoryview(history)[:1] == b"[" else []
+        body = {name: decode_json(value) for name, value in fields.items() if not (sent and name == dialect.history)}
+        if sent:
+            read_one = lambda i, message: dialect.read_one(i, decode_json(message))  # noqa: E731
+            body[dialect.history], digest = session.reader.read(dialect, sent, read_one)
         chat_request = dialect.read(body)
         if len(chat_request.messages) > MAX_MESSAGES:
             raise RequestError(f"more than {MAX_MESSAGES} messages in one conversation")
-        for stream in ("stream", "stream_options"):
-            body.pop(stream, None)
-        client = request.headers.get("X-Session-ID", "")
-        try:
-            identity = json.dumps([request.path, client, body], sort_keys=True, allow_nan=False)
-        except ValueError:
-            raise RequestError("the body is not JSON: it has a number that is not finite") from None
+        for name in (dialect.history, "stream", "stream_options"):
+            body.pop(name, None)
+        identity = [request.path, request.headers.get("X-Session-ID", ""), body, digest.hex()]
+        identity_digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         retry = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-        return session.submit(chat_request, hashlib.sha256(identity.encode()).hexdigest(), retry=retry), chat_request
+        return session.submit(chat_request, identity_digest, retry=retry), chat_request
 
     async def _send_answer(
         self, request: web.Request, dialect: Dialect, chat_request: ChatRequest, answer_task: AnswerTask
@@ -354,6 +358,11 @@ def _max_body_bytes(session: Session) -> int:
 
 async def read_json_body(request: web.Request, max_bytes: int) -> Any:
     """Return the JSON of a request whose body has at most ``max_bytes`` bytes; raises RequestError."""
+    return decode_json(await read_body(request, max_bytes))
+
+
+async def read_body(request: web.Request, max_bytes: int) -> bytes:
+    """Return the body of a request, ``{}`` if it is empty; raises RequestError for more than ``max_bytes`` bytes."""
     too_large = RequestError(f"the body is larger than {max_bytes:,} bytes, the limit at the moment", 413)
     if (request.content_length or 0) > max_bytes:
         raise too_large
@@ -367,16 +376,16 @@ async def read_json_body(request: web.Request, max_bytes: int) -> Any:
         raise RequestError(f"the body cannot be decoded: {type(error).__name__}") from None
     if len(raw) > max_bytes:
         raise too_large
+    return raw or b"{}"
+
+
+def decode_json(raw: bytes | msgspec.Raw, kind: Any = Any) -> Any:
+    """Return the value of JSON text; raises RequestError unless it is JSON of this kind."""
     try:
-        text = raw.decode()
-        body = json.loads(text or "{}")
-        if "\\ud" in text or "\\uD" in text:
-            json.dumps(body, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise RequestError("the body has half of a surrogate pair, which is not valid text") from None
+        return msgspec.json.decode(raw, type=kind)
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is not JSON: {str(error)[:200]}") from None
-    return body
+        half = "; it has half of a surrogate pair" if b"\\ud" in bytes(raw).lower() else ""
+        raise RequestError(f"the body is not JSON, or not a JSON object: {str(error)[:200]}{half}") from None
 
 
 async def _send_headers(request: web.Request, chat_request: ChatRequest) -> web.StreamResponse:
