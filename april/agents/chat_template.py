@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from april.images.image_placer import ImagePlacer
 
 
-LAST_TURN_TOKENS = 1 << 14
-"""Number of tokens at the end of a prompt in which the beginning of its last message is looked for."""
+LAST_TURN_TOKENS = 1 << 11
+"""Number of tokens at the end of a prompt in which the beginning of its last message is looked for first."""
 LATEST_MESSAGES = 8
 """Least number of messages that represent a long conversation when a template is asked for the tokens after them."""
 
@@ -126,8 +126,11 @@ class ChatTemplate:
 
         A renderer looks only at the end of a prompt. The cost of a turn thus does not grow with the conversation.
         """
-        ends = np.flatnonzero(np.isin(prompt[-LAST_TURN_TOKENS:], self._turn_ends))
-        return int(ends[-2]) + max(0, len(prompt) - LAST_TURN_TOKENS) if len(ends) > 1 else 0
+        for start in (max(0, len(prompt) - LAST_TURN_TOKENS), 0):
+            ends = np.flatnonzero((prompt[start:, None] == self._turn_ends).any(1))
+            if len(ends) > 1:
+                return start + int(ends[-2])
+        return 0
 
     def _by_difference(self, said: Sequence[Message], new: list[dict[str, Any]], tools: Tools) -> list[int] | None:
         """Return the tokens behind the answer, by comparing what the template writes with and without ``new``.

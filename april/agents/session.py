@@ -181,7 +181,7 @@ class Conversations:
         self._template = template
         self._message_images = message_images
         self._answered: dict[str, deque[_AnsweredConversation]] = {}
-        """Conversations that end with an answer, by the digest of what a reader sees."""
+        """Conversations that end with an answer, the latest first, by the digest of what a reader sees."""
         self._earlier_answers = earlier_answers
         self._build_message = build_message
         self._without_stop: dict[str, str] = {}
@@ -203,7 +203,7 @@ class Conversations:
             read, exact = digests[count - 1]
             known = self._answered.get(read, ())
             # among conversations that read alike, the one that is exactly this one is preferred, then the latest one
-            for ids, prompt, attached, _ in reversed(sorted(known, key=lambda answered: answered.exact == exact)):
+            for ids, prompt, attached, _ in sorted(known, key=lambda answered: answered.exact != exact):
                 found = self._template.extend(ids, prompt, messages[:count], messages[count:], tools)
                 if found is None:
                     continue
@@ -247,7 +247,7 @@ class Conversations:
 
     def _remember(self, digest: _Digest, ids: Int32, prompt_length: int, attached: tuple[Placed, ...]) -> None:
         known = self._answered.setdefault(digest.read, deque(maxlen=MAX_ANSWERS_PER_TEXT))
-        known.append(_AnsweredConversation(ids, prompt_length, attached, digest.exact))
+        known.appendleft(_AnsweredConversation(ids, prompt_length, attached, digest.exact))
 
     def _digests(self, messages: Sequence[Message], tools: Tools) -> list[_Digest]:
         """Return a digest for each prefix of the conversation.
