@@ -455,6 +455,52 @@ async def test_what_was_sampled_is_never_tokenised_again() -> None:
         assert second.startswith(first + says)
 
 
+SENT_BACK = {
+    "stop string put back": "as if \n  it fit</code>", "another stop string put back": "as if \n  it fitObservation:",
+    "white space stripped": "as if\n  it fit", "white space added": "\nas if \r\n  it fit  \n",
+    "other Unicode": "as if \n  it \ufb01t",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", SENT_BACK)
+@pytest.mark.parametrize("route", ["chat/completions", "messages"])
+async def test_an_answer_that_reads_alike_is_the_same_conversation(route: str, how: str) -> None:
+    """However the client writes the answer down, its next turns begin with the tokens that were sampled."""
+    stops = {"stop" if route == "chat/completions" else "stop_sequences": ["</code>", "Observation:"]}
+    says = "as if \n  it fit</code><|im_end|>"
+    async with world(says) as w:
+        _, body = await w.ask(route, ROUTES[route] | stops)
+        assert words(route, body) == "as if \n  it fit"
+        messages: list[Any] = [*HELLO, {"role": "assistant", "content": SENT_BACK[how]}]
+        for turn in range(2):
+            messages.append({"role": "user", "content": f"go on {turn}"})
+            await w.ask(route, ROUTES[route] | stops | {"messages": messages})
+            messages.append({"role": "assistant", "content": SENT_BACK[how]})
+        (first, _), (second, _), (third, _) = w.model.asked
+        assert second.startswith(first + says)
+        assert third.startswith(second + says)
+
+
+async def test_an_answer_that_reads_otherwise_is_another_conversation() -> None:
+    """Other words or another indentation are an edited history. Of answers that read alike the exact one counts."""
+    async with world("a \nb<|im_end|>") as w:
+
+        async def goes_on(text: str) -> str:
+            more = [*HELLO, {"role": "assistant", "content": text}, {"role": "user", "content": "go on"}]
+            await w.ask("chat/completions", {"messages": more})
+            return w.model.asked[-1][0]
+
+        await w.ask("chat/completions")
+        first = w.model.asked[0][0]
+        w.model.says = "a\nb  <|im_end|>"
+        await w.ask("chat/completions")
+        assert (await goes_on("a \nb")).startswith(f"{first}a \nb<|im_end|>")
+        for text in ("a\nb", "a \nb  "):
+            assert (await goes_on(text)).startswith(f"{first}a\nb  <|im_end|>")
+        for text in ("a\n b", "a \nc", "A \nb"):
+            assert (await goes_on(text)).startswith(f"{first}{text}<|im_end|>")
+
+
 def strict(text: str) -> Any:
     """Read JSON as every client does: without NaN and Infinity, which Python's parser takes."""
     return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))

@@ -15,7 +15,7 @@ import pytest
 from april.engines.protocol import Engine
 from april.simulate import workload
 from april.testing import FakeEngine, run_virtual
-from benchmarks import client_cost, continuous, real_engines, step_times, stopwatch_engine
+from benchmarks import client_cost, continuous, long_agent, real_engines, step_times, stopwatch_engine
 from benchmarks.frontier import Case, core, frontier, main, table
 from benchmarks.gpu import step_time
 from benchmarks.gpu.__main__ import main as gpu
@@ -178,3 +178,12 @@ def test_a_miniature_finds_everything(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_chunks_take_little_more_memory_than_packed_tokens(per_chunk: int) -> None:
     """From 6,000 tokens on, an attempt in flight holds at most 1.5 times the bytes of its packed tokens."""
     assert most_bytes_per_token(8192, per_chunk, 6000) <= 1.5 * PACKED_BYTES
+
+
+@pytest.mark.parametrize("renderer", long_agent.RENDERERS)
+def test_a_turn_of_a_long_conversation_costs_what_an_early_one_does(renderer: str) -> None:
+    """The endpoint calls as many Python functions in turn 57 as in turn 15, and the conversation stays one row."""
+    costs, rows = long_agent.measure(renderer, 60)
+    calls = [cost["calls"] for cost in costs if "calls" in cost]
+    assert (len(costs), len(calls), rows) == (60, 10, 1)
+    assert calls[-1] < 1.15 * calls[2]
