@@ -12,10 +12,12 @@ import hashlib
 import hmac
 import json
 import logging
+import re
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from ipaddress import ip_address, ip_network
 from typing import Any
 
 import msgspec
@@ -115,6 +117,8 @@ class Endpoint:
         port: port to listen on; 0 means any free one.
         commit_s: see COMMIT_S.
         alive_s: see KEEPALIVE_S.
+        reached_at: host or host:port by which clients reach the server, for ``url``; empty means ``host``.
+        clients: networks whose clients may connect; this machine always may. Empty means that everybody may.
         grace_s: see GRACE_S.
         model: name of the model in ``/v1/models``.
         add_routes: function that adds further routes.
@@ -124,6 +128,8 @@ class Endpoint:
     port: int = 0
     commit_s: float = COMMIT_S
     alive_s: float = KEEPALIVE_S
+    reached_at: str = ""
+    clients: Sequence[str] = ()
     grace_s: float = GRACE_S
     model: str = "april"
     add_routes: Callable[[web.UrlDispatcher], None] = lambda router: None
@@ -171,7 +177,7 @@ class Endpoint:
     # ---------------------------------------------------------------- on its loop
 
     async def _start(self) -> None:
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_responses])
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_responses, self._refuse_others])
         self.add_routes(app.router)
         for base in ("/{path}", "/{path}/v1", "/{path}/v1/v1"):  # Anthropic's clients append /v1 themselves
             for route, dialect in ROUTES.items():
@@ -181,8 +187,19 @@ class Endpoint:
         # Cancel a handler when its client leaves, because an equal request is a retry only if no client waits.
         self._listener = HttpListener(app, SHUTDOWN_S, cancel_handlers=True, logger=wire_log)
         _, port = await self._listener.start((self.host, self.port))
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        self.url = f"http://{host}:{port}"
+        host = self.reached_at or (f"[{self.host}]" if ":" in self.host else self.host)
+        self.url = f"http://{host}" if re.search(r":\d+$", self.reached_at) else f"http://{host}:{port}"
+
+    @web.middleware
+    async def _refuse_others(self, request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
+        """Refuse clients from other networks than ``clients``."""
+        if self.clients:
+            peer = ip_address((request.remote or "").partition("%")[0])
+            peer = getattr(peer, "ipv4_mapped", None) or peer
+            if not (peer.is_loopback or any(peer in ip_network(network) for network in self.clients)):
+                raise RequestError(f"clients at {peer} may not connect; see agents.clients", 403, "permission_error")
+        response: web.StreamResponse = await handler(request)
+        return response
 
     async def _stop(self) -> None:
         for served in list(self._sessions_by_path.values()):

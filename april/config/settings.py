@@ -16,6 +16,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
+from april.config.agents import AgentsConfig
 from april.config.engines import ENGINE_CONFIGS, EngineConfig, TransformersEngineConfig
 from april.config.images import ImagesConfig
 from april.config.mistakes import (
@@ -218,6 +219,7 @@ class Config(Model):
     """Let Python's garbage collector run less often in this process while the scheduler is open, with the thresholds
     20,000, 2 and 1,000. A collector that the program has disabled or relaxed further is left alone."""
     images: ImagesConfig = ImagesConfig()
+    agents: AgentsConfig = AgentsConfig()
     engine: EngineConfig = TransformersEngineConfig()
 
     def __init__(self, **values: Any) -> None:
