@@ -204,8 +204,8 @@ def test_an_agent_that_is_not_trained_has_no_policy(package: None) -> None:
     assert batch.one_row_each
     assert batch.rewards.tolist() == [1.0] * 4
     refused = [said["message"] for said in environment.said if said != "hi"]
-    assert all("no sample has the name" in message for message in refused)
-    assert all("user simulator or a judge, need an entry of their own" in message for message in refused)
+    assert all("give 'agent1' a model of its own" in message for message in refused)
+    assert all("agent1.model, agent1.client.base_url and" in message for message in refused)
     assert len(refused) >= 4
 
 

@@ -87,10 +87,13 @@ class ServedSession:
         """Return base URL and key for a client of several sessions, which names one per request (``X-Session-ID``)."""
         return f"{self.endpoint.url}/{SHARED_PATH}/v1", self.endpoint.key
 
-    def register_name(self, name: str) -> None:
-        """Register this session under a name, for clients of :meth:`shared_address`. May be called from any thread."""
+    def register_name(self, name: str, refusal: str = "") -> None:
+        """Register this session under a name, for clients of :meth:`shared_address`. May be called from any thread.
+
+        Requests with the name are refused with the text ``refusal`` unless it is empty.
+        """
         self.names.append(name)
-        self.endpoint._sessions_by_name[name] = self
+        self.endpoint._sessions_by_name[name] = refusal or self
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +137,8 @@ class Endpoint:
     model: str = "april"
     add_routes: Callable[[web.UrlDispatcher], None] = lambda router: None
     _sessions_by_path: dict[str, ServedSession] = field(default_factory=dict)
-    _sessions_by_name: dict[str, ServedSession] = field(default_factory=dict)
+    _sessions_by_name: dict[str, ServedSession | str] = field(default_factory=dict)
+    """Sessions by the names of their clients; a string is the text with which requests of that name are refused."""
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
     _thread: threading.Thread | None = None
@@ -218,15 +222,11 @@ class Endpoint:
         name = request.headers.get("X-Session-ID")
         if served is None and name is None and request.path.endswith("count_tokens"):
             served = next(iter(self._sessions_by_path.values()), None)  # all sessions count tokens alike
-        served = served or self._sessions_by_name.get(name or "")
-        if served is None:
-            raise RequestError(
-                f"no sample has the name {name!r:.100} (X-Session-ID): the model {self.model!r} is the policy, which "
-                "only answers agents that are trained; other models, such as a user simulator or a judge, need an "
-                "entry of their own in the environment's configuration", 404, "not_found_error",
-            )  # fmt: skip
-        served.on_request()
-        return served
+        found = served or self._sessions_by_name.get(name or "", f"no sample has the name {name!r:.100} (X-Session-ID)")
+        if isinstance(found, str):
+            raise RequestError(found, 404, "not_found_error")
+        found.on_request()
+        return found
 
     async def _models(self, request: web.Request) -> web.Response:
         context = self._session_of(request).session.max_context
