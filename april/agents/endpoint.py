@@ -264,7 +264,7 @@ class Endpoint:
     async def _submit(self, session: Session, dialect: Dialect, request: web.Request) -> tuple[AnswerTask, ChatRequest]:
         fields = decode_json(await read_body(request, _max_body_bytes(session)), dict[str, msgspec.Raw])
         history, digest = fields.get(dialect.history, b"null"), b""
-        sent = decode_json(history, list[msgspec.Raw]) if memoryview(history)[:1] == b"[" else []
+        sent = decode_json(history, list[msgspec.Raw]) if bytes(memoryview(history)[:1]) == b"[" else []
         body = {name: decode_json(value) for name, value in fields.items() if not (sent and name == dialect.history)}
         if sent:
             read_one = lambda i, message: dialect.read_one(i, decode_json(message))  # noqa: E731
