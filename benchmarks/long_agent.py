@@ -13,7 +13,6 @@ import asyncio
 import http.client
 import json
 import sys
-import threading
 import time
 from collections.abc import AsyncIterator, Iterable
 from statistics import mean
@@ -53,7 +52,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         vocab_size=512, special_tokens=MARKS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     bpe.train_from_iterator((QUESTION.format(n, n, *range(10)) + ANSWER for n in range(200)), trainer)
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=bpe, eos_token=MARKS[EOS], pad_token=MARKS[0], chat_template=TEMPLATE
     )
 
@@ -134,7 +133,7 @@ def measure(renderer: str, turns: int) -> tuple[list[dict[str, Any]], int]:
     tokenizer = make_tokenizer()
     engine = FreeEngine(tokenizer.encode(ANSWER.strip()), len(tokenizer))
     costs: list[dict[str, Any]] = []
-    counter, over = CallCounter(), threading.Event()
+    counter = CallCounter()
 
     async def rollout(prompt: april.Prompt, llm: april.LLM) -> None:
         door: Any = llm.endpoint()
@@ -145,10 +144,9 @@ def measure(renderer: str, turns: int) -> tuple[list[dict[str, Any]], int]:
     config = april.Config(rollout_batch_size=1, n_samples_per_prompt=1, max_response_len=1 << 19, max_in_flight=1)
     with april.RolloutScheduler(
         config, prompts=[{"token_ids": [20]}], rollout=rollout, reward=None, tokenizer=tokenizer, progress=False,
-        renderer=RENDERERS[renderer], engines=[engine],  # type: ignore[list-item]
+        renderer=RENDERERS[renderer], engines=[engine],
     ) as rollouts:  # fmt: skip
         batch = rollouts.next_batch()
-    over.set()
     return costs, len(batch.samples)
 
 
