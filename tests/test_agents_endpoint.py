@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping
@@ -18,12 +19,14 @@ import numpy as np
 import pytest
 from toy_chat import ToyTokenizer
 
+import april
 from april.agents.chat_template import ChatTemplate
 from april.agents.endpoint import MAX_BODY_BYTES, SMALL_BODY_BYTES, Endpoint, ServedSession, SessionAddress
 from april.agents.session import Session
 from april.core.tape import Float32, Int32
 from april.core.types import FinishReason
 from april.errors import RolloutError
+from april.testing import FakeEngine
 
 renderers = pytest.importorskip("renderers")
 TOY = ToyTokenizer()
@@ -331,6 +334,58 @@ async def test_one_client_for_several_sessions_names_each() -> None:
         assert (await ask(ANTHROPIC, right | {"X-Session-ID": "a"}))[0] == 200
 
 
+# ---------------------------------------------------------------- other machines
+
+
+@pytest.mark.parametrize(("peer", "status"), [
+    ("172.17.0.9", 200), ("::ffff:172.17.0.9", 200), ("fd00::9%eth0", 200), ("127.0.0.1", 200), ("::1", 200),
+    ("172.18.0.9", 403), ("::ffff:172.18.0.9", 403), ("fd01::9", 403),
+])  # fmt: skip
+async def test_only_clients_of_named_networks_connect(
+    peer: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And this machine; whoever else has the key is refused before anything is read."""
+    monkeypatch.setattr("aiohttp.web.Request.remote", property(lambda self: peer))
+    async with world(clients=("172.17.0.0/16", "fd00::/64")) as w:
+        answered, body = await w.ask("messages")
+        assert answered == status
+        if status == 403:
+            assert f"{peer.removeprefix('::ffff:')} may not connect; see agents.clients" in body["error"]["message"]
+            assert w.model.asked == []
+
+
+@pytest.mark.parametrize(("agents", "says"), [
+    ({"host": "0.0.0.0", "clients": "10.0.0.0/8"}, "agents.reached_at: no client can connect to 0.0.0.0"),  # noqa: S104
+    ({"host": "10.0.0.7"}, "agents.clients: other machines can connect to 10.0.0.7"),
+    ({"clients": ["docker"]}, "agents.clients.*such as 172.17.0.0/16"),
+    ({"reached_at": "http://me"}, "agents.reached_at.*a host or host:port"),
+    ({"port": 1 << 16}, "agents.port"),
+])  # fmt: skip
+def test_an_address_that_nobody_or_everybody_reaches_is_refused(agents: dict[str, Any], says: str) -> None:
+    """Before anything starts, with what is missing."""
+    with pytest.raises(april.ConfigError, match=says):
+        april.Config(rollout_batch_size=1, max_response_len=9, agents=agents)
+
+
+@pytest.mark.parametrize(("reached_at", "url"), [
+    ("", r"http://127\.0\.0\.1:\d+/"), ("me.example", r"http://me\.example:\d+/"),
+    ("me.example:80", "http://me.example:80/"),
+])  # fmt: skip
+def test_base_urls_have_the_name_by_which_agents_reach_april(reached_at: str, url: str) -> None:
+    """That of the settings, with the port that is listened on unless the name has one."""
+    found = []
+
+    async def rollout(prompt: april.Prompt, llm: april.LLM) -> None:
+        found.append(llm.base_url)
+        await llm.generate()
+
+    config = april.Config(rollout_batch_size=1, max_response_len=9, agents={"reached_at": reached_at})
+    engines = [FakeEngine("e")]
+    with april.RolloutScheduler(config, prompts=[[1]], rollout=rollout, reward=None, engines=engines) as rollouts:
+        rollouts.next_batch()
+    assert re.match(url, found[0])
+
+
 # ---------------------------------------------------------------- hostile clients
 
 
@@ -453,6 +508,52 @@ async def test_what_was_sampled_is_never_tokenised_again() -> None:
         await w.ask("chat/completions", {"messages": [*HELLO, message | {"refusal": None}, result], "tools": tools})
         (first, _), (second, _) = w.model.asked
         assert second.startswith(first + says)
+
+
+SENT_BACK = {
+    "stop string put back": "as if \n  it fit</code>", "another stop string put back": "as if \n  it fitObservation:",
+    "white space stripped": "as if\n  it fit", "white space added": "\nas if \r\n  it fit  \n",
+    "other Unicode": "as if \n  it \ufb01t",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", SENT_BACK)
+@pytest.mark.parametrize("route", ["chat/completions", "messages"])
+async def test_an_answer_that_reads_alike_is_the_same_conversation(route: str, how: str) -> None:
+    """However the client writes the answer down, its next turns begin with the tokens that were sampled."""
+    stops = {"stop" if route == "chat/completions" else "stop_sequences": ["</code>", "Observation:"]}
+    says = "as if \n  it fit</code><|im_end|>"
+    async with world(says) as w:
+        _, body = await w.ask(route, ROUTES[route] | stops)
+        assert words(route, body) == "as if \n  it fit"
+        messages: list[Any] = [*HELLO, {"role": "assistant", "content": SENT_BACK[how]}]
+        for turn in range(2):
+            messages.append({"role": "user", "content": f"go on {turn}"})
+            await w.ask(route, ROUTES[route] | stops | {"messages": messages})
+            messages.append({"role": "assistant", "content": SENT_BACK[how]})
+        (first, _), (second, _), (third, _) = w.model.asked
+        assert second.startswith(first + says)
+        assert third.startswith(second + says)
+
+
+async def test_an_answer_that_reads_otherwise_is_another_conversation() -> None:
+    """Other words or another indentation are an edited history. Of answers that read alike the exact one counts."""
+    async with world("a \nb<|im_end|>") as w:
+
+        async def goes_on(text: str) -> str:
+            more = [*HELLO, {"role": "assistant", "content": text}, {"role": "user", "content": "go on"}]
+            await w.ask("chat/completions", {"messages": more})
+            return w.model.asked[-1][0]
+
+        await w.ask("chat/completions")
+        first = w.model.asked[0][0]
+        w.model.says = "a\nb  <|im_end|>"
+        await w.ask("chat/completions")
+        assert (await goes_on("a \nb")).startswith(f"{first}a \nb<|im_end|>")
+        for text in ("a\nb", "a \nb  "):
+            assert (await goes_on(text)).startswith(f"{first}a\nb  <|im_end|>")
+        for text in ("a\n b", "a \nc", "A \nb"):
+            assert (await goes_on(text)).startswith(f"{first}{text}<|im_end|>")
 
 
 def strict(text: str) -> Any:

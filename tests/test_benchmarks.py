@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from april.simulate import workload
+from benchmarks import long_agent
 from benchmarks.frontier import Case, core, frontier
 from benchmarks.tape_memory import PACKED_BYTES, most_bytes_per_token
 from benchmarks.training_loop import compare
@@ -59,3 +60,12 @@ def test_the_loop_is_where_its_model_says(train_time: str, bound: int) -> None:
 def test_chunks_take_little_more_memory_than_packed_tokens(per_chunk: int) -> None:
     """From 6,000 tokens on, an attempt in flight holds at most 1.5 times the bytes of its packed tokens."""
     assert most_bytes_per_token(8192, per_chunk, 6000) <= 1.5 * PACKED_BYTES
+
+
+@pytest.mark.parametrize("renderer", long_agent.RENDERERS)
+def test_a_turn_of_a_long_conversation_costs_what_an_early_one_does(renderer: str) -> None:
+    """The endpoint calls as many Python functions in turn 57 as in turn 15, and the conversation stays one row."""
+    costs, rows = long_agent.measure(renderer, 60)
+    calls = [cost["calls"] for cost in costs if "calls" in cost]
+    assert (len(costs), len(calls), rows) == (60, 10, 1)
+    assert calls[-1] < 1.15 * calls[2]

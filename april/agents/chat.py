@@ -10,12 +10,19 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeGuard
+from unicodedata import normalize
 
 from april.core.tape import Float32, Int32
 from april.images.chat_images import is_image
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
+
+
+class ReadMessages(list[Message]):
+    """Messages that were checked and converted before."""
+
+
 Finish = Literal["stop", "length", "tool_calls"]
 NOT_READ = "content: a part of type {!r} is not supported; april takes text, and images with processor= of the model"
 COMMIT_S = 5.0
@@ -162,24 +169,25 @@ TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refu
 """Types of text parts, each with the field that holds the text."""
 
 
-def message_key(message: Message) -> str:
+def message_key(message: Message, *, exact: bool = False) -> str:
     """Return a key of a message that stays the same when a client sends the message back.
 
     Clients add nulls, write "" for null, reformat arguments and drop the reasoning; the key ignores these changes.
+    Unless ``exact``, it also ignores what a reader does not see: white space around the text and at the ends of lines,
+    and the Unicode forms in which the same characters can be written.
     """
     calls = [
         (call.get("id"), call["function"]["name"], _parsed_arguments(call["function"]["arguments"]))
         for call in message.get("tool_calls") or ()
     ]
-    key = [message["role"], _content_key(message.get("content")), calls, message.get("tool_call_id")]
-    return json.dumps(key, sort_keys=True, ensure_ascii=False)
-
-
-def _content_key(content: Any) -> Any:
-    """Return the text of a message's content, or its parts with the hash of its bytes in place of each image."""
+    content = message.get("content")
     if not has_images(content):
-        return text_of(content)
-    return [{"image": part["picture"].attachment.digest} if is_image(part) else part["text"] for part in content]
+        content = text_of(content)
+        content = content if exact else "\n".join([line.rstrip() for line in content.strip().splitlines()])
+    else:
+        content = [{"image": part["picture"].attachment.digest} if is_image(part) else part["text"] for part in content]
+    key = json.dumps([message["role"], content, calls, message.get("tool_call_id")], sort_keys=True, ensure_ascii=False)
+    return key if exact else normalize("NFKC", key)
 
 
 def _parsed_arguments(arguments: Any) -> Any:

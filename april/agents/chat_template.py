@@ -23,6 +23,12 @@ if TYPE_CHECKING:
     from april.images.image_placer import ImagePlacer
 
 
+LAST_TURN_TOKENS = 1 << 11
+"""Number of tokens at the end of a prompt in which the beginning of its last message is looked for first."""
+LATEST_MESSAGES = 8
+"""Least number of messages that represent a long conversation when a template is asked for the tokens after them."""
+
+
 @dataclass(frozen=True, slots=True)
 class ParsedAnswer:
     """The content of generated tokens: text, reasoning, and tool calls (id or None, name, JSON of an object)."""
@@ -55,8 +61,10 @@ class ChatTemplate:
             # the package has no renderer for this vision model
             self._renderer = renderers.create_renderer(tokenizer, renderers.DefaultRendererConfig())
         self._ok = renderers.ToolCallParseStatus.OK
-        self._writes_tools: dict[str, bool] = {}
         self._bridges = not isinstance(self._renderer, renderers.DefaultRenderer)
+        self._turn_ends = np.array(self._renderer.get_stop_token_ids(), np.int32)
+        self._whole_conversations = False
+        """True once the template has written other tokens for a long conversation than for its latest turns."""
 
     def render(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         """Return the token ids of a conversation, up to the start of the assistant's answer.
@@ -104,18 +112,46 @@ class ChatTemplate:
         if any(m["role"] == "assistant" for m in plain):
             return None
         if self._bridges and not _shows(new):
-            prompt, answer = ids[:prompt_length].tolist(), ids[prompt_length:].tolist()
+            start = self._last_turn(ids[:prompt_length])
+            prompt, answer = ids[start:prompt_length].tolist(), ids[prompt_length:].tolist()
             bridged = self._renderer.bridge_to_next_turn(prompt, answer, plain, tools=list(tools) or None)
-            return None if bridged is None else np.array(bridged.token_ids, np.int32)
-        tail = self._by_difference([_plain(m) for m in said], plain, tools)
+            return None if bridged is None else np.concatenate((ids[:start], np.array(bridged.token_ids, np.int32)))
+        tail = self._by_difference(said, plain, tools)
         if tail and prompt_length < len(ids) and ids[-1] == tail[0]:
             tail = tail[1:]  # the token that ends the turn is already there: the model has generated it
         return None if tail is None else np.concatenate((ids, np.array(tail, np.int32)))
 
-    def _by_difference(self, said: list[dict[str, Any]], new: list[dict[str, Any]], tools: Tools) -> list[int] | None:
-        """Return the tokens behind the answer, by comparing what the template writes with and without ``new``."""
+    def _last_turn(self, prompt: Int32) -> int:
+        """Return where the last message of a prompt begins: after the last but one token that ends a turn, or at 0.
+
+        A renderer looks only at the end of a prompt. The cost of a turn thus does not grow with the conversation.
+        """
+        for start in (max(0, len(prompt) - LAST_TURN_TOKENS), 0):
+            ends = np.flatnonzero((prompt[start:, None] == self._turn_ends).any(1))
+            if len(ends) > 1:
+                return start + int(ends[-2])
+        return 0
+
+    def _by_difference(self, said: Sequence[Message], new: list[dict[str, Any]], tools: Tools) -> list[int] | None:
+        """Return the tokens behind the answer, by comparing what the template writes with and without ``new``.
+
+        A long conversation is represented by its system messages and its latest turns, as long as the template writes
+        the same tokens then. That is checked whenever the conversation has doubled.
+        """
+        short = 0 if self._whole_conversations else _latest_turns(said)
+        doubled = len(said).bit_length() > (len(said) - 2).bit_length()
+        if not short:
+            return self._difference(said, new, tools)
+        found = self._difference([*(m for m in said[:short] if m["role"] == "system"), *said[short:]], new, tools)
+        if found is None or doubled:
+            whole = self._difference(said, new, tools)
+            self._whole_conversations |= whole != found
+            return whole
+        return found
+
+    def _difference(self, said: Sequence[Message], new: list[dict[str, Any]], tools: Tools) -> list[int] | None:
         mark = "\u241e answer \u241e"  # stands for the answer; a template may strip white space, but not this text
-        before = [*said[:-1], {"role": "assistant", "content": mark}]
+        before = [*(_plain(m) for m in said[:-1]), {"role": "assistant", "content": mark}]
         without, whole = self._text(before, tools, False), self._text([*before, *new], tools, True)
         if without is None or whole is None or whole.count(mark) != 1:
             return None
@@ -136,10 +172,11 @@ class ChatTemplate:
             return None
         return text
 
-    def parse(self, tokens: list[int], prompt: list[int], tools: Tools) -> ParsedAnswer:
+    def parse(self, tokens: list[int], prompt: Int32, tools: Tools) -> ParsedAnswer:
         """Parse generated tokens; a malformed tool call stays in the text unchanged."""
+        last_turn = prompt[self._last_turn(prompt) :].tolist()
         try:
-            parsed = self._renderer.parse_response(tokens, tools=list(tools) or None, prompt_ids=prompt)
+            parsed = self._renderer.parse_response(tokens, tools=list(tools) or None, prompt_ids=last_turn)
         except (ValueError, RecursionError):  # such as numbers with thousands of digits, or brackets thousands deep
             return ParsedAnswer(self._tokenizer.decode(tokens[:-1]), "", ())
         text, calls = parsed.content, []
@@ -173,6 +210,15 @@ def json_object(arguments: Any) -> str | None:
     if not isinstance(value, dict):
         return None
     return arguments if isinstance(arguments, str) else json.dumps(value)
+
+
+def _latest_turns(said: Sequence[Message]) -> int:
+    """Return where the latest turns of a conversation begin: with a question, LATEST_MESSAGES or more before the end.
+
+    0 means that the conversation is too short to be represented by its latest turns.
+    """
+    before = range(len(said) - LATEST_MESSAGES, LATEST_MESSAGES, -1)
+    return next((i for i in before if said[i]["role"] == "user"), 0)
 
 
 def _plain(message: Message) -> dict[str, Any]:

@@ -10,7 +10,17 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
-from april.agents.chat import DISTRIBUTION, Answer, ChatRequest, RequestError, checked_content, has_images, text_of
+from april.agents.chat import (
+    DISTRIBUTION,
+    Answer,
+    ChatRequest,
+    Message,
+    ReadMessages,
+    RequestError,
+    checked_content,
+    has_images,
+    text_of,
+)
 from april.images.chat_images import MARK
 
 Json = dict[str, Any]
@@ -23,9 +33,15 @@ class Dialect(Protocol):
 
     ping: bytes
     """Bytes that keep a stream alive."""
+    history: str
+    """Field with the conversation, whose messages can be read one by one by ``read_one``; empty if there is none."""
 
     def read(self, body: Json) -> ChatRequest:
-        """Read a request; raises RequestError."""
+        """Read a request, whose ``history`` may have been read already; raises RequestError."""
+        ...
+
+    def read_one(self, i: int, message: Any) -> list[Json]:
+        """Read message ``i`` of ``history``; raises RequestError."""
         ...
 
     def response_body(self, answer: Answer, request: ChatRequest) -> Json:
@@ -101,29 +117,31 @@ IGNORED = (
 """Fields that are accepted and have no effect."""
 
 
-def read_messages(value: Any) -> list[Json]:
+def read_messages(value: Any) -> list[Message]:
     """Return a conversation in OpenAI's format; raises RequestError."""
     if not isinstance(value, list) or not value:
         raise RequestError("messages must be a list that is not empty")
-    messages = []
-    for i, given in enumerate(value):
-        if not isinstance(given, dict) or given.get("role") not in ROLES:
-            raise RequestError(f"messages[{i}] must be an object whose role is one of {', '.join(ROLES)}")
-        message = {**given, "role": "system" if given["role"] == "developer" else given["role"]}
-        message["content"] = checked_content(message.get("content"))
-        for name in NON_CONTENT_FIELDS.intersection(message):
-            if message[name]:
-                raise RequestError(f"messages[{i}].{name} is not supported; images are parts of the content")
-        if not isinstance(message.get("tool_calls") or [], list):
-            raise RequestError(f"messages[{i}].tool_calls must be a list")
-        for call in message.get("tool_calls") or ():
-            function = call.get("function") if isinstance(call, dict) else None
-            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-                raise RequestError(f"messages[{i}].tool_calls: each must have a function with a name")
-            if not isinstance(function.get("arguments"), (str, dict)):
-                raise RequestError(f"messages[{i}].tool_calls: arguments must be JSON text")
-        messages.append(message)
-    return messages
+    return value if isinstance(value, ReadMessages) else [read_message(i, given) for i, given in enumerate(value)]
+
+
+def read_message(i: int, given: Any) -> Json:
+    """Return message ``i`` of a conversation in OpenAI's format; raises RequestError."""
+    if not isinstance(given, dict) or given.get("role") not in ROLES:
+        raise RequestError(f"messages[{i}] must be an object whose role is one of {', '.join(ROLES)}")
+    message = {**given, "role": "system" if given["role"] == "developer" else given["role"]}
+    message["content"] = checked_content(message.get("content"))
+    for name in NON_CONTENT_FIELDS.intersection(message):
+        if message[name]:
+            raise RequestError(f"messages[{i}].{name} is not supported; images are parts of the content")
+    if not isinstance(message.get("tool_calls") or [], list):
+        raise RequestError(f"messages[{i}].tool_calls must be a list")
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RequestError(f"messages[{i}].tool_calls: each must have a function with a name")
+        if not isinstance(function.get("arguments"), (str, dict)):
+            raise RequestError(f"messages[{i}].tool_calls: arguments must be JSON text")
+    return message
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -159,6 +177,11 @@ class OpenAIChat:
     """The dialect of ``/v1/chat/completions``."""
 
     ping = b": ping\n\n"
+    history = "messages"
+
+    def read_one(self, i: int, message: Any) -> list[Json]:
+        """Read message ``i`` of ``messages``."""
+        return [read_message(i, message)]
 
     def read(self, body: Json) -> ChatRequest:
         """Read a request."""
@@ -238,6 +261,8 @@ def token_usage(answer: Answer) -> Json:
 class OpenAIText(OpenAIChat):
     """The dialect of ``/v1/completions``: text or token ids are continued as they are."""
 
+    history = ""
+
     def read(self, body: Json) -> ChatRequest:
         """Read a request."""
         b = JsonBody(body)
@@ -303,14 +328,22 @@ class Anthropic:
     """The dialect of ``/v1/messages``."""
 
     ping = b'event: ping\ndata: {"type": "ping"}\n\n'
+    history = "messages"
+
+    def read_one(self, i: int, message: Any) -> list[Json]:
+        """Read message ``i`` of ``messages``; each tool result in it becomes a message of its own."""
+        return [read_message(i, converted) for converted in self._message(i, message)]
 
     def read(self, body: Json) -> ChatRequest:
         """Read a request."""
         b = JsonBody(body)
         system = text_of(b.take("system", (str, list)))
-        messages = [{"role": "system", "content": system}] if system else []
-        for i, message in enumerate(b.take("messages", list, [])):
-            messages += self._message(i, message)
+        messages = ReadMessages([{"role": "system", "content": system}] if system else [])
+        given = b.take("messages", list, [])
+        if isinstance(given, ReadMessages):
+            messages += given
+        else:
+            messages += [message for i, sent in enumerate(given) for message in self.read_one(i, sent)]
         tools = [self._tool(i, tool) for i, tool in enumerate(b.take("tools", list, []))]
         choice = b.take("tool_choice", dict, {}).get("type")
         thinking = b.take("thinking", dict, {}).get("type", "disabled")

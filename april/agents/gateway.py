@@ -6,17 +6,18 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.util import find_spec
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from april.agents.chat import COMMIT_S, DISTRIBUTION, KEEPALIVE_S
+from april.config.agents import AgentsConfig
 from april.core.attachments import Placed
 from april.core.tape import Int32
 from april.driver.llm import ClientEndpoint, Completion, EndpointSample
-from april.errors import ConfigError
+from april.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from april.agents.chat_template import ChatTemplate
@@ -41,6 +42,7 @@ class Gateway:
         commit_s: see COMMIT_S.
         alive_s: see KEEPALIVE_S.
         images: places the images of messages; None means that images are refused.
+        config: where the endpoint listens, and for whom.
 
     Raises ConfigError for a renderer without a tokenizer, or times out of range.
     """
@@ -50,6 +52,7 @@ class Gateway:
     commit_s: float = COMMIT_S
     alive_s: float = KEEPALIVE_S
     images: ImagePlacer | None = None
+    config: AgentsConfig = field(default_factory=AgentsConfig)
     _endpoint: Endpoint | None = None
     _template: ChatTemplate | None = None
     _warned: bool = False
@@ -145,8 +148,12 @@ class Gateway:
         from april.agents.endpoint import Endpoint
 
         if self._endpoint is None:
-            endpoint = Endpoint(commit_s=self.commit_s, alive_s=self.alive_s)
-            endpoint.start()
+            at = self.config
+            endpoint = Endpoint(at.host, at.port, self.commit_s, self.alive_s, at.reached_at, at.clients)
+            try:
+                endpoint.start()
+            except OSError as error:
+                raise UsageError(f"agents.host, agents.port: cannot listen on {at.host}:{at.port}: {error}") from error
             self._endpoint = endpoint
         return self._endpoint
 

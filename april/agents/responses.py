@@ -12,6 +12,8 @@ from april.agents.dialects import IGNORED, Json, JsonBody, OpenAIChat, SseEvent,
 class OpenAIResponses(OpenAIChat):
     """The dialect of ``/v1/responses``: each request holds its whole conversation, since nothing is stored."""
 
+    history = ""
+
     def read(self, body: Json) -> ChatRequest:
         """Read a request."""
         b = JsonBody(body)

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
+from april.config.agents import AgentsConfig
 from april.config.engines import ENGINE_CONFIGS, EngineConfig, TransformersEngineConfig
 from april.config.images import ImagesConfig
 from april.config.mistakes import (
@@ -238,6 +239,7 @@ class Config(Model):
     """Let Python's garbage collector run less often in this process while the scheduler is open (thresholds 20,000, 2
     and 50,000), except for new objects. A collector that the program has disabled or relaxed further is left alone."""
     images: ImagesConfig = ImagesConfig()
+    agents: AgentsConfig = AgentsConfig()
     engine: EngineConfig = TransformersEngineConfig()
 
     def __init__(self, **values: Any) -> None:
