@@ -203,7 +203,9 @@ class RolloutScheduler(BatchIterator):
             attachments=getattr(prompts, "attachments", ()) if images is None else (images.kind,),
         )
         self._sampling = config.sampling_params(() if images is None else images.banned_ids)
-        self._gateway = self._gateway_type(tokenizer, renderer, commit_s, alive_s, images)
+        self._gateway = self._gateway_type(
+            tokenizer, renderer, commit_s, alive_s, images, config.sampling_of_clients, config.constraints
+        )
         if rollout is not single_turn:
             self._gateway.load()
         functions = UserFunctions(rollout, reward, group_reward, filter, detokenizer, self._gateway, images)

@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 from april.core.tape import Float32, Int32
 from april.images.chat_images import is_image
+
+if TYPE_CHECKING:
+    from april.agents.constraints import Constraint
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
@@ -58,6 +61,7 @@ class ChatRequest:
         token_ids: tokens that are continued without a chat template (``/v1/completions``); () for a text, None for a
             chat.
         sampling: settings of the client: arguments of ``llm.generate``, and fields of DISTRIBUTION.
+        constraint: what the client demands of the form of the answer; None if nothing.
         stream: True if the answer is wanted as server-sent events.
         usage: True if the stream ends with token counts.
         logprobs: True if each token's log-probability is wanted.
@@ -69,6 +73,7 @@ class ChatRequest:
     tools: Tools = ()
     token_ids: Sequence[int] | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    constraint: Constraint | None = None
     stream: bool = False
     usage: bool = False
     logprobs: bool = False

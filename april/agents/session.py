@@ -242,6 +242,7 @@ class Session:
         max_context: number of tokens that the engines have room for.
         earlier_answers: answers from before a restart, which a client may have received.
         message_images: reads the images in messages; None means that they are refused.
+        constraints: see :attr:`april.Config.constraints`.
     """
 
     generate: GenerateFunction
@@ -249,6 +250,9 @@ class Session:
     max_context: int
     earlier_answers: Sequence[AnsweredCall] = ()
     message_images: MessageImages | None = None
+    constraints: str = "hint"
+    note_checked: Callable[[bool], None] = lambda kept: None
+    """Called for each answer of which the client demanded a form; the argument says whether the answer has it."""
     conversations: Conversations | None = field(init=False)
     requests: dict[str, list[AnswerTask]] = field(default_factory=dict)
     """Requests by the digest of their body; retries are not listed again."""
@@ -272,6 +276,11 @@ class Session:
         """
         if self.close_reason:
             raise RequestError(self.close_reason, 410, "session_closed")
+        if request.constraint is not None and self.constraints == "refuse":
+            raise RequestError(
+                "the request demands a tool call or JSON (tool_choice, response_format), which the setting "
+                "constraints: refuse does not allow; leave it out, or set constraints: hint or enforce"
+            )
         for earlier in self.requests.get(digest, ()):
             finished = earlier.was_received or earlier.abandoned or _failed(earlier.task)
             if not finished and (retry or not earlier.clients):
@@ -312,7 +321,11 @@ class Session:
     async def _answer(self, request: ChatRequest, answer_task: AnswerTask) -> Answer:
         request = await self._with_images(request)
         prompt, attached = self._tokenize(request)
-        generated = await self.generate(prompt, request.sampling, attached)
+        sampling = request.sampling
+        if request.constraint is not None and self.constraints == "enforce":
+            call_format = None if self.template is None else self.template.call_format(request.tools)
+            sampling = {**sampling, "grammar": request.constraint.grammar(request.tools, call_format)}
+        generated = await self.generate(prompt, sampling, attached)
         answer_task.call_number = generated.number
         conversation_ids = self._shared_sequences.share(np.concatenate((prompt, generated.tokens)))
         prompt = conversation_ids[: len(prompt)]
@@ -320,6 +333,8 @@ class Session:
         number = self._answer_counts[name] = self._answer_counts.get(name, -1) + 1
         answer_name = answer_id(prompt, number, attached or ())
         answer = self._parse_answer(request, answer_name, prompt, generated, generated.tokens.tolist())
+        if request.constraint is not None:
+            self.note_checked(request.constraint.is_kept_by(answer))
         if self.conversations is not None and request.token_ids is None and answer.finish != "length":
             digest = self.conversations.digest([*request.messages, answer.message], request.tools)
             self.conversations.remember(digest, conversation_ids, len(prompt), attached or ())

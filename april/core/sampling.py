@@ -53,6 +53,9 @@ class SamplingParams:
         banned_ids: ids that must not be sampled, because they are placeholders in prompts, such as those of images. If
             the engine can do this, the log-probabilities of all other ids are the same as without the ban.
         stop: strings that end the response once its text contains one; april finds them, engines never see them.
+        grammar: form that the response must have, as JSON text of {"json_schema": schema} or {"structural_tag": tag};
+            empty if any is allowed. The log-probabilities are those of the tokens that the grammar allows. An engine
+            begins the grammar at the first token of a request, so a request that is cut cannot be continued.
     """
 
     max_tokens: int
@@ -63,6 +66,7 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     banned_ids: tuple[int, ...] = ()
+    grammar: str = ""
 
     def after(self, tokens_held: int, seed: int | None) -> SamplingParams:
         """Return the parameters for the rest of a response of which ``tokens_held`` tokens exist already."""
@@ -75,6 +79,7 @@ class SamplingParams:
             seed,
             self.stop,
             self.banned_ids,
+            self.grammar,
         )
 
     def capped(self, max_tokens: int) -> SamplingParams:

@@ -146,6 +146,7 @@ class _SglangProbe(ServerProbe):
                 # cumulative events cost more than streaming gains
                 streams=incremental or self.config.max_token_loss is not None,
                 honours_seeds=seeds, attachments=attachments,
+                constrains=not server.get("skip_tokenizer_init") and server.get("grammar_backend") != "none",
             ),
         )  # fmt: skip
 

@@ -59,6 +59,8 @@ def request_body(
     """
     # ``logprobs: 0`` returns the log-probability of the sampled token alone
     params = sampling_of(request, bans=True, seeds=seeds) | {"logprobs": 0, "ignore_eos": False}
+    if request.sampling.grammar:
+        params["structured_outputs"] = structured_outputs_of(request.sampling.grammar)
     body: dict[str, Any] = {"model": model, "request_id": request.attempt_id, "stream": False, "cache_salt": salt}
     body |= STREAMED if stream else {}
     if priority:
@@ -72,6 +74,14 @@ def request_body(
         body |= {"prompt": request.token_ids.tolist(), "return_token_ids": True, **params}
         body |= ASK_SPANS if spans else {}
     return msgspec.json.encode(body)
+
+
+def structured_outputs_of(grammar: str) -> dict[str, Any]:
+    """Return vLLM's ``structured_outputs`` for the grammar of a request."""
+    form = msgspec.json.decode(grammar)
+    if "json_schema" in form:
+        return {"json": form["json_schema"]}
+    return {"structural_tag": msgspec.json.encode(form["structural_tag"]).decode()}
 
 
 def _parts(request: Request, urls: Urls) -> list[dict[str, Any]]:
