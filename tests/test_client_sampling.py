@@ -7,6 +7,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from pages import Block, executes
 
 import april
 from april.testing import FakeEngine
@@ -89,7 +90,8 @@ def test_what_changes_nothing_is_not_said(caplog: pytest.LogCaptureFixture) -> N
 # ---------------------------------------------------------------- sampling_of_clients: client
 
 
-def test_rows_at_the_temperatures_of_clients_give_the_loss_of_what_was_sampled() -> None:
+@executes("sampling.md-1")
+def test_rows_at_the_temperatures_of_clients_give_the_loss_of_what_was_sampled(code: list[Block]) -> None:
     """Logits divided by ``temperatures`` give the log-probabilities of every row, whatever its client asked for."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -100,27 +102,22 @@ def test_rows_at_the_temperatures_of_clients_give_the_loss_of_what_was_sampled()
     ))  # fmt: skip
     with scheduler(None, "/chat/completions", {"temperature": 0.3}, model, sampling_of_clients="client") as run:
         batch = run.next_batch()
-        assert batch.metrics["overridden_requests"] == 0
-        rows = april.to_torch(batch.padded(left_pad_prompts=True))
-    assert {round(t, 6) for t in rows["temperatures"][rows["loss_mask"]].tolist()} == {0.3, 1.5}
-    ids = rows["response_ids"]
-    with torch.no_grad():
-        logits = model(rows["input_ids"], attention_mask=rows["attention_mask"]).logits[:, -ids.shape[1] - 1 : -1]
-    logits = logits.double() / rows["temperatures"][..., None]
-    own = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    assert batch.metrics["overridden_requests"] == 0
     advantages = torch.tensor([1.0, -0.5])
-    loss = april.policy_loss(own, rows["logprobs"], rows["loss_mask"], advantages)
-    counts = rows["loss_mask"].sum(1)
-    # where the trainer's log-probabilities are those of sampling, all weights and ratios are 1
-    assert float(loss) == pytest.approx(float(-(advantages * counts).sum() / counts.sum()), abs=1e-4)
-    assert float(((own - rows["logprobs"]).abs() * rows["loss_mask"]).max()) < 1e-4
+    space = code[0].run({"april": april, "batch": batch, "model": model, "advantages": advantages})
+    rows, loss = space["rows"], float(space["loss"].detach())
+    trained = rows["loss_mask"]
+    assert {round(t, 6) for t in rows["temperatures"][trained].tolist()} == {0.3, 1.5}
+    assert float((space["logprobs"].detach() - rows["logprobs"]).abs()[trained].max()) < 1e-4
+    # if the trainer's log-probabilities are those of sampling, all ratios and weights of the loss are 1
+    assert loss == pytest.approx(float(-(advantages * trained.sum(1)).sum() / trained.sum()), abs=1e-4)
 
 
 @pytest.mark.parametrize(
     "asked", [{"temperature": 0}, {"top_p": 0.5}, {"top_k": 5}, {"repetition_penalty": 1.2, "min_p": 0.1}]
 )
 def test_what_a_trainer_could_not_recompute_is_refused_if_clients_decide(asked: dict[str, Any]) -> None:
-    """Temperature 0 and top_p below 1, and by name what april's engines do not have; ``seed`` is april's in any case."""
+    """Temperature 0, top_p below 1, and what april's engines do not have; ``seed`` is april's in any case."""
     e = engine()
     with scheduler(e, "/chat/completions", asked | {"seed": 3}, status=400, sampling_of_clients="client") as run:
         run.next_batch()
