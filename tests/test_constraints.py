@@ -11,10 +11,10 @@ import aiohttp
 import pytest
 
 import april
-from april.agents.chat import Answer, RequestError, ToolCall
+from april.agents.chat import Answer, Constraint, RequestError, ToolCall
 from april.agents.chat_template import ChatTemplate
 from april.agents.client_fields import BY_ROUTE, EVERY, Fate, table_of_fields
-from april.agents.constraints import Constraint, matches
+from april.agents.constraints import grammar_of, is_kept, matches
 from april.agents.endpoint import ROUTES
 from april.testing import FakeEngine
 from tests.gateway_suite.script import EOS, TOKENIZER, TOOL, VOCAB
@@ -159,7 +159,7 @@ def answer(text: str = "", *calls: str, finish: Any = "stop") -> Answer:
 )  # fmt: skip
 def test_what_keeps_a_demand(constraint: Constraint, given: Answer, kept: bool) -> None:
     """Calls by name, text by schema; an answer that was cut has no form."""
-    assert constraint.is_kept_by(given) is kept
+    assert is_kept(constraint, given) is kept
 
 
 def test_a_grammar_is_what_the_template_writes() -> None:
@@ -171,13 +171,13 @@ def test_a_grammar_is_what_the_template_writes() -> None:
         "content": {"type": "json_schema", "json_schema": TOOL["parameters"]}, "end": "}\n</tool_call>",
     }  # fmt: skip
     form = template.call_format(tools)
-    assert json.loads(Constraint(("add",)).grammar(tools, form))["structural_tag"]["format"] == tag
-    several = json.loads(Constraint((), SCHEMA).grammar(tools, form))["structural_tag"]["format"]
+    assert json.loads(grammar_of(Constraint(("add",)), tools, form))["structural_tag"]["format"] == tag
+    several = json.loads(grammar_of(Constraint((), SCHEMA), tools, form))["structural_tag"]["format"]
     text = {"type": "json_schema", "json_schema": SCHEMA}
     assert several["elements"] == [tag, form.tag("sub", {"type": "object"}), text]
-    assert json.loads(Constraint((), SCHEMA).grammar([], None)) == {"json_schema": SCHEMA}
+    assert json.loads(grammar_of(Constraint((), SCHEMA), [], None)) == {"json_schema": SCHEMA}
     with pytest.raises(RequestError, match="constraints: hint"):
-        Constraint(("add",)).grammar(tools, None)
+        grammar_of(Constraint(("add",)), tools, None)
 
 
 # ---------------------------------------------------------------- the setting

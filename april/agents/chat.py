@@ -9,13 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 from april.core.tape import Float32, Int32
 from april.images.chat_images import is_image
-
-if TYPE_CHECKING:
-    from april.agents.constraints import Constraint
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
@@ -49,6 +46,20 @@ class RequestError(Exception):
         self.status = status
         self.kind = kind
         self.retry = retry
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """A client's demand on the form of an answer.
+
+    Attributes:
+        tools: names of the tools of which the answer must call at least one, and no others; empty if no call is
+            demanded.
+        schema: JSON schema that the text of an answer without tool calls must match; None if any text is allowed.
+    """
+
+    tools: tuple[str, ...] = ()
+    schema: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,68 +8,55 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from april.agents.chat import Answer, RequestError, Tools
+from april.agents.chat import Answer, Constraint, RequestError, Tools
 
 if TYPE_CHECKING:
     from april.agents.chat_template import CallFormat
 
-ANY_OBJECT = {"type": "object"}
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 """Schema of what ``json_object`` demands."""
 
 
-@dataclass(frozen=True, slots=True)
-class Constraint:
-    """A client's demand on the form of an answer.
+def is_kept(constraint: Constraint, answer: Answer) -> bool:
+    """Return whether the answer is as demanded; what april does not know of a schema counts as matched."""
+    if answer.finish == "length":
+        return False
+    if constraint.tools:
+        return bool(answer.tool_calls) and all(call.name in constraint.tools for call in answer.tool_calls)
+    if answer.tool_calls:
+        return True
+    try:
+        value = json.loads(answer.text, parse_constant=_no_json)
+    except (ValueError, RecursionError):
+        return False
+    try:
+        return matches(value, constraint.schema, constraint.schema)
+    except (TypeError, AttributeError, RecursionError):
+        return True  # the schema itself is wrong
 
-    Attributes:
-        tools: names of the tools of which the answer must call at least one, and no others; empty if no call is
-            demanded.
-        schema: JSON schema that the text of an answer without tool calls must match; None if any text is allowed.
+
+def grammar_of(constraint: Constraint, tools: Tools, call_format: CallFormat | None) -> str:
+    """Return the grammar that makes an engine keep the demand.
+
+    ``call_format`` is how the model's template writes a tool call; None if it does not write JSON. Raises RequestError
+    for a demand on tool calls that then cannot be kept.
     """
-
-    tools: tuple[str, ...] = ()
-    schema: Any = None
-
-    def is_kept_by(self, answer: Answer) -> bool:
-        """Return whether the answer is as demanded; parts of a schema that april does not know count as matched."""
-        if answer.finish == "length":
-            return False
-        if self.tools:
-            return bool(answer.tool_calls) and all(call.name in self.tools for call in answer.tool_calls)
-        if answer.tool_calls:
-            return True
-        try:
-            value = json.loads(answer.text, parse_constant=_no_json)
-        except (ValueError, RecursionError):
-            return False
-        try:
-            return matches(value, self.schema, self.schema)
-        except (TypeError, AttributeError, RecursionError):
-            return True  # the schema itself is wrong
-
-    def grammar(self, tools: Tools, call_format: CallFormat | None) -> str:
-        """Return the grammar that makes an engine keep the demand.
-
-        ``call_format`` is how the model's template writes a tool call; None if it does not write JSON. Raises
-        RequestError for a demand on tool calls that then cannot be kept.
-        """
-        names = self.tools or tuple(tool["function"]["name"] for tool in tools)
-        if not names:
-            return json.dumps({"json_schema": self.schema})
-        if call_format is None:
-            raise RequestError(
-                "tool_choice: the model's chat template does not write the arguments of a call as one JSON object, "
-                "so april cannot make the model call a tool; leave it out, or set constraints: hint"
-            )
-        schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
-        forms = [call_format.tag(name, schemas[name] or ANY_OBJECT) for name in names]
-        if not self.tools:
-            forms.append({"type": "json_schema", "json_schema": self.schema})
-        form = forms[0] if len(forms) == 1 else {"type": "or", "elements": forms}
-        return json.dumps({"structural_tag": {"type": "structural_tag", "format": form}})
+    names = constraint.tools or tuple(tool["function"]["name"] for tool in tools)
+    if not names:
+        return json.dumps({"json_schema": constraint.schema})
+    if call_format is None:
+        raise RequestError(
+            "tool_choice: the model's chat template does not write the arguments of a call as one JSON object, so "
+            "april cannot make the model call a tool; leave it out, or set constraints: hint"
+        )
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+    forms = [call_format.tag(name, schemas[name] or ANY_OBJECT) for name in names]
+    if not constraint.tools:
+        forms.append({"type": "json_schema", "json_schema": constraint.schema})
+    form = forms[0] if len(forms) == 1 else {"type": "or", "elements": forms}
+    return json.dumps({"structural_tag": {"type": "structural_tag", "format": form}})
 
 
 def _no_json(name: str) -> Any:
@@ -139,7 +126,7 @@ def matches(value: Any, schema: Any, root: Any) -> bool:
         return False
     if "enum" in schema and not any(_same(value, one) for one in schema["enum"]):
         return False
-    if "const" in schema and not _same(value, schema["const"]):
+    if not _same(value, schema.get("const", value)):
         return False
     if isinstance(value, dict) and not _matches_object(value, schema, root):
         return False

@@ -10,9 +10,9 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
-from april.agents.chat import Answer, ChatRequest, RequestError, checked_content, has_images, text_of
+from april.agents.chat import Answer, ChatRequest, Constraint, RequestError, checked_content, has_images, text_of
 from april.agents.client_fields import CHAT, MESSAGES, TEXT, RequestBody
-from april.agents.constraints import Constraint, read_format, read_tool_choice
+from april.agents.constraints import read_format, read_tool_choice
 from april.images.chat_images import MARK
 
 Json = dict[str, Any]

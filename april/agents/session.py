@@ -19,6 +19,7 @@ import numpy as np
 
 from april.agents.chat import Answer, ChatRequest, Message, RequestError, ToolCall, Tools, has_images, message_key
 from april.agents.chat_template import ChatTemplate, ParsedAnswer
+from april.agents.constraints import grammar_of, is_kept
 from april.agents.dialects import read_messages, read_tools
 from april.agents.message_images import MessageImages, refuse_images
 from april.core.attachments import Placed
@@ -324,7 +325,7 @@ class Session:
         sampling = request.sampling
         if request.constraint is not None and self.constraints == "enforce":
             call_format = None if self.template is None else self.template.call_format(request.tools)
-            sampling = {**sampling, "grammar": request.constraint.grammar(request.tools, call_format)}
+            sampling = {**sampling, "grammar": grammar_of(request.constraint, request.tools, call_format)}
         generated = await self.generate(prompt, sampling, attached)
         answer_task.call_number = generated.number
         conversation_ids = self._shared_sequences.share(np.concatenate((prompt, generated.tokens)))
@@ -334,7 +335,7 @@ class Session:
         answer_name = answer_id(prompt, number, attached or ())
         answer = self._parse_answer(request, answer_name, prompt, generated, generated.tokens.tolist())
         if request.constraint is not None:
-            self.note_checked(request.constraint.is_kept_by(answer))
+            self.note_checked(is_kept(request.constraint, answer))
         if self.conversations is not None and request.token_ids is None and answer.finish != "length":
             digest = self.conversations.digest([*request.messages, answer.message], request.tools)
             self.conversations.remember(digest, conversation_ids, len(prompt), attached or ())

@@ -272,12 +272,12 @@ def _state_of(
     running: dict[int, tuple[Attempt, AttemptTape]] = {}
     for attempt, drop_reason, fields_of_tape in attempts:
         tape = AttemptTape.of_frozen(*fields_of_tape).sure()
+        if drop_reason is None and attempt.constrained and not tape.stopped:
+            drop_reason = DropReason.CUT_GRAMMAR  # after a restart, the call begins again
         tokens.observe(tape.parsed)
         tokens.drop(tape.after_stop, DropReason.AFTER_STOP)
         tokens.drop(tape.unknown, DropReason.UNKNOWN_WEIGHTS)
         tokens.drop(tape.bare, DropReason.NO_EXTRAS)
-        if drop_reason is None and attempt.constrained and not tape.stopped:
-            drop_reason = DropReason.CUT_GRAMMAR  # after a restart, the call begins again
         if drop_reason is None:
             running[id(attempt.call)] = attempt, tape
         else:

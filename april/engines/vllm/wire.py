@@ -78,10 +78,8 @@ def request_body(
 
 def structured_outputs_of(grammar: str) -> dict[str, Any]:
     """Return vLLM's ``structured_outputs`` for the grammar of a request."""
-    form = msgspec.json.decode(grammar)
-    if "json_schema" in form:
-        return {"json": form["json_schema"]}
-    return {"structural_tag": msgspec.json.encode(form["structural_tag"]).decode()}
+    ((name, value),) = msgspec.json.decode(grammar).items()
+    return {"json": value} if name == "json_schema" else {name: msgspec.json.encode(value).decode()}
 
 
 def _parts(request: Request, urls: Urls) -> list[dict[str, Any]]:
