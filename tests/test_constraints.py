@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from server_fixtures import request
 
 import april
 from april.agents.chat import Answer, Constraint, RequestError, ToolCall
@@ -16,6 +17,8 @@ from april.agents.chat_template import ChatTemplate
 from april.agents.client_fields import BY_ROUTE, EVERY, Fate, table_of_fields
 from april.agents.constraints import grammar_of, is_kept, matches
 from april.agents.endpoint import ROUTES
+from april.engines.sglang import wire as sglang
+from april.engines.vllm import wire as vllm
 from april.testing import FakeEngine
 from tests.gateway_suite.script import EOS, TOKENIZER, TOOL, VOCAB
 
@@ -180,6 +183,31 @@ def test_a_grammar_is_what_the_template_writes() -> None:
         grammar_of(Constraint(("add",)), tools, None)
 
 
+@pytest.mark.parametrize(
+    ("form", "in_vllm", "in_sglang"),
+    [
+        ({"json_schema": SCHEMA}, {"json": SCHEMA}, {"json_schema": SCHEMA}),
+        ({"structural_tag": {"format": {}}}, {"structural_tag": {"format": {}}}, {"structural_tag": {"format": {}}}),
+    ],
+)
+def test_engines_get_a_grammar_in_their_own_words(form: Any, in_vllm: Any, in_sglang: Any) -> None:
+    """vLLM in ``structured_outputs``, on both of its routes, SGLang among its sampling parameters."""
+    asked, plain = request(grammar=json.dumps(form)), request()
+
+    def parsed(fields: dict[str, Any]) -> dict[str, Any]:
+        return {name: json.loads(value) if isinstance(value, str) else value for name, value in fields.items()}
+
+    for route in (vllm.TOKEN_ROUTE, vllm.COMPLETIONS_ROUTE):
+        how = {"stream": False, "priority": False, "salt": ""}
+        bodies = [json.loads(vllm.request_body(route, "m", one, **how)) for one in (asked, plain)]
+        with_one, without = (body.get("sampling_params", body) for body in bodies)
+        assert parsed(with_one["structured_outputs"]) == in_vllm
+        assert "structured_outputs" not in without
+    how = {"stream": False, "stream_interval": None, "seed": None, "salt": ""}
+    with_one, without = (json.loads(sglang.request_body(one, **how))["sampling_params"] for one in (asked, plain))
+    assert parsed({name: with_one[name] for name in with_one.keys() - without.keys()}) == in_sglang
+
+
 # ---------------------------------------------------------------- the setting
 
 
@@ -207,9 +235,9 @@ def run(engine: FakeEngine, setting: str, **more: Any) -> tuple[april.Batch, lis
         return scheduler.next_batch(), found
 
 
-def writes(request: Any) -> list[int]:
+def writes(asked: Any) -> list[int]:
     """The tokens of an engine that honours grammars, and that otherwise writes prose."""
-    grammar = request.sampling.grammar
+    grammar = asked.sampling.grammar
     text = "well, no" if not grammar else '{"a": 1}' if "json_schema" in json.loads(grammar) else ""
     if grammar and not text:
         form = json.loads(grammar)["structural_tag"]["format"]["elements"][0]
