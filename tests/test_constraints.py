@@ -17,10 +17,11 @@ from april.agents.chat_template import ChatTemplate
 from april.agents.client_fields import BY_ROUTE, EVERY, Fate, table_of_fields
 from april.agents.constraints import grammar_of, is_kept, matches
 from april.agents.endpoint import ROUTES
+from april.engines.openai import wire as openai
 from april.engines.sglang import wire as sglang
 from april.engines.vllm import wire as vllm
 from april.testing import FakeEngine
-from tests.gateway_suite.script import EOS, TOKENIZER, TOOL, VOCAB
+from tests.gateway_suite.script import EOS, MARKS, TOKENIZER, TOOL, VOCAB
 
 renderers = pytest.importorskip("renderers")
 GO = [{"role": "user", "content": "go"}]
@@ -166,18 +167,21 @@ def test_what_keeps_a_demand(constraint: Constraint, given: Answer, kept: bool) 
 
 
 def test_a_grammar_is_what_the_template_writes() -> None:
-    """Calls stand in the model's own marks, so that the conversation goes on as the model knows it."""
+    """A call stands in the template's own marks, each of them one token, as the model writes and reads calls."""
     template = ChatTemplate(TOKENIZER, renderers.Qwen3RendererConfig(enable_thinking=False))
     tools = [FUNCTION, OTHER]
-    tag = {
-        "type": "tag", "begin": '<tool_call>\n{"name": "add", "arguments": ',
-        "content": {"type": "json_schema", "json_schema": TOOL["parameters"]}, "end": "}\n</tool_call>",
-    }  # fmt: skip
+    call = {"type": "sequence", "elements": [
+        {"type": "token", "token": MARKS.index("<tool_call>")},
+        {"type": "const_string", "value": '\n{"name": "add", "arguments": '},
+        {"type": "json_schema", "json_schema": TOOL["parameters"]},
+        {"type": "const_string", "value": "}\n"},
+        {"type": "token", "token": MARKS.index("</tool_call>")},
+    ]}  # fmt: skip
     form = template.call_format(tools)
-    assert json.loads(grammar_of(Constraint(("add",)), tools, form))["structural_tag"]["format"] == tag
+    assert json.loads(grammar_of(Constraint(("add",)), tools, form))["structural_tag"]["format"] == call
     several = json.loads(grammar_of(Constraint((), SCHEMA), tools, form))["structural_tag"]["format"]
     text = {"type": "json_schema", "json_schema": SCHEMA}
-    assert several["elements"] == [tag, form.tag("sub", {"type": "object"}), text]
+    assert several["elements"] == [call, form.form("sub", {"type": "object"}), text]
     assert json.loads(grammar_of(Constraint((), SCHEMA), [], None)) == {"json_schema": SCHEMA}
     with pytest.raises(RequestError, match="constraints: hint"):
         grammar_of(Constraint(("add",)), tools, None)
@@ -197,9 +201,13 @@ def test_engines_get_a_grammar_in_their_own_words(form: Any, in_vllm: Any, in_sg
     def parsed(fields: dict[str, Any]) -> dict[str, Any]:
         return {name: json.loads(value) if isinstance(value, str) else value for name, value in fields.items()}
 
-    for route in (vllm.TOKEN_ROUTE, vllm.COMPLETIONS_ROUTE):
-        how = {"stream": False, "priority": False, "salt": ""}
-        bodies = [json.loads(vllm.request_body(route, "m", one, **how)) for one in (asked, plain)]
+    how: dict[str, Any] = {"stream": False, "priority": False, "salt": ""}
+    for body_of in (
+        lambda one: vllm.request_body(vllm.TOKEN_ROUTE, "m", one, **how),
+        lambda one: vllm.request_body(vllm.COMPLETIONS_ROUTE, "m", one, **how),
+        lambda one: openai.completion_body("m", openai.TokenShape.RETURN_TOKEN_IDS, one),  # for a plain vLLM
+    ):
+        bodies = [json.loads(body_of(one)) for one in (asked, plain)]
         with_one, without = (body.get("sampling_params", body) for body in bodies)
         assert parsed(with_one["structured_outputs"]) == in_vllm
         assert "structured_outputs" not in without
@@ -240,8 +248,8 @@ def writes(asked: Any) -> list[int]:
     grammar = asked.sampling.grammar
     text = "well, no" if not grammar else '{"a": 1}' if "json_schema" in json.loads(grammar) else ""
     if grammar and not text:
-        form = json.loads(grammar)["structural_tag"]["format"]["elements"][0]
-        text = form["begin"] + '{"a": 1}' + form["end"]
+        parts = json.loads(grammar)["structural_tag"]["format"]["elements"][0]["elements"]
+        text = "".join(MARKS[p["token"]] if "token" in p else p.get("value", '{"a": 1}') for p in parts)
     return [*TOKENIZER.encode(text), EOS]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -38,21 +38,28 @@ class ParsedAnswer:
 class CallFormat:
     """How a template writes an answer that is one tool call whose arguments are a JSON object.
 
-    The answer is ``begin``, the tool's name, ``middle``, the arguments, and ``end``.
+    The answer is ``begin``, the tool's name, ``middle``, the arguments, and ``end``. ``marks`` are the tokens for the
+    marks of the template, such as ``<tool_call>``, which a model could also spell in other tokens.
     """
 
     begin: str
     middle: str
     end: str
+    marks: Mapping[str, int] = field(default_factory=dict)
 
-    def tag(self, name: str, schema: Any) -> dict[str, Any]:
+    def form(self, name: str, schema: Any) -> dict[str, Any]:
         """Return the part of a structural tag that allows calls of the tool with this name, and nothing else."""
-        return {
-            "type": "tag",
-            "begin": f"{self.begin}{name}{self.middle}",
-            "content": {"type": "json_schema", "json_schema": schema},
-            "end": self.end,
-        }
+        arguments = {"type": "json_schema", "json_schema": schema}
+        before, after = self._forms(f"{self.begin}{name}{self.middle}"), self._forms(self.end)
+        return {"type": "sequence", "elements": [*before, arguments, *after]}
+
+    def _forms(self, text: str) -> list[dict[str, Any]]:
+        parts = re.split(f"({'|'.join(map(re.escape, self.marks))})", text) if self.marks else [text]
+        return [
+            {"type": "const_string", "value": part} if (token := self.marks.get(part)) is None
+            else {"type": "token", "token": token}
+            for part in parts if part
+        ]  # fmt: skip
 
 
 class ChatTemplate:
@@ -178,7 +185,8 @@ class ChatTemplate:
         if whole[: len(prompt)] != prompt or arguments is None or text.count(name) != 1:
             return None
         at = text.index(name)
-        return CallFormat(text[:at], text[at + len(name) : arguments.start()], text[arguments.end() :])
+        marks = {mark: token for mark, token in getattr(self._tokenizer, "get_added_vocab", dict)().items() if token in answer}
+        return CallFormat(text[:at], text[at + len(name) : arguments.start()], text[arguments.end() :], marks)
 
     def parse(self, tokens: list[int], prompt: list[int], tools: Tools) -> ParsedAnswer:
         """Parse generated tokens; a malformed tool call stays in the text unchanged."""

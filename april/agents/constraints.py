@@ -52,7 +52,7 @@ def grammar_of(constraint: Constraint, tools: Tools, call_format: CallFormat | N
             "april cannot make the model call a tool; leave it out, or set constraints: hint"
         )
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
-    forms = [call_format.tag(name, schemas[name] or ANY_OBJECT) for name in names]
+    forms = [call_format.form(name, schemas[name] or ANY_OBJECT) for name in names]
     if not constraint.tools:
         forms.append({"type": "json_schema", "json_schema": constraint.schema})
     form = forms[0] if len(forms) == 1 else {"type": "or", "elements": forms}

@@ -26,13 +26,12 @@ from april.engines.http.response_reader import OTHER_PROCESSOR
 from april.engines.http.token_rows import InvalidRows, Routing, experts_of_array
 from april.engines.http.weight_labels import first_weights, foreign_weights
 from april.engines.http.wire import chunk_of, empty_chunk, failure_of
-from april.engines.openai.wire import NEVER
+from april.engines.openai.wire import NEVER, structured_outputs_of
 from april.engines.protocol import ROUTED_EXPERTS, Capabilities, Chunk, EngineFinish, FirstWeights, Health, Request
 from april.engines.vllm.kv_connectors import require_salts_kept_apart
 from april.engines.vllm.plugin import BACKENDS
 from april.engines.vllm.probe import EXPERTS_SETTING, LOGPROBS_MODES
 from april.engines.vllm.transfer import Transfers
-from april.engines.vllm.wire import structured_outputs_of
 from april.errors import AttachmentError, ConfigError, EngineBusy, EngineError, WireError
 from april.text.server_text import clean, quoted
 

@@ -59,8 +59,6 @@ def request_body(
     """
     # ``logprobs: 0`` returns the log-probability of the sampled token alone
     params = sampling_of(request, bans=True, seeds=seeds) | {"logprobs": 0, "ignore_eos": False}
-    if request.sampling.grammar:
-        params["structured_outputs"] = structured_outputs_of(request.sampling.grammar)
     body: dict[str, Any] = {"model": model, "request_id": request.attempt_id, "stream": False, "cache_salt": salt}
     body |= STREAMED if stream else {}
     if priority:
@@ -74,12 +72,6 @@ def request_body(
         body |= {"prompt": request.token_ids.tolist(), "return_token_ids": True, **params}
         body |= ASK_SPANS if spans else {}
     return msgspec.json.encode(body)
-
-
-def structured_outputs_of(grammar: str) -> dict[str, Any]:
-    """Return vLLM's ``structured_outputs`` for the grammar of a request."""
-    ((name, value),) = msgspec.json.decode(grammar).items()
-    return {"json": value} if name == "json_schema" else {name: msgspec.json.encode(value).decode()}
 
 
 def _parts(request: Request, urls: Urls) -> list[dict[str, Any]]:
