@@ -185,7 +185,8 @@ class ChatTemplate:
         if whole[: len(prompt)] != prompt or arguments is None or text.count(name) != 1:
             return None
         at = text.index(name)
-        marks = {mark: token for mark, token in getattr(self._tokenizer, "get_added_vocab", dict)().items() if token in answer}
+        added: dict[str, int] = getattr(self._tokenizer, "get_added_vocab", dict)()
+        marks = {mark: token for mark, token in added.items() if token in answer}
         return CallFormat(text[:at], text[at + len(name) : arguments.start()], text[arguments.end() :], marks)
 
     def parse(self, tokens: list[int], prompt: list[int], tools: Tools) -> ParsedAnswer:

@@ -68,10 +68,11 @@ def read_tool_choice(choice: Any, tools: list[dict[str, Any]]) -> tuple[list[dic
 
     Accepts the forms of all dialects. Raises RequestError for an unknown form, and for a tool that is not in ``tools``.
     """
-    given = {"type": choice} if isinstance(choice, str) else choice or {"type": "auto"}
-    given = {**given, **(given.get(str(given.get("type"))) or {})}  # chat completions nest the fields by type
-    known = [tool["function"]["name"] for tool in tools]
-    match choice if isinstance(choice, str) else (choice or given).get("type"):
+    given: dict[str, Any] = {"type": choice} if isinstance(choice, str) else dict(choice or {"type": "auto"})
+    kind, known = given.get("type"), [tool["function"]["name"] for tool in tools]
+    if isinstance(nested := given.get(str(kind)), dict):
+        given = nested  # chat completions have the other fields below the name of the type
+    match kind:
         case "auto":
             return tools, ()
         case "none":
@@ -85,7 +86,7 @@ def read_tool_choice(choice: Any, tools: list[dict[str, Any]]) -> tuple[list[dic
             named = allowed if given.get("mode") == "required" else []
             if not named:
                 return tools, ()
-        case kind:
+        case _:
             raise RequestError(f"tool_choice: {kind!r:.100} is not supported; tools are functions of the client")
     unknown = [name for name in named if name not in known]
     if unknown or not named:

@@ -252,7 +252,7 @@ class Session:
     earlier_answers: Sequence[AnsweredCall] = ()
     message_images: MessageImages | None = None
     constraints: str = "hint"
-    note_checked: Callable[[bool], None] = lambda kept: None
+    note_checked: Callable[[bool], Any] = lambda kept: None
     """Called for each answer of which the client demanded a form; the argument says whether the answer has it."""
     conversations: Conversations | None = field(init=False)
     requests: dict[str, list[AnswerTask]] = field(default_factory=dict)
