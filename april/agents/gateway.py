@@ -7,7 +7,6 @@ import logging
 import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from numbers import Real
@@ -90,7 +89,7 @@ class Gateway:
             return await asyncio.wrap_future(future)
 
         session = self._session(generate_on_driver_loop, sample, from_clients=True)
-        session.note_checked = partial(sample.loop.call_soon_threadsafe, sample.note_checked)
+        session.note_checked = lambda kept: sample.loop.call_soon_threadsafe(sample.note_checked, kept)
         return (SessionAddress(self._own_endpoint()) if place is None else place).open(session)
 
     def chat(self, sample: EndpointSample) -> FunctionChat:
