@@ -203,7 +203,10 @@ class RolloutScheduler(BatchIterator):
             attachments=getattr(prompts, "attachments", ()) if images is None else (images.kind,),
         )
         self._sampling = config.sampling_params(() if images is None else images.banned_ids)
-        self._gateway = self._gateway_type(tokenizer, renderer, commit_s, alive_s, images, config.agents)
+        self._gateway = self._gateway_type(
+            tokenizer, renderer, commit_s, alive_s, images, config.agents, config.sampling_of_clients,
+            config.constraints,
+        )  # fmt: skip
         if rollout is not single_turn:
             self._gateway.load()
         functions = UserFunctions(rollout, reward, group_reward, filter, detokenizer, self._gateway, images)

@@ -55,6 +55,20 @@ class RequestError(Exception):
         self.retry = retry
 
 
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """A client's demand on the form of an answer.
+
+    Attributes:
+        tools: names of the tools of which the answer must call at least one, and no others; empty if no call is
+            demanded.
+        schema: JSON schema that the text of an answer without tool calls must match; None if any text is allowed.
+    """
+
+    tools: tuple[str, ...] = ()
+    schema: Any = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
     """A request to answer a conversation, or to continue token ids.
@@ -65,6 +79,7 @@ class ChatRequest:
         token_ids: tokens that are continued without a chat template (``/v1/completions``); () for a text, None for a
             chat.
         sampling: settings of the client: arguments of ``llm.generate``, and fields of DISTRIBUTION.
+        constraint: what the client demands of the form of the answer; None if nothing.
         stream: True if the answer is wanted as server-sent events.
         usage: True if the stream ends with token counts.
         logprobs: True if each token's log-probability is wanted.
@@ -76,6 +91,7 @@ class ChatRequest:
     tools: Tools = ()
     token_ids: Sequence[int] | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    constraint: Constraint | None = None
     stream: bool = False
     usage: bool = False
     logprobs: bool = False

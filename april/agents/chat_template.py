@@ -7,8 +7,10 @@ the tokens that the template writes after them.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,6 +38,34 @@ class ParsedAnswer:
     text: str
     reasoning: str
     calls: tuple[tuple[str | None, str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """How a template writes an answer that is one tool call whose arguments are a JSON object.
+
+    The answer is ``begin``, the tool's name, ``middle``, the arguments, and ``end``. ``marks`` are the tokens for the
+    marks of the template, such as ``<tool_call>``, which a model could also spell in other tokens.
+    """
+
+    begin: str
+    middle: str
+    end: str
+    marks: Mapping[str, int] = field(default_factory=dict)
+
+    def form(self, name: str, schema: Any) -> dict[str, Any]:
+        """Return the part of a structural tag that allows calls of the tool with this name, and nothing else."""
+        arguments = {"type": "json_schema", "json_schema": schema}
+        before, after = self._forms(f"{self.begin}{name}{self.middle}"), self._forms(self.end)
+        return {"type": "sequence", "elements": [*before, arguments, *after]}
+
+    def _forms(self, text: str) -> list[dict[str, Any]]:
+        parts = re.split(f"({'|'.join(map(re.escape, self.marks))})", text) if self.marks else [text]
+        return [
+            {"type": "const_string", "value": part} if (token := self.marks.get(part)) is None
+            else {"type": "token", "token": token}
+            for part in parts if part
+        ]  # fmt: skip
 
 
 class ChatTemplate:
@@ -171,6 +201,29 @@ class ChatTemplate:
         except Exception:  # whatever a template raises, it does not accept these messages
             return None
         return text
+
+    def call_format(self, tools: Tools) -> CallFormat | None:
+        """Return how the template writes a tool call; None if not with its arguments as one JSON object."""
+        name, argument = "tool_20_name", "argument_20_name"  # stand for a name and for arguments
+        asked = {"role": "user", "content": "?"}
+        function = {"name": name, "arguments": {argument: 1}}
+        calls = [{"id": "0", "type": "function", "function": function}]
+        call = {"role": "assistant", "content": "", "tool_calls": calls}
+        try:
+            prompt = self.render([asked], tools)
+            whole = self._renderer.render_ids([asked, call], tools=list(tools) or None, add_generation_prompt=False)
+        except Exception:  # whatever a template raises, it writes no such call
+            return None
+        ends = self._renderer.get_stop_token_ids()
+        answer = list(takewhile(lambda token: token not in ends, whole[len(prompt) :]))
+        text = str(self._tokenizer.decode(answer))
+        arguments = re.search(rf'\{{\s*"{argument}":\s*1\s*\}}', text)
+        if whole[: len(prompt)] != prompt or arguments is None or text.count(name) != 1:
+            return None
+        at = text.index(name)
+        added: dict[str, int] = getattr(self._tokenizer, "get_added_vocab", dict)()
+        marks = {mark: token for mark, token in added.items() if token in answer}
+        return CallFormat(text[:at], text[at + len(name) : arguments.start()], text[arguments.end() :], marks)
 
     def parse(self, tokens: list[int], prompt: Int32, tools: Tools) -> ParsedAnswer:
         """Parse generated tokens; a malformed tool call stays in the text unchanged."""

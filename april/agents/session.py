@@ -20,6 +20,7 @@ import numpy as np
 
 from april.agents.chat import Answer, ChatRequest, Message, ReadMessages, RequestError, ToolCall, Tools, message_key
 from april.agents.chat_template import ChatTemplate, ParsedAnswer
+from april.agents.constraints import grammar_of, is_kept
 from april.agents.dialects import read_messages, read_tools
 from april.agents.message_images import MessageImages, refuse_images
 from april.core.attachments import Placed
@@ -309,6 +310,7 @@ class Session:
         max_context: number of tokens that the engines have room for.
         earlier_answers: answers from before a restart, which a client may have received.
         message_images: reads the images in messages; None means that they are refused.
+        constraints: see :attr:`april.Config.constraints`.
     """
 
     generate: GenerateFunction
@@ -316,6 +318,9 @@ class Session:
     max_context: int
     earlier_answers: Sequence[AnsweredCall] = ()
     message_images: MessageImages | None = None
+    constraints: str = "hint"
+    note_checked: Callable[[bool], Any] = lambda kept: None
+    """Called for each answer of which the client demanded a form; the argument says whether the answer has it."""
     conversations: Conversations | None = field(init=False)
     requests: dict[str, list[AnswerTask]] = field(default_factory=dict)
     """Requests by the digest of their body; retries are not listed again."""
@@ -340,6 +345,11 @@ class Session:
         """
         if self.close_reason:
             raise RequestError(self.close_reason, 410, "session_closed")
+        if request.constraint is not None and self.constraints == "refuse":
+            raise RequestError(
+                "the request demands a tool call or JSON (tool_choice, response_format), which the setting "
+                "constraints: refuse does not allow; leave it out, or set constraints: hint or enforce"
+            )
         for earlier in self.requests.get(digest, ()):
             finished = earlier.was_received or earlier.abandoned or _failed(earlier.task)
             if not finished and (retry or not earlier.clients):
@@ -380,13 +390,19 @@ class Session:
     async def _answer(self, request: ChatRequest, answer_task: AnswerTask) -> Answer:
         request = await self._with_images(request)
         prompt, attached = self._tokenize(request)
-        generated = await self.generate(prompt, request.sampling, attached)
+        sampling = request.sampling
+        if request.constraint is not None and self.constraints == "enforce":
+            call_format = None if self.template is None else self.template.call_format(request.tools)
+            sampling = {**sampling, "grammar": grammar_of(request.constraint, request.tools, call_format)}
+        generated = await self.generate(prompt, sampling, attached)
         answer_task.call_number = generated.number
         conversation_ids = self._shared_sequences.share(np.concatenate((prompt, generated.tokens)))
         prompt = conversation_ids[: len(prompt)]
         name = answer_id(prompt, None, attached or ())
         number = self._answer_counts[name] = self._answer_counts.get(name, -1) + 1
         answer = self._parse_answer(request, f"{name}{number:02x}", prompt, generated, generated.tokens.tolist())
+        if request.constraint is not None:
+            self.note_checked(is_kept(request.constraint, answer))
         if self.conversations is not None and request.token_ids is None and answer.finish != "length":
             self.conversations.remember(request, answer.message, conversation_ids, len(prompt), attached or ())
         return answer

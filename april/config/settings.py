@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
@@ -233,6 +233,14 @@ class Config(Model):
     temporary directory on this machine."""
     allow_mismatch: bool = False
     """Accept sampling parameters under which a trainer's recomputed log-probabilities cannot match."""
+    sampling_of_clients: Literal["plan", "client"] = "plan"
+    """Whose temperature and top_p count in training where an agent's client asks for others: the configured ones
+    (plan), or those of the client (client). Then divide the logits by ``temperatures`` of the batch. In evaluations,
+    those of evaluate() always count."""
+    constraints: Literal["enforce", "hint", "refuse"] = "hint"
+    """What happens if an agent's client demands a tool call or JSON: the engine may sample nothing else (enforce), the
+    model is not told and broken_constraints counts the answers that are otherwise (hint), or the request is refused.
+    enforce changes log-probabilities, so it needs allow_mismatch."""
     seed: Seed = 0
     """Seed of all sampling. april derives the seed of each attempt from it."""
     relax_gc: bool = True
@@ -325,6 +333,11 @@ class Config(Model):
         )
         if self.allow_mismatch:
             return
+        yield self.constraints == "enforce", (
+            "{constraints=} lets a grammar decide which tokens are sampled, which a trainer's recomputed "
+            "log-probabilities do not take into account; set {constraints: hint}, or {allow_mismatch: true} if your "
+            "trainer accounts for it"
+        )
         yield self.sampling.top_p < 1, (
             "{sampling.top_p=} is not part of the log-probabilities that a trainer recomputes (log_softmax(logits / "
             "T)), so its ratios would be wrong; set {sampling.top_p: 1}, or {allow_mismatch: true} if your trainer "

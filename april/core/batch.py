@@ -20,7 +20,16 @@ from numpy.typing import DTypeLike, NDArray
 
 from april.core.attachments import NO_EXTRAS, Extras, Placed, before, first_rows, whole_rows
 from april.core.row_rewards import RowReward
-from april.core.tape import Float32, Int32, Segment, SegmentKind, kept_mask, versions_of
+from april.core.tape import (
+    Float32,
+    Int32,
+    Segment,
+    SegmentKind,
+    constrained_mask,
+    kept_mask,
+    temperatures_of,
+    versions_of,
+)
 from april.core.types import FinishReason, Group, Prompt, Sample, SampleId
 from april.core.versions import PolicyVersion, VersionClock
 from april.corrections.advantages import Cohort, Method, first_others_of, group_advantages, process_advantages
@@ -95,6 +104,17 @@ class DeliveredSample:
         return kept_mask(self.segments)
 
     @property
+    def constrained_mask(self) -> UInt8:
+        """uint8 [T], 1 where a grammar decided which tokens could be sampled (``constraints: enforce``). The
+        log-probabilities there are those of the tokens that the grammar allowed"""
+        return constrained_mask(self.segments)
+
+    @property
+    def temperatures(self) -> Float32:
+        """float32 [T], temperature at which each token was sampled; 1 for environment tokens"""
+        return temperatures_of(self.segments)
+
+    @property
     def baseline_rewards(self) -> Float32:
         """float32 [k - 1], rewards for the sample's baseline: those of the first k - 1 other samples to finish.
 
@@ -126,7 +146,8 @@ class Batch:
     temperature above 0.
     ``raw``: log_softmax(logits); allowed only at temperature 1, where it equals ``temperature``.
     ``unknown``: not known; allowed only at temperature 1.
-    ``mixed``: differs by engine; the ``segments`` of a row name the engine of each token."""
+    ``mixed``: differs by engine; the ``segments`` of a row name the engine of each token.
+    Tokens with ``constrained_mask`` 1 are always ``processed``."""
     bottleneck: str = ""
     """Sentence for users: which side the step waited for, how long and why, and what to change. Empty if the step took
     no time"""
@@ -348,7 +369,8 @@ class Batch:
         """Return flat arrays without padding; row i is ``response_ids[response_offsets[i]:response_offsets[i + 1]]``.
 
         ``prompt_ids`` int32 [sum of P], ``prompt_offsets`` int64 [B + 1]; ``response_ids`` int32, ``logprobs`` float32,
-        ``loss_mask`` and ``kept_mask`` uint8, ``version_n`` and ``version_incarnation`` int32, all [sum of T],
+        ``loss_mask``, ``kept_mask`` and ``constrained_mask`` uint8, ``temperatures`` float32, ``version_n`` and
+        ``version_incarnation`` int32, all [sum of T],
         ``response_offsets`` int64 [B + 1]; ``rewards`` float32, ``group_ids`` int64, ``sample_numbers`` and
         ``staleness`` int32, all [B]. Extras are under their own names, [sum of P + T - 1, ...], with
         ``extras_offsets`` int64 [B + 1]. So is what rewards have: parts float32 [B], values per token [sum of T, ...],
@@ -377,9 +399,9 @@ class Batch:
         """Return padded arrays; responses are padded on the right, prompts too unless ``left_pad_prompts``.
 
         ``prompt_ids`` int32 and ``prompt_mask`` uint8 [B, P]; ``response_ids`` int32, ``response_mask`` uint8,
-        ``loss_mask`` and ``kept_mask`` uint8, ``logprobs`` float32, ``version_n`` and ``version_incarnation`` int32 (-1
-        in the padding), all [B, T]; ``rewards`` float32, ``group_ids`` int64, ``sample_numbers`` and ``staleness``
-        int32, all [B].
+        ``loss_mask``, ``kept_mask`` and ``constrained_mask`` uint8, ``logprobs`` float32, ``temperatures`` float32 (1
+        in the padding), ``version_n`` and ``version_incarnation`` int32 (-1 in the padding), all [B, T]; ``rewards``
+        float32, ``group_ids`` int64, ``sample_numbers`` and ``staleness`` int32, all [B].
 
         ``input_ids`` int32 and ``attention_mask`` uint8 hold each prompt and its response without a gap. With
         ``left_pad_prompts`` they are [B, P + T] and every response begins in column P: the layout of trainers that
@@ -603,6 +625,8 @@ def _response_columns(samples: Sequence[DeliveredSample], pad_id: int, like: Row
         "response_ids": ([s.tokens for s in samples], np.int32, pad_id),
         "loss_mask": ([s.loss_mask for s in samples], np.uint8, 0),
         "kept_mask": ([s.kept_mask for s in samples], np.uint8, 0),
+        "constrained_mask": ([s.constrained_mask for s in samples], np.uint8, 0),
+        "temperatures": ([s.temperatures for s in samples], np.float32, 1),
         "logprobs": ([s.logprobs for s in samples], np.float32, 0),
         "version_n": ([v[:, 1] for v in versions], np.int32, -1),
         "version_incarnation": ([v[:, 0] for v in versions], np.int32, -1),

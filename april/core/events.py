@@ -72,6 +72,12 @@ class CallUnheard(Event, frozen=True):
     number: int
 
 
+class AnswerChecked(Event, frozen=True):
+    """An agent's client demanded a form of its answer, such as JSON; ``kept`` says whether the answer has the form."""
+
+    kept: bool
+
+
 class StopFound(Event, frozen=True):
     """A running attempt's text contains a stop string; the event that ends the attempt repeats this in ``counts``."""
 

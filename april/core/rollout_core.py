@@ -61,6 +61,7 @@ STEP_METRICS = (
     "prompts_drawn", "prompts_too_long", "groups_dropped_failed", "groups_dropped_filtered", "groups_dropped_stale",
     "samples_dropped_failed", "samples_dropped_stale", "replaced_samples", "replays_diverged", "lost_functions",
     "busy_refusals", "stale_engines", "lowered_caps", "overridden_requests", "groups_put_aside",
+    "constrained_answers", "broken_constraints",
 )  # fmt: skip
 
 
@@ -180,6 +181,7 @@ class RolloutCore:
             ev.Continued: self._continued,
             ev.CallMade: calls.call_made,
             ev.CallUnheard: calls.call_unheard,
+            ev.AnswerChecked: calls.answer_checked,
             ev.StopFound: attempt_results.stop_found,
             ev.AttemptStalled: attempt_results.attempt_stalled,
             ev.AttemptEnded: attempt_results.attempt_ended,

@@ -54,6 +54,9 @@ class SamplingParams:
             the engine can do this, the log-probabilities of all other ids are the same as without the ban.
         stop: strings that end the response once its text contains one. april finds them; an engine gets them only for a
             request in whose tokens it can find them.
+        grammar: form that the response must have, as JSON text of {"json_schema": schema} or {"structural_tag": tag};
+            empty if any is allowed. The log-probabilities are those of the tokens that the grammar allows. An engine
+            begins the grammar at the first token of a request, so a request that is cut cannot be continued.
     """
 
     max_tokens: int
@@ -64,6 +67,7 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     banned_ids: tuple[int, ...] = ()
+    grammar: str = ""
 
     def after(self, tokens_held: int, seed: int | None) -> SamplingParams:
         """Return the parameters for the rest of a response of which ``tokens_held`` tokens exist already."""
@@ -76,6 +80,7 @@ class SamplingParams:
             seed,
             self.stop,
             self.banned_ids,
+            self.grammar,
         )
 
     def capped(self, max_tokens: int) -> SamplingParams:

@@ -131,6 +131,8 @@ _SAMPLE = attrgetter(
     "id", "state", "finish", "reward", "row_rewards", "attempts", "resumes", "failures", "restarts"
 )
 _CHAIN = attrgetter("number", "prompt", "attached", "extras", "tape.tokens", "tape.logprobs", "tape.segments")
+CONSTRAINED = "constrained"
+"""What a state calls the kind of a generated segment with a grammar."""
 SAMPLES_AT_ONCE = 500
 """Number of samples that one call of :meth:`Freezer.advance` collects, in a few milliseconds."""
 MOST_ROUNDS = 5
@@ -277,6 +279,8 @@ def _state_of(
     running: dict[int, tuple[Attempt, AttemptTape]] = {}
     for attempt, drop_reason, fields_of_tape in attempts:
         tape = AttemptTape.of_frozen(*fields_of_tape).sure()
+        if drop_reason is None and attempt.constrained and not tape.stopped:
+            drop_reason = DropReason.CUT_GRAMMAR  # after a restart, the call begins again
         tokens.observe(tape.parsed)
         tokens.drop(tape.after_stop, DropReason.AFTER_STOP)
         tokens.drop(tape.unknown, DropReason.UNKNOWN_WEIGHTS)
@@ -386,7 +390,9 @@ def _chain_out(chain: _Chain, prompt: Prompt, running: _Running) -> State:
     if (found := running.get(id(call))) is not None:
         attempt, came = found
         temperature = attempt.request.sampling.temperature
-        tape.add_segments(came.spans, attempt.id, attempt.engine, temperature, attempt.over)
+        tape.add_segments(
+            came.spans, attempt.id, attempt.engine, temperature, attempt.over, constrained=attempt.constrained
+        )
         tokens += came.chunks[0]
         logprobs += came.chunks[1]
         extras = joined(extras, came.extras) if came.count else extras
@@ -398,7 +404,10 @@ def _chain_out(chain: _Chain, prompt: Prompt, running: _Running) -> State:
         "tokens": _packed(tokens, "<i4"),
         "logprobs": _packed(logprobs, "<f4"),
         "segments": [
-            [s.count, s.version.incarnation, s.version.n, str(s.kind), s.attempt_id, s.engine, s.temperature]
+            [
+                s.count, s.version.incarnation, s.version.n, CONSTRAINED if s.constrained else str(s.kind),
+                s.attempt_id, s.engine, s.temperature,
+            ]
             + ([] if s.over is None else [s.over.incarnation, s.over.n])
             for s in tape.segments
         ],
@@ -936,9 +945,11 @@ def _extras_in(core: RolloutCore, chain: Chain, state: State) -> None:
 def _tape_in(tape: TokenTape, state: State) -> None:
     start = 0
     for count, incarnation, n, kind, attempt_id, engine, temperature, *older in state["segments"]:
-        where = (SegmentKind(kind), _text(attempt_id), _text(engine), float(temperature))
+        constrained = kind == CONSTRAINED
+        origin = SegmentKind.GENERATED if constrained else SegmentKind(kind)
+        where = (origin, _text(attempt_id), _text(engine), float(temperature))
         over = version_of(older) if older else None
-        tape.segments.append(Segment(start, count_of(count), version_of((incarnation, n)), *where, over))
+        tape.segments.append(Segment(start, count_of(count), version_of((incarnation, n)), *where, over, constrained))
         start += count
     for name in ("tokens", "logprobs"):
         if isinstance(state[name], (list, tuple)):

@@ -506,6 +506,18 @@ class Attempt:
         return self.oldest if self.request.in_flight is OnWeightUpdate.KEEP else None
 
     @property
+    def constrained(self) -> bool:
+        """True if a grammar decides which tokens may be sampled."""
+        return bool(self.request.sampling.grammar)
+
+    @property
+    def begins_again(self) -> DropReason | None:
+        """Why the tokens are dropped if the request is cut; None if a later attempt continues them."""
+        if self.sample.evaluation is not None:
+            return DropReason.FAILED  # the call of an evaluation is repeated with the same seed
+        return DropReason.CUT_GRAMMAR if self.constrained else None
+
+    @property
     def sample(self) -> Sample:
         return self.call.sample
 

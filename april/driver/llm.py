@@ -123,6 +123,11 @@ class EndpointSample:
     """Prompt of the sample, as the rollout function gets it."""
     answered: Sequence[AnsweredCall] = ()
     """Calls answered before a restart; clients may have received the answers."""
+    evaluated: bool = False
+    """True if the sample belongs to an evaluation."""
+    note_checked: Callable[[bool], None] = lambda kept: None
+    """Counts an answer of which a client demanded a form; the argument says whether the answer has it. Must be called
+    on ``loop``."""
 
 
 class ClientEndpoint(Protocol):

@@ -283,6 +283,7 @@ class SampleFunctions:
             return EndpointSample(
                 generate=asks, sampling=default, loop=asyncio.get_running_loop(),
                 max_context=self._view.max_context, prompt=sample.group.prompt, answered=answered_by(sample),
+                evaluated=evaluation is not None, note_checked=lambda kept: self._post(ev.AnswerChecked(kept)),
             )  # fmt: skip
 
         def open_endpoint(place: Any) -> ClientEndpoint:

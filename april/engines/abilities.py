@@ -122,6 +122,8 @@ class Capabilities:
     """Names of the arrays ("routed_experts") that the engine can return with generated tokens."""
     bans: bool = False
     """True if ``sampling.banned_ids`` are honoured."""
+    constrains: bool = False
+    """True if ``sampling.grammar`` is honoured."""
     answers_late: bool = False
     """True if the engine may answer a request with tokens made under older weights, for an earlier request that did not
     end in time and whose stream april has closed."""
@@ -367,6 +369,14 @@ ABILITIES = (
     ),
     Ability(
         name="bans", lacking="bans is False: ids that stand for attachments may come, and then the response ends there",
+    ),
+    Ability(
+        name="constrains", lacking="the engine cannot restrict its tokens to a grammar",
+        unfit=lambda config, kinds, engine, c: "" if c.constrains or config.constraints != "enforce" else (
+            f"engine {engine} cannot restrict its tokens to a grammar, which constraints: enforce needs; use servers "
+            "of vLLM, or of SGLang with a grammar back-end and a tokenizer, or set constraints: hint"
+        ),
+        words={"grammars": lambda c: "honoured" if c.constrains else "not honoured"},
     ),
     Ability(
         name="in_flight_updates", unfit=_wrong_update, lacking="requests are cut at a weight update",

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from april.adapters.common.installed_trainer import import_trainer
-from april.adapters.common.refusals import Refusal, distorting, greedy, refuse
+from april.adapters.common.refusals import Refusal, agents_sampling, distorting, greedy, refuse
 from april.adapters.trl.data import column_of, of_row, require_shown, tokenizer_of
 from april.adapters.trl.ranks import UNREADABLE, sharding_of, why_not_sent, why_unmerged
 from april.config.engines import EngineConfig, OpenAIEngineConfig, TransformersEngineConfig
@@ -89,6 +89,7 @@ def refusals(trainer: Any, config: Config, *, servers: bool, filters: bool) -> I
                            for name, neutral in _SAMPLING.items()})
     yield (args.generation_kwargs, f"GRPOConfig.generation_kwargs={sorted(args.generation_kwargs or ())}",
            "april generates", "see april's sampling")
+    yield from agents_sampling(config.model_dump(include={"sampling_of_clients", "constraints"}), "TRL", "{}")
     yield (config.allow_mismatch, "allow_mismatch: true",
            "TRL recomputes log_softmax(logits / temperature) and nothing else", "leave it out")
     readable = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")

@@ -297,7 +297,8 @@ class ServerProbe:
             max_context=longest, max_in_flight=least(places, self.config.max_in_flight), remote=True, bans=bans,
             verifies_weights=self.label is not None,
             first_weights=first_weights(self.label, present=self.config.first_weights == "present"),
-            needs=self.needs, limits=self.limits(takes_adapters=found["adapters"] is not None), **found,
+            needs=self.needs, limits=self.limits(takes_adapters=found["adapters"] is not None),
+            **{"constrains": True} | found,
         )  # fmt: skip
 
 

@@ -147,6 +147,7 @@ class _SglangProbe(ServerProbe):
                 streams=incremental or self.config.max_token_loss is not None,
                 stop_strings=server.get("skip_tokenizer_init") is False,
                 honours_seeds=seeds, attachments=attachments,
+                constrains=not server.get("skip_tokenizer_init") and server.get("grammar_backend") != "none",
             ),
         )  # fmt: skip
 

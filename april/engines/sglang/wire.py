@@ -113,6 +113,10 @@ def request_body(
         params["stream_interval"] = stream_interval
     if sampling.banned_ids:
         params["logit_bias"] = bias_of(sampling.banned_ids)
+    if sampling.grammar:
+        # the names of both forms are those of SGLang's parameters, whose values are JSON text
+        form = msgspec.json.decode(sampling.grammar)
+        params |= {name: msgspec.json.encode(value).decode() for name, value in form.items()}
     body: dict[str, Any] = {
         "rid": rid_of(request.attempt_id),
         "input_ids": collapsed(request.token_ids, request.attached).tolist(),
