@@ -20,9 +20,9 @@ from typing import Any, Literal, Self
 
 from april.adapters.common.deliveries import closing_on_error
 from april.adapters.common.installed_trainer import require_functions
-from april.adapters.common.refusals import mapping_of, refuse, refuse_several_rows, require_count
+from april.adapters.common.refusals import refuse, refuse_several_rows, require_count
 from april.adapters.trl import checkpoint
-from april.adapters.trl.checks import REQUIRED_FUNCTIONS, TESTED_VERSION, config_for, refusals
+from april.adapters.trl.checks import REQUIRED_FUNCTIONS, TESTED_VERSION, config_for, given_settings, refusals
 from april.adapters.trl.data import (
     DatasetPasses,
     asking,
@@ -44,7 +44,7 @@ from april.adapters.trl.ranks import (
 )  # fmt: skip
 from april.adapters.trl.tools import Note, ToolLoop, check_notes
 from april.config.engines import TransformersEngineConfig
-from april.config.settings import Config, read_yaml
+from april.config.settings import Config
 from april.core.batch import Batch
 from april.core.ledger import Ledger
 from april.core.types import OnDataEnd
@@ -85,17 +85,7 @@ class Rollout:
         filter: Filter | None = None, address: str | None = None, metrics: Sequence[str] | Literal["all"] = METRICS,
         **settings: Any,
     ) -> None:  # fmt: skip
-        if metrics != "all" and (isinstance(metrics, str) or not all(isinstance(name, str) for name in metrics)):
-            raise ConfigError(f'rollout: metrics must be a list of names, or "all", got {metrics!r}')
-        if isinstance(config, Config):
-            if settings:
-                raise ConfigError(
-                    f"rollout: {sorted(settings)} given together with an april.Config; put them into the Config"
-                )
-            self._settings: Config | dict[str, Any] = config
-        else:
-            given = read_yaml(config) if isinstance(config, (str, Path)) else config
-            self._settings = mapping_of(given, "rollout") | settings
+        self._settings = given_settings(config, settings, metrics)
         self._metrics, self._address, self._filter = metrics, address, filter
         self._weights_dir = None if weights_dir is None else Path(weights_dir)
         self._config: Config | None = None
