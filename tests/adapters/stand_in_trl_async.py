@@ -55,6 +55,19 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, module)
 
 
+def noted(worker: Any) -> list[Any]:
+    """The batches that the trainer will fetch through this worker."""
+    batches: list[Any] = []
+    samples = worker._samples
+
+    def note(batch: Any) -> Any:
+        batches.append(batch)
+        return samples(batch)
+
+    worker._samples = note
+    return batches
+
+
 class ChatWords(Words):
     """A tokenizer whose chat template is the words of all messages."""
 

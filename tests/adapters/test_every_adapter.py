@@ -52,7 +52,8 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 DECIDED = {  # by the trainer itself
-    "trl": ("samples that fail", "continuous", "stepwise"), "slime": ("continuous", "stepwise"),
+    "trl": ("samples that fail", "continuous", "stepwise"), "trl_async": ("samples that fail", "continuous", "stepwise"),
+    "slime": ("continuous", "stepwise"),
     "verl": ("continuous", "stepwise"), "openrlhf": ("a quorum",), "areal": ("a quorum",),
 }  # fmt: skip
 

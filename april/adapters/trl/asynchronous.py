@@ -33,7 +33,7 @@ from april.adapters.trl.checks import (
 )  # fmt: skip
 from april.adapters.trl.data import DatasetPasses, asking, message_of, sample_reward, scored
 from april.adapters.trl.ranks import may_send, sharding_of, why_not_sent, why_not_taken
-from april.adapters.trl.trainer import METRICS, Filter
+from april.adapters.trl.trainer import METRICS, Filter, logged_metrics
 from april.config.settings import Config
 from april.core.batch import Batch
 from april.core.ledger import Ledger
@@ -202,8 +202,7 @@ class RolloutWorker:
         batch = scheduler.next_batch()
         refuse_several_rows(batch, "AsyncGRPOTrainer")
         self._batches.append((batch.id, frozenset(batch.group_ids.tolist())))
-        wanted = batch.metrics if self._metrics == "all" else self._metrics
-        self.metrics_queue.put({f"april/{name}": batch.metrics[name] for name in wanted if name in batch.metrics})
+        self.metrics_queue.put(logged_metrics(batch, self._metrics))
         return self._samples(batch)
 
     def _samples(self, batch: Batch) -> list[Any]:

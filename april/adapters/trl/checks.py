@@ -12,7 +12,7 @@ from april.adapters.trl.data import column_of, of_row, require_shown, tokenizer_
 from april.adapters.trl.ranks import UNREADABLE, sharding_of, why_not_sent, why_unmerged
 from april.config.engines import EngineConfig, OpenAIEngineConfig, TransformersEngineConfig
 from april.config.settings import Config, read_yaml
-from april.core.types import OnDataEnd, OnFailedSample, WeightsRoute
+from april.core.types import GenerationMode, OnDataEnd, OnFailedSample, WeightsRoute
 from april.errors import ConfigError
 
 TESTED_VERSION = "1.16.0"
@@ -140,6 +140,8 @@ def async_refusals(trainer: Any, config: Config, *, servers: bool, rows: int, gi
     yield (isinstance(config.engine, TransformersEngineConfig), "the embedded engine",
            "AsyncGRPOTrainer trains while servers generate", "name them: rollout_worker(engine={'kind': 'vllm', 'urls': "
            "[...]})")
+    yield (config.generation is not GenerationMode.CONTINUOUS, f"generation: {config.generation}",
+           "servers would stand still while AsyncGRPOTrainer trains", "set generation: continuous")
     for name in ("tools", "environment_factory"):
         yield given[name], name, "april runs the tools of AprilGRPOTrainer only", f"leave {name} out, or use that"
     yield (given["weight_transfer"] is not None, "weight_transfer", "april itself gives its servers the weights",

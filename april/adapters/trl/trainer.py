@@ -59,6 +59,14 @@ METRICS = (
 """Names of the metrics that TRL logs by default."""
 
 
+def logged_metrics(batch: Batch, wanted: Sequence[str] | Literal["all"]) -> dict[str, float]:
+    """Return the wanted metrics of a batch under TRL's names, without the mean reward, which TRL logs itself."""
+    names = batch.metrics.keys() - {"reward_mean"} if wanted == "all" else wanted
+    if batch.id == 0 and (missing := [name for name in names if name not in batch.metrics]):
+        log.warning("metrics: the first batch has no %s; docs/metrics.md has the names", ", ".join(missing))
+    return {f"april/{name}": value for name, value in batch.metrics.items() if name in names}
+
+
 class Rollout:
     """The ``rollout_func`` of an :data:`AprilGRPOTrainer`: draws prompts, generates, and gives TRL finished responses.
 
@@ -182,7 +190,8 @@ class Rollout:
                 f"the prompts ended with a batch of {found} rows, but TRL needs {wanted}; some were dropped ({where}); "
                 "set on_data_end: wrap to start over"
             )
-        self._log(batch, trainer)
+        for name, value in logged_metrics(batch, self._metrics).items():
+            trainer._metrics["train"][name].append(value)
         self._batch = self._last_batch = batch
         passes = DatasetPasses(trainer)
         if self._tools is None:
@@ -192,15 +201,6 @@ class Rollout:
             self._tools.keep(scheduler.held_groups() | set(batch.group_ids.tolist()))
         pairs = zip(batch.samples, self._notes, strict=True)
         return [passes.row_of(sample.prompt, note.prompt) for sample, note in pairs]
-
-    def _log(self, batch: Batch, trainer: Any) -> None:
-        """Add the batch's metrics to those that TRL logs, without the mean reward, which TRL logs itself."""
-        names = batch.metrics.keys() - {"reward_mean"} if self._metrics == "all" else self._metrics
-        if batch.id == 0 and (missing := [name for name in names if name not in batch.metrics]):
-            log.warning("metrics: the first batch has no %s; docs/metrics.md has the names", ", ".join(missing))
-        for name, value in batch.metrics.items():
-            if name in names:
-                trainer._metrics["train"][f"april/{name}"].append(value)
 
     def rows_to_evaluate(self, trainer: Any, inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the rows that TRL evaluates. With tools they are generated here, since environments change prompts."""

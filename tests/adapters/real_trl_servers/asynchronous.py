@@ -24,7 +24,7 @@ from tests.real_engines.models import make_models
 from tests.real_engines.servers import Server, free_ports, running, until_ready
 
 GROUPS, SAMPLES, ROWS, LONGEST, STEPS, SAVED, KILLED = 4, 4, 200, 300, 8, 2, 4
-TEMPERATURE = 0.8
+TEMPERATURE = 1.0  # the servers return log-probabilities at this temperature, unless they are started otherwise
 
 
 def attention_on_cpu(
@@ -117,7 +117,7 @@ def trainer(folder: Path, servers: list[Server], model: Path, **settings: Any) -
         ),
         train_dataset=Dataset.from_dict({"prompt": prompts, "number": list(range(ROWS))}),
         rollout_worker=rollout_worker(
-            engine={"kind": "vllm", "urls": [server.url for server in servers]}, metrics="all",
+            engine={"kind": "vllm", "urls": [server.url for server in servers]},
             sampling={"stop_token_ids": list(range(300, 320))}, **settings,
         ),
     )  # fmt: skip
