@@ -1,4 +1,4 @@
-"""april as the generator of SkyRL's fully asynchronous trainer: SkyRL asks for groups, april makes them on your servers.
+"""april as the generator of SkyRL's fully asynchronous trainer, which asks for groups; your servers make them.
 
 SkyRL keeps its data loader, its environments, its bound on staleness, its weight updates and its loss. april sends the
 requests to the vLLM servers that SkyRL updates: a server that dies is left out and its responses go on elsewhere with

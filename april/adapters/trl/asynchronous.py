@@ -37,7 +37,7 @@ from april.adapters.trl.trainer import METRICS, Filter, logged_metrics
 from april.config.settings import Config
 from april.core.batch import Batch
 from april.core.ledger import Ledger
-from april.core.types import GenerationMode, OnDataEnd
+from april.core.types import GenerationMode, OnDataEnd, OnFailedSample
 from april.errors import ConfigError
 from april.scheduler import RolloutScheduler
 from april.serialization.state_file import write_state
@@ -147,7 +147,7 @@ class RolloutWorker:
         assert config is not None
         ask = asking(trainer, lambda response: None)
         reward: dict[str, Any] = {"reward": sample_reward(ask)}
-        if not config.delivers_parts:
+        if not config.delivers_parts and config.on_failed_sample is not OnFailedSample.REPLACE:
             reward = {"group_reward": lambda prompt, responses: [scored(prompt, v) for v in ask(prompt, responses)]}
         self._batches, self._first_step = [], trainer.state.global_step
         self.scheduler = RolloutScheduler(
@@ -246,7 +246,7 @@ class RolloutWorker:
     # ---------------------------------------------------------------- checkpoints
 
     def save(self, folder: Path) -> None:
-        """Write april's state into the trainer's checkpoint; rows that were fetched and not trained are in the state."""
+        """Write april's state, with the rows that were fetched and not trained, into the trainer's checkpoint."""
         trainer, scheduler = self._trainer, self.scheduler
         assert scheduler is not None
         groups = frozenset[int]().union(*(of_one for _, of_one in self._batches[: self._steps]))
@@ -276,7 +276,7 @@ def april_async_trainer(base: Any) -> Any:
     require_functions("trl", TESTED_VERSION, ASYNC_FUNCTIONS, base)
 
     class AprilTrainer(base):  # type: ignore[misc]
-        """The base trainer with april's rollouts, given as ``rollout_worker=april.adapters.trl.rollout_worker(...)``."""
+        """The base trainer with april's rollouts, which are its argument ``rollout_worker``."""
 
         # as GRPOTrainer has them, for the parts of the adapter that both trainers use
         environment_factories, tools, shuffle_dataset = None, (), False

@@ -138,8 +138,8 @@ def async_refusals(trainer: Any, config: Config, *, servers: bool, rows: int, gi
     args = trainer.args
     yield from _refused_of_both(trainer, config, servers=servers)
     yield (isinstance(config.engine, TransformersEngineConfig), "the embedded engine",
-           "AsyncGRPOTrainer trains while servers generate", "name them: rollout_worker(engine={'kind': 'vllm', 'urls': "
-           "[...]})")
+           "AsyncGRPOTrainer trains while servers generate",
+           "name them: rollout_worker(engine={'kind': 'vllm', 'urls': [...]})")
     yield (config.generation is not GenerationMode.CONTINUOUS, f"generation: {config.generation}",
            "servers would stand still while AsyncGRPOTrainer trains", "set generation: continuous")
     for name in ("tools", "environment_factory"):
@@ -153,7 +153,7 @@ def async_refusals(trainer: Any, config: Config, *, servers: bool, rows: int, gi
     sharding = sharding_of(trainer)
     yield sharding in UNREADABLE, sharding, "its parameters cannot be read one by one", "use FSDP2 (fsdp_version: 2)"
     yield ((args.token_budget or 0) > 0, f"token_budget={args.token_budget}",
-           "the number of rows of a step then varies, but april's batches and their staleness are planned for one number",
+           "the number of rows of a step then varies, but april plans batches and their staleness for one number",
            "leave it out, and let per_device_train_batch_size bound the rows of a micro-batch")
     yield (rows % args.num_generations, f"{rows} rows per optimizer step", f"num_generations={args.num_generations} "
            "does not divide it", "change per_device_train_batch_size or gradient_accumulation_steps")
