@@ -4,11 +4,7 @@ SkyRL keeps its data loader, its environments, its bound on staleness, its weigh
 requests to the vLLM servers that SkyRL updates: a server that dies is left out and its responses go on elsewhere with
 their tokens, an update cuts requests and the new weights continue them, and every token keeps the log-probability of
 the weights that wrote it. Give SkyRL the servers (``generator.inference_engine.external_server_urls``), and hand over
-the generator in an entry point of your own (see README.md)::
-
-    class Experiment(FullyAsyncPPOExp):
-        def get_generator(self, cfg, tokenizer, inference_engine_client):
-            return AprilGenerator(cfg, tokenizer, inference_engine_client)
+the generator in an entry point of your own (README.md shows one).
 """
 
 from __future__ import annotations

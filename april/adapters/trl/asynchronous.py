@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib
 import queue
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -225,7 +224,6 @@ class RolloutWorker:
                 model_version=trainer.model_version - max(0, sample.staleness - ahead),
                 group_id=sample.id.group,
                 metrics={"reward": sample.reward, "reward_std": float(np.std([r for _, r in sample.cohort]))},
-                enqueued_at=time.time(),
             ))  # fmt: skip
         return made
 
