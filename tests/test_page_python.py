@@ -529,7 +529,7 @@ def test_trl(code: list[Block], monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({row["answer"] for row in rows}) == 32
 
 
-@executes("trl.md-3")
+@executes("trl_async.md-0")
 def test_trl_asynchronously(code: list[Block], monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer is made before a stand-in of TRL's: 256 rows per step are 32 groups of 8, from two servers."""
     stand_in_trl_async.install(monkeypatch)
