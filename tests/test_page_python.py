@@ -46,7 +46,7 @@ from april.record.run_status import RunStatus, WaitReason
 from april.testing import FakeEngine, Fault, FaultScript, conformance, run_virtual
 from april.view.progress import ProgressLine
 from april.view.run_data import read_run
-from tests.adapters import stand_in_areal, stand_in_trl
+from tests.adapters import stand_in_areal, stand_in_trl, stand_in_trl_async
 
 PROMPTS = [[1, 2 + i] for i in range(60)]
 SMALL: dict[str, Any] = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "max_response_len": 30}
@@ -557,6 +557,21 @@ def test_trl(code: list[Block], monkeypatch: pytest.MonkeyPatch) -> None:
     (rows,) = space["trainer"].scored
     assert len(rows) == 256
     assert len({row["answer"] for row in rows}) == 32
+
+
+@executes("trl_async.md-0")
+def test_trl_asynchronously(code: list[Block], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer is made before a stand-in of TRL's: 256 rows per step are 32 groups of 8, from two servers."""
+    stand_in_trl_async.install(monkeypatch)
+
+    class Trainer(stand_in_trl_async.AsyncGRPOTrainer):
+        def train(self) -> None:  # type: ignore[override]
+            pass
+
+    monkeypatch.setitem(vars(trl), "AprilAsyncGRPOTrainer", trl.april_async_trainer(Trainer))
+    space = code[0].run({"AsyncGRPOConfig": dict, "dataset": stand_in_trl.conversations(9), "reward": None})
+    config = space["trainer"].rollout_worker._config
+    assert (config.rollout_batch_size, config.n_samples_per_prompt, len(config.engine.urls)) == (32, 8, 2)
 
 
 @executes("areal.md-0")
