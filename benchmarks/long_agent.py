@@ -15,6 +15,7 @@ import json
 import sys
 import time
 from collections.abc import AsyncIterator, Iterable
+from contextlib import closing
 from statistics import mean
 from typing import Any
 from urllib.parse import urlsplit
@@ -107,24 +108,24 @@ def ask(url: str, key: str, turns: int, counted: range, counter: CallCounter, lo
     """Make the requests of one conversation; returns for each turn april's CPU seconds and, if counted, its calls."""
     parts = urlsplit(url)
     assert parts.hostname is not None
-    client = http.client.HTTPConnection(parts.hostname, parts.port or 80)
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     messages: list[dict[str, str]] = []
     costs = []
-    for turn in range(turns):
-        messages.append({"role": "user", "content": QUESTION.format(turn, *range(11)).strip()})
-        body = json.dumps({"model": "m", "messages": messages, "max_tokens": 400})
-        for loop in loops if turn in counted else ():
-            loop.call_soon_threadsafe(counter.begin)
-        calls = counter.count
-        cpu, own = time.process_time(), time.thread_time()
-        client.request("POST", f"{parts.path}/chat/completions", body, headers)
-        answer = json.load(client.getresponse())
-        spent = time.process_time() - cpu - (time.thread_time() - own)
-        for loop in loops if turn in counted else ():
-            loop.call_soon_threadsafe(counter.end)
-        messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
-        costs.append({"calls": counter.count - calls} if turn in counted else {"cpu_s": spent})
+    with closing(http.client.HTTPConnection(parts.hostname, parts.port or 80)) as client:
+        for turn in range(turns):
+            messages.append({"role": "user", "content": QUESTION.format(turn, *range(11)).strip()})
+            body = json.dumps({"model": "m", "messages": messages, "max_tokens": 400})
+            for loop in loops if turn in counted else ():
+                loop.call_soon_threadsafe(counter.begin)
+            calls = counter.count
+            cpu, own = time.process_time(), time.thread_time()
+            client.request("POST", f"{parts.path}/chat/completions", body, headers)
+            answer = json.load(client.getresponse())
+            spent = time.process_time() - cpu - (time.thread_time() - own)
+            for loop in loops if turn in counted else ():
+                loop.call_soon_threadsafe(counter.end)
+            messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
+            costs.append({"calls": counter.count - calls} if turn in counted else {"cpu_s": spent})
     return costs
 
 

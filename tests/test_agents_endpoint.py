@@ -538,6 +538,21 @@ async def test_an_answer_that_reads_alike_is_the_same_conversation(route: str, h
         assert third.startswith(second + says)
 
 
+@pytest.mark.parametrize("retention", [None, "all"])
+async def test_thoughts_stay_in_the_row_if_the_renderer_keeps_them(retention: Any) -> None:
+    """A further message of the user removes a thinking model's thoughts, unless the renderer's setting keeps them."""
+    says = "<think>\nwell\n</think>\n\nhi<|im_end|>"
+    async with world(says) as w:
+        w.door.session.conversations._template = ChatTemplate(
+            TOY, renderers.Qwen3RendererConfig(thinking_retention=retention)
+        )
+        await w.ask("chat/completions")
+        more = [*HELLO, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "go on"}]
+        await w.ask("chat/completions", {"messages": more})
+        (first, _), (second, _) = w.model.asked
+        assert second.startswith(first + says) == (retention == "all")
+
+
 async def test_an_answer_that_reads_otherwise_is_another_conversation() -> None:
     """Other words or another indentation are an edited history. Of answers that read alike the exact one counts."""
     async with world("a \nb<|im_end|>") as w:
