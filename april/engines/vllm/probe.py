@@ -81,10 +81,10 @@ class _VllmProbe(ServerProbe):
         copies, running = self._copies(), positive(self.settings, "max_num_seqs")
         self.lacks(
             "speculation" in self.settings, LimitCode.SPECULATION,
-            f"The server uses speculative decoding ({clean(self.settings.get('speculation'))}): on a CPU, vLLM 0.32 then "
-            "samples wrong tokens at temperatures above 0, some with log-probabilities of -9999, as it never fills the "
-            "temperatures of drafted tokens; with that function repaired, n-gram speculation was exact on a CPU, and "
-            "nothing else was tested",
+            f"The server uses speculative decoding ({clean(self.settings.get('speculation'))}): on a CPU, vLLM 0.32 "
+            "then samples wrong tokens at temperatures above 0, some with log-probabilities of -9999, as it never "
+            "fills the temperatures of drafted tokens; with that function repaired, n-gram speculation was exact on a "
+            "CPU, and nothing else was tested",
             "start the server without --speculative-config",
         )  # fmt: skip
         return VllmFacts(
