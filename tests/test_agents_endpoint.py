@@ -20,6 +20,7 @@ import pytest
 from toy_chat import ToyTokenizer
 
 import april
+from april.agents.chat import message_key
 from april.agents.chat_template import ChatTemplate
 from april.agents.endpoint import MAX_BODY_BYTES, SMALL_BODY_BYTES, Endpoint, ServedSession, SessionAddress
 from april.agents.session import Session
@@ -513,9 +514,10 @@ async def test_what_was_sampled_is_never_tokenised_again() -> None:
 
 
 SENT_BACK = {
-    "stop string put back": "as if \n  it fit</code>", "another stop string put back": "as if \n  it fitObservation:",
-    "white space stripped": "as if\n  it fit", "white space added": "\nas if \r\n  it fit  \n",
-    "other Unicode": "as if \n  it \ufb01t",
+    "stop string put back": "as if \n  it fit K</code>",
+    "another stop string put back": "as if \n  it fit KObservation:",
+    "white space stripped": "as if\n  it fit K", "white space added": "\nas if \r\n  it fit K  \n",
+    "other Unicode": "as if \n  it fit \u212a",
 }  # fmt: skip
 
 
@@ -524,10 +526,10 @@ SENT_BACK = {
 async def test_an_answer_that_reads_alike_is_the_same_conversation(route: str, how: str) -> None:
     """However the client writes the answer down, its next turns begin with the tokens that were sampled."""
     stops = {"stop" if route == "chat/completions" else "stop_sequences": ["</code>", "Observation:"]}
-    says = "as if \n  it fit</code><|im_end|>"
+    says = "as if \n  it fit K</code><|im_end|>"
     async with world(says) as w:
         _, body = await w.ask(route, ROUTES[route] | stops)
-        assert words(route, body) == "as if \n  it fit"
+        assert words(route, body) == "as if \n  it fit K"
         messages: list[Any] = [*HELLO, {"role": "assistant", "content": SENT_BACK[how]}]
         for turn in range(2):
             messages.append({"role": "user", "content": f"go on {turn}"})
@@ -571,6 +573,7 @@ async def test_an_answer_that_reads_otherwise_is_another_conversation() -> None:
             assert (await goes_on(text)).startswith(f"{first}a\nb  <|im_end|>")
         for text in ("a\n b", "a \nc", "A \nb"):
             assert (await goes_on(text)).startswith(f"{first}{text}<|im_end|>")
+    assert len({message_key({"role": "user", "content": text}) for text in ("x2", "x\N{SUPERSCRIPT TWO}")}) == 2
 
 
 def strict(text: str) -> Any:

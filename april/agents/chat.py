@@ -203,7 +203,7 @@ def message_key(message: Message, *, exact: bool = False) -> str:
     else:
         content = [{"image": part["picture"].attachment.digest} if is_image(part) else part["text"] for part in content]
     key = json.dumps([message["role"], content, calls, message.get("tool_call_id")], sort_keys=True, ensure_ascii=False)
-    return key if exact else normalize("NFKC", key)
+    return key if exact else normalize("NFC", key)
 
 
 def _parsed_arguments(arguments: Any) -> Any:
