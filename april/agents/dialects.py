@@ -89,7 +89,7 @@ def read_message(i: int, given: Any) -> Json:
 
 
 class ExactArguments(dict[str, Any]):
-    """Arguments of a call that a client gives as an object. They are equal if their JSON is: Python takes 1 for true."""
+    """Arguments of a call that a client gives as an object. Equal if the JSON is: Python takes 1 for true."""
 
     __hash__ = None  # type: ignore[assignment]
 
