@@ -579,6 +579,8 @@ async def test_an_answer_that_reads_otherwise_is_another_conversation() -> None:
         for text in ("a\n b", "a \nc", "A \nb"):
             assert (await goes_on(text)).startswith(f"{first}{text}<|im_end|>")
     assert len({message_key({"role": "user", "content": text}) for text in ("x2", "x\N{SUPERSCRIPT TWO}")}) == 2
+    for role, keys in (("user", 2), ("tool", 2), ("assistant", 1)):  # a template may write the names of speakers
+        assert len({message_key({"role": role, "content": "x", "name": name}) for name in ("ann", "bob")}) == keys
 
 
 async def test_arguments_of_another_type_are_another_conversation() -> None:

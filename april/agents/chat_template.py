@@ -180,7 +180,7 @@ class ChatTemplate:
         if found is not None and len(said) <= self._compared.get(kinds, 0):
             return found
         begin = next((i for i, message in enumerate(said) if message["role"] == "user"), 0)
-        turns = said[begin:short]
+        turns = list(said[begin:short])
         longer = [*said[:short], *turns * (len(said) // max(1, len(turns)) + 1), *said[short:]]
         whole = self._difference(said, new, tools)
         self._whole_conversations |= not whole == found == self._difference(longer, new, tools)
