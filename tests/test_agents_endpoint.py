@@ -271,6 +271,9 @@ async def test_a_failure_after_the_200(route: str, stream: bool) -> None:
         ("chat/completions", CHAT | {"tool_choice": "required"}, 400, "tools is empty"),
         ("chat/completions", CHAT | {"tool_choice": {"type": "custom"}}, 400, "tool_choice"),
         ("messages", ANTHROPIC | {"tool_choice": {"type": "tool", "name": "nobody"}}, 400, "nobody"),
+        ("messages", ANTHROPIC | {"output_config": {"format": "json"}}, 400, "output_config.format must be an object"),
+        ("responses", {"input": "x", "text": {"format": 5}}, 400, "text.format must be an object"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": ["text"]}]}]}, 400, "content: a part"),
         ("chat/completions", CHAT | {"tools": [{"type": "web_search"}]}, 400, "tools[0]"),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
         ("chat/completions", {"messages": HELLO * 5000}, 400, "messages"),
@@ -361,7 +364,8 @@ async def test_only_clients_of_named_networks_connect(
     ({"host": "0.0.0.0", "clients": "10.0.0.0/8"}, "agents.reached_at: no client can connect to 0.0.0.0"),  # noqa: S104
     ({"host": "10.0.0.7"}, "agents.clients: other machines can connect to 10.0.0.7"),
     ({"clients": ["docker"]}, "agents.clients.*such as 172.17.0.0/16"),
-    ({"reached_at": "http://me"}, "agents.reached_at.*a host or host:port"),
+    *[({"reached_at": name}, "agents.reached_at.*a host or host:port")
+      for name in ("http://me", "me:99999", "me:", "me:80:90", "[::1", "me\n")],
     ({"port": 1 << 16}, "agents.port"),
 ])  # fmt: skip
 def test_an_address_that_nobody_or_everybody_reaches_is_refused(agents: dict[str, Any], says: str) -> None:
@@ -372,7 +376,8 @@ def test_an_address_that_nobody_or_everybody_reaches_is_refused(agents: dict[str
 
 @pytest.mark.parametrize(("reached_at", "url"), [
     ("", r"http://127\.0\.0\.1:\d+/"), ("me.example", r"http://me\.example:\d+/"),
-    ("me.example:80", "http://me.example:80/"),
+    ("me.example:80", "http://me.example:80/"), ("2001:db8::5", r"http://\[2001:db8::5\]:\d+/"),
+    ("[2001:db8::5]:80", r"http://\[2001:db8::5\]:80/"),
 ])  # fmt: skip
 def test_base_urls_have_the_name_by_which_agents_reach_april(reached_at: str, url: str) -> None:
     """That of the settings, with the port that is listened on unless the name has one."""
@@ -574,6 +579,57 @@ async def test_an_answer_that_reads_otherwise_is_another_conversation() -> None:
         for text in ("a\n b", "a \nc", "A \nb"):
             assert (await goes_on(text)).startswith(f"{first}{text}<|im_end|>")
     assert len({message_key({"role": "user", "content": text}) for text in ("x2", "x\N{SUPERSCRIPT TWO}")}) == 2
+    for role, keys in (("user", 2), ("tool", 2), ("assistant", 1)):  # a template may write the names of speakers
+        assert len({message_key({"role": role, "content": "x", "name": name}) for name in ("ann", "bob")}) == keys
+
+
+async def test_arguments_of_another_type_are_another_conversation() -> None:
+    """Python takes true for 1 and 1.0; a history in which a client changed one into the other is an edited one."""
+    says = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+    async with world(says) as w:
+        tools = {"tools": [{"type": "function", "function": TOOL}]}
+        _, body = await w.ask("chat/completions", CHAT | tools)
+        message = body["choices"][0]["message"]
+        (call,) = message["tool_calls"]
+        for arguments in ({"a": 1}, {"a": True}, {"a": 1.0}):
+            call["function"]["arguments"] = arguments
+            result = {"role": "tool", "tool_call_id": call["id"], "content": "3"}
+            await w.ask("chat/completions", tools | {"messages": [*HELLO, message, result]})
+            assert json.dumps(arguments) in w.model.asked[-1][0].rpartition("<tool_call>")[2]
+
+
+class Templated(ToyTokenizer):
+    """Writes a word before each message that depends on the number of the message and on how many there are."""
+
+    chat_template = "its own"
+
+    def __init__(self, word: Any) -> None:
+        self.word = word
+
+    def apply_chat_template(self, messages: Any, *, add_generation_prompt: bool, **others: Any) -> str:
+        shown = [*messages, {"content": ""}] if add_generation_prompt else messages
+        text = "".join(f"{self.word(i, len(messages))}: {m['content']}<|im_end|>" for i, m in enumerate(shown))
+        return text.removesuffix("<|im_end|>") if add_generation_prompt else text
+
+
+@pytest.mark.parametrize("per_turn", [2, 4])
+@pytest.mark.parametrize("word", [lambda i, n: i, lambda i, n: "late" if n > 24 else "early"])
+def test_a_template_may_look_at_the_whole_conversation(word: Any, per_turn: int) -> None:
+    """What follows an answer is what the template writes after all earlier messages, however many a turn adds."""
+    tokenizer = Templated(word)
+    template = ChatTemplate(tokenizer, renderers.DefaultRendererConfig())
+    said, compared = [{"role": "user", "content": "hello"}], 0
+    for turn in range(20):
+        said = [*said, {"role": "assistant", "content": f"answer {turn}"}]
+        new = [{"role": "tool", "content": f"result {i}"} for i in range(per_turn - 2)]
+        new.append({"role": "user", "content": f"question {turn}"})
+        found = template.extend(np.array([7], np.int32), 1, said, new, ())
+        said = [*said, *new]
+        whole = tokenizer.apply_chat_template(said, add_generation_prompt=True)
+        if found is not None:  # the template may write earlier turns otherwise now
+            assert tokenizer.decode(found[1:].tolist()) == whole.partition(f"answer {turn}")[2]
+            compared += 1
+    assert compared >= 19
 
 
 def strict(text: str) -> Any:

@@ -129,6 +129,8 @@ def run_programs(command: list[str]) -> None:
     (python("import no_such_agent"), r"-c import no_such_agent ended with exit code 1 .* named 'no_such_agent'$"),
     (python(REFUSED), r"exit code 1 .*april refused its last request: messages must be a list.*HTTP Error 400"),
     (python("pass"), r"-c pass ended with exit code 0 before it had received an answer from april$"),
+    (python("from os import environ as e; exit(f'no {e[\"OPENAI_BASE_URL\"]} for {e[\"OPENAI_API_KEY\"]}')"),
+     r"exit code 1 .*its last output: no http://.* for KEY$"),
     (["no-such-program"], "no-such-program cannot be started: .*No such file"),
 ])  # fmt: skip
 def test_a_program_that_gets_no_answer_ends_the_run(command: list[str], says: str) -> None:

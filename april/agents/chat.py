@@ -173,7 +173,7 @@ def text_of(content: Any) -> str:
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in TEXT_PARTS:
+        if not isinstance(kind, str) or kind not in TEXT_PARTS:
             raise RequestError(NOT_READ.format(kind))
         if is_image({**part, "type": None}):
             raise RequestError(f"content: a part of type {kind!r} has an image; give the image a part of its own")
@@ -202,7 +202,10 @@ def message_key(message: Message, *, exact: bool = False) -> str:
         content = content if exact else "\n".join([line.rstrip() for line in content.strip().splitlines()])
     else:
         content = [{"image": part["picture"].attachment.digest} if is_image(part) else part["text"] for part in content]
-    key = json.dumps([message["role"], content, calls, message.get("tool_call_id")], sort_keys=True, ensure_ascii=False)
+    parts = [message["role"], content, calls, message.get("tool_call_id")]
+    if message["role"] != "assistant":
+        parts.append(message.get("name"))  # some templates write it; frameworks add names of their own to answers
+    key = json.dumps(parts, sort_keys=True, ensure_ascii=False)
     return key if exact else normalize("NFC", key)
 
 

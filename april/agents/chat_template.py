@@ -95,6 +95,8 @@ class ChatTemplate:
         self._turn_ends = np.array(self._renderer.get_stop_token_ids(), np.int32)
         self._whole_conversations = False
         """True once the template has written other tokens for a long conversation than for its latest turns."""
+        self._compared: dict[tuple[Any, ...], int] = {}
+        """Greatest number of messages with which both were compared, by the kinds of the messages that follow."""
 
     def render(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         """Return the token ids of a conversation, up to the start of the assistant's answer.
@@ -166,18 +168,24 @@ class ChatTemplate:
         """Return the tokens behind the answer, by comparing what the template writes with and without ``new``.
 
         A long conversation is represented by its system messages and its latest turns, as long as the template writes
-        the same tokens then. That is checked whenever the conversation has doubled.
+        the same tokens then. Before the first tokens are taken from that, and whenever the conversation has doubled,
+        they are compared with those after the whole conversation, and after one that is twice as long: a template may
+        number messages or images, or write other tokens from some number of messages on.
         """
         short = 0 if self._whole_conversations else _latest_turns(said)
-        doubled = len(said).bit_length() > (len(said) - 2).bit_length()
         if not short:
             return self._difference(said, new, tools)
         found = self._difference([*(m for m in said[:short] if m["role"] == "system"), *said[short:]], new, tools)
-        if found is None or doubled:
-            whole = self._difference(said, new, tools)
-            self._whole_conversations |= whole != found
-            return whole
-        return found
+        kinds = (*(m["role"] for m in new), _shows(new), _shows(said[:short]), bool(tools))
+        if found is not None and len(said) <= self._compared.get(kinds, 0):
+            return found
+        begin = next((i for i, message in enumerate(said) if message["role"] == "user"), 0)
+        turns = list(said[begin:short])
+        longer = [*said[:short], *turns * (len(said) // max(1, len(turns)) + 1), *said[short:]]
+        whole = self._difference(said, new, tools)
+        self._whole_conversations |= not whole == found == self._difference(longer, new, tools)
+        self._compared[kinds] = len(longer)
+        return whole
 
     def _difference(self, said: Sequence[Message], new: list[dict[str, Any]], tools: Tools) -> list[int] | None:
         mark = "\u241e answer \u241e"  # stands for the answer; a template may strip white space, but not this text

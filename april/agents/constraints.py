@@ -82,7 +82,7 @@ def read_tool_choice(choice: Any, tools: list[dict[str, Any]]) -> tuple[list[dic
         case "function" | "tool":
             named = [given.get("name")]
         case "allowed_tools":
-            allowed = [one.get("name") or (one.get("function") or {}).get("name") for one in given.get("tools") or ()]
+            allowed = [_name_of(one) for one in given.get("tools") or ()]
             named = allowed if given.get("mode") == "required" else []
             if not named:
                 return tools, ()
@@ -94,8 +94,17 @@ def read_tool_choice(choice: Any, tools: list[dict[str, Any]]) -> tuple[list[dic
     return tools, tuple(named)
 
 
-def read_format(given: Mapping[str, Any] | None, field: str) -> Any:
+def _name_of(tool: Any) -> Any:
+    """Return the name of a tool, in the form of any dialect; None if there is none."""
+    given = tool if isinstance(tool, Mapping) else {}
+    function = given.get("function")
+    return given.get("name") or (function.get("name") if isinstance(function, Mapping) else None)
+
+
+def read_format(given: Any, field: str) -> Any:
     """Return the JSON schema that a ``response_format`` demands; None for plain text. Raises RequestError."""
+    if given is not None and not isinstance(given, Mapping):
+        raise RequestError(f"{field} must be an object, got {given!r:.100}")
     match (given or {}).get("type", "text"):
         case "text":
             return None

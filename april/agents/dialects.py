@@ -83,7 +83,25 @@ def read_message(i: int, given: Any) -> Json:
             raise RequestError(f"messages[{i}].tool_calls: each must have a function with a name")
         if not isinstance(function.get("arguments"), (str, dict)):
             raise RequestError(f"messages[{i}].tool_calls: arguments must be JSON text")
+    if message.get("tool_calls"):
+        message["tool_calls"] = [_with_exact_arguments(call) for call in message["tool_calls"]]
     return message
+
+
+class ExactArguments(dict[str, Any]):
+    """Arguments of a call that a client gives as an object. Equal if the JSON is: Python takes 1 for true."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ExactArguments) and json.dumps(self) == json.dumps(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+def _with_exact_arguments(call: Json) -> Json:
+    given = call["function"]["arguments"]
+    exact = ExactArguments(given) if isinstance(given, dict) else given
+    return {**call, "function": {**call["function"], "arguments": exact}}
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

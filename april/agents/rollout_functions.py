@@ -84,7 +84,8 @@ def program(
                 stdout=pipe, stderr=pipe,
             )  # fmt: skip
         except OSError as error:
-            raise RemoteFunctionError(f"{words[0]} cannot be started: {error}", f"start of {words[0]}") from error
+            why = f"{words[0]} cannot be started: {error}".replace(door.key, "KEY")
+            raise RemoteFunctionError(why, f"start of {words[0]}") from error
         try:
             if stdin is not None:
                 reads: Any = transport.get_pipe_transport(0)
@@ -122,14 +123,16 @@ def _filled(texts: Iterable[str], address: Mapping[str, str]) -> list[str]:
 
 def _unanswered(command: str, result: ProgramResult, door: ServedSession) -> RemoteFunctionError:
     """Return the error for a program that ended without having received an answer from april."""
-    last = [line for line in (result.stderr.strip() or result.stdout.strip()).splitlines() if line.strip()][-3:]
+    output = (result.stderr.strip() or result.stdout.strip()).replace(door.key, "KEY")
+    last = [line for line in output.splitlines() if line.strip()][-3:]
     code, refusal = f"exit code {result.returncode}", door.last_refusal
     text = (
-        f"{clean(command, 200)} ended with {code} before it had received an answer from april"
+        f"{clean(command.replace(door.key, 'KEY'), 200)} ended with {code} before it had received an answer from april"
         + (f"; april refused its last request: {refusal}" if refusal else "")
         + (f"; its last output: {clean(' | '.join(last), 400)}" if last else "")
     )
-    return RemoteFunctionError(text.replace(door.key, "KEY"), f"{code}, {refusal or ''.join(last[-1:])}")
+    # the path differs from sample to sample, and programs that fail in the same way may print it
+    return RemoteFunctionError(text, f"{code}, {refusal or ''.join(last[-1:])}".replace(door.path, "PATH"))
 
 
 def _checked_command(command: Any) -> list[str]:

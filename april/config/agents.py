@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from ipaddress import ip_network
+import re
+from contextlib import suppress
+from ipaddress import IPv6Address, ip_network
 from typing import Annotated, Self
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -20,7 +23,14 @@ def _network(network: str) -> str:
 
 
 def _reached_at(name: str) -> str:
-    if any(c in name for c in "/@?# "):
+    with suppress(ValueError):
+        return f"[{IPv6Address(name)}]"
+    try:
+        parts = urlsplit(f"http://{name}")
+        readable = not name or (parts.netloc == name and parts.hostname and parts.port != 0)
+    except ValueError:  # a port that is no number, or unbalanced brackets
+        readable = False
+    if not readable or re.search(r"[^\w.:\[\]-]|:$", name):
         raise ValueError(f"expected a host or host:port, such as host.docker.internal, got {name!r}")
     return name
 

@@ -134,6 +134,31 @@ def test_a_restart_counts_groups_and_versions_on(tmp_path: Path) -> None:
     assert not set(trained) & set(found)
 
 
+def test_rows_of_a_training_that_was_stopped_are_not_trained_in_the_next(tmp_path: Path) -> None:
+    """What the trainer had fetched ahead belongs to batches of a scheduler that is closed. The state has these rows."""
+    server = FakeVllmServer(max_running=4, turns=2)
+
+    def stop() -> None:
+        if made.state.global_step == 3:
+            made.after_step = lambda: None
+            raise KeyboardInterrupt
+
+    with ServerThread(server):
+        made = trainer(tmp_path, server.url)
+        made.folder, made.after_step, batches = tmp_path, stop, trl.noted(made.rollout_worker)
+        with pytest.raises(KeyboardInterrupt):
+            made.train(6)
+        with pytest.raises(RolloutError, match=r"has trained already, .*; make a new trainer"):
+            made.rollout_worker.rollout_buffer.get(timeout=5.0)
+        trained, fetched = len(made.trained), len(batches)
+        made.train(4, str(tmp_path / "checkpoint-2"))
+
+    for batch, rows in zip(batches[fetched:], made.trained[trained:], strict=False):
+        assert [row.input_ids.tolist() for row in rows] == [
+            [*s.prompt.token_ids.tolist(), *s.tokens.tolist()] for s in batch.samples
+        ]
+
+
 def test_a_response_without_a_reward_fails(tmp_path: Path) -> None:
     """As its siblings are compared with it; its group is replaced, and at last the run ends with the reason."""
     server = FakeVllmServer(max_running=4)

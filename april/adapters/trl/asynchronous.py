@@ -37,7 +37,7 @@ from april.config.settings import Config
 from april.core.batch import Batch
 from april.core.ledger import Ledger
 from april.core.types import GenerationMode, OnDataEnd, OnFailedSample
-from april.errors import ConfigError
+from april.errors import ConfigError, RolloutError
 from april.scheduler import RolloutScheduler
 from april.serialization.state_file import write_state
 
@@ -124,8 +124,10 @@ class RolloutWorker:
         """Do nothing: generation begins when the trainer asks for its first row."""
 
     def stop(self) -> None:
-        """Close the scheduler and its engines."""
-        scheduler, self.scheduler = self.scheduler, None
+        """Close the scheduler and its engines; another training of this trainer gets no rows of this one."""
+        scheduler, self.scheduler, self._saved = self.scheduler, None, None
+        for fetched in (self.rollout_buffer, self.metrics_queue):
+            fetched.queue.clear()
         if scheduler is not None:
             try:
                 self.ledger = scheduler.ledger()
@@ -195,7 +197,11 @@ class RolloutWorker:
     def _next_rows(self) -> list[Any]:
         """Return the rows of april's next batch. The batch that is being trained meanwhile stays uncommitted."""
         scheduler = self.scheduler
-        assert scheduler is not None
+        if scheduler is None:
+            raise RolloutError(
+                "this AsyncGRPOTrainer has trained already, and sends its servers no weights at the start of another "
+                "training; make a new trainer, and call train(resume_from_checkpoint=...) to go on"
+            )
         if self._trained is not None:
             scheduler.commit(self._trained)  # not every step ends with a weight update (weight_sync_steps)
         batch = scheduler.next_batch()
