@@ -18,10 +18,10 @@ from april.core.value_checks import wrong_reward
 NO_PARTS: Mapping[str, float] = NoRows()
 RESERVED = frozenset(
     {
-        "attention_mask", "extras_offsets", "group_ids", "input_ids", "kept_mask", "logprobs", "loss_mask",
-        "prompt_ids", "prompt_mask", "prompt_offsets", "response_ids", "response_mask", "response_offsets", "rewards",
-        "routed_experts", "sample_numbers", "staleness", "total", "turn_numbers", "turn_offsets",
-        "version_incarnation", "version_n",
+        "attention_mask", "constrained_mask", "extras_offsets", "group_ids", "input_ids", "kept_mask", "logprobs",
+        "loss_mask", "prompt_ids", "prompt_mask", "prompt_offsets", "response_ids", "response_mask",
+        "response_offsets", "rewards", "routed_experts", "sample_numbers", "staleness", "temperatures", "total",
+        "turn_numbers", "turn_offsets", "version_incarnation", "version_n",
     }
 )  # fmt: skip
 """Names of a batch's own arrays, of extras, and ``total``; no part or array of a reward may have one of these."""
