@@ -49,11 +49,12 @@ def arrays_of(tokens: Any, turns: Any) -> dict[str, Any]:
 
 
 def everything(conversation: Conversation, total: float) -> april.Reward:
+    """Lists and tensors are taken, too; whether a list has whole numbers differs from response to response."""
     arrays = arrays_of(conversation.tokens, conversation.turns)
+    steps = [int(step) if conversation.tokens[0] % 2 else float(step) for step in arrays["step"]]
     return april.Reward(
-        total, parts_of(conversation.tokens), {name: arrays[name] for name in TURNS},
-        # lists and tensors are taken, too
-        {"teacher_logprobs": torch.tensor(arrays["teacher_logprobs"]), "top_ids": arrays["top_ids"].tolist()},
+        total, parts_of(conversation.tokens), {"step": steps, "steps": torch.tensor(arrays["steps"])},
+        {"teacher_logprobs": torch.tensor(arrays["teacher_logprobs"]), "top_ids": arrays["top_ids"]},
         {"says": ["because", int(conversation.tokens[0])]},
     )  # fmt: skip
 
@@ -91,8 +92,11 @@ async def two_roles(prompt: april.Prompt, llm: april.LLM) -> None:
 
 
 def keeps_all(prompt: april.Prompt, responses: Sequence[april.Response]) -> bool:
-    """See that filters get what the rewards had."""
-    assert all(response.row_rewards[0].parts for response in responses)
+    """See that filters get copies of what the rewards had, which they may change."""
+    for own in (response.row_rewards[0] for response in responses):
+        assert own.parts and own.note["says"][0] == "because"
+        own.parts.clear()  # type: ignore[attr-defined]
+        own.note["says"].clear()
     return True
 
 
@@ -397,7 +401,10 @@ WRONG: dict[str, tuple[Any, str]] = {
     "too many turns": (april.Reward(1.0, per_turn={"a": [1, 2, 3]}), r"has a per turn of shape \[3\], but the"),
     "NaN of a token": (april.Reward(1.0, per_token={"a": [0, 1, NAN, 3, 4]}), "has a per token with the value nan; ex"),
     "too large for float32": (april.Reward(1.0, per_turn={"a": [1e39, 0]}), "has a per turn with the value inf; expec"),
-    "text per turn": (april.Reward(1.0, per_turn={"a": ["x", "y"]}), "has a per turn of type <U1; expected numbers"),
+    "text per turn": (april.Reward(1.0, per_turn={"a": ["x", "y"]}), "has a per turn of type <U1; expected numbers of f"),
+    "too large for int32": (
+        april.Reward(1.0, per_turn={"a": np.array([1, 2**31])}), "has a per turn of type int64; expected numbers of fl"
+    ),
     "ragged": (april.Reward(1.0, per_turn={"a": [[1], [1, 2]]}), r"has a per turn that are no array: \[\[1\], \[1, 2"),
     "an object as note": (april.Reward(1.0, note={"x": {1}}), r"has a note that cannot be kept: note\['x'\] is a set"),
     "no names": (
