@@ -94,7 +94,8 @@ async def two_roles(prompt: april.Prompt, llm: april.LLM) -> None:
 def keeps_all(prompt: april.Prompt, responses: Sequence[april.Response]) -> bool:
     """See that filters get copies of what the rewards had, which they may change."""
     for own in (response.row_rewards[0] for response in responses):
-        assert own.parts and own.note["says"][0] == "because"
+        assert own.parts
+        assert own.note["says"][0] == "because"
         own.parts.clear()  # type: ignore[attr-defined]
         own.note["says"].clear()
     return True
@@ -401,7 +402,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "too many turns": (april.Reward(1.0, per_turn={"a": [1, 2, 3]}), r"has a per turn of shape \[3\], but the"),
     "NaN of a token": (april.Reward(1.0, per_token={"a": [0, 1, NAN, 3, 4]}), "has a per token with the value nan; ex"),
     "too large for float32": (april.Reward(1.0, per_turn={"a": [1e39, 0]}), "has a per turn with the value inf; expec"),
-    "text per turn": (april.Reward(1.0, per_turn={"a": ["x", "y"]}), "has a per turn of type <U1; expected numbers of f"),
+    "text per turn": (april.Reward(1.0, per_turn={"a": ["x", "y"]}), "has a per turn of type <U1; expected numbers"),
     "too large for int32": (
         april.Reward(1.0, per_turn={"a": np.array([1, 2**31])}), "has a per turn of type int64; expected numbers of fl"
     ),
