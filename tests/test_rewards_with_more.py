@@ -30,7 +30,8 @@ from april.testing import FakeEngine, rollouts, run_virtual
 from april.view.run_data import read_run
 
 WEIGHTS = {"correct": 1.0, "format": 0.25}
-TURNS, TOKENS = ("step", "steps"), ("teacher_logprobs", "top_ids")
+TURNS, TOKENS = ("step", "data"), ("teacher_logprobs", "top_ids")
+"""Names of values per turn and per token; ``data`` is also a field of states, which records leave out."""
 
 
 def parts_of(tokens: Any) -> dict[str, float]:
@@ -42,7 +43,7 @@ def arrays_of(tokens: Any, turns: Any) -> dict[str, Any]:
     """Arrays that follow from the tokens and the turns of a conversation."""
     return {
         "step": np.array([float(tokens[start:end].sum() % 5) for start, end in turns], np.float32),
-        "steps": np.array([[start, end] for start, end in turns], np.int32),
+        "data": np.array([[start, end] for start, end in turns], np.int32),
         "teacher_logprobs": (-tokens / 97.0).astype(np.float32),
         "top_ids": np.stack([tokens, tokens + 1], 1).astype(np.int32),
     }
@@ -53,7 +54,7 @@ def everything(conversation: Conversation, total: float) -> april.Reward:
     arrays = arrays_of(conversation.tokens, conversation.turns)
     steps = [int(step) if conversation.tokens[0] % 2 else float(step) for step in arrays["step"]]
     return april.Reward(
-        total, parts_of(conversation.tokens), {"step": steps, "steps": torch.tensor(arrays["steps"])},
+        total, parts_of(conversation.tokens), {"step": steps, "data": torch.tensor(arrays["data"])},
         {"teacher_logprobs": torch.tensor(arrays["teacher_logprobs"]), "top_ids": arrays["top_ids"]},
         {"says": ["because", int(conversation.tokens[0])]},
     )  # fmt: skip
