@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -451,6 +452,20 @@ def test_values_of_several_conversations_say_which() -> None:
     assert (number, [row.reward for row in rows]) == (2.0, [1.0, 3.0])
     with pytest.raises(april.UsageError, match="of conversation 1 has b, which the conversation before had not"):
         row_rewards_of(april.Reward(rows=[{"total": 1}, {"total": 1, "b": 2}]), response(2), {}, {})
+
+
+def test_the_filter_of_dapo_compares_what_advantages_compare() -> None:
+    """Rewards of the same conversation: in a game for two their mean is 0, whoever wins."""
+
+    def group(*of_rows: Sequence[float]) -> list[april.Response]:
+        each = [row_rewards_of(april.Reward(rows=rows), response(len(rows)), {}, {}) for rows in of_rows]
+        return [replace(response(len(rows)), reward=number, row_rewards=rows) for number, rows in each]
+
+    prompt = april.Prompt(np.array([1], np.int32))
+    assert april.rewards_differ(prompt, group([1, -1], [-1, 1]))
+    assert not april.rewards_differ(prompt, group([1, -1], [1, -1], [1]))
+    assert april.rewards_differ(prompt, [replace(response(), reward=reward) for reward in (0.0, 1.0)])
+    assert not april.rewards_differ(prompt, [replace(response(), reward=1.0)] * 2)
 
 
 def test_a_missing_part_ends_the_run_like_a_reward_that_is_no_number() -> None:

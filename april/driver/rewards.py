@@ -150,8 +150,16 @@ def response_of(
 
 
 def rewards_differ(prompt: Prompt, responses: Sequence[Response]) -> bool:
-    """Accept a group if its rewards differ: the filter of DAPO's dynamic sampling (arXiv 2503.14476, section 3.2)."""
-    return len({r.reward for r in responses}) > 1
+    """Accept a group if its rewards differ: the filter of DAPO's dynamic sampling (arXiv 2503.14476, section 3.2).
+
+    If rewards belong to conversations, those of the same place are compared, as advantages compare them: their mean is
+    always the same in a game in which one side wins what the other loses.
+    """
+    found: dict[int | None, set[float | None]] = {}
+    for response in responses:
+        for place, reward in [(row.row, row.reward) for row in response.row_rewards] or [(None, response.reward)]:
+            found.setdefault(place, set()).add(reward)
+    return any(len(rewards) > 1 for rewards in found.values())
 
 
 def checked_verdict(value: Any, group: int) -> bool:
