@@ -157,7 +157,8 @@ def rewards_differ(prompt: Prompt, responses: Sequence[Response]) -> bool:
     """
     found: dict[int | None, set[float | None]] = {}
     for response in responses:
-        for place, reward in [(row.row, row.reward) for row in response.row_rewards] or [(None, response.reward)]:
+        own: list[tuple[int | None, float | None]] = [(row.row, row.reward) for row in response.row_rewards]
+        for place, reward in own or [(None, response.reward)]:
             found.setdefault(place, set()).add(reward)
     return any(len(rewards) > 1 for rewards in found.values())
 
