@@ -178,3 +178,16 @@ def test_a_request_with_a_grammar_begins_again_when_it_is_cut() -> None:
     row = m.batches[-1].samples[0]
     assert (row.id.group, len(row.tokens), bool(row.constrained_mask.all()), row.resumes) == (0, 60, True, 0)
     m.check_ledger()
+
+
+@pytest.mark.parametrize("grammar", ["", '{"json_schema": {}}'])
+def test_a_stop_string_that_only_the_engine_finds_does_not_come_again_and_again(grammar: str) -> None:
+    """The next request has no stop strings, and is streamed, so that april finds them: also if it begins again."""
+    m = CoreMachine(settings(n=1, samples=1), 60, engines=(EngineLimits("a", 4096, None, (EOS,), stop_strings=True),))
+    m.sampling = SamplingParams(max_tokens=1000, stop=("x",), grammar=grammar)
+    m.ask()
+    m.end(m.only.id, 17)  # april has found no stop string there
+    assert (m.only.request.sampling.stop, m.only.request.stream) == ((), True)
+    m.end(m.only.id)
+    assert len(m.batches[0].samples[0].tokens) == 60
+    m.check_ledger()

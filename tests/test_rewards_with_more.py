@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ from april.testing import FakeEngine, rollouts, run_virtual
 from april.view.run_data import read_run
 
 WEIGHTS = {"correct": 1.0, "format": 0.25}
-TURNS, TOKENS = ("step", "steps"), ("teacher_logprobs", "top_ids")
+TURNS, TOKENS = ("step", "data"), ("teacher_logprobs", "top_ids")
+"""Names of values per turn and per token; ``data`` is also a field of states, which records leave out."""
 
 
 def parts_of(tokens: Any) -> dict[str, float]:
@@ -42,18 +44,19 @@ def arrays_of(tokens: Any, turns: Any) -> dict[str, Any]:
     """Arrays that follow from the tokens and the turns of a conversation."""
     return {
         "step": np.array([float(tokens[start:end].sum() % 5) for start, end in turns], np.float32),
-        "steps": np.array([[start, end] for start, end in turns], np.int32),
+        "data": np.array([[start, end] for start, end in turns], np.int32),
         "teacher_logprobs": (-tokens / 97.0).astype(np.float32),
         "top_ids": np.stack([tokens, tokens + 1], 1).astype(np.int32),
     }
 
 
 def everything(conversation: Conversation, total: float) -> april.Reward:
+    """Lists and tensors are taken, too; whether a list has whole numbers differs from response to response."""
     arrays = arrays_of(conversation.tokens, conversation.turns)
+    steps = [int(step) if conversation.tokens[0] % 2 else float(step) for step in arrays["step"]]
     return april.Reward(
-        total, parts_of(conversation.tokens), {name: arrays[name] for name in TURNS},
-        # lists and tensors are taken, too
-        {"teacher_logprobs": torch.tensor(arrays["teacher_logprobs"]), "top_ids": arrays["top_ids"].tolist()},
+        total, parts_of(conversation.tokens), {"step": steps, "data": torch.tensor(arrays["data"])},
+        {"teacher_logprobs": torch.tensor(arrays["teacher_logprobs"]), "top_ids": arrays["top_ids"]},
         {"says": ["because", int(conversation.tokens[0])]},
     )  # fmt: skip
 
@@ -91,8 +94,12 @@ async def two_roles(prompt: april.Prompt, llm: april.LLM) -> None:
 
 
 def keeps_all(prompt: april.Prompt, responses: Sequence[april.Response]) -> bool:
-    """See that filters get what the rewards had."""
-    assert all(response.row_rewards[0].parts for response in responses)
+    """See that filters get copies of what the rewards had, which they may change."""
+    for own in (response.row_rewards[0] for response in responses):
+        assert own.parts
+        assert own.note["says"][0] == "because"
+        own.parts.clear()  # type: ignore[attr-defined]
+        own.note["says"].clear()
     return True
 
 
@@ -398,6 +405,9 @@ WRONG: dict[str, tuple[Any, str]] = {
     "NaN of a token": (april.Reward(1.0, per_token={"a": [0, 1, NAN, 3, 4]}), "has a per token with the value nan; ex"),
     "too large for float32": (april.Reward(1.0, per_turn={"a": [1e39, 0]}), "has a per turn with the value inf; expec"),
     "text per turn": (april.Reward(1.0, per_turn={"a": ["x", "y"]}), "has a per turn of type <U1; expected numbers"),
+    "too large for int32": (
+        april.Reward(1.0, per_turn={"a": np.array([1, 2**31])}), "has a per turn of type int64; expected numbers of fl"
+    ),
     "ragged": (april.Reward(1.0, per_turn={"a": [[1], [1, 2]]}), r"has a per turn that are no array: \[\[1\], \[1, 2"),
     "an object as note": (april.Reward(1.0, note={"x": {1}}), r"has a note that cannot be kept: note\['x'\] is a set"),
     "no names": (
@@ -442,6 +452,20 @@ def test_values_of_several_conversations_say_which() -> None:
     assert (number, [row.reward for row in rows]) == (2.0, [1.0, 3.0])
     with pytest.raises(april.UsageError, match="of conversation 1 has b, which the conversation before had not"):
         row_rewards_of(april.Reward(rows=[{"total": 1}, {"total": 1, "b": 2}]), response(2), {}, {})
+
+
+def test_the_filter_of_dapo_compares_what_advantages_compare() -> None:
+    """Rewards of the same conversation: in a game for two their mean is 0, whoever wins."""
+
+    def group(*of_rows: Sequence[float]) -> list[april.Response]:
+        each = [row_rewards_of(april.Reward(rows=rows), response(len(rows)), {}, {}) for rows in of_rows]
+        return [replace(response(len(rows)), reward=number, row_rewards=rows) for number, rows in each]
+
+    prompt = april.Prompt(np.array([1], np.int32))
+    assert april.rewards_differ(prompt, group([1, -1], [-1, 1]))
+    assert not april.rewards_differ(prompt, group([1, -1], [1, -1], [1]))
+    assert april.rewards_differ(prompt, [replace(response(), reward=reward) for reward in (0.0, 1.0)])
+    assert not april.rewards_differ(prompt, [replace(response(), reward=1.0)] * 2)
 
 
 def test_a_missing_part_ends_the_run_like_a_reward_that_is_no_number() -> None:

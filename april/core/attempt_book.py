@@ -77,8 +77,11 @@ class AttemptBook:
         able = self._engines.states[engine].limits
         # with KEEP, a weight update ends requests that have no token yet; only a stream shows whether they have one
         keeps = s.on_weight_update is OnWeightUpdate.KEEP and evaluation is None and able.streams
-        # april searches for stop strings itself where an engine cannot: it does not know what an earlier attempt wrote
-        searched = able.stop_strings and held == call.start and not call.failures
+        # April searches for stop strings itself where an engine cannot, as the engine does not know what an earlier
+        # attempt wrote. April also does so under a grammar: a call that is cut begins again there with the same seed,
+        # so the engine would again stop at a string that april does not find.
+        begins = held == call.start and not call.sampling.grammar
+        searched = able.stop_strings and begins and not call.failures
         request = Request(
             attempt_id=f"{s.run_id:016x}{incarnation:04x}{number:012x}",
             token_ids=np.concatenate((chain.prompt, chain.tape.tokens)) if held else chain.prompt,

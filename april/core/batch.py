@@ -219,8 +219,9 @@ class Batch:
         no_values = self._layout
         if no_values is not None:
             no_values = replace(
-                no_values, per_turn=first_rows(no_values.per_turn, 0), per_token=first_rows(no_values.per_token, 0)
-            )
+                no_values, per_turn=first_rows(no_values.per_turn, 0), note=None,
+                per_token=first_rows(no_values.per_token, 0),
+            )  # fmt: skip
         return [
             replace(
                 self,
@@ -235,7 +236,7 @@ class Batch:
 
     @cached_property
     def rewards(self) -> Float32:
-        """float32 [B], reward of each row's sample."""
+        """float32 [B], reward of each row: that of its sample, unless rewards belong to conversations."""
         return np.array([s.reward for s in self.samples], np.float32)
 
     @cached_property

@@ -18,10 +18,10 @@ from april.core.value_checks import wrong_reward
 NO_PARTS: Mapping[str, float] = NoRows()
 RESERVED = frozenset(
     {
-        "attention_mask", "extras_offsets", "group_ids", "input_ids", "kept_mask", "logprobs", "loss_mask",
-        "prompt_ids", "prompt_mask", "prompt_offsets", "response_ids", "response_mask", "response_offsets", "rewards",
-        "routed_experts", "sample_numbers", "staleness", "total", "turn_numbers", "turn_offsets",
-        "version_incarnation", "version_n",
+        "attention_mask", "constrained_mask", "extras_offsets", "group_ids", "input_ids", "kept_mask", "logprobs",
+        "loss_mask", "prompt_ids", "prompt_mask", "prompt_offsets", "response_ids", "response_mask",
+        "response_offsets", "rewards", "routed_experts", "sample_numbers", "staleness", "temperatures", "total",
+        "turn_numbers", "turn_offsets", "version_incarnation", "version_n",
     }
 )  # fmt: skip
 """Names of a batch's own arrays, of extras, and ``total``; no part or array of a reward may have one of these."""
@@ -49,7 +49,7 @@ class RowReward:
 
 
 RewardLayout = dict[str, tuple[Any, ...]]
-"""What rewards have, by name: (``part``, ``per turn`` or ``per token``, row shape, kind of number). The name "" says
+"""What rewards have, by name: (``part``, ``per turn`` or ``per token``, row shape, type of number). The name "" says
 whether rewards belong to responses or to conversations; the mapping is empty before the first reward."""
 
 
@@ -101,7 +101,7 @@ def _wrong_arrays(row: RowReward, size: tuple[int, int]) -> str | None:
     for arrays, count, unit in ((row.per_turn, size[0], "turn"), (row.per_token, size[1], "token")):
         for name, values in arrays.items():
             if values.dtype not in (np.float32, np.int32):
-                return f"has {name} per {unit} of type {values.dtype}; expected numbers"
+                return f"has {name} per {unit} of type {values.dtype}; expected numbers of float32 or int32"
             if values.ndim < 1 or len(values) != count:
                 shape = list(values.shape)
                 return f"has {name} per {unit} of shape {shape}, but the conversation has {count} {unit}s"
@@ -112,9 +112,9 @@ def _wrong_arrays(row: RowReward, size: tuple[int, int]) -> str | None:
 
 
 def _layout_of(row: RowReward) -> RewardLayout:
-    layout: RewardLayout = dict.fromkeys(row.parts, ("part", (), "f"))
+    layout: RewardLayout = dict.fromkeys(row.parts, ("part", (), "float32"))
     for unit, arrays in (("per turn", row.per_turn), ("per token", row.per_token)):
-        layout |= {name: (unit, values.shape[1:], values.dtype.kind) for name, values in arrays.items()}
+        layout |= {name: (unit, values.shape[1:], values.dtype.name) for name, values in arrays.items()}
     return layout
 
 

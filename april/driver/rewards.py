@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import isawaitable
 from typing import Any, NamedTuple
 
@@ -51,7 +51,8 @@ class Reward:
     parts: Mapping[str, float] = field(default_factory=dict)
     """Numbers by name."""
     per_turn: Mapping[str, ArrayLike] = field(default_factory=dict)
-    """Arrays by name, one row for each of the conversation's ``turns``, such as the rewards of single steps."""
+    """Arrays by name, one row for each of the conversation's ``turns``, such as the rewards of single steps. Lists
+    become float32; arrays and tensors of whole numbers stay whole numbers (int32)."""
     per_token: Mapping[str, ArrayLike] = field(default_factory=dict)
     """Arrays by name, one row for each of the conversation's ``tokens``, such as a teacher's log-probabilities."""
     note: Any = None
@@ -132,7 +133,7 @@ class EvaluationResult:
 def response_of(
     sample: Sample, output: Any, detokenizer: Detokenizer | None = None, reward: float | None = None
 ) -> Response:
-    """Return a finished sample as a Response; its arrays are copies, which the user's functions may change."""
+    """Return a finished sample as a Response made of copies, which the user's functions may change."""
     assert sample.finish is not None
     conversations = tuple(
         Conversation(
@@ -144,13 +145,22 @@ def response_of(
     _, tokens, logprobs, mask, _ = conversations[0]
     return Response(
         sample.key, tokens, logprobs, mask, sample.finish, output, reward, conversations, detokenizer,
-        sample.row_rewards,
+        tuple(replace(row, parts=dict(row.parts), note=deepcopy(row.note)) for row in sample.row_rewards),
     )  # fmt: skip
 
 
 def rewards_differ(prompt: Prompt, responses: Sequence[Response]) -> bool:
-    """Accept a group if its rewards differ: the filter of DAPO's dynamic sampling (arXiv 2503.14476, section 3.2)."""
-    return len({r.reward for r in responses}) > 1
+    """Accept a group if its rewards differ: the filter of DAPO's dynamic sampling (arXiv 2503.14476, section 3.2).
+
+    If rewards belong to conversations, those of the same place are compared, as advantages compare them: their mean is
+    always the same in a game in which one side wins what the other loses.
+    """
+    found: dict[int | None, set[float | None]] = {}
+    for response in responses:
+        own: list[tuple[int | None, float | None]] = [(row.row, row.reward) for row in response.row_rewards]
+        for place, reward in own or [(None, response.reward)]:
+            found.setdefault(place, set()).add(reward)
+    return any(len(rewards) > 1 for rewards in found.values())
 
 
 def checked_verdict(value: Any, group: int) -> bool:
@@ -252,7 +262,12 @@ def _part(value: Any, name: object, where: str) -> float:
 
 
 def _array(values: Any, where: str) -> NDArray[Any]:
-    """Return numbers as a read-only copy, float32 or int32; other values become an array that is refused later."""
+    """Return numbers as a read-only copy: whole numbers with a type of their own as int32, all others as float32.
+
+    Numbers in lists become float32 whatever they are, as [0, 1] and [0.5, 1] may be the same reward of two responses.
+    Other values become an array that is refused later.
+    """
+    typed = hasattr(values, "dtype")
     if hasattr(values, "detach"):  # a tensor, also of a type that numpy does not have
         values = values.detach().cpu()
         values = (values.double() if values.is_floating_point() else values).numpy()
@@ -261,9 +276,10 @@ def _array(values: Any, where: str) -> NDArray[Any]:
     except (TypeError, ValueError):
         raise UsageError(f"{where} that are no array: {values!r:.100}; expected numbers of one shape") from None
     if array.dtype.kind in "fiub":
-        integral = array.dtype.kind != "f" and (not array.size or abs(array.astype(np.float64)).max() < 2**31)
-        with np.errstate(over="ignore"):
-            array = array.astype(np.int32 if integral else np.float32)
+        integral = typed and array.dtype.kind != "f"
+        if not integral or not array.size or abs(array.astype(np.float64)).max() < 2**31:
+            with np.errstate(over="ignore"):
+                array = array.astype(np.int32 if integral else np.float32)
     array.flags.writeable = False
     return array
 

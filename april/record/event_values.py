@@ -30,6 +30,8 @@ OMITTED_FIELDS = frozenset({"data", "end_ids", "eos_token_ids", "metrics", "note
 """Fields that are left out: they hold user data or token ids, or can be derived from other fields."""
 OMITTED_OF_ROWS = OMITTED_FIELDS | {"cohort_values", "extras", "row_reward", "turns"}
 """Fields of delivered rows that are left out: other events and the calls of the samples have what the replay needs."""
+NAMED_BY_USERS = frozenset({"cohort_values", "parts", "per_token", "per_turn"})
+"""Mappings of a state whose keys are names that a reward function has given, which may be those of fields."""
 OMITTED_TEXT = "(left out)"
 _EXCEPTION_NAME = re.compile(r"(?:^|: )([A-Za-z_]\w{0,60}(?:Error|Exception|Timeout|Interrupt|Exit))(?=: |$)")
 
@@ -148,6 +150,8 @@ def _item_without_content(key: str, item: Any) -> Any:
         return {digest: [saved["kind"], saved["size"]] for digest, saved in item.items()}
     if key == "extras" and isinstance(item, Mapping):
         return {name: shape[0] for name, (_, shape, _) in item.items()}
+    if key in NAMED_BY_USERS:
+        return {name: without_content(value) for name, value in item.items()}
     return without_content(item)
 
 
@@ -168,6 +172,8 @@ def _item_with_blank_content(key: str, item: Any) -> Any:
         return {digest: {"kind": kind, "size": size, **saved} for digest, (kind, size) in item.items()}
     if key == "extras" and isinstance(item, dict):
         return {name: ["|u1", [rows, 0], b""] for name, rows in item.items()}
+    if key in NAMED_BY_USERS:
+        return {name: with_blank_content(value) for name, value in item.items()}
     return with_blank_content(item)
 
 
