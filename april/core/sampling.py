@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 GAP = "\ufffd"
 """Replacement character, which decoders write for bytes that are not (or not yet) a complete character."""
@@ -68,6 +70,12 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     banned_ids: tuple[int, ...] = ()
     grammar: str = ""
+
+    @property
+    def demanded_form(self) -> tuple[str, Any]:
+        """The name and the value of ``grammar``, such as ("json_schema", schema)."""
+        ((name, value),) = json.loads(self.grammar).items()
+        return name, value
 
     def after(self, tokens_held: int, seed: int | None) -> SamplingParams:
         """Return the parameters for the rest of a response of which ``tokens_held`` tokens exist already."""

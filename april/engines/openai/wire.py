@@ -109,13 +109,12 @@ def sampling_of(request: Request, *, bans: bool, seeds: bool) -> dict[str, Any]:
     if bans and sampling.banned_ids:
         params["logit_bias"] = bias_of(sampling.banned_ids)
     if sampling.grammar:
-        params["structured_outputs"] = structured_outputs_of(sampling.grammar)
+        params["structured_outputs"] = structured_outputs_of(*sampling.demanded_form)
     return params
 
 
-def structured_outputs_of(grammar: str) -> dict[str, Any]:
-    """Return vLLM's ``structured_outputs`` for the grammar of a request."""
-    ((name, value),) = msgspec.json.decode(grammar).items()
+def structured_outputs_of(name: str, value: Any) -> dict[str, Any]:
+    """Return vLLM's ``structured_outputs`` for the form that a request demands."""
     return {"json": value} if name == "json_schema" else {name: msgspec.json.encode(value).decode()}
 
 

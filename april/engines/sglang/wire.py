@@ -115,8 +115,8 @@ def request_body(
         params["logit_bias"] = bias_of(sampling.banned_ids)
     if sampling.grammar:
         # the names of both forms are those of SGLang's parameters, whose values are JSON text
-        form = msgspec.json.decode(sampling.grammar)
-        params |= {name: msgspec.json.encode(value).decode() for name, value in form.items()}
+        name, form = sampling.demanded_form
+        params[name] = msgspec.json.encode(form).decode()
     body: dict[str, Any] = {
         "rid": rid_of(request.attempt_id),
         "input_ids": collapsed(request.token_ids, request.attached).tolist(),

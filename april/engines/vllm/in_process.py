@@ -167,7 +167,7 @@ class VllmInProcessEngine(Transfers):
         if sampling.grammar:
             from vllm.sampling_params import StructuredOutputsParams
 
-            params.structured_outputs = StructuredOutputsParams(**structured_outputs_of(sampling.grammar))
+            params.structured_outputs = StructuredOutputsParams(**structured_outputs_of(*sampling.demanded_form))
         options: dict[str, Any] = {"priority": request.priority} if self._by_priority else {}
         if self._lora_request:
             options["lora_request"] = self._lora_request
