@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from april.corrections.off_policy import DriftGuard, off_policy_report
     from april.corrections.policy_loss import policy_loss
     from april.driver.llm import LLM, BlockingLLM, Completion
-    from april.driver.rewards import EvaluationResult, Response, rewards_differ
+    from april.driver.rewards import EvaluationResult, Response, Reward, rewards_differ
     from april.engines.attachments import attachment_bytes
     from april.engines.kinds.serving import serve_forever
     from april.engines.protocol import Capabilities, Chunk, Engine, EngineFinish, Health, LogprobKind, Request
@@ -72,7 +72,7 @@ _HOMES = {
     "april.corrections.off_policy": ("DriftGuard", "off_policy_report"),
     "april.corrections.policy_loss": ("policy_loss",),
     "april.driver.llm": ("LLM", "BlockingLLM", "Completion"),
-    "april.driver.rewards": ("EvaluationResult", "Response", "rewards_differ"),
+    "april.driver.rewards": ("EvaluationResult", "Response", "Reward", "rewards_differ"),
     "april.core.engine_limits": ("Limit", "LimitCode"),
     "april.concurrency.model_lock": ("hold_model",),
     "april.engines.protocol": ("Capabilities", "Chunk", "Engine", "EngineFinish", "Health", "LogprobKind", "Request"),
@@ -98,12 +98,12 @@ __all__ = [
     "ConfigError", "DataExhausted", "DeliveredSample", "DriftGuard", "DropReason", "Engine", "EngineError",
     "EngineFinish", "EngineServer", "EvaluationResult", "FinishReason", "Health",
     "InvariantError", "Ledger", "Limit", "LimitCode", "LogprobKind", "OffPolicyError", "PolicyVersion", "Prompt",
-    "RankError", "RankScheduler", "Ranks", "Request", "Response", "RolloutError", "RolloutScheduler", "RunRecord",
-    "SampleId", "SamplingConfig", "SamplingParams", "SchedulerClosed", "Segment", "SegmentKind", "TransformersEngine",
-    "UsageError", "VllmInProcessEngine", "WeightsInUse", "WireError", "add_april_arguments", "attachment_bytes",
-    "config_from_arguments", "group_advantages", "hold_model", "loss_weights", "masked_weights", "new_token",
-    "off_policy_report", "partial_rollout", "policy_loss", "rewards_differ", "serve", "serve_forever", "to_torch",
-    "truncated_weights",
+    "RankError", "RankScheduler", "Ranks", "Request", "Response", "Reward", "RolloutError", "RolloutScheduler",
+    "RunRecord", "SampleId", "SamplingConfig", "SamplingParams", "SchedulerClosed", "Segment", "SegmentKind",
+    "TransformersEngine", "UsageError", "VllmInProcessEngine", "WeightsInUse", "WireError", "add_april_arguments",
+    "attachment_bytes", "config_from_arguments", "group_advantages", "hold_model", "loss_weights", "masked_weights",
+    "new_token", "off_policy_report", "partial_rollout", "policy_loss", "rewards_differ", "serve", "serve_forever",
+    "to_torch", "truncated_weights",
 ]  # fmt: skip
 
 

@@ -203,7 +203,10 @@ class RolloutScheduler(BatchIterator):
             attachments=getattr(prompts, "attachments", ()) if images is None else (images.kind,),
         )
         self._sampling = config.sampling_params(() if images is None else images.banned_ids)
-        self._gateway = self._gateway_type(tokenizer, renderer, commit_s, alive_s, images)
+        self._gateway = self._gateway_type(
+            tokenizer, renderer, commit_s, alive_s, images, config.agents, config.sampling_of_clients,
+            config.constraints,
+        )  # fmt: skip
         if rollout is not single_turn:
             self._gateway.load()
         functions = UserFunctions(rollout, reward, group_reward, filter, detokenizer, self._gateway, images)
@@ -235,7 +238,7 @@ class RolloutScheduler(BatchIterator):
             rollouts = RolloutSettings(
                 sampling=self._sampling, allow_mismatch=config.allow_mismatch,
                 function_timeout_s=config.function_timeout_s, stall_timeout_s=config.stall_timeout_s,
-                warn_after_s=config.warned_after_s,
+                warn_after_s=config.warned_after_s, reward_weights=config.weights_of_parts,
             )  # fmt: skip
             self._driver = self._thread.call(
                 lambda: RolloutDriver(

@@ -2,8 +2,9 @@
 
 The core alone: no engine, no asyncio. A constant number of samples is in flight (refill: sample); attempts end
 in random order, batches are delivered and weights updated as usual. Run: ``python -m benchmarks.core_events``, with
-``--engines 8 1000`` before so many of them; with ``--times`` each arm also with what a driver has around the core at
-every event, in turns: the account of where the time goes, and the log of requests.
+``--in-flight 1024 65536`` and ``--engines 8 1000`` for other numbers of requests and engines; with ``--times`` each arm
+also with what a driver has around the core at every event, in turns: the account of where the time goes, and the log of
+requests. ``--relax-gc``: garbage is collected as while a scheduler is open.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import json
 import random
 import time
 from collections import deque
+from contextlib import nullcontext
 
 import numpy as np
 
+from april.concurrency.garbage import collect_young_objects, collecting_less
 from april.core import commands as do
 from april.core import events as ev
 from april.core.event_pump import ObservedCore, RequestLog
@@ -25,9 +28,12 @@ from april.core.run_times import RunTimes
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.types import Attempt, EngineFinish, Prompt, Refill
+from april.driver.rollout_driver import HANDLED_PER_COLLECTION
 
 TOKENS = np.zeros(64, np.int32)
 LOGPROBS = np.zeros(64, np.float32)
+EVENTS_PER_COLLECTION = HANDLED_PER_COLLECTION // 2
+"""An event leads to about one command."""
 PROMPT = Prompt(np.zeros(16, np.int32))
 SAMPLING = SamplingParams(max_tokens=4096)
 
@@ -53,6 +59,7 @@ class Pump:
         self.attempts: list[Attempt] = []
         self.delivered = False
         self.updates = 0
+        self._collect_at = EVENTS_PER_COLLECTION
         self._events: deque[ev.Event] = deque()
 
     def post(self, event: ev.Event) -> None:
@@ -82,6 +89,9 @@ class Pump:
                         self._events.append(ev.BatchCommitted(batch.id))
             if self._times is not None:
                 self._times.update(self._events_s)
+            if self.core.context.event_number >= self._collect_at:
+                self._collect_at += EVENTS_PER_COLLECTION
+                collect_young_objects()
 
     @property
     def _events_s(self) -> float:
@@ -116,15 +126,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--events", type=int, default=200_000)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[1024, 16384])
     parser.add_argument("--engines", type=int, nargs="+", default=[8])
+    parser.add_argument("--relax-gc", action="store_true")
     parser.add_argument("--times", action="store_true")
     options = parser.parse_args()
     looks = (False, True)[: 1 + options.times]
-    arms = [(n, e, times) for n in (1024, 16384) for e in options.engines for times in looks]
+    arms = [(n, e, times) for n in options.in_flight for e in options.engines for times in looks]
     rates: dict[str, list[float]] = {}
     for repeat in range(options.repeats):
         for in_flight, engines, times in arms:
-            count, cpu = Pump(in_flight, 8, engines=engines, times=times).run(options.events, random.Random(repeat))
+            with collecting_less() if options.relax_gc else nullcontext():
+                pump = Pump(in_flight, 8, engines=engines, times=times)
+                count, cpu = pump.run(options.events, random.Random(repeat))
             name = f"{in_flight}{f'_at_{engines}_engines' * (engines != 8)}{'_with_times' * times}"
             rates.setdefault(name, []).append(count / cpu)
     print(json.dumps({

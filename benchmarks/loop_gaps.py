@@ -41,8 +41,6 @@ from april.serialization.state_file import write_state
 
 EDGES_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 LENGTH = 256
-TOKENS = np.append(np.arange(5, 4 + LENGTH, dtype=np.int32), np.int32(0))
-LOGPROBS = np.full(LENGTH, -0.5, np.float32)
 PART = 16
 """Number of tokens that a request has when it is cut."""
 ENDS_PER_TURN = 32
@@ -51,10 +49,12 @@ ALIVE_S = 1.0
 
 
 class FreeEngine:
-    """Answers each request after a random time, at next to no cost; requests of evaluations after ``short_s``."""
+    """Answers each request with ``length`` tokens after a random time, at next to no cost."""
 
-    def __init__(self, name: str, mean_s: float, ends: Ends, seed: int) -> None:
+    def __init__(self, name: str, mean_s: float, ends: Ends, seed: int, length: int = LENGTH) -> None:
         self.name, self._mean_s, self._ends, self._rng = name, mean_s, ends, random.Random(seed)
+        self._tokens = np.append(np.arange(length - 1, dtype=np.int32) % 900 + 5, np.int32(0))
+        self._logprobs = np.full(length, -0.5, np.float32)
         self.capabilities = Capabilities(
             logprob_kind=LogprobKind.TEMPERATURE, vocab_size=1000, max_context=1 << 16, eos_token_ids=(0,),
             max_in_flight=1 << 17,
@@ -71,9 +71,10 @@ class FreeEngine:
         finally:
             del self._running[request.attempt_id]
         begin = request.response_offset
-        end = LENGTH if whole else max(begin, min(begin + PART, LENGTH - 1))
+        length = len(self._tokens)
+        end = length if whole else max(begin, min(begin + PART, length - 1))
         finish = EngineFinish.STOP if whole else EngineFinish.ABORT
-        yield Chunk(TOKENS[begin:end], LOGPROBS[begin:end], self._version, finish)
+        yield Chunk(self._tokens[begin:end], self._logprobs[begin:end], self._version, finish)
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
         self._ends.cut += [self._running[i] for i in attempt_ids or list(self._running) if i in self._running]
@@ -213,6 +214,9 @@ async def _agents(url: str, key: str, count: int, seconds: float, results: Any) 
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(None)) as client:
         tasks = [asyncio.create_task(agent(client)) for _ in range(count)]
         await asyncio.wait(tasks, timeout=seconds)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
     results.put(late)
 
 
@@ -271,7 +275,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         others = [evaluation] * options.evaluation + [checkpoint] * options.checkpoint
         spent: dict[str, float] = {}
         rollouts.next_batch()
-        cpu = time.process_time()
+        context = rollouts._driver.core.context
+        cpu, events = time.process_time(), context.event_number
         while (passed := time.perf_counter() - began) < options.seconds or not batches:
             turns.phase, at = "update", time.process_time()
             rollouts.weight_update(transfer=lambda: None)
@@ -285,7 +290,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             batch = rollouts.next_batch()
             batches.append(round((time.process_time() - at) / len(batch.samples) * 1e6))
             delivered += len(batch.samples)
-        cpu = time.process_time() - cpu
+        cpu, events = time.process_time() - cpu, context.event_number - events
         turns.phase = "end"
         if agents is not None:
             late = sorted(results.get())
@@ -299,7 +304,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     sessions.close()
     return {
         "in_flight": in_flight, "engines": count, "delivered": delivered, "seconds": round(time.perf_counter() - began),
-        "cpu_ms_per_sample": round(1e3 * cpu / max(1, delivered), 3), "batch_us_per_sample": batches,
+        "cpu_ms_per_sample": round(1e3 * cpu / max(1, delivered), 3), "events_per_cpu_s": round(events / cpu),
+        "batch_us_per_sample": batches,
         "update_cpu_s": updates, **{f"turns_by_cpu_{phase}": histogram(bins) for phase, bins in turns.cpu.items()},
         "turns_by_wall": histogram(sum(turns.wall.values(), Counter())), "longest_cpu_wall_gc_s": turns.longest,
         "collections": dict(turns.collections), "memory_s_mb": memory, **spent,

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from april.config.agents import AgentsConfig
 from april.config.engines import (
     AprilEngineConfig,
     ServerEngineConfig,
@@ -105,6 +106,8 @@ def settings_page() -> str:
         _table(s for s in settings_of(Config) if "." not in s.path),
         "## sampling", _table(settings_of(SamplingConfig)),
         "## images", _table(settings_of(ImagesConfig)),
+        "## agents: [other machines and containers](agents.md#containers-and-other-machines)",
+        _table(settings_of(AgentsConfig)),
         "## engine",
         "`kind` is `transformers`, `simulated`, `vllm`, `sglang`, `openai` or `april`, and decides on the others. "
         "Without `engine` it is `transformers`, as among flags; a mapping must name it, "

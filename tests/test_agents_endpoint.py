@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping
@@ -18,12 +19,15 @@ import numpy as np
 import pytest
 from toy_chat import ToyTokenizer
 
+import april
+from april.agents.chat import message_key
 from april.agents.chat_template import ChatTemplate
 from april.agents.endpoint import MAX_BODY_BYTES, SMALL_BODY_BYTES, Endpoint, ServedSession, SessionAddress
 from april.agents.session import Session
 from april.core.tape import Float32, Int32
 from april.core.types import FinishReason
 from april.errors import RolloutError
+from april.testing import FakeEngine
 
 renderers = pytest.importorskip("renderers")
 TOY = ToyTokenizer()
@@ -262,9 +266,14 @@ async def test_a_failure_after_the_200(route: str, stream: bool) -> None:
         ("chat/completions", CHAT | {"n": 2}, 400, "n=2"),
         ("chat/completions", CHAT | {"frobnicate": 1}, 400, "frobnicate"),
         ("chat/completions", CHAT | {"max_tokens": "9"}, 400, "max_tokens must be int"),
-        ("chat/completions", CHAT | {"response_format": {"type": "json_object"}}, 400, "response_format"),
-        ("chat/completions", CHAT | {"tool_choice": "required", "tools": [{"type": "function", "function": TOOL}]}, 400,
-         "tool_choice"),
+        ("chat/completions", CHAT | {"response_format": {"type": "regex"}}, 400, "response_format"),
+        ("chat/completions", CHAT | {"response_format": {"type": "json_schema"}}, 400, "has no schema"),
+        ("chat/completions", CHAT | {"tool_choice": "required"}, 400, "tools is empty"),
+        ("chat/completions", CHAT | {"tool_choice": {"type": "custom"}}, 400, "tool_choice"),
+        ("messages", ANTHROPIC | {"tool_choice": {"type": "tool", "name": "nobody"}}, 400, "nobody"),
+        ("messages", ANTHROPIC | {"output_config": {"format": "json"}}, 400, "output_config.format must be an object"),
+        ("responses", {"input": "x", "text": {"format": 5}}, 400, "text.format must be an object"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": ["text"]}]}]}, 400, "content: a part"),
         ("chat/completions", CHAT | {"tools": [{"type": "web_search"}]}, 400, "tools[0]"),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
         ("chat/completions", {"messages": HELLO * 5000}, 400, "messages"),
@@ -329,6 +338,60 @@ async def test_one_client_for_several_sessions_names_each() -> None:
         w.endpoint.close_session(second, "it is over")
         assert (await ask(ANTHROPIC, right | {"X-Session-ID": "b"}))[0] == 404
         assert (await ask(ANTHROPIC, right | {"X-Session-ID": "a"}))[0] == 200
+
+
+# ---------------------------------------------------------------- other machines
+
+
+@pytest.mark.parametrize(("peer", "status"), [
+    ("172.17.0.9", 200), ("::ffff:172.17.0.9", 200), ("fd00::9%eth0", 200), ("127.0.0.1", 200), ("::1", 200),
+    ("172.18.0.9", 403), ("::ffff:172.18.0.9", 403), ("fd01::9", 403),
+])  # fmt: skip
+async def test_only_clients_of_named_networks_connect(
+    peer: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And this machine; whoever else has the key is refused before anything is read."""
+    monkeypatch.setattr("aiohttp.web.Request.remote", property(lambda self: peer))
+    async with world(clients=("172.17.0.0/16", "fd00::/64")) as w:
+        answered, body = await w.ask("messages")
+        assert answered == status
+        if status == 403:
+            assert f"{peer.removeprefix('::ffff:')} may not connect; see agents.clients" in body["error"]["message"]
+            assert w.model.asked == []
+
+
+@pytest.mark.parametrize(("agents", "says"), [
+    ({"host": "0.0.0.0", "clients": "10.0.0.0/8"}, "agents.reached_at: no client can connect to 0.0.0.0"),  # noqa: S104
+    ({"host": "10.0.0.7"}, "agents.clients: other machines can connect to 10.0.0.7"),
+    ({"clients": ["docker"]}, "agents.clients.*such as 172.17.0.0/16"),
+    *[({"reached_at": name}, "agents.reached_at.*a host or host:port")
+      for name in ("http://me", "me:99999", "me:", "me:80:90", "[::1", "me\n")],
+    ({"port": 1 << 16}, "agents.port"),
+])  # fmt: skip
+def test_an_address_that_nobody_or_everybody_reaches_is_refused(agents: dict[str, Any], says: str) -> None:
+    """Before anything starts, with what is missing."""
+    with pytest.raises(april.ConfigError, match=says):
+        april.Config(rollout_batch_size=1, max_response_len=9, agents=agents)
+
+
+@pytest.mark.parametrize(("reached_at", "url"), [
+    ("", r"http://127\.0\.0\.1:\d+/"), ("me.example", r"http://me\.example:\d+/"),
+    ("me.example:80", "http://me.example:80/"), ("2001:db8::5", r"http://\[2001:db8::5\]:\d+/"),
+    ("[2001:db8::5]:80", r"http://\[2001:db8::5\]:80/"),
+])  # fmt: skip
+def test_base_urls_have_the_name_by_which_agents_reach_april(reached_at: str, url: str) -> None:
+    """That of the settings, with the port that is listened on unless the name has one."""
+    found = []
+
+    async def rollout(prompt: april.Prompt, llm: april.LLM) -> None:
+        found.append(llm.base_url)
+        await llm.generate()
+
+    config = april.Config(rollout_batch_size=1, max_response_len=9, agents={"reached_at": reached_at})
+    engines = [FakeEngine("e")]
+    with april.RolloutScheduler(config, prompts=[[1]], rollout=rollout, reward=None, engines=engines) as rollouts:
+        rollouts.next_batch()
+    assert re.match(url, found[0])
 
 
 # ---------------------------------------------------------------- hostile clients
@@ -453,6 +516,120 @@ async def test_what_was_sampled_is_never_tokenised_again() -> None:
         await w.ask("chat/completions", {"messages": [*HELLO, message | {"refusal": None}, result], "tools": tools})
         (first, _), (second, _) = w.model.asked
         assert second.startswith(first + says)
+
+
+SENT_BACK = {
+    "stop string put back": "as if \n  it fit K</code>",
+    "another stop string put back": "as if \n  it fit KObservation:",
+    "white space stripped": "as if\n  it fit K", "white space added": "\nas if \r\n  it fit K  \n",
+    "other Unicode": "as if \n  it fit \u212a",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", SENT_BACK)
+@pytest.mark.parametrize("route", ["chat/completions", "messages"])
+async def test_an_answer_that_reads_alike_is_the_same_conversation(route: str, how: str) -> None:
+    """However the client writes the answer down, its next turns begin with the tokens that were sampled."""
+    stops = {"stop" if route == "chat/completions" else "stop_sequences": ["</code>", "Observation:"]}
+    says = "as if \n  it fit K</code><|im_end|>"
+    async with world(says) as w:
+        _, body = await w.ask(route, ROUTES[route] | stops)
+        assert words(route, body) == "as if \n  it fit K"
+        messages: list[Any] = [*HELLO, {"role": "assistant", "content": SENT_BACK[how]}]
+        for turn in range(2):
+            messages.append({"role": "user", "content": f"go on {turn}"})
+            await w.ask(route, ROUTES[route] | stops | {"messages": messages})
+            messages.append({"role": "assistant", "content": SENT_BACK[how]})
+        (first, _), (second, _), (third, _) = w.model.asked
+        assert second.startswith(first + says)
+        assert third.startswith(second + says)
+
+
+@pytest.mark.parametrize("retention", [None, "all"])
+async def test_thoughts_stay_in_the_row_if_the_renderer_keeps_them(retention: Any) -> None:
+    """A further message of the user removes a thinking model's thoughts, unless the renderer's setting keeps them."""
+    says = "<think>\nwell\n</think>\n\nhi<|im_end|>"
+    async with world(says) as w:
+        w.door.session.conversations._template = ChatTemplate(
+            TOY, renderers.Qwen3RendererConfig(thinking_retention=retention)
+        )
+        await w.ask("chat/completions")
+        more = [*HELLO, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "go on"}]
+        await w.ask("chat/completions", {"messages": more})
+        (first, _), (second, _) = w.model.asked
+        assert second.startswith(first + says) == (retention == "all")
+
+
+async def test_an_answer_that_reads_otherwise_is_another_conversation() -> None:
+    """Other words or another indentation are an edited history. Of answers that read alike the exact one counts."""
+    async with world("a \nb<|im_end|>") as w:
+
+        async def goes_on(text: str) -> str:
+            more = [*HELLO, {"role": "assistant", "content": text}, {"role": "user", "content": "go on"}]
+            await w.ask("chat/completions", {"messages": more})
+            return w.model.asked[-1][0]
+
+        await w.ask("chat/completions")
+        first = w.model.asked[0][0]
+        w.model.says = "a\nb  <|im_end|>"
+        await w.ask("chat/completions")
+        assert (await goes_on("a \nb")).startswith(f"{first}a \nb<|im_end|>")
+        for text in ("a\nb", "a \nb  "):
+            assert (await goes_on(text)).startswith(f"{first}a\nb  <|im_end|>")
+        for text in ("a\n b", "a \nc", "A \nb"):
+            assert (await goes_on(text)).startswith(f"{first}{text}<|im_end|>")
+    assert len({message_key({"role": "user", "content": text}) for text in ("x2", "x\N{SUPERSCRIPT TWO}")}) == 2
+    for role, keys in (("user", 2), ("tool", 2), ("assistant", 1)):  # a template may write the names of speakers
+        assert len({message_key({"role": role, "content": "x", "name": name}) for name in ("ann", "bob")}) == keys
+
+
+async def test_arguments_of_another_type_are_another_conversation() -> None:
+    """Python takes true for 1 and 1.0; a history in which a client changed one into the other is an edited one."""
+    says = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+    async with world(says) as w:
+        tools = {"tools": [{"type": "function", "function": TOOL}]}
+        _, body = await w.ask("chat/completions", CHAT | tools)
+        message = body["choices"][0]["message"]
+        (call,) = message["tool_calls"]
+        for arguments in ({"a": 1}, {"a": True}, {"a": 1.0}):
+            call["function"]["arguments"] = arguments
+            result = {"role": "tool", "tool_call_id": call["id"], "content": "3"}
+            await w.ask("chat/completions", tools | {"messages": [*HELLO, message, result]})
+            assert json.dumps(arguments) in w.model.asked[-1][0].rpartition("<tool_call>")[2]
+
+
+class Templated(ToyTokenizer):
+    """Writes a word before each message that depends on the number of the message and on how many there are."""
+
+    chat_template = "its own"
+
+    def __init__(self, word: Any) -> None:
+        self.word = word
+
+    def apply_chat_template(self, messages: Any, *, add_generation_prompt: bool, **others: Any) -> str:
+        shown = [*messages, {"content": ""}] if add_generation_prompt else messages
+        text = "".join(f"{self.word(i, len(messages))}: {m['content']}<|im_end|>" for i, m in enumerate(shown))
+        return text.removesuffix("<|im_end|>") if add_generation_prompt else text
+
+
+@pytest.mark.parametrize("per_turn", [2, 4])
+@pytest.mark.parametrize("word", [lambda i, n: i, lambda i, n: "late" if n > 24 else "early"])
+def test_a_template_may_look_at_the_whole_conversation(word: Any, per_turn: int) -> None:
+    """What follows an answer is what the template writes after all earlier messages, however many a turn adds."""
+    tokenizer = Templated(word)
+    template = ChatTemplate(tokenizer, renderers.DefaultRendererConfig())
+    said, compared = [{"role": "user", "content": "hello"}], 0
+    for turn in range(20):
+        said = [*said, {"role": "assistant", "content": f"answer {turn}"}]
+        new = [{"role": "tool", "content": f"result {i}"} for i in range(per_turn - 2)]
+        new.append({"role": "user", "content": f"question {turn}"})
+        found = template.extend(np.array([7], np.int32), 1, said, new, ())
+        said = [*said, *new]
+        whole = tokenizer.apply_chat_template(said, add_generation_prompt=True)
+        if found is not None:  # the template may write earlier turns otherwise now
+            assert tokenizer.decode(found[1:].tolist()) == whole.partition(f"answer {turn}")[2]
+            compared += 1
+    assert compared >= 19
 
 
 def strict(text: str) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from april.testing import FakeEngine, conversation
 from tests.gateway_suite.script import EOS, TOKENIZER, VOCAB, reply
 
 renderers = pytest.importorskip("renderers")
-DOOR = SimpleNamespace(url="http://127.0.0.1:1/x/v1", key="k", has_accepted_requests=True, last_refusal="")
+DOOR = SimpleNamespace(url="http://127.0.0.1:1/x/v1", key="secret", has_received_answers=True, last_refusal="")
 LLM: Any = SimpleNamespace(endpoint=lambda: DOOR)
 
 
@@ -43,7 +42,22 @@ async def test_a_program_has_its_address_directory_and_input() -> None:
         lambda p: python(code), stdin=lambda p: p.data["task"], env={"MORE": "m"}, cwd=lambda p: p.data["where"]
     )
     found = await made(prompt(task="do it", where="/"), LLM)
-    assert found == ProgramResult(3, "http://127.0.0.1:1/x k m\n/ do it\n", "no\n")
+    assert found == ProgramResult(3, "http://127.0.0.1:1/x secret m\n/ do it\n", "no\n")
+
+
+async def test_a_program_is_told_its_address_where_it_looks(tmp_path: Path) -> None:
+    """In its arguments, in a variable of its own, in the name of its directory, and in a file of settings."""
+
+    def settings(prompt: april.Prompt, base_url: str) -> Path:
+        (tmp_path / "settings").write_text(base_url, "utf-8")
+        (tmp_path / "of secret").mkdir()
+        return tmp_path / "of {api_key}"
+
+    code = "import os, sys; print(sys.argv[1], os.environ['AT'], open('../settings').read(), os.getcwd())"
+    command = [*python(code), "{}{base_url}"]
+    made = program(command, env=lambda prompt, api_key: {"AT": api_key + "@{base_url}"}, cwd=settings)
+    url = DOOR.url
+    assert (await made(prompt(), LLM)).stdout == f"{{}}{url} secret@{url} {url} {tmp_path}/of secret\n"
 
 
 async def test_a_program_ends_with_its_sample_and_so_does_what_it_started(
@@ -88,23 +102,48 @@ import os, urllib.request as u
 head = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
 u.urlopen(u.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", b'{"messages": [], "n": 2}', head))
 """
+UNHEARD = """
+import os, socket
+from urllib.parse import urlsplit
+url = urlsplit(os.environ["OPENAI_BASE_URL"])
+body = b'{"messages": [{"role": "user", "content": "#hello"}]}'
+head = f"POST {url.path}/chat/completions HTTP/1.1\\r\\nHost: x\\r\\nContent-Length: {len(body)}\\r\\n"
+key = f"Authorization: Bearer {os.environ['OPENAI_API_KEY']}\\r\\n\\r\\n"
+socket.create_connection((url.hostname, url.port)).sendall((head + key).encode() + body)
+raise SystemExit("I cannot wait with " + os.environ["OPENAI_API_KEY"])
+"""
 
 
-@pytest.mark.parametrize(("code", "says"), [
-    ("import no_such_agent", r"exit code 1.*its last output: .*No module named 'no_such_agent'"),
-    (REFUSED, r"exit code 1.*april refused its last one: messages must be a list.*HTTP Error 400"),
-    ("pass", r"exit code 0 and without any request that april accepted \(line"),
-])  # fmt: skip
-def test_a_program_that_asks_nothing_says_why(code: str, says: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Its exit code, its last lines, and april's own refusal are what is logged of the sample."""
+def run_programs(command: list[str]) -> None:
+    """Run a step whose samples are programs."""
     config = april.Config(rollout_batch_size=1, n_samples_per_prompt=1, max_response_len=60)
-    engine = FakeEngine("e", vocab_size=VOCAB, eos_token_id=EOS)
+    engine = FakeEngine("e", vocab_size=VOCAB, eos_token_id=EOS, seconds_per_token=0.05)
     with april.RolloutScheduler(
-        config, prompts=[{"token_ids": [20]}], rollout=program(python(code)), reward=lambda p, r: 1.0, engines=[engine],
+        config, prompts=[{"token_ids": [20]}] * 6, rollout=program(command), reward=lambda p, r: 1.0, engines=[engine],
         tokenizer=TOKENIZER, renderer=renderers.Qwen3RendererConfig(enable_thinking=False), progress=False,
-    ) as rollouts, pytest.raises(april.DataExhausted):  # fmt: skip
+    ) as rollouts:  # fmt: skip
         rollouts.next_batch()
-    assert re.search(says, " ".join(r.getMessage() for r in caplog.records if "is dropped" in r.getMessage()))
+
+
+@pytest.mark.parametrize(("command", "says"), [
+    (python("import no_such_agent"), r"-c import no_such_agent ended with exit code 1 .* named 'no_such_agent'$"),
+    (python(REFUSED), r"exit code 1 .*april refused its last request: messages must be a list.*HTTP Error 400"),
+    (python("pass"), r"-c pass ended with exit code 0 before it had received an answer from april$"),
+    (python("from os import environ as e; exit(f'no {e[\"OPENAI_BASE_URL\"]} for {e[\"OPENAI_API_KEY\"]}')"),
+     r"exit code 1 .*its last output: no http://.* for KEY$"),
+    (["no-such-program"], "no-such-program cannot be started: .*No such file"),
+])  # fmt: skip
+def test_a_program_that_gets_no_answer_ends_the_run(command: list[str], says: str) -> None:
+    """Programs that all fail alike end the run, with command, exit code, april's own refusal and the last lines."""
+    with pytest.raises(RolloutError, match=says):
+        run_programs(command)
+
+
+def test_a_program_that_leaves_before_its_answer_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    """A request that april accepted is no answer; the key that the program printed is not shown."""
+    with pytest.raises(april.AprilError):
+        run_programs(python(UNHEARD))
+    assert "its last output: I cannot wait with KEY" in caplog.text
 
 
 def alive(number: int) -> bool:
@@ -113,12 +152,6 @@ def alive(number: int) -> bool:
         return Path(f"/proc/{number}/stat").read_text("utf-8").rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-async def test_a_program_that_is_not_there() -> None:
-    """It is named."""
-    with pytest.raises(RolloutError, match="no-such-program cannot be started"):
-        await program(["no-such-program"])(prompt(), LLM)
 
 
 @pytest.mark.parametrize("command", ["ls", [], [1], None])
@@ -173,8 +206,8 @@ def test_an_agent_that_is_not_trained_has_no_policy(package: None) -> None:
     assert batch.one_row_each
     assert batch.rewards.tolist() == [1.0] * 4
     refused = [said["message"] for said in environment.said if said != "hi"]
-    assert all("no sample has the name" in message for message in refused)
-    assert all("user simulator or a judge, need an entry of their own" in message for message in refused)
+    assert all("give 'agent1' a model of its own" in message for message in refused)
+    assert all("agent1.model, agent1.client.base_url and" in message for message in refused)
     assert len(refused) >= 4
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import april
+from april.config.agents import AgentsConfig
 from april.config.engines import SimulatedEngineConfig, TransformersEngineConfig
 from april.config.flags import settings_of
 from april.config.images import ImagesConfig
@@ -41,9 +42,10 @@ def sentence_of(parser: argparse.ArgumentParser, *typed: str) -> str:
 def test_every_setting_has_a_flag() -> None:
     """Fields added to the model get flags by themselves; none of today's is left out."""
     paths = {s.path for s in settings_of()}
-    expected = set(april.Config.model_fields) - {"sampling", "engine", "images"}
+    expected = set(april.Config.model_fields) - {"sampling", "engine", "images", "agents"}
     expected |= {f"sampling.{name}" for name in SamplingConfig.model_fields}
     expected |= {f"images.{name}" for name in ImagesConfig.model_fields}
+    expected |= {f"agents.{name}" for name in AgentsConfig.model_fields}
     for engine in (TransformersEngineConfig, SimulatedEngineConfig):
         expected |= {f"engine.{name}" for name in engine.model_fields}
     assert expected <= paths

@@ -25,8 +25,8 @@ Rows = list[tuple[int, list[tuple[int, int]]]]
 """Per sample: prompt length, and its segments (tokens, version n); n of 0 has incarnation 0, others 1."""
 
 BOTH = {
-    "logprobs": np.float32, "loss_mask": np.uint8, "kept_mask": np.uint8, "version_n": np.int32,
-    "version_incarnation": np.int32,
+    "logprobs": np.float32, "loss_mask": np.uint8, "kept_mask": np.uint8, "constrained_mask": np.uint8,
+    "temperatures": np.float32, "version_n": np.int32, "version_incarnation": np.int32,
 }  # fmt: skip
 PER_SAMPLE = {"sample_numbers": np.int32, "rewards": np.float32, "group_ids": np.int64, "staleness": np.int32}
 
@@ -173,7 +173,7 @@ def test_tensors(rows: Rows) -> None:
         assert list(tensors) == list(arrays)
         for name, tensor in tensors.items():
             want = torch.bool if name.endswith("_mask") else torch.float32
-            if not name.endswith(("_mask", "logprobs", "rewards")):
+            if not name.endswith(("_mask", "logprobs", "rewards", "temperatures")):
                 want = torch.int64
             assert tensor.dtype == want, name
             assert np.array_equal(tensor.numpy(), arrays[name]), name

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from core_machine import EOS, CoreMachine, settings
 
 from april.core import commands as do
 from april.core import events as ev
+from april.core import rollout_core
 from april.core.engine_table import EngineWeights
 from april.core.settings import EngineLimits
-from april.core.types import DropReason, GenerationMode, Refill
+from april.core.types import DropReason, GenerationMode, OnStale, Refill
 
 ENGINES = (EngineLimits("e0", 4096, None, (EOS,), remote=True),)
 
@@ -159,6 +161,47 @@ def test_full_engines_make_room_for_an_evaluation_up_to_its_share() -> None:
     assert m.evaluates() == [False, False, True, False]
     assert len(m.aborted()) == 2
     assert m.core.tokens.dropped.total() == 0
+
+
+def test_full_engines_make_room_for_a_whole_evaluation_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its functions start in portions, and do not wait until requests of training have ended for the ones before."""
+    monkeypatch.setattr(rollout_core, "MOST_COMMANDS", 2)
+    monkeypatch.setattr(rollout_core, "NEWEST_REQUESTS", 0)
+    m = Machine(9, n=2, samples=1, max_in_flight=16, slots=16, max_staleness=8)
+    m.ask()
+    m.evaluate(20)
+    assert len(m.aborted()) == 8
+    m.finish_aborts()
+    assert m.evaluates().count(True) == 8
+
+
+def test_a_cancelled_evaluation_cuts_nothing_more() -> None:
+    """Its calls no longer wait, so that another evaluation's call cuts one request of training."""
+    m = Machine(50, n=2, samples=1, max_in_flight=12, slots=12, max_staleness=8)
+    m.ask()
+    m.auto_call = False
+    m.evaluate(prompts=1, number=1)
+    m.evaluate(prompts=5, number=2)
+    first, *others = sorted(m.to_call)
+    for sample in others:
+        m.post(ev.CallMade(sample, m.sampling))
+    assert len(m.aborted()) == 5
+    m.post(ev.EvaluationCancelled(2))
+    m.finish_aborts()
+    m.post(ev.CallMade(first, m.sampling))
+    assert len(m.abort_asked) == 1
+
+
+def test_full_engines_make_room_while_training_waits_for_an_update() -> None:
+    """Training may start nothing then, but its requests in flight have all places."""
+    m = Machine(50, n=1, samples=1, over=12, max_in_flight=8, slots=8, max_staleness=0, on_stale=OnStale.MASK)
+    m.ask()
+    m.finish(0)
+    assert m.core.train_first
+    assert m.evaluates() == [False] * 7
+    m.evaluate(8)
+    m.finish_aborts()
+    assert m.evaluates().count(True) == 4
 
 
 def test_without_training_in_the_queue_an_evaluation_takes_more_than_its_share() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -115,6 +116,15 @@ def test_requests_with_tokens_go_on_and_others_are_sent_again() -> None:
     assert {m.first.id, m.second.id} < set(m.in_flight)
     again = m.attempt(*m.silent.sample.id)
     assert (again.id != m.silent.id, again.oldest, m.first.oldest) == (True, V1, V0)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_who_answers_whole_is_asked_for_no_stream(streams: bool) -> None:
+    """Tokens that arrive one by one cost april more than all that it does otherwise."""
+    config = settings(n=1, samples=1, generation=GenerationMode.CONTINUOUS, on_weight_update=KEEP)
+    m = CoreMachine(config, 20, engines=(replace(limits_of("a"), streams=streams),))
+    m.ask()
+    assert [attempt.request.stream for attempt in m.in_flight.values()] == [streams]
 
 
 def test_with_recompute_nothing_ends() -> None:

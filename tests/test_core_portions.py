@@ -1,4 +1,4 @@
-"""Thousands of samples are started, drawn and given priority in portions, so that no event holds the event loop."""
+"""Thousands of samples are started, drawn, delivered and given priority in portions, which do not hold the loop."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ from core_machine import OLD_TIMER, PROMPT, CoreMachine, settings
 from april.core import commands as do
 from april.core import events as ev
 from april.core import rollout_core
-from april.core.types import OnStale, Refill
+from april.core.batch import DeliveredSample, deliver_sample
+from april.core.types import GenerationMode, OnStale, Refill, Sample, SampleId
 
 STARTS = (do.StartSample, do.Submit)
 MANY = settings(n=12, samples=4, over=24)
 
 
-def in_portions(monkeypatch: pytest.MonkeyPatch, started: int = 4, drawn: int = 8, marked: int = 1) -> None:
+def in_portions(
+    monkeypatch: pytest.MonkeyPatch, started: int = 4, drawn: int = 8, marked: int = 1, delivered: int = 4
+) -> None:
     """Set portions so small that the test needs no thousands."""
-    for name, most in (("MOST_COMMANDS", started), ("MOST_DRAWN", drawn), ("MOST_MARKED", marked)):
-        monkeypatch.setattr(rollout_core, name, most)
+    portions = {"COMMANDS": started, "DRAWN": drawn, "MARKED": marked, "DELIVERED": delivered}
+    for name, most in portions.items():
+        monkeypatch.setattr(rollout_core, f"MOST_{name}", most)
 
 
 def commands_of_each_event(m: CoreMachine) -> list[list[do.Command]]:
@@ -110,7 +114,8 @@ def test_portions_change_nothing_but_the_moment(
             assert batch is not None
             m.finish_aborts()
             m.update()
-            seen.append([(s.id, s.tokens.tolist()) for s in batch.samples])
+            seen.append([(s.id, s.tokens.tolist(), s.staleness, s.cohort) for s in batch.samples])
+            seen.append(batch.metrics)
             seen.append(sorted(s.id for s in m.core.buffer.samples() if s.urgent))
         m.core.validate()
         return seen
@@ -118,6 +123,59 @@ def test_portions_change_nothing_but_the_moment(
     whole = run()
     in_portions(monkeypatch)
     assert run() == whole
+
+
+@pytest.mark.parametrize("updates", [False, True])
+def test_the_rows_of_a_batch_are_made_in_portions(updates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that were made before a weight update are made again, as their tokens are older now."""
+    in_portions(monkeypatch, started=64, drawn=64)
+    m = Waiting(settings(
+        n=5, samples=2, generation=GenerationMode.CONTINUOUS, refill=Refill.SAMPLE, max_staleness=3
+    ), 5)  # fmt: skip
+    m.ask()
+    made: list[SampleId] = []
+
+    def counted(sample: Sample, *others: Any) -> list[DeliveredSample]:
+        made.append(sample.id)
+        return deliver_sample(sample, *others)
+
+    monkeypatch.setattr(rollout_core, "deliver_sample", counted)
+    m.waits = True
+    m.finish(0, 1, 2, 3, 4)
+    assert (len(made), m.batches) == (4, [])
+    if updates:
+        m.update()
+    m.waits = False
+    m.post(ev.Continued())
+    assert len(made) == (14 if updates else 10)
+    assert {s.staleness for s in m.batches[0].samples} == {int(updates)}
+    m.core.validate()
+
+
+def test_a_round_is_ended_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tail batching: the batch is delivered once all other prompts are aside, and nothing is started before."""
+    monkeypatch.setattr(rollout_core, "MOST_PUT_ASIDE", 4)
+    tail = {"partial_rollout": False, "max_staleness": 0, "on_stale": OnStale.RESTART}
+    m = CoreMachine(settings(n=2, over=12, samples=2, **tail), dict.fromkeys(range(2, 12), 50))
+    m.ask()
+    m.finish(0, 1)
+    found = commands_of_each_event(m)
+    m.finish_aborts()
+    cancelled = [sum(isinstance(c, do.CancelSample) for c in commands) for commands in found]
+    assert [count for count in cancelled if count] == [4] * 5
+    assert isinstance(found[-1][-1], do.Deliver)
+    assert not any(isinstance(c, (*STARTS, do.DrawPrompts)) for commands in found for c in commands)
+    assert m.batches[0].metrics["aside_groups"] == 10.0
+
+
+class Waiting(CoreMachine):
+    """While ``waits``, further portions wait until the test posts Continued."""
+
+    waits = False
+
+    def _execute(self, command: Any) -> None:
+        if not (self.waits and isinstance(command, do.Continue)):
+            super()._execute(command)
 
 
 class SlowSource(CoreMachine):
@@ -160,7 +218,7 @@ def test_prompts_that_arrive_after_their_short_round_wait_for_a_later_one(
     assert m.core.step is not None
     assert m.core.step.long_round
     assert m.groups() == [0, 1]
-    assert list(m.core.buffer.aside) == [4, 5]
+    assert (list(m.core.buffer.aside), list(m.core.buffer.unbegun)) == ([], [4, 5])
 
 
 def test_a_step_draws_no_portions_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from core_machine import EOS, CoreMachine, asked, settings
 
 from april.core import commands as do
 from april.core import events as ev
+from april.core.ledger import DropReason
 from april.core.sampling import SamplingParams, attempt_seed
 from april.core.settings import EngineLimits
 from april.core.types import Attempt, EngineFinish, FinishReason
@@ -162,3 +163,31 @@ def test_attempt_ids_are_unique_and_none_is_a_prefix_of_another() -> None:
     assert len(ids) == len(set(ids))
     assert {len(i) for i in ids} == {32}
     assert all(i.startswith("0000000000000abc") for i in ids)
+
+
+def test_a_request_with_a_grammar_begins_again_when_it_is_cut() -> None:
+    """Engines begin a grammar at a request's first token, so what a cut request had is dropped by name."""
+    m = machine()
+    m.sampling = SamplingParams(max_tokens=1000, grammar='{"json_schema": {}}')
+    again = cut_once(m, 17)
+    assert again.request.token_ids.tolist() == [5, 6]
+    assert again.request.sampling == replace(m.sampling, seed=again.request.sampling.seed)
+    assert dict(m.core.tokens.dropped) == {DropReason.CUT_GRAMMAR: 17}
+    m.finish(0)
+    m.finish_aborts()
+    row = m.batches[-1].samples[0]
+    assert (row.id.group, len(row.tokens), bool(row.constrained_mask.all()), row.resumes) == (0, 60, True, 0)
+    m.check_ledger()
+
+
+@pytest.mark.parametrize("grammar", ["", '{"json_schema": {}}'])
+def test_a_stop_string_that_only_the_engine_finds_does_not_come_again_and_again(grammar: str) -> None:
+    """The next request has no stop strings, and is streamed, so that april finds them: also if it begins again."""
+    m = CoreMachine(settings(n=1, samples=1), 60, engines=(EngineLimits("a", 4096, None, (EOS,), stop_strings=True),))
+    m.sampling = SamplingParams(max_tokens=1000, stop=("x",), grammar=grammar)
+    m.ask()
+    m.end(m.only.id, 17)  # april has found no stop string there
+    assert (m.only.request.sampling.stop, m.only.request.stream) == ((), True)
+    m.end(m.only.id)
+    assert len(m.batches[0].samples[0].tokens) == 60
+    m.check_ledger()

@@ -14,6 +14,7 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core import snapshot
 from april.core.engine_table import EngineTable
+from april.core.ledger import DropReason
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.types import EngineFinish, FinishReason, OnStale, SampleId, SampleState
@@ -68,6 +69,22 @@ def test_tokens_of_running_attempts_are_in_the_state() -> None:
     assert [(s.count, s.version) for s in sample.segments] == [(17, (0, 0)), (43, (1, 0))]
     assert sample.staleness == again.batches[0].off_policy_share == 0
     again.check_ledger()
+
+
+def test_a_state_keeps_whole_responses_with_a_grammar_and_no_parts() -> None:
+    """A request in flight begins again after a restart; of a whole response the state says that it had a grammar."""
+    m = CoreMachine(ONE, LONG)
+    m.sampling = SamplingParams(max_tokens=1000, grammar='{"json_schema": {}}')
+    m.ask()
+    m.finish(1)  # its batch is delivered, and not trained yet
+    m.tokens(m.attempt(0).id, 17)
+    again = restored(save(m))
+    assert dict(again.core.tokens.dropped) == {DropReason.CUT_GRAMMAR: 17}
+    again.ask()
+    assert again.batches[0].samples[0].constrained_mask.tolist() == [1, 1, 1, 1]
+    again.check_ledger()
+    again.ask()
+    assert again.attempt(0).request.token_ids.tolist() == [5, 6]
 
 
 def test_tokens_of_an_attempt_that_was_given_up_are_dropped_in_the_state() -> None:

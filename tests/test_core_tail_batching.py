@@ -90,6 +90,27 @@ def test_a_short_round_does_not_touch_what_is_aside() -> None:
     assert m.groups() == [3, 4, 5]
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+def test_prompts_that_never_began_are_started_in_the_next_short_round(restarts: bool) -> None:
+    """The engines had no room for them, so nothing says that they are long; with them, a short round has N' prompts."""
+    few = {"samples": 1, "over": 6, "max_in_flight": 2}
+    m = machine(9, **few)
+    m.ask()
+    m.finish(0, 1)
+    m.finish_aborts()
+    assert (list(m.core.buffer.aside), list(m.core.buffer.unbegun)) == ([2, 3], [4, 5])
+    assert [m.batches[0].metrics[name] for name in ("groups_put_aside", "aside_groups")] == [2.0, 2.0]
+    m.update()
+    m = restored(m, **few) if restarts else m
+    m.ask()
+    assert m.groups() == [2, 3]
+    m.finish(2, 3)
+    m.update()
+    assert do.DrawPrompts(4) in m.ask()
+    assert m.groups() == [4, 5]
+    assert m.core.buffer.units == 6
+
+
 def test_the_last_rounds_contain_what_is_aside() -> None:
     """Where the prompts have ended, the groups that are aside fill up the batch; the last batch is shorter."""
     m = machine({0: 90, 3: 90}, prompts=7, over=3)
@@ -208,6 +229,9 @@ def test_a_restart_keeps_what_is_aside_and_goes_on_with_a_long_round() -> None:
     assert (third.groups(), third.core.prompts.observed) == ([0, 1], 4)
     third.finish(0, 1)
     assert third.batches[0].metrics["long_round"] == 1.0
+    fourth = restored(third)  # before the batch was trained, so that it is delivered again
+    fourth.ask()
+    assert (fourth.delivered(), fourth.batches[0].metrics["long_round"]) == ([0, 0, 1, 1], 1.0)
 
 
 def test_a_restart_without_tail_batching_treats_them_like_others() -> None:
@@ -232,6 +256,18 @@ def test_a_state_whose_aside_groups_have_tokens_is_refused() -> None:
         snapshot.restore(machine(4).core, broken)
     with pytest.raises(CheckpointError, match="damaged"):
         snapshot.restore(machine(4).core, snapshot.take(m.core, None) | {"aside": [99]})
+
+
+def test_a_state_with_groups_in_parts_is_refused_with_the_settings_that_it_needs() -> None:
+    """Tail batching has no quorum, so both settings must be as they were."""
+    rng = random.Random(1)
+    m = CoreMachine(settings(n=2, samples=4, over=4, group_quorum=0.75), lambda group, i: 3 + 37 * group * i % 50)
+    for _ in range(3):
+        m.step(rng)
+        m.finish_aborts()
+        m.update()
+    with pytest.raises(CheckpointError, match="set partial_rollout: true and group_quorum below 1, as they were"):
+        snapshot.restore(machine(4, samples=4).core, snapshot.take(m.core, None))
 
 
 @pytest.mark.parametrize("seed", seeds(60))

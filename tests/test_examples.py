@@ -6,6 +6,8 @@ import ast
 import importlib.util
 import json
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -209,3 +211,94 @@ def test_the_agent_has_its_reward_by_a_call_and_a_number() -> None:
     assert reward("12 - 30", "-18") == 1.0
     assert reward("12 - 30", "18") == reward("", "It is -18") == 0.5
     assert reward("12 - 3", "9") == reward("", "CALC(12 - 30)") == 0.0
+
+
+def test_the_example_of_several_turns_prints_its_steps_and_one_story(capsys: pytest.CaptureFixture[str]) -> None:
+    """Seven batches of 24 samples, later ones with resumed samples; a story over several versions with tool answers."""
+    loaded("multi_turn_tool").main()
+
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.split() for line in lines[1:8]]
+    assert [row[:2] for row in rows] == [[str(n), "24"] for n in range(7)]
+    assert rows[0][2] == "0"
+    assert all(int(row[2]) > 0 for row in rows[1:])
+    story = [line for line in lines[8:] if line.startswith("  ")]
+    assert sum("calculator" in line for line in story) >= 2
+    assert len({line.split()[3] for line in story if "policy" in line}) >= 3
+
+
+class TeachersServer:
+    """An OpenAI-compatible server with a model, which answers what examples/distillation.py asks of a teacher.
+
+    As vLLM does, it returns the log-probability of each token of the prompt, null for the first one, and then those of
+    the tokens that it generates, here always token 0.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.asked: list[list[int]] = []
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self._answer({"data": [{"id": "teacher"}]})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                assert (body["model"], body["echo"], body["max_tokens"]) == ("teacher", True, 1)
+                teacher.asked.append(body["prompt"])
+                scores = logprobs_of(model, body["prompt"]).tolist()
+                self._answer({"choices": [{"logprobs": {"token_logprobs": [None, *scores, -0.5]}}]})
+
+            def _answer(self, content: Any) -> None:
+                data = json.dumps(content).encode()
+                self.send_response(200)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: Any) -> None:
+                """Print nothing."""
+
+        teacher = self
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+@torch.no_grad()
+def logprobs_of(model: Any, token_ids: list[int]) -> torch.Tensor:
+    """Log-probability of each token but the first."""
+    ids = torch.tensor(token_ids)
+    scores: torch.Tensor = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+    return scores
+
+
+def test_distillation_brings_the_student_to_the_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """examples/distillation.py on tiny models: the log-probabilities are the teacher's, and the divergence falls."""
+    torch.manual_seed(1)
+    example, student, teacher = loaded("distillation"), tiny_qwen3(), tiny_qwen3()
+    with torch.no_grad():
+        for weight in teacher.parameters():  # a random model is almost uniform
+            weight.mul_(6.0)
+    monkeypatch.setattr(example, "load", lambda: (student, tiny_tokenizer()))
+    batches: list[april.Batch] = []
+    update = example.Student.update
+    monkeypatch.setattr(example.Student, "update", lambda self, batch: (batches.append(batch), update(self, batch)))
+    served = TeachersServer(teacher)
+    try:
+        divergences = example.main([
+            "--teacher", f"{served.url}/", "--steps", "10", "--responses", "16", "--longest", "8",
+            "--learning-rate", "0.05",
+        ])  # fmt: skip
+    finally:
+        served.server.shutdown()
+        served.server.server_close()
+
+    assert len(served.asked) >= 10 * 16
+    for row in batches[-1].samples:
+        assert row.row_reward is not None
+        conversation = [*row.prompt.token_ids.tolist(), *row.tokens.tolist()]
+        theirs = logprobs_of(teacher, conversation)[len(row.prompt.token_ids) - 1 :].numpy()
+        np.testing.assert_allclose(row.row_reward.per_token["teacher_logprobs"], theirs, atol=1e-4)
+        assert row.reward == pytest.approx(float((theirs - row.logprobs).mean()), abs=1e-4)
+    assert np.mean(divergences[-3:]) < 0.8 * divergences[0]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from real_schedulers import config, scheduler
 
-from april.concurrency.garbage import THRESHOLDS, collecting_less
+from april.concurrency.garbage import THRESHOLDS, collect_young_objects, collecting_less
 
 OWN = (900, 9, 8)
 
@@ -48,6 +48,22 @@ def test_what_the_program_decides_counts() -> None:
     gc.disable()
     with collecting_less():
         assert gc.get_threshold() == OWN
+
+
+def test_young_objects_are_collected_only_under_the_thresholds_of_april() -> None:
+    """A program that has a policy of its own, or has switched the collector off, keeps it."""
+
+    def collects() -> bool:
+        gc.collect()
+        found: list[list[int]] = [[] for _ in range(500)]
+        collect_young_objects()
+        return gc.get_count()[0] < len(found)
+
+    assert not collects()
+    with collecting_less():
+        assert collects()
+        gc.disable()
+        assert not collects()
 
 
 @pytest.mark.parametrize("relax_gc", [True, False])

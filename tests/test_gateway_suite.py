@@ -112,8 +112,8 @@ def a_cut_answer_is_gone_on_with(patch: Patch) -> None:
 
     async def remembered(self: Any, request: Any, asked: Any) -> Any:
         found = await answer(self, request, asked)
-        digest = self.conversations.digest([*request.messages, found.message], request.tools)
-        self.conversations.remember(digest, np.concatenate((found.prompt_ids, found.tokens)), len(found.prompt_ids))
+        ids = np.concatenate((found.prompt_ids, found.tokens))
+        self.conversations.remember(request, found.message, ids, len(found.prompt_ids))
         return found
 
     patch.setattr(session.Session, "_answer", remembered)

@@ -40,3 +40,21 @@ def test_a_start_that_fails_leaves_nothing_open() -> None:
 
     asyncio.run(live())
     gc.collect(1)
+
+
+def test_a_close_that_is_cancelled_stops_listening() -> None:
+    """As the loop's thread cancels whatever still runs when it ends."""
+
+    async def live() -> None:
+        listener = HttpListener(web.Application(), 1.0)
+        address = await listener.start(("127.0.0.1", 0))
+        closing = asyncio.create_task(listener.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        with suppress(asyncio.CancelledError):
+            await closing
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address, timeout=5)
+
+    asyncio.run(live())
+    gc.collect(1)

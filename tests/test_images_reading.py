@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import http.server
 import io
 import struct
-import threading
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
@@ -26,7 +22,6 @@ import april
 from april.config.images import ImagesConfig
 from april.engines.attachments import attachment_bytes
 from april.errors import ConfigError
-from april.images import image_fetching
 from april.images.image_reader import ImageReader, Picture
 
 RED = encoded()
@@ -186,6 +181,7 @@ def test_base64_of_common_writers() -> None:
         (Path("/"), "cannot be read: Is a directory|is not a file"),
         ("/dev/zero", "is not a file"),
         ("file://elsewhere/a.png", "a file on another machine"),
+        ("https://me:secret@host/a.png", "is an https address, but april fetches no images; download it first, and"),
         (5, "is of type int; give bytes, a path, a PIL.Image"),
         ({"type": "image"}, "is a mapping with type; give"),
         ({"type": "image", "source": {"type": "file", "file_id": "x"}}, "is a mapping with type, file_id; give"),
@@ -215,85 +211,6 @@ def test_a_client_names_no_files(item: Any) -> None:
     """What comes from the outside is bytes; a path is refused and nothing is opened."""
     refused(item, "a client must send an image as a data: URL or in base64", paths=False)
     assert read(DATA_URL, paths=False).attachment.data == RED
-
-
-# ---------------------------------------------------------------- http(s)
-
-
-class _Answers(http.server.BaseHTTPRequestHandler):
-    asked: ClassVar[list[tuple[str, str]]] = []
-
-    def do_GET(self) -> None:
-        self.asked.append((self.path, self.headers["Host"]))
-        if self.path == "/moved":
-            self.send_response(302)
-            self.send_header("Location", "/red.png")
-            self.end_headers()
-            return
-        body = RED if self.path.startswith("/red") else b"x" * 5000
-        self.send_response(404 if self.path == "/none" else 200)
-        if self.path == "/cut":
-            self.send_header("Content-Length", "9000")
-        elif self.path != "/endless":
-            self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args: Any) -> None:
-        """Nothing."""
-
-
-@contextmanager
-def server() -> Iterator[str]:
-    """A server on loopback; its address without a path."""
-    _Answers.asked = []
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as found:
-        thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield f"http://localhost:{found.server_port}"
-        finally:
-            found.shutdown()
-            thread.join()
-
-
-def test_an_image_is_fetched_from_a_host_that_is_named() -> None:
-    """And only then; the log of the server has nothing where it is not. Redirects and what is too long are refused."""
-    with server() as at:
-        refused(f"{at}/red.png", "is at localhost, but images are fetched only from the hosts in images.hosts")
-        refused(f"{at}/red.png", "is at localhost, but", hosts=("other.example", "*.localhost"))
-        assert _Answers.asked == []
-        assert read(f"{at}/red.png?a=1", hosts=("localhost",)).attachment.data == RED
-        assert _Answers.asked == [("/red.png?a=1", at.removeprefix("http://"))]
-        for path, sentence in (
-            ("/moved", r"was moved \(HTTP 302\)"), ("/none", "cannot be fetched: HTTP 404"),
-            ("/long", "more bytes than images.max_bytes, 1,000"), ("/endless", "more bytes than images.max_bytes"),
-        ):  # fmt: skip
-            refused(at + path, sentence, hosts=("localhost",), max_bytes=1000)
-        refused(f"{at}/cut", "interrupted after|cannot be fetched", hosts=("localhost",))
-        with_password = f"{at}/red.png".replace("http://", "http://me:secret@")
-        refused(with_password, "has a user or a password in its URL", hosts=("localhost",))
-    refused("http://localhost:9/x.png", "cannot be fetched: ", hosts=("localhost",))
-
-
-@pytest.mark.parametrize(
-    "address",
-    [
-        "127.0.0.1", "10.1.2.3", "169.254.169.254", "::1", "fe80::1%eth0", "192.168.0.9", "::ffff:10.0.0.1",
-        "64:ff9b::a9fe:a9fe", "2002:a00:1::", "::127.0.0.1", "fec0::1", "224.0.0.1",
-    ],
-)  # fmt: skip
-def test_a_private_address_must_be_named_itself(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name below an allowed one that leads inside is refused, before a connection is made."""
-    monkeypatch.setattr(image_fetching.socket, "getaddrinfo", lambda *a, **k: [(0, 0, 0, "", (address, 80))])
-    monkeypatch.setattr(image_fetching.socket, "create_connection", lambda *a: pytest.fail("connected"))
-    refused("http://evil.example.com/a.png", "which is not a public address", hosts=("*.example.com",))
-
-
-@pytest.mark.parametrize("address", ["1.1.1.1", "2606:4700::1111", "64:ff9b::101:101"])
-def test_a_public_address_is_one_in_every_form(address: str) -> None:
-    """Also behind a gateway from version 6 to version 4."""
-    assert image_fetching._is_public(address)
 
 
 def test_without_the_package_the_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,20 @@ async def test_a_request_goes_on_under_the_new_weights(tmp_path: Path) -> None:
         assert len(second) <= 128
         assert not set(second) & set("@/\\\0")
         assert (server.pauses, server.stale_encoder, server.stale_cache) == (["keep", "keep"], False, True)
+
+
+async def test_a_whole_answer_names_the_versions_of_its_tokens(tmp_path: Path) -> None:
+    """A request that is not streamed is kept as well; where its weights changed is known at its end."""
+    async with served("vllm", stepped=True, mean_length=LONG) as (server, engine):
+        reading = Reading(engine, replace(kept(), stream=False))
+        await until(lambda: len(server.runs) > 0)
+        server.step(4)
+        await update(engine, KEEP, V1, saved(tmp_path, "w1"))
+        server.step(3)
+        await engine.abort([reading.asked.attempt_id])
+        await reading.task
+        (last,) = reading.chunks
+        assert (len(last.tokens), last.sure, last.versions) == (7, False, [(V0, 4), (V1, 3)])
 
 
 async def test_with_recompute_the_servers_pause_empties_the_cache(tmp_path: Path) -> None:
@@ -240,9 +255,13 @@ def test_versions_of_an_end_are_looked_at() -> None:
         check_versions([(V0, 3)], 3, V1, V1)
 
 
-@pytest.mark.parametrize("in_flight", [KEEP, RECOMPUTE])
-def test_a_scheduler_over_servers_that_keep(tmp_path: Path, in_flight: OnWeightUpdate) -> None:
-    """Every segment is what its weights say to what stands before it, a server dies on the way, and nothing is cut."""
+@pytest.mark.parametrize(("in_flight", "streams"), [(KEEP, True), (KEEP, False), (RECOMPUTE, False)])
+def test_a_scheduler_over_servers_that_keep(tmp_path: Path, in_flight: OnWeightUpdate, streams: bool) -> None:
+    """Every segment is what its weights say to what stands before it, a server dies on the way, and nothing is cut.
+
+    Where tokens may be lost with a server, answers come whole. One that the server had queued then begins over keys of
+    older weights, and all its tokens are marked as kept.
+    """
     servers = [FakeVllmServer(turns=3, max_running=3) for _ in range(2)]
     servers[1].faults.append(PlannedFault(RequestFault.SERVER_DIES, 12, 6))
     prompts = [[3 + i, 7, 9] for i in range(40)]
@@ -251,7 +270,7 @@ def test_a_scheduler_over_servers_that_keep(tmp_path: Path, in_flight: OnWeightU
         config = april.Config(
             rollout_batch_size=2, n_samples_per_prompt=2, max_in_flight=8, max_response_len=80, generation="continuous",
             on_weight_update=in_flight, max_staleness=6, abort_resend_s=0.05,
-            engine=settings("vllm", *servers, eos_token_ids=(2,)),
+            engine=settings("vllm", *servers, eos_token_ids=(2,), max_token_loss=1 if streams else None),
         )  # fmt: skip
         with april.RolloutScheduler(config, prompts=prompts, reward=reward, check=True) as run:
             for step in range(1, 9):
@@ -267,7 +286,8 @@ def test_a_scheduler_over_servers_that_keep(tmp_path: Path, in_flight: OnWeightU
                 run.weight_update(path=saved(tmp_path, f"w{step}"))
             assert run.ledger()["tokens"].balanced
     assert max(shares) > 0 if in_flight is KEEP else shares == [0.0] * 8
-    assert not any(server.violations for server in servers)
+    known = () if streams or in_flight is RECOMPUTE else ("begin over keys and values of older weights",)
+    assert not [said for server in servers for said in server.violations if not said.endswith(known)]
 
 
 async def test_a_pause_that_failed_empties_nothing(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ SWITCH = ["hydra.searchpath=[pkg://april.adapters.verl.conf]", "+april=verl"]
 GROUP = ROOT / "april" / "adapters" / "verl" / "conf" / "april" / "verl.yaml"
 """Overrides that switch april on in verl, and the file that they name."""
 RUN_ELSEWHERE = {
-    "examples/multi_turn_tool.py": "test_multi_turn_example.py",
+    "examples/multi_turn_tool.py": "test_examples.py",
     "tests/ranks/sharded_generation.py": "test_sharded_model.py",
 }
 """Programs without words of their own, and the test that runs them."""

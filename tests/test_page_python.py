@@ -46,7 +46,7 @@ from april.record.run_status import RunStatus, WaitReason
 from april.testing import FakeEngine, Fault, FaultScript, conformance, run_virtual
 from april.view.progress import ProgressLine
 from april.view.run_data import read_run
-from tests.adapters import stand_in_areal, stand_in_trl
+from tests.adapters import stand_in_areal, stand_in_trl, stand_in_trl_async
 
 PROMPTS = [[1, 2 + i] for i in range(60)]
 SMALL: dict[str, Any] = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "max_response_len": 30}
@@ -225,7 +225,7 @@ def test_the_flags_in_the_docs_work(code: list[Block], monkeypatch: pytest.Monke
     assert space["config"] == april.Config(rollout_batch_size=4, over_sampling_batch_size=6, max_response_len=9)
 
 
-@executes("api.md-0", "api.md-5", "rollouts.md-4")
+@executes("api.md-0", "api.md-5", "rollouts.md-7")
 def test_the_api_in_short(code: list[Block], capsys: pytest.CaptureFixture[str]) -> None:
     """A scheduler, an evaluation with its mean and error, and a rollout function."""
     scheduler, rollout, evaluation = code
@@ -270,7 +270,7 @@ def test_an_autocast_around_the_scheduler(code: list[Block], monkeypatch: pytest
         assert len(rollouts.next_batch()) == 4
 
 
-@executes("rollouts.md-0", "rollouts.md-1", "rollouts.md-2", "rollouts.md-3")
+@executes("rollouts.md-0", "rollouts.md-1", "rollouts.md-2", "rollouts.md-6")
 def test_rollouts_as_on_the_page(code: list[Block], monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts with data, another end of a turn, a reward on text, and a tool."""
     first, end, reward, tool = code
@@ -298,6 +298,36 @@ def test_rollouts_as_on_the_page(code: list[Block], monkeypatch: pytest.MonkeyPa
     ) as rollouts:  # fmt: skip
         for sample in rollouts.next_batch().samples:
             assert sample.tokens[sample.loss_mask == 0].tolist() == [5, 6, 7]
+
+
+@executes("rollouts.md-3", "rollouts.md-4", "rollouts.md-5", "distillation.md-2", "distillation.md-3")
+def test_rewards_of_several_parts_as_on_the_pages(code: list[Block]) -> None:
+    """Parts with a total and with weights, values per turn and per token, GDPO's sum, and a teacher's loss."""
+    graded, judged, gdpo, teacher, loss = code
+    prompts = [{"token_ids": [3, 4], "answer": "a"}] * 4
+    options: dict[str, Any] = {"prompts": prompts, "tokenizer": Tokenizer(VOCAB_SIZE)}
+
+    async def half(conversation: april.Response) -> Any:
+        return conversation.logprobs / 2
+
+    space = {"april": april, "teacher_logprobs": half}
+    batches = {}
+    for block, name in ((graded, "graded"), (judged, "judged"), (teacher, "reward")):
+        config = april.Config(rollout_batch_size=1, n_samples_per_prompt=4, max_response_len=30)
+        function = block.run(space)[name]
+        with april.RolloutScheduler(config, reward=function, model=tiny_model(), **options) as rollouts:
+            batches[name] = rollouts.next_batch()
+    assert set(batches["graded"].parts) == {"correct", "format"}
+    assert gdpo.run(space | {"batch": batches["graded"]})["advantages"].shape == (4,)
+    found = batches["judged"]
+    assert found.padded()["length"].tolist() == [[length] for length in found.lengths.tolist()]
+    assert found.advantages(of="length").shape == found.padded()["logprobs"].shape
+    padded = batches["reward"].padded(left_pad_prompts=True)
+    now = torch.tensor(padded["logprobs"], requires_grad=True)
+    loss.run(space | {"batch": batches["reward"], "now": now})["loss"].backward()
+    assert now.grad is not None
+    tokens = padded["loss_mask"] == 1
+    assert (now.grad.numpy()[tokens] < 0).all()  # the teacher finds every token likelier, so all of them are raised
 
 
 @executes("quorum.md-1")
@@ -527,6 +557,21 @@ def test_trl(code: list[Block], monkeypatch: pytest.MonkeyPatch) -> None:
     (rows,) = space["trainer"].scored
     assert len(rows) == 256
     assert len({row["answer"] for row in rows}) == 32
+
+
+@executes("trl_async.md-0")
+def test_trl_asynchronously(code: list[Block], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer is made before a stand-in of TRL's: 256 rows per step are 32 groups of 8, from two servers."""
+    stand_in_trl_async.install(monkeypatch)
+
+    class Trainer(stand_in_trl_async.AsyncGRPOTrainer):
+        def train(self) -> None:  # type: ignore[override]
+            pass
+
+    monkeypatch.setitem(vars(trl), "AprilAsyncGRPOTrainer", trl.april_async_trainer(Trainer))
+    space = code[0].run({"AsyncGRPOConfig": dict, "dataset": stand_in_trl.conversations(9), "reward": None})
+    config = space["trainer"].rollout_worker._config
+    assert (config.rollout_batch_size, config.n_samples_per_prompt, len(config.engine.urls)) == (32, 8, 2)
 
 
 @executes("areal.md-0")

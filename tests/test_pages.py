@@ -35,7 +35,7 @@ README = text_of("README.md")
 WITH_CONTRIBUTING = (*PAGES, ROOT / "CONTRIBUTING.md")
 ELSEWHERE = {
     "corrections.md-0": "test_off_policy_report.py", "corrections.md-1": "test_off_policy_report.py",
-    "restarts.md-3": "test_interrupts.py",
+    "restarts.md-3": "test_interrupts.py", "sampling.md-1": "test_client_sampling.py",
 }  # fmt: skip
 """Blocks that a test of their subject runs."""
 

@@ -247,8 +247,8 @@ def test_what_a_plan_cannot_know_is_named(record: Path, tmp_path: Path) -> None:
     old = workload_of(configured(record, tmp_path / "run.jsonl", None, **known))
     parts = replace(row(8, 1.0, 0.4), schedule=Schedule(8, Refill.SAMPLE, 24, None, 0.75))
     text = " ".join(settings(old, parts).replace("# ", "").split())
-    assert "missing here, because the record does not have them: sampling, epochs, function_timeout_s" in text
-    for name in ("stall_timeout_s", "allow_mismatch", "engine;"):
+    assert "missing here, because the record does not have them: sampling, epochs, reward_weights" in text
+    for name in ("function_timeout_s", "stall_timeout_s", "allow_mismatch", "engine;"):
         assert name in text.partition("missing here, because the record")[2].partition("add those of your run")[0]
     for words in ("batch.advantages()", 'april.loss_weights(mask, "dapo")', "40% of the trained tokens", "filter="):
         assert words in text

@@ -27,7 +27,7 @@ def test_an_evaluation_keeps_all_conversations_of_a_response() -> None:
         return Conversation(np.array(prompt, np.int32), tokens, np.zeros(len(tokens), np.float32), mask)
 
     def response(index: int, *conversations: Conversation) -> Response:
-        _, tokens, logprobs, mask = conversations[0]
+        _, tokens, logprobs, mask, _ = conversations[0]
         return Response(SampleId(0, index), tokens, logprobs, mask, FinishReason.STOP, {"x": 1}, 1.0, conversations)
 
     several = response(0, conversation(1, 2), conversation(3), conversation(4, 4))

@@ -450,7 +450,7 @@ def example(kind: Any, name: str = "") -> Any:
     if issubclass(kind, tuple):
         return kind(*(example(part, field) for field, part in get_type_hints(kind).items()))
     hints = get_type_hints(kind)
-    return kind(**{name: example(hints[name], name) for name in names_of(kind) if name != "data"})
+    return kind(**{name: example(hints[name], name) for name in names_of(kind) if name not in ("data", "note")})
 
 
 def names_of(kind: type[Any]) -> set[str]:

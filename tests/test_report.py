@@ -16,7 +16,6 @@ from records import SMALL, command, recorded, rewritten
 
 from april.core.partial_buffer import IdleCause
 from april.engines.simulated.fitted_cost import fit
-from april.errors import RecordError
 from april.record.file import lines_of
 from april.record.replay import replay
 from april.simulate.simulation import Simulation
@@ -285,43 +284,6 @@ def put(what: str, *keys: str | int, to: Any) -> Callable[[list[Any]], list[Any]
         return line
 
     return change
-
-
-WRONG = [
-    ("AttemptEnded", "ran", [1, 2]),
-    ("AttemptEnded", "ran", 3, "x"), ("AttemptEnded", "ran", 4, None), ("AttemptEnded", "ran", 5, 1e308),
-    ("AttemptEnded", "ran", 7, -3), ("AttemptEnded", "ran", 7, 10**30), ("SampleReturned", "sample", []),
-    ("SampleReturned", "sample", 0, 10**30), ("SampleReturned", "generated", "many"), ("Batch", "ages", None),
-    ("Batch", "ages", ["x"]), ("Batch", "lengths", {}), ("Batch", "lengths", [1e308]), ("Batch", "metrics", None),
-    ("Batch", "metrics", {}), ("Batch", "metrics", "update_s", None), ("Batch", "metrics", "reward_mean", 1e300),
-    ("Batch", "id", None), ("Batch", "id", -1), ("Batch", "id", GONE),
-]  # fmt: skip
-WRONG_FIRST = [
-    ("engines", None), ("engines", GONE), ("engines", {}), ("engines", []), ("engines", [1]), ("engines", [None]),
-    ("engines", 0, "name", ["e"]), ("engines", 0, "name", None), ("engines", 0, "name", GONE),
-    ("engines", [{"name": "e", "max_in_flight": "many"}]), ("settings", None), ("settings", GONE), ("settings", []),
-    ("settings", "max_in_flight", "many"), ("settings", "rollout_batch_size", GONE),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("wrong", WRONG, ids=repr)
-def test_a_part_that_cannot_be_is_named_by_its_line(record: Path, tmp_path: Path, wrong: tuple[Any, ...]) -> None:
-    """For the report and for a plan, however well the checks of the lines fit."""
-    path = rewritten(record, tmp_path / "wrong.jsonl", put(wrong[0], *wrong[1:-1], to=wrong[-1]))
-    with pytest.raises(RecordError, match=r"^line \d+ of .*wrong.jsonl is not valid: ValueError: "):
-        read_run(path)
-    code, said = command("plan", path, "--out", tmp_path / "plan")
-    assert (code, "is not valid" in said) == (1, True)
-
-
-@pytest.mark.parametrize("who", ["replay", "report", "plan", "watch"])
-@pytest.mark.parametrize("wrong", WRONG_FIRST, ids=repr)
-def test_a_first_line_that_cannot_be_is_named(record: Path, tmp_path: Path, wrong: tuple[Any, ...], who: str) -> None:
-    """A sentence, whoever needs what is wrong in it; who only watches does not."""
-    path = rewritten(record, tmp_path / "wrong.jsonl", put("Record", *wrong[:-1], to=wrong[-1]))
-    out = {"report": ["--out", tmp_path / "page"], "plan": ["--out", tmp_path / "plan"], "watch": ["--once"]}
-    code, said = command(who, path, *out.get(who, []))
-    assert (code, f"line 1 of {path}" in said) == ((0, False) if who == "watch" else (1, True))
 
 
 FOREIGN: dict[str, tuple[Callable[[bytes], bytes], str]] = {

@@ -135,34 +135,6 @@ async def test_the_bound_is_what_keeps_places_empty() -> None:
     )
 
 
-async def test_a_pause_slow_rewards_and_prompts_that_have_ended() -> None:
-    """Each is a cause of its own."""
-
-    async def reward(prompt: Any, response: Any) -> float:
-        await asyncio.sleep(50)
-        return 0.0
-
-    run = Rollouts(lambda g, i: 10, n=2, prompts=3, reward=reward, engines=[Watched(lambda g, i: 10)])
-    waiter = asyncio.create_task(run.driver.next_batch())
-    await asyncio.sleep(4)
-    async with run.driver.paused():
-        await asyncio.sleep(7)
-    batch = await waiter
-    check(batch.metrics)
-    assert times(batch) == pytest.approx(
-        {
-            "step_s": 67, "trainer_wait_s": 67, "engines_busy": 10 / 67, "idle_pause": 7 / 67,
-            "idle_functions": 50 / 67,
-        }
-    )  # fmt: skip
-    await run.driver.update_weights()
-    batch = await run.driver.next_batch()
-    check(batch.metrics)
-    # one group is left: its place is busy for 10 s, the other one is empty for 60
-    found = {"step_s": 60, "trainer_wait_s": 60, "engines_busy": 5 / 60, "idle_prompts": 5 / 60}
-    assert times(batch) == pytest.approx(found | {"idle_functions": 50 / 60})
-
-
 async def test_a_trainer_that_asks_ahead() -> None:
     """It asks as soon as it has a batch: where it is slower, a batch waits for it, and that is training's time."""
     for training, ready in ((4.0, 0.0), (25.0, 15.0)):
@@ -317,12 +289,6 @@ SENTENCES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("said", SENTENCES)
-def test_sentences(said: str) -> None:
-    """Each is what april says."""
-    assert SENTENCES[said] == said
-
-
 def test_the_sentences_of_the_page() -> None:
     """The examples on docs/metrics.md are among them; the reward that blocks has a test of its own."""
     examples = re.findall(r"^\* ([^*]* is the bottleneck: [^*|]*?)$(?=\n\*|\n\n)", PAGE, re.M)
@@ -331,37 +297,12 @@ def test_the_sentences_of_the_page() -> None:
     assert {text for text in texts if not text.startswith("reward")} <= SENTENCES.keys()
 
 
-def test_a_trainer_that_asks_ahead_is_not_said_to_wait() -> None:
-    """Whether it trained or waited nobody knows; but where batches wait for it, training is too slow."""
-    assert sentence(step_s=14, asked_ahead_s=13.9, train_s=0.1).startswith(
-        "generation is the bottleneck: a batch requested ahead of training was not ready for 13.9 of 14.0 s"
-    )
-    assert sentence(step_s=14, asked_ahead_s=9, train_s=5).startswith("training is the bottleneck: it took 5.0 of")
-
-
 def test_engines_are_not_blamed_for_what_updates_and_evaluations_took() -> None:
     """Also where the trainer waited for rollouts as well, or had asked ahead."""
     slow = sentence(CONTINUOUS, step_s=14, trainer_wait_s=1.4, update_s=11, train_s=1.6, update_load_s=11)
     assert slow.startswith("the weight update is the bottleneck: it took 11.0 of 14.0 s, 11.0 s of it to load")
     ahead = sentence(CONTINUOUS, step_s=14, asked_ahead_s=1, evaluation_s=13)
     assert ahead.startswith("evaluation is the bottleneck: it took 13.0 of 14.0 s")
-
-
-def test_what_the_trainer_does_otherwise_is_named() -> None:
-    """Evaluations, and time of which april sees nothing."""
-    assert sentence(step_s=200, evaluation_s=150, trainer_wait_s=10).startswith(
-        "evaluation is the bottleneck: it took 150 of 200 s; the trainer waited 10 s"
-    )
-    assert sentence(step_s=2, other_s=1.5, trainer_wait_s=0.5).startswith(
-        "the trainer is the bottleneck: it neither trained nor asked for anything for 1.50 of 2.00 s"
-    )
-
-
-@pytest.mark.parametrize("cause", IdleCause)
-def test_every_cause_has_words(cause: IdleCause) -> None:
-    """Also where the trainer waits for it."""
-    said = sentence(step_s=14, trainer_wait_s=14, **{f"idle_{cause}": 0.5})
-    assert "engines stood idle 50% of the time because " in said
 
 
 def test_the_first_batch_blames_nobody() -> None:

@@ -90,6 +90,13 @@ async def test_the_model_sees_the_images_of_its_prompt(kind: str, stream: bool) 
         assert len({tuple(answer_to(one)) for one in asked}) == len(asked), "the fake would say the same to all"
 
 
+async def test_a_server_that_speculates_bans_nothing() -> None:
+    """vLLM refuses a request with a bias of logits then; it gets none, and april looks for banned ids in the answer."""
+    async with served("vllm", speculation={"method": "ngram"}) as (_, engine):
+        assert not engine.capabilities.bans
+        assert (await read(engine, request(max_tokens=4, min_tokens=4, banned_ids=(5,)))).error is None
+
+
 @pytest.mark.parametrize("kind", TAKE)
 async def test_banned_ids_do_not_come(kind: str) -> None:
     """Ids that the model would say are not said, and what it says instead comes with its log-probability."""

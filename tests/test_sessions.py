@@ -73,10 +73,12 @@ async def test_each_sample_is_given_once_and_ended_by_what_is_said() -> None:
             other = {"Authorization": f"Bearer {sessions[not i]['api_key']}"}
             async with o.http.post(f"{session['base_url']}/completions", json=asked, headers=other) as response:
                 assert response.status == 401
-            for reward in (float(i), 7.0):
+            for reward in ({"total": float(i), "correct": 1}, 7.0):
                 said = await o.say(f"/sessions/{session['id']}/end", {"reward": reward})
                 assert said == (200, {"id": session["id"], "state": "ended"})
-        assert sorted((await batch).rewards.tolist()) == [0.0, 1.0]
+        delivered = await batch
+        assert sorted(delivered.rewards.tolist()) == [0.0, 1.0]
+        assert delivered.parts["correct"].tolist() == [1.0, 1.0]
 
 
 async def test_a_session_that_is_cancelled_begins_again_as_another() -> None:
@@ -100,6 +102,7 @@ async def test_what_is_said_wrongly_is_refused_by_name(monkeypatch: pytest.Monke
         for path, body, key, status in (
             ("/sessions", None, "wrong", 401), (end, {"reward": 1.0}, "wrong", 401), (end, {}, None, 400),
             (end, {"reward": True}, None, 400), (end, [1], None, 400), (end, {"reward": "1"}, None, 400),
+            (end, {"reward": {"total": 1, "correct": "1"}}, None, 400), (end, {"reward": {}}, None, 400),
             ("/sessions/0-0-0/end", {"reward": 1.0}, None, 410), (end, {"output": "x" * 1000}, None, 413),
         ):  # fmt: skip
             got = await o.say(path, body, key)

@@ -184,3 +184,14 @@ async def test_workers_must_be_alike() -> None:
         servers[1].vocab_size = 400
         with pytest.raises(ConfigError, match="differ in vocab_size"):
             await connect(servers, router)
+
+
+async def test_only_what_every_worker_can_do_is_asked() -> None:
+    """A worker without a tokenizer can search neither for stop strings nor by a grammar."""
+    async with fleet(decode=str) as (servers, router):
+        for able in (True, False):
+            servers[-1].decode = str if able else None
+            engine = await connect(servers, router)
+            found = engine.capabilities
+            await engine.close()
+            assert (found.stop_strings, found.constrains) == (able, able)

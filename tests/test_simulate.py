@@ -14,13 +14,10 @@ from typer.testing import CliRunner
 
 from april import cli
 from april.cli import app
-from april.core.types import OnStale, Refill
-from april.engines.simulated.decode_cost import limit_tokens_per_s
+from april.core.types import OnStale
 from april.simulate import workload
-from april.simulate.report_tables import verdict
 from april.simulate.run import RATIOS, measure, simulate
-from april.simulate.simulation_figures import draw_loop
-from april.simulate.workload import BOUNDS, Placement, Schedule, Workload
+from april.simulate.workload import BOUNDS, Schedule, Workload
 from april.text.install_command import install
 
 SMALL = Workload(
@@ -65,20 +62,6 @@ def test_kept_tokens_are_what_the_engines_generated_less_what_was_dropped(on_sta
 
     assert m["kept_tokens"] == m["generated_tokens"] - m["dropped_tokens"]
     assert (m["dropped_tokens"] > 0) is (on_stale is OnStale.DROP)
-
-
-def test_equal_lengths_leave_sync_at_the_limit(tmp_path: Path) -> None:
-    """Where there is no tail there is nothing to gain; the limit is that of the formula, by hand."""
-    lengths = trace(tmp_path / "lengths.jsonl", 300)
-    w = replace(SMALL, lengths_file=lengths, median_len=None, sigma_between=None, sigma_within=None)
-
-    m = measure(w, w.modes["sync"]).figures
-
-    assert m["fraction_of_limit"] == pytest.approx(1.0, abs=1e-3)
-    by_hand = 2 * limit_tokens_per_s(w.cost, [300], 8, 20)
-    assert m["limit_tokens_per_s"] == pytest.approx(by_hand)
-    assert m["long_run_limit_tokens_per_s"] == pytest.approx(by_hand)
-    assert m["bubble"] == pytest.approx(0.0, abs=1e-9)
 
 
 def test_report_of_all_modes_and_the_sweep() -> None:
@@ -303,15 +286,6 @@ def continuous(w: Workload, bound: int) -> Schedule:
     return w.modes[f"continuous {bound}"]
 
 
-def test_modes_with_a_trainer_on_gpus_of_its_own() -> None:
-    """Continuous generation at each bound, or at max_staleness only; colocated there is none."""
-    assert list(LOOP.modes) == ["sync", "april", "refill", *(f"continuous {b}" for b in BOUNDS)]
-    assert LOOP.modes["continuous 2"] == Schedule(4, Refill.SAMPLE, 16, 2)
-    assert list(replace(LOOP, bounds=False, max_staleness=3).modes)[3:] == ["continuous 3"]
-    assert list(replace(LOOP, placement=Placement.COLOCATED).modes) == ["sync", "april", "refill"]
-    assert list(replace(LOOP, train_time=None).modes) == ["sync", "april", "refill"]
-
-
 @pytest.mark.parametrize("train_time", ["0.25x", "1x", "4x"])
 @pytest.mark.parametrize("bound", BOUNDS)
 def test_continuous_generation_loses_nothing_and_keeps_the_bound(train_time: str, bound: int) -> None:
@@ -346,50 +320,3 @@ def test_continuous_generation_on_the_reference_workload(train_time: str, shares
         assert m["fraction_of_limit"] >= 0.97 * share, bound
         assert m["staleness_max"] <= bound
         assert m["dropped_tokens"] == m["masked_tokens"] == 0
-
-
-def test_where_the_trainer_is_the_slower_it_never_waits() -> None:
-    """When a batch is trained the next one is ready: the whole of the trainer's limit."""
-    w = replace(LOOP, train_time="8x")
-
-    m = measure(w, continuous(w, 2)).figures
-
-    assert m["fraction_of_limit"] == pytest.approx(1.0)
-    assert m["trainer_idle_share"] == pytest.approx(0.0, abs=1e-9)
-    assert m["rollout_s"] == pytest.approx(30 * w.train_s)
-
-
-def test_colocated_time_is_rollout_and_training_one_after_the_other(tmp_path: Path) -> None:
-    """With equal lengths nothing is lost: sync is at the limit of engines and trainer in turn."""
-    lengths = tmp_path / "lengths.jsonl"
-    lengths.write_text("300\n", "utf-8")
-    w = replace(
-        LOOP, lengths_file=lengths, median_len=None, sigma_between=None, sigma_within=None,
-        placement=Placement.COLOCATED,
-    )  # fmt: skip
-
-    m = measure(w, w.modes["sync"]).figures
-
-    assert m["fraction_of_limit"] == pytest.approx(1.0, abs=1e-3)
-    assert m["step_s_mean"] == pytest.approx(1.5 * w.batch_s, rel=1e-3)
-    assert m["trainer_idle_share"] == pytest.approx(2 / 3, abs=1e-3)
-    assert m["bubble"] == pytest.approx(1 / 3, abs=1e-3)
-
-
-def test_report_and_picture_of_the_loop(tmp_path: Path) -> None:
-    """No sweep of N'/N; what is drawn of the trainer is what was measured; one sentence says which bound is enough."""
-    report, runs = simulate(LOOP, sweep=True, begin=silent)
-    draw_loop(report, runs, tmp_path / "loop.png")
-
-    assert (tmp_path / "loop.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert report["sweep"] == []
-    assert report["loop"] == {
-        "placement": "separate", "batch_s": LOOP.batch_s, "train_s": LOOP.train_s,
-        "train_time_in_batch_times": pytest.approx(0.5), "slower": "engines",
-    }  # fmt: skip
-    for name, run in runs.items():
-        busy = sum(ended - began for began, ended in run.trainings)
-        assert busy == pytest.approx((1.0 - report["modes"][name]["trainer_idle_share"]) * run.step_ends[-1])
-    speed = [m["trained_tokens_per_s"] for m in report["modes"].values()]
-    assert speed[0] < speed[2] < speed[5]
-    assert any("generation: continuous with max_staleness" in line for line in verdict(report))

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from april.core import events as ev
-from april.core.event_pump import KEPT_REQUESTS, EndedRequest, ObservedCore, RequestLog
+from april.core.event_pump import EndedRequest, ObservedCore, RequestLog
 from april.core.types import SampleId
 from april.engines.simulated.decode_cost import (
     DecodeCost,
@@ -23,7 +22,7 @@ from april.engines.simulated.decode_cost import (
     roofline,
 )
 from april.engines.simulated.decoder_model import SimulatedDecoder
-from april.engines.simulated.fitted_cost import MIN_REQUESTS, FittedCost, Requests, fit, predicted_s
+from april.engines.simulated.fitted_cost import Requests, fit, predicted_s
 from april.engines.simulated.response_lengths import (
     ConstantLengths,
     LognormalLengths,
@@ -121,47 +120,12 @@ def test_what_cannot_be_is_refused(make: Callable[[], object], words: str) -> No
         make()
 
 
-def synchronous_s(cost: DecodeCost, lengths: Sequence[int] | np.ndarray[Any, Any], prompt: float = 0.0) -> float:
-    """Seconds until the last response ends when all start together: the work of the limit, and steps to the longest."""
-    at_limit = limit_s(cost, lengths, len(lengths), prompt)
-    return at_limit + cost.base_s * (float(max(lengths)) - float(sum(lengths)) / len(lengths))
-
-
-@pytest.mark.parametrize(
-    ("model", "gpu", "median", "sigma", "cap", "batch", "factor", "published"),
-    [
-        ("r1-distill-1.5b", "h100", 2500, 0.8, 16_384, 64, 1, 2.67),
-        ("r1-distill-1.5b", "h100", 2500, 0.8, 16_384, 64, 2, 3.62),
-        ("qwen3-4b", "h100", 2500, 0.8, 16_384, 128, 1, 1.60),
-        ("qwen3-8b", "mi300x", 4000, 0.9, 32_768, 32, 1, 2.35),
-    ],
-)
-def test_s_max_reproduces_the_published_table(
-    model: str, gpu: str, median: float, sigma: float, cap: int, batch: int, factor: int, published: float
-) -> None:
-    """Mean of 300 draws, within the 0.06 that two random streams were found to differ."""
-    cost, lengths = roofline(model, gpu), LognormalLengths(median, 0.0, sigma, cap)
-
-    draws = [lengths.group(draw, batch) for draw in range(300)]
-    mean = np.mean([synchronous_s(cost, draw) / limit_s(cost, draw, factor * batch) for draw in draws])
-
-    assert mean == pytest.approx(published, abs=0.06)
-
-
 def started(cost: DecodeCost, lengths: Sequence[int] | np.ndarray[Any, Any]) -> SimulatedDecoder:
     """A decoder of 64 slots with these responses to prompts of 150 tokens."""
     decoder = SimulatedDecoder(cost, max_running=64)
     for index, length in enumerate(lengths):
         decoder.add(str(index), 150, int(length))
     return decoder
-
-
-def test_synchronous_formula_matches_the_simulated_engine() -> None:
-    """The closed form for a synchronous batch is what the discrete-event engine takes, to a thousandth."""
-    cost, lengths = roofline("qwen3-4b", "h100"), LognormalLengths(2500, 0.4, 0.7, 16_384, seed=3).group(0, 64)
-    end = started(cost, lengths).advance(1e6)[-1].at_s
-
-    assert end == pytest.approx(synchronous_s(cost, lengths, 150), rel=1e-3)
 
 
 def test_limit_formula_matches_a_full_simulated_engine() -> None:
@@ -235,29 +199,6 @@ def decoded(cost: DecodeCost, workload: list[tuple[int, int]], places: int) -> l
     return ended
 
 
-def test_too_little_is_no_fit() -> None:
-    """Few requests, none with tokens, or such as take no time: None instead of a number."""
-    workload, log = logged("sync", 1)
-    (seen, *others) = (Requests.of(ended) for _, ended in log)
-    assert fit(seen[: MIN_REQUESTS - 1]) is None
-    assert isinstance(fit(seen[: 4 * MIN_REQUESTS]), FittedCost)
-    none = np.zeros(len(seen))
-    assert fit(Requests(seen.began_s, seen.ended_s, seen.context, none)) is None
-    assert fit(Requests(seen.began_s, seen.began_s, seen.context, seen.generated)) is None
-    assert workload.engines == 1 + len(others)
-
-
-def test_the_log_forgets() -> None:
-    """Only the latest requests are kept, and what nobody told the end of is not kept for ever."""
-    _, log = logged("refill", 6)
-    assert all(len(ended) <= KEPT_REQUESTS for _, ended in log)
-    for number in range(3 * KEPT_REQUESTS):
-        log._sent[f"lost{number}"] = (0.0, 0)
-    ObservedCore(log._core, [log]).handle(ev.StepRequested())
-    assert len(log._sent) == len(log._core.context.attempts) > 0
-    assert all(log.record_of(attempt, 3) is not None for attempt in log._core.context.attempts)
-
-
 EVERY_KIND: list[ResponseLengths] = [
     ConstantLengths(7),
     LognormalLengths.split(2500, 0.8, 0.25, cap=16_384, seed=1),
@@ -280,18 +221,6 @@ def test_a_length_depends_on_the_key_only(
     assert whole.shape == (n_samples,)
     assert whole.min() >= 1
     assert lengths.sample(group, index) == whole[index]
-
-
-def test_lognormal_has_the_stated_median_spread_and_split() -> None:
-    """Median, total sigma and the share of variance between prompts are those asked for."""
-    lengths = LognormalLengths.split(2500, 0.8, between_share=0.25)
-    logs = np.log(np.stack([lengths.group(g, 8) for g in range(20_000)]))
-
-    within = logs.var(axis=1, ddof=1).mean()
-    between = logs.mean(axis=1).var(ddof=1) - within / 8
-    assert math.exp(float(np.median(logs))) == pytest.approx(2500, rel=0.02)
-    assert between == pytest.approx(0.25 * 0.64, rel=0.05)  # 3.3 standard errors
-    assert within == pytest.approx(0.75 * 0.64, rel=0.03)
 
 
 def test_trace_rows_stay_together(tmp_path: Path) -> None:

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from virtual_rollouts import on_virtual_time
 
 from april.core.sampling import SamplingParams
-from april.core.versions import PolicyVersion
-from april.engines.protocol import Chunk, EngineFinish, Request
+from april.engines.protocol import Chunk, Request
 from april.engines.simulated.decode_cost import DecodeCost, roofline
 from april.engines.simulated.engine import SimulatedEngine, by_sample_key, synthetic_response
 from april.engines.simulated.response_lengths import ConstantLengths, LognormalLengths, TraceLengths
@@ -28,7 +27,6 @@ from april.testing.virtual_clock import VirtualDeadlock, run_virtual
 
 SECOND = DecodeCost(1.0, 0.0, 0.0)  # one step takes one second
 PROMPT = np.array([11, 12, 13], dtype=np.int32)
-V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
 
 
 def make_engine(length: int = 10, cost: DecodeCost = SECOND, **options: Any) -> SimulatedEngine:
@@ -54,31 +52,8 @@ def start(engine: SimulatedEngine, request: Request) -> asyncio.Task[list[Chunk]
     return asyncio.create_task(read(engine, request))
 
 
-def joined(chunks: list[Chunk]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    return np.concatenate([c.tokens for c in chunks]), np.concatenate([c.logprobs for c in chunks])
-
-
 def now() -> float:
     return asyncio.get_running_loop().time()
-
-
-@pytest.mark.parametrize("stream_interval_s", [None, 0.4, 3.0, 100.0])
-@on_virtual_time
-async def test_every_token_once_in_order_with_its_end(stream_interval_s: float | None) -> None:
-    """However it is streamed, a response is the synthetic sequence, ended by EOS once, and one chunk says so."""
-    engine = make_engine(length=23, stream_interval_s=stream_interval_s, eos_token_id=5)
-    for_key = {(g, i): start(engine, make_request(f"{g}.{i}", (g, i))) for g in range(3) for i in range(3)}
-    for key, task in for_key.items():
-        chunks = await task
-        tokens, logprobs = joined(chunks)
-        expected, expected_logprobs = synthetic_response(PROMPT, key, 0, 23, 100, (5,))
-        assert tokens.tolist() == [*expected[:-1], 5]
-        assert logprobs.tolist() == expected_logprobs.tolist()
-        assert tokens.dtype == np.int32
-        assert logprobs.dtype == np.float32
-        assert [c.finish for c in chunks] == [None] * (len(chunks) - 1) + [EngineFinish.STOP]
-        assert all(c.version == V0 for c in chunks)
-    assert len({tuple((await task)[0].tokens) for task in for_key.values()}) == 9
 
 
 @settings(derandomize=True, deadline=None)
@@ -97,40 +72,6 @@ def test_synthetic_tokens_are_valid(vocab_size: int, stop_ids: list[int], key: t
     assert logprobs.max() <= 0
     assert part.tolist() == tokens[100:150].tolist()
     assert part_logprobs.tolist() == logprobs[100:150].tolist()
-
-
-def test_all_ids_stop_ids_is_refused() -> None:
-    """With no token left to generate there is no response."""
-    with pytest.raises(ValueError, match="nothing is left"):
-        synthetic_response(PROMPT, None, 0, 1, 2, (0, 1))
-
-
-@on_virtual_time
-async def test_budgets_and_stop_ids() -> None:
-    """LENGTH at max_tokens and at the context, without EOS; the request's own stop id ends it; min_tokens hold."""
-    engine = make_engine(length=10, max_context=16)
-    cut = (await start(engine, make_request("a", max_tokens=7)))[-1]
-    exact = (await start(engine, make_request("b", max_tokens=10, stop_token_ids=(42, 7))))[-1]
-    more = (await start(engine, make_request("c", min_tokens=12)))[-1]
-    context = (await start(engine, make_request("d", min_tokens=500)))[-1]
-    assert (len(cut.tokens), cut.finish) == (7, EngineFinish.LENGTH)
-    assert 0 not in cut.tokens
-    assert (len(exact.tokens), exact.finish, exact.tokens[-1]) == (10, EngineFinish.STOP, 42)
-    assert (len(more.tokens), more.finish) == (12, EngineFinish.STOP)
-    assert (len(context.tokens), context.finish) == (13, EngineFinish.LENGTH)
-
-
-@on_virtual_time
-async def test_abort_while_running_returns_whole_steps() -> None:
-    """After 6.5 seconds of one-second steps, an aborted request has exactly 6 tokens, streamed or not."""
-    for interval in (None, 2.0):
-        engine = make_engine(stream_interval_s=interval)
-        task = start(engine, make_request())
-        await asyncio.sleep(6.5)
-        await engine.abort(["a", "unknown", "a"])
-        chunks = await task
-        assert chunks[-1].finish is EngineFinish.ABORT
-        assert joined(chunks)[0].tolist() == synthetic_response(PROMPT, (0, 0), 0, 6, 100, (0,))[0].tolist()
 
 
 @on_virtual_time
@@ -183,25 +124,6 @@ async def test_abort_during_pause_still_lets_the_step_end() -> None:
     assert len((await task)[-1].tokens) == 1
 
 
-@pytest.mark.parametrize("stream_interval_s", [None, 0.75])
-@on_virtual_time
-async def test_weights_change_between_tokens(stream_interval_s: float | None) -> None:
-    """Tokens made before an update carry the old version, those after it the new one, none is lost between."""
-    engine = make_engine(stream_interval_s=stream_interval_s, weight_update_s=30.0)
-    task = start(engine, make_request())
-    await asyncio.sleep(3.5)
-    with pytest.raises(EngineError, match="only while it is paused"):
-        await engine.update_weights(V1)
-    await engine.pause()
-    await engine.update_weights(V1, path="anywhere")
-    assert now() == 34.0
-    await engine.resume()
-    chunks = await task
-    versions = [c.version for c in chunks for _ in c.tokens]
-    assert versions == [V0] * 4 + [V1] * 6
-    assert joined(chunks)[0].tolist()[:9] == synthetic_response(PROMPT, (0, 0), 0, 9, 100, (0,))[0].tolist()
-
-
 @on_virtual_time
 async def test_impossible_requests_are_refused() -> None:
     """What cannot be served is an EngineError that says why, and leaves no trace."""
@@ -226,23 +148,6 @@ async def test_impossible_requests_are_refused() -> None:
     for options in ({"vocab_size": 1}, {"stream_interval_s": 0.0}):
         with pytest.raises(ValueError, match=next(iter(options))):
             make_engine(**options)
-
-
-@on_virtual_time
-async def test_close_ends_streams_and_refuses_requests() -> None:
-    """close is idempotent; open streams and later requests raise; health says closed."""
-    engine = make_engine(stream_interval_s=1.0)
-    task = start(engine, make_request())
-    await asyncio.sleep(1.5)
-    assert (await engine.health()).counters["running"] == 1
-    assert (await engine.health()).counters["decode_steps"] == 1
-    await engine.close()
-    await engine.close()
-    with pytest.raises(EngineError, match="was closed"):
-        await task
-    with pytest.raises(EngineError, match="is closed"):
-        await read(engine, make_request("b"))
-    assert not (await engine.health()).ok
 
 
 def test_a_paused_engine_keeps_no_loop_alive() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-import april
-from april.core.batch import Batch
-from april.driver.rewards import Response
-from april.engines.transformers.engine import TransformersEngine
-from april.testing import rollouts, run_virtual
-from benchmarks.study import analysis, countdown, design, page, runner, sorting
+from benchmarks.study import analysis, design, page, runner
 from benchmarks.study.__main__ import FIGURES, RESULTS, ROOT, main
 from benchmarks.study.claims import HOLDS, OPEN, REFUTED, UNDECIDED, judge
-from benchmarks.study.clockwork import TimedEngine
-from benchmarks.study.evaluation import right_at_once, sampled_drafts
 from benchmarks.study.losses import LOSSES
 from benchmarks.study.statistics import paired, share_interval, t_quantile, with_censored
-from benchmarks.study.tasks import TASKS, Question
+from benchmarks.study.tasks import TASKS
 from benchmarks.study.training import QUARTERLY, Evaluation, Outcome, Settings, config_of
-from benchmarks.study.warmup import build_model
 
 SMOKE = design.DESIGN.with_name("smoke.toml")
 DESIGN = design.read()
@@ -62,14 +52,6 @@ def _task_of(settings: Settings) -> Any:
     return TASKS["tail" if settings.task == "sorting" else settings.task]()
 
 
-def test_a_claim_about_nothing_is_refused(tmp_path: Path) -> None:
-    """A design that claims something of trainings that no block runs is an error before anything runs."""
-    wrong = tmp_path / "wrong.toml"
-    wrong.write_text(SMOKE.read_text("utf-8").replace('arm = "over-2"', 'arm = "over-3"', 1), "utf-8")
-    with pytest.raises(ValueError, match=r"claim no-worse names tail/over-3"):
-        design.read(wrong)
-
-
 # ---------------------------------------------------------------- trainings
 
 
@@ -81,39 +63,6 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         patch.setenv("OMP_NUM_THREADS", "1")
         assert main(["--design", str(SMOKE), "--out", str(out), "--root", str(root), "--workers", "0"]) == 0
     return out, root
-
-
-def test_a_study_goes_on_on_another_machine(smoke: tuple[Path, Path], tmp_path: Path) -> None:
-    """Published outcomes of the same settings are taken over, and never instead of what is there."""
-    out, elsewhere = smoke[0], tmp_path / "out"
-    trainings = design.read(SMOKE).trainings()
-    there = runner.gather(out, trainings)
-    other, *rest = trainings
-    changed = dict(trainings) | {other: msgspec.structs.replace(trainings[other], learning_rate=1.0)}
-    assert runner.take_over(there, elsewhere, changed) == len(rest)
-    assert list(runner.missing(elsewhere, changed)) == [other]
-    assert runner.take_over(there, elsewhere, changed) == 0
-    assert runner.gather(elsewhere, {name: trainings[name] for name in rest}) == {
-        name: outcome for name, outcome in there.items() if name != other
-    }
-
-
-def test_only_a_study_that_is_not_whole_goes_on_from_what_was_published(
-    smoke: tuple[Path, Path], tmp_path: Path, capsys: Any
-) -> None:
-    """Of a whole one everything is run anew, so nobody takes published results for a repetition."""
-    out, root = smoke[0], tmp_path / "root"
-    there = runner.gather(out, design.read(SMOKE).trainings())
-    results = root / RESULTS.relative_to(ROOT)
-    results.parent.mkdir(parents=True)
-    arguments = ["run", "--design", str(SMOKE), "--root", str(root), "--only", "tail/over-2/8", "--workers", "0"]
-    part = dict([*there.items()][1:])
-    for published, said in ((there, "0 of 1 trainings are there"), (part, "1 trainings were run before")):
-        runner.write_results(results, published)
-        elsewhere = tmp_path / str(len(published))
-        shutil.copytree(out / "starts", elsewhere / "starts")
-        assert main([*arguments, "--out", str(elsewhere)]) == 0
-        assert capsys.readouterr().out.startswith(said)
 
 
 def test_the_study_in_small(smoke: tuple[Path, Path]) -> None:
@@ -138,78 +87,6 @@ def test_the_study_in_small(smoke: tuple[Path, Path]) -> None:
     assert verdicts == [HOLDS, REFUTED, OPEN]
 
 
-def test_a_stopped_study_goes_on_and_repeats_exactly(smoke: tuple[Path, Path], capsys: Any) -> None:
-    """What is there is not run again; what is missing is run, with the same outcome to the last digit."""
-    out, _ = smoke
-    gone = runner.outcome_path(out, "tail/over-2/8")
-    before = {path: path.read_bytes() for path in (out / "runs").iterdir()}
-    gone.unlink()
-    assert main(["run", "--design", str(SMOKE), "--out", str(out), "--workers", "0"]) == 0
-    assert {path: path.read_bytes() for path in (out / "runs").iterdir()} == before
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == f"{len(before) - 1} of {len(before)} trainings are there"
-    assert len(said) == 2
-    assert f"[{len(before)}/{len(before)}] tail/over-2/8: " in said[1]
-    assert main(["status", "--design", str(SMOKE), "--out", str(out)]) == 0
-    assert f"{len(before)} of {len(before)} trainings, " in capsys.readouterr().out
-
-
-def test_workers_run_the_same_and_a_failure_stops_nobody_else(smoke: tuple[Path, Path], tmp_path: Path) -> None:
-    """Two processes make the outcomes of one; a training that fails is named, and the others are there."""
-    small = design.read(SMOKE)
-    chosen = {n: s for n, s in small.trainings().items() if n in ("tail/sync/7", "tail/over-2/8")}
-    chosen["tail/wrong/7"] = msgspec.structs.replace(chosen["tail/sync/7"], loss="nothing")
-    lines: list[str] = []
-    two = runner.Runner(tmp_path, chosen, 2, lines.append, nice=0)
-    assert not two.run()
-    assert two.failed == ["tail/wrong/7: KeyError: 'nothing'"]
-    for name in ("tail/sync/7", "tail/over-2/8"):
-        assert runner.outcome_path(tmp_path, name).read_bytes() == runner.outcome_path(smoke[0], name).read_bytes()
-
-
-def test_virtual_time_changes_no_token() -> None:
-    """The engine on virtual time delivers what RolloutScheduler does with the embedded engine on a real loop."""
-    tail = TASKS["tail"]()
-    settings = Settings(
-        task="tail", seed=3, steps=3, groups=2, samples=4, loss="sequence", learning_rate=1e-3, over_sampling=2.0
-    )
-    config = config_of(settings, tail)
-
-    def prompts() -> Any:
-        return (april.Prompt(tail.prompt(3, index)) for index in itertools.count())
-
-    async def reward(prompt: april.Prompt, response: Response) -> float:
-        return float(len(response.tokens) % 2)
-
-    def moved(model: Any) -> None:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(0.99)
-
-    async def on_virtual_time() -> list[Batch]:
-        model = build_model(3)
-        engine = TimedEngine(model, slots=8, max_len=tail.max_len, seed=3)
-        async with rollouts(config, engines=[engine], prompts=prompts(), reward=reward) as run:
-            for _ in range(3):
-                await run.next_batch()
-                moved(model)
-                await run.weight_update()
-            return run.batches
-
-    model = build_model(3)
-    engine = TransformersEngine(model, slots=8, max_len=tail.max_len, seed=3)
-    batches = []
-    with april.RolloutScheduler(config, prompts=prompts(), reward=reward, engines=[engine]) as scheduler:
-        for _ in range(3):
-            batches.append(scheduler.next_batch())
-            moved(model)
-            scheduler.weight_update()
-    for ours, theirs in zip(run_virtual(on_virtual_time()), batches, strict=True):
-        for key, array in theirs.ragged().items():
-            assert np.array_equal(ours.ragged()[key], array), key
-        assert np.array_equal(ours.rewards, theirs.rewards)
-
-
 # ---------------------------------------------------------------- tasks
 
 
@@ -225,77 +102,6 @@ def test_nothing_that_is_held_out_is_trained(name: str) -> None:
         assert task.reward(question.prompt, question.answer) == 1.0
         assert task.reward(question.prompt, question.answer[:-1]) == 0.0
         assert len(question.answer) <= task.response_cap
-
-
-def test_long_responses_are_long() -> None:
-    """The right answers of the task for weights per response have 1,000 tokens and more, in the mean 1,130."""
-    lengths = [len(question.answer) for question in TASKS["long"]().long]
-    assert min(lengths) > 950
-    assert np.mean(lengths) > 1100
-
-
-def test_lists_are_those_of_reasoning_gym() -> None:
-    """Right answers get reasoning-gym's full score and wrong ones do not; held-out lists are in no order trained."""
-    pytest.importorskip("reasoning_gym")
-    from reasoning_gym.algorithmic.number_sorting import NumberSortingConfig, NumberSortingDataset
-
-    judge_of = NumberSortingDataset(NumberSortingConfig(size=1, seed=0))
-    for index in range(40):
-        entry = sorting.entry(0, 5, index)
-        prompt, answer = sorting.encode(entry)
-        assert sorting.reward(prompt, answer) == 1.0
-        said = [str(float(token - sorting.NUMBERS)) for token in answer[1:-1]]
-        assert judge_of.score_answer(str(said), entry) == 1.0
-        wrong = np.concatenate([answer[:1], answer[2:3], answer[2:]])
-        assert sorting.reward(prompt, wrong) == float(np.array_equal(wrong, answer))
-        assert sorting.reward(prompt, np.concatenate([[countdown.DRAFT_ID], wrong[1:-1], answer])) == 1.0
-        assert sorting.reward(prompt, answer[:-1]) == 0.0
-    task = TASKS["sorting"]()
-
-    def lists(prompts: Any) -> set[bytes]:
-        return {np.sort(prompt[1:-2]).tobytes() for prompt in prompts}
-
-    held_out = lists(q.prompt for q in (*task.short, *task.long))
-    assert not lists(task.prompt(seed, i) for seed in (0, 1) for i in range(400)) & held_out
-    assert not lists(task.demonstration(0, i)[0] for i in range(400)) & held_out
-    share = np.mean([len(task.prompt(2, i)) - 3 >= sorting.LONG_FROM for i in range(2000)])
-    assert share == pytest.approx(sorting.LONG_SHARE, abs=0.03)
-
-
-# ---------------------------------------------------------------- evaluation
-
-
-def test_the_probability_of_an_answer_is_that_of_its_tokens() -> None:
-    """Without drafts it is exact: the product over the answer's tokens, each after those before it."""
-    model, question = build_model(2), Question(*_pair(123))
-    ids = torch.tensor([[*question.prompt, *question.answer]])
-    with torch.no_grad():
-        probabilities = model(input_ids=ids).logits[0].softmax(-1)
-    places = range(len(question.prompt), ids.shape[1])
-    by_hand = math.prod(float(probabilities[place - 1, ids[0, place]]) for place in places)
-    assert right_at_once(model, [question])[0] == pytest.approx(by_hand, rel=1e-4)
-
-
-def _pair(number: int) -> tuple[np.ndarray, np.ndarray]:
-    return countdown.encode_prompt(number), np.array(countdown.answer_ids(number), np.int32)
-
-
-def test_drafts_are_sampled_with_the_same_numbers_each_time() -> None:
-    """With equal probabilities the draft is what the random numbers say; a longer prompt beside it changes nothing."""
-    task, model = TASKS["tail"](), build_model(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    asked = [Question(*_pair(123)), Question(*_pair(456)), Question(np.append(_pair(7)[0], 3), _pair(7)[1])]
-    numbers = torch.rand((task.response_cap, 3), generator=torch.Generator().manual_seed(12_345)).numpy()
-    wanted: list[list[int] | None] = []
-    for column in numbers.T:
-        tokens = [int(u * countdown.VOCAB_SIZE) for u in column]
-        ends = [i for i, token in enumerate(tokens) if token in (countdown.ANSWER_ID, countdown.EOS_ID)]
-        answered = bool(ends) and tokens[ends[0]] == countdown.ANSWER_ID
-        wanted.append(tokens[: ends[0]] if answered else None)
-    assert sampled_drafts(model, task, asked, 0) == wanted
-    assert sampled_drafts(model, task, asked, 0) == wanted
 
 
 # ---------------------------------------------------------------- losses
@@ -511,39 +317,6 @@ def test_claims_are_judged_by_what_was_written_down() -> None:
     assert set(verdicts({}).values()) == {OPEN}
 
 
-def test_the_page_is_short_and_made_of_the_outcomes() -> None:
-    """It has at most WORDS words, whole; its figures move with the outcomes; nothing is infinite in JSON."""
-    fine, bad = made_up(), made_up(change=0.1)
-    text = page.page(DESIGN, fine)
-    assert len(text.split()) <= page.WORDS
-    assert text != page.page(DESIGN, bad)
-    assert len(page.page(DESIGN, bad).split()) <= page.WORDS
-    computed = page.figures(DESIGN, fine)
-    json.dumps(computed, allow_nan=False)
-    end = computed["arms"]["tail/over-2"]["end_minus_sync"]["mean"]
-    assert f"|tail, over-2|{end:+.3f} ±" in text
-    assert {f"{task}/{arm}" for task, arms in analysis.by_arm(fine).items() for arm in arms} == set(computed["arms"])
-
-
-def test_arms_are_paired_with_sync_of_their_rate_and_mean() -> None:
-    """An arm at twice the rate is compared with sync at twice the rate; that with sync at the task's rate."""
-    outcomes = made_up()
-    for name in [name for name in outcomes if name.startswith("tail/sync-rate2/")]:
-        lower = [msgspec.structs.replace(e, reward=e.reward - 0.2) for e in outcomes[name].evaluations]
-        outcomes[name] = msgspec.structs.replace(outcomes[name], evaluations=lower)
-    arms = page.figures(DESIGN, outcomes)["arms"]
-    for arm, sync, difference in (
-        ("over-2-rate2", "sync-rate2", 0.2),
-        ("sync-rate2", "sync", -0.2),
-        ("over-2-rate0.5", "sync-rate0.5", 0.0),
-        ("quorum-0.5-samplemean", "sync-samplemean", 0.0),
-        ("sync-none-delay5", "sync", 0.0),
-    ):
-        assert arms[f"tail/{arm}"]["sync"] == f"tail/{sync}"
-        assert arms[f"tail/{arm}"]["end_minus_sync"]["mean"] == pytest.approx(difference, abs=0.005)
-    assert "end_minus_sync" not in arms["tail/sync"]
-
-
 def test_each_arm_is_compared_at_its_own_best_rate() -> None:
     """Where sync ends higher at twice its rate, all arms are beside that; fresh seeds are pooled; falls are counted."""
     outcomes = made_up()
@@ -561,23 +334,6 @@ def test_each_arm_is_compared_at_its_own_best_rate() -> None:
     pooled = computed["pooled"]["tail and again, quorum-0.5"]
     assert (pooled["trainings"], pooled["falls"], pooled["end_minus_sync"]["n"]) == (36, 1, 36)
     assert "|1 of 36|" in page.page(DESIGN, outcomes)
-
-
-def test_the_page_says_which_figures_are_of_a_part_of_the_pairs() -> None:
-    """While trainings are missing, a row or a cell that lacks some names its pairs; one that has them all does not."""
-    whole = made_up()
-    assert " pairs)" not in page.page(DESIGN, whole)
-    gone = ("tail/over-2/1000", "long/sync/1010", "tail/sync-none-delay10/1001")
-    text = page.page(DESIGN, {name: outcome for name, outcome in whole.items() if name not in gone})
-    rows = [line for line in text.splitlines() if " pairs)" in line]
-    assert [row.split("|")[1] for row in rows] == [
-        "tail, over-2 (11/12 pairs)",
-        "long, over-2 (10/11 pairs)",
-        "tail and again, over-2 (11/12 pairs)",
-        "tail, none",
-    ]
-    assert rows[-1].count(" pairs)") == 1
-    assert "** (3/4 pairs)|" in rows[-1]
 
 
 def test_the_page_says_what_was_added_after_outcomes_were_seen() -> None:

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from april.core.sampling import SamplingParams
 from april.core.versions import PolicyVersion
 from april.engines.protocol import Chunk, Engine, EngineFinish, Request
 from april.errors import EngineError
-from april.testing import FakeEngine, Fault, FaultScript, conversation, fake_logprobs, fake_response
+from april.testing import FakeEngine, Fault, FaultScript, fake_logprobs, fake_response
 
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
 PROMPT = [7, 8, 9]
@@ -77,73 +76,6 @@ def test_log_probabilities_tell_the_version_and_the_token() -> None:
 
 
 @on_virtual_time
-async def test_lengths_and_responses() -> None:
-    """A number, a table, a function of the request, or the very tokens to say, cut at the first stop."""
-    by_function = FakeEngine(lengths=lambda r: int(conversation(r)[0]) - 3)
-    assert len(tokens_of((await read(by_function, ask()))[0])) == 4
-    says = FakeEngine(responses=lambda r: [5, 6, *conversation(r)[:1]])
-    assert tokens_of((await read(says, ask()))[0]) == [5, 6, 7, 0]
-    assert tokens_of((await read(says, ask(1, held=[5, 6])))[0]) == [7, 0]
-    assert tokens_of((await read(says, ask(2, stop_token_ids=(6,))))[0]) == [5, 6]
-    long = tokens_of((await read(says, ask(3, min_tokens=9)))[0])
-    assert (len(long), long[:3], long[-1], 0 in long[:-1]) == (9, [5, 6, 7], 0, False)
-    with pytest.raises(EngineError, match=r"the table of lengths has no entry for sample \(0, 0\)"):
-        await read(FakeEngine(lengths={(1, 0): 3}), ask())
-
-
-@on_virtual_time
-async def test_chunks_places_and_the_context() -> None:
-    """Chunks of the size asked for; requests beyond max_running wait their turn; the context ends a response."""
-    engine = FakeEngine(lengths=7, chunk_tokens=3, max_running=1, max_context=8)
-    (first, ended), (second, later) = await asyncio.gather(
-        read(engine, ask(0, max_tokens=4)), read(engine, ask(1, key=(0, 1)))
-    )
-    assert [len(c.tokens) for c in first] == [3, 1]
-    assert [len(c.tokens) for c in second] == [3, 2]  # 3 of prompt, 8 of context
-    assert second[-1].finish is EngineFinish.LENGTH
-    assert (ended, later) == (4.0, 9.0)
-
-
-@pytest.mark.parametrize("prefix", [False, True])
-@on_virtual_time
-async def test_an_abort_ends_with_what_was_generated(prefix: bool) -> None:
-    """One, all, by prefix where asked for; running and waiting requests end; unknown ids are ignored."""
-    engine = FakeEngine(lengths=20, max_running=2, prefix_abort=prefix)
-    tasks = [asyncio.create_task(read(engine, ask(i, key=(i, 0)))) for i in range(3)]
-    await asyncio.sleep(5)
-    await engine.abort(["00000000", "unknown", "0000000"])
-    if not prefix:
-        await asyncio.sleep(1)
-        await engine.abort()
-    ends = [await task for task in tasks]
-    assert [len(tokens_of(chunks)) for chunks, _ in ends] == ([5, 5, 0] if prefix else [5, 6, 1])
-    assert {chunks[-1].finish for chunks, _ in ends} == {EngineFinish.ABORT}
-    assert [a.attempt_ids for a in engine.aborts][1:] == ([] if prefix else [None])
-    assert engine.open_streams == 0
-
-
-@on_virtual_time
-async def test_a_pause_hands_over_under_the_old_version() -> None:
-    """While paused nothing is generated and nothing begins; tokens made before it carry the version that made them."""
-    engine = FakeEngine(lengths=10, weight_update_s=2.0)
-    with pytest.raises(EngineError, match="only while it is paused"):
-        await engine.update_weights(V1)
-    task = asyncio.create_task(read(engine, ask()))
-    await asyncio.sleep(4)
-    await engine.pause()
-    await engine.update_weights(V1, "/weights")
-    late = asyncio.create_task(read(engine, ask(1)))
-    await asyncio.sleep(10)
-    await engine.resume()
-    chunks, ended = await task
-    assert [(len(c.tokens), c.version) for c in chunks] == [(4, V0), (6, V1)]
-    assert chunks[1].logprobs.tolist() == fake_logprobs(chunks[1].tokens, V1).tolist()
-    assert ended == 4 + 2 + 2 + 10 + 6
-    assert (await late)[0][0].version == V1
-    assert engine.updates == [(8.0, V1, "/weights")]
-
-
-@on_virtual_time
 async def test_what_must_not_be_asked_is_refused_and_written_down() -> None:
     """An id twice, a prefix of an id, a response behind its end, an empty budget: each is a violation by name."""
     engine = FakeEngine(lengths=4)
@@ -174,42 +106,6 @@ async def test_the_record_does_not_change_with_the_chunk() -> None:
     request.token_ids[:] = 1
     (record,) = engine.attempts_of((0, 0))
     assert (record.tokens.tolist(), record.logprobs.tolist(), record.request.token_ids.tolist()) == before
-
-
-@on_virtual_time
-async def test_a_dead_engine_refuses_everything_until_it_is_revived() -> None:
-    """At its time all streams break; requests, aborts, pauses and updates raise, a probe says so; then all is well."""
-    script = FaultScript(Fault("engine_dies", from_s=5.0, seconds=10.0))
-    engine = FakeEngine(lengths=8, chunk_tokens=2, faults=script)
-    with pytest.raises(EngineError, match="died"):
-        await read(engine, ask())
-    assert engine.attempts["00000000"].count == 4
-    assert engine.attempts["00000000"].withheld == 1
-    update = partial(engine.update_weights, V1)
-    for call in (partial(read, engine, ask(1)), engine.abort, engine.pause, engine.resume, update):
-        with pytest.raises(EngineError, match="is dead"):
-            await call()
-    assert not (await engine.health()).ok
-    await asyncio.sleep(10)
-    assert (await engine.health()).ok
-    assert len(tokens_of((await read(engine, ask(2)))[0])) == 8
-    assert [(f.at_s, f.engine) for f in script.fired] == [(5.0, "fake")]
-
-
-@on_virtual_time
-async def test_close_ends_everything() -> None:
-    """Streams that are open raise, later requests are refused, timers are gone."""
-    engine = FakeEngine(lengths=8, faults=FaultScript(Fault("engine_dies", from_s=1e6)))
-    task = asyncio.create_task(read(engine, ask()))
-    await asyncio.sleep(2)
-    await engine.close()
-    await engine.close()
-    with pytest.raises(EngineError, match="was closed"):
-        await task
-    with pytest.raises(EngineError, match="is closed"):
-        await read(engine, ask(1))
-    assert not (await engine.health()).ok
-    assert engine.attempts["00000000"].withheld == 2
 
 
 async def _aborted(fault: Fault, abort_after: list[float], length: int = 30) -> tuple[FakeEngine, list[Chunk], float]:
@@ -253,19 +149,6 @@ async def test_aborts_and_stalls(
     assert said == ([*whole[:5], whole[4]] if record.repeated else whole[:tokens])
 
 
-@pytest.mark.parametrize("after", [0, 3, 8])
-@on_virtual_time
-async def test_a_stream_breaks_off_after_exactly_so_many_tokens(after: int) -> None:
-    """None, some, or all of them: behind the last token the finish is missing."""
-    engine = FakeEngine(lengths=8, faults=FaultScript(Fault("break_off", after_tokens=after)))
-    with pytest.raises(EngineError, match=f"breaks the stream off after {after} tokens"):
-        await read(engine, ask())
-    record = engine.attempts["00000000"]
-    assert (record.count, [c.finish for c in record.chunks if c.finish]) == (after, [])
-    chunks, _ = await read(engine, ask(1))
-    assert len(tokens_of(chunks)) == 8
-
-
 WRONG: dict[str, Callable[[list[Chunk]], bool]] = {
     "nan_logprob": lambda chunks: bool(np.isnan(chunks[1].logprobs).any()),
     "positive_logprob": lambda chunks: bool(chunks[1].logprobs.max() > 0.1),
@@ -291,23 +174,6 @@ async def test_wrong_chunks(kind: str) -> None:
     chunks, _ = await read(engine, ask(1))
     assert not engine.attempts["00000001"].wrong
     assert tokens_of(chunks) == fake_response(PROMPT, (0, 0), 8).tolist()
-
-
-@on_virtual_time
-async def test_probes_and_updates_fail_as_often_as_asked() -> None:
-    """sick_probe and failed_update count calls, on the engine they name."""
-    script = FaultScript(Fault("sick_probe", times=2), Fault("failed_update", engine="b", times=2))
-    a, b = FakeEngine("a", faults=script), FakeEngine("b", faults=script)
-    assert [(await a.health()).ok for _ in range(4)] == [False, False, True, True]
-    for engine in (a, b):
-        await engine.pause()
-    await a.update_weights(V1)
-    for _ in range(2):
-        with pytest.raises(EngineError, match="makes this weight update fail"):
-            await b.update_weights(V1)
-    await b.update_weights(V1)
-    assert (a.version, b.version) == (V1, V1)
-    assert not script.unfired
 
 
 def test_unusable_engines_are_refused() -> None:

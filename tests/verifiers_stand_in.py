@@ -73,9 +73,8 @@ class Environment:
         async with aiohttp.ClientSession() as http:
             for number, trainable in enumerate(self.agents):
                 name = f"{task.data['number']}-{number}-{id(context)}"
-                trace = SimpleNamespace(
-                    id=name, agent=SimpleNamespace(trainable=trainable), reward=number + 1.0, errors=()
-                )
+                agent = SimpleNamespace(name=f"agent{number}", trainable=trainable)
+                trace = SimpleNamespace(id=name, agent=agent, reward=number + 1.0, errors=())
                 on_trace(trace)
                 headers = {**context.client.headers, "X-Session-ID": name, "Authorization": "Bearer EMPTY"}
                 body = {"messages": [{"role": "user", "content": f"{name} #hello"}]}

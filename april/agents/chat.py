@@ -10,12 +10,19 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeGuard
+from unicodedata import normalize
 
 from april.core.tape import Float32, Int32
 from april.images.chat_images import is_image
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
+
+
+class ReadMessages(list[Message]):
+    """Messages that were checked and converted before."""
+
+
 Finish = Literal["stop", "length", "tool_calls"]
 NOT_READ = "content: a part of type {!r} is not supported; april takes text, and images with processor= of the model"
 COMMIT_S = 5.0
@@ -48,6 +55,20 @@ class RequestError(Exception):
         self.retry = retry
 
 
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """A client's demand on the form of an answer.
+
+    Attributes:
+        tools: names of the tools of which the answer must call at least one, and no others; empty if no call is
+            demanded.
+        schema: JSON schema that the text of an answer without tool calls must match; None if any text is allowed.
+    """
+
+    tools: tuple[str, ...] = ()
+    schema: Any = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
     """A request to answer a conversation, or to continue token ids.
@@ -58,6 +79,7 @@ class ChatRequest:
         token_ids: tokens that are continued without a chat template (``/v1/completions``); () for a text, None for a
             chat.
         sampling: settings of the client: arguments of ``llm.generate``, and fields of DISTRIBUTION.
+        constraint: what the client demands of the form of the answer; None if nothing.
         stream: True if the answer is wanted as server-sent events.
         usage: True if the stream ends with token counts.
         logprobs: True if each token's log-probability is wanted.
@@ -69,6 +91,7 @@ class ChatRequest:
     tools: Tools = ()
     token_ids: Sequence[int] | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    constraint: Constraint | None = None
     stream: bool = False
     usage: bool = False
     logprobs: bool = False
@@ -150,7 +173,7 @@ def text_of(content: Any) -> str:
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in TEXT_PARTS:
+        if not isinstance(kind, str) or kind not in TEXT_PARTS:
             raise RequestError(NOT_READ.format(kind))
         if is_image({**part, "type": None}):
             raise RequestError(f"content: a part of type {kind!r} has an image; give the image a part of its own")
@@ -162,24 +185,28 @@ TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refu
 """Types of text parts, each with the field that holds the text."""
 
 
-def message_key(message: Message) -> str:
+def message_key(message: Message, *, exact: bool = False) -> str:
     """Return a key of a message that stays the same when a client sends the message back.
 
     Clients add nulls, write "" for null, reformat arguments and drop the reasoning; the key ignores these changes.
+    Unless ``exact``, it also ignores what a reader does not see: white space around the text and at the ends of lines,
+    and the Unicode forms in which the same characters can be written.
     """
     calls = [
         (call.get("id"), call["function"]["name"], _parsed_arguments(call["function"]["arguments"]))
         for call in message.get("tool_calls") or ()
     ]
-    key = [message["role"], _content_key(message.get("content")), calls, message.get("tool_call_id")]
-    return json.dumps(key, sort_keys=True, ensure_ascii=False)
-
-
-def _content_key(content: Any) -> Any:
-    """Return the text of a message's content, or its parts with the hash of its bytes in place of each image."""
+    content = message.get("content")
     if not has_images(content):
-        return text_of(content)
-    return [{"image": part["picture"].attachment.digest} if is_image(part) else part["text"] for part in content]
+        content = text_of(content)
+        content = content if exact else "\n".join([line.rstrip() for line in content.strip().splitlines()])
+    else:
+        content = [{"image": part["picture"].attachment.digest} if is_image(part) else part["text"] for part in content]
+    parts = [message["role"], content, calls, message.get("tool_call_id")]
+    if message["role"] != "assistant":
+        parts.append(message.get("name"))  # some templates write it; frameworks add names of their own to answers
+    key = json.dumps(parts, sort_keys=True, ensure_ascii=False)
+    return key if exact else normalize("NFC", key)
 
 
 def _parsed_arguments(arguments: Any) -> Any:

@@ -7,8 +7,10 @@ the tokens that the template writes after them.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +25,12 @@ if TYPE_CHECKING:
     from april.images.image_placer import ImagePlacer
 
 
+LAST_TURN_TOKENS = 1 << 11
+"""Number of tokens at the end of a prompt in which the beginning of its last message is looked for first."""
+LATEST_MESSAGES = 8
+"""Least number of messages that represent a long conversation when a template is asked for the tokens after them."""
+
+
 @dataclass(frozen=True, slots=True)
 class ParsedAnswer:
     """The content of generated tokens: text, reasoning, and tool calls (id or None, name, JSON of an object)."""
@@ -30,6 +38,34 @@ class ParsedAnswer:
     text: str
     reasoning: str
     calls: tuple[tuple[str | None, str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """How a template writes an answer that is one tool call whose arguments are a JSON object.
+
+    The answer is ``begin``, the tool's name, ``middle``, the arguments, and ``end``. ``marks`` are the tokens for the
+    marks of the template, such as ``<tool_call>``, which a model could also spell in other tokens.
+    """
+
+    begin: str
+    middle: str
+    end: str
+    marks: Mapping[str, int] = field(default_factory=dict)
+
+    def form(self, name: str, schema: Any) -> dict[str, Any]:
+        """Return the part of a structural tag that allows calls of the tool with this name, and nothing else."""
+        arguments = {"type": "json_schema", "json_schema": schema}
+        before, after = self._forms(f"{self.begin}{name}{self.middle}"), self._forms(self.end)
+        return {"type": "sequence", "elements": [*before, arguments, *after]}
+
+    def _forms(self, text: str) -> list[dict[str, Any]]:
+        parts = re.split(f"({'|'.join(map(re.escape, self.marks))})", text) if self.marks else [text]
+        return [
+            {"type": "const_string", "value": part} if (token := self.marks.get(part)) is None
+            else {"type": "token", "token": token}
+            for part in parts if part
+        ]  # fmt: skip
 
 
 class ChatTemplate:
@@ -55,8 +91,12 @@ class ChatTemplate:
             # the package has no renderer for this vision model
             self._renderer = renderers.create_renderer(tokenizer, renderers.DefaultRendererConfig())
         self._ok = renderers.ToolCallParseStatus.OK
-        self._writes_tools: dict[str, bool] = {}
         self._bridges = not isinstance(self._renderer, renderers.DefaultRenderer)
+        self._turn_ends = np.array(self._renderer.get_stop_token_ids(), np.int32)
+        self._whole_conversations = False
+        """True once the template has written other tokens for a long conversation than for its latest turns."""
+        self._compared: dict[tuple[Any, ...], int] = {}
+        """Greatest number of messages with which both were compared, by the kinds of the messages that follow."""
 
     def render(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         """Return the token ids of a conversation, up to the start of the assistant's answer.
@@ -104,18 +144,52 @@ class ChatTemplate:
         if any(m["role"] == "assistant" for m in plain):
             return None
         if self._bridges and not _shows(new):
-            prompt, answer = ids[:prompt_length].tolist(), ids[prompt_length:].tolist()
+            start = self._last_turn(ids[:prompt_length])
+            prompt, answer = ids[start:prompt_length].tolist(), ids[prompt_length:].tolist()
             bridged = self._renderer.bridge_to_next_turn(prompt, answer, plain, tools=list(tools) or None)
-            return None if bridged is None else np.array(bridged.token_ids, np.int32)
-        tail = self._by_difference([_plain(m) for m in said], plain, tools)
+            return None if bridged is None else np.concatenate((ids[:start], np.array(bridged.token_ids, np.int32)))
+        tail = self._by_difference(said, plain, tools)
         if tail and prompt_length < len(ids) and ids[-1] == tail[0]:
             tail = tail[1:]  # the token that ends the turn is already there: the model has generated it
         return None if tail is None else np.concatenate((ids, np.array(tail, np.int32)))
 
-    def _by_difference(self, said: list[dict[str, Any]], new: list[dict[str, Any]], tools: Tools) -> list[int] | None:
-        """Return the tokens behind the answer, by comparing what the template writes with and without ``new``."""
+    def _last_turn(self, prompt: Int32) -> int:
+        """Return where the last message of a prompt begins: after the last but one token that ends a turn, or at 0.
+
+        A renderer looks only at the end of a prompt. The cost of a turn thus does not grow with the conversation.
+        """
+        for start in (max(0, len(prompt) - LAST_TURN_TOKENS), 0):
+            ends = np.flatnonzero((prompt[start:, None] == self._turn_ends).any(1))
+            if len(ends) > 1:
+                return start + int(ends[-2])
+        return 0
+
+    def _by_difference(self, said: Sequence[Message], new: list[dict[str, Any]], tools: Tools) -> list[int] | None:
+        """Return the tokens behind the answer, by comparing what the template writes with and without ``new``.
+
+        A long conversation is represented by its system messages and its latest turns, as long as the template writes
+        the same tokens then. Before the first tokens are taken from that, and whenever the conversation has doubled,
+        they are compared with those after the whole conversation, and after one that is twice as long: a template may
+        number messages or images, or write other tokens from some number of messages on.
+        """
+        short = 0 if self._whole_conversations else _latest_turns(said)
+        if not short:
+            return self._difference(said, new, tools)
+        found = self._difference([*(m for m in said[:short] if m["role"] == "system"), *said[short:]], new, tools)
+        kinds = (*(m["role"] for m in new), _shows(new), _shows(said[:short]), bool(tools))
+        if found is not None and len(said) <= self._compared.get(kinds, 0):
+            return found
+        begin = next((i for i, message in enumerate(said) if message["role"] == "user"), 0)
+        turns = list(said[begin:short])
+        longer = [*said[:short], *turns * (len(said) // max(1, len(turns)) + 1), *said[short:]]
+        whole = self._difference(said, new, tools)
+        self._whole_conversations |= not whole == found == self._difference(longer, new, tools)
+        self._compared[kinds] = len(longer)
+        return whole
+
+    def _difference(self, said: Sequence[Message], new: list[dict[str, Any]], tools: Tools) -> list[int] | None:
         mark = "\u241e answer \u241e"  # stands for the answer; a template may strip white space, but not this text
-        before = [*said[:-1], {"role": "assistant", "content": mark}]
+        before = [*(_plain(m) for m in said[:-1]), {"role": "assistant", "content": mark}]
         without, whole = self._text(before, tools, False), self._text([*before, *new], tools, True)
         if without is None or whole is None or whole.count(mark) != 1:
             return None
@@ -136,10 +210,34 @@ class ChatTemplate:
             return None
         return text
 
-    def parse(self, tokens: list[int], prompt: list[int], tools: Tools) -> ParsedAnswer:
-        """Parse generated tokens; a malformed tool call stays in the text unchanged."""
+    def call_format(self, tools: Tools) -> CallFormat | None:
+        """Return how the template writes a tool call; None if not with its arguments as one JSON object."""
+        name, argument = "tool_20_name", "argument_20_name"  # stand for a name and for arguments
+        asked = {"role": "user", "content": "?"}
+        function = {"name": name, "arguments": {argument: 1}}
+        calls = [{"id": "0", "type": "function", "function": function}]
+        call = {"role": "assistant", "content": "", "tool_calls": calls}
         try:
-            parsed = self._renderer.parse_response(tokens, tools=list(tools) or None, prompt_ids=prompt)
+            prompt = self.render([asked], tools)
+            whole = self._renderer.render_ids([asked, call], tools=list(tools) or None, add_generation_prompt=False)
+        except Exception:  # whatever a template raises, it writes no such call
+            return None
+        ends = self._renderer.get_stop_token_ids()
+        answer = list(takewhile(lambda token: token not in ends, whole[len(prompt) :]))
+        text = str(self._tokenizer.decode(answer))
+        arguments = re.search(rf'\{{\s*"{argument}":\s*1\s*\}}', text)
+        if whole[: len(prompt)] != prompt or arguments is None or text.count(name) != 1:
+            return None
+        at = text.index(name)
+        added: dict[str, int] = getattr(self._tokenizer, "get_added_vocab", dict)()
+        marks = {mark: token for mark, token in added.items() if token in answer}
+        return CallFormat(text[:at], text[at + len(name) : arguments.start()], text[arguments.end() :], marks)
+
+    def parse(self, tokens: list[int], prompt: Int32, tools: Tools) -> ParsedAnswer:
+        """Parse generated tokens; a malformed tool call stays in the text unchanged."""
+        last_turn = prompt[self._last_turn(prompt) :].tolist()
+        try:
+            parsed = self._renderer.parse_response(tokens, tools=list(tools) or None, prompt_ids=last_turn)
         except (ValueError, RecursionError):  # such as numbers with thousands of digits, or brackets thousands deep
             return ParsedAnswer(self._tokenizer.decode(tokens[:-1]), "", ())
         text, calls = parsed.content, []
@@ -173,6 +271,15 @@ def json_object(arguments: Any) -> str | None:
     if not isinstance(value, dict):
         return None
     return arguments if isinstance(arguments, str) else json.dumps(value)
+
+
+def _latest_turns(said: Sequence[Message]) -> int:
+    """Return where the latest turns of a conversation begin: with a question, LATEST_MESSAGES or more before the end.
+
+    0 means that the conversation is too short to be represented by its latest turns.
+    """
+    before = range(len(said) - LATEST_MESSAGES, LATEST_MESSAGES, -1)
+    return next((i for i in before if said[i]["role"] == "user"), 0)
 
 
 def _plain(message: Message) -> dict[str, Any]:

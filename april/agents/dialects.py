@@ -1,7 +1,7 @@
 """The API formats (dialects) of the endpoint: OpenAI's chat and text completions, and Anthropic's messages.
 
 Each dialect reads a body into a ChatRequest, writes an Answer as one body or as a stream, and formats errors as its
-clients expect. Every parameter is honoured, known to have no effect, or refused by name; none is dropped silently.
+clients expect. The table in ``client_fields`` says what becomes of each field of a request; none is dropped silently.
 """
 
 from __future__ import annotations
@@ -10,7 +10,19 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
-from april.agents.chat import DISTRIBUTION, Answer, ChatRequest, RequestError, checked_content, has_images, text_of
+from april.agents.chat import (
+    Answer,
+    ChatRequest,
+    Constraint,
+    Message,
+    ReadMessages,
+    RequestError,
+    checked_content,
+    has_images,
+    text_of,
+)
+from april.agents.client_fields import CHAT, MESSAGES, TEXT, RequestBody
+from april.agents.constraints import read_format, read_tool_choice
 from april.images.chat_images import MARK
 
 Json = dict[str, Any]
@@ -23,9 +35,15 @@ class Dialect(Protocol):
 
     ping: bytes
     """Bytes that keep a stream alive."""
+    history: str
+    """Field with the conversation, whose messages can be read one by one by ``read_one``; empty if there is none."""
 
     def read(self, body: Json) -> ChatRequest:
-        """Read a request; raises RequestError."""
+        """Read a request, whose ``history`` may have been read already; raises RequestError."""
+        ...
+
+    def read_one(self, i: int, message: Any) -> list[Json]:
+        """Read message ``i`` of ``history``; raises RequestError."""
         ...
 
     def response_body(self, answer: Answer, request: ChatRequest) -> Json:
@@ -41,89 +59,49 @@ class Dialect(Protocol):
         ...
 
 
-class JsonBody:
-    """The fields of a request body; :meth:`refuse_rest` refuses every field that was neither taken nor ignored."""
-
-    def __init__(self, body: Any) -> None:
-        if not isinstance(body, dict):
-            raise RequestError("the body must be a JSON object")
-        self._unread: Json = {name: value for name, value in body.items() if value is not None}
-
-    def take(self, name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-        """Remove a field and return its value, which must be of this type; ``default`` if it is missing or null."""
-        value = self._unread.pop(name, None)
-        if value is None:
-            return default
-        kinds = kind if isinstance(kind, tuple) else (kind,)
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            wanted = " or ".join(k.__name__ for k in kinds)
-            raise RequestError(f"{name} must be {wanted}, got {json.dumps(value)[:100]}")
-        return value
-
-    def ignore(self, names: Iterable[str]) -> None:
-        """Discard fields that have no effect on the answer."""
-        for name in names:
-            self._unread.pop(name, None)
-
-    def ignore_neutral(self, **values: Any) -> None:
-        """Accept fields with the one value that has no effect; raises RequestError for any other value."""
-        for name, value in values.items():
-            given = self._unread.pop(name, value)
-            if given != value:
-                raise RequestError(f"{name}={json.dumps(given)[:100]} is not supported; leave it out")
-
-    def refuse_rest(self) -> None:
-        """Raise RequestError if a field is left over."""
-        if self._unread:
-            raise RequestError(f"unknown or unsupported parameters: {', '.join(sorted(self._unread))}")
-
-    def sampling(self, limit: Any, stops: str) -> Json:
-        """Return the sampling settings of the client; see :attr:`ChatRequest.sampling`."""
-        stop = self.take(stops, (str, list))
-        stop = [stop] if isinstance(stop, str) else stop
-        if stop is not None and not (len(stop) <= MAX_STOP_STRINGS and all(isinstance(s, str) for s in stop)):
-            raise RequestError(f"{stops} must be a string or a list of up to {MAX_STOP_STRINGS} strings")
-        found = {
-            "max_tokens": limit,
-            "temperature": self.take("temperature", (int, float)),
-            "top_p": self.take("top_p", (int, float)),
-            "stop": stop,
-            **{name: self._unread.pop(name, None) for name in DISTRIBUTION if name not in ("temperature", "top_p")},
-        }
-        return {name: value for name, value in found.items() if value is not None}
-
-
-MAX_STOP_STRINGS = 64
-IGNORED = (
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "parallel_tool_calls", "reasoning_effort", "verbosity", "prediction", "betas",
-)  # fmt: skip
-"""Fields that are accepted and have no effect."""
-
-
-def read_messages(value: Any) -> list[Json]:
+def read_messages(value: Any) -> list[Message]:
     """Return a conversation in OpenAI's format; raises RequestError."""
     if not isinstance(value, list) or not value:
         raise RequestError("messages must be a list that is not empty")
-    messages = []
-    for i, given in enumerate(value):
-        if not isinstance(given, dict) or given.get("role") not in ROLES:
-            raise RequestError(f"messages[{i}] must be an object whose role is one of {', '.join(ROLES)}")
-        message = {**given, "role": "system" if given["role"] == "developer" else given["role"]}
-        message["content"] = checked_content(message.get("content"))
-        for name in NON_CONTENT_FIELDS.intersection(message):
-            if message[name]:
-                raise RequestError(f"messages[{i}].{name} is not supported; images are parts of the content")
-        if not isinstance(message.get("tool_calls") or [], list):
-            raise RequestError(f"messages[{i}].tool_calls must be a list")
-        for call in message.get("tool_calls") or ():
-            function = call.get("function") if isinstance(call, dict) else None
-            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-                raise RequestError(f"messages[{i}].tool_calls: each must have a function with a name")
-            if not isinstance(function.get("arguments"), (str, dict)):
-                raise RequestError(f"messages[{i}].tool_calls: arguments must be JSON text")
-        messages.append(message)
-    return messages
+    return value if isinstance(value, ReadMessages) else [read_message(i, given) for i, given in enumerate(value)]
+
+
+def read_message(i: int, given: Any) -> Json:
+    """Return message ``i`` of a conversation in OpenAI's format; raises RequestError."""
+    if not isinstance(given, dict) or given.get("role") not in ROLES:
+        raise RequestError(f"messages[{i}] must be an object whose role is one of {', '.join(ROLES)}")
+    message = {**given, "role": "system" if given["role"] == "developer" else given["role"]}
+    message["content"] = checked_content(message.get("content"))
+    for name in NON_CONTENT_FIELDS.intersection(message):
+        if message[name]:
+            raise RequestError(f"messages[{i}].{name} is not supported; images are parts of the content")
+    if not isinstance(message.get("tool_calls") or [], list):
+        raise RequestError(f"messages[{i}].tool_calls must be a list")
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RequestError(f"messages[{i}].tool_calls: each must have a function with a name")
+        if not isinstance(function.get("arguments"), (str, dict)):
+            raise RequestError(f"messages[{i}].tool_calls: arguments must be JSON text")
+    if message.get("tool_calls"):
+        message["tool_calls"] = [_with_exact_arguments(call) for call in message["tool_calls"]]
+    return message
+
+
+class ExactArguments(dict[str, Any]):
+    """Arguments of a call that a client gives as an object. Equal if the JSON is: Python takes 1 for true."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ExactArguments) and json.dumps(self) == json.dumps(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+def _with_exact_arguments(call: Json) -> Json:
+    given = call["function"]["arguments"]
+    exact = ExactArguments(given) if isinstance(given, dict) else given
+    return {**call, "function": {**call["function"], "arguments": exact}}
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -146,44 +124,40 @@ def read_tools(value: Any) -> list[Json]:
     return tools
 
 
-def choose_tools(choice: Any, tools: list[Json]) -> list[Json]:
-    """Return the tools that the model is shown; raises RequestError for a choice that cannot be enforced."""
-    if choice in (None, "auto"):
-        return tools
-    if choice == "none":
-        return []
-    raise RequestError("tool_choice: only auto and none are supported, because a model cannot be forced to call a tool")
+def constraint_of(tools: tuple[str, ...], schema: Any) -> Constraint | None:
+    """Return what the client demands of the form of the answer; None if it demands nothing."""
+    return None if not tools and schema is None else Constraint(tools, schema)
 
 
 class OpenAIChat:
     """The dialect of ``/v1/chat/completions``."""
 
     ping = b": ping\n\n"
+    history = "messages"
+
+    def read_one(self, i: int, message: Any) -> list[Json]:
+        """Read message ``i`` of ``messages``."""
+        return [read_message(i, message)]
 
     def read(self, body: Json) -> ChatRequest:
         """Read a request."""
-        b = JsonBody(body)
+        b = RequestBody(body, CHAT)
         messages = read_messages(b.take("messages", list))
-        tools = choose_tools(b.take("tool_choice", (str, dict)), read_tools(b.take("tools", list)))
-        limit = b.take("max_completion_tokens", int)
-        limit = b.take("max_tokens", int, limit) if limit is None else limit
+        tools, demanded = read_tool_choice(b.take("tool_choice", (str, dict)), read_tools(b.take("tools", list)))
+        limit, older_limit = b.take("max_completion_tokens", int), b.take("max_tokens", int)
         options = b.take("stream_options", dict, {})
         request = ChatRequest(
             messages=messages,
             tools=tools,
-            sampling=b.sampling(limit, "stop"),
+            sampling=b.sampling(older_limit if limit is None else limit, "stop"),
+            constraint=constraint_of(demanded, read_format(b.take("response_format", dict), "response_format")),
             stream=b.take("stream", bool, False),
             usage=bool(options.get("include_usage")),
             logprobs=b.take("logprobs", bool, False),
             return_token_ids=b.take("return_token_ids", bool, False),
             model=b.take("model", str, ""),
         )
-        b.ignore((*IGNORED, "max_tokens"))
-        b.ignore_neutral(
-            n=1, top_logprobs=0, response_format={"type": "text"}, modalities=["text"], functions=[],
-            function_call="none",
-        )  # fmt: skip
-        b.refuse_rest()
+        b.finish()
         return request
 
     def response_body(self, answer: Answer, request: ChatRequest) -> Json:
@@ -238,9 +212,11 @@ def token_usage(answer: Answer) -> Json:
 class OpenAIText(OpenAIChat):
     """The dialect of ``/v1/completions``: text or token ids are continued as they are."""
 
+    history = ""
+
     def read(self, body: Json) -> ChatRequest:
         """Read a request."""
-        b = JsonBody(body)
+        b = RequestBody(body, TEXT)
         prompt = b.take("prompt", (str, list))
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
             prompt = prompt[0]
@@ -255,15 +231,14 @@ class OpenAIText(OpenAIChat):
             messages=() if ids else ({"role": "user", "content": prompt},),
             token_ids=prompt if ids else (),
             sampling=b.sampling(b.take("max_tokens", int, 16), "stop"),
+            constraint=constraint_of((), read_format(b.take("response_format", dict), "response_format")),
             stream=b.take("stream", bool, False),
             usage=bool(options.get("include_usage")),
             logprobs=logprobs is not None,
             return_token_ids=b.take("return_token_ids", bool, False),
             model=b.take("model", str, ""),
         )
-        b.ignore(IGNORED)
-        b.ignore_neutral(n=1, best_of=1, echo=False, suffix="")
-        b.refuse_rest()
+        b.finish()
         return request
 
     def response_body(self, answer: Answer, request: ChatRequest) -> Json:
@@ -303,29 +278,34 @@ class Anthropic:
     """The dialect of ``/v1/messages``."""
 
     ping = b'event: ping\ndata: {"type": "ping"}\n\n'
+    history = "messages"
+
+    def read_one(self, i: int, message: Any) -> list[Json]:
+        """Read message ``i`` of ``messages``; each tool result in it becomes a message of its own."""
+        return [read_message(i, converted) for converted in self._message(i, message)]
 
     def read(self, body: Json) -> ChatRequest:
         """Read a request."""
-        b = JsonBody(body)
+        b = RequestBody(body, MESSAGES)
         system = text_of(b.take("system", (str, list)))
-        messages = [{"role": "system", "content": system}] if system else []
-        for i, message in enumerate(b.take("messages", list, [])):
-            messages += self._message(i, message)
+        messages = ReadMessages([{"role": "system", "content": system}] if system else [])
+        given = b.take("messages", list, [])
+        if isinstance(given, ReadMessages):
+            messages += given
+        else:
+            messages += [message for i, sent in enumerate(given) for message in self.read_one(i, sent)]
         tools = [self._tool(i, tool) for i, tool in enumerate(b.take("tools", list, []))]
-        choice = b.take("tool_choice", dict, {}).get("type")
-        thinking = b.take("thinking", dict, {}).get("type", "disabled")
-        if thinking not in ("disabled", "enabled", "adaptive"):
-            raise RequestError(f"thinking: {thinking!r} is not supported")
+        tools, demanded = read_tool_choice(b.take("tool_choice", dict), read_tools(tools))
+        older, config = b.take("output_format", dict), b.take("output_config", dict, {})
         request = ChatRequest(
             messages=read_messages(messages),
-            tools=choose_tools(choice, read_tools(tools)),
+            tools=tools,
             sampling=b.sampling(b.take("max_tokens", int), "stop_sequences"),
+            constraint=constraint_of(demanded, read_format(config.get("format") or older, "output_config.format")),
             stream=b.take("stream", bool, False),
             model=b.take("model", str, ""),
         )
-        b.ignore((*IGNORED, "context_management", "output_config"))
-        b.ignore_neutral(mcp_servers=[], container="")
-        b.refuse_rest()
+        b.finish()
         return request
 
     @staticmethod

@@ -12,12 +12,15 @@ import hashlib
 import hmac
 import json
 import logging
+import re
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from ipaddress import ip_address, ip_network
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from april.agents.chat import COMMIT_S, KEEPALIVE_S, Answer, ChatRequest, RequestError
@@ -71,9 +74,9 @@ class ServedSession:
     """Reason why the latest refused request was refused; empty if there is none."""
 
     @property
-    def has_accepted_requests(self) -> bool:
-        """True if at least one request was not refused."""
-        return any(self.session.requests.values())
+    def has_received_answers(self) -> bool:
+        """True if a client has received the answer to at least one request."""
+        return bool(self.session.received_calls())
 
     @property
     def url(self) -> str:
@@ -84,10 +87,13 @@ class ServedSession:
         """Return base URL and key for a client of several sessions, which names one per request (``X-Session-ID``)."""
         return f"{self.endpoint.url}/{SHARED_PATH}/v1", self.endpoint.key
 
-    def register_name(self, name: str) -> None:
-        """Register this session under a name, for clients of :meth:`shared_address`. May be called from any thread."""
+    def register_name(self, name: str, refusal: str = "") -> None:
+        """Register this session under a name, for clients of :meth:`shared_address`. May be called from any thread.
+
+        Requests with the name are refused with the text ``refusal`` unless it is empty.
+        """
         self.names.append(name)
-        self.endpoint._sessions_by_name[name] = self
+        self.endpoint._sessions_by_name[name] = refusal or self
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +120,8 @@ class Endpoint:
         port: port to listen on; 0 means any free one.
         commit_s: see COMMIT_S.
         alive_s: see KEEPALIVE_S.
+        reached_at: host or host:port by which clients reach the server, for ``url``; empty means ``host``.
+        clients: networks whose clients may connect; this machine always may. Empty means that everybody may.
         grace_s: see GRACE_S.
         model: name of the model in ``/v1/models``.
         add_routes: function that adds further routes.
@@ -123,11 +131,14 @@ class Endpoint:
     port: int = 0
     commit_s: float = COMMIT_S
     alive_s: float = KEEPALIVE_S
+    reached_at: str = ""
+    clients: Sequence[str] = ()
     grace_s: float = GRACE_S
     model: str = "april"
     add_routes: Callable[[web.UrlDispatcher], None] = lambda router: None
     _sessions_by_path: dict[str, ServedSession] = field(default_factory=dict)
-    _sessions_by_name: dict[str, ServedSession] = field(default_factory=dict)
+    _sessions_by_name: dict[str, ServedSession | str] = field(default_factory=dict)
+    """Sessions by the names of their clients; a string is the text with which requests of that name are refused."""
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
     _thread: threading.Thread | None = None
@@ -170,7 +181,7 @@ class Endpoint:
     # ---------------------------------------------------------------- on its loop
 
     async def _start(self) -> None:
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_responses])
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_responses, self._refuse_others])
         self.add_routes(app.router)
         for base in ("/{path}", "/{path}/v1", "/{path}/v1/v1"):  # Anthropic's clients append /v1 themselves
             for route, dialect in ROUTES.items():
@@ -180,8 +191,19 @@ class Endpoint:
         # Cancel a handler when its client leaves, because an equal request is a retry only if no client waits.
         self._listener = HttpListener(app, SHUTDOWN_S, cancel_handlers=True, logger=wire_log)
         _, port = await self._listener.start((self.host, self.port))
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        self.url = f"http://{host}:{port}"
+        host = self.reached_at or (f"[{self.host}]" if ":" in self.host else self.host)
+        self.url = f"http://{host}" if re.search(r":\d+$", self.reached_at) else f"http://{host}:{port}"
+
+    @web.middleware
+    async def _refuse_others(self, request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
+        """Refuse clients from other networks than ``clients``."""
+        if self.clients:
+            peer = ip_address((request.remote or "").partition("%")[0])
+            peer = getattr(peer, "ipv4_mapped", None) or peer
+            if not (peer.is_loopback or any(peer in ip_network(network) for network in self.clients)):
+                raise RequestError(f"clients at {peer} may not connect; see agents.clients", 403, "permission_error")
+        response: web.StreamResponse = await handler(request)
+        return response
 
     async def _stop(self) -> None:
         for served in list(self._sessions_by_path.values()):
@@ -200,15 +222,11 @@ class Endpoint:
         name = request.headers.get("X-Session-ID")
         if served is None and name is None and request.path.endswith("count_tokens"):
             served = next(iter(self._sessions_by_path.values()), None)  # all sessions count tokens alike
-        served = served or self._sessions_by_name.get(name or "")
-        if served is None:
-            raise RequestError(
-                f"no sample has the name {name!r:.100} (X-Session-ID): the model {self.model!r} is the policy, which "
-                "only answers agents that are trained; other models, such as a user simulator or a judge, need an "
-                "entry of their own in the environment's configuration", 404, "not_found_error",
-            )  # fmt: skip
-        served.on_request()
-        return served
+        found = served or self._sessions_by_name.get(name or "", f"no sample has the name {name!r:.100} (X-Session-ID)")
+        if isinstance(found, str):
+            raise RequestError(found, 404, "not_found_error")
+        found.on_request()
+        return found
 
     async def _models(self, request: web.Request) -> web.Response:
         context = self._session_of(request).session.max_context
@@ -244,19 +262,22 @@ class Endpoint:
         return handle
 
     async def _submit(self, session: Session, dialect: Dialect, request: web.Request) -> tuple[AnswerTask, ChatRequest]:
-        body = await read_json_body(request, _max_body_bytes(session))
+        fields = decode_json(await read_body(request, _max_body_bytes(session)), dict[str, msgspec.Raw])
+        history, digest = fields.get(dialect.history, b"null"), b""
+        sent = decode_json(history, list[msgspec.Raw]) if bytes(memoryview(history)[:1]) == b"[" else []
+        body = {name: decode_json(value) for name, value in fields.items() if not (sent and name == dialect.history)}
+        if sent:
+            read_one = lambda i, message: dialect.read_one(i, decode_json(message))  # noqa: E731
+            body[dialect.history], digest = session.reader.read(dialect, sent, read_one)
         chat_request = dialect.read(body)
         if len(chat_request.messages) > MAX_MESSAGES:
             raise RequestError(f"more than {MAX_MESSAGES} messages in one conversation")
-        for stream in ("stream", "stream_options"):
-            body.pop(stream, None)
-        client = request.headers.get("X-Session-ID", "")
-        try:
-            identity = json.dumps([request.path, client, body], sort_keys=True, allow_nan=False)
-        except ValueError:
-            raise RequestError("the body is not JSON: it has a number that is not finite") from None
+        for name in (dialect.history, "stream", "stream_options"):
+            body.pop(name, None)
+        identity = [request.path, request.headers.get("X-Session-ID", ""), body, digest.hex()]
+        identity_digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         retry = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-        return session.submit(chat_request, hashlib.sha256(identity.encode()).hexdigest(), retry=retry), chat_request
+        return session.submit(chat_request, identity_digest, retry=retry), chat_request
 
     async def _send_answer(
         self, request: web.Request, dialect: Dialect, chat_request: ChatRequest, answer_task: AnswerTask
@@ -354,6 +375,11 @@ def _max_body_bytes(session: Session) -> int:
 
 async def read_json_body(request: web.Request, max_bytes: int) -> Any:
     """Return the JSON of a request whose body has at most ``max_bytes`` bytes; raises RequestError."""
+    return decode_json(await read_body(request, max_bytes))
+
+
+async def read_body(request: web.Request, max_bytes: int) -> bytes:
+    """Return the body of a request, ``{}`` if it is empty; raises RequestError for more than ``max_bytes`` bytes."""
     too_large = RequestError(f"the body is larger than {max_bytes:,} bytes, the limit at the moment", 413)
     if (request.content_length or 0) > max_bytes:
         raise too_large
@@ -367,16 +393,16 @@ async def read_json_body(request: web.Request, max_bytes: int) -> Any:
         raise RequestError(f"the body cannot be decoded: {type(error).__name__}") from None
     if len(raw) > max_bytes:
         raise too_large
+    return raw or b"{}"
+
+
+def decode_json(raw: bytes | msgspec.Raw, kind: Any = Any) -> Any:
+    """Return the value of JSON text; raises RequestError unless it is JSON of this kind."""
     try:
-        text = raw.decode()
-        body = json.loads(text or "{}")
-        if "\\ud" in text or "\\uD" in text:
-            json.dumps(body, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise RequestError("the body has half of a surrogate pair, which is not valid text") from None
+        return msgspec.json.decode(raw, type=kind)
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is not JSON: {str(error)[:200]}") from None
-    return body
+        half = "; it has half of a surrogate pair" if b"\\ud" in bytes(raw).lower() else ""
+        raise RequestError(f"the body is not JSON, or not a JSON object: {str(error)[:200]}{half}") from None
 
 
 async def _send_headers(request: web.Request, chat_request: ChatRequest) -> web.StreamResponse:

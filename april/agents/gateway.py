@@ -6,17 +6,18 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.util import find_spec
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from april.agents.chat import COMMIT_S, DISTRIBUTION, KEEPALIVE_S
+from april.agents.chat import COMMIT_S, DISTRIBUTION, KEEPALIVE_S, RequestError
+from april.config.agents import AgentsConfig
 from april.core.attachments import Placed
 from april.core.tape import Int32
 from april.driver.llm import ClientEndpoint, Completion, EndpointSample
-from april.errors import ConfigError
+from april.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from april.agents.chat_template import ChatTemplate
@@ -41,6 +42,9 @@ class Gateway:
         commit_s: see COMMIT_S.
         alive_s: see KEEPALIVE_S.
         images: places the images of messages; None means that images are refused.
+        config: where the endpoint listens, and for whom.
+        sampling_of_clients: see :attr:`april.Config.sampling_of_clients`.
+        constraints: see :attr:`april.Config.constraints`.
 
     Raises ConfigError for a renderer without a tokenizer, or times out of range.
     """
@@ -50,6 +54,9 @@ class Gateway:
     commit_s: float = COMMIT_S
     alive_s: float = KEEPALIVE_S
     images: ImagePlacer | None = None
+    config: AgentsConfig = field(default_factory=AgentsConfig)
+    sampling_of_clients: str = "plan"
+    constraints: str = "hint"
     _endpoint: Endpoint | None = None
     _template: ChatTemplate | None = None
     _warned: bool = False
@@ -85,6 +92,7 @@ class Gateway:
             return await asyncio.wrap_future(future)
 
         session = self._session(generate_on_driver_loop, sample, from_clients=True)
+        session.note_checked = lambda kept: sample.loop.call_soon_threadsafe(sample.note_checked, kept)
         return (SessionAddress(self._own_endpoint()) if place is None else place).open(session)
 
     def chat(self, sample: EndpointSample) -> FunctionChat:
@@ -109,11 +117,24 @@ class Gateway:
         return generate
 
     def _drop_distribution(self, changes: dict[str, Any], sample: EndpointSample) -> bool:
-        """Remove distribution parameters from a client's changes; returns True if they ask for another distribution."""
+        """Remove from a client's changes the distribution parameters that the client does not decide.
+
+        Returns True if these ask for another distribution. Raises RequestError for parameters that the client decides
+        but april's engines do not have.
+        """
         given = {name: changes.pop(name) for name in DISTRIBUTION if name in changes}
         same = {name: (*neutral, getattr(sample.sampling, name, None)) for name, neutral in DISTRIBUTION.items()}
         same["seed"] = ()  # april seeds each sample, so that a restart samples the same tokens
         other = {name: value for name, value in given.items() if value not in same[name]}
+        if self.sampling_of_clients == "client" and not sample.evaluated:
+            changes |= {name: other.pop(name) for name in ("temperature", "top_p") if name in other}
+            unknown = sorted(other.keys() - {"seed"})
+            if unknown:
+                raise RequestError(
+                    f"{', '.join(unknown)}: with sampling_of_clients: client, april samples as clients ask, but has "
+                    "only temperature and top_p; leave these out, or set sampling_of_clients: plan to ignore them"
+                )
+            return bool(other)
         if other and not self._warned:
             self._warned = True
             log.warning(
@@ -138,15 +159,21 @@ class Gateway:
         if self.images is not None:
             reader = self.images.reader.for_clients() if from_clients else self.images.reader
             message_images = MessageImages(self.images, reader, sample.prompt)
-        return Session(generate, self._template, sample.max_context, sample.answered, message_images)
+        return Session(
+            generate, self._template, sample.max_context, sample.answered, message_images, self.constraints
+        )
 
     def _own_endpoint(self) -> Endpoint:
         """Return this process's own server; start it if it is not running."""
         from april.agents.endpoint import Endpoint
 
         if self._endpoint is None:
-            endpoint = Endpoint(commit_s=self.commit_s, alive_s=self.alive_s)
-            endpoint.start()
+            at = self.config
+            endpoint = Endpoint(at.host, at.port, self.commit_s, self.alive_s, at.reached_at, at.clients)
+            try:
+                endpoint.start()
+            except OSError as error:
+                raise UsageError(f"agents.host, agents.port: cannot listen on {at.host}:{at.port}: {error}") from error
             self._endpoint = endpoint
         return self._endpoint
 

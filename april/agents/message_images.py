@@ -86,5 +86,6 @@ def _with_pictures(message: Message, pictures: Any) -> Message:
 def refuse_images(messages: Sequence[Message]) -> None:
     """Raise RequestError if a message has an image, for a model without an image reader."""
     for message in messages:
-        for part in _images_in(message):
-            raise RequestError(NOT_READ.format(part.get("type")))
+        if isinstance(message.get("content"), list):  # a text has no images
+            for part in _images_in(message):
+                raise RequestError(NOT_READ.format(part.get("type")))

@@ -6,34 +6,35 @@ from collections.abc import Iterator
 from typing import Any
 
 from april.agents.chat import Answer, ChatRequest, RequestError
-from april.agents.dialects import IGNORED, Json, JsonBody, OpenAIChat, SseEvent, choose_tools, read_messages, read_tools
+from april.agents.client_fields import RESPONSES, RequestBody
+from april.agents.constraints import read_format, read_tool_choice
+from april.agents.dialects import Json, OpenAIChat, SseEvent, constraint_of, read_messages, read_tools
 
 
 class OpenAIResponses(OpenAIChat):
     """The dialect of ``/v1/responses``: each request holds its whole conversation, since nothing is stored."""
 
+    history = ""
+
     def read(self, body: Json) -> ChatRequest:
         """Read a request."""
-        b = JsonBody(body)
+        b = RequestBody(body, RESPONSES)
         instructions = b.take("instructions", str)
         given = b.take("input", (str, list))
         items = [{"role": "user", "content": given}] if isinstance(given, str) else given
         messages = [{"role": "system", "content": instructions}] if instructions else []
         messages += self._messages(items)
         tools = [self._tool(i, tool) for i, tool in enumerate(b.take("tools", list, []))]
-        text = b.take("text", dict, {}).get("format") or {"type": "text"}
-        if text.get("type") != "text":
-            raise RequestError("text.format: only text is supported")
+        tools, demanded = read_tool_choice(b.take("tool_choice", (str, dict)), read_tools(tools))
         request = ChatRequest(
             messages=read_messages(messages),
-            tools=choose_tools(b.take("tool_choice", (str, dict)), read_tools(tools)),
+            tools=tools,
             sampling=b.sampling(b.take("max_output_tokens", int), "stop"),
+            constraint=constraint_of(demanded, read_format(b.take("text", dict, {}).get("format"), "text.format")),
             stream=b.take("stream", bool, False),
             model=b.take("model", str, ""),
         )
-        b.ignore((*IGNORED, "include", "reasoning", "truncation", "max_tool_calls", "client_metadata"))
-        b.ignore_neutral(top_logprobs=0, background=False, previous_response_id="", conversation="")
-        b.refuse_rest()
+        b.finish()
         return request
 
     @staticmethod

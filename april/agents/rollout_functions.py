@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from april.core.types import Prompt
 from april.driver.llm import LLM, BlockingLLM, RolloutFunction
-from april.errors import RolloutError, UsageError
+from april.driver.user_code import RemoteFunctionError
+from april.errors import UsageError
 from april.text.server_text import clean
 
 if TYPE_CHECKING:
@@ -32,11 +34,11 @@ class ProgramResult(NamedTuple):
 
 
 def program(
-    command: Sequence[str] | Callable[[Prompt], Sequence[str]],
+    command: Sequence[str] | Callable[..., Sequence[str]],
     *,
     stdin: Callable[[Prompt], str] | None = None,
-    env: Mapping[str, str] | None = None,
-    cwd: str | os.PathLike[str] | Callable[[Prompt], str | os.PathLike[str]] | None = None,
+    env: Mapping[str, str] | Callable[..., Mapping[str, str]] | None = None,
+    cwd: str | os.PathLike[str] | Callable[..., str | os.PathLike[str]] | None = None,
 ) -> RolloutFunction:
     """Return a rollout function that runs a program for each sample, with the policy's address in its environment.
 
@@ -44,14 +46,19 @@ def program(
     function returns when the program ends; its :class:`ProgramResult` is ``response.output`` for the reward. The
     program runs in a process group of its own, which is ended with the sample.
 
+    ``command``, ``env`` and ``cwd`` may be functions of the prompt. A function with parameters named ``base_url`` or
+    ``api_key`` gets the sample's address too, for example to write a program's file of settings. In the strings of all
+    three, ``{base_url}`` and ``{api_key}`` are replaced by the sample's address.
+
     Args:
-        command: program and arguments, or a function that makes them from the prompt. No shell is involved.
+        command: program and arguments. No shell is involved.
         stdin: function that makes the program's standard input from the prompt; None means no input.
         env: variables to add to those of this process; a value may be "", but not None.
-        cwd: working directory, or a function that returns one for the prompt.
+        cwd: working directory.
 
-    A sample fails if its program ends without any request that april accepted. The error names the exit code, the end
-    of the output, and why april refused the last request.
+    A sample fails if its program ends without having received an answer. The error names the command, the exit code,
+    the end of the output, and why april refused the last request. If the programs of all first samples fail in the
+    same way, the run ends with this error, as it does for a rollout function.
 
     Raises UsageError for a command that is not a list of strings.
     """
@@ -59,23 +66,26 @@ def program(
         command = _checked_command(command)
 
     async def rollout(prompt: Prompt, llm: LLM) -> ProgramResult:
-        words = _checked_command(command(prompt)) if callable(command) else command
         door = cast("ServedSession", llm.endpoint())
-        url, key = door.url, door.key
+        address = {"base_url": door.url, "api_key": door.key}
+        words = _filled(_checked_command(_called(command, prompt, address)), address)
+        added, directory = _called(env, prompt, address) or {}, _called(cwd, prompt, address)
         variables = {
-            **os.environ, **(env or {}), "OPENAI_BASE_URL": url, "OPENAI_API_KEY": key,
-            "ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key,
+            **os.environ, **dict(zip(added, _filled(added.values(), address), strict=True)),
+            "OPENAI_BASE_URL": door.url, "OPENAI_API_KEY": door.key,
+            "ANTHROPIC_BASE_URL": door.url.removesuffix("/v1"), "ANTHROPIC_API_KEY": door.key,
         }  # fmt: skip
         process = _ProgramProcess()
         pipe = asyncio.subprocess.PIPE
         try:
             transport, _ = await asyncio.get_running_loop().subprocess_exec(
-                lambda: process, *words, cwd=cwd(prompt) if callable(cwd) else cwd, env=variables,
-                start_new_session=True, stdin=asyncio.subprocess.DEVNULL if stdin is None else pipe, stdout=pipe,
-                stderr=pipe,
+                lambda: process, *words, cwd=None if directory is None else _filled([os.fspath(directory)], address)[0],
+                env=variables, start_new_session=True, stdin=asyncio.subprocess.DEVNULL if stdin is None else pipe,
+                stdout=pipe, stderr=pipe,
             )  # fmt: skip
         except OSError as error:
-            raise RolloutError(f"{words[0]} cannot be started: {error}") from error
+            why = f"{words[0]} cannot be started: {error}".replace(door.key, "KEY")
+            raise RemoteFunctionError(why, f"start of {words[0]}") from error
         try:
             if stdin is not None:
                 reads: Any = transport.get_pipe_transport(0)
@@ -87,22 +97,42 @@ def program(
         code = transport.get_returncode()
         assert code is not None
         result = ProgramResult(code, *(kept.decode(errors="replace") for kept in process.output_tails.values()))
-        if not door.has_accepted_requests:
-            raise RolloutError(_no_request_message(words[0], result, door.last_refusal))
+        if not door.has_received_answers:
+            raise _unanswered(" ".join(words), result, door)
         return result
 
     rollout.__qualname__ = f"program {command[0] if not callable(command) else command.__qualname__}"
     return rollout
 
 
-def _no_request_message(name: str, result: ProgramResult, last_refusal: str) -> str:
-    """Say why a program may have ended without a request that april accepted."""
-    last = [line for line in (result.stderr.strip() or result.stdout.strip()).splitlines() if line.strip()][-3:]
-    return (
-        f"{name} ended with exit code {result.returncode} and without any request that april accepted"
-        + (f"; april refused its last one: {last_refusal}" if last_refusal else "")
+def _called(value: Any, prompt: Prompt, address: Mapping[str, str]) -> Any:
+    """Return the value, or the result of a function of the prompt, which may also take parts of the address by name."""
+    if not callable(value):
+        return value
+    parameters = inspect.signature(value).parameters
+    return value(prompt, **{name: part for name, part in address.items() if name in parameters})
+
+
+def _filled(texts: Iterable[str], address: Mapping[str, str]) -> list[str]:
+    """Return the texts with ``{base_url}`` and ``{api_key}`` replaced; other braces stay."""
+    filled = list(texts)
+    for name, part in address.items():
+        filled = [text.replace(f"{{{name}}}", part) for text in filled]
+    return filled
+
+
+def _unanswered(command: str, result: ProgramResult, door: ServedSession) -> RemoteFunctionError:
+    """Return the error for a program that ended without having received an answer from april."""
+    output = (result.stderr.strip() or result.stdout.strip()).replace(door.key, "KEY")
+    last = [line for line in output.splitlines() if line.strip()][-3:]
+    code, refusal = f"exit code {result.returncode}", door.last_refusal
+    text = (
+        f"{clean(command.replace(door.key, 'KEY'), 200)} ended with {code} before it had received an answer from april"
+        + (f"; april refused its last request: {refusal}" if refusal else "")
         + (f"; its last output: {clean(' | '.join(last), 400)}" if last else "")
     )
+    # the path differs from sample to sample, and programs that fail in the same way may print it
+    return RemoteFunctionError(text, f"{code}, {refusal or ''.join(last[-1:])}".replace(door.path, "PATH"))
 
 
 def _checked_command(command: Any) -> list[str]:

@@ -13,12 +13,14 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+import msgspec
 import numpy as np
 
-from april.agents.chat import Answer, ChatRequest, Message, RequestError, ToolCall, Tools, has_images, message_key
+from april.agents.chat import Answer, ChatRequest, Message, ReadMessages, RequestError, ToolCall, Tools, message_key
 from april.agents.chat_template import ChatTemplate, ParsedAnswer
+from april.agents.constraints import grammar_of, is_kept
 from april.agents.dialects import read_messages, read_tools
 from april.agents.message_images import MessageImages, refuse_images
 from april.core.attachments import Placed
@@ -61,7 +63,7 @@ their tokens."""
 
 
 MAX_RECENT_SEQUENCES = 16
-"""Number of recent token arrays in which to look for the beginning of a new sequence."""
+"""Number of recent conversations in which to look for the beginning of a new one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -97,12 +99,65 @@ class _SharedSequences:
         return buffer.ids[: len(ids)]
 
 
+T = TypeVar("T")
+
+
+class _Beginnings(Generic[T]):
+    """Values for the latest sequences; a client's history is looked up by the longest sequence that it begins with."""
+
+    def __init__(self) -> None:
+        self._values: list[tuple[list[Any], T]] = []
+
+    def longest_of(self, items: list[Any]) -> T | None:
+        """Return the value for the longest known sequence with which ``items`` begin; None if there is none."""
+        found = [entry for entry in self._values if entry[0] == items[: len(entry[0])]]
+        return max(found, key=lambda entry: len(entry[0]))[1] if found else None
+
+    def add(self, items: list[Any], value: T) -> None:
+        """Keep a value for a sequence, in place of those for its beginnings."""
+        self._values = [entry for entry in self._values if entry[0] != items[: len(entry[0])]]
+        self._values = [*self._values[1 - MAX_RECENT_SEQUENCES :], (items, value)]
+
+
+class MessageReader:
+    """Reads the messages of a session's requests; messages that were sent before, byte for byte, are read only once."""
+
+    def __init__(self) -> None:
+        self._known = _Beginnings[tuple[int, ReadMessages, bytes]]()
+
+    def read(
+        self, dialect: Any, sent: Sequence[msgspec.Raw], read_one: Callable[[int, msgspec.Raw], Sequence[Message]]
+    ) -> tuple[ReadMessages, bytes]:
+        """Return the messages of a conversation, each as read by ``read_one``, and a digest of what was sent.
+
+        ``dialect`` is any value that differs if the same bytes would be read in another way.
+        """
+        pieces = list(map(bytes, sent))
+        hashes = [dialect, *map(hash, pieces)]
+        count, messages, digest = self._known.longest_of(hashes) or (0, ReadMessages(), b"")
+        messages = ReadMessages(messages)
+        for i in range(count, len(pieces)):
+            messages += read_one(i, sent[i])
+            digest = hashlib.blake2b(digest + pieces[i], digest_size=32).digest()
+        self._known.add(hashes, (len(pieces), messages, digest))
+        return messages, digest
+
+
+class _Digest(NamedTuple):
+    """Digests of a conversation: of its exact content, and of what a reader would call equal (:func:`message_key`)."""
+
+    read: str
+    exact: str
+
+
 class _AnsweredConversation(NamedTuple):
-    """A conversation that ended with an answer: all its tokens, the number of prompt tokens, and its attachments."""
+    """A conversation that ended with an answer: all its tokens, the number of prompt tokens, its attachments, and the
+    digest of its exact content."""
 
     ids: Int32
     prompt_length: int
-    attached: tuple[Placed, ...] = ()
+    attached: tuple[Placed, ...]
+    exact: str
 
 
 TokenizedConversation = tuple[Int32, tuple[Placed, ...]]
@@ -116,8 +171,8 @@ MessageBuilder = Callable[[str, Int32, Int32, Tools, Mapping[str, Any]], Message
 class Conversations:
     """Finds the conversation that a request continues, by the messages that the client sends back.
 
-    The client's messages are compared with the answers that it was sent. The answers are not rendered again, since that
-    may give other tokens than those that were sampled.
+    The client's messages are compared with the answers that it was sent, as a reader would compare them. The answers
+    are not rendered again, since that may give other tokens than those that were sampled.
     """
 
     def __init__(
@@ -126,11 +181,13 @@ class Conversations:
     ) -> None:  # fmt: skip
         self._template = template
         self._message_images = message_images
-        self._answered_by_digest: dict[str, deque[_AnsweredConversation]] = {}
+        self._answered: dict[str, deque[_AnsweredConversation]] = {}
+        """Conversations that end with an answer, the latest first, by the digest of what a reader sees."""
         self._earlier_answers = earlier_answers
         self._build_message = build_message
-        self._known_digests: dict[tuple[str, bytes], str] = {}
-        """Cache of conversation digests by (digest of all messages but the last, hash of the last as sent)."""
+        self._without_stop: dict[str, str] = {}
+        """For digests of conversations that end with an answer and a stop string after it: the digest without it."""
+        self._known_digests = _Beginnings[list[_Digest]]()
 
     def tokenize(self, messages: Sequence[Message], tools: Tools, sampling: Mapping[str, Any]) -> TokenizedConversation:
         """Return the tokens of a request: the longest known conversation that it continues, and the rest rendered.
@@ -142,9 +199,12 @@ class Conversations:
             self._restore_earlier_answers(messages, tools, sampling, digests)
         return self._tokenize(messages, tools, digests)
 
-    def _tokenize(self, messages: Sequence[Message], tools: Tools, digests: Sequence[str]) -> TokenizedConversation:
+    def _tokenize(self, messages: Sequence[Message], tools: Tools, digests: Sequence[_Digest]) -> TokenizedConversation:
         for count in range(len(messages) - 1, 0, -1):
-            for ids, prompt, attached in reversed(self._answered_by_digest.get(digests[count - 1], ())):
+            read, exact = digests[count - 1]
+            known = self._answered.get(read, ())
+            # among conversations that read alike, the one that is exactly this one is preferred, then the latest one
+            for ids, prompt, attached, _ in sorted(known, key=lambda answered: answered.exact != exact):
                 found = self._template.extend(ids, prompt, messages[:count], messages[count:], tools)
                 if found is None:
                     continue
@@ -158,56 +218,64 @@ class Conversations:
         return self._message_images.place(rendered, 0, (), messages)
 
     def _restore_earlier_answers(
-        self, messages: Sequence[Message], tools: Tools, sampling: Mapping[str, Any], digests: Sequence[str]
+        self, messages: Sequence[Message], tools: Tools, sampling: Mapping[str, Any], digests: Sequence[_Digest]
     ) -> None:
         """Recognise answers from before a restart when a client that has received them sends them back."""
         for i, message in enumerate(messages):
-            if message["role"] != "assistant" or not i or digests[i] in self._answered_by_digest:
+            if message["role"] != "assistant" or not i or digests[i].read in self._answered:
                 continue
             prompt, attached = self._tokenize(messages[:i], tools, digests[:i])
             candidates = [a.tokens[a.start : a.end] for a in self._earlier_answers if a.answers(prompt, attached)]
             client_key = message_key(message)
             for number, tokens in product(range(len(candidates)), candidates):
-                name = answer_id(prompt, number, attached)
-                if message_key(self._build_message(name, prompt, tokens, tools, sampling)) == client_key:
-                    self.remember(digests[i], np.concatenate((prompt, tokens)), len(prompt), attached)
+                answer = self._build_message(answer_id(prompt, number, attached), prompt, tokens, tools, sampling)
+                if any(message_key(sent) == client_key for sent in _as_sent_back(answer, sampling)):
+                    self._remember(digests[i], np.concatenate((prompt, tokens)), len(prompt), attached)
                     break
 
-    def remember(self, digest: str, ids: Int32, prompt_length: int, attached: tuple[Placed, ...] = ()) -> None:
+    def remember(
+        self, request: ChatRequest, answer: Message, ids: Int32, prompt_length: int, attached: tuple[Placed, ...] = ()
+    ) -> None:
         """Remember a conversation that ends with an answer; partial answers are never remembered.
 
-        ``ids`` are its tokens, and ``prompt_length`` is the number of tokens before the answer. ``digest`` is that
-        of the conversation, the answer's message included. ``attached`` lists the images at their positions.
+        ``ids`` are its tokens, and ``prompt_length`` is the number of tokens before the answer. ``attached`` lists the
+        images at their positions.
         """
-        known = self._answered_by_digest.setdefault(digest, deque(maxlen=MAX_ANSWERS_PER_TEXT))
-        known.append(_AnsweredConversation(ids, prompt_length, attached))
+        before = self._digests(request.messages, request.tools)[-1]
+        digest, *others = [_next_digest(before, sent) for sent in _as_sent_back(answer, request.sampling)]
+        self._without_stop.update((other.read, digest.read) for other in others)
+        self._remember(digest, ids, prompt_length, attached)
 
-    def digest(self, messages: Sequence[Message], tools: Tools) -> str:
-        """Return the digest of a conversation."""
-        return self._digests(messages, tools)[-1]
+    def _remember(self, digest: _Digest, ids: Int32, prompt_length: int, attached: tuple[Placed, ...]) -> None:
+        known = self._answered.setdefault(digest.read, deque(maxlen=MAX_ANSWERS_PER_TEXT))
+        known.appendleft(_AnsweredConversation(ids, prompt_length, attached, digest.exact))
 
-    def _digests(self, messages: Sequence[Message], tools: Tools) -> list[str]:
+    def _digests(self, messages: Sequence[Message], tools: Tools) -> list[_Digest]:
         """Return a digest for each prefix of the conversation.
 
-        A client sends its whole conversation at every turn, so digests of messages that were sent before are looked up.
+        A client sends its whole conversation at every turn; only digests of messages that are new are computed.
         """
-        digest = hashlib.sha256(json.dumps(list(tools), sort_keys=True).encode()).hexdigest()
-        digests = []
-        for message in messages:
-            if has_images(message.get("content")):
-                digest = _next_digest(digest, message)
-            else:
-                sent = digest, hashlib.blake2b(repr(message).encode(errors="surrogatepass"), digest_size=16).digest()
-                if (known := self._known_digests.get(sent)) is None:
-                    known = self._known_digests[sent] = _next_digest(digest, message)
-                digest = known
-            digests.append(digest)
+        start = hashlib.sha256(json.dumps(list(tools), sort_keys=True).encode()).hexdigest()
+        known = self._known_digests.longest_of([start, *messages]) or []
+        digests, last = list(known), known[-1] if known else _Digest(start, start)
+        for message in messages[len(digests) :]:
+            last = _next_digest(last, message)
+            last = _Digest(self._without_stop.get(last.read, last.read), last.exact)
+            digests.append(last)
+        self._known_digests.add([start, *messages], digests)
         return digests
 
 
-def _next_digest(before: str, message: Message) -> str:
+def _as_sent_back(answer: Message, sampling: Mapping[str, Any]) -> list[Message]:
+    """Return the answer's message, and that message with each stop string after it, which some clients put back."""
+    stops = sampling.get("stop") or ()
+    return [answer, *({**answer, "content": f"{answer['content'] or ''}{stop}"} for stop in stops)]
+
+
+def _next_digest(before: _Digest, message: Message) -> _Digest:
     """Return the digest of a conversation that continues the one with the digest ``before`` by one message."""
-    return hashlib.sha256(f"{before}{message_key(message)}".encode()).hexdigest()
+    keys = message_key(message), message_key(message, exact=True)
+    return _Digest(*(hashlib.sha256(f"{b}{key}".encode()).hexdigest() for b, key in zip(before, keys, strict=True)))
 
 
 @dataclass(slots=True, eq=False)
@@ -242,6 +310,7 @@ class Session:
         max_context: number of tokens that the engines have room for.
         earlier_answers: answers from before a restart, which a client may have received.
         message_images: reads the images in messages; None means that they are refused.
+        constraints: see :attr:`april.Config.constraints`.
     """
 
     generate: GenerateFunction
@@ -249,9 +318,13 @@ class Session:
     max_context: int
     earlier_answers: Sequence[AnsweredCall] = ()
     message_images: MessageImages | None = None
+    constraints: str = "hint"
+    note_checked: Callable[[bool], Any] = lambda kept: None
+    """Called for each answer of which the client demanded a form; the argument says whether the answer has it."""
     conversations: Conversations | None = field(init=False)
     requests: dict[str, list[AnswerTask]] = field(default_factory=dict)
     """Requests by the digest of their body; retries are not listed again."""
+    reader: MessageReader = field(default_factory=MessageReader)
     close_reason: str = ""
     """Reason why requests are no longer answered; empty while they are."""
     _answer_counts: dict[str, int] = field(default_factory=dict)
@@ -272,6 +345,11 @@ class Session:
         """
         if self.close_reason:
             raise RequestError(self.close_reason, 410, "session_closed")
+        if request.constraint is not None and self.constraints == "refuse":
+            raise RequestError(
+                "the request demands a tool call or JSON (tool_choice, response_format), which the setting "
+                "constraints: refuse does not allow; leave it out, or set constraints: hint or enforce"
+            )
         for earlier in self.requests.get(digest, ()):
             finished = earlier.was_received or earlier.abandoned or _failed(earlier.task)
             if not finished and (retry or not earlier.clients):
@@ -312,17 +390,21 @@ class Session:
     async def _answer(self, request: ChatRequest, answer_task: AnswerTask) -> Answer:
         request = await self._with_images(request)
         prompt, attached = self._tokenize(request)
-        generated = await self.generate(prompt, request.sampling, attached)
+        sampling = request.sampling
+        if request.constraint is not None and self.constraints == "enforce":
+            call_format = None if self.template is None else self.template.call_format(request.tools)
+            sampling = {**sampling, "grammar": grammar_of(request.constraint, request.tools, call_format)}
+        generated = await self.generate(prompt, sampling, attached)
         answer_task.call_number = generated.number
         conversation_ids = self._shared_sequences.share(np.concatenate((prompt, generated.tokens)))
         prompt = conversation_ids[: len(prompt)]
         name = answer_id(prompt, None, attached or ())
         number = self._answer_counts[name] = self._answer_counts.get(name, -1) + 1
-        answer_name = answer_id(prompt, number, attached or ())
-        answer = self._parse_answer(request, answer_name, prompt, generated, generated.tokens.tolist())
+        answer = self._parse_answer(request, f"{name}{number:02x}", prompt, generated, generated.tokens.tolist())
+        if request.constraint is not None:
+            self.note_checked(is_kept(request.constraint, answer))
         if self.conversations is not None and request.token_ids is None and answer.finish != "length":
-            digest = self.conversations.digest([*request.messages, answer.message], request.tools)
-            self.conversations.remember(digest, conversation_ids, len(prompt), attached or ())
+            self.conversations.remember(request, answer.message, conversation_ids, len(prompt), attached or ())
         return answer
 
     def _build_message(
@@ -356,7 +438,7 @@ class Session:
         if self.template is not None and request.token_ids is not None:
             text = self.template.decode(tokens)
         elif self.template is not None:
-            parsed = self.template.parse(tokens, prompt.tolist(), request.tools)
+            parsed = self.template.parse(tokens, prompt, request.tools)
             text, reasoning, calls = parsed.text, parsed.reasoning, parsed.calls
         stops = request.sampling.get("stop") or ()
         found = [(text.find(stop), stop) for stop in stops if stop in text]

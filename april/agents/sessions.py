@@ -81,7 +81,8 @@ class Sessions:
     ``POST /sessions`` opens a session for the next sample: ``{"id", "base_url", "api_key", "group", "index", "data"}``,
     or 429 with Retry-After while no sample is wanted. ``POST /sessions/ID/end`` with ``{"reward": number, "output":
     anything}`` ends a session, ``POST /sessions/ID/cancel`` with ``{"why": text}`` makes its sample fail; both may be
-    repeated. ``GET /sessions`` lists the open sessions.
+    repeated. ``GET /sessions`` lists the open sessions. ``reward`` may also be an object of numbers by name, as the
+    return value of a reward function.
 
     If the trainer restarts with the same key and port, sessions keep their ids, addresses and keys: agents that are
     still running continue with the answers they have, and no other agent is given their sessions. A session without any
@@ -142,9 +143,10 @@ class Sessions:
                 del self._open_sessions[name]
 
     @staticmethod
-    def reward(prompt: Prompt, response: Response) -> float:
-        """Return the reward that the orchestrator sent."""
-        return float(response.output["reward"])
+    def reward(prompt: Prompt, response: Response) -> float | Mapping[str, float]:
+        """Return the reward that the orchestrator sent: a number, or its parts by name."""
+        reward: float | Mapping[str, float] = response.output["reward"]
+        return reward
 
     def start(self) -> Endpoint:
         """Start the server in its own thread; if this was not called before, the first sample calls it.
@@ -218,9 +220,10 @@ class Sessions:
         self._check(request)
         body = await self._body(request)
         reward = body.get("reward")
-        if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
-            raise RequestError(f"reward must be a finite number, got {reward!r:.100}")
-        return self._finish(request, "ended", {"reward": float(reward), "output": body.get("output")})
+        numbers = [*reward.values()] if isinstance(reward, dict) and reward else [reward]
+        if any(isinstance(n, bool) or not isinstance(n, (int, float)) or not math.isfinite(n) for n in numbers):
+            raise RequestError(f"reward must be a finite number, or such numbers by name, got {reward!r:.100}")
+        return self._finish(request, "ended", {"reward": reward, "output": body.get("output")})
 
     async def _cancel(self, request: web.Request) -> web.Response:
         self._check(request)

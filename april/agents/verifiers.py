@@ -15,6 +15,10 @@ from april.errors import RolloutError, UsageError
 from april.text.install_command import require
 
 log = logging.getLogger("april")
+NO_MODEL = (
+    "the agent {0!r} of the environment asks the policy, which answers only agents that are trained; give {0!r} a "
+    "model of its own in the environment's configuration: {0}.model, {0}.client.base_url and {0}.client.api_key_var"
+)
 
 
 class Verifiers:
@@ -64,8 +68,8 @@ class Verifiers:
         context = ModelContext(door.endpoint.model, client, self._sampling or Sampling())
 
         def on_trace(trace: Any) -> None:
-            if trace.agent.trainable:  # the policy must not learn from the answers of other agents
-                door.register_name(trace.id)
+            # the policy must not learn from the answers of other agents
+            door.register_name(trace.id, "" if trace.agent.trainable else NO_MODEL.format(trace.agent.name))
 
         async with self._servers:
             episode = await self.environment.run_episode(task, context, on_trace=on_trace)

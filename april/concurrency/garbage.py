@@ -10,15 +10,24 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-THRESHOLDS = (20_000, 2, 1000)
+THRESHOLDS = (20_000, 2, 50_000)
 """Thresholds for ``gc.set_threshold`` while a loop runs. Those of Python 3.11 are 700, 10 and 10.
 
-The second one keeps the middle generation at 60,000 objects, since a collection of a million would hold the loop for
-half a second. The third one makes collections of all objects rare, which take a second per few million objects."""
+The third one makes collections of all objects rare, which take a second per few million objects."""
 _loops: list[object] = []
 """One entry for each loop that runs now."""
 _before: list[tuple[int, int, int]] = []
 """Thresholds to restore when the last loop ends; empty if april has changed none."""
+
+
+def collect_young_objects() -> None:
+    """Collect the objects that were made since the last collection, if april's thresholds are in force.
+
+    Python counts the objects that were made minus those that were freed. While many requests end and as many begin,
+    this number stays small and the number of young objects grows into millions, whose collection takes a second.
+    """
+    if gc.isenabled() and gc.get_threshold() == THRESHOLDS:
+        gc.collect(1)
 
 
 @contextmanager

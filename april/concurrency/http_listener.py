@@ -55,6 +55,8 @@ class HttpListener:
             # closes, so accepting ends first
             for listening in server.sockets:
                 asyncio.get_running_loop().remove_reader(listening.fileno())
-            await asyncio.sleep(0)
-            server.close()
+            try:
+                await asyncio.sleep(0)
+            finally:  # also when the caller is cancelled here
+                server.close()
         await self._runner.cleanup()

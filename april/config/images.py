@@ -1,13 +1,10 @@
-"""Settings for images: limits of their size, and the hosts from which they may be fetched."""
+"""Settings for images: limits of their size and number, and how they are kept."""
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator
-
-from april.config.values import Model, PositiveInt, one_or_more
+from april.config.values import Model, PositiveInt
 
 
 class InState(StrEnum):
@@ -19,17 +16,8 @@ class InState(StrEnum):
     """The bytes of the file."""
 
 
-def _host(host: str) -> str:
-    name = host.strip().lower().removeprefix("*.")
-    if not name or any(c in name for c in "/@?#* ") or name.count(":") == 1 or "[" in name:
-        raise ValueError(
-            f"a host must be a name such as a.example.com, or *.example.com for its subdomains, got {host!r}"
-        )
-    return f"*.{name}" if host.strip().startswith("*.") else name
-
-
 class ImagesConfig(Model):
-    """Limits of images, which are checked before decoding, and hosts from which images may be fetched."""
+    """Limits of images, which are checked before decoding, and how images are kept."""
 
     max_bytes: PositiveInt = 20_000_000
     """Largest size of an encoded image, in bytes."""
@@ -37,8 +25,6 @@ class ImagesConfig(Model):
     """Maximum number of pixels of an image."""
     max_per_prompt: PositiveInt = 64
     """Maximum number of images of a conversation."""
-    hosts: Annotated[tuple[Annotated[str, AfterValidator(_host)], ...], BeforeValidator(one_or_more)] = ()
-    """Hosts from which images may be fetched by http(s); `*.example.com` means its subdomains with public addresses."""
     in_state: InState = InState.REFERENCE
     """How an image from a file is kept in memory and in saved states: as path and hash (reference), or as its bytes
     (value)."""

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
+from april.config.agents import AgentsConfig
 from april.config.engines import ENGINE_CONFIGS, EngineConfig, TransformersEngineConfig
 from april.config.images import ImagesConfig
 from april.config.mistakes import (
@@ -41,6 +43,7 @@ from april.config.values import (
     one_or_more,
     without_contents,
 )
+from april.core.row_rewards import RESERVED
 from april.core.sampling import SamplingParams, stop_id_of, wrong_stop_strings
 from april.core.settings import LEAST_QUORUM, CoreSettings, quorum_of
 from april.core.types import (
@@ -61,6 +64,8 @@ MAX_STOPS = 1_000_000
 """Largest number of times that the same abort may be sent."""
 RETRY_PAUSE_S = 4.0
 """Seconds before a failed reward function or filter is called again; the next pause is 8 times as long."""
+_WEIGHT = re.compile(r"[A-Za-z_]\w*=[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,2})?")
+"""Name of a part with its weight."""
 _ENGINES = {str(engine.model_fields["kind"].default): engine for engine in ENGINE_CONFIGS}
 
 
@@ -68,6 +73,18 @@ def _stop_strings(stop: tuple[str, ...]) -> tuple[str, ...]:
     if wrong := wrong_stop_strings(stop):
         raise ValueError(wrong)
     return stop
+
+
+def _weights(given: Any) -> Any:
+    """Return a mapping of names to weights as words such as ``correct=1.0``."""
+    return [f"{name}={weight}" for name, weight in given.items()] if isinstance(given, Mapping) else one_or_more(given)
+
+
+def _weights_of_parts(words: tuple[str, ...]) -> tuple[str, ...]:
+    names = [name for word in words if _WEIGHT.fullmatch(word) and (name := word.partition("=")[0]) not in RESERVED]
+    if len({*names}) < len(words):
+        raise ValueError(f"must be names of parts with weights, such as format_ok=0.2, each only once, got {words}")
+    return words
 
 
 def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -175,6 +192,10 @@ class Config(Model):
     prompts (wait), or the prompts start again, without end (wrap)."""
     max_filtered_groups: PositiveInt = 1000
     """Maximum number of groups that the filter may reject in a row before the step fails."""
+    reward_weights: Annotated[tuple[str, ...], BeforeValidator(_weights), AfterValidator(_weights_of_parts)] = ()
+    """Weights by which the named parts that a reward function returns are summed, as correct=1.0 format=0.2; files and
+    Python may have the mapping {correct: 1.0, format: 0.2}. Empty means that rewards are numbers or have totals of
+    their own."""
     extras: Annotated[tuple[str, ...], BeforeValidator(one_or_more), AfterValidator(_each_once)] = ()
     """Names of rows that engines return with every trained token: routed_experts, for trainers that replay the
     routing."""
@@ -212,12 +233,21 @@ class Config(Model):
     temporary directory on this machine."""
     allow_mismatch: bool = False
     """Accept sampling parameters under which a trainer's recomputed log-probabilities cannot match."""
+    sampling_of_clients: Literal["plan", "client"] = "plan"
+    """Whose temperature and top_p count in training where an agent's client asks for others: the configured ones
+    (plan), or those of the client (client). Then divide the logits by ``temperatures`` of the batch. In evaluations,
+    those of evaluate() always count."""
+    constraints: Literal["enforce", "hint", "refuse"] = "hint"
+    """What happens if an agent's client demands a tool call or JSON: the engine may sample nothing else (enforce), the
+    model is not told and broken_constraints counts the answers that are otherwise (hint), or the request is refused.
+    enforce changes log-probabilities, so it needs allow_mismatch."""
     seed: Seed = 0
     """Seed of all sampling. april derives the seed of each attempt from it."""
     relax_gc: bool = True
-    """Let Python's garbage collector run less often in this process while the scheduler is open, with the thresholds
-    20,000, 2 and 1,000. A collector that the program has disabled or relaxed further is left alone."""
+    """Let Python's garbage collector run less often in this process while the scheduler is open (thresholds 20,000, 2
+    and 50,000), except for new objects. A collector that the program has disabled or relaxed further is left alone."""
     images: ImagesConfig = ImagesConfig()
+    agents: AgentsConfig = AgentsConfig()
     engine: EngineConfig = TransformersEngineConfig()
 
     def __init__(self, **values: Any) -> None:
@@ -303,6 +333,11 @@ class Config(Model):
         )
         if self.allow_mismatch:
             return
+        yield self.constraints == "enforce", (
+            "{constraints=} lets a grammar decide which tokens are sampled, which a trainer's recomputed "
+            "log-probabilities do not take into account; set {constraints: hint}, or {allow_mismatch: true} if your "
+            "trainer accounts for it"
+        )
         yield self.sampling.top_p < 1, (
             "{sampling.top_p=} is not part of the log-probabilities that a trainer recomputes (log_softmax(logits / "
             "T)), so its ratios would be wrong; set {sampling.top_p: 1}, or {allow_mismatch: true} if your trainer "
@@ -461,6 +496,11 @@ class Config(Model):
             "run_seed": self.seed,
             "run_id": run_id,
         })  # fmt: skip
+
+    @property
+    def weights_of_parts(self) -> dict[str, float]:
+        """The weights of :attr:`reward_weights` by name."""
+        return {name: float(weight) for name, _, weight in (word.partition("=") for word in self.reward_weights)}
 
     def sampling_params(self, banned_ids: tuple[int, ...] = ()) -> SamplingParams:
         """Return the sampling parameters of a whole response, without a seed, which is set for each attempt."""

@@ -23,7 +23,7 @@ class AbortController:
         self._rounds = max(1, round(deadline_s / resend_s))
         self._resend_s = resend_s
         self._pending: dict[str, tuple[Attempt, int]] = {}
-        """(Attempt, number of timer rounds left before it is fenced) for each attempt that was asked to end, by id."""
+        """(Attempt, number of the timer at which it is fenced) for each attempt that was asked to end, by id."""
         self._timer = 0
         self._timer_running = False
 
@@ -40,15 +40,14 @@ class AbortController:
         pending = self._pending
         return [attempt for attempt in attempts if attempt.id not in pending]
 
-    def stop(self, attempts: Iterable[Attempt], in_flight: dict[str, int]) -> list[Command]:
-        """Return the commands that ask engines to end ``attempts``.
+    def stop(self, new: list[Attempt], in_flight: dict[str, int]) -> list[Command]:
+        """Return the commands that ask engines to end attempts that were not asked to end yet.
 
         ``in_flight`` counts all attempts per engine, so that one abort can end all attempts of an engine. It must be
         empty if new attempts may start meanwhile, as such an abort would also end the new attempts.
         """
-        new = self.new(attempts)
-        rounds = self._rounds + self._timer_running  # one more if the timer is running, as the first is then shorter
-        self._pending.update({attempt.id: (attempt, rounds) for attempt in new})
+        last = self._timer + self._rounds  # counts one timer more if one is running, as its interval is then shorter
+        self._pending.update({attempt.id: (attempt, last) for attempt in new})
         commands = self._abort_commands(new, in_flight)
         if new and not self._timer_running:
             commands.append(self._start_timer())
@@ -63,9 +62,9 @@ class AbortController:
         if timer.number != self._timer or not self._timer_running:
             return [], []
         self._timer_running = False
-        self._pending = {name: (attempt, left - 1) for name, (attempt, left) in self._pending.items()}
-        waiting = [attempt for attempt, left in self._pending.values() if left > 0]
-        late = [attempt for attempt, left in self._pending.values() if left == 0]
+        waiting, late = list[Attempt](), list[Attempt]()
+        for attempt, last in self._pending.values():
+            (waiting if last > timer.number else late).append(attempt)
         commands = self._abort_commands(waiting, in_flight)
         fenced: dict[str, list[str]] = {}
         for attempt in late:

@@ -24,13 +24,13 @@ Extras = Mapping[str, Rows]
 """Row arrays by name; all have the same number of rows."""
 
 
-class _None(dict[str, Rows]):
-    """Empty extras; hashable so that they can be a field's default, which is cheaper than a default factory."""
+class NoRows(dict[str, Any]):
+    """An empty mapping; hashable so that it can be a field's default, which is cheaper than a default factory."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]  # safe, as nobody changes it: Extras is a read-only type
 
 
-NO_EXTRAS: Extras = _None()
+NO_EXTRAS: Extras = NoRows()
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)

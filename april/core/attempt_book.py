@@ -74,16 +74,22 @@ class AttemptBook:
         extras = s.extras if evaluation is None else ()
         seed = attempt_seed(run_seed, key.group, key.index, held, sample.restarts, chain.number)
         sampling = call.sampling.after(held - call.start, seed).capped(self.budget(call))
-        keeps = s.on_weight_update is OnWeightUpdate.KEEP and evaluation is None
+        able = self._engines.states[engine].limits
+        # with KEEP, a weight update ends requests that have no token yet; only a stream shows whether they have one
+        keeps = s.on_weight_update is OnWeightUpdate.KEEP and evaluation is None and able.streams
+        # April searches for stop strings itself where an engine cannot, as the engine does not know what an earlier
+        # attempt wrote. April also does so under a grammar: a call that is cut begins again there with the same seed,
+        # so the engine would again stop at a string that april does not find.
+        begins = held == call.start and not call.sampling.grammar
+        searched = able.stop_strings and begins and not call.failures
         request = Request(
             attempt_id=f"{s.run_id:016x}{incarnation:04x}{number:012x}",
             token_ids=np.concatenate((chain.prompt, chain.tape.tokens)) if held else chain.prompt,
-            sampling=replace(sampling, stop=()) if sampling.stop else sampling,  # april itself finds stop strings
+            sampling=replace(sampling, stop=()) if sampling.stop and not searched else sampling,
             priority=0 if sample.urgent else 1,
             sample_key=sample.key,
             response_offset=held - call.start,
-            # with KEEP, a weight update ends requests that have no token yet; only a stream shows whether they have one
-            stream=keeps or bool(sampling.stop),
+            stream=keeps or (bool(sampling.stop) and not searched),
             in_flight=s.on_weight_update,
             attached=chain.attached,
             extras=extras,

@@ -158,8 +158,7 @@ class AttemptResults:
         The sample fails after too many failed attempts in a row that brought no token.
         """
         call = attempt.call
-        # a call of an evaluation begins again without its tokens, so they are no progress
-        progressed &= call.sample.evaluation is None
+        progressed &= attempt.begins_again is None  # tokens that are generated again are no progress
         call.failures = 0 if progressed else call.failures + 1
         self._queue_for_another_engine(attempt, f"attempt failed: {error}", error, kind)
         if call.failures >= self._context.settings.max_attempt_failures:
@@ -207,15 +206,17 @@ class AttemptResults:
         tokens = self._context.ledger(sample)
         tokens.observe(count)
         cut = finish is ABORT and not counts.ends and count < attempt.request.sampling.max_tokens
-        if cut and sample.evaluation is not None:
-            lost_for = lost_for or DropReason.FAILED  # the call of an evaluation is repeated with the same seed
+        if cut:
+            lost_for = lost_for or attempt.begins_again
         if lost_for is not None:
             tokens.drop(count, lost_for)
             return
         chain, temperature = attempt.call.chain, attempt.request.sampling.temperature
         if count and sample.group.oldest is None:
             sample.group.oldest = attempt.tape.spans[0][0]  # later tokens of the group are of this or a later version
-        chain.tape.add_attempt(attempt.tape, attempt.id, attempt.engine, temperature, attempt.over)
+        chain.tape.add_attempt(
+            attempt.tape, attempt.id, attempt.engine, temperature, attempt.over, constrained=attempt.constrained
+        )
         if count:  # without tokens, the cached prefix of an earlier attempt is still the longest
             if attempt.tape.extras:
                 chain.add_extras(attempt.tape.extras)

@@ -16,13 +16,23 @@ from functools import cached_property
 from typing import Any, Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from april.core.attachments import NO_EXTRAS, Extras, Placed, before, first_rows, whole_rows
-from april.core.tape import Float32, Int32, Segment, SegmentKind, kept_mask, versions_of
-from april.core.types import FinishReason, Prompt, Sample, SampleId
+from april.core.row_rewards import RowReward
+from april.core.tape import (
+    Float32,
+    Int32,
+    Segment,
+    SegmentKind,
+    constrained_mask,
+    kept_mask,
+    temperatures_of,
+    versions_of,
+)
+from april.core.types import FinishReason, Group, Prompt, Sample, SampleId
 from april.core.versions import PolicyVersion, VersionClock
-from april.corrections.advantages import Method, first_others_of, group_advantages
+from april.corrections.advantages import Cohort, Method, first_others_of, group_advantages, process_advantages
 from april.corrections.loss_weights import BatchShare
 
 UInt8 = NDArray[np.uint8]
@@ -38,7 +48,7 @@ class DeliveredSample:
     """One row of a batch: a finished response.
 
     If a rollout function used several conversations, its sample has a row for each conversation with generated tokens;
-    these rows share the sample's ``id``, reward and cohort.
+    these rows share the sample's ``id``, and its reward and cohort unless the reward function returned one of each row.
     """
 
     id: SampleId
@@ -57,7 +67,8 @@ class DeliveredSample:
     reward: float
     cohort: tuple[tuple[int, float], ...]
     """(index, reward) of the first k samples of the group to finish, in that order. k is the number that the group
-    quorum requires; without a quorum, these are all samples of the group"""
+    quorum requires; without a quorum, these are all samples of the group. If the reward belongs to this row alone, the
+    cohort has the rewards of the same row of all samples that have such a row"""
     finish: FinishReason
     attempts: int
     """number of requests to engines"""
@@ -71,6 +82,13 @@ class DeliveredSample:
     """per-token arrays by name, [P + T - 1, ...], read-only. Row i comes from the engine request that generated token
     i + 1 of prompt and response, and was computed when the model read token i. After the last generated token, the last
     row is repeated"""
+    turns: tuple[tuple[int, int], ...] = ()
+    """(start, end) of the response tokens of each call of ``llm.generate`` that generated tokens"""
+    row_reward: RowReward | None = field(default=None, compare=False)
+    """the reward with its parts, arrays and note; None if the reward function returned a number"""
+    cohort_values: Extras = field(default=NO_EXTRAS, compare=False, repr=False)
+    """parts and values per turn of the samples of ``cohort``, float32 [k, values] by name, padded with NaN; from these,
+    :meth:`Batch.advantages` takes the baselines of parts and turns"""
     output: Any = field(default=None, compare=False, repr=False)
     """return value of the sample's rollout function; None outside of the process that ran the function"""
 
@@ -84,6 +102,17 @@ class DeliveredSample:
         """uint8 [T], 1 where a token was sampled with keys and values of older weights (``on_weight_update: keep``), so
         that recomputing its log-probability gives another value"""
         return kept_mask(self.segments)
+
+    @property
+    def constrained_mask(self) -> UInt8:
+        """uint8 [T], 1 where a grammar decided which tokens could be sampled (``constraints: enforce``). The
+        log-probabilities there are those of the tokens that the grammar allowed"""
+        return constrained_mask(self.segments)
+
+    @property
+    def temperatures(self) -> Float32:
+        """float32 [T], temperature at which each token was sampled; 1 for environment tokens"""
+        return temperatures_of(self.segments)
 
     @property
     def baseline_rewards(self) -> Float32:
@@ -117,7 +146,8 @@ class Batch:
     temperature above 0.
     ``raw``: log_softmax(logits); allowed only at temperature 1, where it equals ``temperature``.
     ``unknown``: not known; allowed only at temperature 1.
-    ``mixed``: differs by engine; the ``segments`` of a row name the engine of each token."""
+    ``mixed``: differs by engine; the ``segments`` of a row name the engine of each token.
+    Tokens with ``constrained_mask`` 1 are always ``processed``."""
     bottleneck: str = ""
     """Sentence for users: which side the step waited for, how long and why, and what to change. Empty if the step took
     no time"""
@@ -127,6 +157,8 @@ class Batch:
     """which share of the whole batch this one is, set by :meth:`split`; None for a whole batch"""
     _no_rows: Extras = field(default=NO_EXTRAS, repr=False, compare=False)
     """extras without rows, set by :meth:`split`, from which a share without samples takes shapes and types"""
+    _no_values: RowReward | None = field(default=None, repr=False, compare=False)
+    """reward whose arrays have no rows, set by :meth:`split` for the same purpose"""
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -184,6 +216,12 @@ class Batch:
         shares = [[row for n in share for row in range(ends[n], ends[n + 1])] for share in of_samples]
         groups = [number for number, size in enumerate(self.group_sizes) for _ in range(size)]
         no_rows = first_rows(self.samples[0].extras, 0) if self.samples else self._no_rows
+        no_values = self._layout
+        if no_values is not None:
+            no_values = replace(
+                no_values, per_turn=first_rows(no_values.per_turn, 0), note=None,
+                per_token=first_rows(no_values.per_token, 0),
+            )  # fmt: skip
         return [
             replace(
                 self,
@@ -191,14 +229,26 @@ class Batch:
                 group_sizes=tuple(len(list(run)) for _, run in itertools.groupby(groups[row] for row in rows)),
                 _part=replace(self.share, rank=rank, ranks=ranks),
                 _no_rows=no_rows,
+                _no_values=no_values,
             )
             for rank, rows in enumerate(shares)
         ]
 
     @cached_property
     def rewards(self) -> Float32:
-        """float32 [B], reward of each row's sample."""
+        """float32 [B], reward of each row: that of its sample, unless rewards belong to conversations."""
         return np.array([s.reward for s in self.samples], np.float32)
+
+    @cached_property
+    def parts(self) -> dict[str, Float32]:
+        """float32 [B] by name, parts of each row's reward; empty if the reward function returned numbers."""
+        names = () if self._layout is None else self._layout.parts
+        return {name: np.array([_of(s).parts[name] for s in self.samples], np.float32) for name in names}
+
+    @property
+    def _layout(self) -> RowReward | None:
+        """A reward with the names, shapes and types that all rewards have; None if these are numbers."""
+        return self.samples[0].row_reward if self.samples else self._no_values
 
     @cached_property
     def group_ids(self) -> NDArray[np.int64]:
@@ -245,19 +295,54 @@ class Batch:
                 counts.append(s.count)
         return np.repeat(np.array(ages, np.int32), np.array(counts, np.int64))
 
-    def advantages(self, method: Method = "grpo", *, epsilon: float = 1e-6, ddof: int = 0) -> Float32:
+    def advantages(
+        self, method: Method = "grpo", *, of: str = "", epsilon: float = 1e-6, ddof: int = 0
+    ) -> Float32:
         """float32 [B], advantages: each response is compared with the first other samples of its group to finish.
 
         These are :attr:`DeliveredSample.baseline_rewards`; with a group quorum below 1, they may be in other batches.
         Without a quorum they are all other samples of the group, as in the textbook.
         ``method`` is ``grpo``, ``dr_grpo``, ``rloo``, ``dapo`` or ``gspo``; see :func:`april.group_advantages` for
         formulas, papers and errors.
+
+        ``of`` names what is compared instead of the rewards. A part gives float32 [B]; a weighted sum of several parts'
+        advantages is GDPO's, before it is normalised over the batch. Values per turn give float32 [B, T] by GRPO's
+        formula for process rewards: see :func:`~april.corrections.advantages.process_advantages`.
+
+        Raises ValueError for a name that the rewards do not have, and for values per turn with a method but ``grpo``.
         """
-        others = first_others_of(self.sample_indices, [s.cohort for s in self.samples])
-        found = group_advantages([s.reward for s in self.samples], others, method, epsilon=epsilon, ddof=ddof)
+        own, cohorts = [s.reward for s in self.samples], [s.cohort for s in self.samples]
+        if of:
+            like = self._layout
+            names = () if like is None else (*like.parts, *(n for n, rows in like.per_turn.items() if rows.ndim == 1))
+            if of not in names:
+                has = ", ".join(names) or "neither"
+                raise ValueError(f"advantages: of must name a part or values per turn ({has} of them), got {of!r}")
+            if of not in self.parts:
+                return self._turn_advantages(of, method, epsilon, ddof)
+            own = [_of(s).parts[of] for s in self.samples]
+            tables = [s.cohort_values[of][:, 0].tolist() if s.cohort else [] for s in self.samples]
+            cohorts = [
+                tuple((index, value) for (index, _), value in zip(cohort, values, strict=True))
+                for cohort, values in zip(cohorts, tables, strict=True)
+            ]
+        others = first_others_of(self.sample_indices, cohorts)
+        found = group_advantages(own, others, method, epsilon=epsilon, ddof=ddof)
         if len(found) and not found.any():
             self._warn_of_no_signal()
         return found
+
+    def _turn_advantages(self, of: str, method: str, epsilon: float, ddof: int) -> Float32:
+        if method != "grpo":
+            raise ValueError(f'advantages: values per turn, such as {of}, need the method "grpo", got {method!r}')
+        places = [tuple((index, float(m)) for m, (index, _) in enumerate(s.cohort)) for s in self.samples]
+        advantages = np.zeros((len(self), int(self.lengths.max(initial=0))), np.float32)
+        for row, s, others in zip(advantages, self.samples, first_others_of(self.sample_indices, places), strict=True):
+            table = s.cohort_values.get(of, others)[others[~np.isnan(others)].astype(np.int64)]
+            found = process_advantages(_of(s).per_turn[of], table[~np.isnan(table)], epsilon=epsilon, ddof=ddof)
+            for (start, end), advantage in zip(s.turns, found, strict=True):
+                row[start:end] = advantage
+        return advantages
 
     def _warn_of_no_signal(self) -> None:
         if not any(len(s.cohort) > 1 for s in self.samples):
@@ -285,35 +370,49 @@ class Batch:
         """Return flat arrays without padding; row i is ``response_ids[response_offsets[i]:response_offsets[i + 1]]``.
 
         ``prompt_ids`` int32 [sum of P], ``prompt_offsets`` int64 [B + 1]; ``response_ids`` int32, ``logprobs`` float32,
-        ``loss_mask`` and ``kept_mask`` uint8, ``version_n`` and ``version_incarnation`` int32, all [sum of T],
+        ``loss_mask``, ``kept_mask`` and ``constrained_mask`` uint8, ``temperatures`` float32, ``version_n`` and
+        ``version_incarnation`` int32, all [sum of T],
         ``response_offsets`` int64 [B + 1]; ``rewards`` float32, ``group_ids`` int64, ``sample_numbers`` and
         ``staleness`` int32, all [B]. Extras are under their own names, [sum of P + T - 1, ...], with
-        ``extras_offsets`` int64 [B + 1].
+        ``extras_offsets`` int64 [B + 1]. So is what rewards have: parts float32 [B], values per token [sum of T, ...],
+        values per turn [sum of turns, ...] with ``turn_offsets`` int64 [B + 1] and ``turn_numbers`` int32 [sum of T],
+        the number of each token's turn in its row, -1 for tokens of the environment.
         """
         samples = self.samples
         prompts = [s.prompt.token_ids for s in samples]
         arrays = {"prompt_ids": _joined(prompts, np.int32), "prompt_offsets": _offsets(prompts)}
-        for name, (rows, dtype, _) in _response_columns(samples, 0).items():
+        layout = self._layout
+        for name, (rows, dtype, _) in _response_columns(samples, 0, layout).items():
             arrays[name] = _joined(rows, dtype)
+        if layout is not None:
+            for name, empty in layout.per_token.items():
+                arrays[name] = np.concatenate([_of(s).per_token[name] for s in samples] or [empty])
+            for name, empty in layout.per_turn.items():
+                rows = [_of(s).per_turn[name] for s in samples]
+                arrays |= {name: np.concatenate(rows or [empty]), "turn_offsets": _offsets(rows)}
         arrays["response_offsets"] = _offsets([s.tokens for s in samples])
         for name in self.extras:
             rows = [s.extras[name] for s in samples]
             arrays |= {name: np.concatenate(rows or [self._no_rows[name]]), "extras_offsets": _offsets(rows)}
-        return arrays | _per_row(samples)
+        return arrays | _per_row(samples) | self.parts
 
     def padded(self, pad_id: int = 0, *, left_pad_prompts: bool = False) -> dict[str, NDArray[Any]]:
         """Return padded arrays; responses are padded on the right, prompts too unless ``left_pad_prompts``.
 
         ``prompt_ids`` int32 and ``prompt_mask`` uint8 [B, P]; ``response_ids`` int32, ``response_mask`` uint8,
-        ``loss_mask`` and ``kept_mask`` uint8, ``logprobs`` float32, ``version_n`` and ``version_incarnation`` int32 (-1
-        in the padding), all [B, T]; ``rewards`` float32, ``group_ids`` int64, ``sample_numbers`` and ``staleness``
-        int32, all [B].
+        ``loss_mask``, ``kept_mask`` and ``constrained_mask`` uint8, ``logprobs`` float32, ``temperatures`` float32 (1
+        in the padding), ``version_n`` and ``version_incarnation`` int32 (-1 in the padding), all [B, T]; ``rewards``
+        float32, ``group_ids`` int64, ``sample_numbers`` and ``staleness`` int32, all [B].
 
         ``input_ids`` int32 and ``attention_mask`` uint8 hold each prompt and its response without a gap. With
         ``left_pad_prompts`` they are [B, P + T] and every response begins in column P: the layout of trainers that
         slice the last T columns of the logits. Without it they are [B, longest sum], padded on the right only, and
         response i begins in column ``prompt_mask[i].sum()``. Extras are under their own names and have the same first
         two dimensions: a row is in the column of the token that was read to compute it, and other columns are 0.
+
+        What rewards have is under its own names, padded with 0: parts float32 [B]; values per token [B, T, ...], beside
+        the tokens of ``response_ids``; values per turn [B, most turns, ...], with ``turn_numbers`` int32 [B, T], which
+        is -1 for tokens of the environment and in the padding.
 
         Raises TypeError for a ``pad_id`` that is not an integer.
         """
@@ -330,8 +429,14 @@ class Batch:
             "prompt_mask": pad(_ones(prompts), 0, np.uint8, left=left_pad_prompts),
             "response_mask": pad(_ones(responses), 0, np.uint8),
         }
-        for name, (rows, dtype, fill) in _response_columns(samples, pad_id).items():
+        layout = self._layout
+        for name, (rows, dtype, fill) in _response_columns(samples, pad_id, layout).items():
             arrays[name] = pad(rows, fill, dtype)
+        if layout is not None:
+            for name, empty in layout.per_token.items():
+                arrays[name] = pad([_of(s).per_token[name] for s in samples], 0, empty.dtype, empty.shape[1:])
+            for name, empty in layout.per_turn.items():
+                arrays[name] = pad([_of(s).per_turn[name] for s in samples], 0, empty.dtype, empty.shape[1:])
         if left_pad_prompts:
             arrays["input_ids"] = np.concatenate((arrays["prompt_ids"], arrays["response_ids"]), axis=1)
             arrays["attention_mask"] = np.concatenate((arrays["prompt_mask"], arrays["response_mask"]), axis=1)
@@ -346,7 +451,7 @@ class Batch:
             for i, row in enumerate(rows):
                 start = int(arrays["attention_mask"][i].argmax())
                 out[i, start : start + len(row)] = row
-        return arrays | _per_row(samples)
+        return arrays | _per_row(samples) | self.parts
 
 
 def with_all_rows(samples: Sequence[DeliveredSample]) -> list[DeliveredSample]:
@@ -371,9 +476,11 @@ def deliver_sample(
     if sample.finish is None:
         raise ValueError(f"{sample.id} is not finished")
     prompt = sample.group.prompt
-    rows, chains = [], sample.chains
-    for chain in chains if len(chains) == 1 else [c for c in chains if c.tape.generated] or chains[:1]:
+    rows, rewards = [], sample.row_rewards
+    for number, chain in enumerate(sample.row_chains):
         tape, attached = chain.tape, chain.attached
+        own = None if not rewards else rewards[0] if rewards[0].row is None else rewards[number]
+        cohort, values = _cohort_of(sample.group, own)
         mask = tape.loss_mask()
         staleness = 0
         for segment in tape.segments:
@@ -394,17 +501,42 @@ def deliver_sample(
                 loss_mask=mask,
                 segments=tuple(tape.segments),
                 staleness=staleness,
-                reward=sample.reward,
-                cohort=sample.group.cohort,
+                reward=sample.reward if own is None else own.reward,
+                cohort=cohort,
                 finish=sample.finish,
                 attempts=sample.attempts,
                 resumes=sample.resumes,
                 chain=chain.number,
                 attached=attached,
                 extras=whole_rows(chain.extras, len(chain.prompt) + len(tape) - 1) if chain.extras else NO_EXTRAS,
+                turns=chain.turns,
+                row_reward=own,
+                cohort_values=values,
             )
         )
     return rows
+
+
+def _cohort_of(group: Group, own: RowReward | None) -> tuple[Cohort, Extras]:
+    """Return the cohort with which a row is compared, and its values by name, float32 [k, values].
+
+    A reward of one row is compared with the rewards of the same row of those samples that have this row.
+    """
+    values = group.cohort_values
+    if not values or own is None:
+        return group.cohort, NO_EXTRAS
+    if own.row is None:
+        return group.cohort, {name: table[:, 0] for name, table in values.items()}
+    rewards = values[""][:, own.row : own.row + 1, 0]  # no column if only later samples have so many rows
+    there = np.flatnonzero(np.isfinite(rewards))
+    cohort = tuple((group.cohort[m][0], float(rewards[m, 0])) for m in there)
+    return cohort, {name: table[there][:, own.row] for name, table in values.items() if name and len(there)}
+
+
+def _of(row: DeliveredSample) -> RowReward:
+    """Return the reward of a row of a batch whose rewards are more than numbers."""
+    assert row.row_reward is not None
+    return row.row_reward
 
 
 def batch_metrics(
@@ -427,7 +559,13 @@ def batch_metrics(
     first = np.searchsorted(numbers, np.arange(len(lengths)))  # index of the first row of each sample
     ages = np.zeros(len(lengths))
     np.maximum.at(ages, numbers, [s.staleness for s in samples])
-    rewards = np.array([samples[i].reward for i in first], np.float64)
+    def mean(values: Sequence[float]) -> float:
+        """Return the mean over samples of the means of their rows' values."""
+        sums = np.bincount(numbers, np.asarray(values, np.float64), len(lengths))
+        return float((sums / np.bincount(numbers)).mean()) if len(lengths) else 0.0
+
+    like = samples[0].row_reward if samples else None
+    parts = {} if like is None else {f"reward_mean/{n}": mean([_of(s).parts[n] for s in samples]) for n in like.parts}
     return {
         "groups": float(groups),
         "samples": float(len(lengths)),
@@ -441,7 +579,8 @@ def batch_metrics(
         "response_len_mean": float(lengths.mean()) if len(lengths) else 0.0,
         "response_len_median": float(np.median(lengths)) if len(lengths) else 0.0,
         "response_len_max": float(lengths.max()) if len(lengths) else 0.0,
-        "reward_mean": float(rewards.mean()) if len(rewards) else 0.0,
+        "reward_mean": mean([s.reward for s in samples]),
+        **parts,
     }
 
 
@@ -461,25 +600,38 @@ Columns = dict[str, tuple[list[Array], type[np.generic], int]]
 """Per-token values by name: (rows, number type, padding value)."""
 
 
-def pad(rows: Sequence[Array], fill: float, dtype: type[np.generic], *, left: bool = False) -> Array:
-    """Return rows of different lengths as one array [len(rows), longest], padded on the right (or on the left)."""
+def pad(
+    rows: Sequence[Array], fill: float, dtype: DTypeLike, shape: tuple[int, ...] = (), *, left: bool = False
+) -> Array:
+    """Return rows of different lengths as one array [len(rows), longest, *shape], padded on the right (or left)."""
     longest = max((len(r) for r in rows), default=0)
-    out = np.full((len(rows), longest), fill, dtype)
+    out = np.full((len(rows), longest, *shape), fill, dtype)
     for i, row in enumerate(rows):
         start = longest - len(row) if left else 0
         out[i, start : start + len(row)] = row
     return out
 
 
-def _response_columns(samples: Sequence[DeliveredSample], pad_id: int) -> Columns:
+def _turn_numbers(row: DeliveredSample) -> Int32:
+    numbers = np.full(len(row.tokens), -1, np.int32)
+    for number, (start, end) in enumerate(row.turns):
+        numbers[start:end] = number
+    return numbers
+
+
+def _response_columns(samples: Sequence[DeliveredSample], pad_id: int, like: RowReward | None) -> Columns:
+    turns: Columns = {"turn_numbers": ([_turn_numbers(s) for s in samples], np.int32, -1)}
     versions = [s.versions for s in samples]
     return {
         "response_ids": ([s.tokens for s in samples], np.int32, pad_id),
         "loss_mask": ([s.loss_mask for s in samples], np.uint8, 0),
         "kept_mask": ([s.kept_mask for s in samples], np.uint8, 0),
+        "constrained_mask": ([s.constrained_mask for s in samples], np.uint8, 0),
+        "temperatures": ([s.temperatures for s in samples], np.float32, 1),
         "logprobs": ([s.logprobs for s in samples], np.float32, 0),
         "version_n": ([v[:, 1] for v in versions], np.int32, -1),
         "version_incarnation": ([v[:, 0] for v in versions], np.int32, -1),
+        **(turns if like is not None and like.per_turn else {}),
     }
 
 

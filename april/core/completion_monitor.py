@@ -101,7 +101,15 @@ class CompletionMonitor:
             self._ready_by_slack[unit.slack] -= 1
 
     def take(self, goes_first: Callable[[Unit], int] = lambda unit: 0) -> list[Unit]:
-        """Remove and return up to ``target`` complete units: owed ones first, then by ``goes_first`` and completion."""
+        """Remove and return the units of the next batch, see :meth:`next_units`."""
+        chosen = self.next_units(goes_first)
+        for unit in chosen:
+            del self._ready[id(unit)]
+        self._held_by_slack, self._ready_by_slack, self._owed = [], [], []
+        return chosen
+
+    def next_units(self, goes_first: Callable[[Unit], int] = lambda unit: 0) -> list[Unit]:
+        """Return up to ``target`` complete units: owed ones first, then by ``goes_first`` and completion."""
         chosen: dict[int, Unit] = {}
         ready = sorted(self._ready.values(), key=lambda u: (goes_first(u), u.since))
         for k, owed in enumerate(self._owed):
@@ -116,7 +124,4 @@ class CompletionMonitor:
             if len(chosen) >= self._target:
                 break
             chosen[id(unit)] = unit
-        for key in chosen:
-            del self._ready[key]
-        self._held_by_slack, self._ready_by_slack, self._owed = [], [], []
         return sorted(chosen.values(), key=lambda u: u.since)

@@ -16,6 +16,7 @@ from april.core.ledger import Ledger, LengthLedger
 from april.core.over_sampler import OverSampler
 from april.core.partial_buffer import Leases, PartialBuffer
 from april.core.places import Places
+from april.core.row_rewards import RewardLayout
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.types import (
     LEGAL_TRANSITIONS,
@@ -79,6 +80,8 @@ class CoreContext:
         identity."""
         self.failure: str | None = None
         """Reason why the step cannot continue; None if it can."""
+        self.reward_layout: RewardLayout = {}
+        """Names and shapes that all rewards of the run have; empty before the first reward."""
         self.without_room: list[Sample] = []
         """Restored samples that will be dropped, as the engines' context is now too small for them."""
         self.evaluations: dict[int, Evaluation] = {}
@@ -196,5 +199,7 @@ class CoreContext:
         ``sweep`` means that nothing new starts meanwhile, so one abort may end all attempts of an engine.
         """
         new = self.aborts.new(attempts)
-        self.counters["aborted_attempts"] += sum([1 for a in new if a.call.sample.evaluation is None])
+        of_evaluations = self.attempts.of_evaluations
+        evaluating = sum([a.id in of_evaluations for a in new]) if of_evaluations else 0
+        self.counters["aborted_attempts"] += len(new) - evaluating
         self.out += self.aborts.stop(new, self.engines.in_flight() if sweep else {})

@@ -71,6 +71,8 @@ class EventPump:
         self._core = ObservedCore(core, observers) if observers else core
         self._executors = {**executors, **dict.fromkeys(ignored, _nothing)}
         self._events: deque[Event] = deque()
+        self.handled = 0
+        """Number of events that were handled and of commands that were executed."""
         self.running = False
         """True while events are handled and commands executed."""
 
@@ -85,7 +87,9 @@ class EventPump:
         self.running = True
         try:
             while self._events:
-                for command in self._core.handle(self._events.popleft()):
+                commands = self._core.handle(self._events.popleft())
+                self.handled += 1 + len(commands)
+                for command in commands:
                     self._executors[type(command)](command)
         except BaseException:
             self._events.clear()

@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any, Self
 
 from april.core.attachments import Placed
+from april.core.row_rewards import RowReward
 from april.core.sampling import SamplingParams
 from april.core.settings import EngineLimits
 from april.core.tape import NO_COUNTS, AttemptCounts, Int32
@@ -69,6 +70,12 @@ class CallUnheard(Event, frozen=True):
 
     sample: SampleId
     number: int
+
+
+class AnswerChecked(Event, frozen=True):
+    """An agent's client demanded a form of its answer, such as JSON; ``kept`` says whether the answer has the form."""
+
+    kept: bool
 
 
 class StopFound(Event, frozen=True):
@@ -163,6 +170,8 @@ class Scored(Event, frozen=True):
     group: int
     rewards: Sequence[tuple[int, float]]
     """(sample index, reward) pairs; rewards are rounded to float32, as in batches."""
+    row_rewards: Sequence[tuple[RowReward, ...]] = ()
+    """For each pair, what the reward has beside the number (``Sample.row_rewards``); empty if all are numbers."""
 
 
 class GroupJudged(Event, frozen=True, kw_only=True):

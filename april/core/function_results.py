@@ -13,6 +13,7 @@ from april.core import events as ev
 from april.core.context import CoreContext
 from april.core.function_bugs import BugDetector, BugVerdict, FunctionKind
 from april.core.group_completion import GroupCompletion
+from april.core.row_rewards import RowReward
 from april.core.sample_calls import SampleCalls
 from april.core.sample_lifecycle import SampleLifecycle
 from april.core.types import DropReason, Group, GroupState, Sample, SampleState, TimerKind
@@ -108,8 +109,9 @@ class FunctionResults:
         if group is None:
             context.counters["late_events"] += event.group >= 0
             return
-        awaited: list[tuple[Sample, float]] = []
-        for index, reward in event.rewards:
+        awaited: list[tuple[Sample, float, tuple[RowReward, ...]]] = []
+        more = event.row_rewards or [()] * len(event.rewards)
+        for (index, reward), rows in zip(event.rewards, more, strict=True):
             blamed = self._sample_awaiting_reward(group.samples[index])
             if blamed is None:
                 context.counters["late_events"] += 1
@@ -117,12 +119,12 @@ class FunctionResults:
                 self._lifecycle.retry_or_give_up(blamed, f"the reward is {wrong}")
                 return
             else:
-                awaited.append((group.samples[index], float32_reward(reward)))
-        for sample, reward in awaited:
-            sample.reward = reward
+                awaited.append((group.samples[index], float32_reward(reward), rows))
+        for sample, reward, rows in awaited:
+            sample.reward, sample.row_rewards = reward, rows
         if awaited and group.evaluation is None:
             self._bugs.record_success(FunctionKind.REWARD)
-        for sample, _ in awaited:
+        for sample, *_ in awaited:
             if sample.state is SCORING:
                 self._groups.finish_sample(sample)
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from april.core import commands as do
+from april.core.attachments import NO_EXTRAS
 from april.core.context import CoreContext
 from april.core.types import Group, GroupState, Sample, SampleState
 
@@ -59,7 +60,7 @@ class GroupCompletion:
         """Make the group deliverable and fix its cohort, the rewards from which baselines are computed."""
         self._context.change_group_state(group, READY, "complete")
         self.failed_in_a_row = self.filtered_in_a_row = 0
-        group.cohort = group.cohort_rewards
+        group.fix_cohort()
         if self._context.settings.whole_groups:
             self._context.monitor.accept(group)
         else:
@@ -86,7 +87,7 @@ class GroupCompletion:
         if group.state is READY and not settings.whole_groups:
             return
         context.monitor.not_ready(group)
-        group.cohort = ()
+        group.cohort, group.cohort_values = (), NO_EXTRAS
         if group.state is not OPEN:
             context.change_group_state(group, OPEN, "a sample began again")
         self.rerun_for_return_values(group)

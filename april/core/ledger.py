@@ -46,6 +46,8 @@ class DropReason(StrEnum):
     """The server generated more tokens than the limit that it was given."""
     PUT_ASIDE = "put_aside"
     """The round ended before the prompt was finished, and a later round begins it again (tail batching)."""
+    CUT_GRAMMAR = "cut_grammar"
+    """The request had a grammar and was cut; engines cannot continue a grammar, so the call begins again."""
 
 
 @dataclass(slots=True)

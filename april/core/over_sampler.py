@@ -24,6 +24,8 @@ class WorkQueue:
         self.starts: list[tuple[bool, int, int, int, Sample | GenerateCall]] = []
         self.waiting = 0
         """Number of samples and calls in the queue, void entries not counted."""
+        self.calls_waiting = 0
+        """Number of calls among them."""
 
     def first(self, places: Places, *, evaluation: bool) -> Sample | GenerateCall | None:
         """Return the sample or call that goes next, without removing it; None if no place is free for one.
@@ -72,6 +74,7 @@ class OverSampler:
         self._tickets += 1
         work.ticket = self._tickets
         queue.waiting += 1
+        queue.calls_waiting += work is not sample
         heapq.heappush(heap, (not sample.urgent, sample.id.group, sample.id.index, work.ticket, work))
 
     def forget(self, work: Sample | GenerateCall) -> None:
@@ -81,6 +84,7 @@ class OverSampler:
             sample = work if isinstance(work, Sample) else work.sample
             queue = self.training if sample.evaluation is None else self.evaluations
             queue.waiting -= 1
+            queue.calls_waiting -= work is not sample
 
     def requeue(self, work: Sample | GenerateCall) -> None:
         """Queue a sample or call again after it became urgent."""

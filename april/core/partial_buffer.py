@@ -6,8 +6,9 @@ too old and how many more prompts may be drawn; :class:`Leases` keeps the batche
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
+from functools import cache
 
 from april.core.completion_monitor import Unit
 from april.core.settings import CoreSettings
@@ -147,7 +148,9 @@ class PartialBuffer:
         self._leases = leases
         self.groups: dict[int, Group] = {}
         self.aside: dict[int, Group] = {}
-        """The groups among :attr:`groups` that wait for a later round, without tokens (tail batching)."""
+        """The groups among :attr:`groups` that wait for a long round, without tokens (tail batching)."""
+        self.unbegun: dict[int, Group] = {}
+        """The groups that wait for a short round, since the round they were drawn for ended before they began."""
         self.limit_cause = IdleCause.BOUND
         """Reason that limited the result of the last :meth:`room`."""
         self.batch = settings.target
@@ -157,7 +160,7 @@ class PartialBuffer:
         self._rows_counted = 0, 0
         """(Held tokens, bytes of held extras) when the extras were last counted."""
         self.units = 0
-        """Number of held units: groups that are not aside or, with a group quorum below 1, samples that are neither
+        """Number of held units: groups of the present round or, with a group quorum below 1, samples that are neither
         delivered nor dropped."""
 
     def __len__(self) -> int:
@@ -174,25 +177,39 @@ class PartialBuffer:
     def remove(self, group: Group) -> None:
         """Remove a group all samples of which are delivered or dropped."""
         del self.groups[group.id]
-        if self.aside.pop(group.id, None) is None:
+        if self.in_round(group):
             self.units -= self._whole_groups
+        else:
+            self._waiting_like(group).pop(group.id)
 
-    def put_aside(self, group: Group) -> None:
-        """Let a group without tokens wait for a later round."""
-        group.put_aside = True
-        self.aside[group.id] = group
+    def put_aside(self, group: Group, *, begun: bool) -> None:
+        """Let a group without tokens wait for a later round: a long one if it had begun, else a short one."""
+        group.put_aside = begun
+        self._waiting_like(group)[group.id] = group
         self.units -= 1
 
-    def next_aside(self) -> Group:
-        """Return the group that was put aside first; it is part of the present round from now on."""
-        group = self.aside.pop(next(iter(self.aside)))
+    def _waiting_like(self, group: Group) -> dict[int, Group]:
+        return self.aside if group.put_aside else self.unbegun
+
+    def in_round(self, group: Group) -> bool:
+        """Return True if the present round generates the group, False if the group waits for a later round."""
+        return group.id not in self._waiting_like(group)
+
+    def next_waiting(self, *, long: bool, most: int) -> Group | None:
+        """Add a group that waits to the present round and return it; None if the round has ``most`` units already.
+
+        Groups that were put aside are added only if ``long``.
+        """
+        waiting = self.aside or self.unbegun if long else self.unbegun
+        if not waiting or self.units >= most:
+            return None
         self.units += 1
-        return group
+        return waiting.pop(next(iter(waiting)))
 
     @property
     def in_long_round(self) -> bool:
         """True if the present round is one of groups that were put aside; a new one is if they fill a batch."""
-        present = [group for group in self if group.id not in self.aside]
+        present = [group for group in self if self.in_round(group)]
         return any(group.put_aside for group in present) if present else len(self.aside) >= self.batch
 
     def change_held_count(self, group: Group, by: int) -> None:
@@ -305,14 +322,15 @@ class PartialBuffer:
         # all held units are delivered within this many steps, so larger slacks do not matter
         return max(1, min(s.delivery_bound - len(self._leases), self.units // self.batch + 1))
 
-    def slack(self, unit: Unit) -> int:
+    def slack(self, unit: Unit, age: Callable[[PolicyVersion], int] | None = None) -> int:
         """Return the number of batches after which the unit's oldest token is too old.
 
-        A unit without tokens counts as if its oldest token had the present version.
+        A unit without tokens counts as if its oldest token had the present version. ``age`` may be a cached
+        ``Leases.age``, for callers that ask about many units.
         """
         oldest = self._oldest_of(unit)
         out = len(self._leases.batches)
-        return self.bound(unit) - (out if oldest is None else max(out, self._leases.age(oldest)))
+        return self.bound(unit) - (out if oldest is None else max(out, (age or self._leases.age)(oldest)))
 
     def _oldest_of(self, unit: Unit) -> PolicyVersion | None:
         """Return the version of the unit's oldest token; a group keeps it, as plans ask for that of every group."""
@@ -338,11 +356,11 @@ class PartialBuffer:
 
     def slacks(self) -> Iterator[tuple[Unit, int]]:
         """Yield each unit with the number of batches after which it must have been delivered."""
-        s = self.settings
+        s, age, whole = self.settings, cache(self._leases.age), self.settings.whole_groups
         for group in self:
-            in_time = s.max_age - self._leases.age(group.drawn_under)
-            for unit in (group,) if s.whole_groups else group.members:
-                slack, by_tokens = in_time, self.slack(unit)
+            in_time = s.max_age - age(group.drawn_under)
+            for unit in (group,) if whole else group.members:
+                slack, by_tokens = in_time, self.slack(unit, age)
                 # drop discards old samples instead of waiting for them; samples that are too old already set no
                 # deadline if the settings accept the loss of some work
                 if s.on_stale is not OnStale.DROP and (by_tokens >= 0 or not self._overbooked):

@@ -13,7 +13,7 @@ are delivered, held, or dropped for a named reason; every attempt in flight belo
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,7 +22,7 @@ from typing import Any
 from april.core import commands as do
 from april.core import events as ev
 from april.core.attempt_results import AttemptResults
-from april.core.batch import Batch, batch_metrics, deliver_sample, with_all_rows
+from april.core.batch import Batch, DeliveredSample, batch_metrics, deliver_sample, with_all_rows
 from april.core.completion_monitor import Unit
 from april.core.context import CoreContext
 from april.core.engine_recovery import EngineRecovery
@@ -61,6 +61,7 @@ STEP_METRICS = (
     "prompts_drawn", "prompts_too_long", "groups_dropped_failed", "groups_dropped_filtered", "groups_dropped_stale",
     "samples_dropped_failed", "samples_dropped_stale", "replaced_samples", "replays_diverged", "lost_functions",
     "busy_refusals", "stale_engines", "lowered_caps", "overridden_requests", "groups_put_aside",
+    "constrained_answers", "broken_constraints",
 )  # fmt: skip
 
 
@@ -106,6 +107,10 @@ MOST_COMMANDS = 64
 at once would hold the event loop for seconds."""
 MOST_DRAWN = 512
 """Number of samples whose prompts are drawn at one event, for the same reason."""
+MOST_DELIVERED = 512
+"""Number of samples whose rows of a batch are made at one event, for the same reason."""
+MOST_PUT_ASIDE = 512
+"""Number of samples that are put aside at one event, for the same reason."""
 MOST_MARKED = 512
 """Number of groups or samples that are marked as urgent at one event, for the same reason."""
 # module-level names, as an enum member costs 60 ns per use on Python 3.11
@@ -151,6 +156,10 @@ class RolloutCore:
         self._check, self._pause_asked = check, False
         self._continues = False
         """True from the command Continue to the event Continued; nothing is started or drawn in between."""
+        self._rows: dict[SampleId, tuple[Any, list[DeliveredSample]]] = {}
+        """Rows that were made ahead of the next delivery, each with what they depend on (see :meth:`_depends_on`)."""
+        self._without_rows: deque[Sample] = deque()
+        """Samples of the next batch whose rows are to be made."""
         self._unmarked: dict[int, Unit] = {}
         """Those of ``context.urgent`` whose samples are not marked as urgent yet."""
         self._long_in_a_row = 0
@@ -172,6 +181,7 @@ class RolloutCore:
             ev.Continued: self._continued,
             ev.CallMade: calls.call_made,
             ev.CallUnheard: calls.call_unheard,
+            ev.AnswerChecked: calls.answer_checked,
             ev.StopFound: attempt_results.stop_found,
             ev.AttemptStalled: attempt_results.attempt_stalled,
             ev.AttemptEnded: attempt_results.attempt_ended,
@@ -304,6 +314,10 @@ class RolloutCore:
         if stops and self.attempts:
             return
         if enough:
+            if self.settings.tail_batching and not self._put_unfinished_aside():
+                return
+            if not self._make_rows():
+                return
             self._end_step()
         if self._trains:
             self._fill()
@@ -329,7 +343,7 @@ class RolloutCore:
             return False
         # with a quorum, failures may leave fewer samples than the target; the batch is then delivered short if further
         # prompts could only be delivered when they are too old
-        exhausted = self.over_sampler.exhausted and not self.buffer.aside
+        exhausted = self.over_sampler.exhausted and not (self.buffer.aside or self.buffer.unbegun)
         return exhausted or (self.monitor.ready > 0 and not self.buffer.fits)
 
     def _advance_others(self) -> None:
@@ -381,42 +395,87 @@ class RolloutCore:
         step, self.batch_wanted = self.step, False
         assert step is not None
         if units and self.settings.tail_batching:
-            self._put_aside_all_but(units)
+            done = {unit.id for unit in units}
+            self._put_aside([g for g in self.buffer if g.id not in done and self.buffer.in_round(g)])
         if not (units and self._continuous):
             self._leave_step()
         if units:
             self._deliver(units, step)
         else:
             self.context.out.append(do.EndOfData(self.monitor.ready))
+        self._rows.clear()
+        self._without_rows.clear()
         if self.step is not None:
             self._begin_step()
 
-    def _put_aside_all_but(self, units: list[Unit]) -> None:
-        done, out = {unit.id for unit in units}, self.context.out
-        for group in [g for g in self.buffer if g.id not in done and g.id not in self.buffer.aside]:
+    def _put_unfinished_aside(self) -> bool:
+        """Put aside some of the groups that are not finished at the end of a round; return True once none is left."""
+        if self._continues:
+            return False
+        unfinished = (g for g in self.buffer if not g.ready and self.buffer.in_round(g))
+        most = max(1, MOST_PUT_ASIDE // self.settings.n_samples_per_prompt)
+        self._put_aside(list(itertools.islice(unfinished, most)))
+        if next(unfinished, None) is not None:
+            self._continue_later()
+        return not self._continues
+
+    def _put_aside(self, groups: list[Group]) -> None:
+        out = self.context.out
+        for group in groups:
             self.lifecycle.put_aside(group)
         # functions that were just cancelled must not get answers of this event, as they would return
         out[:] = [c for c in out if not (isinstance(c, do.CallCompleted) and c.call.sample.state is SampleState.NEW)]
 
+    def _make_rows(self) -> bool:
+        """Make rows of the next batch, a portion at each event; return True once at most one portion is left."""
+        settings = self.settings
+        if settings.rollout_batch_size * settings.n_samples_per_prompt <= MOST_DELIVERED:
+            return True
+        if self._continues:
+            return False
+        if not self._without_rows:
+            units = self.monitor.next_units(self.buffer.delivery_order)
+            self._without_rows.extend(s for u in units for s in u.members if self._rows_made_of(s) is None)
+        if len(self._without_rows) <= MOST_DELIVERED:
+            return True
+        age = cache(self.leases.age)
+        for _ in range(MOST_DELIVERED):
+            sample = self._without_rows.popleft()
+            if sample.state is SampleState.FINISHED:
+                self._rows[sample.id] = self._depends_on(sample), self._rows_of(sample, age)
+        self._continue_later()
+        return False
+
+    def _rows_of(self, sample: Sample, age: Callable[[PolicyVersion], int]) -> list[DeliveredSample]:
+        masks = self.settings.on_stale in (OnStale.MASK, OnStale.FINISH)
+        return deliver_sample(sample, age, self.buffer.bound(sample) if masks else None)
+
+    def _rows_made_of(self, sample: Sample) -> list[DeliveredSample] | None:
+        """Return the rows that were made ahead, or None if there are none, or something has changed since."""
+        depends_on, rows = self._rows.get(sample.id, (None, None))
+        return rows if depends_on == self._depends_on(sample) else None
+
+    def _depends_on(self, sample: Sample) -> Any:
+        """Return a value that changes with everything that the rows of a finished sample show."""
+        return self.clock.current, len(self.leases), sample.restarts, sample.group.since
+
     def _deliver(self, units: list[Unit], step: Step) -> None:
         context = self.context
-        masks = self.settings.on_stale in (OnStale.MASK, OnStale.FINISH)
         age = cache(self.leases.age)
         groups: dict[int, list[Sample]] = {}
         for unit in units:
             for sample in unit.members:
                 groups.setdefault(sample.id.group, []).append(sample)
         leased = [sample for members in groups.values() for sample in members]
-        bound_of = self.buffer.bound
         samples, sizes = [], dict.fromkeys(groups, 0)
         lengths = [sample.generated for sample in leased]
         for sample in leased:
-            rows = deliver_sample(sample, age, bound_of(sample) if masks else None)
+            rows = self._rows_made_of(sample) or self._rows_of(sample, age)
             samples += rows
             sizes[sample.id.group] += len(rows)
+        context.tokens.deliver(sum(lengths))
         why = f"leased in batch {context.batches}"
         for sample, length in zip(leased, lengths, strict=True):
-            context.tokens.deliver(length)
             context.lengths.trained.add(length)
             context.change_state(sample, LEASED, why)
             sample.group.delivered += 1
@@ -476,8 +535,8 @@ class RolloutCore:
         """Start queued samples and calls, then draw prompts if more work is wanted."""
         if self._continues:
             return
-        if self.buffer.aside:
-            self._begin_put_aside()
+        if self.buffer.aside or self.buffer.unbegun:
+            self._begin_waiting_groups()
         if self.over_sampler.training.waiting or self.over_sampler.evaluations.waiting:
             self._start_waiting(training=True)
         step = self.step
@@ -505,13 +564,18 @@ class RolloutCore:
         elif not self.over_sampler.requested:
             step.filled = True
 
-    def _begin_put_aside(self) -> None:
-        """Queue groups that were put aside, up to N groups in work, in a long round or where the prompts have ended."""
+    def _begin_waiting_groups(self) -> None:
+        """Queue groups that wait for a later round (tail batching).
+
+        A long round, and every round once the prompts have ended, has N groups in work; a short one has N', and none
+        that was put aside.
+        """
         assert self.step is not None
-        if self.step.long_round or self.over_sampler.exhausted:
-            while self.buffer.aside and self.buffer.units < self.buffer.batch:
-                for sample in self.buffer.next_aside().members:
-                    self.over_sampler.push(sample)
+        long = self.step.long_round or self.over_sampler.exhausted
+        most = self.buffer.batch if long else self.settings.groups_wanted
+        while (group := self.buffer.next_waiting(long=long, most=most)) is not None:
+            for sample in group.members:
+                self.over_sampler.push(sample)
 
     def _start_waiting(self, *, training: bool) -> None:
         """Start queued samples and calls of evaluations, and then, if ``training``, those of training."""
@@ -526,8 +590,10 @@ class RolloutCore:
             engine = self.engines.pick(self.clock.current)
             if engine is None:
                 self._watch_outage(training=training)
-                if not trains or sample.evaluation is None or not self._make_room(work):
+                start = self._make_room(work) if self._continuous and sample.evaluation is not None else None
+                if start is None:
                     return
+                work = start
             queue.forget(work)
             if isinstance(work, Sample):
                 context.places.reserve(work)
@@ -541,22 +607,27 @@ class RolloutCore:
                 self._attempt_results.submit(work, engine.limits.name)
                 self._recovery.start_checks(engine.limits.name)
 
-    def _make_room(self, work: Sample | GenerateCall) -> bool:
+    def _make_room(self, work: Sample | GenerateCall) -> Sample | GenerateCall | None:
         """Cut the newest requests of training for calls of evaluations below their share, as the engines are full.
 
-        The cut requests are continued later; the newest ones have generated least since their prefill. Return True if
-        ``work`` is a function of an evaluation that may start now, so that its call waits when a request has ended.
+        The cut requests are continued later; the newest ones have generated least since their prefill. Return a
+        function of an evaluation that may start now, so that its call waits when a request has ended.
         """
         context, states, places = self.context, self.engines.states, self.context.places
-        share, calls = places.share_of_evaluations, len(self.over_sampler.evaluations.calls)
-        lacking = min(share - len(context.attempts.of_evaluations), places.free_for_evaluations)
-        count = min(lacking, calls) - context.aborts.pending
-        if count > 0:
-            newest = itertools.islice(reversed(self.attempts.values()), count + NEWEST_REQUESTS)
+        queue, pending = self.over_sampler.evaluations, context.aborts.pending
+        lacking = min(
+            places.share_of_evaluations - len(context.attempts.of_evaluations), places.free_for_evaluations
+        )
+        count = min(lacking, queue.calls_waiting) - pending
+        if count > 0 and any(state.may_make_room for state in states.values()):
+            newest = itertools.islice(reversed(self.attempts.values()), count + pending + NEWEST_REQUESTS)
             able = [a for a in newest if a.id not in context.aborts and states[a.engine].may_make_room]
             able.sort(key=lambda a: a.sample.urgent)  # a stable sort: the newest of those without priority go first
             context.stop(able[:count])
-        return isinstance(work, Sample) and places.reserved_by_evaluations + calls < share
+        waiting = places.reserved_by_evaluations + queue.calls_waiting
+        if isinstance(work, Sample):
+            return work if waiting < places.share_of_evaluations else None
+        return queue.starts[0][-1] if queue.starts and waiting < lacking else None
 
     def _prompts_drawn(self, event: ev.PromptsDrawn) -> None:
         context = self.context
@@ -580,7 +651,7 @@ class RolloutCore:
             self._long_in_a_row = 0
             self.buffer.add(group)
             if self._comes_late:
-                self.buffer.put_aside(group)
+                self.buffer.put_aside(group, begun=False)
                 continue
             for sample in group.samples:
                 self.over_sampler.push(sample)

@@ -227,6 +227,11 @@ class SampleCalls:
                 chain.replay = None
         sample.chains = tuple(chain for chain in sample.chains if chain.number == 0 or chain.calls)
 
+    def answer_checked(self, event: ev.AnswerChecked) -> None:
+        """Count an answer of which a client demanded a form."""
+        self._context.counters["constrained_answers"] += 1
+        self._context.counters["broken_constraints"] += not event.kept
+
     def call_unheard(self, event: ev.CallUnheard) -> None:
         """End a call whose answer nobody will read and drop its tokens, unless its chain has continued since.
 

@@ -132,14 +132,15 @@ class SampleLifecycle:
             self._groups.reopen(sample.group)
 
     def put_aside(self, group: Group) -> None:
-        """Drop all tokens of a group and keep its prompt, which begins again in a later round (tail batching)."""
-        context = self._context
-        for sample in group.members:
+        """Drop all tokens of a group and keep its prompt, which begins (again) in a later round (tail batching)."""
+        context, members = self._context, group.members
+        begun = group.put_aside or any(sample.state is not NEW or sample.attempts for sample in members)
+        for sample in members:
             if sample.state is not NEW or sample.replayed:
                 self.restart(sample, DropReason.PUT_ASIDE)
             context.over_sampler.forget(sample)
-        context.buffer.put_aside(group)
-        context.counters["groups_put_aside"] += 1
+        context.buffer.put_aside(group, begun=begun)
+        context.counters["groups_put_aside"] += begun
 
     def _stop_and_drop_tokens(self, sample: Sample, reason: DropReason) -> None:
         """Stop the sample's function and requests, and drop its tokens."""

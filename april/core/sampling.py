@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 GAP = "\ufffd"
 """Replacement character, which decoders write for bytes that are not (or not yet) a complete character."""
@@ -52,7 +54,11 @@ class SamplingParams:
         seed: seed of this request; None for the engine's own random numbers.
         banned_ids: ids that must not be sampled, because they are placeholders in prompts, such as those of images. If
             the engine can do this, the log-probabilities of all other ids are the same as without the ban.
-        stop: strings that end the response once its text contains one; april finds them, engines never see them.
+        stop: strings that end the response once its text contains one. april finds them; an engine gets them only for a
+            request in whose tokens it can find them.
+        grammar: form that the response must have, as JSON text of {"json_schema": schema} or {"structural_tag": tag};
+            empty if any is allowed. The log-probabilities are those of the tokens that the grammar allows. An engine
+            begins the grammar at the first token of a request, so a request that is cut cannot be continued.
     """
 
     max_tokens: int
@@ -63,6 +69,13 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     banned_ids: tuple[int, ...] = ()
+    grammar: str = ""
+
+    @property
+    def demanded_form(self) -> tuple[str, Any]:
+        """The name and the value of ``grammar``, such as ("json_schema", schema)."""
+        ((name, value),) = json.loads(self.grammar).items()
+        return name, value
 
     def after(self, tokens_held: int, seed: int | None) -> SamplingParams:
         """Return the parameters for the rest of a response of which ``tokens_held`` tokens exist already."""
@@ -75,6 +88,7 @@ class SamplingParams:
             seed,
             self.stop,
             self.banned_ids,
+            self.grammar,
         )
 
     def capped(self, max_tokens: int) -> SamplingParams:

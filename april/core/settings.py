@@ -163,6 +163,11 @@ class EngineLimits:
     """True for an engine that is not a server but has weights of its own, apart from the trainer's."""
     in_flight_updates: tuple[OnWeightUpdate, ...] = ()
     """Policies besides ``resubmit`` that the engine supports for requests in flight at a weight update."""
+    streams: bool = True
+    """True if tokens arrive while they are made. If False, a request that lives through a weight update names the
+    version of each token in its whole answer."""
+    stop_strings: bool = False
+    """True if the engine ends a request at a stop string in the tokens that the request has generated."""
     attachments: tuple[str, ...] = ()
     """Kinds of attachments that the engine accepts."""
     extras: tuple[str, ...] = ()

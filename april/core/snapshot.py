@@ -32,6 +32,7 @@ from april.core.events import WorkChanged
 from april.core.ledger import Ledger, LengthLedger
 from april.core.partial_buffer import PartialBuffer
 from april.core.rollout_core import RolloutCore
+from april.core.row_rewards import RowReward, wrong_row_rewards
 from april.core.settings import LEAST_QUORUM, CoreSettings, quorum_of
 from april.core.state_checksum import State, data_out
 from april.core.tape import AttemptTape, Float32, Int32, Segment, SegmentKind, TokenTape, content_of
@@ -101,6 +102,7 @@ class _Sample(NamedTuple):
     state: SampleState
     finish: FinishReason | None
     reward: float
+    row_rewards: tuple[RowReward, ...]
     attempts: int
     resumes: int
     failures: int
@@ -116,6 +118,7 @@ class _Group(NamedTuple):
     drawn_under: PolicyVersion
     bound: int
     cohort: tuple[tuple[int, float], ...]
+    cohort_values: Extras
     finishers: list[int]
     data: State
     unchecked: list[str]
@@ -123,9 +126,13 @@ class _Group(NamedTuple):
     """Fields of a _Sample each."""
 
 
-_GROUP = attrgetter("id", "ready", "prompt", "drawn_under", "bound", "cohort")
-_SAMPLE = attrgetter("id", "state", "finish", "reward", "attempts", "resumes", "failures", "restarts")
+_GROUP = attrgetter("id", "ready", "prompt", "drawn_under", "bound", "cohort", "cohort_values")
+_SAMPLE = attrgetter(
+    "id", "state", "finish", "reward", "row_rewards", "attempts", "resumes", "failures", "restarts"
+)
 _CHAIN = attrgetter("number", "prompt", "attached", "extras", "tape.tokens", "tape.logprobs", "tape.segments")
+CONSTRAINED = "constrained"
+"""What a state calls the kind of a generated segment with a grammar."""
 SAMPLES_AT_ONCE = 500
 """Number of samples that one call of :meth:`Freezer.advance` collects, in a few milliseconds."""
 MOST_ROUNDS = 5
@@ -205,14 +212,16 @@ class Freezer:
             "staleness_bound": core.leases.bound,
             "counters": dict(core.counters),
             "aside": list(core.buffer.aside),
-            "long_round": [group.id for group in core.buffer if group.put_aside and group.id not in core.buffer.aside],
+            "unbegun": list(core.buffer.unbegun),
+            "long_round": [g.id for g in groups.values() if g.put_aside and g.id not in core.buffer.aside],
         }
         collected, changed = self._groups, self._changed
         frozen = {
             number: collected[number] if number in collected and number not in changed else _frozen(group)
             for number, group in groups.items()
         }
-        attempts = [(a, a.drop_reason, a.tape.freeze()) for a in core.attempts.values()]
+        # most engines return whole answers, so that the tapes of their requests in flight are empty
+        attempts = [(a, a.drop_reason, a.tape.freeze()) for a in core.attempts.values() if a.tape.parsed]
         return partial(
             _state_of, head, deepcopy((context.tokens, context.prompts, context.lengths)), set(core.buffer.groups),
             [sample.id for sample in again], [sample.id for sample in ready], frozen, attempts,
@@ -270,6 +279,8 @@ def _state_of(
     running: dict[int, tuple[Attempt, AttemptTape]] = {}
     for attempt, drop_reason, fields_of_tape in attempts:
         tape = AttemptTape.of_frozen(*fields_of_tape).sure()
+        if drop_reason is None and attempt.constrained and not tape.stopped:
+            drop_reason = DropReason.CUT_GRAMMAR  # after a restart, the call begins again
         tokens.observe(tape.parsed)
         tokens.drop(tape.after_stop, DropReason.AFTER_STOP)
         tokens.drop(tape.unknown, DropReason.UNKNOWN_WEIGHTS)
@@ -331,7 +342,13 @@ def _group_out(group: _Group, back: Collection[SampleId], running: _Running) -> 
         ],
         "finishers": group.finishers,
         "cohort": [list(pair) for pair in group.cohort],
+        **({"cohort_values": _values_out(group.cohort_values)} if group.cohort_values else {}),
     }
+
+
+def _values_out(values: Extras) -> State:
+    """Return values of a cohort as lists of numbers, None for NaN; records keep them, as they keep all rewards."""
+    return {name: np.where(np.isnan(table), np.array(None), table).tolist() for name, table in values.items()}
 
 
 def _sample_out(sample: _Sample, prompt: Prompt, running: _Running) -> State:
@@ -346,6 +363,14 @@ def _sample_out(sample: _Sample, prompt: Prompt, running: _Running) -> State:
         "failures": sample.failures,
         "restarts": sample.restarts,
     }
+    if sample.row_rewards:
+        state["row_rewards"] = [
+            {
+                "reward": row.reward, "row": row.row, "parts": dict(row.parts), "note": row.note,
+                "per_turn": rows_out(row.per_turn), "per_token": rows_out(row.per_token),
+            }
+            for row in sample.row_rewards
+        ]  # fmt: skip
     if others or first.prompt is not prompt.token_ids:
         state["prompt"] = _packed([first.prompt], "<i4")
         state["chains"] = [
@@ -365,7 +390,9 @@ def _chain_out(chain: _Chain, prompt: Prompt, running: _Running) -> State:
     if (found := running.get(id(call))) is not None:
         attempt, came = found
         temperature = attempt.request.sampling.temperature
-        tape.add_segments(came.spans, attempt.id, attempt.engine, temperature, attempt.over)
+        tape.add_segments(
+            came.spans, attempt.id, attempt.engine, temperature, attempt.over, constrained=attempt.constrained
+        )
         tokens += came.chunks[0]
         logprobs += came.chunks[1]
         extras = joined(extras, came.extras) if came.count else extras
@@ -377,7 +404,10 @@ def _chain_out(chain: _Chain, prompt: Prompt, running: _Running) -> State:
         "tokens": _packed(tokens, "<i4"),
         "logprobs": _packed(logprobs, "<f4"),
         "segments": [
-            [s.count, s.version.incarnation, s.version.n, str(s.kind), s.attempt_id, s.engine, s.temperature]
+            [
+                s.count, s.version.incarnation, s.version.n, CONSTRAINED if s.constrained else str(s.kind),
+                s.attempt_id, s.engine, s.temperature,
+            ]
             + ([] if s.over is None else [s.over.incarnation, s.over.n])
             for s in tape.segments
         ],
@@ -394,16 +424,16 @@ def _chain_out(chain: _Chain, prompt: Prompt, running: _Running) -> State:
 def rows_out(extras: Extras) -> State:
     """Return rows by name as plain values: [number type, shape, bytes]."""
     little = {name: rows.astype(rows.dtype.newbyteorder("<"), copy=False) for name, rows in extras.items()}
-    return {name: [r.dtype.str, list(r.shape), _whole_bytes(r) or r.tobytes()] for name, r in little.items()}
+    return {name: [r.dtype.str, list(r.shape), _whole_bytes(r) or r.tobytes() or None] for name, r in little.items()}
 
 
 def rows_in(state: Sequence[Any]) -> Rows:
     """Return the rows of one name from their plain form; raises ValueError if they are not numbers."""
     dtype, shape, data = state
     kind = np.dtype(_text(dtype))
-    if kind.kind not in "iuf" or not isinstance(data, bytes):
+    if kind.kind not in "iuf" or not (data is None or isinstance(data, bytes)):
         raise ValueError("rows that are no numbers")
-    rows = np.frombuffer(data, kind).reshape([count_of(n) for n in shape])
+    rows = np.frombuffer(data or b"", kind).reshape([count_of(n) for n in shape])
     return rows.astype(kind.newbyteorder("="), copy=False)
 
 
@@ -567,10 +597,11 @@ def _put(core: RolloutCore, restored: Restored) -> None:
     for group in [*ready, *waiting]:
         context.event_number += 1  # a number for each group, so that they are delivered in the order of the snapshot
         for sample in group.members:
-            if sample.state is not SampleState.FINISHED and group.id not in core.buffer.aside:
+            if sample.state is not SampleState.FINISHED and core.buffer.in_round(group):
                 core.over_sampler.push(sample)
         if group.cohort or group.complete:  # complete but not ready: its filter has been removed since
-            group.cohort = group.cohort or group.cohort_rewards
+            if not group.cohort:
+                group.fix_cohort()
             if group.ready:
                 context.change_group_state(group, GroupState.OPEN, "put into another core")
             context.change_group_state(group, GroupState.READY, "complete since before a restart")
@@ -580,8 +611,12 @@ def _put(core: RolloutCore, restored: Restored) -> None:
         _count_in(core, state)
     _ledger_in(context.tokens, state["tokens"], sum(s.generated for s in core.buffer.samples()))
     _ledger_in(context.prompts, state["prompts"], len(core.buffer))
-    finished = (s.generated for s in core.buffer.samples() if s.state is SampleState.FINISHED)
-    context.lengths.restore(state.get("lengths", {}), finished)
+    finished = [s for s in core.buffer.samples() if s.state is SampleState.FINISHED]
+    context.lengths.restore(state.get("lengths", {}), (s.generated for s in finished))
+    for sample in finished if core.settings.has_reward else ():
+        sizes = [(len(chain.turns), len(chain.tape)) for chain in sample.row_chains]
+        if wrong := wrong_row_rewards(sample.row_rewards, sizes, context.reward_layout):
+            raise ValueError(f"the reward of {sample.id} {wrong}")
     core.validate()
     if context.tokens.held and state["settings"].get("logprob_kind", "") not in ("", core.engines.logprob_kind):
         core.engines.logprob_kind = "mixed"  # batches may now contain tokens of both kinds
@@ -595,8 +630,9 @@ def _aside_in(core: RolloutCore, state: State) -> None:
     if core.settings.tail_batching:
         for number in state.get("long_round", ()):
             core.buffer.groups[count_of(number)].put_aside = True
-        for number in state.get("aside", ()):
-            core.buffer.put_aside(core.buffer.groups[count_of(number)])
+        for name, begun in (("aside", True), ("unbegun", False)):
+            for number in state.get(name, ()):
+                core.buffer.put_aside(core.buffer.groups[count_of(number)], begun=begun)
 
 
 def _count_in(core: RolloutCore, state: State) -> None:
@@ -694,9 +730,10 @@ def _completed(settings: CoreSettings, group: Group, state: State, *, ready: boo
         raise ValueError(f"group {group.id} is settled")
     finished = {s.id.index for s in members if s.state is SampleState.FINISHED}
     if settings.whole_groups and (group.delivered or (ready and len(finished) < group.held)):
+        both = "" if settings.partial_rollout else "partial_rollout: true and "
         raise CheckpointError(
             f"group {group.id} of the state is delivered in parts, but the configuration delivers whole groups; set "
-            "group_quorum below 1, as it was"
+            f"{both}group_quorum below 1, as {'they were' if both else 'it was'}"
         )
     group.quorum = settings.quorum(group.held + group.delivered)
     order = [count_of(i) for i in state.get("finishers", sorted(finished))]
@@ -713,6 +750,9 @@ def _completed(settings: CoreSettings, group: Group, state: State, *, ready: boo
         if wrong := next(filter(None, (wrong_reward(reward) for _, reward in cohort)), None):
             raise ValueError(f"a reward of group {group.id} is {wrong}")
         group.cohort = tuple((i, float32_reward(reward)) for i, reward in cohort)
+        group.cohort_values = {n: np.array(v, np.float32) for n, v in state.get("cohort_values", {}).items()}
+        if any(len(values) != len(cohort) or values.ndim != 3 for values in group.cohort_values.values()):
+            raise ValueError(f"rewards of a cohort of {len(cohort)} in group {group.id} have other numbers of values")
 
 
 def _ledger_in(ledger: Ledger, state: State, held: int) -> None:
@@ -847,7 +887,18 @@ def restored_sample(
             raise ValueError(f"{sample.id}: it is finished, but its last call is not")
         if keeps:
             sample.finish, sample.reward = finish, float32_reward(reward)
+            sample.row_rewards = tuple(
+                RowReward(
+                    float32_reward(own["reward"]), None if own["row"] is None else count_of(own["row"]),
+                    dict(own["parts"]), _rows_by_name(own["per_turn"]), _rows_by_name(own["per_token"]), own["note"],
+                )
+                for own in state.get("row_rewards", ())
+            )  # fmt: skip
     return sample
+
+
+def _rows_by_name(state: State) -> Extras:
+    return {name: rows_in(rows) for name, rows in state.items()}
 
 
 def _chain_in(engines: EngineTable, chain: Chain, state: State) -> None:
@@ -894,9 +945,11 @@ def _extras_in(core: RolloutCore, chain: Chain, state: State) -> None:
 def _tape_in(tape: TokenTape, state: State) -> None:
     start = 0
     for count, incarnation, n, kind, attempt_id, engine, temperature, *older in state["segments"]:
-        where = (SegmentKind(kind), _text(attempt_id), _text(engine), float(temperature))
+        constrained = kind == CONSTRAINED
+        origin = SegmentKind.GENERATED if constrained else SegmentKind(kind)
+        where = (origin, _text(attempt_id), _text(engine), float(temperature))
         over = version_of(older) if older else None
-        tape.segments.append(Segment(start, count_of(count), version_of((incarnation, n)), *where, over))
+        tape.segments.append(Segment(start, count_of(count), version_of((incarnation, n)), *where, over, constrained))
         start += count
     for name in ("tokens", "logprobs"):
         if isinstance(state[name], (list, tuple)):

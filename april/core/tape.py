@@ -56,11 +56,25 @@ class Segment:
     over: PolicyVersion | None = None
     """Version of the oldest KV-cache entries from which the tokens were sampled, if the cache was kept through a weight
     update; None if all entries are of the segment's own version."""
+    constrained: bool = False
+    """True if a grammar decided which tokens could be sampled; the log-probabilities are then those of the tokens that
+    the grammar allowed (kind ``processed``), whatever those of other tokens of the engine are."""
 
 
 def kept_mask(segments: Sequence[Segment]) -> NDArray[np.uint8]:
     """Return uint8 [T], 1 for each token that was sampled from KV-cache entries of an older version than its own."""
     return np.repeat(np.array([s.over is not None for s in segments], np.uint8), [s.count for s in segments])
+
+
+def constrained_mask(segments: Sequence[Segment]) -> NDArray[np.uint8]:
+    """Return uint8 [T], 1 for each token that was sampled under a grammar."""
+    return np.repeat(np.array([s.constrained for s in segments], np.uint8), [s.count for s in segments])
+
+
+def temperatures_of(segments: Sequence[Segment]) -> Float32:
+    """Return float32 [T], the temperature at which each token was sampled; 1 for environment tokens."""
+    found = [s.temperature if s.kind is GENERATED else 1.0 for s in segments]
+    return np.repeat(np.array(found, np.float32), [s.count for s in segments])
 
 
 def versions_of(segments: Sequence[Segment]) -> Int32:
@@ -290,19 +304,20 @@ class TokenTape:
 
     def add_attempt(
         self, attempt: AttemptTape, attempt_id: str, engine: str, temperature: float,
-        over: PolicyVersion | None = None,
+        over: PolicyVersion | None = None, *, constrained: bool = False,
     ) -> None:  # fmt: skip
         """Append the tokens of an attempt; raises ValueError if their versions go backwards.
 
         ``over`` is the version of the attempt's oldest KV-cache entries, if the cache was kept through weight updates.
+        ``constrained`` means that the attempt had a grammar.
         """
         tokens, logprobs, spans = attempt.packed()
-        self.add_segments(spans, attempt_id, engine, temperature, over)
+        self.add_segments(spans, attempt_id, engine, temperature, over, constrained=constrained)
         self._extend(tokens, logprobs)
 
     def add_segments(
         self, spans: Sequence[tuple[PolicyVersion, int]], attempt_id: str, engine: str, temperature: float,
-        over: PolicyVersion | None,
+        over: PolicyVersion | None, *, constrained: bool = False,
     ) -> None:  # fmt: skip
         """Append the segments of an attempt whose tokens have these versions, but not the tokens themselves."""
         newest = self.newest_version
@@ -311,7 +326,9 @@ class TokenTape:
             if newest is not None and version < newest:
                 raise ValueError(f"version {version} after {newest}: versions of one sample never decrease")
             kept = over if over is not None and over < version else None
-            self.segments.append(Segment(start, count, version, GENERATED, attempt_id, engine, temperature, kept))
+            self.segments.append(
+                Segment(start, count, version, GENERATED, attempt_id, engine, temperature, kept, constrained)
+            )
             start += count
             newest = version
 

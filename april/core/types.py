@@ -20,6 +20,7 @@ import numpy as np
 from april.core.attachments import NO_EXTRAS, Extras, Placed, before, first_rows, joined
 from april.core.ledger import DropReason as DropReason
 from april.core.ledger import Ledger
+from april.core.row_rewards import RowReward, cohort_values
 from april.core.sampling import SamplingParams
 from april.core.tape import GENERATED, NO_COUNTS, AttemptCounts, AttemptTape, Int32, Segment, TokenTape
 from april.core.versions import FIRST_VERSION, PolicyVersion
@@ -328,6 +329,12 @@ class Chain:
         return repeatable_calls(self.calls, None if call is None else call.start, self.replay)
 
     @property
+    def turns(self) -> tuple[tuple[int, int], ...]:
+        """(start, end) in the response of each call that generated tokens, in order."""
+        asked = self.repeatable_calls
+        return () if asked is None else tuple((c.start, c.end) for c in asked.calls if c.start < c.end)
+
+    @property
     def seen_tokens(self) -> int:
         """Number of tokens of the tape that the rollout function has seen (all of them, except in a replay)."""
         if self.replay is None:
@@ -499,6 +506,18 @@ class Attempt:
         return self.oldest if self.request.in_flight is OnWeightUpdate.KEEP else None
 
     @property
+    def constrained(self) -> bool:
+        """True if a grammar decides which tokens may be sampled."""
+        return bool(self.request.sampling.grammar)
+
+    @property
+    def begins_again(self) -> DropReason | None:
+        """Why the tokens are dropped if the request is cut; None if a later attempt continues them."""
+        if self.sample.evaluation is not None:
+            return DropReason.FAILED  # the call of an evaluation is repeated with the same seed
+        return DropReason.CUT_GRAMMAR if self.constrained else None
+
+    @property
     def sample(self) -> Sample:
         return self.call.sample
 
@@ -533,6 +552,8 @@ class Sample:
     restarts: int = 0
     finish: FinishReason | None = None
     reward: float = 0.0
+    row_rewards: tuple[RowReward, ...] = ()
+    """The reward with all that came with it: of the whole response, or one of each row. Empty if it is a number."""
     ticket: int = 0
     """Number of the sample's entry in the queue of samples to start; 0 if the sample is not queued."""
     since: int = 0
@@ -609,6 +630,12 @@ class Sample:
         return min((v for chain in chains if (v := chain.tape.oldest_version) is not None), default=None)
 
     @property
+    def row_chains(self) -> Sequence[Chain]:
+        """The chains that become rows of the batch: those with generated tokens, or the first one if there are none."""
+        chains = self.chains
+        return chains if len(chains) == 1 else [c for c in chains if c.tape.generated] or chains[:1]
+
+    @property
     def segments(self) -> list[Segment]:
         """Segments of all chains, for uses in which it does not matter to which chain a segment belongs."""
         chains = self.chains
@@ -622,6 +649,7 @@ class Sample:
     def clear(self) -> None:
         """Remove all chains and tokens before the function is started again."""
         self.chains = (Chain(self, 0, self.group.prompt.token_ids, self.group.prompt.attached),)
+        self.row_rewards = ()
         self.any_chain, self.finish = False, None
         self.group.oldest_known = False
 
@@ -660,6 +688,9 @@ class Group:
     cohort: tuple[tuple[int, float], ...] = ()
     """(index, reward) of the first ``quorum`` samples to finish, from which all baselines are computed; set once
     READY."""
+    cohort_values: Extras = NO_EXTRAS
+    """Parts and values per turn of the cohort's rewards, float32 [k, rows, values] by name; see
+    :func:`april.core.row_rewards.cohort_values`."""
     unfinished: int = field(init=False)
     """Number of held samples that are not finished."""
     held: int = field(init=False)
@@ -671,7 +702,8 @@ class Group:
     oldest_known: bool = False
     filter_failures: int = 0
     put_aside: bool = False
-    """True once a round ended before the group was finished, so that a long round generates it (tail batching)."""
+    """True once a round ended after the group had begun and before it was finished, so that a long round generates it
+    (tail batching)."""
     slack: int = NO_DEADLINE
     """Number of batches after which the group is too old, as of the latest plan."""
 
@@ -698,6 +730,11 @@ class Group:
     def cohort_rewards(self) -> tuple[tuple[int, float], ...]:
         """(index, reward) of the first ``quorum`` samples to finish, in that order; becomes the group's cohort."""
         return tuple((i, self.samples[i].reward) for i in self.finishers[: self.quorum])
+
+    def fix_cohort(self) -> None:
+        """Set the cohort, from which all baselines are computed, to the first ``quorum`` samples that finished."""
+        self.cohort = self.cohort_rewards
+        self.cohort_values = cohort_values(self.samples[i].row_rewards for i in self.finishers[: self.quorum])
 
     @property
     def members(self) -> list[Sample]:

@@ -109,7 +109,7 @@ def validate(context: CoreContext, updates: WeightUpdates) -> None:
                 started.add(sample.id)
             if any((call.state is CallState.IN_FLIGHT) != (call in by_call) for call in calls):
                 fail(f"{sample} is in flight without an attempt, or has an attempt without being in flight", sample)
-            aside = group.id in context.buffer.aside
+            aside = group.evaluation is None and not context.buffer.in_round(group)
             if aside and (sample.state is not SampleState.NEW or sample.tokens):
                 fail(f"{sample} of a group that was put aside has begun", sample)
             waiting = [(sample.ticket, sample.state is SampleState.NEW and sample not in to_start and not aside)]
@@ -160,9 +160,9 @@ def validate(context: CoreContext, updates: WeightUpdates) -> None:
         )
     if context.over_sampler.waiting != queued:
         fail(f"{context.over_sampler.waiting} in the queue, but {queued} wait")
-    if missing := context.buffer.aside.keys() - context.buffer.groups.keys():
-        fail(f"groups {sorted(missing)} are put aside, but not held")
-    present = [group for group in context.buffer if group.id not in context.buffer.aside]
+    if missing := {*context.buffer.aside, *context.buffer.unbegun} - context.buffer.groups.keys():
+        fail(f"groups {sorted(missing)} wait for a later round, but are not held")
+    present = [group for group in context.buffer if context.buffer.in_round(group)]
     units = [unit for group in present for unit in ((group,) if whole else group.members)]
     if {id(unit) for unit in units if unit.ready} != {id(unit) for unit in context.monitor}:
         fail("the ready list is not the list of complete groups or samples")

@@ -138,6 +138,28 @@ def group_advantages(
     return same_kind(rewards, advantages.astype(np.float32))
 
 
+def process_advantages(own: ArrayLike, others: ArrayLike, *, epsilon: float = 1e-6, ddof: int = 0) -> Float64:
+    """Return the advantage of each turn (or step) of one response from rewards per turn: float64 [turns].
+
+    GRPO with process rewards (DeepSeekMath, arXiv 2402.03300, section 4.1.3): each reward is reduced by the mean of all
+    turns' rewards of the group and divided by their standard deviation. The advantage of a turn is the sum of these
+    numbers over the turn and all later turns of the response.
+
+    Args:
+        own: rewards of the response's turns, [turns].
+        others: rewards of all turns of the responses with which it is compared, [any number].
+        epsilon: number added to the standard deviation.
+        ddof: 0 divides the variance by the number of rewards, 1 by one less.
+    """
+    rewards = float64_array(own)
+    every = np.concatenate((rewards, float64_array(others)))
+    if not len(rewards) or every.min() == every.max():  # a rounded mean would give advantages that are almost 0
+        return np.zeros(len(rewards), np.float64)
+    std = np.sqrt(((every - every.mean()) ** 2).sum() / max(len(every) - ddof, 1))
+    found: Float64 = np.cumsum(((rewards - every.mean()) / (std + epsilon))[::-1])[::-1]
+    return found
+
+
 def check_method(method: str) -> None:
     """Raise ValueError for an unknown method."""
     if method not in METHODS:

@@ -71,7 +71,9 @@ def off_policy_report(batch: Any, logprobs: Any, *, min_effective_sample_size: f
     check_logprobs("off_policy_report", "logprobs", own, counted)
     log_ratios = own[counted] - arrays["logprobs"][counted].astype(np.float64)
     ages, kept = batch.token_ages[counted], arrays["kept_mask"][counted] != 0
-    present = counted & (batch.token_ages == 0) & (arrays["kept_mask"] == 0)
+    # the trainer's log-probabilities of kept and constrained tokens differ from those sampled in any case
+    as_sampled = (arrays["kept_mask"] == 0) & (arrays["constrained_mask"] == 0)
+    present = counted & (batch.token_ages == 0) & as_sampled
     sampled = arrays["logprobs"].astype(np.float64)
     warn_if_misaligned("off_policy_report", own, sampled, present, loose=LOOSE_NOW, least=APART_NOW, far=FAR_NOW)
     report, cut = _figures(log_ratios), np.zeros(len(log_ratios), np.bool_)

@@ -196,8 +196,9 @@ class AttemptStreams:
         return finish
 
     async def _read_buffered(self, stream: _Stream, chunks: BufferedStream) -> None:
-        """Read small pieces of the response in batches; each piece at once if a stop string may end the response."""
-        most = 1 if stream.attempt.call.sampling.stop else PIECES_AT_ONCE
+        """Read small pieces of the response in batches; each piece at once if april alone finds its stop strings."""
+        attempt = stream.attempt
+        most = 1 if attempt.call.sampling.stop and not attempt.request.sampling.stop else PIECES_AT_ONCE
         attempt_id, streams, loop = stream.attempt.id, self._open, asyncio.get_running_loop()
         try:
             while await chunks.arrived():
@@ -223,8 +224,14 @@ class AttemptStreams:
         tape.drop_unnamed()
 
     def without_tokens(self, engine: str) -> tuple[str, ...]:
-        """Return the attempt ids of an engine's requests that have received no token."""
-        there = [stream for stream in self._open.values() if stream.attempt.engine == engine]
+        """Return the attempt ids of an engine's requests that have no token yet.
+
+        Requests whose answer comes whole are not among them: the engine may have made tokens for them.
+        """
+        there = [
+            stream for stream in self._open.values() if stream.attempt.engine == engine
+            and (stream.attempt.request.stream or stream.attempt.sample.evaluation is not None or not stream.sent)
+        ]  # fmt: skip
         for stream in there:
             self._catch_up(stream)
         return tuple(s.attempt.id for s in there if not (s.attempt.tape.parsed or s.unread))

@@ -156,6 +156,7 @@ def limits_from(name: str, c: Capabilities) -> EngineLimits:
         name, c.max_context, c.max_in_flight, c.eos_token_ids, c.logprob_kind.value, c.vocab_size,
         unverified=not c.verifies_weights, first_unverified=c.first_weights is FirstWeights.UNVERIFIED,
         written=c.first_weights is FirstWeights.OTHERS, remote=c.remote,
-        own_weights=c.own_weights, in_flight_updates=c.in_flight_updates, attachments=c.attachments, extras=c.extras,
+        own_weights=c.own_weights, in_flight_updates=c.in_flight_updates, streams=c.streams,
+        stop_strings=c.stop_strings, attachments=c.attachments, extras=c.extras,
         cuts_single_requests=c.abort_means is not AbortMeans.PAUSE,
     )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from april.core.attachments import Rows
 from april.core.rollout_core import RolloutCore
+from april.core.row_rewards import RewardLayout
 from april.core.types import Sample
 from april.core.versions import PolicyVersion
 
@@ -37,6 +38,11 @@ class CoreView:
     def row_layout(self) -> dict[str, Rows]:
         """Shape and type of the rows of each extra, as recorded by :func:`april.core.attachments.note_layout`."""
         return self._core.engines.row_layout
+
+    @property
+    def reward_layout(self) -> RewardLayout:
+        """Names and shapes that all rewards of the run have, as recorded by :func:`wrong_row_rewards`."""
+        return self._core.context.reward_layout
 
     def room(self, sample: Sample) -> int:
         """Return the maximum length of the sample's response, tokens of the environment included."""

@@ -11,12 +11,14 @@ import asyncio
 import functools
 import inspect
 import threading
+from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
+from operator import attrgetter
 from typing import Any, Concatenate, NamedTuple, Never, ParamSpec, Protocol, TypeVar
 
 import numpy as np
@@ -121,6 +123,11 @@ class EndpointSample:
     """Prompt of the sample, as the rollout function gets it."""
     answered: Sequence[AnsweredCall] = ()
     """Calls answered before a restart; clients may have received the answers."""
+    evaluated: bool = False
+    """True if the sample belongs to an evaluation."""
+    note_checked: Callable[[bool], None] = lambda kept: None
+    """Counts an answer of which a client demanded a form; the argument says whether the answer has it. Must be called
+    on ``loop``."""
 
 
 class ClientEndpoint(Protocol):
@@ -571,10 +578,13 @@ def completion_of(chain: Chain, call: RecordedCall, number: int = 0) -> Completi
     """Return the result of a call: the tokens that it added to its conversation."""
     start, end, finish = call
     tape = chain.tape
+    # a long conversation has hundreds of segments before those of this call
+    segments = tape.segments[max(0, bisect_right(tape.segments, start, key=attrgetter("start")) - 1) :]
+    before = start - segments[0].start if segments else 0
     return Completion(
         tokens=tape.tokens[start:end].copy(),
         logprobs=tape.logprobs[start:end].copy(),
-        versions=versions_of(tape.segments)[start:end],
+        versions=versions_of(segments)[before : before + end - start],
         finish=finish,
         conversation=np.concatenate((chain.prompt, tape.tokens[:end])),
         number=number,

@@ -6,18 +6,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from inspect import isawaitable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from april.core.row_rewards import RewardLayout, RowReward, wrong_row_rewards
 from april.core.tape import Float32, Int32
 from april.core.types import FinishReason, Prompt, Sample, SampleId
-from april.core.value_checks import wrong_reward
+from april.core.value_checks import float32_reward, wrong_reward
 from april.driver.detokenizer import Detokenizer
 from april.errors import UsageError
+from april.serialization.plain_values import why_not_plain
 
 
 class Conversation(NamedTuple):
@@ -30,6 +33,32 @@ class Conversation(NamedTuple):
     tokens: Int32
     logprobs: Float32
     loss_mask: NDArray[np.uint8]
+    turns: Int32 = np.empty((0, 2), np.int32)
+    """(start, end) in ``tokens`` of each call of ``llm.generate`` that generated tokens, int32 [turns, 2]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """A reward that is more than a number; a reward function may return one, and a group reward one per response.
+
+    The values travel with the sample: into the batch (``batch.parts``, ``batch.padded()``, ``sample.row_reward``), the
+    metrics, states, and to other ranks. Every reward of a run must have the same names, with the same shapes.
+    """
+
+    total: float | None = None
+    """The number that is trained. With the setting ``reward_weights`` it is the weighted sum of ``parts``; with
+    ``rows`` it is the mean of theirs."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Numbers by name."""
+    per_turn: Mapping[str, ArrayLike] = field(default_factory=dict)
+    """Arrays by name, one row for each of the conversation's ``turns``, such as the rewards of single steps. Lists
+    become float32; arrays and tensors of whole numbers stay whole numbers (int32)."""
+    per_token: Mapping[str, ArrayLike] = field(default_factory=dict)
+    """Arrays by name, one row for each of the conversation's ``tokens``, such as a teacher's log-probabilities."""
+    note: Any = None
+    """Text, or other plain values, that goes along."""
+    rows: Sequence[Any] = ()
+    """Instead of all others: a reward for each of ``response.conversations``, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +83,9 @@ class Response:
     conversations: tuple[Conversation, ...] = field(default=(), repr=False)
     """All conversations, in the order in which they began; usually only one."""
     detokenizer: Detokenizer | None = field(default=None, repr=False, compare=False)
+    row_rewards: tuple[RowReward, ...] = field(default=(), repr=False)
+    """For filters and evaluations, the reward with its parts, arrays and note: of the whole response, or one of each
+    conversation. Empty if it is a number."""
 
     def __repr__(self) -> str:
         return f"<Response {self.sample_id} of {len(self.tokens)} tokens, finish={self.finish}, reward={self.reward}>"
@@ -78,6 +110,15 @@ class EvaluationResult:
     """Rewards, float64 [prompts, n]."""
 
     @property
+    def parts(self) -> dict[str, NDArray[np.float64]]:
+        """Parts of the rewards, float64 [prompts, n] by name; with rewards of conversations, means over these."""
+        names = next((rows[0].parts for group in self.responses for r in group if (rows := r.row_rewards)), {})
+        return {
+            name: np.array([[np.mean([row.parts[name] for row in r.row_rewards]) for r in g] for g in self.responses])
+            for name in names
+        }
+
+    @property
     def reward_mean(self) -> float:
         """Mean of all rewards."""
         return float(self.rewards.mean())
@@ -92,19 +133,34 @@ class EvaluationResult:
 def response_of(
     sample: Sample, output: Any, detokenizer: Detokenizer | None = None, reward: float | None = None
 ) -> Response:
-    """Return a finished sample as a Response; its arrays are copies, which the user's functions may change."""
+    """Return a finished sample as a Response made of copies, which the user's functions may change."""
     assert sample.finish is not None
-    chains = [c for c in sample.chains if c.tape.generated] or sample.chains[:1]
     conversations = tuple(
-        Conversation(c.prompt.copy(), c.tape.tokens.copy(), c.tape.logprobs.copy(), c.tape.loss_mask()) for c in chains
+        Conversation(
+            c.prompt.copy(), c.tape.tokens.copy(), c.tape.logprobs.copy(), c.tape.loss_mask(),
+            np.array(c.turns, np.int32).reshape(-1, 2),
+        )
+        for c in sample.row_chains
     )
-    _, tokens, logprobs, mask = conversations[0]
-    return Response(sample.key, tokens, logprobs, mask, sample.finish, output, reward, conversations, detokenizer)
+    _, tokens, logprobs, mask, _ = conversations[0]
+    return Response(
+        sample.key, tokens, logprobs, mask, sample.finish, output, reward, conversations, detokenizer,
+        tuple(replace(row, parts=dict(row.parts), note=deepcopy(row.note)) for row in sample.row_rewards),
+    )  # fmt: skip
 
 
 def rewards_differ(prompt: Prompt, responses: Sequence[Response]) -> bool:
-    """Accept a group if its rewards differ: the filter of DAPO's dynamic sampling (arXiv 2503.14476, section 3.2)."""
-    return len({r.reward for r in responses}) > 1
+    """Accept a group if its rewards differ: the filter of DAPO's dynamic sampling (arXiv 2503.14476, section 3.2).
+
+    If rewards belong to conversations, those of the same place are compared, as advantages compare them: their mean is
+    always the same in a game in which one side wins what the other loses.
+    """
+    found: dict[int | None, set[float | None]] = {}
+    for response in responses:
+        own: list[tuple[int | None, float | None]] = [(row.row, row.reward) for row in response.row_rewards]
+        for place, reward in own or [(None, response.reward)]:
+            found.setdefault(place, set()).add(reward)
+    return any(len(rewards) > 1 for rewards in found.values())
 
 
 def checked_verdict(value: Any, group: int) -> bool:
@@ -128,8 +184,108 @@ def checked_reward(value: Any, sample_id: SampleId) -> float:
     return number
 
 
-def checked_rewards(values: Any, sample_ids: Sequence[SampleId]) -> list[float]:
-    """Return the rewards of a group, one finite float per sample; raises UsageError naming the group."""
+def row_rewards_of(
+    value: Any, response: Response, weights: Mapping[str, float], layout: RewardLayout
+) -> tuple[float, tuple[RowReward, ...]]:
+    """Return what a reward function returned as a number and all that came with it (empty for a number alone).
+
+    Args:
+        value: return value of the reward function, or one item of the list that a group reward returned.
+        response: response that was scored.
+        weights: setting ``reward_weights``.
+        layout: names and shapes of the rewards of the run; the first valid reward sets it.
+
+    Raises:
+        UsageError: the value is no valid reward; names the sample.
+    """
+    where = f"the reward of {response.sample_id}"
+    rows: tuple[RowReward, ...] = ()
+    if isinstance(value, Reward) and len(value.rows):
+        if value != Reward(rows=value.rows):
+            raise UsageError(f"{where} has rows and other values; give the values in the items of rows")
+        rows = tuple(_row_reward(item, response, weights, i) for i, item in enumerate(value.rows))
+        number = float(np.mean([row.reward for row in rows]))
+    elif isinstance(value, (Reward, Mapping)) or weights:
+        rows = (_row_reward(value, response, weights, None),)
+        number = rows[0].reward
+    else:
+        number = checked_reward(value, response.sample_id)
+    sizes = [(len(c.turns), len(c.tokens)) for c in response.conversations]
+    if wrong := wrong_row_rewards(rows, sizes, layout):
+        raise UsageError(f"{where} {wrong}")
+    return number, rows
+
+
+def _row_reward(value: Any, response: Response, weights: Mapping[str, float], row: int | None) -> RowReward:
+    where = f"the reward of {response.sample_id}"
+    if isinstance(value, Mapping):
+        value = Reward(value.get("total"), {name: part for name, part in value.items() if name != "total"})
+    elif not isinstance(value, Reward):
+        value = Reward(value)
+    if value.rows:
+        raise UsageError(f"{where} has rows in an item of rows; a conversation has no rows of its own")
+    for kind in ("parts", "per_turn", "per_token"):
+        if not isinstance(given := getattr(value, kind), Mapping):
+            raise UsageError(f"{where} has {kind}={given!r:.100}; expected a mapping of names to values")
+    parts = {name: _part(part, name, where) for name, part in value.parts.items()}
+    total = value.total
+    if weights:
+        if missing := sorted(weights.keys() - parts.keys()):
+            raise UsageError(f"{where} has no part {missing[0]}, which reward_weights names; return all of these parts")
+        if total is not None or (more := sorted(parts.keys() - weights.keys(), key=str)):
+            what = "a total" if total is not None else f"the part {more[0]}, which is not in reward_weights"
+            raise UsageError(f"{where} has {what}; with reward_weights, return the parts that it names and no others")
+        total = sum(weights[name] * part for name, part in parts.items())
+    elif total is None:
+        raise UsageError(
+            f"{where} has the parts {', '.join(map(str, parts)) or '(none)'} but no total; add total, or set "
+            "reward_weights, by which april sums the parts"
+        )
+    if why := why_not_plain(value.note, "note"):
+        raise UsageError(f"{where} has a note that cannot be kept: {why}; use text, numbers, lists and dicts")
+    return RowReward(
+        float32_reward(checked_reward(total, response.sample_id)), row, parts,
+        {name: _array(values, f"{where} has {name} per turn") for name, values in value.per_turn.items()},
+        {name: _array(values, f"{where} has {name} per token") for name, values in value.per_token.items()},
+        deepcopy(value.note),
+    )  # fmt: skip
+
+
+def _part(value: Any, name: object, where: str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise UsageError(
+            f"{where} has a part {name} that is {value!r:.100} ({type(value).__name__}); expected a number"
+        ) from None
+    return number if wrong_reward(number) else float32_reward(number)
+
+
+def _array(values: Any, where: str) -> NDArray[Any]:
+    """Return numbers as a read-only copy: whole numbers with a type of their own as int32, all others as float32.
+
+    Numbers in lists become float32 whatever they are, as [0, 1] and [0.5, 1] may be the same reward of two responses.
+    Other values become an array that is refused later.
+    """
+    typed = hasattr(values, "dtype")
+    if hasattr(values, "detach"):  # a tensor, also of a type that numpy does not have
+        values = values.detach().cpu()
+        values = (values.double() if values.is_floating_point() else values).numpy()
+    try:
+        array = np.array(values)
+    except (TypeError, ValueError):
+        raise UsageError(f"{where} that are no array: {values!r:.100}; expected numbers of one shape") from None
+    if array.dtype.kind in "fiub":
+        integral = typed and array.dtype.kind != "f"
+        if not integral or not array.size or abs(array.astype(np.float64)).max() < 2**31:
+            with np.errstate(over="ignore"):
+                array = array.astype(np.int32 if integral else np.float32)
+    array.flags.writeable = False
+    return array
+
+
+def checked_rewards(values: Any, sample_ids: Sequence[SampleId]) -> list[Any]:
+    """Return the rewards of a group, one value per sample; raises UsageError naming the group."""
     # iterating over these types would give keys, characters, or an undefined order
     unordered = isinstance(values, (Mapping, Set, str, bytes))
     try:
@@ -141,4 +297,4 @@ def checked_rewards(values: Any, sample_ids: Sequence[SampleId]) -> list[float]:
             f"the group reward of group {sample_ids[0].group} returned {values!r}; "
             f"expected {len(sample_ids)} numbers, one per sample"
         )
-    return [checked_reward(v, s) for v, s in zip(values, sample_ids, strict=True)]
+    return list(values)

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from april.auto.run_tuning import RunTuning
+from april.concurrency.garbage import collect_young_objects
 from april.core import commands as do
 from april.core import events as ev
 from april.core import snapshot
@@ -66,6 +67,9 @@ T = TypeVar("T")
 EvaluationEnd = do.EvaluationDone | do.EvaluationFailed
 MAX_WITHOUT_END = 16
 """A warning is logged if this many responses from the start of the run have no end-of-sequence token."""
+HANDLED_PER_COLLECTION = 2000
+"""Number of events and commands between two collections of young objects; they make some 10,000 objects, which a
+collection visits in a few milliseconds."""
 EVALUATION_ERRORS = {
     None: RolloutError, AttemptFailure.CORRUPT: WireError, AttemptFailure.REFUSED: RequestRefused,
     AttemptFailure.NO_TEXT: RolloutError,
@@ -165,6 +169,8 @@ class RolloutDriver:
         tell = (lambda _: None) if self.recorder is None else self.recorder.record_status
         self.long_waits = LongWaits(self.core, self.now, rollouts.warn_after_s, patience_s, tell)
         observers: list[Observer] = [self.requests] if self.recorder is None else [self.recorder, self.requests]
+        self._collect_at = HANDLED_PER_COLLECTION
+        """Number of handled events and commands at which the objects that they made are collected."""
         self._pump = EventPump(self.core, {
             **self.executor.handlers,
             do.Continue: self._continue,
@@ -481,7 +487,7 @@ class RolloutDriver:
     def state_dict(self, trained_through: int | None) -> dict[str, Any]:
         """Return the core's state, the position in the prompts, the sampling, and outputs of rollout functions."""
         self._refuse_while_loading()
-        return self._frozen(snapshot.Freezer(self.core), trained_through)()
+        return self._frozen(snapshot.Freezer(self.core), trained_through, {})()
 
     async def save(self, trained_through: int | None) -> State:
         """Return what :meth:`state_dict` does without holding the loop for longer than a few milliseconds.
@@ -489,6 +495,11 @@ class RolloutDriver:
         References are collected between other callbacks, and a thread makes the state of them.
         """
         self._refuse_while_loading()
+        copies: OutputCopies = {}
+        finished = list((self._outputs | self.executor.samples.outputs(of_finished=True)).items())
+        for start in range(0, len(finished), OUTPUTS_AT_ONCE):
+            copy_outputs(dict(finished[start : start + OUTPUTS_AT_ONCE]), copies)
+            await asyncio.sleep(0)
         freezer = snapshot.Freezer(self.core)
         try:
             more = True
@@ -496,7 +507,7 @@ class RolloutDriver:
                 more = freezer.advance()
                 await asyncio.sleep(0)
             self._refuse_while_loading()
-            frozen = self._frozen(freezer, trained_through)
+            frozen = self._frozen(freezer, trained_through, copies)
         finally:
             freezer.close()
         state: State = await self.executor.worker_threads.call(frozen)
@@ -507,10 +518,12 @@ class RolloutDriver:
         if self._loading:
             raise CheckpointError("a state is being loaded; call state_dict after load_state_dict has returned")
 
-    def _frozen(self, freezer: snapshot.Freezer, trained_through: int | None) -> Callable[[], State]:
+    def _frozen(
+        self, freezer: snapshot.Freezer, trained_through: int | None, copies: OutputCopies
+    ) -> Callable[[], State]:
         self.executor.streams.catch_up()
         core_state = freezer.finish(trained_through)
-        outputs = plain_outputs(self._outputs | self.executor.samples.outputs())
+        outputs = copy_outputs(self._outputs | self.executor.samples.outputs(), copies)
         content = {"prompts": self._source.state_dict(), "sampling": sampling_out(self.sampling)}
         return partial(_sealed, core_state, content, self.core.settings, outputs)
 
@@ -603,6 +616,9 @@ class RolloutDriver:
                 self._times.update(self.now())
                 self.long_waits.update()
                 self._remove_idle_engines()
+                if self._pump.handled >= self._collect_at:
+                    self._collect_at = self._pump.handled + HANDLED_PER_COLLECTION
+                    collect_young_objects()
         except Exception as error:
             # the core's state may be inconsistent, so no later result could be trusted
             self._stop_with_error(error)
@@ -684,7 +700,8 @@ class RolloutDriver:
         outputs = {name: output for name in samples if (output := self.executor.samples.output_of(name)) is not None}
         self.executor.samples.forget(samples)
         if outputs:
-            batch = replace(batch, samples=tuple(replace(s, output=outputs.get(s.id)) for s in batch.samples))
+            for sample in batch.samples:  # nobody else has these rows yet; copies of thousands would hold the loop
+                object.__setattr__(sample, "output", outputs.get(sample.id))
         if self._outputs or outputs:
             out = {sample.id for others in self.core.leased.values() for sample in others}
             self._outputs = {name: output for name, output in self._outputs.items() if name in out} | outputs
@@ -806,13 +823,24 @@ def _sealed(
     return seal(KIND, {"core": core, **content, **({"outputs": found} if found else {})})
 
 
-def plain_outputs(outputs: Mapping[SampleId, Any]) -> dict[SampleId, Any]:
-    """Return copies of the rollout functions' return values as plain values, without those that have no plain form."""
-    copies = {}
+OutputCopies = dict[SampleId, tuple[Any, list[Any]]]
+"""For each sample the return value of its rollout function, and a list of its copy; empty if it has no plain form."""
+OUTPUTS_AT_ONCE = 256
+"""Number of return values that are copied in one turn of the loop."""
+
+
+def copy_outputs(outputs: Mapping[SampleId, Any], copies: OutputCopies) -> dict[SampleId, Any]:
+    """Return copies of the rollout functions' return values as plain values, without those that have no plain form.
+
+    Values that are in ``copies`` are not copied again; the others are added to it.
+    """
     for name, output in outputs.items():
-        with suppress(CheckpointError):
-            copies[name] = plain(output)
-    return copies
+        if name not in copies or copies[name][0] is not output:
+            copy: list[Any] = []
+            with suppress(CheckpointError):
+                copy.append(plain(output))
+            copies[name] = output, copy
+    return {name: copy for name in outputs for copy in copies[name][1]}
 
 
 def outputs_out(settings: CoreSettings, core: State, outputs: Mapping[SampleId, Any]) -> list[Any]:

@@ -6,7 +6,7 @@ Invariant: when a sample is given up, its function is cancelled, and later calls
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
@@ -19,9 +19,10 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core.attachments import Placed, before
 from april.core.function_bugs import FunctionKind
+from april.core.row_rewards import RowReward
 from april.core.sampling import SamplingParams
 from april.core.tape import Int32
-from april.core.types import FinishReason, Group, Sample, SampleId
+from april.core.types import FinishReason, Group, Sample, SampleId, SampleState
 from april.driver.core_view import CoreView
 from april.driver.detokenizer import Detokenizer
 from april.driver.llm import (
@@ -47,7 +48,7 @@ from april.driver.llm import (
     single_turn,
 )
 from april.driver.long_waits import WARN_AFTER_S
-from april.driver.rewards import Response, checked_reward, checked_rewards, checked_verdict, response_of
+from april.driver.rewards import Response, checked_rewards, checked_verdict, response_of, row_rewards_of
 from april.driver.user_calls import UserCall, UserCalls
 from april.driver.user_code import FailureLog, FunctionLost, describe_with_place, kind_of, place_of
 from april.errors import ConfigError, RolloutError, SchedulerClosed, UsageError
@@ -78,6 +79,8 @@ class RolloutSettings:
     allow_mismatch: bool = False
     function_timeout_s: float | None = None
     """Maximum seconds for one call of a function; None means no limit."""
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
+    """Weights by which the parts of a reward are summed; empty if rewards have totals of their own."""
     stall_timeout_s: float | None = None
     """Maximum seconds without a token from an engine; None means no limit."""
     warn_after_s: float | None = WARN_AFTER_S
@@ -92,6 +95,8 @@ MAX_EMPTY_CALLS = 1000
 """Number of consecutive calls without a token after which a rollout function is stopped as an endless loop."""
 MAX_RECENT_ERRORS = 8
 """Maximum number of remembered errors of functions, any of which can be the cause of a later error."""
+FORGOTTEN_AT_ONCE = 512
+"""Number of samples that are forgotten in one turn of the loop; thousands would hold the loop."""
 CLEAN_UP_S = 10.0
 """Maximum number of seconds that april waits for the end of an evaluation's cancelled functions."""
 
@@ -164,19 +169,26 @@ class SampleFunctions:
         self._cancelled_tasks: set[asyncio.Task[None]] = set()
         """Cancelled functions of evaluations that have not ended yet."""
 
-    def forget(self, samples: Iterable[SampleId]) -> None:
-        """Forget these samples, as they were delivered."""
-        for sample in samples:
+    def forget(self, samples: Sequence[SampleId], start: int = 0) -> None:
+        """Forget delivered samples from number ``start`` on: a portion now and the rest in later turns of the loop."""
+        end = start + FORGOTTEN_AT_ONCE
+        for sample in samples[start:end]:
             self._runners.pop(sample, None)
+        if end < len(samples):
+            asyncio.get_running_loop().call_soon(self.forget, samples, end)
 
     def output_of(self, sample: SampleId) -> Any:
         """Return the value that a sample's rollout function returned; None if there is none."""
         runner = self._runners.get(sample)
         return None if runner is None else runner.output
 
-    def outputs(self) -> dict[SampleId, Any]:
-        """Return the values other than None that rollout functions returned, by sample."""
-        return {name: runner.output for name, runner in self._runners.items() if runner.output is not None}
+    def outputs(self, *, of_finished: bool = False) -> dict[SampleId, Any]:
+        """Return the values other than None that rollout functions returned, by sample, or only of finished samples."""
+        return {
+            name: runner.output
+            for name, runner in self._runners.items()
+            if runner.output is not None and (runner.sample.state is SampleState.FINISHED or not of_finished)
+        }
 
     def restore_output(self, sample: Sample, output: Any) -> None:
         """Restore the value that a finished sample's rollout function returned before a restart."""
@@ -271,6 +283,7 @@ class SampleFunctions:
             return EndpointSample(
                 generate=asks, sampling=default, loop=asyncio.get_running_loop(),
                 max_context=self._view.max_context, prompt=sample.group.prompt, answered=answered_by(sample),
+                evaluated=evaluation is not None, note_checked=lambda kept: self._post(ev.AnswerChecked(kept)),
             )  # fmt: skip
 
         def open_endpoint(place: Any) -> ClientEndpoint:
@@ -457,7 +470,7 @@ class SampleFunctions:
         responses = []
         for group in groups:
             responses.append(tuple(self.responses(group.samples)))
-            self.forget(s.id for s in group.samples)
+            self.forget([s.id for s in group.samples])
         return tuple(responses)
 
     def _score(self, samples: list[Sample]) -> None:
@@ -469,17 +482,23 @@ class SampleFunctions:
         assert function is not None
 
         def answered(value: Any, error: BaseException | None) -> None:
-            rewards: list[float] = []
+            rewards: list[tuple[float, tuple[RowReward, ...]]] = []
             if error is None:
                 try:
-                    ids = [s.key for s in samples]
-                    rewards = checked_rewards(value, ids) if in_groups else [checked_reward(value, first)]
+                    values = checked_rewards(value, [s.key for s in samples]) if in_groups else [value]
+                    weights, layout = self._settings.reward_weights, self._view.reward_layout
+                    rewards = [
+                        row_rewards_of(v, response, weights, layout)
+                        for v, response in zip(values, responses, strict=True)
+                    ]
                 except (Exception, SystemExit) as raised:
                     error = raised.with_traceback(None)  # the traceback has only april's own lines
             if error is None:
                 if samples[0].evaluation is None:
                     self._succeeded.add(FunctionKind.REWARD)
-                self._post(ev.Scored(group, [(s.id.index, r) for s, r in zip(samples, rewards, strict=True)]))
+                numbers = [(s.id.index, number) for s, (number, _) in zip(samples, rewards, strict=True)]
+                with_more = [rows for _, rows in rewards] if rewards[0][1] else ()
+                self._post(ev.Scored(group, numbers, with_more))
             elif samples[0].evaluation is not None:
                 self._evaluation_failed(samples[0], "the reward function", error)
             else:

@@ -108,7 +108,8 @@ class AnswerChecks:
     def end(self, end: Chunk, *, matched: bool = False) -> EngineFinish:
         """Check that the finish reason is plausible (:func:`check_end`), and return it.
 
-        ``matched`` says that april found a stop string; then the finish reason is not compared with the tokens.
+        ``matched`` says that april found a stop string; then the finish reason is not compared with the tokens. If the
+        engine has stopped at a stop string that april does not find, it has cut the response, and ABORT is returned.
 
         Raises:
             WireError: the finish reason contradicts the tokens received.
@@ -120,6 +121,8 @@ class AnswerChecks:
             raise WireError(f"the response ended with {end.finish!r}, which is not a finish reason") from None
         if not self.count and not (finish is EngineFinish.ABORT and self.aborted):
             raise EngineError(f"the stream ended ({finish}) without a token, although april had not asked for that")
+        if finish is EngineFinish.STOP and not matched and end.stopped_at in self._request.sampling.stop:
+            return EngineFinish.ABORT
         if self.count and not (matched or end.own_end):
             check_end(end, self._request, self.count, self._last, self._context, self._eos)
         return finish
@@ -216,7 +219,7 @@ def check_end(
 
     Args:
         end: Last chunk, with the finish reason.
-        request: Request as it was sent; it has no stop strings, because engines never get any.
+        request: Request as it was sent.
         count: Number of tokens received, at least 1; ``last_token`` is the last of them.
         max_context: Maximum number of tokens of prompt and response in the engine.
         eos_token_ids: Ids that end every response; if they are unknown (empty), the engine's finish reason is trusted.

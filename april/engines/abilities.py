@@ -95,10 +95,14 @@ class Capabilities:
     request may live through a weight update."""
     in_flight_updates: tuple[OnWeightUpdate, ...] = ()
     """What requests may do at a weight update besides being cut; if not empty, the engine implements
-    :class:`~april.engines.protocol.KeepsRequests`."""
+    :class:`~april.engines.protocol.KeepsRequests`. Without ``streams``, a kept request names the versions of its tokens
+    at its end."""
     streams: bool = True
     """True if tokens arrive while they are made. If False, all tokens of running requests are lost when the engine
     dies."""
+    stop_strings: bool = False
+    """True if the engine ends a request at one of ``sampling.stop`` in the text of the tokens that it has generated for
+    this request, with all these tokens. april searches the text again. False: the engine gets no stop strings."""
     remote: bool = False
     """True if the engine is behind a server, which others may update and which may restart: while it works, april
     asks regularly for its load and its weights."""
@@ -118,6 +122,8 @@ class Capabilities:
     """Names of the arrays ("routed_experts") that the engine can return with generated tokens."""
     bans: bool = False
     """True if ``sampling.banned_ids`` are honoured."""
+    constrains: bool = False
+    """True if ``sampling.grammar`` is honoured."""
     answers_late: bool = False
     """True if the engine may answer a request with tokens made under older weights, for an earlier request that did not
     end in time and whose stream april has closed."""
@@ -363,6 +369,14 @@ ABILITIES = (
     ),
     Ability(
         name="bans", lacking="bans is False: ids that stand for attachments may come, and then the response ends there",
+    ),
+    Ability(
+        name="constrains", lacking="the engine cannot restrict its tokens to a grammar",
+        unfit=lambda config, kinds, engine, c: "" if c.constrains or config.constraints != "enforce" else (
+            f"engine {engine} cannot restrict its tokens to a grammar, which constraints: enforce needs; use servers "
+            "of vLLM, or of SGLang with a grammar back-end and a tokenizer, or set constraints: hint"
+        ),
+        words={"grammars": lambda c: "honoured" if c.constrains else "not honoured"},
     ),
     Ability(
         name="in_flight_updates", unfit=_wrong_update, lacking="requests are cut at a weight update",

@@ -22,7 +22,6 @@ from urllib.request import url2pathname
 from april.config.images import ImagesConfig, InState
 from april.core.attachments import Attachment
 from april.errors import ConfigError
-from april.images.image_fetching import fetch_image
 from april.text.install_command import require
 from april.text.server_text import clean
 
@@ -131,8 +130,10 @@ class ImageReader:
         if scheme == "data":
             return self._make_picture(self._decode_data_url(url, where), "", where, decode)
         if scheme in ("http", "https"):
-            limits = self._limits
-            return self._make_picture(fetch_image(url, limits.hosts, limits.max_bytes, where), "", where, decode)
+            forms = "its bytes or its path" if self._allow_paths else _CLIENT_FORMS
+            raise ConfigError(
+                f"{where} is an {scheme} address, but april fetches no images; download it first, and give {forms}"
+            )
         if scheme == "file" and self._allow_paths:
             named = urlsplit(url)
             if named.netloc not in ("", "localhost"):

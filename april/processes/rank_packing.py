@@ -95,6 +95,13 @@ def plain_value(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
+def plain_argument(value: Any) -> Any:
+    """Return :func:`plain_value` of an argument of a query, or of each value of a mapping."""
+    if isinstance(value, Mapping):
+        return {name: plain_value(each) for name, each in value.items()}
+    return plain_value(value)
+
+
 def _as_plain_prompt(method: str, item: Any, number: int) -> Prompt:
     chat = isinstance(item, Mapping) and item.get("messages") and not {"token_ids", "input_ids"} & item.keys()
     if chat or (isinstance(item, Mapping) and item.get("images")):
@@ -144,7 +151,7 @@ def with_repetition(result: EvaluationResult, detokenizer: Detokenizer | None) -
     """Restore an evaluation that was received; ``detokenizer`` makes the text of its responses."""
 
     def completed(r: Response) -> Response:
-        _, tokens, logprobs, mask = r.conversations[0] if r.conversations else (None, r.tokens, r.logprobs, r.loss_mask)
+        tokens, logprobs, mask = r.conversations[0][1:4] if r.conversations else (r.tokens, r.logprobs, r.loss_mask)
         return replace(r, tokens=tokens, logprobs=logprobs, loss_mask=mask, detokenizer=detokenizer)
 
     return replace(result, responses=tuple(tuple(map(completed, row)) for row in result.responses))

@@ -25,7 +25,6 @@ from pydantic import SecretStr
 from april.config.engines import AprilEngineConfig
 from april.config.settings import Config
 from april.core.batch import Batch, SplitBy
-from april.core.ledger import Ledger
 from april.core.types import Prompt
 from april.core.versions import PolicyVersion
 from april.driver.detokenizer import Detokenizer
@@ -279,42 +278,38 @@ class SharedScheduler(RolloutScheduler):
         return value(*arguments) if callable(value) else value
 
 
+def on_one_rank(method: Callable[Concatenate[RolloutScheduler, P], T]) -> Callable[Concatenate[SchedulerQueries, P], T]:
+    """Turn a method of RolloutScheduler that changes nothing into one that a single rank may call."""
+    signature = inspect.signature(method)
+
+    @wraps(method)
+    def query(self: SchedulerQueries, *arguments: P.args, **named: P.kwargs) -> T:
+        _, *given = signature.bind(self, *arguments, **named).args
+        return self._query(method.__name__, *map(packing.plain_argument, given))  # type: ignore[no-any-return]
+
+    return query  # type: ignore[return-value]
+
+
 class SchedulerQueries:
-    """The methods of :class:`april.RolloutScheduler` that one rank may call, for a scheduler in another process."""
+    """The methods of :class:`april.RolloutScheduler` that one rank may call, for a scheduler in another process.
+
+    ``state_dict`` works after a RankError, too.
+    """
 
     def _query(self, method: str, *arguments: Any) -> Any:
         raise NotImplementedError
 
-    def state_dict(self, trained_through: int | None = None) -> dict[str, Any]:
-        """Return the whole state for one rank to save; works after a RankError, too. See
-        :meth:`april.RolloutScheduler.state_dict`.
-        """
-        return self._query("state_dict", trained_through)  # type: ignore[no-any-return]
+    state_dict = on_one_rank(RolloutScheduler.state_dict)
+    ledger = on_one_rank(RolloutScheduler.ledger)
+    held_groups = on_one_rank(RolloutScheduler.held_groups)
+    validate = on_one_rank(RolloutScheduler.validate)
+    record_report = on_one_rank(RolloutScheduler.record_report)
+    story = on_one_rank(RolloutScheduler.story)
 
     @property
     def version(self) -> PolicyVersion:
         """The current policy version."""
         return self._query("version")  # type: ignore[no-any-return]
-
-    def ledger(self) -> dict[str, Ledger]:
-        """Return copies of the token and the prompt ledger; see :meth:`april.RolloutScheduler.ledger`."""
-        return self._query("ledger")  # type: ignore[no-any-return]
-
-    def held_groups(self) -> frozenset[int]:
-        """Return the groups not yet delivered or dropped; see :meth:`april.RolloutScheduler.held_groups`."""
-        return self._query("held_groups")  # type: ignore[no-any-return]
-
-    def validate(self) -> None:
-        """Check that the scheduler's state is consistent; see :meth:`april.RolloutScheduler.validate`."""
-        self._query("validate")
-
-    def record_report(self, batch_id: int, report: Mapping[str, float]) -> None:
-        """Add the report on this rank's share to the record; see :meth:`april.RolloutScheduler.record_report`."""
-        self._query("record_report", batch_id, {name: packing.plain_value(value) for name, value in report.items()})
-
-    def story(self, group: int, index: int) -> str:
-        """Return a sample's history as text; see :meth:`april.RolloutScheduler.story`."""
-        return self._query("story", group, index)  # type: ignore[no-any-return]
 
 
 class RankScheduler(BatchIterator, SchedulerQueries):
@@ -381,7 +376,8 @@ class RankScheduler(BatchIterator, SchedulerQueries):
         self._set_up(config, ranks, RankClient(ranks, server=self._server), tokenizer)
         self._model_arguments = model, engines, processor
         sizes = f"world_size={ranks.world_size}, data_size={ranks.shares}"
-        call_text = f"RankScheduler(config {_config_digest(config)}, split_by={split_by!r}, {sizes})"
+        digest = _text_digest(config.model_dump_json())  # finds ranks with other settings
+        call_text = f"RankScheduler(config {digest}, split_by={split_by!r}, {sizes})"
         rendezvous = ranks.rendezvous()
         try:
             self._client.join(rendezvous)
@@ -702,11 +698,6 @@ def _argument_text(name: str, value: Any) -> str:
         return "given"
     text = repr(packing.plain_value(value))
     return text if len(text) <= MAX_ARGUMENT_CHARS else f"{text[:MAX_ARGUMENT_CHARS]}... ({_text_digest(text)})"
-
-
-def _config_digest(config: Config) -> str:
-    """Return a digest of the settings, to find ranks with other settings."""
-    return _text_digest(config.model_dump_json())
 
 
 def _text_digest(text: str) -> str:

@@ -22,12 +22,16 @@ from april.core.types import GenerateCall, Group, Sample
 NAME_FIELDS = frozenset(
     {
         "attachments", "attempt_id", "attempt_ids", "content", "contents", "engine", "engines", "extras", "id",
-        "logprob_kind", "name", "names",
+        "logprob_kind", "name", "names", "parts", "per_token", "per_turn",
     }
 )  # fmt: skip
-"""Fields whose text is kept: names of attempts, engines and kinds, and hashes made by april."""
-OMITTED_FIELDS = frozenset({"data", "end_ids", "eos_token_ids", "metrics", "stop", "stop_token_ids", "tape"})
+"""Fields whose text is kept: names of attempts, engines, kinds and parts of rewards, and hashes made by april."""
+OMITTED_FIELDS = frozenset({"data", "end_ids", "eos_token_ids", "metrics", "note", "stop", "stop_token_ids", "tape"})
 """Fields that are left out: they hold user data or token ids, or can be derived from other fields."""
+OMITTED_OF_ROWS = OMITTED_FIELDS | {"cohort_values", "extras", "row_reward", "turns"}
+"""Fields of delivered rows that are left out: other events and the calls of the samples have what the replay needs."""
+NAMED_BY_USERS = frozenset({"cohort_values", "parts", "per_token", "per_turn"})
+"""Mappings of a state whose keys are names that a reward function has given, which may be those of fields."""
 OMITTED_TEXT = "(left out)"
 _EXCEPTION_NAME = re.compile(r"(?:^|: )([A-Za-z_]\w{0,60}(?:Error|Exception|Timeout|Interrupt|Exit))(?=: |$)")
 
@@ -85,7 +89,7 @@ def _converter(kind: type) -> Converter:
         }
     if is_dataclass(kind) or issubclass(kind, msgspec.Struct):
         all_of_them = fields(kind) if is_dataclass(kind) else msgspec.structs.fields(kind)
-        left_out = OMITTED_FIELDS | {"extras"} if issubclass(kind, DeliveredSample) else OMITTED_FIELDS
+        left_out = OMITTED_OF_ROWS if issubclass(kind, DeliveredSample) else OMITTED_FIELDS
         parts = [(f.name, f.default, f.name in NAME_FIELDS) for f in all_of_them if f.name not in left_out]
         return lambda value, of, named: _plain_fields(value, of, parts)
     if names := getattr(kind, "_fields", None):
@@ -140,12 +144,14 @@ def without_content(state: Any) -> Any:
 
 
 def _item_without_content(key: str, item: Any) -> Any:
-    if key in ("data", "unchecked"):
+    if key in ("data", "note", "unchecked"):
         return None
     if key == "attachments" and isinstance(item, Mapping):
         return {digest: [saved["kind"], saved["size"]] for digest, saved in item.items()}
     if key == "extras" and isinstance(item, Mapping):
         return {name: shape[0] for name, (_, shape, _) in item.items()}
+    if key in NAMED_BY_USERS:
+        return {name: without_content(value) for name, value in item.items()}
     return without_content(item)
 
 
@@ -166,6 +172,8 @@ def _item_with_blank_content(key: str, item: Any) -> Any:
         return {digest: {"kind": kind, "size": size, **saved} for digest, (kind, size) in item.items()}
     if key == "extras" and isinstance(item, dict):
         return {name: ["|u1", [rows, 0], b""] for name, rows in item.items()}
+    if key in NAMED_BY_USERS:
+        return {name: with_blank_content(value) for name, value in item.items()}
     return with_blank_content(item)
 
 

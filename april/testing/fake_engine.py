@@ -206,7 +206,7 @@ class FakeEngine(WithoutWeights):
             logprob_kind=LogprobKind.TEMPERATURE, vocab_size=vocab_size, max_context=max_context,
             eos_token_ids=(eos_token_id,), max_in_flight=max_running, updates_from_disk=True,
             in_flight_updates=(OnWeightUpdate.KEEP, OnWeightUpdate.RECOMPUTE), attachments=("image",), bans=True,
-            extras=tuple(extras),
+            extras=tuple(extras), constrains=responses is not None,  # the function sees the grammar of a request
         ), version)  # fmt: skip
         self._lengths, self._responses, self._eos = lengths, responses, eos_token_id
         self.faults = faults if faults is not None else FaultScript()

@@ -216,10 +216,16 @@ def time_shares(run: RunData, name: str) -> str:
     return in_all_widths(name, "share of places and time, batch by batch: busy, or empty and why", 2.9, draw)
 
 
+PARTS = (Colour.AGE2, Colour.CAUSE2, Colour.EVALUATION, Colour.AGE4, Colour.CAUSE3, Colour.CAUSE8)
+"""Colours of the parts of rewards; further parts are not drawn."""
+
+
 def rewards(run: RunData, name: str) -> str:
-    """Draw the mean reward of each batch; empty if there are no rewards."""
+    """Draw the mean reward of each batch, and running means of its parts; empty if there are no rewards."""
     if not run.settings.has_reward or not any("reward_mean" in batch.metrics for batch in run.batches):
         return ""
+
+    parts = sorted({metric for batch in run.batches for metric in batch.metrics if metric.startswith("reward_mean/")})
 
     def draw(figure: Any, kind: str) -> None:
         axes = figure.add_subplot()
@@ -230,6 +236,9 @@ def rewards(run: RunData, name: str) -> str:
                   marker="o" if len(values) <= MARKED else "", markersize=3, label="mean of a batch")  # fmt: skip
         if window > 1:
             axes.plot(steps, smooth, color=Colour.AGE3.hex, linewidth=1.8, label="running mean")
+        for part, ink in zip(parts, PARTS, strict=False):
+            values = _trailing_mean(_over_steps(run.batches, part, POINTS[kind] // 2)[1], window)
+            axes.plot(steps, values, color=ink.hex, linewidth=1.0, linestyle="--", label=part.partition("/")[2])
         style_axes(axes, "", "batch", "reward")
         whole_numbers(axes.xaxis)
         legend(axes, COLUMNS[kind])

@@ -13,6 +13,7 @@ TRL = Recipe(
         # first: what follows would bring a build for CUDA along
         ("install", TORCH),
         ("install", f"trl=={TRL_VERSION}", "transformers==5.24.0", "accelerate", "datasets", "peft", "pillow"),
+        ("install", "requests"),  # of AsyncGRPOTrainer
         ("install", "pytest", "pytest-asyncio"),
         ("install", "--editable", f"{ROOT}[transformers,yaml]"),
     ),

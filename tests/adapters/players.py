@@ -12,13 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_servers.vllm import FakeVllmServer
 from real_schedulers import LENGTHS, VOCAB, assert_nothing_is_left
+from server_fixtures import KNOWN, ServerThread
 from tiny_models import tiny_model
 
 from adapters import openrlhf_stand_in as openrlhf
 from adapters import slime_stand_in as slime
 from adapters import stand_in_areal as areal
 from adapters import stand_in_trl as trl
+from adapters import stand_in_trl_async as trl_async
 from adapters import stand_in_verl as verl
 from april.adapters import trl as trl_adapter
 from april.adapters.verl.rollouts import STATE_FILE
@@ -150,6 +153,55 @@ class Trl(Player):
         made.train(start + saved + more, str(self.folder / f"checkpoint-{start}") if start else None)
         books = {name: Book.of(ledger) for name, ledger in rollouts.ledger.items()}
         return Life(batches, books["prompts"], books["tokens"], books["prompts"].observed)
+
+    def state_file(self) -> Path:
+        return self.folder / f"checkpoint-{self.step}" / "april_state.msgpack"
+
+
+class TrlAsync(Player):
+    groups, quorum_samples = 2, 4
+
+    def _live(self, saved: int, more: int, own: Any, judge: Any, keeps: Any) -> Life:
+        trl_async.install(self.monkeypatch)
+        server, start = FakeVllmServer(max_running=6, turns=2), self.step
+        with ServerThread(server):
+            worker = trl_adapter.rollout_worker(
+                {"engine": {"kind": "vllm", "urls": [server.url], **KNOWN}, "max_staleness": 4, **own},
+                weights_dir=self.folder / "weights",
+                filter=None if keeps is None else lambda prompt, responses: keeps(prompt.data["row"]),
+            )
+            made = trl_adapter.april_async_trainer(trl_async.AsyncGRPOTrainer)(
+                tiny_model(),
+                lambda answer, completion_ids, **others: [
+                    self.judged(row, judge, len(ids)) for row, ids in zip(answer, completion_ids, strict=True)
+                ],
+                {"num_generations": self.n, "per_device_train_batch_size": self.n},
+                train_dataset=trl.conversations(ROWS), rollout_worker=worker,
+            )  # fmt: skip
+            made.folder, fetched = self.folder, trl_async.noted(worker)
+
+            def trained() -> None:
+                if made.state.global_step > start + saved:
+                    made.folder = None
+
+            made.after_step = trained
+            made.train(start + saved + more, str(self.folder / f"checkpoint-{start}") if start else None)
+        batches = [[self._response(s, "group_quorum" in own, row.advantage)
+                    for s, row in zip(batch.samples, rows, strict=True)]
+                   for batch, rows in zip(fetched, made.trained, strict=False)]  # fmt: skip
+        books = {name: Book.of(ledger) for name, ledger in worker.ledger.items()}
+        for batch in fetched[len(made.trained) :]:  # fetched ahead, and in the checkpoint as held
+            ahead = {"prompts": len(batch.group_sizes), "tokens": sum(len(s.tokens) for s in batch.samples)}
+            for name, count in ahead.items():
+                books[name].delivered -= count
+                books[name].held += count
+        return Life(batches, books["prompts"], books["tokens"], books["prompts"].observed)
+
+    def _response(self, s: Any, quorum: bool, advantage: float) -> Response:
+        versions = (s.versions[:, 1] - 1).tolist()  # the first update is that of the weights at the start
+        return Response(
+            s.prompt.data["row"], s.id.index, s.tokens.tolist(), versions, None, advantage if quorum else None
+        )
 
     def state_file(self) -> Path:
         return self.folder / f"checkpoint-{self.step}" / "april_state.msgpack"
@@ -343,4 +395,6 @@ def length_of(row: int, sample: int) -> int:
     return 3 + (11 * row + 5 * sample) % 35
 
 
-PLAYERS: dict[str, type[Player]] = {"trl": Trl, "openrlhf": OpenRlhf, "slime": Slime, "areal": Areal, "verl": Verl}
+PLAYERS: dict[str, type[Player]] = {
+    "trl": Trl, "trl_async": TrlAsync, "openrlhf": OpenRlhf, "slime": Slime, "areal": Areal, "verl": Verl,
+}  # fmt: skip

@@ -52,8 +52,9 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 DECIDED = {  # by the trainer itself
-    "trl": ("samples that fail", "continuous", "stepwise"), "slime": ("continuous", "stepwise"),
-    "verl": ("continuous", "stepwise"), "openrlhf": ("a quorum",), "areal": ("a quorum",),
+    "trl": ("samples that fail", "continuous", "stepwise"), "trl_async": ("continuous", "stepwise"),
+    "slime": ("continuous", "stepwise"), "verl": ("continuous", "stepwise"),
+    "openrlhf": ("a quorum",), "areal": ("a quorum",),
 }  # fmt: skip
 
 

@@ -257,6 +257,10 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
          "over_sampling_batch_size=6 is too large: with max_staleness=0 april can deliver 3 groups in time"),
     ],
 }  # fmt: skip
+for rows_of_trainer in WRONG.values():
+    # no trainer divides the logits of each row by another temperature, or knows what a grammar has allowed
+    rows_of_trainer += [({}, {"sampling_of_clients": "client"}, "sampling_of_clients")]
+    rows_of_trainer += [({}, {"constraints": "enforce"}, "constraints")]
 
 
 @pytest.mark.parametrize(

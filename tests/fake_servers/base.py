@@ -222,6 +222,10 @@ class FakeRequest:
     """It was given a place at least once."""
     finish: Any = None
     """Why it ended, as the server says it."""
+    matched: str | None = None
+    """The stop string at which it has ended."""
+    decode: Callable[[Sequence[int]], str] | None = None
+    """The server's tokenizer; without one, stop strings are not looked for."""
     frozen: bool = False
     dead: bool = False
     """The caller's connection is gone, or breaks now."""
@@ -285,7 +289,10 @@ class FakeRequest:
             self.spans[-1] = (label, self.spans[-1][1], count)
         else:
             self.spans.append((label, count - 1, count))
-        if token in stops:
+        if self.decode is not None and count > self.params[self.MIN_TOKENS]:
+            text = self.decode(self.ids)
+            self.matched = next((stop for stop in self.params.get("stop") or () if stop in text), None)
+        if token in stops or self.matched is not None:
             self.finish = self.stopped()
         elif count >= self.params[self.MAX_TOKENS]:
             self.finish = self.used_up()
@@ -468,15 +475,17 @@ class FakeServer(Generic[R]):
         mean_length: mean of the (geometric) response lengths.
         stepped: nothing is generated but by :meth:`step`; may be changed at any time (call :meth:`go_on` to go on).
         turns: of the event loop per token.
+        decode: its tokenizer, with which it looks for stop strings; None: ``--skip-tokenizer-init``.
     """
 
     def __init__(
         self, *, weights: str = "w0", vocab_size: int = 512, eos: int = 2, context: int = 4096, mean_length: int = 24,
         max_running: int = 64, stepped: bool = False, turns: int = 1,
+        decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:  # fmt: skip
         self.weights, self.label = weights, "default"
         self.vocab_size, self.eos, self.context, self.mean_length = vocab_size, eos, context, mean_length
-        self.max_running, self.stepped, self.turns = max_running, stepped, turns
+        self.max_running, self.stepped, self.turns, self.decode = max_running, stepped, turns, decode
         self.turn: Callable[[], Awaitable[None]] = partial(asyncio.sleep, 0)
         """One turn of the event loop; whoever has clients on other loops may wait for theirs too."""
         self.first_weights = weights
@@ -667,6 +676,7 @@ class FakeServer(Generic[R]):
         """Keep the headers of a request, and look for the beginning of its prompt in the cache."""
         run.headers, run.cached = headers, self.prefixes.found(run.cache_salt, run.prompt)
         self.prefixes.add(run.cache_salt, run.prompt)
+        run.decode = self.decode
         self.runs.append(run)
 
     def _end(self, run: R, finish: Any) -> None:

@@ -59,7 +59,7 @@ class FakeSglangRun(FakeRequest):
         return logprob if self.params["temperature"] in (0.0, 1.0) else float(np.float32(logprob * 0.8))
 
     def stopped(self) -> dict[str, Any]:
-        return {"type": "stop", "matched": self.ids[-1]}
+        return {"type": "stop", "matched": self.ids[-1] if self.matched is None else self.matched}
 
     def used_up(self) -> dict[str, Any]:
         return {"type": "length", "length": len(self.ids)}
@@ -522,7 +522,7 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
             "max_running_requests": self.max_running, "max_total_num_tokens": self.memory,
             "incremental_streaming_output": self.incremental, "enable_deterministic_inference": False,
             "enable_return_routed_experts": self.experts is not None, "startup_time": {"total": self.starts},
-             "speculative_algorithm": self.speculation,
+             "speculative_algorithm": self.speculation, "skip_tokenizer_init": self.decode is None,
             **({} if self.loras is None else {
                 "enable_lora": True, "max_lora_rank": self.loras.max_rank, "max_loras_per_batch": self.loras.slots,
             }),

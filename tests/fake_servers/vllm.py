@@ -53,7 +53,8 @@ class FakeVllmRun(FakeRequest):
         """What is said, in the shape of the request's route."""
         versions = [{"version": v, "start": a, "end": b} for v, a, b in said.spans] if spans and self.finish else None
         choice: dict[str, Any] = {
-            "index": 0, "finish_reason": said.finish, "stop_reason": None, "token_ids": said.ids,
+            "index": 0, "finish_reason": said.finish, "token_ids": said.ids,
+            "stop_reason": self.matched if said.finish else None,
         }  # fmt: skip
         if self.token_route:
             choice["weight_versions"] = versions
@@ -275,6 +276,10 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         loaded = () if self.loras is None else self.loras.present
         if body.get("model", self.model) not in (self.model, *self.adapters, *loaded):
             return _error(404, f"The model `{body['model']}` does not exist.")
+        if params.get("logit_bias") and self.speculation:
+            return _error(400, "The min_p and logit_bias sampling parameters are not yet supported")
+        if params.get("stop") and self.decode is None:
+            return _error(400, "stop strings are not supported on a server without a tokenizer")
         low = params.get("max_tokens", 16) < max(1, params.get("min_tokens", 0))
         if low or not ids or len(ids) >= self.context or not all(0 <= i < self.vocab_size for i in ids):
             self.violations.append(f"a request with {len(ids)} ids cannot be served")
@@ -526,7 +531,8 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         return web.json_response({"success": True, "new_version": self.label})
 
     async def _server_info(self, request: web.Request) -> web.Response:
-        model = {"logprobs_mode": f"{self.logprobs}_logprobs"} if self.says_logprobs else {}
+        model: dict[str, Any] = {"logprobs_mode": f"{self.logprobs}_logprobs"} if self.says_logprobs else {}
+        model["skip_tokenizer_init"] = self.decode is None
         gives = {"enable_return_routed_experts": self.experts is not None}
         return web.json_response({"vllm_config": {
             "model_config": model | (gives if self.release < 33 else {}),

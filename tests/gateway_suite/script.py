@@ -32,6 +32,9 @@ class Tokenizer:
             return [self.convert_tokens_to_ids(token) for token in tokens]
         return MARKS.index(tokens) if tokens in MARKS else None
 
+    def get_added_vocab(self) -> dict[str, int]:
+        return {mark: token for token, mark in enumerate(MARKS)}
+
     def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
         """Marks and "th" are one token, other characters (ASCII) one each."""
         words, ids, at = [*MARKS, *self.merged], [], 0

@@ -177,6 +177,7 @@ def exact(mode: str, weights: Weights, updates: int, out: Path) -> dict[str, Any
         "most versions in a response": max(versions),
         "responses with several versions": sum(v > 1 for v in versions),
         "requests per response": float(np.mean(by_request)),
+        "responses begun over older keys": sum(sample.segments[0].over is not None for sample in samples),
         "preemptions": preempted,
         "keys written anew by the server": sum(r.anew for r in replayed),
         "tokens found in the cache": salted,

@@ -25,7 +25,7 @@ class Deliveries:
         before = self._dropped
         self.skip_dropped(ledger)
         more = {reason: count - before.get(reason, 0) for reason, count in self._dropped.items()}
-        kept = {k: v for k, v in batch.metrics.items() if not k.startswith(("response_len", "reward_"))}
+        kept = {k: v for k, v in batch.metrics.items() if not k.startswith(("response_len", "reward_mean"))}
         return kept | {f"dropped_{reason}": float(count) for reason, count in more.items() if count}
 
     def skip_dropped(self, ledger: Any) -> None:

@@ -55,6 +55,14 @@ def greedy(applies: Any, setting: str, instead: str = "") -> Refusal:
     return applies, setting, why, f"use a positive temperature{instead}"
 
 
+def agents_sampling(own: Mapping[str, Any], trainer: str, shown: str = "april.{}") -> Iterator[Refusal]:
+    """Yield refusals of settings for agents whose tokens need a temperature or a mask of their own in the loss."""
+    setting = shown.format("sampling_of_clients")
+    why = f"rows would have temperatures of their own, but {trainer} divides all logits by the same temperature"
+    yield own.get("sampling_of_clients") == "client", f"{setting}=client", why, "leave it out"
+    yield from distorting({f"{shown.format('constraints')}=enforce": own.get("constraints") == "enforce"})
+
+
 def divided_groups(own: Mapping[str, Any], trainer: str, samples: str, shown: str = "april.{}") -> Iterator[Refusal]:
     """Yield refusals of incomplete groups, for a trainer that finds a group's rewards by position in the batch."""
     quorum, by_place = own.get("group_quorum"), f"of {samples} by their place in the batch"

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from april.adapters.common.refusals import Refusal, distorting, divided_groups, greedy, mapping_of, misplaced, refuse
+from april.adapters.common.refusals import (
+    Refusal,
+    agents_sampling,
+    distorting,
+    divided_groups,
+    greedy,
+    mapping_of,
+    misplaced,
+    refuse,
+)
 from april.config.settings import Config, read_yaml
 from april.core.types import GenerationMode, OnStale
 from april.errors import ConfigError
@@ -91,6 +100,7 @@ def _refusals(args: Any, own: Mapping[str, Any]) -> Iterator[Refusal]:
     level = getattr(args.algo.advantage, "is_correction_level", None)
     # fmt: off
     yield from misplaced(own, "OpenRLHF", DECIDED)
+    yield from agents_sampling(own, "OpenRLHF")
     yield (not args.vllm.num_engines, "--vllm.num_engines is missing or 0",
            "april generates on OpenRLHF's vLLM engines", "give their number")
     yield (agent and not agent.endswith(".py"), f"--train.agent_func_path {agent}",

@@ -1,18 +1,30 @@
-"""Adapter for TRL: ``AprilGRPOTrainer(rollout_func=rollout(...))``. Importing it imports neither trl nor torch."""
+"""Adapter for TRL's GRPOTrainer and AsyncGRPOTrainer. Importing it imports neither trl nor torch."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from april.adapters.trl.asynchronous import (
+    RolloutWorker,
+    april_async_trainer,
+    require_async_trainer,
+    rollout_worker,
+)  # fmt: skip
 from april.adapters.trl.checks import require_trl
 from april.adapters.trl.trainer import Rollout, april_trainer, rollout
 
-__all__ = ["AprilGRPOTrainer", "Rollout", "april_trainer", "rollout"]
+__all__ = [
+    "AprilAsyncGRPOTrainer", "AprilGRPOTrainer", "Rollout", "RolloutWorker", "april_async_trainer", "april_trainer",
+    "rollout", "rollout_worker",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    """Make AprilGRPOTrainer on first access, since its base class is in trl."""
+    """Make the trainers' subclasses on first access, since their base classes are in trl."""
     if name == "AprilGRPOTrainer":
         globals()[name] = april_trainer(require_trl().GRPOTrainer)
-        return globals()[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    elif name == "AprilAsyncGRPOTrainer":
+        globals()[name] = april_async_trainer(require_async_trainer())
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals()[name]

@@ -12,7 +12,8 @@ from april.serialization.state_file import checksum_of, read_state, write_atomic
 STATE_FILE, BUFFER_FILE = "april_state.msgpack", "april_buffer.safetensors"
 """Names of april's state file, which has the checksums of all buffers, and of rank 0's buffer file: that rank's rest of
 a half-trained generation batch."""
-KIND = "trl"
+KIND, ASYNC_KIND = "trl", "trl_async"
+"""Kinds of state files: those of GRPOTrainer and of AsyncGRPOTrainer."""
 _LIST = "[]"
 """Suffix of a tensor's name if the value is a list in TRL."""
 
@@ -24,7 +25,7 @@ def buffer_file(rank: int) -> str:
 
 def write(folder: Path, trainer: Any, rollouts: Callable[[], dict[str, Any]]) -> None:
     """Write this rank's buffer and, on rank 0, april's state, which ``rollouts`` returns. Call it on every rank."""
-    state = {"order": _order_of_prompts(trainer), "micro": 0, "buffers": []}
+    state = {"order": order_of_prompts(trainer), "micro": 0, "buffers": []}
     if trainer._step % _steps_per_generation(trainer):
         state |= {"micro": trainer._step, "buffers": _write_buffer(folder, trainer)}
     if trainer.accelerator.is_main_process:  # last, so that all buffers exist
@@ -43,18 +44,18 @@ def _write_buffer(folder: Path, trainer: Any) -> list[str]:
     return [bytes(row).decode() for row in trainer.accelerator.gather(digits).view(-1, len(digits)).tolist()]
 
 
-def read(folder: Path, trainer: Any) -> Any:
-    """Return the saved state, after restoring the half-trained batch in the trainer.
+def read(folder: Path, trainer: Any, kind: str = KIND) -> Any:
+    """Return the saved state, after restoring the half-trained batch in the trainer if there is one.
 
     Raises CheckpointError if the checkpoint was saved without april or with other prompts, or is damaged.
     """
     if not (folder / STATE_FILE).exists():
         raise CheckpointError(
-            f"{folder} has no {STATE_FILE}: AprilGRPOTrainer did not save it, so april does not know which prompts "
+            f"{folder} has no {STATE_FILE}: it was saved without april, so april does not know which prompts "
             "were trained; start a new run from its weights (model=...) instead"
         )
-    state = read_state(folder / STATE_FILE, KIND)
-    if state["order"] != (now := _order_of_prompts(trainer)):
+    state = read_state(folder / STATE_FILE, kind)
+    if state["order"] != (now := order_of_prompts(trainer)):
         raise CheckpointError(
             f"{folder} was saved with prompts {state['order']}, but now they are {now}; they must be the same, in the "
             "same order, after a restart"
@@ -100,7 +101,7 @@ def _as_tensor(name: str, value: Any) -> tuple[str, Any]:
     return name, value.contiguous().clone()
 
 
-def _order_of_prompts(trainer: Any) -> dict[str, int]:
+def order_of_prompts(trainer: Any) -> dict[str, int]:
     """Return the settings that decide the order in which prompts are drawn."""
     args = trainer.args
     return {"rows": len(trainer.train_dataset), "seed": args.seed, "shuffled": bool(trainer.shuffle_dataset)}

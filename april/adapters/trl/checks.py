@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from april.adapters.common.installed_trainer import import_trainer
-from april.adapters.common.refusals import Refusal, distorting, greedy, refuse
+from april.adapters.common.refusals import Refusal, agents_sampling, distorting, greedy, mapping_of, refuse
 from april.adapters.trl.data import column_of, of_row, require_shown, tokenizer_of
 from april.adapters.trl.ranks import UNREADABLE, sharding_of, why_not_sent, why_unmerged
 from april.config.engines import EngineConfig, OpenAIEngineConfig, TransformersEngineConfig
-from april.config.settings import Config
-from april.core.types import OnDataEnd, OnFailedSample, WeightsRoute
+from april.config.settings import Config, read_yaml
+from april.core.types import GenerationMode, OnDataEnd, OnFailedSample, WeightsRoute
 from april.errors import ConfigError
 
 TESTED_VERSION = "1.16.0"
@@ -27,6 +28,13 @@ REQUIRED_FUNCTIONS = {
     "_load_optimizer_and_scheduler": ("self", "checkpoint"),
 }  # fmt: skip
 """Parameters of GRPOTrainer's methods that april calls or overrides."""
+ASYNC_FUNCTIONS = {
+    "_save_checkpoint": ("self", "model", "trial"),
+    "_load_optimizer_and_scheduler": ("self", "checkpoint"),
+    "_sync_weight": ("self",),
+    "_streaming_iter": ("self",),
+}
+"""Parameters of AsyncGRPOTrainer's methods that april overrides or that call april."""
 _SAMPLING = {"top_p": (1.0,), "top_k": (0, None), "min_p": (None,), "repetition_penalty": (1.0,)}
 """Sampling settings of GRPOConfig, each with the values that leave softmax(logits / temperature) unchanged."""
 
@@ -36,13 +44,25 @@ def require_trl() -> Any:
     return import_trainer("trl", "april.adapters.trl needs trl", TESTED_VERSION)
 
 
-def config_for(given: Config | Mapping[str, Any], trainer: Any) -> Config:
-    """Return april's settings, completed from GRPOConfig. Raises ConfigError if the two contradict each other."""
+def config_for(
+    given: Config | Mapping[str, Any], trainer: Any, decided: Mapping[str, tuple[str, Any]] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> Config:  # fmt: skip
+    """Return april's settings, completed from the trainer's. Raises ConfigError if the two contradict each other.
+
+    Args:
+        given: april's settings.
+        trainer: the trainer, with its settings in ``args``.
+        decided: settings that the trainer decides, (name there, value) by april's name; None means GRPOTrainer's.
+        defaults: april's settings where none are given.
+    """
     args = trainer.args
     refuse([greedy(args.temperature == 0, "GRPOConfig.temperature=0")])
-    groups = args.generation_batch_size // args.num_generations
+    if decided is None:
+        groups = args.generation_batch_size // args.num_generations
+        decided = {"rollout_batch_size": ("generation_batch_size / num_generations", groups)}
     theirs = {
-        "rollout_batch_size": ("generation_batch_size / num_generations", groups),
+        **decided,
         "n_samples_per_prompt": ("num_generations", args.num_generations),
         "max_response_len": ("max_completion_length", args.max_completion_length),
     }
@@ -52,7 +72,7 @@ def config_for(given: Config | Mapping[str, Any], trainer: Any) -> Config:
         sampling = given.get("sampling") or {}
         if isinstance(sampling, Mapping):
             sampling = {"temperature": args.temperature, **sampling}
-        values = {name: value for name, (_, value) in theirs.items()} | {"seed": args.seed}
+        values = {name: value for name, (_, value) in theirs.items()} | {"seed": args.seed} | dict(defaults or {})
         config = Config.from_mapping({**values, **given, "sampling": sampling})
     ours = {**config.model_dump(include=set(theirs)), "sampling.temperature": config.sampling.temperature}
     for name, (their_name, value) in {**theirs, "sampling.temperature": ("temperature", args.temperature)}.items():
@@ -66,7 +86,84 @@ def config_for(given: Config | Mapping[str, Any], trainer: Any) -> Config:
     return config.model_copy(update={"sampling": config.sampling.model_copy(update={"stop_token_ids": stop})})
 
 
+def given_settings(
+    config: Config | Mapping[str, Any] | str | Path | None, settings: Mapping[str, Any], metrics: Any
+) -> Config | dict[str, Any]:
+    """Return the settings that a user gives to ``rollout(...)``; raises ConfigError if they cannot be read."""
+    if metrics != "all" and (isinstance(metrics, str) or not all(isinstance(name, str) for name in metrics)):
+        raise ConfigError(f'rollout: metrics must be a list of names, or "all", got {metrics!r}')
+    if isinstance(config, Config):
+        if settings:
+            raise ConfigError(
+                f"rollout: {sorted(settings)} given together with an april.Config; put them into the Config"
+            )
+        return config
+    return mapping_of(read_yaml(config) if isinstance(config, (str, Path)) else config, "rollout") | dict(settings)
+
+
 # fmt: off
+def _refused_of_both(trainer: Any, config: Config, *, servers: bool) -> Iterator[Refusal]:
+    """Yield the refusals that GRPOTrainer and AsyncGRPOTrainer share; the arguments are those of :func:`refusals`."""
+    args, dataset = trainer.args, trainer.train_dataset
+    embedded = isinstance(config.engine, TransformersEngineConfig)
+    yield from distorting({f"GRPOConfig.{name}={getattr(args, name)}": getattr(args, name) not in neutral
+                           for name, neutral in _SAMPLING.items()})
+    yield (config.allow_mismatch, "allow_mismatch: true",
+           "TRL recomputes log_softmax(logits / temperature) and nothing else", "leave it out")
+    yield from agents_sampling(config.model_dump(include={"sampling_of_clients", "constraints"}), "TRL", "{}")
+    readable = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    yield (not readable, f"train_dataset is a {type(dataset).__name__}, which cannot be read row by row",
+           "april orders the prompts itself", "use a datasets.Dataset")
+    why = "" if embedded and config.weights is not WeightsRoute.COLLECTIVE else why_not_sent(trainer, config)
+    yield (not embedded and not servers and why, f"engine {config.engine.kind}",
+           f"it gets its weights through a directory ({why})", "give rollout(weights_dir=...)")
+    yield config.weights is WeightsRoute.COLLECTIVE and why, "weights: collective", why, "leave it out"
+    yield (not config.delivers_parts and config.on_failed_sample is OnFailedSample.SHRINK, "on_failed_sample=shrink",
+           "a smaller group leaves TRL with fewer rows than a generation batch has",
+           "use replace or drop_group, or a group_quorum below 1, with which batches have that number of rows")
+    yield (config.epochs != 1 or config.on_data_end is OnDataEnd.WAIT,
+           f"epochs={config.epochs}, on_data_end={config.on_data_end}", "the trainer decides how long it trains",
+           "set num_train_epochs or max_steps of GRPOConfig, and on_data_end to short or wrap")
+
+
+def async_refusals(trainer: Any, config: Config, *, servers: bool, rows: int, given: Mapping[str, Any]
+                   ) -> Iterator[Refusal]:
+    """Yield a refusal for each setting that AsyncGRPOTrainer and april cannot have together.
+
+    Args:
+        trainer: an AsyncGRPOTrainer.
+        config, servers: as for :func:`refusals`.
+        rows: number of rows that an optimizer step trains.
+        given: further arguments of the trainer, by name; None for those that were not given.
+    """
+    args = trainer.args
+    yield from _refused_of_both(trainer, config, servers=servers)
+    yield (isinstance(config.engine, TransformersEngineConfig), "the embedded engine",
+           "AsyncGRPOTrainer trains while servers generate",
+           "name them: rollout_worker(engine={'kind': 'vllm', 'urls': [...]})")
+    yield (config.generation is not GenerationMode.CONTINUOUS, f"generation: {config.generation}",
+           "servers would stand still while AsyncGRPOTrainer trains", "set generation: continuous")
+    for name in ("tools", "environment_factory"):
+        yield given[name], name, "april runs the tools of AprilGRPOTrainer only", f"leave {name} out, or use that"
+    yield (given["weight_transfer"] is not None, "weight_transfer", "april itself gives its servers the weights",
+           "leave it out")
+    yield (column_of(trainer.train_dataset) is not None or trainer._is_vlm, "images, or a model that sees",
+           "AsyncGRPOTrainer trains text", "use AprilGRPOTrainer")
+    yield (getattr(trainer.model, "peft_config", None) is not None, "peft_config",
+           "adapters were not run with AsyncGRPOTrainer", "use AprilGRPOTrainer")
+    sharding = sharding_of(trainer)
+    yield sharding in UNREADABLE, sharding, "its parameters cannot be read one by one", "use FSDP2 (fsdp_version: 2)"
+    yield ((args.token_budget or 0) > 0, f"token_budget={args.token_budget}",
+           "the number of rows of a step then varies, but april plans batches and their staleness for one number",
+           "leave it out, and let per_device_train_batch_size bound the rows of a micro-batch")
+    yield (rows % args.num_generations, f"{rows} rows per optimizer step", f"num_generations={args.num_generations} "
+           "does not divide it", "change per_device_train_batch_size or gradient_accumulation_steps")
+    yield (args.max_staleness < 1, f"max_staleness={args.max_staleness}",
+           "the trainer fetches the next rows before it trains the last ones", "set at least 1")
+    yield (config.on_data_end is not OnDataEnd.WRAP, f"on_data_end={config.on_data_end}",
+           "the trainer fetches rows beyond its last step", "leave it out")
+
+
 def refusals(trainer: Any, config: Config, *, servers: bool, filters: bool) -> Iterator[Refusal]:
     """Yield a refusal for each setting with which rollouts or their log-probabilities would be wrong.
 
@@ -76,7 +173,7 @@ def refusals(trainer: Any, config: Config, *, servers: bool, filters: bool) -> I
         servers: True if servers read new weights from a directory (``weights_dir``).
         filters: True if a filter may reject groups.
     """
-    args, dataset = trainer.args, trainer.train_dataset
+    args = trainer.args
     parallel, sharding = getattr(trainer.accelerator, "parallelism_config", None), sharding_of(trainer)
     embedded = isinstance(config.engine, TransformersEngineConfig)
     yield (parallel is not None and parallel.non_data_parallel_size > 1, "tensor, context or sequence parallelism",
@@ -85,34 +182,18 @@ def refusals(trainer: Any, config: Config, *, servers: bool, filters: bool) -> I
     for name in ("use_vllm", "use_transformers_continuous_batching"):
         yield (getattr(args, name), f"{name}=True", "april generates on the engine of its own configuration",
                f"leave {name} out")
-    yield from distorting({f"GRPOConfig.{name}={getattr(args, name)}": getattr(args, name) not in neutral
-                           for name, neutral in _SAMPLING.items()})
+    yield from _refused_of_both(trainer, config, servers=servers)
     yield (args.generation_kwargs, f"GRPOConfig.generation_kwargs={sorted(args.generation_kwargs or ())}",
            "april generates", "see april's sampling")
-    yield (config.allow_mismatch, "allow_mismatch: true",
-           "TRL recomputes log_softmax(logits / temperature) and nothing else", "leave it out")
-    readable = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    yield (not readable, f"train_dataset is a {type(dataset).__name__}, which cannot be read row by row",
-           "april orders the prompts itself", "use a datasets.Dataset")
     yield from _refused_images(trainer)
-    yield (config.epochs != 1 or config.on_data_end is OnDataEnd.WAIT,
-           f"epochs={config.epochs}, on_data_end={config.on_data_end}", "the trainer decides how long it trains",
-           "set num_train_epochs or max_steps of GRPOConfig, and on_data_end to short or wrap")
     yield from _refused_adapters(trainer, config.engine)
     yield (embedded and sharding in UNREADABLE, sharding,
            "it leaves no rank with the whole model, which the embedded engine needs to generate",
            "use FSDP2 (fsdp_version: 2), whose ranks gather the weights for the engine, or use servers")
     yield (embedded and servers, "weights_dir is for servers", "the embedded engine reads the trainer's model in place",
            "leave it out")
-    why = "" if embedded and config.weights is not WeightsRoute.COLLECTIVE else why_not_sent(trainer, config)
-    yield (not embedded and not servers and why, f"engine {config.engine.kind}",
-           f"it gets its weights through a directory ({why})", "give rollout(weights_dir=...)")
-    yield config.weights is WeightsRoute.COLLECTIVE and why, "weights: collective", why, "leave it out"
     yield (filters and config.on_data_end is not OnDataEnd.WRAP, "filter",
            "rejected groups are replaced by more prompts than a pass may have", "set on_data_end: wrap")
-    yield (not config.delivers_parts and config.on_failed_sample is OnFailedSample.SHRINK, "on_failed_sample=shrink",
-           "a smaller group leaves TRL with fewer rows than a generation batch has",
-           "use replace or drop_group, or a group_quorum below 1, with which batches have that number of rows")
     objective = trainer.multi_objective_aggregation
     yield (config.delivers_parts and objective != "sum_then_normalize", f"multi_objective_aggregation={objective}",
            "it normalises each reward function over whole groups, but with group_quorum below 1 a batch has parts of "

@@ -217,7 +217,7 @@ def scored(prompt: Any, value: float) -> float:
     if math.isnan(value):
         raise RolloutError(
             f"every reward function returned None or NaN for a response to row {prompt.data[ROW]} of the dataset, but "
-            "with group_quorum below 1 the advantages of its siblings need its reward; return a number"
+            "here the advantages of its siblings need its reward; return a number"
         )
     return value
 

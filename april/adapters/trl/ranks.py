@@ -125,14 +125,23 @@ def sends_weights(trainer: Any, scheduler: Any, config: Config, *, has_weights_d
     """
     why = why_not_sent(trainer, config)
     if not why and trainer.accelerator.is_main_process:
-        names = [e.name for e in scheduler.engines if not (e.capabilities.collective or e.capabilities.takes_tensors)]
-        why = f"engine {names[0]} accepts none from there, and april doctor shows what it would need" if names else ""
-    why = str(of_all_ranks(trainer, why)[0])
-    if why and not has_weights_dir:
-        raise ConfigError(f"weights go through a directory ({why}): give rollout(weights_dir=...)")
-    if why and config.weights is WeightsRoute.COLLECTIVE:
-        raise ConfigError(f"weights: collective: {why}")
-    return not why
+        why = why_not_taken(scheduler)
+    return may_send(str(of_all_ranks(trainer, why)[0]), config, has_weights_dir=has_weights_dir)
+
+
+def why_not_taken(scheduler: Any) -> str:
+    """Return the reason why the servers accept no weights from this process, or an empty string if they do."""
+    names = [e.name for e in scheduler.engines if not (e.capabilities.collective or e.capabilities.takes_tensors)]
+    return f"engine {names[0]} accepts none from there, and april doctor shows what it would need" if names else ""
+
+
+def may_send(why_not: str, config: Config, *, has_weights_dir: bool) -> bool:
+    """Return True if there is no reason against sending weights; raises ConfigError if a directory will not do."""
+    if why_not and not has_weights_dir:
+        raise ConfigError(f"weights go through a directory ({why_not}): give rollout(weights_dir=...)")
+    if why_not and config.weights is WeightsRoute.COLLECTIVE:
+        raise ConfigError(f"weights: collective: {why_not}")
+    return not why_not
 
 
 def tensors_of(trainer: Any) -> Any:

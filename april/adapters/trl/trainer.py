@@ -20,9 +20,9 @@ from typing import Any, Literal, Self
 
 from april.adapters.common.deliveries import closing_on_error
 from april.adapters.common.installed_trainer import require_functions
-from april.adapters.common.refusals import mapping_of, refuse, refuse_several_rows, require_count
+from april.adapters.common.refusals import refuse, refuse_several_rows, require_count
 from april.adapters.trl import checkpoint
-from april.adapters.trl.checks import REQUIRED_FUNCTIONS, TESTED_VERSION, config_for, refusals
+from april.adapters.trl.checks import REQUIRED_FUNCTIONS, TESTED_VERSION, config_for, given_settings, refusals
 from april.adapters.trl.data import (
     DatasetPasses,
     asking,
@@ -44,7 +44,7 @@ from april.adapters.trl.ranks import (
 )  # fmt: skip
 from april.adapters.trl.tools import Note, ToolLoop, check_notes
 from april.config.engines import TransformersEngineConfig
-from april.config.settings import Config, read_yaml
+from april.config.settings import Config
 from april.core.batch import Batch
 from april.core.ledger import Ledger
 from april.core.types import OnDataEnd
@@ -57,6 +57,14 @@ METRICS = (
     "off_policy_share", "staleness_mean", "engines_busy", "trainer_wait_s", "resumed_samples", "failed_samples"
 )  # fmt: skip
 """Names of the metrics that TRL logs by default."""
+
+
+def logged_metrics(batch: Batch, wanted: Sequence[str] | Literal["all"]) -> dict[str, float]:
+    """Return the wanted metrics of a batch under TRL's names, without the mean reward, which TRL logs itself."""
+    names = batch.metrics.keys() - {"reward_mean"} if wanted == "all" else wanted
+    if batch.id == 0 and (missing := [name for name in names if name not in batch.metrics]):
+        log.warning("metrics: the first batch has no %s; docs/metrics.md has the names", ", ".join(missing))
+    return {f"april/{name}": value for name, value in batch.metrics.items() if name in names}
 
 
 class Rollout:
@@ -85,17 +93,7 @@ class Rollout:
         filter: Filter | None = None, address: str | None = None, metrics: Sequence[str] | Literal["all"] = METRICS,
         **settings: Any,
     ) -> None:  # fmt: skip
-        if metrics != "all" and (isinstance(metrics, str) or not all(isinstance(name, str) for name in metrics)):
-            raise ConfigError(f'rollout: metrics must be a list of names, or "all", got {metrics!r}')
-        if isinstance(config, Config):
-            if settings:
-                raise ConfigError(
-                    f"rollout: {sorted(settings)} given together with an april.Config; put them into the Config"
-                )
-            self._settings: Config | dict[str, Any] = config
-        else:
-            given = read_yaml(config) if isinstance(config, (str, Path)) else config
-            self._settings = mapping_of(given, "rollout") | settings
+        self._settings = given_settings(config, settings, metrics)
         self._metrics, self._address, self._filter = metrics, address, filter
         self._weights_dir = None if weights_dir is None else Path(weights_dir)
         self._config: Config | None = None
@@ -192,7 +190,8 @@ class Rollout:
                 f"the prompts ended with a batch of {found} rows, but TRL needs {wanted}; some were dropped ({where}); "
                 "set on_data_end: wrap to start over"
             )
-        self._log(batch, trainer)
+        for name, value in logged_metrics(batch, self._metrics).items():
+            trainer._metrics["train"][name].append(value)
         self._batch = self._last_batch = batch
         passes = DatasetPasses(trainer)
         if self._tools is None:
@@ -202,15 +201,6 @@ class Rollout:
             self._tools.keep(scheduler.held_groups() | set(batch.group_ids.tolist()))
         pairs = zip(batch.samples, self._notes, strict=True)
         return [passes.row_of(sample.prompt, note.prompt) for sample, note in pairs]
-
-    def _log(self, batch: Batch, trainer: Any) -> None:
-        """Add the batch's metrics to those that TRL logs, without the mean reward, which TRL logs itself."""
-        names = batch.metrics.keys() - {"reward_mean"} if self._metrics == "all" else self._metrics
-        if batch.id == 0 and (missing := [name for name in names if name not in batch.metrics]):
-            log.warning("metrics: the first batch has no %s; docs/metrics.md has the names", ", ".join(missing))
-        for name, value in batch.metrics.items():
-            if name in names:
-                trainer._metrics["train"][f"april/{name}"].append(value)
 
     def rows_to_evaluate(self, trainer: Any, inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the rows that TRL evaluates. With tools they are generated here, since environments change prompts."""

@@ -282,7 +282,9 @@ class ServerProbe:
             "paused": self.paused, "routing_key": self.config.routing_key,
         }  # fmt: skip
 
-    def capabilities(self, *, context: int | None, places: int | None, **found: Any) -> Capabilities:
+    def capabilities(
+        self, *, context: int | None, places: int | None, bans: bool = True, **found: Any
+    ) -> Capabilities:  # fmt: skip
         """Return the capabilities: ``found``, and those that are found out in the same way for all kinds of servers.
 
         ``context`` is the server's own limit of tokens in a request, ``places`` that of requests at the same time.
@@ -292,10 +294,11 @@ class ServerProbe:
         if longest is None:
             raise ConfigError(f"{self.client.url} does not report how long a request may be; set engine.max_len")
         return Capabilities(
-            max_context=longest, max_in_flight=least(places, self.config.max_in_flight), remote=True, bans=True,
+            max_context=longest, max_in_flight=least(places, self.config.max_in_flight), remote=True, bans=bans,
             verifies_weights=self.label is not None,
             first_weights=first_weights(self.label, present=self.config.first_weights == "present"),
-            needs=self.needs, limits=self.limits(takes_adapters=found["adapters"] is not None), **found,
+            needs=self.needs, limits=self.limits(takes_adapters=found["adapters"] is not None),
+            **{"constrains": True} | found,
         )  # fmt: skip
 
 

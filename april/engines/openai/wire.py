@@ -102,11 +102,20 @@ def sampling_of(request: Request, *, bans: bool, seeds: bool) -> dict[str, Any]:
     }
     if sampling.stop_token_ids:
         params["stop_token_ids"] = sampling.stop_token_ids
+    if sampling.stop:  # april reads special tokens as text
+        params |= {"stop": sampling.stop, "skip_special_tokens": False}
     if seeds and sampling.seed is not None:
         params["seed"] = sampling.seed
     if bans and sampling.banned_ids:
         params["logit_bias"] = bias_of(sampling.banned_ids)
+    if sampling.grammar:
+        params["structured_outputs"] = structured_outputs_of(*sampling.demanded_form)
     return params
+
+
+def structured_outputs_of(name: str, value: Any) -> dict[str, Any]:
+    """Return vLLM's ``structured_outputs`` for the form that a request demands."""
+    return {"json": value} if name == "json_schema" else {name: msgspec.json.encode(value).decode()}
 
 
 class _Logprobs(msgspec.Struct):

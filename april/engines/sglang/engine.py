@@ -44,7 +44,7 @@ STREAM_INTERVAL = 16
 fewer tokens than this, and all others lose none. Measured client CPU per 1,000 tokens: 37 ms at 1, 6.8 ms at 8, 3.5 ms
 at 16, 2.0 ms at 50, 0.9 ms without streaming (there up to 49 tokens are lost)."""
 STOP_STRING_INTERVAL = 2
-"""Tokens per stream event for a request that april may end by its content."""
+"""Tokens per stream event for a request that april may end by its content, because the server does not."""
 
 
 class SglangEngine(ServerEngine):

@@ -145,7 +145,9 @@ class _SglangProbe(ServerProbe):
                 extras=() if routing is None else (ROUTED_EXPERTS,), version_spans=self._spans and labels,
                 # cumulative events cost more than streaming gains
                 streams=incremental or self.config.max_token_loss is not None,
+                stop_strings=server.get("skip_tokenizer_init") is False,
                 honours_seeds=seeds, attachments=attachments,
+                constrains=not server.get("skip_tokenizer_init") and server.get("grammar_backend") != "none",
             ),
         )  # fmt: skip
 

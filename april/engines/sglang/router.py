@@ -89,6 +89,8 @@ def common_facts(workers: Sequence[SglangFacts]) -> SglangFacts:
             adapters=_common_site(each),
             needs={field: need for c in reversed(each) for field, need in c.needs.items()},
             honours_seeds=all(c.honours_seeds for c in each),
+            stop_strings=all(c.stop_strings for c in each),
+            constrains=all(c.constrains for c in each),
             attachments=tuple(k for k in first.capabilities.attachments if all(k in c.attachments for c in each)),
             verifies_weights=labelled,
             first_weights=max((c.first_weights for c in each), key=list(FirstWeights).index),

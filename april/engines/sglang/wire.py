@@ -74,6 +74,8 @@ def rid_of(attempt_id: str) -> str:
     return f"{attempt_id}."
 
 
+MAX_STOPS = 32
+"""SGLang refuses requests with more stop strings; april then finds all of them itself."""
 FIELDS = {"image": "image_data"}
 """Kinds of attachments, with the request field for each."""
 
@@ -103,12 +105,18 @@ def request_body(
     }
     if sampling.stop_token_ids:
         params["stop_token_ids"] = list(sampling.stop_token_ids)
+    if 0 < len(sampling.stop) <= MAX_STOPS:
+        params["stop"] = list(sampling.stop)
     if seed is not None:
         params["sampling_seed"] = seed
     if stream_interval is not None:
         params["stream_interval"] = stream_interval
     if sampling.banned_ids:
         params["logit_bias"] = bias_of(sampling.banned_ids)
+    if sampling.grammar:
+        # the names of both forms are those of SGLang's parameters, whose values are JSON text
+        name, form = sampling.demanded_form
+        params[name] = msgspec.json.encode(form).decode()
     body: dict[str, Any] = {
         "rid": rid_of(request.attempt_id),
         "input_ids": collapsed(request.token_ids, request.attached).tolist(),

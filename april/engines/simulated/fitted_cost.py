@@ -29,6 +29,8 @@ EQUAL_COST = 0.05
 """Relative spread of concurrency below which only the total cost of a step can be estimated."""
 LEAST = 1e-3
 """Smallest share of a mean step that is attributed to the fixed cost."""
+CHOICES = np.array([[i in some for i in range(4)] for count in range(1, 5) for some in combinations(range(4), count)])
+"""Which of the four costs are above 0, bool [15, 4]: every choice of at least one cost, smaller choices first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,22 +164,18 @@ def _between(values: Floats, first: NDArray[np.intp], after: NDArray[np.intp]) -
 
 def _not_negative(seen: Floats, took: Floats, floor: float) -> Floats:
     """Return the costs with the least squares of relative errors; all are >= 0, and the first is >= ``floor``."""
-    matrix, best, smallest = seen / took[:, None], np.zeros(4), np.inf
+    matrix = seen / took[:, None]
     least = np.array([floor, 0.0, 0.0, 0.0])
     scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
     # a QR decomposition leaves problems of four rows in place of thousands, with the same solutions
     q, small = np.linalg.qr(matrix / scale)
     target = q.sum(axis=0)
     rest = float(np.square(q @ target - 1.0).sum())
-    for count in range(1, 5):
-        for chosen in combinations(range(4), count):
-            columns = list(chosen)
-            found, *_ = np.linalg.lstsq(small[:, columns], target, rcond=len(took) * np.finfo(np.float64).eps)
-            if found.min() < 0.0:
-                continue
-            costs = least.copy()
-            costs[columns] = np.maximum(found / scale[columns], least[columns])
-            off = rest + float(np.square(small @ (scale * costs) - target).sum())
-            if off < smallest * (1.0 - 1e-9):
-                best, smallest = costs, off
-    return best
+    # one solution for each choice of costs, the others being 0; all are computed at once
+    inverses = np.linalg.pinv(small * CHOICES[:, None, :], rcond=len(took) * np.finfo(np.float64).eps)
+    found = np.where(CHOICES, inverses @ target, 0.0)
+    costs = np.where(CHOICES, np.maximum(found / scale, least), least)
+    off = rest + np.square((costs * scale) @ small.T - target).sum(axis=1)
+    off[found.min(axis=1) < 0.0] = np.inf
+    best = int(np.argmax(off * (1.0 - 1e-9) <= off.min()))  # the first of equal ones has the fewest costs
+    return costs[best] if np.isfinite(off[best]) else np.zeros(4)

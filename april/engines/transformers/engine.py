@@ -98,7 +98,6 @@ class TransformersEngine(EngineBase):
         name: Label for segments, metrics and messages.
         stream_interval: Number of tokens after which a chunk is yielded; None means one chunk at the end.
         eos_token_ids: Ids that end every response; None means those of the generation configuration.
-        num_threads: Number of torch threads, set for the whole process; None leaves it unchanged.
         check: Decode a few tokens at creation (FSDP2: in the first :meth:`gather`) and compare with a full forward
             pass.
         processor: transformers' processor of a vision model; without it prompts are text only.
@@ -117,13 +116,10 @@ class TransformersEngine(EngineBase):
         name: str = "transformers",
         stream_interval: int | None = None,
         eos_token_ids: Iterable[int] | None = None,
-        num_threads: int | None = None,
         check: bool = True,
         processor: Any = None,
     ) -> None:
         require("the transformers engine", "torch", "transformers")
-        import torch
-
         from april.engines.transformers.model_state import ModelState, guard_optimizers
         from april.engines.transformers.model_support import (
             affordable_context,
@@ -148,8 +144,6 @@ class TransformersEngine(EngineBase):
                 else "pass a Hugging Face causal language model, or the one inside the wrapper"
             )
             raise ConfigError(f"model is of type {type(model).__name__}, which has no config: {hint}")
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
         self._model = model
         self._max_len = max_len or (affordable_context(model) if check else context_of(model))
         refuse_unsupported(model, self._max_len)

@@ -80,7 +80,7 @@ class VllmEngine(TransferEngine):
         model = self._adapters.note_request(request.attempt_id) or facts.model
         body = request_body(
             facts.route, model, request, stream=streamed, priority=facts.priorities,
-            seeds=capabilities.honours_seeds, spans=spans,
+            bans=capabilities.bans, seeds=capabilities.honours_seeds, spans=spans,
             # the salt is unique to this run and these weights, so the prefix cache returns only entries made with them
             salt=self._labels.salt(self._version), urls=urls,
         )  # fmt: skip
@@ -393,8 +393,9 @@ async def connect_vllm(config: VllmEngineConfig) -> list[VllmEngine | OpenAIEngi
 def _closing_streams(client: HttpClient, facts: VllmFacts) -> OpenAIEngine:
     common = {f.name: getattr(facts, f.name) for f in fields(ServerFacts)}
     common["capabilities"] = replace(
-        facts.capabilities, updates_from_disk=False, version_spans=False, verifies_weights=False, extras=()
-    )
+        facts.capabilities, updates_from_disk=False, version_spans=False, verifies_weights=False, extras=(),
+        stop_strings=False,
+    )  # fmt: skip
     common["label"] = None  # april neither sets nor reads labels there
     found = OpenAIFacts(
         token_shape=TokenShape.RETURN_TOKEN_IDS, keeps_eos=None, takes_seeds=facts.capabilities.honours_seeds, **common

@@ -26,7 +26,7 @@ from april.engines.http.response_reader import OTHER_PROCESSOR
 from april.engines.http.token_rows import InvalidRows, Routing, experts_of_array
 from april.engines.http.weight_labels import first_weights, foreign_weights
 from april.engines.http.wire import chunk_of, empty_chunk, failure_of
-from april.engines.openai.wire import NEVER
+from april.engines.openai.wire import NEVER, structured_outputs_of
 from april.engines.protocol import ROUTED_EXPERTS, Capabilities, Chunk, EngineFinish, FirstWeights, Health, Request
 from april.engines.vllm.kv_connectors import require_salts_kept_apart
 from april.engines.vllm.plugin import BACKENDS
@@ -164,6 +164,10 @@ class VllmInProcessEngine(Transfers):
             detokenize=False,
             output_kind=RequestOutputKind.DELTA if deltas else RequestOutputKind.FINAL_ONLY,
         )
+        if sampling.grammar:
+            from vllm.sampling_params import StructuredOutputsParams
+
+            params.structured_outputs = StructuredOutputsParams(**structured_outputs_of(*sampling.demanded_form))
         options: dict[str, Any] = {"priority": request.priority} if self._by_priority else {}
         if self._lora_request:
             options["lora_request"] = self._lora_request
@@ -379,6 +383,7 @@ def _capabilities(llm: Any, stream: bool, eos_token_ids: Sequence[int] | None, l
         eos_token_ids=_eos_ids(llm) if eos_token_ids is None else tuple(eos_token_ids),
         updates_from_disk=reloads and not lora_request, version_spans=False, streams=stream, own_weights=True,
         attachments=("image",) if getattr(model, "is_multimodal_model", False) else (), bans=True,
+        constrains=not getattr(model, "skip_tokenizer_init", False),
         extras=(ROUTED_EXPERTS,) if _gives_experts(llm) else (),
         needs={} if _gives_experts(llm) else {"extras": "create the AsyncLLM with enable_return_routed_experts=True"},
         collective=_backends(llm) if not lora_request else (),

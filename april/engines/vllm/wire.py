@@ -49,8 +49,8 @@ def misses_attachment(error: RequestRefused) -> bool:
 
 
 def request_body(
-    route: str, model: str, request: Request, *, stream: bool, priority: bool, seeds: bool = True, spans: bool = False,
-    salt: str, urls: Urls | None = None,
+    route: str, model: str, request: Request, *, stream: bool, priority: bool, bans: bool = True, seeds: bool = True,
+    spans: bool = False, salt: str, urls: Urls | None = None,
 ) -> bytes:  # fmt: skip
     """Return the JSON body of a request for either route; the token route reports spans even without ``spans``.
 
@@ -58,7 +58,7 @@ def request_body(
     bytes the server lacks. Every attachment is named by its digest, so that the server never confuses two of them.
     """
     # ``logprobs: 0`` returns the log-probability of the sampled token alone
-    params = sampling_of(request, bans=True, seeds=seeds) | {"logprobs": 0, "ignore_eos": False}
+    params = sampling_of(request, bans=bans, seeds=seeds) | {"logprobs": 0, "ignore_eos": False}
     body: dict[str, Any] = {"model": model, "request_id": request.attempt_id, "stream": False, "cache_salt": salt}
     body |= STREAMED if stream else {}
     if priority:

@@ -1,0 +1,199 @@
+"""What a client demands of the form of an answer: certain tool calls, or JSON of a schema.
+
+The setting ``constraints`` decides what april does with a demand. Its form for engines is a *grammar*: JSON text of
+``{"json_schema": schema}`` or ``{"structural_tag": tag}``, the two forms that vLLM and SGLang share.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from april.agents.chat import Answer, Constraint, RequestError, Tools
+
+if TYPE_CHECKING:
+    from april.agents.chat_template import CallFormat
+
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+"""Schema of what ``json_object`` demands."""
+
+
+def is_kept(constraint: Constraint, answer: Answer) -> bool:
+    """Return whether the answer is as demanded; what april does not know of a schema counts as matched."""
+    if answer.finish == "length":
+        return False
+    if constraint.tools:
+        return bool(answer.tool_calls) and all(call.name in constraint.tools for call in answer.tool_calls)
+    if answer.tool_calls:
+        return True
+    try:
+        value = json.loads(answer.text, parse_constant=_no_json)
+    except (ValueError, RecursionError):
+        return False
+    try:
+        return matches(value, constraint.schema, constraint.schema)
+    except (TypeError, AttributeError, RecursionError):
+        return True  # the schema itself is wrong
+
+
+def grammar_of(constraint: Constraint, tools: Tools, call_format: CallFormat | None) -> str:
+    """Return the grammar that makes an engine keep the demand.
+
+    ``call_format`` is how the model's template writes a tool call; None if it does not write JSON. Raises RequestError
+    for a demand on tool calls that then cannot be kept.
+    """
+    names = constraint.tools or tuple(tool["function"]["name"] for tool in tools)
+    if not names:
+        return json.dumps({"json_schema": constraint.schema})
+    if call_format is None:
+        raise RequestError(
+            "tool_choice: the model's chat template does not write the arguments of a call as one JSON object, so "
+            "april cannot make the model call a tool; leave it out, or set constraints: hint"
+        )
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+    forms = [call_format.form(name, schemas[name] or ANY_OBJECT) for name in names]
+    if not constraint.tools:
+        forms.append({"type": "json_schema", "json_schema": constraint.schema})
+    form = forms[0] if len(forms) == 1 else {"type": "or", "elements": forms}
+    return json.dumps({"structural_tag": {"type": "structural_tag", "format": form}})
+
+
+def _no_json(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def read_tool_choice(choice: Any, tools: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """Return the tools that the model is shown, and the names of those of which it must call one (none: empty).
+
+    Accepts the forms of all dialects. Raises RequestError for an unknown form, and for a tool that is not in ``tools``.
+    """
+    given: dict[str, Any] = {"type": choice} if isinstance(choice, str) else dict(choice or {"type": "auto"})
+    kind, known = given.get("type"), [tool["function"]["name"] for tool in tools]
+    if isinstance(nested := given.get(str(kind)), dict):
+        given = nested  # chat completions have the other fields below the name of the type
+    match kind:
+        case "auto":
+            return tools, ()
+        case "none":
+            return [], ()
+        case "required" | "any":
+            named = known
+        case "function" | "tool":
+            named = [given.get("name")]
+        case "allowed_tools":
+            allowed = [_name_of(one) for one in given.get("tools") or ()]
+            named = allowed if given.get("mode") == "required" else []
+            if not named:
+                return tools, ()
+        case _:
+            raise RequestError(f"tool_choice: {kind!r:.100} is not supported; tools are functions of the client")
+    unknown = [name for name in named if name not in known]
+    if unknown or not named:
+        raise RequestError(f"tool_choice demands a tool that is not in tools: {unknown or 'tools is empty'!r:.100}")
+    return tools, tuple(named)
+
+
+def _name_of(tool: Any) -> Any:
+    """Return the name of a tool, in the form of any dialect; None if there is none."""
+    given = tool if isinstance(tool, Mapping) else {}
+    function = given.get("function")
+    return given.get("name") or (function.get("name") if isinstance(function, Mapping) else None)
+
+
+def read_format(given: Any, field: str) -> Any:
+    """Return the JSON schema that a ``response_format`` demands; None for plain text. Raises RequestError."""
+    if given is not None and not isinstance(given, Mapping):
+        raise RequestError(f"{field} must be an object, got {given!r:.100}")
+    match (given or {}).get("type", "text"):
+        case "text":
+            return None
+        case "json_object":
+            return ANY_OBJECT
+        case "json_schema":
+            inner = given.get("json_schema", given) if given else {}
+            schema = inner.get("schema") if isinstance(inner, Mapping) else None
+            if not isinstance(schema, Mapping):
+                raise RequestError(f"{field} has no schema; json_schema needs one that is an object")
+            return schema
+        case kind:
+            raise RequestError(f"{field}: {kind!r:.100} is not supported, only text, json_object and json_schema")
+
+
+def matches(value: Any, schema: Any, root: Any) -> bool:
+    """Return whether a JSON value matches a JSON schema; keywords that april does not know match every value.
+
+    Raises RecursionError for a schema that refers to itself without end, TypeError or AttributeError for another that
+    is wrong.
+    """
+    if not isinstance(schema, Mapping):
+        return schema is not False
+    if isinstance(ref := schema.get("$ref"), str) and not matches(value, _referred(ref, root), root):
+        return False
+    types = schema.get("type", ())
+    types = (types,) if isinstance(types, str) else types
+    if types and not any(_has_type(value, name) for name in types):
+        return False
+    if "enum" in schema and not any(_same(value, one) for one in schema["enum"]):
+        return False
+    if not _same(value, schema.get("const", value)):
+        return False
+    if isinstance(value, dict) and not _matches_object(value, schema, root):
+        return False
+    if isinstance(value, list):
+        first = schema.get("prefixItems", ())
+        pairs = [*zip(value, first, strict=False), *((one, schema.get("items", True)) for one in value[len(first) :])]
+        if not all(matches(one, of, root) for one, of in pairs) or not _within(len(value), schema, "Items"):
+            return False
+    if isinstance(value, str) and not _within(len(value), schema, "Length"):
+        return False
+    if _has_type(value, "number") and not (
+        schema.get("minimum", value) <= value <= schema.get("maximum", value)
+        and (value > schema["exclusiveMinimum"] if "exclusiveMinimum" in schema else True)
+        and (value < schema["exclusiveMaximum"] if "exclusiveMaximum" in schema else True)
+    ):
+        return False
+    return (
+        all(matches(value, one, root) for one in schema.get("allOf", ()))
+        and ("anyOf" not in schema or any(matches(value, one, root) for one in schema["anyOf"]))
+        and ("oneOf" not in schema or sum(matches(value, one, root) for one in schema["oneOf"]) == 1)
+        and ("not" not in schema or not matches(value, schema["not"], root))
+    )
+
+
+def _matches_object(value: Mapping[str, Any], schema: Mapping[str, Any], root: Any) -> bool:
+    known, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+    if "patternProperties" in schema:
+        others = True
+    return all(name in value for name in schema.get("required", ())) and all(
+        matches(one, known.get(name, others), root) for name, one in value.items()
+    )
+
+
+def _referred(ref: str, root: Any) -> Any:
+    """Return the schema at a JSON pointer into the schema itself; True, which matches all, if there is none."""
+    found = root
+    for part in ref.removeprefix("#").split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        found = found.get(name, True) if isinstance(found, Mapping) else True
+    return found if ref.startswith("#") else True
+
+
+def _has_type(value: Any, name: Any) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if name == "integer":
+        return number and value == value // 1
+    return {"number": number}.get(name, isinstance(value, TYPES.get(name, object)))
+
+
+TYPES: Mapping[Any, type | tuple[type, ...]] = {
+    "object": dict, "array": list, "string": str, "boolean": bool, "null": type(None),
+}  # fmt: skip
+
+
+def _same(one: Any, other: Any) -> bool:
+    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
+
+
+def _within(count: int, schema: Mapping[str, Any], what: str) -> bool:
+    return bool(schema.get(f"min{what}", 0) <= count <= schema.get(f"max{what}", count))
