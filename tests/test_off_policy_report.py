@@ -263,7 +263,7 @@ def test_corrections_as_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks run as they stand: on-policy, the loss is minus the mean advantage of the tokens; the guard lowers the
     bound at the third batch, and with the lowest one it ends the run; the keys of the report are those on the page.
     """
-    block, guard = blocks_of("corrections.md")
+    block, _, guard = blocks_of("corrections.md")
     batch = batch_of(ROWS, metrics={"staleness_bound": 1.0})
     monkeypatch.setattr(Batch, "advantages", lambda self, method: np.arange(len(self), dtype=np.float32))
     space: dict[str, Any] = {
