@@ -524,6 +524,20 @@ async def test_what_was_sampled_is_never_tokenised_again(own_ids: bool) -> None:
         assert third.startswith(second + says)
 
 
+async def test_parallel_calls_of_a_stream_have_a_chunk_each() -> None:
+    """Some clients read only the first tool call of a chunk."""
+    call = '<tool_call>\n{{"name": "add", "arguments": {{"a": {}}}}}\n</tool_call>'
+    async with world(f"{call.format(1)}\n{call.format(2)}<|im_end|>") as w:
+        body = CHAT | {"stream": True, "tools": [{"type": "function", "function": TOOL}]}
+        async with w.post("chat/completions", body) as response:
+            lines = (await response.text()).split("data: ")
+    chunks = [json.loads(line) for line in lines if '"tool_calls":' in line]
+    calls = [chunk["choices"][0]["delta"]["tool_calls"] for chunk in chunks]
+    assert [[(call["index"], call["function"]["arguments"]) for call in one] for one in calls] == [
+        [(0, '{"a": 1}')], [(1, '{"a": 2}')],
+    ]  # fmt: skip
+
+
 SENT_BACK = {
     "stop string put back": "as if \n  it fit K</code>",
     "another stop string put back": "as if \n  it fit KObservation:",

@@ -263,7 +263,7 @@ def check_enforced(kind: str, server: Server, model: str, samples: int = 8) -> d
 
     Raises Broken unless whole answers are as demanded, the log-probabilities of free tokens are the model's, and those
     of tokens that a grammar allowed are not lower than the model's, since a grammar excludes other tokens. An answer
-    that is cut by its limit has no form: a grammar allows any white space, which a random model may write for ever.
+    that is cut by its limit has no form: a server's grammar may allow white space, which a random model writes for ever.
     """
     config = Config.from_mapping({
         "engine": {"kind": kind, "urls": [server.url]}, "constraints": "enforce", "allow_mismatch": True,
@@ -302,14 +302,17 @@ def scripted_server(kind: str, model: Path, out: Path, hold: Path | None = None)
     log = out / f"gateway-{kind}.log"
     if kind == "vllm":
         server = vllm_server(kind, model, port, log, open_routes=True, context=CONTEXT)
-        server.command = [*server.command, "--logits-processors", "tests.real_engines.scripted:VllmScript"]
-        server.environment["PYTHONPATH"] = str(ROOT)
+        outputs = {"backend": "xgrammar", "disable_any_whitespace": True}
+        script = ["--logits-processors", "tests.real_engines.scripted:VllmScript"]
+        server.command = [*server.command, *script, "--structured-outputs-config", json.dumps(outputs)]
+        server.environment["PYTHONPATH"] += f":{ROOT}"
     elif kind != "sglang":
         raise typer.BadParameter(f"there are servers of kind vllm and sglang, not of kind {kind}")
     else:
         server = sglang_server(kind, model, port, log, context=CONTEXT, room=64 * CONTEXT)
         command = ["tests.real_engines.scripted" if word == "sglang.launch_server" else word for word in server.command]
-        server.command = [*command, "--enable-custom-logit-processor", "--disable-overlap-schedule"]
+        flags = "--enable-custom-logit-processor --disable-overlap-schedule --constrained-json-disable-any-whitespace"
+        server.command = [*command, *flags.split()]
         server.environment["PYTHONPATH"] += f":{ROOT}"
     server.environment[HOLD] = str(hold or "")
     return server
