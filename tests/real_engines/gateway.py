@@ -263,7 +263,7 @@ def check_enforced(kind: str, server: Server, model: str, samples: int = 8) -> d
 
     Raises Broken unless whole answers are as demanded, the log-probabilities of free tokens are the model's, and those
     of tokens that a grammar allowed are not lower than the model's, since a grammar excludes other tokens. An answer
-    that is cut by its limit has no form: a server's grammar may allow white space, which a random model writes for ever.
+    that is cut by its limit has no form: the grammar of a call allows white space, which a random model may repeat.
     """
     config = Config.from_mapping({
         "engine": {"kind": kind, "urls": [server.url]}, "constraints": "enforce", "allow_mismatch": True,
