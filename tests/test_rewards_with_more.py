@@ -263,12 +263,14 @@ def train(folder: Path, case: str, dies: int | None = None) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return functions["reward"](prompt, response)  # type: ignore[no-any-return]
 
+    states = sorted(folder.glob("state-*"))
+
     async def program() -> None:
         async with rollouts(
             config(**settings), prompts=PROMPTS, reward=reward, rollout=functions["rollout"],
             engines=[FakeEngine("e", lengths=lambda r: 2 + 3 * r.sample_key[1], max_running=5)],
         ) as run:  # fmt: skip
-            if states := sorted(folder.glob("state-*")):
+            if states:
                 await run.load_state_dict(read_state(states[-1], "test"))
             try:
                 while True:
@@ -290,7 +292,7 @@ def trained(folder: Path) -> Iterator[tuple[dict[str, bytes], list[Any]]]:
     """
     for file in sorted(folder.glob("batch-*")):
         batch = unpack(file.read_bytes(), april.Batch)
-        rows = sorted(range(len(batch)), key=lambda i: (batch.samples[i].id, batch.samples[i].chain))  # noqa: B023
+        rows = sorted(range(len(batch)), key=lambda i: (batch.samples[i].id, batch.samples[i].chain))
         arrays = batch.padded()
         for name in ("logprobs", "sample_numbers", "staleness", "version_incarnation", "version_n"):
             del arrays[name]
@@ -491,6 +493,18 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "rows and a total": (april.Reward(1.0, rows=[1.0]), "has rows and other values; give the values in the items of"),
     "rows in rows": (april.Reward(rows=[april.Reward(rows=[1])]), "has rows in an item of rows; a conversation has no"),
+    "an array in rows": (april.Reward(rows=[april.Reward(rows=np.ones(2))]), "has rows in an item of rows"),
+    "rows and a note": (april.Reward(note=np.ones(2), rows=[1.0]), "has rows and other values; give the values in"),
+    "one number as rows": (april.Reward(rows=3), "has rows=3; expected a list with"),  # type: ignore[arg-type]
+    "no rows at all": (april.Reward(rows=None), "has rows=None; expected a list"),  # type: ignore[arg-type]
+    "rows by name": (april.Reward(rows={0: 1.0}), r"has rows=\{0: 1.0\}; expected a"),  # type: ignore[arg-type]
+    "a complex number": (1j, r"is 1j \(complex\); expected a number"),
+    "a tensor without numbers": (
+        april.Reward(1.0, per_token={"a": torch.ones(5, device="meta")}), "has a per token that are no array: tensor"
+    ),
+    "tensors with gradients": (
+        april.Reward(1.0, per_token={"a": [torch.ones((), requires_grad=True)] * 5}), "has a per token that are no arr"
+    ),
     "too many rows": (april.Reward(rows=[1.0, 2.0]), "has 2 rows, but the response has 1 conversations"),
 }  # fmt: skip
 
@@ -510,6 +524,7 @@ def test_a_wrong_reward_is_one_sentence(value: Any, sentence: str) -> None:
         ({"correct": 1.0}, "has no part format, which reward_weights names; return all of these parts"),
         (1.0, "has no part correct, which reward_weights names; return all of these parts"),
         ({"correct": 1.0, "format": 1, "x": 2}, "has the part x, which is not in reward_weights; with reward_weights,"),
+        ({"correct": 1.0, "format": NAN}, "has a part format that is nan; expected a finite number"),
         ({"correct": 1.0, "format": 1, "total": 2}, "has a total; with reward_weights, return the parts that it names"),
     ],
 )
