@@ -558,6 +558,25 @@ def test_the_filter_of_dapo_compares_what_advantages_compare() -> None:
     assert not april.rewards_differ(prompt, [replace(response(), reward=1.0)] * 2)
 
 
+def test_a_group_with_an_invalid_reward_decides_no_names() -> None:
+    """The valid rewards of such a group are dropped with the invalid one, so that other names may follow."""
+    calls: list[april.Prompt] = []
+
+    def scores(prompt: april.Prompt, responses: Sequence[april.Response]) -> list[dict[str, float]]:
+        calls.append(prompt)
+        if len(calls) == 1:
+            return [{"total": 1.0, "corect": 1.0}, {"total": NAN}, {"total": NAN}]
+        return [{"total": 1.0, "correct": 1.0}] * len(responses)
+
+    async def program() -> april.Batch:
+        async with rollouts(
+            config(), engines=[FakeEngine("e", lengths=5)], prompts=PROMPTS, group_reward=scores
+        ) as run:
+            return await run.next_batch()
+
+    assert [*run_virtual(program()).parts] == ["correct"]
+
+
 def test_a_missing_part_ends_the_run_like_a_reward_that_is_no_number() -> None:
     """The sentence reaches the trainer, with the sample's name."""
 

@@ -282,12 +282,12 @@ def _array(values: Any, where: str) -> NDArray[Any]:
     Numbers in lists become float32 whatever they are, as [0, 1] and [0.5, 1] may be the same reward of two responses.
     Other values become an array that is refused later.
     """
-    typed, given = hasattr(values, "dtype"), values
+    typed = hasattr(values, "dtype")
     try:
-        if hasattr(given, "detach"):  # a tensor, also of a type that numpy does not have
-            given = given.detach().cpu()
-            given = (given.double() if given.is_floating_point() else given).numpy()
-        array = np.array(given)
+        if hasattr(values, "detach"):  # a tensor, also of a type that numpy does not have
+            values = values.detach().cpu()
+            values = (values.double() if values.is_floating_point() else values).numpy()
+        array = np.array(values)
     except Exception:  # tensors without numbers of their own raise errors of many types
         raise UsageError(f"{where} that are no array: {values!r:.100}; expected numbers of one shape") from None
     if array.dtype.kind in "fiub":
