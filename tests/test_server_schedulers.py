@@ -31,7 +31,7 @@ from april.engines.http import server_process
 from april.engines.openai.wire import TokenShape
 
 MAX_LEN = 80
-STEPS = 5
+STEPS = 3
 
 
 OPENAI = {"honours_seeds": False}
