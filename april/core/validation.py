@@ -117,8 +117,7 @@ def validate(context: CoreContext, updates: WeightUpdates) -> None:
         aside = training and not context.buffer.in_round(group)
         for sample in group.members:
             state, calls = sample.state, [call for chain in sample.chains for call in chain.calls]
-            if training:
-                held += sample.generated
+            held += sample.generated if training else 0
             if state is RUNNING and not calls and not sample.any_chain:
                 started.add(sample.id)
             if aside and (state is not NEW or sample.tokens):
