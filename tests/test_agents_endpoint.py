@@ -388,7 +388,7 @@ def test_base_urls_have_the_name_by_which_agents_reach_april(reached_at: str, ur
         await llm.generate()
 
     config = april.Config(rollout_batch_size=1, max_response_len=9, agents={"reached_at": reached_at})
-    engines = [FakeEngine("e")]
+    engines = [FakeEngine("e", seconds_per_token=0.001)]
     with april.RolloutScheduler(config, prompts=[[1]], rollout=rollout, reward=None, engines=engines) as rollouts:
         rollouts.next_batch()
     assert re.match(url, found[0])

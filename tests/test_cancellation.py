@@ -173,7 +173,7 @@ def test_next_batch(refill: Refill, turns: int) -> None:
         await rollouts.driver.update_weights()
         return await rest(rollouts, seen, steps=1, single_turn=single)
 
-    assert cut_everywhere(program, most_runs=200 if refill is Refill.NONE else 50) > 20
+    assert cut_everywhere(program, most_runs=80 if refill is Refill.NONE else 50) > 20
 
 
 @pytest.mark.parametrize("path", [None, "weights"])
