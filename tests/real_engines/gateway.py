@@ -157,7 +157,10 @@ class RealSubject(Subject):
 
     def _start(self) -> RolloutScheduler:
         settings = {
-            "engine": {"kind": self.behind.kind, "urls": [self.behind.proxy.url], "max_token_loss": STREAMED},
+            "engine": {
+                "kind": self.behind.kind, "urls": [self.behind.proxy.url], "max_token_loss": STREAMED,
+                "first_weights": "present",  # one server for all promises: it has those of the promise before
+            },
             "max_response_len": 2000, "allow_mismatch": True, "outage_deadline_s": 600.0,
             # log-probabilities of what is lifted above all others, not what is left alone
             "sampling": {"temperature": 0.0 if self.behind.kind == "sglang" else 1.0},
