@@ -139,7 +139,8 @@ def test_faults_lose_nothing_that_came(kind: str, tmp_path: Path, monkeypatch: p
 def test_a_server_that_dies_leaves_what_it_had_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its samples finish on the other one, though nothing was handed over before; the one process stays."""
     monkeypatch.setattr(engine_table, "PROBE_INTERVAL_S", 0.01)
-    servers = [KINDS["vllm"][0](max_running=6, turns=5, mean_length=60) for _ in range(2)]
+    # slow servers: none of its samples ends before it dies
+    servers = [KINDS["vllm"][0](max_running=6, turns=20, mean_length=60) for _ in range(2)]
     with ServerThread(*servers), scheduler_over("vllm", servers, {"max_token_loss": 0}) as scheduler:
         first = len(servers[0].runs)
         servers[0].faults += [
