@@ -139,8 +139,7 @@ def test_faults_lose_nothing_that_came(kind: str, tmp_path: Path, monkeypatch: p
 def test_a_server_that_dies_leaves_what_it_had_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its samples finish on the other one, though nothing was handed over before; the one process stays."""
     monkeypatch.setattr(engine_table, "PROBE_INTERVAL_S", 0.01)
-    # slow servers: none of its samples ends before it dies
-    servers = [KINDS["vllm"][0](max_running=6, turns=20, mean_length=60) for _ in range(2)]
+    servers = [KINDS["vllm"][0](max_running=6, turns=5, mean_length=60) for _ in range(2)]
     with ServerThread(*servers), scheduler_over("vllm", servers, {"max_token_loss": 0}) as scheduler:
         first = len(servers[0].runs)
         servers[0].faults += [
@@ -150,8 +149,8 @@ def test_a_server_that_dies_leaves_what_it_had_sent(monkeypatch: pytest.MonkeyPa
         for sample in samples:
             assert sample.tokens.tolist() == uncut(sample.prompt.token_ids, max_tokens=MAX_LEN, mean_length=60)[0]
         assert not servers[0].alive
-        here = {segment.engine for sample in samples for segment in sample.segments}
-        assert here == {engine.name for engine in scheduler.engines}
+        # a sample that had begun on the server that died went on elsewhere
+        assert any(len({segment.engine for segment in sample.segments}) == 2 for sample in samples)
         assert not sum(scheduler.ledger()["tokens"].dropped.values())
 
 
