@@ -551,7 +551,7 @@ class RolloutCore:
         if self._continues:
             return
         queue = self.over_sampler
-        granted = 0 if queue.requested else min(queue.granted, self.buffer.fits)
+        granted = min(queue.granted, self.buffer.fits) if queue.granted and not queue.requested else 0
         count = granted or queue.prompts_to_draw(
             ready=self.monitor.ready,
             in_work=self.buffer.units - self.monitor.ready,
