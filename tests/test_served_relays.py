@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_servers.base import PlannedFault, RequestFault, uncut
+from msgspec.structs import replace
 from real_schedulers import reward
 from server_fixtures import BOTH, KINDS, PROMPT, Got, ServerThread, read, request, settings, update
 from test_kept_requests import LONG, saved
