@@ -27,11 +27,13 @@ test: $(VENV)/.installed
 planted: $(VENV)/.installed
 	$(BIN)/python -m pytest -q -n auto --dist worksteal tests/test_planted_bugs.py
 
-# Lives of trainers that do not wait, of servers, of agents, and of weights that go wrong, of which `test` runs a few.
+# Lives of trainers that do not wait, of servers, of agents, of weights that go wrong and of settings that change, and
+# calls that are cancelled between any two turns of the loop, of which `test` runs a few.
 random: $(VENV)/.installed
 	APRIL_RANDOM_LIVES=$(LIVES) $(BIN)/python -m pytest -q -n auto tests/test_random_trainers.py tests/test_random_weights.py \
 		tests/test_random_restarts.py tests/test_random_served.py tests/test_random_chains.py \
-		tests/test_random_agent_restarts.py
+		tests/test_random_agent_restarts.py tests/test_core_lives.py tests/test_random_asynchronous.py \
+		tests/test_core_auto.py tests/test_cancellation.py
 
 # Trainers of two and three ranks under torchrun: DDP, FSDP2, restarts, ranks that die.
 test-ranks: $(VENV)/.installed

@@ -11,11 +11,12 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import replace
 from enum import Enum
 from functools import partial
 from types import TracebackType
 from typing import Any, ParamSpec, Protocol, Self, TypeVar, cast
+
+from msgspec.structs import replace
 
 from april.agents.chat import COMMIT_S, KEEPALIVE_S
 from april.agents.gateway import Gateway

@@ -85,6 +85,15 @@ class Student:
         self._optimizer.step()
 
 
+@torch.no_grad()
+def add_noise(model: Any, share: float) -> None:
+    """Add normal noise to every matrix of weights, with this share of the matrix's standard deviation."""
+    drawn = torch.Generator().manual_seed(0)
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            weight += share * weight.std() * torch.randn(weight.shape, generator=drawn)
+
+
 def main(arguments: Sequence[str] | None = None) -> list[float]:
     """Train and print a line per step; returns the reverse KL divergence per token of each batch."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -93,8 +102,15 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     parser.add_argument("--responses", type=int, default=32, help="in a batch")
     parser.add_argument("--longest", type=int, default=96, help="most tokens of a response")
     parser.add_argument("--learning-rate", type=float, default=1e-5)
+    parser.add_argument(
+        "--noise", type=float, default=0.0, metavar="SHARE",
+        help="add noise to the student's matrices, a share of their standard deviation; the student's own model, "
+        "served without noise, can then be the teacher",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     model, tokenizer = load()
+    if options.noise:
+        add_noise(model, options.noise)
     config = april.Config(
         rollout_batch_size=options.responses, n_samples_per_prompt=1, over_sampling_batch_size=2 * options.responses,
         max_response_len=options.longest, sampling={"temperature": 1.0, "stop": STOP}, epochs=100,

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Self
 import msgspec
 import numpy as np
 from core_machine import EOS, PROMPT, CoreMachine
+from msgspec import structs
 
 from april.core import commands as do
 from april.core import events as ev
@@ -117,7 +118,7 @@ class ChainMachine(CoreMachine):
         self.made[of] += 1
         number = self.made[of]
         self.asked[of, number] = list(ids)
-        asked = replace(self.sampling, **sampling)
+        asked = structs.replace(self.sampling, **sampling)
         self.post(ev.CallMade(SampleId(*of), asked, np.array(ids, np.int32), number, any_chain=True))
         return number
 

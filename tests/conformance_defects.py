@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from april.core.sampling import LogprobKind
 from april.core.versions import PolicyVersion
@@ -41,7 +42,7 @@ def at(finish: EngineFinish, change: Callable[[Chunk], Chunk]) -> Callable[[Any,
 
 
 def sampled(request: Request, **changes: Any) -> Request:
-    return replace(request, sampling=replace(request.sampling, **changes))
+    return structs.replace(request, sampling=structs.replace(request.sampling, **changes))
 
 
 def altered(
@@ -73,7 +74,7 @@ def one_token_too_many(_: Any, request: Request) -> Request:
 
 def another_stream(self: Any, request: Request) -> Request:
     self.draws = getattr(self, "draws", 0) + 1
-    return replace(request, sample_key=(10_000 + self.draws, 0)) if request.sampling.temperature else request
+    return structs.replace(request, sample_key=(10_000 + self.draws, 0)) if request.sampling.temperature else request
 
 
 def every_other_is_first(self: Any, chunk: Chunk) -> Chunk:
@@ -89,7 +90,7 @@ STOP, ABORT = EngineFinish.STOP, EngineFinish.ABORT
 OneTokenTooMany = altered("counts the budget from zero", request=one_token_too_many)
 OneTokenTooFew = altered(
     "counts the budget from one",
-    request=lambda _, r: replace(r, sampling=r.sampling.capped(max(1, r.sampling.max_tokens - 1))),
+    request=lambda _, r: structs.replace(r, sampling=r.sampling.capped(max(1, r.sampling.max_tokens - 1))),
 )
 ForgetsMinTokens = altered(
     "a stop token ends the response whatever the minimum is",
@@ -98,14 +99,16 @@ ForgetsMinTokens = altered(
 CutsStopOff = altered("the token that ends a response is not in it", chunk=at(STOP, without_last))
 IgnoresStopIds = altered("ends at EOS only", request=lambda _, r: sampled(r, stop_token_ids=()))
 Unseeded = altered("every request draws from another stream", request=another_stream)
-OneSeedForAll = altered("all samples of a prompt are the same", request=lambda _, r: replace(r, sample_key=(0, 0)))
+OneSeedForAll = altered(
+    "all samples of a prompt are the same", request=lambda _, r: structs.replace(r, sample_key=(0, 0))
+)
 CutsPrompts = altered(
     "a prompt that is too long loses its beginning, without a word",
-    request=lambda self, r: replace(r, token_ids=r.token_ids[-(self.capabilities.max_context - 4) :]),
+    request=lambda self, r: structs.replace(r, token_ids=r.token_ids[-(self.capabilities.max_context - 4) :]),
 )
 WrapsIds = altered(
     "token ids are taken modulo the vocabulary",
-    request=lambda self, r: replace(r, token_ids=r.token_ids % np.int32(self.capabilities.vocab_size)),
+    request=lambda self, r: structs.replace(r, token_ids=r.token_ids % np.int32(self.capabilities.vocab_size)),
 )
 ShiftsLogprobs = altered(
     "log-probabilities are off by a thousandth",
@@ -119,7 +122,7 @@ AbortsEverything = altered("an abort by id ends all there is", abort=lambda _, i
 NoEndAtAborts = altered("an aborted stream simply ends", chunk=at(ABORT, lambda c: replace(c, finish=None)))
 ForgetsTheResponse = altered(
     "a resumed request begins from its prompt again",
-    request=lambda _, r: replace(r, token_ids=conversation(r), response_offset=0),
+    request=lambda _, r: structs.replace(r, token_ids=conversation(r), response_offset=0),
 )
 KeepsTheOldLabel = altered(
     "stamps the version of before on what new weights generate",
@@ -130,10 +133,10 @@ LoadsNothing = altered(
     update_weights=lambda self, version, path=None: self.engine.update_weights(version),
 )
 
-LooksAtNothing = altered("images are left out", request=lambda _, r: replace(r, attached=()))
+LooksAtNothing = altered("images are left out", request=lambda _, r: structs.replace(r, attached=()))
 LooksOnce = altered(
     "a resumed request comes without its images",
-    request=lambda _, r: replace(r, attached=()) if r.response_offset else r,
+    request=lambda _, r: structs.replace(r, attached=()) if r.response_offset else r,
 )
 def with_rows(change: Callable[[Any], Any]) -> Callable[[Any, Chunk], Chunk]:
     """Changes the rows of a request's end so."""
@@ -142,7 +145,7 @@ def with_rows(change: Callable[[Any], Any]) -> Callable[[Any, Chunk], Chunk]:
 
 LosesARow = altered("the last row is missing", chunk=with_rows(lambda rows: rows[:-1]))
 GivesRowsUnasked = altered(
-    "rows come whether they are wanted or not", request=lambda _, r: replace(r, extras=("routed_experts",))
+    "rows come whether they are wanted or not", request=lambda _, r: structs.replace(r, extras=("routed_experts",))
 )
 
 
@@ -163,7 +166,7 @@ class RemembersTokens(Sound):
 
     def alter_request(self, request: Request) -> Request:
         seen: dict[Any, Any] = self.__dict__.setdefault("seen", {})
-        return replace(request, attached=seen.setdefault(conversation(request).tobytes(), request.attached))
+        return structs.replace(request, attached=seen.setdefault(conversation(request).tobytes(), request.attached))
 
 
 class DropsTensors(Sound):
@@ -190,7 +193,7 @@ class RenamesIds(Sound):
     def alter_request(self, request: Request) -> Request:
         names = self.names.setdefault(request.attempt_id, [])
         names.append(f"{len(names):04d}{request.attempt_id}")
-        return replace(request, attempt_id=names[-1])
+        return structs.replace(request, attempt_id=names[-1])
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
         await self.engine.abort(attempt_ids and [name for i in attempt_ids for name in self.names.get(i, ())])

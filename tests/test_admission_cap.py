@@ -92,9 +92,9 @@ def test_whatever_an_engine_says_it_is_never_starved(reports: list[tuple[int, in
 # ---------------------------------------------------------------- a server whose memory is too small
 
 
-MEMORY = DecodeCost(0.02, 1e-4, 1e-7, per_prefill_token_s=5e-4, kv_capacity_tokens=24_000)
+MEMORY = DecodeCost(0.02, 1e-4, 1e-7, per_prefill_token_s=5e-4, kv_capacity_tokens=2_400)
 """Room for some 40 responses of the mean length at once; 128 may be in flight."""
-STEPS = 6
+STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def outcome(*, remote: bool) -> Outcome:
 
     async def program() -> Outcome:
         engine = SimulatedEngine(
-            "simulated", MEMORY, lambda request: 300 + 37 * (request.sample_key or (0, 0))[0] % 900, max_running=128,
+            "simulated", MEMORY, lambda request: 30 + 4 * (request.sample_key or (0, 0))[0] % 90, max_running=128,
             admission_reserve=1, remote=remote,
         )  # fmt: skip
         config = april.Config(

@@ -388,7 +388,7 @@ def test_base_urls_have_the_name_by_which_agents_reach_april(reached_at: str, ur
         await llm.generate()
 
     config = april.Config(rollout_batch_size=1, max_response_len=9, agents={"reached_at": reached_at})
-    engines = [FakeEngine("e")]
+    engines = [FakeEngine("e", seconds_per_token=0.001)]
     with april.RolloutScheduler(config, prompts=[[1]], rollout=rollout, reward=None, engines=engines) as rollouts:
         rollouts.next_batch()
     assert re.match(url, found[0])
@@ -500,8 +500,9 @@ async def test_a_session_that_is_shut_answers_nothing_any_more() -> None:
         assert (await w.ask("chat/completions"))[0] == 404
 
 
-async def test_what_was_sampled_is_never_tokenised_again() -> None:
-    """The next turn's tokens begin with those of the turn before, however the client writes the answer down."""
+@pytest.mark.parametrize("own_ids", [False, True])
+async def test_what_was_sampled_is_never_tokenised_again(own_ids: bool) -> None:
+    """The next turns' tokens begin with those of the turn before, however the client writes the answers down."""
     says = 'let me\n<tool_call>\n{"name":  "add", "arguments": {"b": 2,"a": 1}}\n</tool_call><|im_end|>'
     async with world(says) as w:
         tools = [{"type": "function", "function": TOOL}]
@@ -512,10 +513,29 @@ async def test_what_was_sampled_is_never_tokenised_again() -> None:
             "tool_calls", {"a": 1, "b": 2},
         )  # fmt: skip
         call["function"]["arguments"] = json.dumps({"a": 1, "b": 2})  # as an SDK writes it
-        result = {"role": "tool", "tool_call_id": call["id"], "content": "3"}
-        await w.ask("chat/completions", {"messages": [*HELLO, message | {"refusal": None}, result], "tools": tools})
-        (first, _), (second, _) = w.model.asked
+        messages: list[Any] = [*HELLO]
+        for turn in range(2):
+            mine = call | {"id": f"of the client {turn}"} if own_ids else call
+            result = {"role": "tool", "tool_call_id": mine["id"], "content": "3"}
+            messages += [message | {"refusal": None, "tool_calls": [mine]}, result]
+            await w.ask("chat/completions", {"messages": messages, "tools": tools})
+        (first, _), (second, _), (third, _) = w.model.asked
         assert second.startswith(first + says)
+        assert third.startswith(second + says)
+
+
+async def test_parallel_calls_of_a_stream_have_a_chunk_each() -> None:
+    """Some clients read only the first tool call of a chunk."""
+    call = '<tool_call>\n{{"name": "add", "arguments": {{"a": {}}}}}\n</tool_call>'
+    async with world(f"{call.format(1)}\n{call.format(2)}<|im_end|>") as w:
+        body = CHAT | {"stream": True, "tools": [{"type": "function", "function": TOOL}]}
+        async with w.post("chat/completions", body) as response:
+            lines = (await response.text()).split("data: ")
+    chunks = [json.loads(line) for line in lines if '"tool_calls":' in line]
+    calls = [chunk["choices"][0]["delta"]["tool_calls"] for chunk in chunks]
+    assert [[(call["index"], call["function"]["arguments"]) for call in one] for one in calls] == [
+        [(0, '{"a": 1}')], [(1, '{"a": 2}')],
+    ]  # fmt: skip
 
 
 SENT_BACK = {
@@ -579,6 +599,8 @@ async def test_an_answer_that_reads_otherwise_is_another_conversation() -> None:
         for text in ("a\n b", "a \nc", "A \nb"):
             assert (await goes_on(text)).startswith(f"{first}{text}<|im_end|>")
     assert len({message_key({"role": "user", "content": text}) for text in ("x2", "x\N{SUPERSCRIPT TWO}")}) == 2
+    results = [{"role": "tool", "content": "x", "tool_call_id": name} for name in ("one", "other")]
+    assert len({message_key(one, calls=[{"id": "one"}, {"id": "other"}]) for one in results}) == 2
     for role, keys in (("user", 2), ("tool", 2), ("assistant", 1)):  # a template may write the names of speakers
         assert len({message_key({"role": role, "content": "x", "name": name}) for name in ("ann", "bob")}) == keys
 

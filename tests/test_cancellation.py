@@ -7,6 +7,7 @@ the call is cancelled before another one of its turns.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
@@ -24,6 +25,8 @@ from april.driver.rewards import EvaluationResult, Response
 from april.engines.simulated.response_lengths import LognormalLengths
 from april.testing.virtual_clock import VirtualClockLoop
 
+RUNS = int(os.environ.get("APRIL_RANDOM_LIVES", "80"))
+"""The longest program is cut at so many of its turns at most."""
 LENGTHS = LognormalLengths(12, 0.7, 0.7, seed=9)
 
 
@@ -173,7 +176,7 @@ def test_next_batch(refill: Refill, turns: int) -> None:
         await rollouts.driver.update_weights()
         return await rest(rollouts, seen, steps=1, single_turn=single)
 
-    assert cut_everywhere(program, most_runs=200 if refill is Refill.NONE else 50) > 20
+    assert cut_everywhere(program, most_runs=RUNS if refill is Refill.NONE else 50) > 20
 
 
 @pytest.mark.parametrize("path", [None, "weights"])

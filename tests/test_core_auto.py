@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 from typing import Any
 
@@ -20,6 +21,8 @@ from april.core.types import OnFailedSample, OnStale, Refill, SampleId, Work
 from april.errors import CheckpointError, InvariantError
 
 ALL = tuple(Work)
+LIVES = int(os.environ.get("APRIL_RANDOM_LIVES", "80"))
+"""A quarter of these are run, as each life is long."""
 
 
 def machine(length: Any = 50, **changes: Any) -> CoreMachine:
@@ -38,7 +41,7 @@ def some_work(rng: random.Random, s: CoreSettings) -> ev.WorkChanged:
     )
 
 
-@hypothesis_settings(deadline=None, max_examples=60)
+@hypothesis_settings(deadline=None, max_examples=LIVES // 4)
 @given(seed=st.integers(0, 2**32))
 def test_nothing_is_lost_however_often_it_changes(seed: int) -> None:
     """Bound, ledgers and exactly-once hold, batches are whole, and every prompt is settled; books checked each time."""

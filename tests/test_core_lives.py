@@ -5,6 +5,7 @@ Requests, weights, restarts and everything else are those of :class:`trainer_liv
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 
 import numpy as np
@@ -19,7 +20,8 @@ from april.core import events as ev
 from april.core.sampling import SamplingParams
 from april.core.types import AttemptFailure, EngineFinish, GenerationMode, OnStale, SampleId, SampleState
 
-LIVES, PARTS = 96, 4
+LIVES = int(os.environ.get("APRIL_RANDOM_LIVES", "48"))
+PARTS = 4
 
 
 class Talks(Life):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from core_machine import EOS, CoreMachine, asked, settings
+from msgspec.structs import replace
 
 from april.core import commands as do
 from april.core import events as ev

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from core_machine import CoreMachine, asked
+from msgspec import structs
 
 from april.core import events as ev
 from april.core.types import (
@@ -134,7 +135,8 @@ def surplus_attempt(m: CoreMachine) -> None:
     attempt = m.attempt(1, 1)
     nobody = Group(99, attempt.sample.group.prompt, 1).samples[0]
     call = GenerateCall(nobody.chains[0], attempt.request.sampling, 0)
-    m.core.attempts["x" * 32] = replace(attempt, request=replace(attempt.request, attempt_id="x" * 32), call=call)
+    request = structs.replace(attempt.request, attempt_id="x" * 32)
+    m.core.attempts["x" * 32] = replace(attempt, request=request, call=call)
 
 
 def put(path: str, **wrong: object) -> Callable[[CoreMachine], None]:

@@ -39,7 +39,10 @@ def summary(tmp_path_factory: pytest.TempPathFactory) -> Said:
     """One small demo, hardly warmed up: its rewards mean nothing, its books must balance."""
     out = tmp_path_factory.mktemp("demo")
     said: list[str] = []
-    return run_demo(SMALL, out, said.append), out, said
+    with pytest.MonkeyPatch.context() as patch:
+        # a few held-out questions: a model that was hardly warmed up writes drafts up to the cap
+        patch.setitem(TASKS, "tail", lambda: replace(TASK, short=TASK.short[:4], long=TASK.long[:4]))
+        return run_demo(SMALL, out, said.append), out, said
 
 
 def test_summary_has_every_figure_of_every_mode(summary: Said) -> None:

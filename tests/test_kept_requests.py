@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_servers.base import ControlFault, PlannedControlFault, PlannedFault, RequestFault, uncut
 from fake_servers.vllm import FakeVllmServer
+from msgspec.structs import replace
 from real_schedulers import reward
 from server_fixtures import PROMPT, ServerThread, facts_of, request, served, settings, until
 

@@ -89,6 +89,7 @@ def expected(batch: Batch, logprobs: Any) -> dict[str, float]:
     found = {
         "ess_response": kish(list(products.values())),
         "weight_response": sum(min(product, 2.0) for product in products.values()) / len(products),
+        "kl_response": sum(w - 1 - math.log(w) for w in by_age[None]) / len(products),
     }
     for age, ws in by_age.items():
         prefix = "" if age is None else f"age_{age}/"
@@ -161,7 +162,8 @@ def test_on_policy_and_nothing_to_train() -> None:
     """The same log-probabilities: everything counts, no KL. Without loss or rows: no tokens, and no guard."""
     batch = batch_of(ROWS)
     report = april.off_policy_report(batch, batch.padded()["logprobs"], min_effective_sample_size=1.0)
-    assert [report[k] for k in ("ess_token", "ess_response", "weight_response", "kl_k1", "kl_k3")] == [1, 1, 1, 0, 0]
+    assert [report[k] for k in ("ess_token", "ess_response", "weight_response")] == [1, 1, 1]
+    assert [report[k] for k in ("kl_k1", "kl_k3", "kl_response")] == [0, 0, 0]
     for empty in (batch_of([[(None, 3)]]), batch_of([])):
         zeros = empty.padded()["logprobs"]
         assert april.off_policy_report(empty, zeros, min_effective_sample_size=1.0) == {"tokens": 0.0}
@@ -263,7 +265,7 @@ def test_corrections_as_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks run as they stand: on-policy, the loss is minus the mean advantage of the tokens; the guard lowers the
     bound at the third batch, and with the lowest one it ends the run; the keys of the report are those on the page.
     """
-    block, guard = blocks_of("corrections.md")
+    block, _, guard = blocks_of("corrections.md")
     batch = batch_of(ROWS, metrics={"staleness_bound": 1.0})
     monkeypatch.setattr(Batch, "advantages", lambda self, method: np.arange(len(self), dtype=np.float32))
     space: dict[str, Any] = {
@@ -293,6 +295,6 @@ def test_corrections_as_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     page = text_of("corrections.md")
     assert {n for n in space["metrics"] if "/" not in n or n.startswith("age_2")} == {
         name for name in ("ess_token", "ess_response", "weight_response", "kl_k1", "kl_k3", "tokens", "age_2/ess_token",
-                              "clip_share", "age_2/clip_share",
+                              "kl_response", "clip_share", "age_2/clip_share",
                           "age_2/kl_k1", "age_2/kl_k3", "age_2/tokens") if f"`{name}`" in page
     }  # fmt: skip

@@ -32,7 +32,6 @@ ALLOWED = {
     ("adapters/slime/functions.py", "evaluation"): "parameters of a user's function",
     ("adapters/trl/data.py", "images"): "columns of a data set",
     ("agents/dialects.py", "input_schema"): "keys of a request",
-    ("agents/dialects.py", "tool_calls"): "keys of a message",
     ("agents/responses.py", "status"): "keys of an item",
     ("view/off_policy_summary.py", "kept"): "prefixes of metrics",
     ("corrections/importance.py", "torch."): "names of dtypes",

@@ -45,8 +45,9 @@ def prompts() -> Iterator[dict[str, Any]]:
 def reader(**more: Any) -> dict[str, Any]:
     """What the examples take as given; the scheduler has an engine with the scripted model."""
     engine = FakeEngine(
-        "e", responses=lambda request: reply(conversation(request).tolist()), vocab_size=VOCAB, eos_token_id=EOS
-    )
+        "e", responses=lambda request: reply(conversation(request).tolist()), vocab_size=VOCAB, eos_token_id=EOS,
+        seconds_per_token=0.001,
+    )  # fmt: skip
     scheduler = partial(april.RolloutScheduler, engines=[engine], renderer=PLAIN, check=True)
     page = type("april", (), {"RolloutScheduler": scheduler, "loss_weights": staticmethod(april.loss_weights)})
     return {

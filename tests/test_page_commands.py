@@ -105,7 +105,7 @@ def place(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(plan_run, "find_spec", lambda name: None)
     monkeypatch.setattr(report_figures, "in_all_widths", lambda *drawn: "")
     monkeypatch.setattr(profile, "profile", measured)
-    for name, few in (("BRIEF", (3, 1)), ("LONG", (4, 1)), ("ROUNDS", 0)):
+    for name, few in (("BRIEF", (3, 1)), ("LONG", (4, 1)), ("ROUNDS", 0), ("ENOUGH_RESPONSES", 1)):
         monkeypatch.setattr(plan, name, few)
     return tmp_path
 

@@ -34,7 +34,8 @@ API = text_of("api.md")
 README = text_of("README.md")
 WITH_CONTRIBUTING = (*PAGES, ROOT / "CONTRIBUTING.md")
 ELSEWHERE = {
-    "corrections.md-0": "test_off_policy_report.py", "corrections.md-1": "test_off_policy_report.py",
+    "corrections.md-0": "test_off_policy_report.py", "corrections.md-1": "test_policy_loss.py",
+    "corrections.md-2": "test_off_policy_report.py",
     "restarts.md-3": "test_interrupts.py", "sampling.md-1": "test_client_sampling.py",
 }  # fmt: skip
 """Blocks that a test of their subject runs."""

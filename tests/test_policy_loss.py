@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pages import blocks_of
 
 import april
 from benchmarks.study.design import read
@@ -107,6 +108,43 @@ def test_with_one_step_the_present_policy_is_the_proximal_one(batch: tuple[Rows,
         loss, gradient = found(now, p, q, mask, torch.tensor(advantages))
         assert loss == pytest.approx(expected[0], rel=1e-5, abs=1e-6)
         np.testing.assert_allclose(gradient, expected[1], rtol=1e-5, atol=1e-7)
+
+
+def test_published_losses_as_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CISPO, GSPO, OPSM, M2PO and VCPO's learning rate equal their papers' formulas, token by token in plain Python."""
+    monkeypatch.setattr(april, "off_policy_report", lambda batch, logprobs: {"ess_response": 0.25})
+    now, q = np.random.default_rng(0).normal(-3, [[[0.5]], [[0.6]]], (2, 4, 5))
+    now[2:] = q[2:] - np.array([[0.2], [0.05]])  # two responses with negative advantages: only the first drifted far
+    mask, gains = np.array([[1, 1, 0, 1, 1], [1, 1, 1, 0, 0], [1] * 5, [1, 1, 1, 1, 0]]), [1.0, 0.4, -0.5, -0.8]
+    own = torch.tensor(now, requires_grad=True)
+    made = blocks_of("corrections.md")[1].run({
+        "april": april, "logprobs": own, "q": torch.tensor(q), "mask": torch.tensor(mask),
+        "gain": torch.tensor(gains)[:, None], "batch": None, "base_rate": 0.1,
+    })  # fmt: skip
+    places = [(i, t) for i, t in np.argwhere(mask).tolist()]
+    apart = {(i, t): now[i, t] - q[i, t] for i, t in places}
+    mean = [np.mean([a for (j, _), a in apart.items() if j == i]) for i in range(4)]
+    ratios = np.exp(mean)
+    clipped = np.minimum(ratios * gains, ratios.clip(1 - 3e-4, 1 + 4e-4) * gains)
+    active = sorted((a**2, place) for place, a in apart.items() if a * gains[place[0]] > 0)
+    while np.mean([square for square, _ in active]) > 0.04:
+        active.pop()
+    left = {place for _, place in active} | {place for place, a in apart.items() if a * gains[place[0]] <= 0}
+    assert 0 < len(left) < len(places)
+    expected = {
+        "cispo": -sum(min(math.exp(a), 1.28) * gains[i] * now[i, t] for (i, t), a in apart.items()) / len(places),
+        "gspo": -np.mean(clipped),
+        "m2po": -sum(math.exp(apart[place]) * gains[place[0]] for place in left) / len(places),
+        "opsm": by_hand(
+            now.tolist(), now.tolist(), q.tolist(), (mask * [[1], [1], [0], [1]]).tolist(),
+            np.repeat([gains], 5, 0).T.tolist(),
+        )[0] * (len(places) - 5) / len(places),
+    }  # fmt: skip
+    for name, value in expected.items():
+        assert float(made[name].detach()) == pytest.approx(value, rel=1e-6), name
+    (gradient,) = torch.autograd.grad(made["cispo"], own)
+    assert gradient[1, 0] == pytest.approx(-min(math.exp(apart[1, 0]), 1.28) * gains[1] / len(places))
+    assert made["rate"] == pytest.approx(0.05)
 
 
 @pytest.mark.parametrize("name", [read().recommended, "behaviour"])

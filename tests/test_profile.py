@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from april.cli import app
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine
+from april.simulate import plan as planning
 from april.simulate.profile import ROUNDS, CostProfile, in_flight_points, profile, read_cost
 from april.testing import run_virtual
 
@@ -72,8 +73,10 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
         read_cost(tmp_path / "nothing")
 
 
-def test_the_command(tmp_path: Path) -> None:
-    """From an address to a plan."""
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From an address to a plan, whose simulations are short."""
+    monkeypatch.setattr(planning, "ENOUGH_RESPONSES", 1)
+    monkeypatch.setattr(planning, "ROUNDS", 0)
     out = tmp_path / "profile.json"
     server = FakeVllmServer()
     with ServerThread(server):

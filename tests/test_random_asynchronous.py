@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import os
 import random
 from collections import Counter
 from contextlib import suppress
@@ -24,6 +25,8 @@ from april.errors import DataExhausted, RolloutError
 from april.testing import FakeEngine, rollouts, run_virtual
 
 PROMPTS, LOAD_S = 24, 3.0
+LIVES = int(os.environ.get("APRIL_RANDOM_LIVES", "250"))
+"""A fiftieth of these are run, as each life is long."""
 
 
 def rejected(position: int) -> bool:
@@ -214,7 +217,7 @@ async def live(trainer: Trainer) -> None:
 
 
 @pytest.mark.parametrize("mode", list(GenerationMode))
-@pytest.mark.parametrize("seed", seeds(8))
+@pytest.mark.parametrize("seed", seeds(LIVES // 50))
 def test_every_prompt_is_trained_once_whatever_tasks_do(seed: int, mode: GenerationMode) -> None:
     """In the history that is kept: each sample once, those that fail replaced or left out, none too old, one cohort."""
     trainer = Trainer(seed, mode)

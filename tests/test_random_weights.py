@@ -370,7 +370,7 @@ class WeightLife:
         self.seen["batches"] += 1
 
 
-LIVES = int(os.environ.get("APRIL_RANDOM_LIVES", "32"))
+LIVES = int(os.environ.get("APRIL_RANDOM_LIVES", "20"))
 
 
 @pytest.mark.no_cover

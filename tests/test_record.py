@@ -18,6 +18,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import msgspec
 import numpy as np
 import pytest
 from records import command, raw_lines, written
@@ -455,7 +456,7 @@ def example(kind: Any, name: str = "") -> Any:
 
 def names_of(kind: type[Any]) -> set[str]:
     """The fields of a message or a dataclass."""
-    return set(kind.__struct_fields__) if issubclass(kind, ev.Event) else {f.name for f in fields(kind)}
+    return set(kind.__struct_fields__) if issubclass(kind, msgspec.Struct) else {f.name for f in fields(kind)}
 
 
 @pytest.mark.parametrize("kind", ev.Event.__subclasses__(), ids=lambda kind: kind.__name__)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -245,6 +248,80 @@ def test_every_row_has_its_own_over_restarts(
                 assert numbers[~np.isnan(numbers)].tolist() == expected
 
 
+def train(folder: Path, case: str, dies: int | None = None) -> None:
+    """Train to the end from the newest state in the folder, and write each batch and the state after its update there.
+
+    With ``dies``, the process kills itself in the call of its reward function that has this number.
+    """
+    settings, functions = CASES[case]
+    calls = 0
+
+    def reward(prompt: april.Prompt, response: april.Response) -> april.Reward:
+        nonlocal calls
+        calls += 1
+        if calls == dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return functions["reward"](prompt, response)  # type: ignore[no-any-return]
+
+    states = sorted(folder.glob("state-*"))
+
+    async def program() -> None:
+        async with rollouts(
+            config(**settings), prompts=PROMPTS, reward=reward, rollout=functions["rollout"],
+            engines=[FakeEngine("e", lengths=lambda r: 2 + 3 * r.sample_key[1], max_running=5)],
+        ) as run:  # fmt: skip
+            if states:
+                await run.load_state_dict(read_state(states[-1], "test"))
+            try:
+                while True:
+                    batch = await run.next_batch()
+                    await run.weight_update()
+                    (folder / f"batch-{batch.id:02d}").write_bytes(pack(batch))
+                    write_state(folder / f"state-{batch.id:02d}", "test", run.state_dict())
+            except april.DataExhausted:
+                return
+
+    run_virtual(program())
+
+
+def trained(folder: Path) -> Iterator[tuple[dict[str, bytes], list[Any]]]:
+    """For each batch, in the order of ids: the bytes of its arrays and what its rewards had, notes included.
+
+    What depends on when a response was generated is left out: numbers of samples in the batch, versions, and the fake
+    engine's log-probabilities, which follow from versions.
+    """
+    for file in sorted(folder.glob("batch-*")):
+        batch = unpack(file.read_bytes(), april.Batch)
+        rows = sorted(range(len(batch)), key=lambda i: (batch.samples[i].id, batch.samples[i].chain))
+        arrays = batch.padded()
+        for name in ("logprobs", "sample_numbers", "staleness", "version_incarnation", "version_n"):
+            del arrays[name]
+        assert arrays.keys() >= {*TURNS, *TOKENS, *WEIGHTS}
+        samples = [batch.samples[i] for i in rows]
+        yield (
+            {name: values[rows].tobytes() for name, values in arrays.items()},
+            [(s.id, s.turns, s.row_reward, s.row_reward and s.row_reward.note) for s in samples],
+        )
+
+
+def test_a_killed_process_costs_no_part_of_a_reward(tmp_path: Path) -> None:
+    """After kill -9 amid the rewards of a step, batches are those of an uninterrupted run, to the last bit."""
+    case = "conversations in parts of groups"
+    for name in ("killed", "whole"):
+        (tmp_path / name).mkdir()
+    command = [sys.executable, __file__, str(tmp_path / "killed"), case, "14"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    died = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert died.returncode == -signal.SIGKILL, died.stderr[-3000:]
+    before = len(list((tmp_path / "killed").iterdir()))
+    assert before >= 2
+    train(tmp_path / "killed", case)
+    train(tmp_path / "whole", case)
+    killed, whole = list(trained(tmp_path / "killed")), list(trained(tmp_path / "whole"))
+    assert before // 2 < len(whole)
+    assert killed == whole
+
+
 def _place(row: april.DeliveredSample) -> int | None:
     return None if row.row_reward is None else row.row_reward.row
 
@@ -416,6 +493,18 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "rows and a total": (april.Reward(1.0, rows=[1.0]), "has rows and other values; give the values in the items of"),
     "rows in rows": (april.Reward(rows=[april.Reward(rows=[1])]), "has rows in an item of rows; a conversation has no"),
+    "an array in rows": (april.Reward(rows=[april.Reward(rows=np.ones(2))]), "has rows in an item of rows"),
+    "rows and a note": (april.Reward(note=np.ones(2), rows=[1.0]), "has rows and other values; give the values in"),
+    "one number as rows": (april.Reward(rows=3), "has rows=3; expected a list with"),  # type: ignore[arg-type]
+    "no rows at all": (april.Reward(rows=None), "has rows=None; expected a list"),  # type: ignore[arg-type]
+    "rows by name": (april.Reward(rows={0: 1.0}), r"has rows=\{0: 1.0\}; expected a"),  # type: ignore[arg-type]
+    "a complex number": (1j, r"is 1j \(complex\); expected a number"),
+    "a tensor without numbers": (
+        april.Reward(1.0, per_token={"a": torch.ones(5, device="meta")}), "has a per token that are no array: tensor"
+    ),
+    "tensors with gradients": (
+        april.Reward(1.0, per_token={"a": [torch.ones((), requires_grad=True)] * 5}), "has a per token that are no arr"
+    ),
     "too many rows": (april.Reward(rows=[1.0, 2.0]), "has 2 rows, but the response has 1 conversations"),
 }  # fmt: skip
 
@@ -435,6 +524,7 @@ def test_a_wrong_reward_is_one_sentence(value: Any, sentence: str) -> None:
         ({"correct": 1.0}, "has no part format, which reward_weights names; return all of these parts"),
         (1.0, "has no part correct, which reward_weights names; return all of these parts"),
         ({"correct": 1.0, "format": 1, "x": 2}, "has the part x, which is not in reward_weights; with reward_weights,"),
+        ({"correct": 1.0, "format": NAN}, "has a part format that is nan; expected a finite number"),
         ({"correct": 1.0, "format": 1, "total": 2}, "has a total; with reward_weights, return the parts that it names"),
     ],
 )
@@ -466,6 +556,25 @@ def test_the_filter_of_dapo_compares_what_advantages_compare() -> None:
     assert not april.rewards_differ(prompt, group([1, -1], [1, -1], [1]))
     assert april.rewards_differ(prompt, [replace(response(), reward=reward) for reward in (0.0, 1.0)])
     assert not april.rewards_differ(prompt, [replace(response(), reward=1.0)] * 2)
+
+
+def test_a_group_with_an_invalid_reward_decides_no_names() -> None:
+    """The valid rewards of such a group are dropped with the invalid one, so that other names may follow."""
+    calls: list[april.Prompt] = []
+
+    def scores(prompt: april.Prompt, responses: Sequence[april.Response]) -> list[dict[str, float]]:
+        calls.append(prompt)
+        if len(calls) == 1:
+            return [{"total": 1.0, "corect": 1.0}, {"total": NAN}, {"total": NAN}]
+        return [{"total": 1.0, "correct": 1.0}] * len(responses)
+
+    async def program() -> april.Batch:
+        async with rollouts(
+            config(), engines=[FakeEngine("e", lengths=5)], prompts=PROMPTS, group_reward=scores
+        ) as run:
+            return await run.next_batch()
+
+    assert [*run_virtual(program()).parts] == ["correct"]
 
 
 def test_a_missing_part_ends_the_run_like_a_reward_that_is_no_number() -> None:
@@ -525,3 +634,7 @@ def test_weights_are_settings() -> None:
         with pytest.raises(april.ConfigError, match=r"reward_weights"):
             config(reward_weights=wrong)
     assert rank_packing.plain_value(np.float32(0.5)) == 0.5
+
+
+if __name__ == "__main__":
+    train(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

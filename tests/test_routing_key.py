@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from core_machine import CoreMachine, settings
 from fake_servers.sglang import FakeSglangRouter, FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
+from msgspec.structs import replace
 from real_schedulers import reward
 from server_fixtures import KINDS, Got, ServerThread, connected, listening, read, request, served
 from server_fixtures import settings as server_settings

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 from aiohttp import web
+from msgspec import structs
 from served_lives import KEY, Life, Process, TrueEngine, logprobs_of, says
 from server_fixtures import Got, read, request
 from socket_clock import run_with_sockets
@@ -564,7 +565,7 @@ async def test_an_attachment_is_sent_once_and_again_to_a_server_that_lost_it() -
             return super().generate(request)
 
     async with offered(Sees(max_context=400)) as (_, server, client):
-        ask = [replace(request([5, 400, 400, 7], 20), attached=(Placed(RED, 1, 2, (400,)),)) for _ in range(6)]
+        ask = [structs.replace(request([5, 400, 400, 7], 20), attached=(Placed(RED, 1, 2, (400,)),)) for _ in range(6)]
         again = ask.pop()
         got = await asyncio.gather(*(read(client, r) for r in ask))
         assert [g.error for g in got] == [None] * 5

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_servers.base import PlannedFault, RequestFault, uncut
+from msgspec.structs import replace
 from real_schedulers import reward
 from server_fixtures import BOTH, KINDS, PROMPT, Got, ServerThread, read, request, settings, update
 from test_kept_requests import LONG, saved
-from test_server_schedulers import MAX_LEN, prompts, train
+from test_server_schedulers import MAX_LEN, STEPS, prompts, train
 
 import april
 from april.config.engines import AprilEngineConfig
@@ -105,13 +105,13 @@ WAYS = [("vllm", {"max_token_loss": None}), ("vllm", {"max_token_loss": 0}), ("s
 @pytest.mark.parametrize(("kind", "engine"), WAYS, ids=str)
 def test_steps_over_two_servers(kind: str, engine: dict[str, Any], tmp_path: Path) -> None:
     """Every delivered token is the servers' own under its version, samples were cut by id, and weights have names."""
-    servers = [KINDS[kind][0](max_running=2, turns=20) for _ in range(2)]
+    servers = [KINDS[kind][0](max_running=2, turns=5) for _ in range(2)]
     with ServerThread(*servers), scheduler_over(kind, servers, engine) as scheduler:
         assert train(servers, scheduler, tmp_path) > 0
         for server in servers:
             assert not server.violations
-            assert server.weights == "w5"
-            assert server.label.startswith("v0.5-")
+            assert server.weights == f"w{STEPS}"
+            assert server.label.startswith(f"v0.{STEPS}-")
             assert server.aborts
 
 
@@ -126,7 +126,7 @@ FAULTS = (
 def test_faults_lose_nothing_that_came(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a server does with a few requests, what is delivered is right and the ledger is exact."""
     monkeypatch.setattr(engine_table, "PROBE_INTERVAL_S", 0.01)
-    server = KINDS[kind][0](max_running=6, turns=20)
+    server = KINDS[kind][0](max_running=6, turns=5)
     engine = {"max_token_loss": 0} if kind == "vllm" else {}
     with ServerThread(server), scheduler_over(kind, [server], engine) as scheduler:
         first = len(server.runs)
@@ -139,7 +139,7 @@ def test_faults_lose_nothing_that_came(kind: str, tmp_path: Path, monkeypatch: p
 def test_a_server_that_dies_leaves_what_it_had_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its samples finish on the other one, though nothing was handed over before; the one process stays."""
     monkeypatch.setattr(engine_table, "PROBE_INTERVAL_S", 0.01)
-    servers = [KINDS["vllm"][0](max_running=6, turns=20, mean_length=60) for _ in range(2)]
+    servers = [KINDS["vllm"][0](max_running=6, turns=5, mean_length=60) for _ in range(2)]
     with ServerThread(*servers), scheduler_over("vllm", servers, {"max_token_loss": 0}) as scheduler:
         first = len(servers[0].runs)
         servers[0].faults += [
@@ -149,8 +149,8 @@ def test_a_server_that_dies_leaves_what_it_had_sent(monkeypatch: pytest.MonkeyPa
         for sample in samples:
             assert sample.tokens.tolist() == uncut(sample.prompt.token_ids, max_tokens=MAX_LEN, mean_length=60)[0]
         assert not servers[0].alive
-        here = {segment.engine for sample in samples for segment in sample.segments}
-        assert here == {engine.name for engine in scheduler.engines}
+        # a sample that had begun on the server that died went on elsewhere
+        assert any(len({segment.engine for segment in sample.segments}) == 2 for sample in samples)
         assert not sum(scheduler.ledger()["tokens"].dropped.values())
 
 

@@ -15,6 +15,7 @@ from fake_servers.base import RequestFault, uncut
 from fake_servers.images import PLACEHOLDER, TOKENS_EACH, FakeImages, features, salt_of
 from fake_servers.sglang import FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
+from msgspec import structs
 from server_fixtures import beside, facts_of, read, request, served, update
 
 from april.core.attachments import Attachment, Placed
@@ -44,7 +45,7 @@ def shown(*images: bytes | Attachment, after: int = 0, max_tokens: int = 24, **m
         placed.append(Placed(attachment, len(ids), TOKENS_EACH, (PLACEHOLDER,)))
         ids += [PLACEHOLDER] * TOKENS_EACH + [13]
     asked = request([*ids, *range(20, 20 + after)], max_tokens, banned_ids=(PLACEHOLDER,), **more)
-    return replace(asked, attached=tuple(placed), response_offset=after)
+    return structs.replace(asked, attached=tuple(placed), response_offset=after)
 
 
 def answer_to(asked: Request, weights: str = "w0") -> list[int]:
@@ -116,7 +117,7 @@ async def test_bytes_go_once_to_a_server_that_keeps_them(w1: str) -> None:
         asked = [shown(RED, BLUE, after=i) for i in range(16)] + [shown(BLUE, after=i) for i in range(16)]
         await seen(engine, *asked)
         await update(engine, NEXT, w1)
-        again = [replace(one, attempt_id=request().attempt_id) for one in asked]
+        again = [structs.replace(one, attempt_id=request().attempt_id) for one in asked]
         await seen(engine, *again, weights="w1")
 
         assert sorted(received(server)) == sorted([image(RED).digest, image(BLUE).digest])
@@ -239,7 +240,7 @@ async def test_a_generated_placeholder_is_not_sent(kind: str) -> None:
     """SGLang would never answer a request that has one, and vLLM takes it for text, which no trainer does."""
     async with served(kind, images=FakeImages()) as (server, engine):
         asked = shown(RED, after=2)
-        got = await read(engine, replace(asked, token_ids=np.append(asked.token_ids, np.int32(PLACEHOLDER))))
+        got = await read(engine, structs.replace(asked, token_ids=np.append(asked.token_ids, np.int32(PLACEHOLDER))))
         assert isinstance(got.error, RequestRefused)
         assert "2 placeholder tokens for attachments, but its attachments need 1" in str(got.error)
         assert not server.runs

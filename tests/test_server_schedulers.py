@@ -31,7 +31,7 @@ from april.engines.http import server_process
 from april.engines.openai.wire import TokenShape
 
 MAX_LEN = 80
-STEPS = 5
+STEPS = 3
 
 
 OPENAI = {"honours_seeds": False}
@@ -119,7 +119,7 @@ def scheduler_over(kind: str, servers: list[Any], engine: dict[str, Any], **chan
 def test_steps_over_two_servers(kind: str, options: dict[str, Any], engine: dict[str, Any], tmp_path: Path) -> None:
     """Every delivered token is the servers' own under its version, samples were cut, and the ledger is exact."""
     # few places: when a step has what it needs, others are still in the queue, whatever the threads' order
-    servers = [KINDS[kind][0](**options, max_running=2, turns=20) for _ in range(2)]
+    servers = [KINDS[kind][0](**options, max_running=2, turns=5) for _ in range(2)]
     with ServerThread(*servers), scheduler_over(kind, servers, engine) as scheduler:
         assert train(servers, scheduler, tmp_path) > 0
         assert scheduler.ledger()["tokens"].observed <= sum(run.sent for server in servers for run in server.runs)
@@ -135,7 +135,7 @@ def test_steps_over_two_servers(kind: str, options: dict[str, Any], engine: dict
 
 def test_steps_through_a_router(tmp_path: Path) -> None:
     """One engine for two SGLang workers: weights reach both, aborts find every request."""
-    servers = [FakeSglangServer(max_running=2, turns=20) for _ in range(2)]
+    servers = [FakeSglangServer(max_running=2, turns=5) for _ in range(2)]
     with ServerThread(*servers) as thread:
         router = FakeSglangRouter([server.url for server in servers])
         thread.call(router.start())
@@ -164,7 +164,7 @@ def test_faults_lose_nothing_that_came(
 ) -> None:
     """Whatever the server does with a few requests, what is delivered is right and the ledger is exact."""
     monkeypatch.setattr(engine_table, "PROBE_INTERVAL_S", 0.01)
-    server = KINDS[kind][0](max_running=6, turns=20, **(OPENAI if kind == "openai" else {}))
+    server = KINDS[kind][0](max_running=6, turns=5, **(OPENAI if kind == "openai" else {}))
     with ServerThread(server), scheduler_over(kind, [server], engine) as scheduler:
         first = len(server.runs)
         server.faults += [PlannedFault(fault, request=first + i, after_tokens=i % 3) for i in (2, 7, 20)]
@@ -177,7 +177,7 @@ def test_faults_lose_nothing_that_came(
 def test_an_abort_that_never_ends_is_fenced(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step is delivered at the deadline; what the request had handed over is kept."""
     monkeypatch.setattr(engine_table, "PROBE_INTERVAL_S", 0.01)
-    server = FakeSglangServer(max_running=12, turns=20, mean_length=60)
+    server = FakeSglangServer(max_running=12, turns=5, mean_length=60)
     with ServerThread(server), scheduler_over(
         "sglang", [server], {"max_token_loss": 1}, abort_deadline_s=0.3
     ) as scheduler:  # fmt: skip
@@ -193,7 +193,7 @@ def test_an_abort_that_never_ends_is_fenced(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_killed_server_is_lived_without(kind: str, engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """One of two servers dies with requests in flight: their samples finish on the other from what had come."""
     monkeypatch.setattr(engine_table, "PROBE_INTERVAL_S", 0.01)
-    servers = [KINDS[kind][0](max_running=6, turns=20, mean_length=60) for _ in range(2)]
+    servers = [KINDS[kind][0](max_running=6, turns=5, mean_length=60) for _ in range(2)]
     with ServerThread(*servers), scheduler_over(kind, servers, engine) as scheduler:
         first = len(servers[0].runs)
         # which samples come here is a matter of threads, and a response that is shorter kills nothing
@@ -213,7 +213,7 @@ def test_a_restart_that_the_metrics_hide(scale_out: bool, well_again: bool, monk
     monkeypatch.setattr(server_process, "AGAIN_S", 0.01)
     monkeypatch.setattr(server_process, "CHECKS_APART_S", 0.0)
     monkeypatch.setattr(server_process, "IDENTITY_TIMEOUT_S", 0.1)
-    server = FakeVllmServer(developer=False, scale_out=scale_out, max_running=6, turns=20)
+    server = FakeVllmServer(developer=False, scale_out=scale_out, max_running=6, turns=5)
 
     def until_refused() -> None:
         for _ in range(20):

@@ -313,7 +313,7 @@ def test_dropped_tokens_are_kept_apart_in_continuous_generation_too() -> None:
 @pytest.mark.parametrize(("train_time", "shares"), ANOTHER_MODEL.items())
 def test_continuous_generation_on_the_reference_workload(train_time: str, shares: dict[int, float]) -> None:
     """At least 0.97 of what another model gives for 32 x 8 on four engines, 256 in flight; the bound holds."""
-    w = Workload(steps=40, ramp=10, train_time=train_time)
+    w = Workload(steps=24, ramp=8, train_time=train_time)
 
     for bound, share in shares.items():
         m = measure(w, continuous(w, bound)).figures

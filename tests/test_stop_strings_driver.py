@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from virtual_rollouts import EOS, VOCAB, RecordingEngine, Rollouts, now, on_virtual_time, prompt_ids, table, virtual
 
 from april.config.mistakes import UNSUPPORTED
@@ -123,7 +124,8 @@ async def test_more_than_one_cut_inside_a_string(cut: int) -> None:
         async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
             short = cut - request.response_offset if request.response_offset < cut else 1
             breaks = len(self.requests) == 2
-            async for chunk in super().generate(replace(request, sampling=replace(request.sampling, max_tokens=short))):
+            shorter = structs.replace(request, sampling=structs.replace(request.sampling, max_tokens=short))
+            async for chunk in super().generate(shorter):
                 yield replace(chunk, finish=None if breaks else EngineFinish.ABORT)
                 if breaks:
                     raise ConnectionError("reset")

@@ -6,11 +6,11 @@ import asyncio
 import math
 from collections.abc import Callable
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from virtual_rollouts import on_virtual_time
 
 from april.core.sampling import SamplingParams

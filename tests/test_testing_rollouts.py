@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from virtual_rollouts import on_virtual_time
 
 import april
 from april.core.batch import Batch
+from april.core.tape import Segment
 from april.core.versions import PolicyVersion
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine
@@ -116,6 +118,10 @@ def _long(batch: Batch) -> Any:
     return max(batch.samples, key=lambda s: len(s.segments))
 
 
+def _one_longer(segment: Segment) -> Segment:
+    return structs.replace(segment, count=segment.count + 1)
+
+
 def _with(batch: Batch, **changes: Any) -> Batch:
     """The batch with its most-cut sample changed."""
     old = _long(batch)
@@ -133,7 +139,7 @@ def _swapped(array: Any) -> Any:
 def _newer(batch: Batch) -> Batch:
     """The first segment claims the version of the last."""
     segments = _long(batch).segments
-    return _with(batch, segments=(replace(segments[0], version=segments[-1].version), *segments[1:]))
+    return _with(batch, segments=(structs.replace(segments[0], version=segments[-1].version), *segments[1:]))
 
 
 def _cut(batch: Batch) -> Batch:
@@ -145,7 +151,7 @@ def _cut(batch: Batch) -> Batch:
         tokens=sample.tokens[gone:],
         logprobs=sample.logprobs[gone:],
         loss_mask=sample.loss_mask[gone:],
-        segments=tuple(replace(s, start=s.start - gone) for s in sample.segments[1:]),
+        segments=tuple(structs.replace(s, start=s.start - gone) for s in sample.segments[1:]),
     )
 
 
@@ -165,7 +171,7 @@ TAMPERED: dict[str, tuple[Callable[[Batch], Batch], str]] = {
             tokens=np.append(_long(b).tokens, np.int32(3)),
             logprobs=np.append(_long(b).logprobs, np.float32(-1)),
             loss_mask=np.append(_long(b).loss_mask, np.uint8(1)),
-            segments=(*_long(b).segments[:-1], replace(_long(b).segments[-1], count=_long(b).segments[-1].count + 1)),
+            segments=(*_long(b).segments[:-1], _one_longer(_long(b).segments[-1])),
         ),
         "handed over",
     ),
@@ -208,7 +214,7 @@ def test_the_audit_catches_double_delivery_and_wrong_books() -> None:
     record = next(r for e in engines for r in e.attempts.values() if r.request.response_offset)
     first = next(r for e in engines for r in e.attempts_of(record.request.sample_key) if r is not record)  # type: ignore[arg-type]
     original = record.request
-    record.request = replace(original, sampling=first.request.sampling)
+    record.request = structs.replace(original, sampling=first.request.sampling)
     with pytest.raises(AuditError, match="which began at another token"):
         audit(batches, engines)
     record.request = original

@@ -203,7 +203,7 @@ def test_the_doctor_says_that_it_is_paused() -> None:
 
 def test_a_pause_in_a_step_costs_no_group() -> None:
     """Requests wait and go on; every token has the log-probability of the weights that its version stands for."""
-    server = FakeTrtllmServer(max_running=6, turns=20, seeds_alone=False)
+    server = FakeTrtllmServer(max_running=6, turns=5, seeds_alone=False)
     with ServerThread(server), scheduler_over("openai", [server], {}) as rollouts:
         refusals = 0.0
         for step in range(4):

@@ -16,6 +16,7 @@ import pytest
 from fake_async_llm import EOS, FakeAsyncLLM, install_vllm
 from fake_servers.base import uncut
 from fake_servers.images import PLACEHOLDER, TOKENS_EACH, FakeImages, features, salt_of
+from msgspec import structs
 from PIL import Image
 from real_schedulers import assert_nothing_is_left, endless
 from server_fixtures import Got, ServerThread, read, request, update
@@ -489,7 +490,7 @@ def shown(data: bytes | Attachment, name: str = "image") -> Request:
     attachment = data if isinstance(data, Attachment) else Attachment.of(name, data)
     ids = [12, *[PLACEHOLDER] * TOKENS_EACH, 30]
     asked = request(ids, 30, temperature=0.0, banned_ids=(PLACEHOLDER,))
-    return replace(asked, attached=(Placed(attachment, 1, TOKENS_EACH, (PLACEHOLDER,)),))
+    return structs.replace(asked, attached=(Placed(attachment, 1, TOKENS_EACH, (PLACEHOLDER,)),))
 
 
 def picture(colour: tuple[int, int, int]) -> tuple[bytes, bytes]:

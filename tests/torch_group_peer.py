@@ -33,6 +33,9 @@ def main(port: str, group: str, count: str = "0") -> None:
             print(float(tensor.sum()), flush=True)
     except RuntimeError as error:
         print(type(error).__name__, flush=True)
+    finally:
+        # torch's own threads would else still run where the interpreter ends, which now and then aborts the process
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

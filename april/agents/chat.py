@@ -185,24 +185,28 @@ TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refu
 """Types of text parts, each with the field that holds the text."""
 
 
-def message_key(message: Message, *, exact: bool = False) -> str:
+def message_key(message: Message, *, calls: Sequence[Mapping[str, Any]] = (), exact: bool = False) -> str:
     """Return a key of a message that stays the same when a client sends the message back.
 
     Clients add nulls, write "" for null, reformat arguments and drop the reasoning; the key ignores these changes.
     Unless ``exact``, it also ignores what a reader does not see: white space around the text and at the ends of lines,
-    and the Unicode forms in which the same characters can be written.
+    the Unicode forms in which the same characters can be written, and ids of tool calls, which some clients replace.
+    ``calls`` are the tool calls before the message; a tool's result is then known by the number of its call.
     """
-    calls = [
-        (call.get("id"), call["function"]["name"], _parsed_arguments(call["function"]["arguments"]))
+    own = [
+        (call.get("id") if exact else "", call["function"]["name"], _parsed_arguments(call["function"]["arguments"]))
         for call in message.get("tool_calls") or ()
     ]
+    answered = message.get("tool_call_id")
+    if answered is not None and not exact:
+        answered = next((number for number, call in enumerate(calls) if call.get("id") == answered), answered)
     content = message.get("content")
     if not has_images(content):
         content = text_of(content)
         content = content if exact else "\n".join([line.rstrip() for line in content.strip().splitlines()])
     else:
         content = [{"image": part["picture"].attachment.digest} if is_image(part) else part["text"] for part in content]
-    parts = [message["role"], content, calls, message.get("tool_call_id")]
+    parts = [message["role"], content, own, answered]
     if message["role"] != "assistant":
         parts.append(message.get("name"))  # some templates write it; frameworks add names of their own to answers
     key = json.dumps(parts, sort_keys=True, ensure_ascii=False)

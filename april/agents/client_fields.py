@@ -61,7 +61,7 @@ FIELDS = (
     Fields(("tools",), (CHAT, RESPONSES, MESSAGES), Fate.USED, "the model is shown them; `strict` is ignored"),
     Fields(
         ("tool_choice",), (CHAT, RESPONSES, MESSAGES), Fate.USED,
-        "`none` hides the tools; a call that is demanded is a constraint",
+        "`none` hides the tools; a call that is demanded is a constraint; `disable_parallel_tool_use` is ignored",
     ),
     Fields(("response_format",), (CHAT, TEXT), Fate.USED, "a JSON object or schema is a constraint"),
     Fields(
@@ -82,7 +82,8 @@ FIELDS = (
     Fields(("model",), EVERY, Fate.USED, "the answer repeats the name; the policy answers under every name"),
     Fields(tuple(DISTRIBUTION), EVERY, Fate.PLAN, "`sampling_of_clients` decides; `seed` is always april's own"),
     Fields(
-        ("parallel_tool_calls",), (CHAT, RESPONSES), Fate.IGNORED, "the model decides how many tools it calls at once"
+        ("parallel_tool_calls",), (CHAT, RESPONSES), Fate.IGNORED,
+        "the model decides how many tools it calls at once; `constraints: enforce` lets a demanded call be one alone",
     ),
     Fields(
         ("reasoning_effort", "verbosity"), (CHAT,), Fate.IGNORED, "the `renderer` decides what the model is told"

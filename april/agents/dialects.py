@@ -171,11 +171,10 @@ class OpenAIChat:
         return found
 
     def stream(self, answer: Answer, request: ChatRequest) -> Iterator[SseEvent]:
-        """Yield chunks: one with the whole answer, one with the finish reason, and one with token counts if wanted."""
+        """Yield chunks: the text, each tool call, the finish reason, and token counts if wanted."""
         head = self._head(answer, request, "chat.completion.chunk")
         delta = answer.message
-        if "tool_calls" in delta:
-            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
+        calls = delta.pop("tool_calls", ())
         choice: Json = {"index": 0, "delta": delta, "finish_reason": None}
         if request.logprobs:
             choice["logprobs"] = {"content": self._logprobs(answer)}
@@ -184,6 +183,9 @@ class OpenAIChat:
             choice["token_ids"] = answer.tokens.tolist()
         usage: Json = {"usage": None} if request.usage else {}
         yield "", {**head, "choices": [choice], **usage}
+        for index, call in enumerate(calls):  # each alone, since some clients read only the first call of a chunk
+            delta = {"tool_calls": [{"index": index, **call}]}
+            yield "", {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}], **usage}
         yield "", {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": answer.finish}], **usage}
         if request.usage:
             yield "", {**head, "choices": [], "usage": token_usage(answer)}

@@ -6,11 +6,13 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from numbers import Real
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from april.agents.chat import COMMIT_S, DISTRIBUTION, KEEPALIVE_S, RequestError
 from april.config.agents import AgentsConfig

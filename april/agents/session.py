@@ -258,8 +258,10 @@ class Conversations:
         start = hashlib.sha256(json.dumps(list(tools), sort_keys=True).encode()).hexdigest()
         known = self._known_digests.longest_of([start, *messages]) or []
         digests, last = list(known), known[-1] if known else _Digest(start, start)
+        calls = next((m["tool_calls"] for m in reversed(messages[: len(digests)]) if m.get("tool_calls")), ())
         for message in messages[len(digests) :]:
-            last = _next_digest(last, message)
+            last = _next_digest(last, message, calls)
+            calls = message.get("tool_calls") or calls
             last = _Digest(self._without_stop.get(last.read, last.read), last.exact)
             digests.append(last)
         self._known_digests.add([start, *messages], digests)
@@ -272,9 +274,12 @@ def _as_sent_back(answer: Message, sampling: Mapping[str, Any]) -> list[Message]
     return [answer, *({**answer, "content": f"{answer['content'] or ''}{stop}"} for stop in stops)]
 
 
-def _next_digest(before: _Digest, message: Message) -> _Digest:
-    """Return the digest of a conversation that continues the one with the digest ``before`` by one message."""
-    keys = message_key(message), message_key(message, exact=True)
+def _next_digest(before: _Digest, message: Message, calls: Sequence[Mapping[str, Any]] = ()) -> _Digest:
+    """Return the digest of a conversation that continues the one with the digest ``before`` by one message.
+
+    ``calls`` are the latest tool calls before the message.
+    """
+    keys = message_key(message, calls=calls), message_key(message, exact=True)
     return _Digest(*(hashlib.sha256(f"{b}{key}".encode()).hexdigest() for b, key in zip(before, keys, strict=True)))
 
 

@@ -20,6 +20,14 @@ NO_MODEL = (
     "model of its own in the environment's configuration: {0}.model, {0}.client.base_url and {0}.client.api_key_var"
 )
 
+SLOW_START_S = 30.0
+"""Seconds after which an episode that has not asked the policy is named in a warning."""
+SLOW_START = (
+    "an episode of verifiers has run for %g s without a request to the policy. verifiers first installs what its "
+    "harness and tools need, with uv, which waits minutes for a package index that does not answer: set "
+    "UV_DEFAULT_INDEX to an index that this machine reaches, and timeout.setup of the environment's agent"
+)
+
 
 class Verifiers:
     """Makes prompts, rollout and reward of a RolloutScheduler from an environment (``verifiers.v1.Env``).
@@ -45,6 +53,7 @@ class Verifiers:
         self._tokenizer = tokenizer
         self._sampling = sampling
         self._servers = _EnvironmentServers(environment)
+        self._slow_start_named = False
 
     @property
     def prompts(self) -> _Prompts:
@@ -71,12 +80,22 @@ class Verifiers:
             # the policy must not learn from the answers of other agents
             door.register_name(trace.id, "" if trace.agent.trainable else NO_MODEL.format(trace.agent.name))
 
-        async with self._servers:
-            episode = await self.environment.run_episode(task, context, on_trace=on_trace)
+        slow_start = asyncio.get_running_loop().call_later(SLOW_START_S, self._name_slow_start, door)
+        try:
+            async with self._servers:
+                episode = await self.environment.run_episode(task, context, on_trace=on_trace)
+        finally:
+            slow_start.cancel()
         if not episode.ok:
             failed = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
             raise RolloutError("; ".join(f"{e.type}: {e.message}" for e in failed) or "the episode is not ok")
         return episode
+
+    def _name_slow_start(self, door: ServedSession) -> None:
+        """Warn once of an episode that has asked nothing yet: uv is silent while it waits for the network."""
+        if not self._slow_start_named and not door.session.requests:
+            self._slow_start_named = True
+            log.warning(SLOW_START, SLOW_START_S)
 
     def reward(self, prompt: Prompt, response: Response) -> float:
         """Return the reward of the episode's trainable trace; raises UsageError unless there is exactly one."""

@@ -577,11 +577,17 @@ def batch_metrics(
         "staleness_max": float(ages.max()) if len(ages) else 0.0,
         "resumed_samples": float(sum(1 for i in first if samples[i].resumes)),
         "response_len_mean": float(lengths.mean()) if len(lengths) else 0.0,
-        "response_len_median": float(np.median(lengths)) if len(lengths) else 0.0,
+        "response_len_median": _median(lengths),
         "response_len_max": float(lengths.max()) if len(lengths) else 0.0,
         "reward_mean": mean([s.reward for s in samples]),
         **parts,
     }
+
+
+def _median(values: NDArray[Any]) -> float:
+    """Return the median of the values, 0 if there are none. numpy's own imports its masked arrays, for 0.1 s."""
+    ordered = np.sort(values)
+    return float(ordered[[(len(ordered) - 1) // 2, len(ordered) // 2]].mean()) if len(ordered) else 0.0
 
 
 def sample_numbers(rows: Sequence[DeliveredSample]) -> Int32:

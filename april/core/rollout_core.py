@@ -427,7 +427,10 @@ class RolloutCore:
         out[:] = [c for c in out if not (isinstance(c, do.CallCompleted) and c.call.sample.state is SampleState.NEW)]
 
     def _make_rows(self) -> bool:
-        """Make rows of the next batch, a portion at each event; return True once at most one portion is left."""
+        """Make rows of the next batch, a portion at each event; return True once less than a portion is missing.
+
+        Samples that finish meanwhile may take the place of others, so their rows are made at the delivery.
+        """
         settings = self.settings
         if settings.rollout_batch_size * settings.n_samples_per_prompt <= MOST_DELIVERED:
             return True
@@ -435,11 +438,12 @@ class RolloutCore:
             return False
         if not self._without_rows:
             units = self.monitor.next_units(self.buffer.delivery_order)
-            self._without_rows.extend(s for u in units for s in u.members if self._rows_made_of(s) is None)
-        if len(self._without_rows) <= MOST_DELIVERED:
-            return True
+            missing = [s for u in units for s in u.members if self._rows_made_of(s) is None]
+            if len(missing) < MOST_DELIVERED:
+                return True
+            self._without_rows.extend(missing)
         age = cache(self.leases.age)
-        for _ in range(MOST_DELIVERED):
+        for _ in range(min(MOST_DELIVERED, len(self._without_rows))):
             sample = self._without_rows.popleft()
             if sample.state is SampleState.FINISHED:
                 self._rows[sample.id] = self._depends_on(sample), self._rows_of(sample, age)
@@ -547,7 +551,7 @@ class RolloutCore:
         if self._continues:
             return
         queue = self.over_sampler
-        granted = 0 if queue.requested else min(queue.granted, self.buffer.fits)
+        granted = min(queue.granted, self.buffer.fits) if queue.granted and not queue.requested else 0
         count = granted or queue.prompts_to_draw(
             ready=self.monitor.ready,
             in_work=self.buffer.units - self.monitor.ready,

@@ -89,12 +89,15 @@ def _wrong_numbers(row: RowReward) -> str | None:
     for name in names:
         if not isinstance(name, str) or not name.isidentifier() or name in RESERVED:
             return f"has the name {name!r:.100}; use names such as format_ok, and none that a batch itself has"
-        if names.count(name) > 1:
-            return f"has the name {name} twice; parts, per_turn and per_token need different names"
-    if wrong := wrong_reward(row.reward):
-        return f"is {wrong}"
+    if len({*names}) < len(names):
+        twice = next(name for i, name in enumerate(names) if name in names[:i])
+        return f"has the name {twice} twice; parts, per_turn and per_token need different names"
+    # parts first: a sum of parts is wrong because of one of these
     wrong_part = next(((n, wrong) for n, value in row.parts.items() if (wrong := wrong_reward(value))), None)
-    return None if wrong_part is None else f"has a part {wrong_part[0]} that is {wrong_part[1]}"
+    if wrong_part is not None:
+        return f"has a part {wrong_part[0]} that is {wrong_part[1]}"
+    wrong = wrong_reward(row.reward)
+    return None if wrong is None else f"is {wrong}"
 
 
 def _wrong_arrays(row: RowReward, size: tuple[int, int]) -> str | None:

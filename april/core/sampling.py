@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 GAP = "\ufffd"
 """Replacement character, which decoders write for bytes that are not (or not yet) a complete character."""
@@ -41,8 +43,7 @@ class LogprobKind(StrEnum):
         return self in (LogprobKind.TEMPERATURE, LogprobKind.PROCESSED)
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(msgspec.Struct, frozen=True):
     """Sampling parameters of one engine request.
 
     Attributes:

@@ -16,7 +16,9 @@ from enum import StrEnum
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from april.core.attachments import NO_EXTRAS, Extras, first_rows, rows_of
@@ -42,8 +44,7 @@ class SegmentKind(StrEnum):
 GENERATED = SegmentKind.GENERATED
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(msgspec.Struct, frozen=True):
     """Tokens [start, start + count) of a response, from one attempt and one policy version or from the environment."""
 
     start: int
@@ -342,7 +343,7 @@ class TokenTape:
     def cut(self, end: int) -> int:
         """Remove all tokens but the first ``end``; return how many of the removed tokens were generated."""
         before, self.segments = self.generated, [
-            replace(s, count=min(s.count, end - s.start)) for s in self.segments if s.start < end
+            structs.replace(s, count=min(s.count, end - s.start)) for s in self.segments if s.start < end
         ]
         self.tokens, self.logprobs = self.tokens[:end], self.logprobs[:end]
         return before - self.generated

@@ -430,8 +430,7 @@ class GenerateCall:
         return self.sample.id
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Request(msgspec.Struct, frozen=True, kw_only=True):
     """A request to an engine to continue ``token_ids``: the prompt and the tokens that the sample already has."""
 
     attempt_id: str

@@ -42,14 +42,15 @@ LARGEST = 300.0
 def off_policy_report(batch: Any, logprobs: Any, *, min_effective_sample_size: float = 0.0) -> dict[str, float]:
     """Measure how far off-policy a batch is, given log-probabilities under the trained weights, and return figures.
 
-    The figures are ``ess_token`` (effective sample size of the tokens' ratios), ``ess_response`` (of the products of
-    the ratios of each response), ``weight_response`` (mean of these products, each cut at 2 as in :func:`policy_loss`),
-    ``clip_share`` (share of the tokens in responses whose product is cut), ``kl_k1`` and ``kl_k3`` (nats per token) and
-    ``tokens``; and for each age that occurs ``age_<a>/ess_token``, ``age_<a>/clip_share``, ``age_<a>/kl_k1``,
-    ``age_<a>/kl_k3`` and ``age_<a>/tokens``. Kept tokens are in no age. If there are kept tokens, the report also has
-    ``kept/ess_token``, ``kept/kl_k1``, ``kept/kl_k3``, ``kept/tokens``, and ``kept/mismatch``, the mean of abs(log w);
-    ``own/mismatch`` is the same for all other tokens. Only tokens with loss count; if there are none, the report has
-    only ``tokens``.
+    The figures are ``ess_token`` (effective sample size of the tokens' ratios), ``ess_response`` (of the products
+    of the ratios of each response), ``weight_response`` (mean of these products, each cut at 2 as in
+    :func:`policy_loss`), ``clip_share`` (share of the tokens in responses whose product is cut), ``kl_k1`` and
+    ``kl_k3`` (nats per token), ``kl_response`` (nats per response: the mean over responses of the sum of k3 over
+    their tokens) and ``tokens``; and for each age that occurs ``age_<a>/ess_token``, ``age_<a>/clip_share``,
+    ``age_<a>/kl_k1``, ``age_<a>/kl_k3`` and ``age_<a>/tokens``. Kept tokens are in no age. If there are kept
+    tokens, the report also has ``kept/ess_token``, ``kept/kl_k1``, ``kept/kl_k3``, ``kept/tokens``, and
+    ``kept/mismatch``, the mean of abs(log w); ``own/mismatch`` is the same for all other tokens. Only tokens with
+    loss count; if there are none, the report has only ``tokens``.
 
     Args:
         batch: batch, an :class:`april.Batch`.
@@ -84,6 +85,7 @@ def off_policy_report(batch: Any, logprobs: Any, *, min_effective_sample_size: f
         report["clip_share"] = float(cut.mean())
         report["ess_response"] = effective_sample_size(products)
         report["weight_response"] = float(np.exp(np.minimum(products, math.log(LIMIT))).mean())
+        report["kl_response"] = report["kl_k3"] * report["tokens"] / len(products)
     for age in np.unique(ages[~kept]):
         here = (ages == age) & ~kept
         report |= {f"age_{age}/{name}": value for name, value in _figures(log_ratios[here]).items()}

@@ -16,12 +16,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, 
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from contextvars import copy_context
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 from operator import attrgetter
 from typing import Any, Concatenate, NamedTuple, Never, ParamSpec, Protocol, TypeVar
 
 import numpy as np
+from msgspec.structs import replace
 
 from april.concurrency.model_lock import refuse_while_held
 from april.config.mistakes import UNSUPPORTED

@@ -174,14 +174,24 @@ def checked_verdict(value: Any, group: int) -> bool:
 
 def checked_reward(value: Any, sample_id: SampleId) -> float:
     """Return a reward as a finite float within the range of float32; raises UsageError naming the sample."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        what = "a coroutine that was not awaited" if isawaitable(value) else f"{value!r} ({type(value).__name__})"
-        raise UsageError(f"the reward of {sample_id} is {what}; expected a number") from None
+    number = _number(value, f"the reward of {sample_id} is")
     if wrong := wrong_reward(number):
         raise UsageError(f"the reward of {sample_id} is {wrong}")
     return number
+
+
+def _number(value: Any, what: str) -> float:
+    """Return the value as a number, which may be NaN or too large; raises UsageError that begins with ``what``."""
+    try:
+        return float(value)
+    except Exception:  # tensors and classes of the user raise errors of their own
+        shown = f"{value!r:.100} ({type(value).__name__})"
+        shown = "a coroutine that was not awaited" if isawaitable(value) else shown
+        raise UsageError(f"{what} {shown}; expected a number") from None
+
+
+def _rounded(number: float) -> float:
+    return number if wrong_reward(number) else float32_reward(number)
 
 
 def row_rewards_of(
@@ -200,10 +210,11 @@ def row_rewards_of(
     """
     where = f"the reward of {response.sample_id}"
     rows: tuple[RowReward, ...] = ()
-    if isinstance(value, Reward) and len(value.rows):
-        if value != Reward(rows=value.rows):
+    if isinstance(value, Reward) and (items := _rows_of(value, where)):
+        others = (value.total, value.parts, value.per_turn, value.per_token, value.note)
+        if any(other is not None and (not isinstance(other, Mapping) or other) for other in others):
             raise UsageError(f"{where} has rows and other values; give the values in the items of rows")
-        rows = tuple(_row_reward(item, response, weights, i) for i, item in enumerate(value.rows))
+        rows = tuple(_row_reward(item, response, weights, i) for i, item in enumerate(items))
         number = float(np.mean([row.reward for row in rows]))
     elif isinstance(value, (Reward, Mapping)) or weights:
         rows = (_row_reward(value, response, weights, None),)
@@ -222,12 +233,12 @@ def _row_reward(value: Any, response: Response, weights: Mapping[str, float], ro
         value = Reward(value.get("total"), {name: part for name, part in value.items() if name != "total"})
     elif not isinstance(value, Reward):
         value = Reward(value)
-    if value.rows:
+    if _rows_of(value, where):
         raise UsageError(f"{where} has rows in an item of rows; a conversation has no rows of its own")
     for kind in ("parts", "per_turn", "per_token"):
         if not isinstance(given := getattr(value, kind), Mapping):
             raise UsageError(f"{where} has {kind}={given!r:.100}; expected a mapping of names to values")
-    parts = {name: _part(part, name, where) for name, part in value.parts.items()}
+    parts = {name: _rounded(_number(part, f"{where} has a part {name} that is")) for name, part in value.parts.items()}
     total = value.total
     if weights:
         if missing := sorted(weights.keys() - parts.keys()):
@@ -244,21 +255,25 @@ def _row_reward(value: Any, response: Response, weights: Mapping[str, float], ro
     if why := why_not_plain(value.note, "note"):
         raise UsageError(f"{where} has a note that cannot be kept: {why}; use text, numbers, lists and dicts")
     return RowReward(
-        float32_reward(checked_reward(total, response.sample_id)), row, parts,
+        _rounded(_number(total, f"{where} is")), row, parts,
         {name: _array(values, f"{where} has {name} per turn") for name, values in value.per_turn.items()},
         {name: _array(values, f"{where} has {name} per token") for name, values in value.per_token.items()},
         deepcopy(value.note),
     )  # fmt: skip
 
 
-def _part(value: Any, name: object, where: str) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise UsageError(
-            f"{where} has a part {name} that is {value!r:.100} ({type(value).__name__}); expected a number"
-        ) from None
-    return number if wrong_reward(number) else float32_reward(number)
+def _rows_of(value: Reward, where: str) -> list[Any]:
+    rows = _in_order(value.rows)
+    if rows is None:
+        raise UsageError(f"{where} has rows={value.rows!r:.100}; expected a list with a reward per conversation")
+    return rows
+
+
+def _in_order(values: Any) -> list[Any] | None:
+    """Return the items of a list, tuple or array; None for values that would give keys, characters or any order."""
+    if isinstance(values, (Mapping, Set, str, bytes)) or not hasattr(values, "__len__"):
+        return None
+    return list(values)
 
 
 def _array(values: Any, where: str) -> NDArray[Any]:
@@ -268,12 +283,12 @@ def _array(values: Any, where: str) -> NDArray[Any]:
     Other values become an array that is refused later.
     """
     typed = hasattr(values, "dtype")
-    if hasattr(values, "detach"):  # a tensor, also of a type that numpy does not have
-        values = values.detach().cpu()
-        values = (values.double() if values.is_floating_point() else values).numpy()
     try:
+        if hasattr(values, "detach"):  # a tensor, also of a type that numpy does not have
+            values = values.detach().cpu()
+            values = (values.double() if values.is_floating_point() else values).numpy()
         array = np.array(values)
-    except (TypeError, ValueError):
+    except Exception:  # tensors without numbers of their own raise errors of many types
         raise UsageError(f"{where} that are no array: {values!r:.100}; expected numbers of one shape") from None
     if array.dtype.kind in "fiub":
         integral = typed and array.dtype.kind != "f"
@@ -286,15 +301,10 @@ def _array(values: Any, where: str) -> NDArray[Any]:
 
 def checked_rewards(values: Any, sample_ids: Sequence[SampleId]) -> list[Any]:
     """Return the rewards of a group, one value per sample; raises UsageError naming the group."""
-    # iterating over these types would give keys, characters, or an undefined order
-    unordered = isinstance(values, (Mapping, Set, str, bytes))
-    try:
-        count = len(values)
-    except TypeError:
-        count = -1
-    if unordered or count != len(sample_ids):
+    found = _in_order(values)
+    if found is None or len(found) != len(sample_ids):
         raise UsageError(
             f"the group reward of group {sample_ids[0].group} returned {values!r}; "
             f"expected {len(sample_ids)} numbers, one per sample"
         )
-    return list(values)
+    return found

@@ -13,11 +13,12 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from contextvars import copy_context
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
+from msgspec import structs
 
 from april.auto.run_tuning import RunTuning
 from april.concurrency.garbage import collect_young_objects
@@ -867,7 +868,7 @@ def outputs_in(outputs: Any) -> dict[SampleId, Any]:
 
 def sampling_out(sampling: SamplingParams) -> dict[str, Any]:
     """Return the configured sampling as plain values for a saved state."""
-    values = {name: value for name, value in asdict(sampling).items() if name not in ("max_tokens", "seed")}
+    values = {name: value for name, value in structs.asdict(sampling).items() if name not in ("max_tokens", "seed")}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 

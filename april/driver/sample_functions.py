@@ -486,11 +486,13 @@ class SampleFunctions:
             if error is None:
                 try:
                     values = checked_rewards(value, [s.key for s in samples]) if in_groups else [value]
-                    weights, layout = self._settings.reward_weights, self._view.reward_layout
+                    weights, layout = self._settings.reward_weights, dict(self._view.reward_layout)
                     rewards = [
                         row_rewards_of(v, response, weights, layout)
                         for v, response in zip(values, responses, strict=True)
                     ]
+                    # only now: the valid rewards of a group with an invalid one decide nothing
+                    self._view.reward_layout.update(layout)
                 except (Exception, SystemExit) as raised:
                     error = raised.with_traceback(None)  # the traceback has only april's own lines
             if error is None:

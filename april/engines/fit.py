@@ -48,7 +48,11 @@ def fits(config: Config, engines: Mapping[str, Capabilities], **changes: object)
         changed = type(config)(**(config.model_dump(exclude_unset=True) | changes))
     except ConfigError:
         return False
-    return not any(why_unfit(changed, engines))
+    different: list[Capabilities] = []  # engines with equal abilities are checked once: every delivery waits for this
+    for capabilities in engines.values():
+        if capabilities not in different:
+            different.append(capabilities)
+    return not any(why_unfit(changed, {str(i): c for i, c in enumerate(different)}))
 
 
 def warnings_of(config: Config) -> Iterator[str]:

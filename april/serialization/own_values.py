@@ -84,7 +84,7 @@ class _SharedParts:
 
     def _fields(self, value: Any, names: tuple[str, ...]) -> dict[str, Any]:
         stays = _UNCHANGED_TYPES.get(type(value), ())
-        fields = {name: getattr(value, name) for name in value.__dataclass_fields__ if name not in stays}
+        fields = {name: getattr(value, name) for name in type(value).__annotations__ if name not in stays}
         return fields | {name: self.extract(fields[name]) for name in names if fields[name]}
 
     def _reference(self, key: bytes | str, content: Callable[[], bytes]) -> msgspec.msgpack.Ext:

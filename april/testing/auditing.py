@@ -12,6 +12,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 
 import numpy as np
+from msgspec import structs
 
 from april.core.batch import Batch, DeliveredSample
 from april.core.ledger import Ledger
@@ -223,7 +224,7 @@ class _Auditor:
         """Return True if a segment comes from the loaded state, and check that it has not changed since."""
         row = None if self.loaded is None else self.loaded.rows.get((SampleId(*sample.id), sample.chain))
         before = [] if row is None else [s for s in row.segments if s.start == segment.start]
-        if row is None or not before or replace(before[0], count=segment.count) != segment:
+        if row is None or not before or structs.replace(before[0], count=segment.count) != segment:
             return False
         where = slice(segment.start, segment.start + segment.count)
         for what in ("tokens", "logprobs"):

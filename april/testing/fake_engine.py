@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from msgspec import structs
 
 from april.core.sampling import LogprobKind
 from april.core.versions import FIRST_VERSION, PolicyVersion
@@ -403,7 +404,7 @@ class FakeEngine(WithoutWeights):
         self._raise_if_dead("request")
         tokens, finish = self._plan(request)
         record = AttemptRecord(
-            engine=self._name, request=replace(request, token_ids=request.token_ids.copy()), started_s=now
+            engine=self._name, request=structs.replace(request, token_ids=request.token_ids.copy()), started_s=now
         )
         faults = self.faults.attempt(self._name, request)
         stream = FakeStream(record, faults, tokens, finish, self._token_s, self._chunk_tokens)

@@ -16,6 +16,7 @@ import pytest
 from fake_async_llm import EOS, VOCAB, FakeAsyncLLM, install_vllm
 from fake_servers.base import uncut
 from fake_servers.images import PLACEHOLDER, TOKENS_EACH, FakeImages, features, salt_of
+from msgspec import structs
 from PIL import Image
 
 from april.adapters.openrlhf.rollouts import OpenRLHFEngine, connect
@@ -120,12 +121,12 @@ async def test_an_image_in_a_file_is_read_on_this_side(tmp_path: Path) -> None:
     ids = [12, *[PLACEHOLDER] * TOKENS_EACH, 30]
     async with world(images=FakeImages()) as (llm, _, engine):
         assert engine.capabilities.attachments == ("image",)
-        (chunk,) = await collect(engine, replace(request("a1", ids), attached=(placed,)))
+        (chunk,) = await collect(engine, structs.replace(request("a1", ids), attached=(placed,)))
         seen = salt_of([features(picture.tobytes(), "tiny0")])
         assert chunk.tokens.tolist() == text(len(chunk.tokens), "tiny0" + seen, ids)
         (tmp_path / "a.png").write_bytes(b"another")
         with pytest.raises(AttachmentError, match=r"a\.png has changed since its prompt"):
-            await collect(engine, replace(request("a2", ids), attached=(placed,)))
+            await collect(engine, structs.replace(request("a2", ids), attached=(placed,)))
         assert len(llm.runs) == 1
 
 

@@ -216,7 +216,7 @@ class Loop(Fleet):
         # a few at a time: the bound is not reached before an update comes
         april = {"generation": "continuous", "max_staleness": max_staleness, "max_in_flight": 4}
         where = None if directory is None else str(directory)
-        servers = {"turns": 40, "labels": labels, "mean_length": 40}
+        servers = {"turns": 12, "labels": labels, "mean_length": 40}
         super().__init__(servers, cap=CAP, **{"april": april, "save": where, "load": where, **flags})
         self.trained: Counter[int] = Counter()
         self.updates = 0

@@ -159,8 +159,9 @@ def test_rows_of_a_training_that_was_stopped_are_not_trained_in_the_next(tmp_pat
         ]
 
 
-def test_a_response_without_a_reward_fails(tmp_path: Path) -> None:
+def test_a_response_without_a_reward_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As its siblings are compared with it; its group is replaced, and at last the run ends with the reason."""
+    monkeypatch.setattr("april.config.settings.RETRY_PAUSE_S", 0.0)  # a reward that fails is asked again at once
     server = FakeVllmServer(max_running=4)
 
     def unscored(answer: Any, completion_ids: Any, **others: Any) -> list[float | None]:

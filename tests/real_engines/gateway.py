@@ -2,12 +2,15 @@
 
 The server has a tiny model, loads weights from disk at every update, is killed with ``kill -9``, and says what
 :mod:`tests.real_engines.scripted` writes. A proxy before the server refuses with HTTP 503 when it is told to.
-Writes a report into ``runs/engines``; ends with status 1 if a promise is broken.
+Writes a report into ``runs/engines``; ends with status 1 if a promise is broken. Before, what the server samples under
+``constraints: enforce`` is checked.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -18,21 +21,26 @@ from unittest import mock
 import numpy as np
 import typer
 from aiohttp import web
+from numpy.typing import NDArray
+from openai import AsyncOpenAI
+from renderers import Qwen3RendererConfig
 from rich.console import Console
 
 import april.scheduler
-from april.core.tape import Float32
+from april.config.settings import Config
+from april.core.tape import Float32, Int32
 from april.core.versions import PolicyVersion
 from april.engines.kinds.factory import create_engines
 from april.engines.protocol import Chunk, Engine, Request
 from april.scheduler import RolloutScheduler
 from april.testing.conformance import Outcome, Report
-from april.testing.conformance.servers import hugging_face
+from april.testing.conformance.servers import hugging_face, hugging_face_tokenizer
+from april.testing.conformance.subject import Broken
 from april.testing.recording_engine import RecordingEngine
 from april.testing.recording_proxy import RecordingProxy
 from april.testing.records import conversation
 from tests.gateway_suite.promises import PROMISES
-from tests.gateway_suite.script import LONG_WORDS, word_of
+from tests.gateway_suite.script import LONG_WORDS, MARKS, word_of
 from tests.gateway_suite.subject import Attempt, Door, Row, Subject
 from tests.real_engines.commands import sglang_server, vllm_server
 from tests.real_engines.environments import ROOT, SGLANG_VERSION, VLLM_VERSION
@@ -119,6 +127,13 @@ class WatchedEngine(RecordingEngine):
         return found
 
 
+def logprobs_of(logits: NDArray[np.float64], tokens: Sequence[int] | Int32) -> NDArray[np.float64]:
+    """Log-probabilities of tokens, from the logits [T, V] at their positions."""
+    highest = logits.max(1, keepdims=True)
+    whole = logits - highest - np.log(np.exp(logits - highest).sum(1, keepdims=True))
+    return np.asarray(whole[np.arange(len(tokens)), tokens])
+
+
 class RealSubject(Subject):
     """april before a real server."""
 
@@ -142,7 +157,10 @@ class RealSubject(Subject):
 
     def _start(self) -> RolloutScheduler:
         settings = {
-            "engine": {"kind": self.behind.kind, "urls": [self.behind.proxy.url], "max_token_loss": STREAMED},
+            "engine": {
+                "kind": self.behind.kind, "urls": [self.behind.proxy.url], "max_token_loss": STREAMED,
+                "first_weights": "present",  # one server for all promises: it has those of the promise before
+            },
             "max_response_len": 2000, "allow_mismatch": True, "outage_deadline_s": 600.0,
             # log-probabilities of what is lifted above all others, not what is left alone
             "sampling": {"temperature": 0.0 if self.behind.kind == "sglang" else 1.0},
@@ -171,10 +189,8 @@ class RealSubject(Subject):
             logits = np.array(hugging_face(path)(list(row.prompt), tokens.tolist()), np.float64)
             if self.behind.kind == "sglang":
                 logits[np.arange(len(tokens)), tokens] = logits.max(1) + LIFT
-            highest = logits.max(1, keepdims=True)
-            whole = logits - highest - np.log(np.exp(logits - highest).sum(1, keepdims=True))
             here = [v == version for v in versions]
-            found[here] = whole[np.arange(len(tokens)), tokens][here]
+            found[here] = logprobs_of(logits, tokens)[here]
         return found
 
     async def hold(self) -> None:
@@ -211,19 +227,95 @@ class RealSubject(Subject):
         return await super().restart(door)
 
 
+ARGUMENTS = {
+    "type": "object", "properties": {"odd": {"type": "boolean"}, "count": {"enum": [1, 7, 49]}},
+    "required": ["odd", "count"], "additionalProperties": False,
+}  # fmt: skip
+DEMANDS: Sequence[dict[str, Any]] = (
+    {"max_tokens": 30},
+    {
+        "tools": [
+            {"type": "function", "function": {"name": name, "parameters": ARGUMENTS}} for name in ("add", "halve")
+        ],
+        "tool_choice": {"type": "function", "function": {"name": "halve"}}, "parallel_tool_calls": False,
+    },
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "arguments", "schema": ARGUMENTS}}},
+)  # fmt: skip
+"""What a client asks for beside the messages: a free answer, a call of the second tool, and JSON of a schema."""
+
+
+async def _demanding(prompt: Any, llm: Any) -> list[Any]:
+    """The answers to DEMANDS, as choices."""
+    async with AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key, max_retries=0) as client:
+        asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": "a tiny model counts"}]}
+        replies = [await client.chat.completions.create(**asked, **{"max_tokens": 200, **more}) for more in DEMANDS]
+    return [reply.choices[0] for reply in replies]
+
+
+def _is_demanded(message: Any, tool: str) -> bool:
+    """Whether a message is one call of the tool, or text if that is empty, with JSON of ARGUMENTS."""
+    functions = [call.function for call in message.tool_calls or ()]
+    if [function.name for function in functions] != [tool] * bool(tool):
+        return False
+    value = json.loads(functions[0].arguments if tool else message.content)
+    return {*value} == {"odd", "count"} and value["odd"] in (True, False) and value["count"] in (1, 7, 49)
+
+
+def check_enforced(kind: str, server: Server, model: str, samples: int = 8) -> dict[str, Any]:
+    """Put ``constraints: enforce`` to the test before a server with the weights in ``model``; returns figures.
+
+    Raises Broken unless whole answers are as demanded, the log-probabilities of free tokens are the model's, and those
+    of tokens that a grammar allowed are not lower than the model's, since a grammar excludes other tokens. An answer
+    that is cut by its limit has no form: the grammar of a call allows white space, which a random model may repeat.
+    """
+    config = Config.from_mapping({
+        "engine": {"kind": kind, "urls": [server.url]}, "constraints": "enforce", "allow_mismatch": True,
+        "rollout_batch_size": samples, "n_samples_per_prompt": 1, "max_response_len": 400,
+    })  # fmt: skip
+    with RolloutScheduler(
+        config, prompts=({"number": number} for number in itertools.count()), rollout=_demanding,
+        reward=lambda prompt, response: 1.0, tokenizer=hugging_face_tokenizer(model), progress=False,
+        renderer=Qwen3RendererConfig(enable_thinking=False),
+    ) as rollouts:  # fmt: skip
+        rows = rollouts.next_batch().samples
+    answers = {row.id: row.output for row in rows}.values()
+    whole: dict[str, int] = {}
+    for number, tool in ((1, "halve"), (2, "")):
+        found = [answer[number].message for answer in answers if answer[number].finish_reason != "length"]
+        whole[tool or "JSON"] = len(found)
+        if wrong := [message for message in found if not _is_demanded(message, tool)]:
+            raise Broken(f"{tool or 'JSON'} was demanded, and the answers are {wrong}")
+    if min(whole.values()) < samples // 4:
+        raise Broken(f"{whole} of {samples} answers are whole")
+    differences: tuple[list[float], list[float]] = ([], [])
+    logits = hugging_face(model)
+    for row in rows:
+        tokens = row.tokens.tolist()
+        own = logprobs_of(np.array(logits(row.prompt.token_ids.tolist(), tokens), np.float64), tokens)
+        for listed, mask in zip(differences, (0, 1), strict=True):
+            listed += (row.logprobs - own)[(row.loss_mask == 1) & (row.constrained_mask == mask)].tolist()
+    free, constrained = map(np.array, differences)
+    if np.abs(free).max() > RealSubject.tolerance or constrained.min() < -RealSubject.tolerance:
+        raise Broken(f"log-probabilities differ by {np.abs(free).max():.2g} (free), {constrained.min():.2g} (grammar)")
+    return {**whole, "free tokens": len(free), "largest error": float(np.abs(free).max()), "others": len(constrained)}
+
+
 def scripted_server(kind: str, model: Path, out: Path, hold: Path | None = None) -> Server:
     (port,) = free_ports(1)
     log = out / f"gateway-{kind}.log"
     if kind == "vllm":
         server = vllm_server(kind, model, port, log, open_routes=True, context=CONTEXT)
-        server.command = [*server.command, "--logits-processors", "tests.real_engines.scripted:VllmScript"]
-        server.environment["PYTHONPATH"] = str(ROOT)
+        outputs = {"backend": "xgrammar", "disable_any_whitespace": True}
+        script = ["--logits-processors", "tests.real_engines.scripted:VllmScript"]
+        server.command = [*server.command, *script, "--structured-outputs-config", json.dumps(outputs)]
+        server.environment["PYTHONPATH"] += f":{ROOT}"
     elif kind != "sglang":
         raise typer.BadParameter(f"there are servers of kind vllm and sglang, not of kind {kind}")
     else:
         server = sglang_server(kind, model, port, log, context=CONTEXT, room=64 * CONTEXT)
         command = ["tests.real_engines.scripted" if word == "sglang.launch_server" else word for word in server.command]
-        server.command = [*command, "--enable-custom-logit-processor", "--disable-overlap-schedule"]
+        flags = "--enable-custom-logit-processor --disable-overlap-schedule --constrained-json-disable-any-whitespace"
+        server.command = [*command, *flags.split()]
         server.environment["PYTHONPATH"] += f":{ROOT}"
     server.environment[HOLD] = str(hold or "")
     return server
@@ -246,15 +338,17 @@ def main(
     only: Annotated[list[int] | None, typer.Option(help="Numbers of promises.")] = None,
     out: Annotated[Path, typer.Option(help="Where report and logs go.")] = ROOT / "runs" / "engines",
 ) -> None:
-    """The twenty promises on one server."""
+    """The twenty promises on one server, and ``constraints: enforce`` unless some promises are chosen."""
     out = out.resolve() / f"gateway-{kind}"
     emptied(out)
     hold = out / "hold"
-    models = make_models(out / "models")
+    models = make_models(out / "models", marks=MARKS)
     with program():
         server = scripted_server(kind, models["first"], out, hold)
         with running([server]):
             until_ready([server])
+            if not only:
+                print(f"  constraints: enforce {check_enforced(kind, server, str(models['first']))}", flush=True)
             report = asyncio.run(_suite(kind, server, models, hold, only or []))
     (out / "report.json").write_bytes(report.json())
     Console(width=150).print(report.table())

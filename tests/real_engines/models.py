@@ -6,6 +6,7 @@ not fall into one token, and a head size that both servers take on a CPU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -28,19 +29,21 @@ CHAT = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SEEDS = {"first": 0, "second": 1}
+MARKS = ("<|endoftext|>", "<|im_start|>", END)
 
 
-def make_models(where: Path, *, eos: bool = True) -> dict[str, Path]:
+def make_models(where: Path, *, eos: bool = True, marks: Sequence[str] = MARKS) -> dict[str, Path]:
     """The directories of the models by name, written into ``where``.
 
-    Without ``eos`` no token ends a response, so that its length is what a benchmark says.
+    Without ``eos`` no token ends a response, so that its length is what a benchmark says. ``marks`` are the tokenizer's
+    special tokens.
     """
     disable_progress_bar()  # type: ignore[no-untyped-call]
     made = {}
     for name, seed in SEEDS.items():
         made[name] = where / name
         _model(seed, EOS if eos else None).save_pretrained(made[name])
-        _tokenizer(eos).save_pretrained(made[name])
+        _tokenizer(eos, marks).save_pretrained(made[name])
     return made
 
 
@@ -67,11 +70,11 @@ def make_experts(where: Path) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         Qwen3MoeForCausalLM(config).save_pretrained(where)
-    _tokenizer(True).save_pretrained(where)
+    _tokenizer(True, MARKS).save_pretrained(where)
     return where
 
 
-def _tokenizer(eos: bool) -> PreTrainedTokenizerFast:
+def _tokenizer(eos: bool, marks: Sequence[str]) -> PreTrainedTokenizerFast:
     """Byte level, as Qwen's own."""
     bpe = Tokenizer(tokenizer_models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -79,7 +82,7 @@ def _tokenizer(eos: bool) -> PreTrainedTokenizerFast:
     bpe.train_from_iterator(
         (f"a tiny model counts to {n}, then to {n * 7}, and the answer is {n * 8}" for n in range(2000)),
         trainers.BpeTrainer(
-            vocab_size=VOCAB_SIZE, special_tokens=["<|endoftext|>", "<|im_start|>", END],
+            vocab_size=VOCAB_SIZE, special_tokens=list(marks),
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
         ),
     )  # fmt: skip

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from april.config.engines import OpenAIEngineConfig
 from april.core.engine_limits import IT, Limit, LimitCode, raw_logprobs, unknown_eos

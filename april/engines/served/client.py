@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import aiohttp
+from msgspec import structs
 
 from april.concurrency.worker_threads import run_in_thread
 from april.config.engines import AprilEngineConfig
@@ -104,7 +105,7 @@ class ServedEngine(ServerEngine):
             self._check(request)
             self._adapters.note_request(request.attempt_id)
             bare = tuple(replace(p, attachment=replace(p.attachment, data=None, path="")) for p in request.attached)
-            told = replace(request, attached=bare) if bare else request
+            told = structs.replace(request, attached=bare) if bare else request
             for _ in range(TRIES):
                 for placed in request.attached:
                     await self._send(placed.attachment)

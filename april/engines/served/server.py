@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import numpy as np
 from aiohttp import WSMsgType, hdrs, web
+from msgspec import structs
 
 from april.concurrency.http_listener import HttpListener
 from april.config.engines import ANY_ADDRESS, THIS_MACHINE, checked_key
@@ -173,7 +174,7 @@ class EngineServer:
             own = (
                 replace(placed, attachment=self._attachments[placed.attachment.digest]) for placed in request.attached
             )
-            request = replace(request, attached=tuple(own))
+            request = structs.replace(request, attached=tuple(own))
         return self.engine.generate(request)
 
     def missing(self, request: Request) -> list[str]:

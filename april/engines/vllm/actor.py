@@ -14,6 +14,7 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from april.concurrency.worker_threads import run_in_thread
 from april.core.attachments import Attachment, Placed
@@ -103,7 +104,7 @@ async def _with_content(request: Request) -> Request:
         attachments = [replace(p.attachment, data=attachment_bytes(p.attachment)) for p in request.attached]
         return tuple(replace(p, attachment=a) for p, a in zip(request.attached, attachments, strict=True))
 
-    return replace(request, attached=await run_in_thread(read))
+    return structs.replace(request, attached=await run_in_thread(read))
 
 
 def capabilities_of(plain: dict[str, Any]) -> Capabilities:
@@ -144,7 +145,10 @@ class ActorEngine(ServerEngine):
             self._check(request)
             ended = False
             try:
-                ask = asdict(await _with_content(request))
+                sent = await _with_content(request)
+                ask = structs.asdict(sent) | {
+                    "sampling": structs.asdict(sent.sampling), "attached": tuple(map(asdict, sent.attached))
+                }  # fmt: skip
                 tokens, logprobs, finish, stopped_at, under = await self._ask("april_generate", ask)
                 ended = True
             finally:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
+from msgspec.structs import replace
 
 from april.engines.protocol import EngineFinish, Request
 from april.testing.conformance.bench import Bench, ReadRequest, check, require_equal, require_prefix

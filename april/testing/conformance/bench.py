@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from msgspec import structs
 
 from april.core.sampling import SamplingParams
 from april.core.versions import PolicyVersion
@@ -228,10 +229,10 @@ class Bench:
         """Copy the request under another id; limited to ``count`` tokens if EOS cannot end the response before."""
         sampling = request.sampling
         if not sampling.temperature:
-            sampling = replace(sampling, seed=next(self._seeds))
+            sampling = structs.replace(sampling, seed=next(self._seeds))
         if count is not None and sampling.min_tokens >= count:
-            sampling = replace(sampling, max_tokens=count, min_tokens=count)
-        return replace(request, attempt_id=self.new_id(), sampling=sampling)
+            sampling = structs.replace(sampling, max_tokens=count, min_tokens=count)
+        return structs.replace(request, attempt_id=self.new_id(), sampling=sampling)
 
     def start(self, request: Request, engine: Engine | None = None) -> ReadRequest:
         """Begin to read a request."""

@@ -10,6 +10,7 @@ from itertools import count, islice
 from typing import Any, TypeVar
 
 import numpy as np
+from msgspec import structs
 
 from april.config.settings import Config
 from april.core.batch import Batch
@@ -65,7 +66,7 @@ class _AlteringEngine(RecordingEngine):
 
     def alter_request(self, request: Request) -> Request:
         cut = self._cut(request)
-        return request if cut is None else replace(request, sampling=request.sampling.capped(cut))
+        return request if cut is None else structs.replace(request, sampling=request.sampling.capped(cut))
 
     def alter_chunk(self, request: Request, chunk: Chunk) -> Chunk:
         cut = self._cut(request)

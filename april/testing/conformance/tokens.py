@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import numpy as np
+from msgspec.structs import replace
 
 from april.core.sampling import LogprobKind
 from april.engines.protocol import EngineFinish, Float32, Int32, Request

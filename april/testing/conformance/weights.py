@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain
 
 import numpy as np
+from msgspec.structs import replace
 
 from april.engines.protocol import EngineFinish, Float32, KeepsRequests, OnWeightUpdate
 from april.testing.conformance.bench import Bench, ReadRequest, check

@@ -81,6 +81,26 @@ class Trained:
         return self.shares
 
 
+def reward_with_more(prompt: april.Prompt, response: april.Response) -> april.Reward:
+    """Parts, values per turn and per token, and a note, all of which follow from the response."""
+    (conversation,) = response.conversations
+    parts = {"odd": reward(prompt, response), "length": float(len(conversation.tokens))}
+    return april.Reward(
+        parts["odd"], parts, {"end": conversation.turns[:, 1]},
+        {"teacher_logprobs": conversation.tokens / np.float32(-97)}, ["last token", int(conversation.tokens[-1])],
+    )  # fmt: skip
+
+
+def with_more(sample: april.DeliveredSample) -> Any:
+    """What came with the number of a reward, arrays as bytes; None if nothing did."""
+    if (own := sample.row_reward) is None:
+        return None
+    arrays = {name: (v.dtype.str, v.tobytes()) for name, v in [*own.per_turn.items(), *own.per_token.items()]}
+    assert len(own.per_turn["end"]) == len(sample.turns)
+    assert len(own.per_token["teacher_logprobs"]) == len(sample.tokens)
+    return own.reward, dict(own.parts), arrays, own.note
+
+
 def functions(trained: Any | None) -> dict[str, Any]:
     """A rollout function of two turns, a reward and a filter, each in actors; the first actor is killed in a turn."""
 
@@ -91,11 +111,11 @@ def functions(trained: Any | None) -> dict[str, Any]:
         last = await llm.generate([*first.conversation, 5, 6])
         return len(last.tokens)
 
-    def scores(prompt: april.Prompt, response: april.Response) -> float:
+    def scores(prompt: april.Prompt, response: april.Response) -> april.Reward:
         if trained is not None and response.sample_id == (15, 2) and ray.get(trained.may_die.remote()):
             os.kill(os.getpid(), signal.SIGKILL)
         assert response.output <= len(response.tokens)
-        return reward(prompt, response)
+        return reward_with_more(prompt, response)
 
     def keeps(prompt: april.Prompt, responses: list[april.Response]) -> bool:
         return all(response.reward is not None for response in responses)
@@ -114,7 +134,9 @@ def trainer(name: str, block: str) -> Any:
     class Trainer:
         def run(self, rank: int, trained: Any, dies_at: int | None) -> None:
             def train(batch: april.Batch) -> None:
-                found = [(*s.id, s.tokens.tolist(), round(float(s.logprobs.sum()), 3)) for s in batch.samples]
+                found = [
+                    (*s.id, s.tokens.tolist(), round(float(s.logprobs.sum()), 3), with_more(s)) for s in batch.samples
+                ]
                 for s in batch.samples:
                     s.tokens[:] = 0  # they are this rank's own
                 if batch.id == dies_at and ray.get(trained.may_die.remote()):
@@ -166,8 +188,8 @@ def samples_of(shares: list[tuple[int, int, int, list[Any]]]) -> Counter[tuple[i
 
 
 def texts_of(shares: list[tuple[int, int, int, list[Any]]]) -> set[str]:
-    """Samples with their tokens and log-probabilities."""
-    return {str(row[:4]) for *_, found in shares for row in found}
+    """Samples with their tokens, log-probabilities and what came with their rewards."""
+    return {str(row) for *_, found in shares for row in found}
 
 
 def test_actors_of_functions_are_killed() -> None:
@@ -180,10 +202,14 @@ def test_actors_of_functions_are_killed() -> None:
     assert texts_of(killed) == texts_of(whole)
 
 
-def test_a_rank_is_killed_and_started_anew() -> None:
-    """Ten steps on two ranks: every response is trained once, with the tokens of the run in which nobody died."""
-    killed = run_to_the_end("killed", dies_at=4)
-    whole = run_to_the_end("whole", dies_at=None)
+@pytest.mark.parametrize("kind", ["numbers in the scheduler", "rewards with more in an actor"])
+def test_a_rank_is_killed_and_started_anew(kind: str) -> None:
+    """Ten steps on two ranks: every response is trained once, with the tokens and the reward, to the last bit, of the
+    run in which nobody died."""
+    rewards = {"reward": april.ray.remote(reward_with_more, num_cpus=0.5)} if "actor" in kind else {}
+    killed = run_to_the_end(f"killed-{len(rewards)}", dies_at=4, **rewards)
+    whole = run_to_the_end(f"whole-{len(rewards)}", dies_at=None, **rewards)
+    assert all((row[4] is None) == (not rewards) for *_, found in killed for row in found)
     assert samples_of(killed) == EVERYTHING
     assert texts_of(killed) == texts_of(whole)
     assert len({pid for rank, pid, *_ in killed if rank == 1}) == 2
