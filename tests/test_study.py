@@ -118,6 +118,8 @@ def test_losses_are_their_formulas(name: str) -> None:
     mask = np.arange(6) < np.array(lengths)[:, None]
     p = (-rng.random(shape) * 2 - 0.5).astype(np.float32)
     q = np.minimum(p + rng.normal(0, 0.6, shape), -0.01).astype(np.float32)
+    # a token of a negative advantage at e^1.5 times its probability, in a response whose geometric mean is 1
+    q[1] = p[1] + np.array([-1.5, 0.45, 0.3, 0.3, 0.25, 0.2], np.float32)
     advantages = np.array([1.5, -0.7], np.float32)
     loss = LOSSES[name]
     now = torch.tensor(p + 0.01, requires_grad=True)
@@ -141,17 +143,21 @@ def _by_hand(name: str, now: Any, p: Any, q: Any, place: int, advantage: float) 
     if place >= len(now):
         return 0.0, 0.0
     to_p, own, low, high = math.exp(now[place] - p[place]), math.exp(p[place] - q[place]), 0.8, 1.28
-    whole = math.exp(float((p - q).sum()))
+    whole, mean = math.exp(float((p - q).sum())), math.exp(float((p - q).mean()))
+    far = math.exp(sum(one for one in (p - q).tolist() if abs(one) > 0.4))
     weight, ratio = {
         "none": (1.0, to_p), "tis": (min(own, 2.0), to_p), "icepop": (own * (0.5 <= own <= 5.0), to_p),
         "decoupled": (own, to_p), "sequence": (min(whole, 2.0), to_p),
-        "behaviour": (1.0, math.exp(now[place] - q[place])),
+        "behaviour": (1.0, math.exp(now[place] - q[place])), "bounded": (1.0, math.exp(now[place] - q[place])),
+        "geo-mask": (min(own, 2.0) * (0.98 <= mean <= 1.02), to_p), "dead-zone": (min(far, 2.0), to_p),
         "gspo": (1.0, math.exp(float((now - q).mean()))),
     }[name]  # fmt: skip
     if name == "gspo":
         low, high = 1 - 3e-4, 1 + 4e-4
     clipped = min(max(ratio, low), high) * advantage
     value = min(ratio * advantage, clipped)
+    if name == "bounded" and advantage < 0:
+        value = max(value, 3.0 * advantage)
     return weight * value, weight * ratio * advantage * (value == ratio * advantage)
 
 
@@ -342,7 +348,7 @@ def test_each_arm_is_compared_at_its_own_best_rate() -> None:
 def test_the_page_says_what_was_added_after_outcomes_were_seen() -> None:
     """Claims were fixed before the first training; a task run again with fresh seeds is named as added later."""
     fixed = "with claims fixed before the first ran"
-    assert f"{fixed}, but for `again`, added later" in page.page(DESIGN, {})
+    assert f"{fixed}, but for `again`, `late`, `late-sorting`, `late-long`, added later" in page.page(DESIGN, {})
     assert f"{fixed} (" in page.page(design.read(SMOKE), {})
 
 

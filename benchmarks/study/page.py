@@ -23,6 +23,8 @@ COLOURS = ("#8a8a8a", "#8fbfe0", "#1b6ca8", "#d1603d", "#3a8f5c")
 """Of sync and of those, as in the demo's picture."""
 OTHERS = "tail"
 """The task whose other arms have a table of their own."""
+LATE = "late"
+"""Names of the tasks begin so that say what losses do with late and rounded tokens."""
 HARM = 0.05
 """A loss breaks at the delay at which it ends so far below sync."""
 WORDS = 1000
@@ -32,6 +34,8 @@ TERMS = (
     " is reasoning-gym's `number_sorting`; responses of `long` have some 1,100 tokens.",
     "* Arms: `over-2` has N' = 2N, `refill` a constant number in flight and `max_staleness: 5`, `quorum-0.5` N' = 1.5N."
     " They have [the recommended loss](corrections.md#the-recommended-loss), `sequence`.",
+    "* Tasks whose names begin with `late` are the same three with fresh seeds, for [late and rounded"
+    " tokens](#late-and-rounded-tokens).",
 )
 """Names that the tables use."""
 LIMITS = (
@@ -89,11 +93,14 @@ def figures(design: Design, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
         "planned": len(design.trainings()),
         "arms": arms,
         "guards": {
-            "kl_k3": _guard(outcomes, analysis.kl_alarm),
+            "kl_k3": _guard(_first(outcomes), analysis.kl_alarm),
             "kl_k3 without fixed delays": _guard(
-                {name: o for name, o in outcomes.items() if not o.settings.delay}, analysis.kl_alarm
+                [o for o in _first(outcomes) if not o.settings.delay], analysis.kl_alarm
             ),
-            "effective sample size": _guard(outcomes, analysis.ess_alarm),
+            "effective sample size": _guard(_first(outcomes), analysis.ess_alarm),
+            "kl_response": _guard(_late(outcomes, rounded=False), analysis.response_alarm),
+            "kl_k3 of late tokens": _guard(_late(outcomes, rounded=False), analysis.kl_alarm),
+            "kl_response without the dead zone": _guard(_late(outcomes), analysis.far_alarm),
         },
         "pooled": {
             name: {
@@ -130,9 +137,18 @@ def _plain(found: Estimate) -> dict[str, float | int | None]:
     }  # fmt: skip
 
 
-def _guard(outcomes: Mapping[str, Outcome], alarm: analysis.Alarm) -> dict[str, int]:
-    found = analysis.guard(list(outcomes.values()), alarm)
-    return dataclasses.asdict(found)
+def _guard(outcomes: list[Outcome], alarm: analysis.Alarm) -> dict[str, int]:
+    return dataclasses.asdict(analysis.guard(outcomes, alarm))
+
+
+def _first(outcomes: Mapping[str, Outcome]) -> list[Outcome]:
+    """Return the trainings on which the limits of the guards per token and per response were chosen."""
+    return [o for name, o in outcomes.items() if not name.startswith(LATE)]
+
+
+def _late(outcomes: Mapping[str, Outcome], *, rounded: bool = True) -> list[Outcome]:
+    """Return the trainings with fresh seeds, without those with rounded log-probabilities unless ``rounded``."""
+    return [o for name, o in outcomes.items() if name.startswith(LATE) and (rounded or not o.settings.noise)]
 
 
 # ---------------------------------------------------------------- the page
@@ -188,6 +204,16 @@ def page(design: Design, outcomes: Mapping[str, Outcome]) -> str:
         f" Bold: {HARM:g} lower or more. Brackets: trainings that fell by {analysis.FALL:g}.",
         "",
         *_loss_table(compared),
+        "",
+        "## Late and rounded tokens",
+        "",
+        "Rollouts trained D updates late, with seeds that nobody had seen and claims fixed before. *Rounded*: the"
+        " log-probabilities at sampling have a noise of 0.0014 nats per token, as engines in bfloat16 have it, and"
+        " weights per response count that of 1,000 tokens. `dead-zone` is the recommended loss with `dead_zone=0.4`,"
+        " `behaviour` a clipped ratio to q, `bounded` the same with `negative_bound=3`, `geo-mask` weights per token"
+        " without the responses whose geometric mean is outside 0.98 to 1.02. *Weight*: mean over the trained tokens.",
+        "",
+        *_late_rows(compared),
         "",
         "## Other arms",
         "",
@@ -330,7 +356,7 @@ def _loss_table(compared: Mapping[str, Compared]) -> list[str]:
     lines: dict[str, dict[int, str]] = defaultdict(dict)
     for found in compared.values():
         kind = found.kind
-        if kind.delay or kind.minibatches > 1:
+        if (kind.delay or kind.minibatches > 1) and not kind.task.startswith(LATE):
             of = [kind.task, kind.loss]
             of += [f"{kind.rate:g}x rate"] if kind.rate != 1.0 else []
             of += [f"{kind.minibatches} minibatches"] if kind.minibatches > 1 else []
@@ -342,16 +368,39 @@ def _loss_table(compared: Mapping[str, Compared]) -> list[str]:
     return rows + [f"|{of}|{'|'.join(cells.get(d, '') for d in delays)}|" for of, cells in sorted(lines.items())]
 
 
+def _late_rows(compared: Mapping[str, Compared]) -> list[str]:
+    """Return a row per loss, delay and kind of log-probabilities of the tasks for late tokens."""
+    rows = ["|task, loss|D|rounded|the end, minus sync's|fell|weight|", "|---|---|---|---|---|---|"]
+    late = [found for found in compared.values() if found.kind.task.startswith(LATE)]
+    order = sorted(late, key=lambda f: (f.kind.task, f.kind.delay, f.kind.noise > 0, f.kind.loss))
+    for kind, found in ((found.kind, found) for found in order):
+        weights = [sum(o.weight_response) / len(o.weight_response) for o in found.seeds.values() if o.weight_response]
+        cells = f"{kind.delay}|{'yes' if kind.noise else ''}|{shown(found.end)}"
+        fell, weight = analysis.falls(found.seeds), f"{_mean(weights):.2f}" if weights else ""
+        rows.append(f"|{kind.task}, {kind.loss}{found.part}|{cells}|{fell} of {len(found.seeds)}|{weight}|")
+    return rows
+
+
 def _guard_lines(outcomes: Mapping[str, Outcome]) -> list[str]:
-    delayed = [outcome for outcome in outcomes.values() if outcome.settings.delay]
+    first = _first(outcomes)
+    delayed = [outcome for outcome in first if outcome.settings.delay]
     found = []
     for name, alarm in (("kl_k3", analysis.kl_alarm), ("ess_token", analysis.ess_alarm)):
-        did, late = analysis.guard(list(outcomes.values()), alarm), analysis.guard(delayed, alarm)
+        did, late = analysis.guard(first, alarm), analysis.guard(delayed, alarm)
         found.append(
             f"* `{name}`: {did.in_time} of {did.falls} falls in time, {did.early} of them before the step that shows"
             f" it; false alarms in {did.false} of {did.sound} other trainings with older tokens. Without fixed delays:"
             f" {did.in_time - late.in_time} of {did.falls - late.falls}, {did.false - late.false} of"
             f" {did.sound - late.sound}."
+        )
+    for name, alarm, of in (
+        ("`kl_response`, late tokens, not rounded", analysis.response_alarm, _late(outcomes, rounded=False)),
+        ("`kl_k3`, the same trainings", analysis.kl_alarm, _late(outcomes, rounded=False)),
+        ("KL per response of tokens outside the dead zone, late tokens", analysis.far_alarm, _late(outcomes)),
+    ):
+        did = analysis.guard(of, alarm)
+        found.append(
+            f"* {name}: {did.in_time} of {did.falls} falls in time; false alarms in {did.false} of {did.sound} others."
         )
     return found
 
@@ -368,7 +417,7 @@ def draw(design: Design, outcomes: Mapping[str, Outcome], path: Path, against: s
     """Draw the mean held-out reward against training steps and another figure of evaluations, a row per task."""
     from matplotlib.figure import Figure
 
-    by_task = analysis.by_arm(outcomes)
+    by_task = {task: arms for task, arms in analysis.by_arm(outcomes).items() if not task.startswith(LATE)}
     figure = Figure(figsize=(9.0, 2.8 * len(by_task)), layout="constrained")
     grid = figure.subplots(len(by_task), 2, squeeze=False)
     for row, (task, arms) in zip(grid, by_task.items(), strict=True):
