@@ -177,7 +177,10 @@ def text_of(content: Any) -> str:
             raise RequestError(NOT_READ.format(kind))
         if is_image({**part, "type": None}):
             raise RequestError(f"content: a part of type {kind!r} has an image; give the image a part of its own")
-        texts.append(str(part.get(TEXT_PARTS[kind]) or ""))
+        text = part.get(TEXT_PARTS[kind])
+        if not isinstance(text, str | None):
+            raise RequestError(f"content: the text of a part must be a string, got {type(text).__name__}")
+        texts.append(text or "")
     return "".join(texts)
 
 
@@ -211,6 +214,25 @@ def message_key(message: Message, *, calls: Sequence[Mapping[str, Any]] = (), ex
         parts.append(message.get("name"))  # some templates write it; frameworks add names of their own to answers
     key = json.dumps(parts, sort_keys=True, ensure_ascii=False)
     return key if exact else normalize("NFC", key)
+
+
+def results_in_order(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with the results of parallel tool calls in the order of the calls.
+
+    A client may send results in the order in which its tools end. Many templates write no ids of calls, so the model
+    knows only by the order which call a result answers.
+    """
+    found = list(messages)
+    for i, message in enumerate(messages):
+        calls = message.get("tool_calls") or ()
+        numbers = {call.get("id"): number for number, call in enumerate(calls)}
+        if len(numbers) < 2 or len(numbers) < len(calls):
+            continue
+        end = next((k for k in range(i + 1, len(found)) if found[k]["role"] != "tool"), len(found))
+        results = found[i + 1 : end]
+        if all(result.get("tool_call_id") in numbers for result in results):
+            found[i + 1 : end] = sorted(results, key=lambda result: numbers[result["tool_call_id"]])
+    return found
 
 
 def _parsed_arguments(arguments: Any) -> Any:
