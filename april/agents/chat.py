@@ -216,22 +216,41 @@ def message_key(message: Message, *, calls: Sequence[Mapping[str, Any]] = (), ex
     return key if exact else normalize("NFC", key)
 
 
-def results_in_order(messages: Sequence[Message]) -> list[Message]:
+def results_in_order(messages: Sequence[Message], *, named: bool = False) -> list[Message]:
     """Return the messages with the results of parallel tool calls in the order of the calls.
 
     A client may send results in the order in which its tools end. Many templates write no ids of calls, so the model
-    knows only by the order which call a result answers.
+    knows only by the order which call a result answers. ``named`` adds the name of its tool to each result.
     """
     found = list(messages)
     for i, message in enumerate(messages):
-        calls = message.get("tool_calls") or ()
-        numbers = {call.get("id"): number for number, call in enumerate(calls)}
-        if len(numbers) < 2 or len(numbers) < len(calls):
+        if not (calls := message.get("tool_calls")):
             continue
-        end = next((k for k in range(i + 1, len(found)) if found[k]["role"] != "tool"), len(found))
-        results = found[i + 1 : end]
-        if all(result.get("tool_call_id") in numbers for result in results):
-            found[i + 1 : end] = sorted(results, key=lambda result: numbers[result["tool_call_id"]])
+        end = i + 1
+        while end < len(messages) and messages[end]["role"] == "tool":
+            end += 1
+        results = messages[i + 1 : end]
+        pairs = sorted(zip(numbers_of_calls(calls, results), results, strict=True), key=lambda pair: pair[0])
+        if not pairs or pairs[0][0] < 0:
+            continue  # the client's ids do not tell which call a result answers
+        for place, (number, result) in enumerate(pairs, i + 1):
+            unnamed = named and not result.get("name")
+            found[place] = {**result, "name": calls[number]["function"]["name"]} if unnamed else result
+    return found
+
+
+def numbers_of_calls(calls: Sequence[Mapping[str, Any]], results: Sequence[Message]) -> list[int]:
+    """Return for each result the number of the call that it answers; -1 if no call has its id.
+
+    If several calls have one id, the first result with this id answers the first of them, and so on.
+    """
+    left: dict[str | None, list[int]] = {}
+    for number, call in enumerate(calls):
+        left.setdefault(call.get("id"), []).append(number)
+    found = []
+    for result in results:
+        numbers = left.get(result.get("tool_call_id"), [-1])
+        found.append(numbers.pop(0) if len(numbers) > 1 else numbers[0])
     return found
 
 

@@ -12,7 +12,7 @@ import json
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import product, takewhile
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -27,6 +27,7 @@ from april.agents.chat import (
     ToolCall,
     Tools,
     message_key,
+    numbers_of_calls,
     results_in_order,
 )
 from april.agents.chat_template import ChatTemplate, ParsedAnswer
@@ -161,8 +162,8 @@ class _Digest(NamedTuple):
 
 
 class _AnsweredConversation(NamedTuple):
-    """A conversation that ended with an answer: all its tokens, the number of prompt tokens, its attachments, the digest
-    of its exact content, and the ids of the answer's tool calls."""
+    """A conversation that ended with an answer: all its tokens, the number of prompt tokens, its attachments, the
+    digest of its exact content, and the ids of the answer's tool calls."""
 
     ids: Int32
     prompt_length: int
@@ -290,18 +291,14 @@ def _as_sent_back(answer: Message, sampling: Mapping[str, Any]) -> list[Message]
 
 
 def _with_call_ids(new: Sequence[Message], sent_back: Message, call_ids: Sequence[str]) -> list[Message]:
-    """Return the messages after an answer with the ids of its own tool calls, which some templates write.
+    """Return the messages after an answer, whose tool results have the ids of its own calls: some templates write them.
 
-    ``sent_back`` is the answer as the client wrote it down, perhaps with other ids, or with one id for several calls.
+    ``sent_back`` is the answer as the client wrote it down, perhaps with other ids.
     """
-    own: dict[str | None, list[str]] = {}
-    for call, call_id in zip(sent_back.get("tool_calls") or (), call_ids, strict=False):
-        own.setdefault(call.get("id"), []).append(call_id)
-    found = list(new)
-    for i, message in enumerate(new):
-        if message["role"] == "tool" and (left := own.get(message.get("tool_call_id"))):
-            found[i] = {**message, "tool_call_id": left[0] if len(left) == 1 else left.pop(0)}
-    return found
+    results = list(takewhile(lambda message: message["role"] == "tool", new))
+    numbers = numbers_of_calls(sent_back.get("tool_calls") or (), results)
+    named = zip(numbers, results, strict=True)
+    return [*({**m, "tool_call_id": call_ids[n]} if n >= 0 else m for n, m in named), *new[len(results) :]]
 
 
 def _next_digest(before: _Digest, message: Message, calls: Sequence[Mapping[str, Any]] = ()) -> _Digest:
@@ -456,7 +453,8 @@ class Session:
             refuse_images(messages)
         else:
             messages = await self.message_images.read(messages)
-        return replace(request, messages=results_in_order(messages))
+        named = self.template is not None and self.template.names_results
+        return replace(request, messages=results_in_order(messages, named=named))
 
     def _tokenize(self, request: ChatRequest) -> tuple[Int32, tuple[Placed, ...] | None]:
         if request.token_ids:
