@@ -439,6 +439,9 @@ WRONG: dict[str, tuple[Any, str, int, str]] = {
     "says that it is compressed": (QUOTE.encode(), "Content-Encoding: gzip", 400, "cannot be decoded"),
     "grows when it is read": (gzip.compress(bytes(MAX_BODY_BYTES + 1)), "Content-Encoding: gzip", 413, "larger than"),
     "half a pair": (asks(messages=[{"role": "user", "content": QUOTE + "\ud800"}]), "", 400, "surrogate"),
+    "half a pair in arguments": (asks(messages=[*HELLO, {"role": "assistant", "tool_calls": [
+        {"id": "x", "function": {"name": "add", "arguments": '{"a": "\\ud800"}'}},
+    ]}, {"role": "tool", "tool_call_id": "x", "content": "3"}]), "", 200, "hi"),
     "half a pair in bytes": (b'{"messages": "' + b"\xed\xa0\x80" + b'"}', "", 400, "not JSON"),
     "deep": (b"[" * 10**5, "", 400, "not JSON"),
     "endless number": (b'{"max_tokens": ' + b"9" * 5000 + b"}", "", 400, "not JSON"),
