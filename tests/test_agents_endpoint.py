@@ -26,6 +26,7 @@ from april.agents.endpoint import MAX_BODY_BYTES, SMALL_BODY_BYTES, Endpoint, Se
 from april.agents.session import Session
 from april.core.tape import Float32, Int32
 from april.core.types import FinishReason
+from april.driver.llm import AnsweredCall
 from april.errors import RolloutError
 from april.testing import FakeEngine
 
@@ -576,7 +577,7 @@ RESULTS = {
 @pytest.mark.parametrize("ids", [None, "xy", "swapped", "zz"])
 @pytest.mark.parametrize("kind", RESULTS)
 async def test_a_result_of_a_parallel_call_stays_that_of_its_call(kind: str, ids: str | None) -> None:
-    """Whatever ids the client gives the calls, and in whatever order it sends the results."""
+    """Whatever ids the client gives the calls, and in whatever order it sends the results, after a restart too."""
     template = ChatTemplate(EveryMark(), getattr(renderers, f"{kind}RendererConfig")())
     tools = [{"type": "function", "function": TOOL | {"name": name}} for name in ("add", "mul")]
     functions = [{"name": name, "arguments": "{}"} for name in ("add", "mul")]
@@ -597,10 +598,12 @@ async def test_a_result_of_a_parallel_call_stays_that_of_its_call(kind: str, ids
     calls = [call | {"id": name} for call, name in zip(sent["tool_calls"], names, strict=True)]
     results = [{"role": "tool", "tool_call_id": name, "content": c} for name, c in zip(names, "AB", strict=True)]
     messages = [*HELLO, sent | {"tool_calls": calls}, *(results if ids == "zz" else results[::-1])]
-    await session.submit(ChatRequest(messages=messages, tools=tools), "2", retry=False).task
-    decode = template._tokenizer.decode
-    assert decode(asked[1]).startswith(decode(prompt + says))
-    assert RESULTS[kind] in decode(asked[1])
+    earlier = AnsweredCall(np.array(prompt, np.int32), np.array(says, np.int32), 0, len(says))
+    for later in (session, Session(generate, template, 1 << 20, [earlier])):
+        await later.submit(ChatRequest(messages=messages, tools=tools), "2", retry=False).task
+        text = template._tokenizer.decode(asked.pop())
+        assert text.startswith(template._tokenizer.decode(prompt + says))
+        assert RESULTS[kind] in text
 
 
 async def test_parallel_calls_of_a_stream_have_a_chunk_each() -> None:
