@@ -1,4 +1,7 @@
-"""Converts what callers of losses and advantages pass to numbers and arrays, or refuses an argument in one sentence."""
+"""Converts arguments of losses and advantages to numbers and arrays, or raises ValueError with one sentence.
+
+``who`` is the public function that was called and ``what`` the name of its argument, for the sentence.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,7 @@ from numpy.typing import NDArray
 
 
 def number(who: str, what: str, value: Any) -> float:
-    """Return a number of Python, numpy or torch as a float.
-
-    Args:
-        who: name of the public function that was called, for the message.
-        what: name of its argument.
-        value: what the caller passed; an array or tensor may have one element.
-
-    Raises ValueError for anything else, such as text, a bool or several numbers.
-    """
+    """Return a number of Python, numpy or torch as a float; text, bools and several numbers are refused."""
     try:
         plain = value.item() if hasattr(value, "item") else value
         if not isinstance(plain, (bool, str, bytes)):
@@ -28,7 +23,7 @@ def number(who: str, what: str, value: Any) -> float:
 
 
 def pair(who: str, what: str, values: Any) -> tuple[float, float]:
-    """Return two numbers as floats. Raises ValueError for anything else, such as one number."""
+    """Return two numbers as floats."""
     try:
         low, high = values
     except (TypeError, ValueError):
@@ -37,10 +32,7 @@ def pair(who: str, what: str, values: Any) -> tuple[float, float]:
 
 
 def array_of(who: str, what: str, values: Any) -> NDArray[Any]:
-    """Return an array, a list, or a tensor of any device and type as an array of numbers. Raises ValueError for others.
-
-    Tensors become float64, as numpy has no bfloat16.
-    """
+    """Return an array, a list, or a tensor of any device as an array of numbers; float64 from tensors and objects."""
     try:
         array = np.asarray(values.detach().double().cpu() if hasattr(values, "detach") else values)
         array = array.astype(np.float64) if array.dtype == object else array

@@ -140,11 +140,12 @@ class DriftGuard:
 
         Raises ValueError if the report lacks ``tokens``, or ``kl_k3`` although there are tokens.
         """
-        if not isinstance(report, Mapping) or "tokens" not in report or (report["tokens"] and "kl_k3" not in report):
+        tokens, kl = report.get("tokens"), report.get("kl_k3")
+        if tokens is None or (tokens and kl is None):
             raise ValueError("DriftGuard: give the report that april.off_policy_report returned, whole")
-        if not report["tokens"]:
+        if not tokens:
             return False
-        self.recent = [*self.recent, report["kl_k3"]][-self.batches :]
+        self.recent = [*self.recent, kl][-self.batches :]
         if len(self.recent) < self.batches or math.fsum(self.recent) <= self.limit * self.batches:
             return False
         self.recent = []
