@@ -140,8 +140,9 @@ class DriftGuard:
 
         Raises ValueError if the report lacks ``tokens``, or ``kl_k3`` although there are tokens.
         """
-        tokens, kl = report.get("tokens"), report.get("kl_k3")
-        if tokens is None or (tokens and kl is None):
+        tokens = report.get("tokens")
+        kl = report.get("kl_k3", None if tokens else 0.0)
+        if tokens is None or kl is None:
             raise ValueError("DriftGuard: give the report that april.off_policy_report returned, whole")
         if not tokens:
             return False
