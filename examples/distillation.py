@@ -69,7 +69,6 @@ class Student:
         """One optimizer step, a few rows at a time; tokens of older weights are corrected."""
         rows = batch.padded(left_pad_prompts=True)
         arrays = april.to_torch(rows, device=self.model.device)
-        arrays["advantages"] = arrays["teacher_logprobs"] - arrays["logprobs"]  # [B, T]
         tokens = int(rows["loss_mask"].sum())
         self._optimizer.zero_grad()
         for first in range(0, len(batch), self._rows):
@@ -79,7 +78,8 @@ class Student:
                 part["input_ids"], attention_mask=part["attention_mask"], logits_to_keep=ids.shape[1] + 1
             )
             now = outputs.logits[:, :-1].float().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-            loss = april.policy_loss(now, part["logprobs"], part["loss_mask"], part["advantages"], tokens=tokens)
+            advantages = part["teacher_logprobs"] - now.detach()  # of the present student, however old the tokens are
+            loss = april.policy_loss(now, part["logprobs"], part["loss_mask"], advantages, tokens=tokens)
             loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self._optimizer.step()

@@ -18,7 +18,7 @@ import torch
 import april
 from april.core.batch import Batch, DeliveredSample
 from april.core.types import FinishReason, Prompt, SampleId
-from april.corrections.advantages import METHODS, first_others
+from april.corrections.advantages import METHODS, first_others, process_advantages
 from april.corrections.loss_weights import BatchShare
 
 
@@ -145,15 +145,18 @@ def test_tensors_give_tensors() -> None:
         ((1.0, np.float64(0.0)), r"shape \[\] and baseline_rewards \[\]"),
         (([1.0, float("nan")], [[0.0], [0.0]]), r"response 1 has the reward nan .* give finite numbers"),
         (([1.0, 0.0], [[0.0], [float("inf")]]), r"response 1 has the reward 0.0 among \[inf\]; give finite"),
+        ((["1", "2"], [[0.0], [0.0]]), r"group_advantages: rewards must be an array or tensor of numbers, got \['1'"),
+        (([1.0, 2.0], [["0"], [0.0]]), "group_advantages: baseline_rewards must be an array or tensor of numbers"),
     ],
 )
 def test_what_is_refused(arguments: Any, words: str) -> None:
     """Each with a sentence that says what to give instead."""
     with pytest.raises(ValueError, match=words):
         april.group_advantages(*arguments)
-    for wrong in ({"ddof": 2}, {"epsilon": -1.0}, {"epsilon": float("nan")}):
-        with pytest.raises(ValueError, match="ddof must be 0 or 1, epsilon at least 0"):
-            april.group_advantages([1.0], [[0.0]], **wrong)
+    for wrong in ({"ddof": 2}, {"epsilon": -1.0}, {"epsilon": float("nan")}, {"epsilon": float("inf")}):
+        for function in (april.group_advantages, process_advantages):
+            with pytest.raises(ValueError, match="ddof must be 0 or 1, epsilon at least 0"):
+                function([1.0], [[0.0]], **wrong)  # type: ignore[operator]
 
 
 def test_cohorts_of_different_sizes_side_by_side() -> None:
@@ -202,3 +205,18 @@ def test_weights_that_cannot_be() -> None:
         april.loss_weights(MASK, "mean")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=re.escape("has the shape [6]; give [B, T]")):
         april.loss_weights(MASK[0])
+    for wrong, sentence in (
+        ({"method": "dr_grpo", "max_response_len": "10"}, "max_response_len must be a number, got '10'"),
+        ({"samples": ["a", "b"]}, "samples must be an array or tensor of numbers"),
+        ({"samples": [0]}, "one number per row"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"loss_weights: .*{sentence}"):
+            april.loss_weights(MASK, **wrong)  # type: ignore[call-overload]
+
+
+def test_samples_may_have_any_numbers() -> None:
+    """Those of a micro-batch need not begin at 0; rows of the same sample are one response."""
+    expected = [[1 / 16] * 4, [1 / 4, 0, 1 / 4, 0], [0] * 4, [1 / 16] * 4]
+    for numbers in ([7, -3, -3, 7], torch.tensor([7, 5, 5, 7])):
+        found = april.loss_weights(MASK[:, :4], samples=numbers)  # type: ignore[arg-type]
+        assert found.tolist() == expected

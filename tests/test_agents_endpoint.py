@@ -20,12 +20,13 @@ import pytest
 from toy_chat import ToyTokenizer
 
 import april
-from april.agents.chat import message_key
+from april.agents.chat import ChatRequest, message_key
 from april.agents.chat_template import ChatTemplate
 from april.agents.endpoint import MAX_BODY_BYTES, SMALL_BODY_BYTES, Endpoint, ServedSession, SessionAddress
 from april.agents.session import Session
 from april.core.tape import Float32, Int32
 from april.core.types import FinishReason
+from april.driver.llm import AnsweredCall
 from april.errors import RolloutError
 from april.testing import FakeEngine
 
@@ -275,12 +276,23 @@ async def test_a_failure_after_the_200(route: str, stream: bool) -> None:
         ("responses", {"input": "x", "text": {"format": 5}}, 400, "text.format must be an object"),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": ["text"]}]}]}, 400, "content: a part"),
         ("chat/completions", CHAT | {"tools": [{"type": "web_search"}]}, 400, "tools[0]"),
+        ("chat/completions", CHAT | {"tool_choice": {"type": "allowed_tools", "mode": "required", "tools": 5}}, 400,
+         "tools is empty"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": {}}]}]}, 400,
+         "the text of a part must be a string, got dict"),
+        ("messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, 400,
+         "the text of a part must be a string, got int"),
+        ("chat/completions", {"messages": [{"role": "tool", "content": "x", "tool_call_id": 1}]}, 400,
+         "messages[0].tool_call_id must be a string"),
+        ("chat/completions", {"messages": [{"role": "assistant", "function_call": {"name": "add"}}]}, 400,
+         "messages[0].function_call is not supported; use tool_calls"),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
         ("chat/completions", {"messages": HELLO * 5000}, 400, "messages"),
         ("chat/completions", [1], 400, "JSON object"),
         ("messages", ANTHROPIC | {"mcp_servers": [{}]}, 400, "mcp_servers"),
         ("messages", {"messages": [{"role": "robot", "content": "x"}]}, 400, "messages[0]"),
         ("completions", {"prompt": [[1], [2]]}, 400, "prompt"),
+        ("completions", {"prompt": [1 << 40]}, 400, "prompt must be one non-empty text or one non-empty list"),
         ("completions", TEXT | {"echo": True}, 400, "echo"),
         ("completions", TEXT | {"logprobs": 5}, 400, "logprobs"),
     ],
@@ -428,6 +440,9 @@ WRONG: dict[str, tuple[Any, str, int, str]] = {
     "says that it is compressed": (QUOTE.encode(), "Content-Encoding: gzip", 400, "cannot be decoded"),
     "grows when it is read": (gzip.compress(bytes(MAX_BODY_BYTES + 1)), "Content-Encoding: gzip", 413, "larger than"),
     "half a pair": (asks(messages=[{"role": "user", "content": QUOTE + "\ud800"}]), "", 400, "surrogate"),
+    "half a pair in arguments": (asks(messages=[*HELLO, {"role": "assistant", "tool_calls": [
+        {"id": "x", "function": {"name": "add", "arguments": '{"a": "\\ud800"}'}},
+    ]}, {"role": "tool", "tool_call_id": "x", "content": "3"}]), "", 200, "hi"),
     "half a pair in bytes": (b'{"messages": "' + b"\xed\xa0\x80" + b'"}', "", 400, "not JSON"),
     "deep": (b"[" * 10**5, "", 400, "not JSON"),
     "endless number": (b'{"max_tokens": ' + b"9" * 5000 + b"}", "", 400, "not JSON"),
@@ -522,6 +537,73 @@ async def test_what_was_sampled_is_never_tokenised_again(own_ids: bool) -> None:
         (first, _), (second, _), (third, _) = w.model.asked
         assert second.startswith(first + says)
         assert third.startswith(second + says)
+
+
+class EveryMark(ToyTokenizer):
+    """Has a token for each mark that a renderer asks for; other text is UTF-8, one token for each byte."""
+
+    def __init__(self) -> None:
+        self.marks: list[str] = []
+
+    def convert_tokens_to_ids(self, tokens: Any) -> Any:
+        if isinstance(tokens, list):
+            return [self.convert_tokens_to_ids(token) for token in tokens]
+        if tokens not in self.marks:
+            self.marks.append(tokens)
+        return 256 + self.marks.index(tokens)
+
+    def get_vocab(self) -> dict[str, int]:
+        return {mark: 256 + number for number, mark in enumerate(self.marks)}
+
+    def encode(self, text: str, *_: Any, **others: Any) -> list[int]:
+        parts = re.split("|".join(f"({re.escape(mark)})" for mark in sorted(self.marks, key=len)[::-1]), text)
+        vocab = self.get_vocab()
+        return [i for part in parts if part for i in ([vocab[part]] if part in vocab else part.encode())]
+
+    def decode(self, ids: Any, **others: Any) -> str:
+        return "".join(chr(i) if i < 256 else self.marks[i - 256] for i in ids)
+
+
+RESULTS = {
+    "Qwen3": "<tool_response>\nA\n</tool_response>\n<tool_response>\nB\n</tool_response>",
+    "GLM53": "<tool_response>A</tool_response><tool_response>B</tool_response>",
+    "Gemma4": 'add{value:<|"|>A<|"|>}<tool_response|><|tool_response>response:mul{value:<|"|>B<|"|>}',
+    "Inkling": "add<|content_text|>A<|end_message|><|message_tool|>mul<|content_text|>B",
+    "KimiK2": "functions.add:0\nA<|im_end|><|im_system|>tool<|im_middle|>## Return of functions.mul:1\nB",
+}
+"""How renderers write the result A of a call of "add" and the result B of a call of "mul"."""
+
+
+@pytest.mark.parametrize("ids", [None, "xy", "swapped", "zz"])
+@pytest.mark.parametrize("kind", RESULTS)
+async def test_a_result_of_a_parallel_call_stays_that_of_its_call(kind: str, ids: str | None) -> None:
+    """Whatever ids the client gives the calls, and in whatever order it sends the results, after a restart too."""
+    template = ChatTemplate(EveryMark(), getattr(renderers, f"{kind}RendererConfig")())
+    tools = [{"type": "function", "function": TOOL | {"name": name}} for name in ("add", "mul")]
+    functions = [{"name": name, "arguments": "{}"} for name in ("add", "mul")]
+    named = zip(("functions.add:0", "functions.mul:1"), functions, strict=True)
+    message = {"role": "assistant", "content": "", "tool_calls": [{"id": i, "function": f} for i, f in named]}
+    prompt = template.render(HELLO, tools)
+    says = template._renderer.render_ids([*HELLO, message], tools=tools)[len(prompt) :]
+    asked: list[list[int]] = []
+
+    async def generate(ids: Int32, sampling: Any, attached: Any = None) -> Generated:
+        asked.append(ids.tolist())
+        return Generated(np.array(says, np.int32), np.zeros(len(says), np.float32), FinishReason.STOP, len(asked))
+
+    session = Session(generate, template, 1 << 20)
+    sent = (await session.submit(ChatRequest(messages=HELLO, tools=tools), "1", retry=False).task).message
+    own = [call["id"] for call in sent["tool_calls"]]
+    names = own if ids is None else own[::-1] if ids == "swapped" else ids
+    calls = [call | {"id": name} for call, name in zip(sent["tool_calls"], names, strict=True)]
+    results = [{"role": "tool", "tool_call_id": name, "content": c} for name, c in zip(names, "AB", strict=True)]
+    messages = [*HELLO, sent | {"tool_calls": calls}, *(results if ids == "zz" else results[::-1])]
+    earlier = AnsweredCall(np.array(prompt, np.int32), np.array(says, np.int32), 0, len(says))
+    for later in (session, Session(generate, template, 1 << 20, [earlier])):
+        await later.submit(ChatRequest(messages=messages, tools=tools), "2", retry=False).task
+        text = template._tokenizer.decode(asked.pop())
+        assert text.startswith(template._tokenizer.decode(prompt + says))
+        assert RESULTS[kind] in text
 
 
 async def test_parallel_calls_of_a_stream_have_a_chunk_each() -> None:

@@ -46,18 +46,28 @@ async def test_a_program_has_its_address_directory_and_input() -> None:
 
 
 async def test_a_program_is_told_its_address_where_it_looks(tmp_path: Path) -> None:
-    """In its arguments, in a variable of its own, in the name of its directory, and in a file of settings."""
+    """In its arguments, in a variable of its own, in the name of its directory, and in a file of settings. Braces in
+    the text of a prompt, such as a program's, stay as they are."""
 
-    def settings(prompt: april.Prompt, base_url: str) -> Path:
+    def settings(prompt: april.Prompt, base_url: str, api_key: str) -> Path:
         (tmp_path / "settings").write_text(base_url, "utf-8")
-        (tmp_path / "of secret").mkdir()
-        return tmp_path / "of {api_key}"
+        return tmp_path / f"of {api_key}"
 
+    (tmp_path / "of secret").mkdir()
     code = "import os, sys; print(sys.argv[1], os.environ['AT'], open('../settings').read(), os.getcwd())"
-    command = [*python(code), "{}{base_url}"]
-    made = program(command, env=lambda prompt, api_key: {"AT": api_key + "@{base_url}"}, cwd=settings)
-    url = DOOR.url
-    assert (await made(prompt(), LLM)).stdout == f"{{}}{url} secret@{url} {url} {tmp_path}/of secret\n"
+    task, url = '{}f"{base_url}/{api_key}"', DOOR.url
+    for command, env, cwd in (
+        ([*python(code), task], {"AT": "{api_key}@{base_url}"}, settings),
+        (
+            lambda p: [*python(code), p.data["task"]],
+            lambda p, api_key: {"AT": f"{api_key}@{url}"},
+            f"{tmp_path}/of {{api_key}}",
+        ),
+    ):
+        made = program(command, env=env, cwd=cwd)
+        shown = task if callable(command) else f'{{}}f"{url}/secret"'
+        found = await made(prompt(task=task), LLM)
+        assert found.stdout == f"{shown} secret@{url} {url} {tmp_path}/of secret\n"
 
 
 async def test_a_program_ends_with_its_sample_and_so_does_what_it_started(

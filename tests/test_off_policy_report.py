@@ -224,6 +224,8 @@ def test_the_drift_guard_passes_over_batches_without_trained_tokens() -> None:
     assert [guard.exceeded(r) for r in (far, nothing, far, nothing, nothing, far)] == [False] * 5 + [True]
     with pytest.raises(ValueError, match=r"give the report that april\.off_policy_report returned"):
         guard.exceeded({"kl_k3": 0.1})
+    with pytest.raises(ValueError, match=r"give the report that april\.off_policy_report returned"):
+        guard.exceeded({"tokens": 3.0})
 
 
 def test_a_drift_guard_goes_on_with_what_another_had_seen() -> None:
@@ -238,9 +240,16 @@ def test_a_drift_guard_goes_on_with_what_another_had_seen() -> None:
 
 def test_drift_guards_that_cannot_be() -> None:
     """A limit that is none, and no batches; infinities in a report are an alarm, never silence."""
-    for limit, batches in ((0.0, 3), (math.nan, 3), (math.inf, 3), (0.1, 0)):
-        with pytest.raises(ValueError, match="give a limit above 0 and at least 1 batch"):
-            april.DriftGuard(limit, batches)
+    for limit, batches in ((0.0, 3), (math.nan, 3), (math.inf, 3), (0.1, 0), (0.1, 2.5)):
+        with pytest.raises(ValueError, match="give a limit above 0 and a whole number of batches from 1"):
+            april.DriftGuard(limit, batches)  # type: ignore[arg-type]
+    for wrong, sentence in (
+        ({"limit": "0.02"}, "limit must be a number, got '0.02'"),
+        ({"batches": True}, "batches must be a number, got True"),
+        ({"recent": None}, "recent must be the list"), ({"recent": ["a"]}, "each of recent must be a number, got 'a'"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"DriftGuard: {sentence}"):
+            april.DriftGuard(**wrong)  # type: ignore[arg-type]
     for value in (math.nan, math.inf):
         assert april.DriftGuard(batches=1).exceeded(report_of(value))
 

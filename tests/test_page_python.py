@@ -330,6 +330,24 @@ def test_rewards_of_several_parts_as_on_the_pages(code: list[Block]) -> None:
     assert (now.grad.numpy()[tokens] < 0).all()  # the teacher finds every token likelier, so all of them are raised
 
 
+@executes("distillation.md-3")
+def test_older_tokens_distil_towards_the_teacher_alone(code: list[Block]) -> None:
+    """The expected gradient is that of the divergence of the present student, whichever weights sampled the tokens.
+
+    Each row is another token of a uniform older student, so the mean over the rows is the expectation.
+    """
+    scores = torch.tensor([0.3, -0.2, 0.1, 0.0, -0.4, 0.2], dtype=torch.float64, requires_grad=True)
+    teacher = torch.tensor([0.5, -1.0, 0.0, 2.0, 0.3, -0.6], dtype=torch.float64).log_softmax(0)
+    now = scores.log_softmax(0)
+    (expected,) = torch.autograd.grad((now.exp() * (now - teacher)).sum(), scores, retain_graph=True)
+    uniform = torch.zeros(6, 1).log_softmax(0)
+    rows = {"teacher_logprobs": teacher[:, None], "logprobs": uniform, "loss_mask": torch.ones(6, 1)}
+    batch = SimpleNamespace(padded=lambda **_: {name: rows[name].numpy() for name in rows})
+    loss = code[0].run({"april": april, "batch": batch, "now": now[:, None]})["loss"]
+    (found,) = torch.autograd.grad(loss, scores)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
 @executes("quorum.md-1")
 def test_advantages_as_on_the_page(code: list[Block]) -> None:
     """One of each response, one weight of each token, which together make a mean over responses."""

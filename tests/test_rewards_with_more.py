@@ -460,6 +460,8 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no total": ({"correct": 1.0}, "has the parts correct but no total; add total, or set reward_weights"),
     "nothing": (april.Reward(), r"has the parts \(none\) but no total"),
     "a part that is text": ({"total": 1.0, "correct": "yes"}, r"has a part correct that is 'yes' \(str\); expected a"),
+    "a number as text": ("0.5", r"is '0.5' \(str\); expected a number"),
+    "a part as text": ({"total": 1.0, "correct": b"1"}, r"has a part correct that is b'1' \(bytes\); expected"),
     "a part that is NaN": ({"total": 1.0, "correct": NAN}, "has a part correct that is nan; expected a finite number"),
     "a part too large": ({"total": 1.0, "correct": 1e39}, "has a part correct that is 1e[+]39, which does not fit in"),
     "a total that is NaN": (april.Reward(NAN), "is nan; expected a finite number"),

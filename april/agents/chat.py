@@ -177,7 +177,10 @@ def text_of(content: Any) -> str:
             raise RequestError(NOT_READ.format(kind))
         if is_image({**part, "type": None}):
             raise RequestError(f"content: a part of type {kind!r} has an image; give the image a part of its own")
-        texts.append(str(part.get(TEXT_PARTS[kind]) or ""))
+        text = part.get(TEXT_PARTS[kind])
+        if not isinstance(text, str | None):
+            raise RequestError(f"content: the text of a part must be a string, got {type(text).__name__}")
+        texts.append(text or "")
     return "".join(texts)
 
 
@@ -211,6 +214,44 @@ def message_key(message: Message, *, calls: Sequence[Mapping[str, Any]] = (), ex
         parts.append(message.get("name"))  # some templates write it; frameworks add names of their own to answers
     key = json.dumps(parts, sort_keys=True, ensure_ascii=False)
     return key if exact else normalize("NFC", key)
+
+
+def results_in_order(messages: Sequence[Message], *, named: bool = False) -> list[Message]:
+    """Return the messages with the results of parallel tool calls in the order of the calls.
+
+    A client may send results in the order in which its tools end. Many templates write no ids of calls, so the model
+    knows only by the order which call a result answers. ``named`` adds the name of its tool to each result.
+    """
+    found = list(messages)
+    for i, message in enumerate(messages):
+        if not (calls := message.get("tool_calls")):
+            continue
+        end = i + 1
+        while end < len(messages) and messages[end]["role"] == "tool":
+            end += 1
+        results = messages[i + 1 : end]
+        pairs = sorted(zip(numbers_of_calls(calls, results), results, strict=True), key=lambda pair: pair[0])
+        if not pairs or pairs[0][0] < 0:
+            continue  # the client's ids do not tell which call a result answers
+        for place, (number, result) in enumerate(pairs, i + 1):
+            unnamed = named and not result.get("name")
+            found[place] = {**result, "name": calls[number]["function"]["name"]} if unnamed else result
+    return found
+
+
+def numbers_of_calls(calls: Sequence[Mapping[str, Any]], results: Sequence[Message]) -> list[int]:
+    """Return for each result the number of the call that it answers; -1 if no call has its id.
+
+    If several calls have one id, the first result with this id answers the first of them, and so on.
+    """
+    left: dict[str | None, list[int]] = {}
+    for number, call in enumerate(calls):
+        left.setdefault(call.get("id"), []).append(number)
+    found = []
+    for result in results:
+        numbers = left.get(result.get("tool_call_id"), [-1])
+        found.append(numbers.pop(0) if len(numbers) > 1 else numbers[0])
+    return found
 
 
 def _parsed_arguments(arguments: Any) -> Any:

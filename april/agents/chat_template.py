@@ -92,6 +92,8 @@ class ChatTemplate:
             self._renderer = renderers.create_renderer(tokenizer, renderers.DefaultRendererConfig())
         self._ok = renderers.ToolCallParseStatus.OK
         self._bridges = not isinstance(self._renderer, renderers.DefaultRenderer)
+        self.names_results: bool = isinstance(self._renderer, (renderers.GptOssRenderer, renderers.InklingRenderer))
+        """True if a tool's result must have the name of its tool, since the renderer writes names and not ids."""
         self._turn_ends = np.array(self._renderer.get_stop_token_ids(), np.int32)
         self._whole_conversations = False
         """True once the template has written other tokens for a long conversation than for its latest turns."""

@@ -82,10 +82,11 @@ def read_tool_choice(choice: Any, tools: list[dict[str, Any]]) -> tuple[list[dic
         case "function" | "tool":
             named = [given.get("name")]
         case "allowed_tools":
-            allowed = [_name_of(one) for one in given.get("tools") or ()]
-            named = allowed if given.get("mode") == "required" else []
-            if not named:
+            listed = given.get("tools")
+            allowed = [_name_of(one) for one in listed] if isinstance(listed, list) else []
+            if given.get("mode") != "required":
                 return tools, ()
+            named = allowed
         case _:
             raise RequestError(f"tool_choice: {kind!r:.100} is not supported; tools are functions of the client")
     unknown = [name for name in named if name not in known]

@@ -72,19 +72,27 @@ def read_message(i: int, given: Any) -> Json:
         raise RequestError(f"messages[{i}] must be an object whose role is one of {', '.join(ROLES)}")
     message = {**given, "role": "system" if given["role"] == "developer" else given["role"]}
     message["content"] = checked_content(message.get("content"))
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise RequestError(f"messages[{i}].tool_calls must be a list")
+    if message.get("function_call"):
+        raise RequestError(f"messages[{i}].function_call is not supported; use tool_calls")
     for name in NON_CONTENT_FIELDS.intersection(message):
         if message[name]:
             raise RequestError(f"messages[{i}].{name} is not supported; images are parts of the content")
-    if not isinstance(message.get("tool_calls") or [], list):
-        raise RequestError(f"messages[{i}].tool_calls must be a list")
-    for call in message.get("tool_calls") or ():
+    for name in TEXT_FIELDS:
+        if not isinstance(message.get(name), str | None):
+            raise RequestError(f"messages[{i}].{name} must be a string")
+    for call in calls:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RequestError(f"messages[{i}].tool_calls: each must have a function with a name")
         if not isinstance(function.get("arguments"), (str, dict)):
             raise RequestError(f"messages[{i}].tool_calls: arguments must be JSON text")
-    if message.get("tool_calls"):
-        message["tool_calls"] = [_with_exact_arguments(call) for call in message["tool_calls"]]
+        if not isinstance(call.get("id"), str | None):
+            raise RequestError(f"messages[{i}].tool_calls: an id must be a string")
+    if calls:
+        message["tool_calls"] = [_with_exact_arguments(call) for call in calls]
     return message
 
 
@@ -104,6 +112,7 @@ def _with_exact_arguments(call: Json) -> Json:
     return {**call, "function": {**call["function"], "arguments": exact}}
 
 
+TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 NON_CONTENT_FIELDS = frozenset((
     "images", "image", "image_url", "image_urls", "audio", "audio_url", "input_audio", "video", "videos", "video_url",
@@ -222,7 +231,7 @@ class OpenAIText(OpenAIChat):
         prompt = b.take("prompt", (str, list))
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
             prompt = prompt[0]
-        ids = isinstance(prompt, list) and bool(prompt) and all(type(i) is int for i in prompt)
+        ids = isinstance(prompt, list) and bool(prompt) and all(type(i) is int and 0 <= i < 1 << 31 for i in prompt)
         if not ids and not (isinstance(prompt, str) and prompt):
             raise RequestError("prompt must be one non-empty text or one non-empty list of token ids")
         logprobs = b.take("logprobs", int)
@@ -336,11 +345,11 @@ class Anthropic:
         for part in content:
             match part.get("type"):
                 case "text":
-                    parts.append({"type": "text", "text": str(part.get("text", ""))})
+                    parts.append({"type": "text", "text": part.get("text")})
                 case "image":
                     parts.append(part)
                 case "thinking":
-                    reasoning += str(part.get("thinking", ""))
+                    reasoning += text_of([{"type": "text", "text": part.get("thinking")}])
                 case "redacted_thinking":
                     pass
                 case "tool_use":

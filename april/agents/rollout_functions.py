@@ -7,7 +7,7 @@ import contextlib
 import inspect
 import os
 import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from april.core.types import Prompt
@@ -46,9 +46,10 @@ def program(
     function returns when the program ends; its :class:`ProgramResult` is ``response.output`` for the reward. The
     program runs in a process group of its own, which is ended with the sample.
 
-    ``command``, ``env`` and ``cwd`` may be functions of the prompt. A function with parameters named ``base_url`` or
-    ``api_key`` gets the sample's address too, for example to write a program's file of settings. In the strings of all
-    three, ``{base_url}`` and ``{api_key}`` are replaced by the sample's address.
+    In the strings of ``command``, ``env`` and ``cwd``, ``{base_url}`` and ``{api_key}`` are replaced by the sample's
+    address. Each may also be a function of the prompt, whose strings stay as they are, since a prompt may contain such
+    braces. A function with parameters named ``base_url`` or ``api_key`` gets the address, for example to write a
+    program's file of settings.
 
     Args:
         command: program and arguments. No shell is involved.
@@ -68,10 +69,10 @@ def program(
     async def rollout(prompt: Prompt, llm: LLM) -> ProgramResult:
         door = cast("ServedSession", llm.endpoint())
         address = {"base_url": door.url, "api_key": door.key}
-        words = _filled(_checked_command(_called(command, prompt, address)), address)
-        added, directory = _called(env, prompt, address) or {}, _called(cwd, prompt, address)
+        words = _checked_command(_of_sample(command, prompt, address))
+        directory = _of_sample(cwd, prompt, address)
         variables = {
-            **os.environ, **dict(zip(added, _filled(added.values(), address), strict=True)),
+            **os.environ, **(_of_sample(env, prompt, address) or {}),
             "OPENAI_BASE_URL": door.url, "OPENAI_API_KEY": door.key,
             "ANTHROPIC_BASE_URL": door.url.removesuffix("/v1"), "ANTHROPIC_API_KEY": door.key,
         }  # fmt: skip
@@ -79,9 +80,8 @@ def program(
         pipe = asyncio.subprocess.PIPE
         try:
             transport, _ = await asyncio.get_running_loop().subprocess_exec(
-                lambda: process, *words, cwd=None if directory is None else _filled([os.fspath(directory)], address)[0],
-                env=variables, start_new_session=True, stdin=asyncio.subprocess.DEVNULL if stdin is None else pipe,
-                stdout=pipe, stderr=pipe,
+                lambda: process, *words, cwd=directory, env=variables, start_new_session=True, stdout=pipe, stderr=pipe,
+                stdin=asyncio.subprocess.DEVNULL if stdin is None else pipe,
             )  # fmt: skip
         except OSError as error:
             why = f"{words[0]} cannot be started: {error}".replace(door.key, "KEY")
@@ -105,20 +105,21 @@ def program(
     return rollout
 
 
-def _called(value: Any, prompt: Prompt, address: Mapping[str, str]) -> Any:
-    """Return the value, or the result of a function of the prompt, which may also take parts of the address by name."""
-    if not callable(value):
-        return value
-    parameters = inspect.signature(value).parameters
-    return value(prompt, **{name: part for name, part in address.items() if name in parameters})
+def _of_sample(value: Any, prompt: Prompt, address: Mapping[str, str]) -> Any:
+    """Return the result of a function of the prompt, which may also take parts of the address by name.
 
-
-def _filled(texts: Iterable[str], address: Mapping[str, str]) -> list[str]:
-    """Return the texts with ``{base_url}`` and ``{api_key}`` replaced; other braces stay."""
-    filled = list(texts)
+    In the strings of a value that is no function, ``{base_url}`` and ``{api_key}`` are replaced; other braces stay.
+    """
+    if callable(value):
+        parameters = inspect.signature(value).parameters
+        return value(prompt, **{name: part for name, part in address.items() if name in parameters})
+    if isinstance(value, Mapping):
+        return {name: _of_sample(text, prompt, address) for name, text in value.items()}
+    if isinstance(value, list):
+        return [_of_sample(text, prompt, address) for text in value]
     for name, part in address.items():
-        filled = [text.replace(f"{{{name}}}", part) for text in filled]
-    return filled
+        value = value if value is None else os.fspath(value).replace(f"{{{name}}}", part)
+    return value
 
 
 def _unanswered(command: str, result: ProgramResult, door: ServedSession) -> RemoteFunctionError:

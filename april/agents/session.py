@@ -12,13 +12,24 @@ import json
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import product, takewhile
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 
-from april.agents.chat import Answer, ChatRequest, Message, ReadMessages, RequestError, ToolCall, Tools, message_key
+from april.agents.chat import (
+    Answer,
+    ChatRequest,
+    Message,
+    ReadMessages,
+    RequestError,
+    ToolCall,
+    Tools,
+    message_key,
+    numbers_of_calls,
+    results_in_order,
+)
 from april.agents.chat_template import ChatTemplate, ParsedAnswer
 from april.agents.constraints import grammar_of, is_kept
 from april.agents.dialects import read_messages, read_tools
@@ -151,13 +162,14 @@ class _Digest(NamedTuple):
 
 
 class _AnsweredConversation(NamedTuple):
-    """A conversation that ended with an answer: all its tokens, the number of prompt tokens, its attachments, and the
-    digest of its exact content."""
+    """A conversation that ended with an answer: all its tokens, the number of prompt tokens, its attachments, the
+    digest of its exact content, and the ids of the answer's tool calls."""
 
     ids: Int32
     prompt_length: int
     attached: tuple[Placed, ...]
     exact: str
+    call_ids: Sequence[str]
 
 
 TokenizedConversation = tuple[Int32, tuple[Placed, ...]]
@@ -204,14 +216,15 @@ class Conversations:
             read, exact = digests[count - 1]
             known = self._answered.get(read, ())
             # among conversations that read alike, the one that is exactly this one is preferred, then the latest one
-            for ids, prompt, attached, _ in sorted(known, key=lambda answered: answered.exact != exact):
-                found = self._template.extend(ids, prompt, messages[:count], messages[count:], tools)
+            for ids, prompt, attached, _, call_ids in sorted(known, key=lambda answered: answered.exact != exact):
+                new = _with_call_ids(messages[count:], messages[count - 1], call_ids)
+                found = self._template.extend(ids, prompt, messages[:count], new, tools)
                 if found is None:
                     continue
                 if self._message_images is None:
                     return found, ()
                 if np.array_equal(found[: len(ids)], ids):  # the images keep their positions
-                    return self._message_images.place(found, len(ids), attached, messages[count:])
+                    return self._message_images.place(found, len(ids), attached, new)
         rendered = np.array(self._template.render(messages, tools), np.int32)
         if self._message_images is None:
             return rendered, ()
@@ -230,7 +243,7 @@ class Conversations:
             for number, tokens in product(range(len(candidates)), candidates):
                 answer = self._build_message(answer_id(prompt, number, attached), prompt, tokens, tools, sampling)
                 if any(message_key(sent) == client_key for sent in _as_sent_back(answer, sampling)):
-                    self._remember(digests[i], np.concatenate((prompt, tokens)), len(prompt), attached)
+                    self._remember(digests[i], answer, np.concatenate((prompt, tokens)), len(prompt), attached)
                     break
 
     def remember(
@@ -244,11 +257,14 @@ class Conversations:
         before = self._digests(request.messages, request.tools)[-1]
         digest, *others = [_next_digest(before, sent) for sent in _as_sent_back(answer, request.sampling)]
         self._without_stop.update((other.read, digest.read) for other in others)
-        self._remember(digest, ids, prompt_length, attached)
+        self._remember(digest, answer, ids, prompt_length, attached)
 
-    def _remember(self, digest: _Digest, ids: Int32, prompt_length: int, attached: tuple[Placed, ...]) -> None:
+    def _remember(
+        self, digest: _Digest, answer: Message, ids: Int32, prompt_length: int, attached: tuple[Placed, ...]
+    ) -> None:
         known = self._answered.setdefault(digest.read, deque(maxlen=MAX_ANSWERS_PER_TEXT))
-        known.appendleft(_AnsweredConversation(ids, prompt_length, attached, digest.exact))
+        call_ids = [call["id"] for call in answer.get("tool_calls", ())]
+        known.appendleft(_AnsweredConversation(ids, prompt_length, attached, digest.exact, call_ids))
 
     def _digests(self, messages: Sequence[Message], tools: Tools) -> list[_Digest]:
         """Return a digest for each prefix of the conversation.
@@ -274,13 +290,25 @@ def _as_sent_back(answer: Message, sampling: Mapping[str, Any]) -> list[Message]
     return [answer, *({**answer, "content": f"{answer['content'] or ''}{stop}"} for stop in stops)]
 
 
+def _with_call_ids(new: Sequence[Message], sent_back: Message, call_ids: Sequence[str]) -> list[Message]:
+    """Return the messages after an answer, whose tool results have the ids of its own calls: some templates write them.
+
+    ``sent_back`` is the answer as the client wrote it down, perhaps with other ids.
+    """
+    results = list(takewhile(lambda message: message["role"] == "tool", new))
+    numbers = numbers_of_calls(sent_back.get("tool_calls") or (), results)
+    named = zip(numbers, results, strict=True)
+    return [*({**m, "tool_call_id": call_ids[n]} if n >= 0 else m for n, m in named), *new[len(results) :]]
+
+
 def _next_digest(before: _Digest, message: Message, calls: Sequence[Mapping[str, Any]] = ()) -> _Digest:
     """Return the digest of a conversation that continues the one with the digest ``before`` by one message.
 
     ``calls`` are the latest tool calls before the message.
     """
     keys = message_key(message, calls=calls), message_key(message, exact=True)
-    return _Digest(*(hashlib.sha256(f"{b}{key}".encode()).hexdigest() for b, key in zip(before, keys, strict=True)))
+    texts = [f"{b}{key}".encode(errors="surrogatepass") for b, key in zip(before, keys, strict=True)]
+    return _Digest(*(hashlib.sha256(text).hexdigest() for text in texts))
 
 
 @dataclass(slots=True, eq=False)
@@ -419,11 +447,14 @@ class Session:
         return self._parse_answer(request, name, prompt, answer, tokens.tolist()).message
 
     async def _with_images(self, request: ChatRequest) -> ChatRequest:
-        """Return the request with its images read; raises RequestError."""
+        """Return the request with its images read, and tool results in order; raises RequestError."""
+        messages = request.messages
         if self.message_images is None:
-            refuse_images(request.messages)
-            return request
-        return replace(request, messages=await self.message_images.read(request.messages))
+            refuse_images(messages)
+        else:
+            messages = await self.message_images.read(messages)
+        named = self.template is not None and self.template.names_results
+        return replace(request, messages=results_in_order(messages, named=named))
 
     def _tokenize(self, request: ChatRequest) -> tuple[Int32, tuple[Placed, ...] | None]:
         if request.token_ids:

@@ -119,6 +119,11 @@ class Lengths:
         self.buckets[bucket_of(length)] += count
         self.tokens += count * length
 
+    def add_all(self, lengths: Iterable[int]) -> None:
+        """Add a response of each of these lengths."""
+        self.buckets.update(map(bucket_of, lengths))
+        self.tokens += sum(lengths)
+
     @property
     def samples(self) -> int:
         """Number of responses."""

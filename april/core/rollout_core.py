@@ -156,7 +156,7 @@ class RolloutCore:
         self._check, self._pause_asked = check, False
         self._continues = False
         """True from the command Continue to the event Continued; nothing is started or drawn in between."""
-        self._rows: dict[SampleId, tuple[Any, list[DeliveredSample]]] = {}
+        self._rows: dict[SampleId, tuple[Any, tuple[list[DeliveredSample], int]]] = {}
         """Rows that were made ahead of the next delivery, each with what they depend on (see :meth:`_depends_on`)."""
         self._without_rows: deque[Sample] = deque()
         """Samples of the next batch whose rows are to be made."""
@@ -450,11 +450,12 @@ class RolloutCore:
         self._continue_later()
         return False
 
-    def _rows_of(self, sample: Sample, age: Callable[[PolicyVersion], int]) -> list[DeliveredSample]:
+    def _rows_of(self, sample: Sample, age: Callable[[PolicyVersion], int]) -> tuple[list[DeliveredSample], int]:
+        """Return the rows of a finished sample, and its number of generated tokens."""
         masks = self.settings.on_stale in (OnStale.MASK, OnStale.FINISH)
-        return deliver_sample(sample, age, self.buffer.bound(sample) if masks else None)
+        return deliver_sample(sample, age, self.buffer.bound(sample) if masks else None), sample.generated
 
-    def _rows_made_of(self, sample: Sample) -> list[DeliveredSample] | None:
+    def _rows_made_of(self, sample: Sample) -> tuple[list[DeliveredSample], int] | None:
         """Return the rows that were made ahead, or None if there are none, or something has changed since."""
         depends_on, rows = self._rows.get(sample.id, (None, None))
         return rows if depends_on == self._depends_on(sample) else None
@@ -471,19 +472,17 @@ class RolloutCore:
             for sample in unit.members:
                 groups.setdefault(sample.id.group, []).append(sample)
         leased = [sample for members in groups.values() for sample in members]
-        samples, sizes = [], dict.fromkeys(groups, 0)
-        lengths = [sample.generated for sample in leased]
-        for sample in leased:
-            rows = self._rows_made_of(sample) or self._rows_of(sample, age)
-            samples += rows
+        made = [self._rows_made_of(sample) or self._rows_of(sample, age) for sample in leased]
+        samples = [row for rows, _ in made for row in rows]
+        lengths = [length for _, length in made]
+        sizes, why = dict.fromkeys(groups, 0), f"leased in batch {context.batches}"
+        for sample, (rows, _) in zip(leased, made, strict=True):
             sizes[sample.id.group] += len(rows)
-        context.tokens.deliver(sum(lengths))
-        why = f"leased in batch {context.batches}"
-        for sample, length in zip(leased, lengths, strict=True):
-            context.lengths.trained.add(length)
             context.change_state(sample, LEASED, why)
             sample.group.delivered += 1
             self.lifecycle.settle_sample(sample.group)
+        context.tokens.deliver(sum(lengths))
+        context.lengths.trained.add_all(lengths)
         metrics = batch_metrics(len(groups), samples, age) | self.leases.recorded()
         metrics |= context.lengths.metrics(lengths)
         metrics |= step.metrics(self.counters, self.observed_tokens())

@@ -27,11 +27,14 @@ reward.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from april.corrections.arguments import array_of, number
 
 if TYPE_CHECKING:
     import torch
@@ -99,11 +102,13 @@ def group_advantages(
         epsilon: number added to the standard deviation, in methods that divide by it.
         ddof: 0 divides the variance by k, 1 by k - 1, as in torch (and so in TRL, verl and slime).
 
-    Raises ValueError for an unknown method, shapes that do not match, rewards that are not finite, and a response
-    without siblings for ``rloo``.
+    Raises ValueError for an unknown method, shapes that do not match, rewards that are not finite, a response without
+    siblings for ``rloo``, and values that are no numbers.
     """
     check_method(method)
-    own, others = (_float32(numbers) for numbers in (float64_array(rewards), _rectangle(baseline_rewards)))
+    check_deviation(epsilon, ddof)
+    own = _float32(np.asarray(array_of("group_advantages", "rewards", rewards), np.float64))
+    others = _float32(_rectangle(baseline_rewards))
     if own.ndim != 1 or others.ndim != 2 or len(others) != len(own):
         raise ValueError(
             f"group_advantages: rewards have the shape {list(own.shape)} and baseline_rewards {list(others.shape)}; "
@@ -115,8 +120,6 @@ def group_advantages(
         raise ValueError(
             f"group_advantages: response {row} has the reward {own[row]} among {others[row]}; give finite numbers"
         )
-    if ddof not in (0, 1) or not epsilon >= 0:
-        raise ValueError(f"group_advantages: ddof must be 0 or 1, epsilon at least 0, got {ddof!r} and {epsilon!r}")
 
     there = ~np.isnan(others)
     size = there.sum(1)
@@ -150,9 +153,12 @@ def process_advantages(own: ArrayLike, others: ArrayLike, *, epsilon: float = 1e
         others: rewards of all turns of the responses with which it is compared, [any number].
         epsilon: number added to the standard deviation.
         ddof: 0 divides the variance by the number of rewards, 1 by one less.
+
+    Raises ValueError for another ``ddof`` and a negative ``epsilon``.
     """
-    rewards = float64_array(own)
-    every = np.concatenate((rewards, float64_array(others)))
+    check_deviation(epsilon, ddof)
+    rewards = np.asarray(own, np.float64)
+    every = np.concatenate((rewards, np.asarray(others, np.float64)))
     if not len(rewards) or every.min() == every.max():  # a rounded mean would give advantages that are almost 0
         return np.zeros(len(rewards), np.float64)
     std = np.sqrt(((every - every.mean()) ** 2).sum() / max(len(every) - ddof, 1))
@@ -166,21 +172,25 @@ def check_method(method: str) -> None:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
 
 
+def check_deviation(epsilon: float, ddof: int) -> None:
+    """Raise ValueError for numbers with which no standard deviation can be computed."""
+    if ddof not in (0, 1) or not 0 <= number("advantages", "epsilon", epsilon) < math.inf:
+        raise ValueError(
+            f"advantages: ddof must be 0 or 1, epsilon at least 0 and finite, got {ddof!r} and {epsilon!r}"
+        )
+
+
 def _rectangle(rows: Any) -> Float64:
     """Return rows of any lengths as one array, filled up with NaN on the right."""
-    if hasattr(rows, "ndim") and rows.dtype != object:
-        found = float64_array(rows)
+    who, what = "group_advantages", "baseline_rewards"
+    if not hasattr(rows, "__len__") or (hasattr(rows, "ndim") and rows.dtype != object):
+        found = np.asarray(array_of(who, what, rows), np.float64)
         return found[:, None] if found.ndim == 1 else found
-    arrays = [np.atleast_1d(float64_array(row)) for row in rows]
+    arrays = [np.atleast_1d(np.asarray(array_of(who, what, row), np.float64)) for row in rows]
     filled = np.full((len(arrays), max((len(a) for a in arrays), default=0)), np.nan)
     for row, array in zip(filled, arrays, strict=True):
         row[: len(array)] = array
     return filled
-
-
-def float64_array(values: Any) -> Float64:
-    """Return an array, or a tensor of any device and type, as a float64 array."""
-    return np.asarray(values.detach().double().cpu() if hasattr(values, "detach") else values, np.float64)
 
 
 def _float32(rewards: Float64) -> Float64:

@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from april.corrections.arguments import array_of, number
+
 if TYPE_CHECKING:
     import torch
 
@@ -123,10 +125,18 @@ def masked_weights(
 
     Raises ValueError like :func:`truncated_weights`, and unless 0 <= low <= high and high is above 0.
     """
+    return masked("masked_weights", logprobs, behaviour_logprobs, loss_mask, low, high, level, keep_gradient)
+
+
+def masked(
+    who: str, logprobs: Any, behaviour: Any, loss_mask: Any, low: float, high: float, level: Level,
+    keep_gradient: bool,
+) -> Any:  # fmt: skip
+    """Compute :func:`masked_weights`; ``who`` is the name of the public function, for messages."""
+    low, high = number(who, "low", low), number(who, "high", high)
     if not 0 <= low <= high or high == 0:
-        raise ValueError(f"masked_weights: give 0 <= low <= high and high above 0, got low={low!r} and high={high!r}")
-    who = "masked_weights"
-    xp, ratios, counted = _log_ratios(who, logprobs, behaviour_logprobs, loss_mask, level, keep_gradient)
+        raise ValueError(f"{who}: give 0 <= low <= high and high above 0, got low={low!r} and high={high!r}")
+    xp, ratios, counted = _log_ratios(who, logprobs, behaviour, loss_mask, level, keep_gradient)
     kept = counted & (ratios >= (math.log(low) if low else -math.inf)) & (ratios <= math.log(high))
     # masked ratios are replaced by exp(0), as exp of the ratio could overflow and give NaN in the gradient
     weights = xp.exp(xp.clip(xp.where(kept, ratios, 0.0), None, math.log(LARGEST)))
@@ -137,7 +147,8 @@ def truncated(
     who: str, logprobs: Any, behaviour: Any, loss_mask: Any, limit: float, level: Level, keep_gradient: bool,
     dead_zone: float,
 ) -> Any:  # fmt: skip
-    """Compute :func:`truncated_weights`; ``who`` is the name of the public function, for error messages."""
+    """Compute :func:`truncated_weights`; ``who`` is the name of the public function, for messages."""
+    limit, dead_zone = number(who, "limit", limit), number(who, "dead_zone", dead_zone)
     if not 0 < limit <= LARGEST:
         raise ValueError(f"{who}: limit must be a number above 0 that float32 holds, got {limit!r}")
     if not 0 <= dead_zone < math.inf:
@@ -150,7 +161,7 @@ def truncated(
 def float64_logprobs(who: str, what: str, values: Any) -> NDArray[np.float64]:
     """Return an array, or a tensor of any device, as a float64 array. Raises ValueError for types in HALVES."""
     check_type(who, what, values)
-    return np.asarray(values.detach().double().cpu() if hasattr(values, "detach") else values, np.float64)
+    return np.asarray(array_of(who, what, values), np.float64)
 
 
 def check_logprobs(who: str, what: str, values: Any, counted: Any) -> None:
@@ -228,15 +239,15 @@ def _log_ratios(
         xp: Any = torch
         own = logprobs if keep_gradient else logprobs.detach()
         own = own if own.dtype == torch.float64 else own.float()
-        other = as_tensor(behaviour, own.device).detach().to(own.dtype)
-        counted = as_tensor(loss_mask, own.device) != 0
+        other = as_tensor(who, "behaviour_logprobs", behaviour, own.device).detach().to(own.dtype)
+        counted = as_tensor(who, "loss_mask", loss_mask, own.device) != 0
     else:
         if keep_gradient:
             raise ValueError(f"{who}: keep_gradient=True needs logprobs as a tensor; arrays have no gradient")
         xp = np
         own = float64_logprobs(who, "logprobs", logprobs)
         other = float64_logprobs(who, "behaviour_logprobs", behaviour)
-        counted = np.asarray(loss_mask.cpu() if hasattr(loss_mask, "cpu") else loss_mask) != 0
+        counted = array_of(who, "loss_mask", loss_mask) != 0
     if own.ndim != 2 or own.shape != other.shape or own.shape != counted.shape:
         raise ValueError(
             f"{who}: logprobs have the shape {list(own.shape)}, behaviour_logprobs {list(other.shape)} and loss_mask "
@@ -256,11 +267,11 @@ def _log_ratios(
     return xp, ratios, counted
 
 
-def as_tensor(values: Any, device: Any) -> Any:
+def as_tensor(who: str, what: str, values: Any, device: Any) -> Any:
     """Return values as a tensor on the device. Arrays are copied, as torch warns about read-only arrays."""
     import torch
 
-    return values.to(device) if hasattr(values, "detach") else torch.tensor(np.asarray(values), device=device)
+    return values.to(device) if hasattr(values, "detach") else torch.tensor(array_of(who, what, values), device=device)
 
 
 def check_type(who: str, what: str, values: Any) -> None:

@@ -5,13 +5,15 @@ These weights only average over tokens and responses. Weights for off-policy tok
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from april.corrections.advantages import Float32, Method, check_method, float64_array, same_kind
+from april.corrections.advantages import Float32, Method, check_method, same_kind
+from april.corrections.arguments import array_of, number
 
 if TYPE_CHECKING:
     import torch
@@ -69,26 +71,29 @@ def loss_weights(
     Raises ValueError for an unknown method or shape, and for ``dr_grpo`` without ``max_response_len``.
     """
     check_method(method)
+    loss_mask = loss_mask if hasattr(loss_mask, "detach") else array_of("loss_weights", "loss_mask", loss_mask)
     if loss_mask.ndim != 2:
         raise ValueError(f"loss_weights: loss_mask has the shape {list(loss_mask.shape)}; give [B, T]")
-    if method == "dr_grpo" and not (max_response_len and max_response_len > 0):
+    longest = 0.0 if max_response_len is None else number("loss_weights", "max_response_len", max_response_len)
+    if method == "dr_grpo" and not 0 < longest < math.inf:
         raise ValueError(
             f"loss_weights: dr_grpo divides by a constant, the configured one; got max_response_len={max_response_len}"
         )
     counted = loss_mask != 0
     trained = counted.astype(np.float32) if isinstance(counted, np.ndarray) else counted.float()
-    numbers = np.arange(len(trained)) if samples is None else np.asarray(samples, np.int64)
+    numbers = np.arange(len(trained)) if samples is None else array_of("loss_weights", "samples", samples)
     if numbers.shape != (len(trained),):
         raise ValueError(f"loss_weights: samples have the shape {list(numbers.shape)}; give one number per row")
-    rows = max(len(np.unique(numbers)) if share is None else share.samples, 1)
+    unique, numbers = np.unique(numbers, return_inverse=True)
+    rows = max(len(unique) if share is None else share.samples, 1)
     if method == "dr_grpo":
-        return trained / (rows * max_response_len)  # type: ignore[operator]
+        return trained / (rows * longest)
     if method == "rloo":
         return trained / rows
     if method == "dapo":
         return trained / max(int(counted.sum()) if share is None else share.loss_tokens, 1)
     lengths = trained.sum(1)
     if samples is not None:
-        of_rows = float64_array(lengths)
+        of_rows = array_of("loss_weights", "loss_mask", lengths)
         lengths = same_kind(lengths, np.bincount(numbers, of_rows)[numbers].astype(np.float32))
     return trained / (rows * lengths.clip(1))[:, None]

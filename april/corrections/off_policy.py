@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from april.corrections.arguments import number
 from april.corrections.importance import (
     APART_NOW,
     FAR_NOW,
@@ -54,15 +55,17 @@ def off_policy_report(batch: Any, logprobs: Any, *, min_effective_sample_size: f
 
     Args:
         batch: batch, an :class:`april.Batch`.
-        logprobs: the trainer's log-probabilities at the batch's temperature, before its first optimizer step: float32
-            or float64 array or tensor, [B, T] like ``batch.padded()["logprobs"]`` or flat like ``batch.ragged()``.
+        logprobs: the trainer's log-probabilities at each token's temperature, before the first optimizer step of the
+            batch: float32 or float64 array or tensor, [B, T] like ``batch.padded()["logprobs"]`` or flat like
+            ``batch.ragged()``.
         min_effective_sample_size: OffPolicyError is raised if ``ess_token`` is smaller; 0 means no check. The check
             finds gross mistakes. In small experiments it did not warn of falling rewards, but :class:`DriftGuard` did.
 
     Raises ValueError for another shape, values of tokens with loss that are no log-probability (NaN, infinite, above
     0), float16 and bfloat16, and ``min_effective_sample_size`` outside [0, 1].
     """
-    if not 0 <= min_effective_sample_size <= 1:
+    least = number("off_policy_report", "min_effective_sample_size", min_effective_sample_size)
+    if not 0 <= least <= 1:
         raise ValueError(
             f"off_policy_report: min_effective_sample_size must be in [0, 1], got {min_effective_sample_size!r}"
         )
@@ -96,8 +99,8 @@ def off_policy_report(batch: Any, logprobs: Any, *, min_effective_sample_size: f
         if not kept.all():
             report |= {"own/mismatch": float(np.abs(log_ratios[~kept]).mean())}
     found = report.get("ess_token", 1.0)
-    if not found >= min_effective_sample_size:  # "not >=" also catches NaN
-        raise OffPolicyError(_sentence(batch.id, found, min_effective_sample_size, report), report)
+    if not found >= least:  # "not >=" also catches NaN
+        raise OffPolicyError(_sentence(batch.id, found, least, report), report)
     return report
 
 
@@ -113,7 +116,8 @@ class DriftGuard:
         batches: number of batches whose mean is taken; there is no alarm before so many batches.
         recent: ``kl_k3`` of the latest batches since the last alarm, as plain floats for a checkpoint.
 
-    Raises ValueError if ``limit`` is not above 0 and finite, or ``batches`` is below 1.
+    Raises ValueError if ``limit`` is not above 0 and finite, ``batches`` is not a whole number of at least 1, or
+    ``recent`` is no list of numbers.
     """
 
     limit: float = 0.02
@@ -121,21 +125,28 @@ class DriftGuard:
     recent: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Check ``limit`` and ``batches``."""
-        if not 0 < self.limit < math.inf or self.batches < 1:
-            raise ValueError(f"DriftGuard: give a limit above 0 and at least 1 batch, got {self.limit}, {self.batches}")
+        """Check the numbers."""
+        limit, batches = number("DriftGuard", "limit", self.limit), number("DriftGuard", "batches", self.batches)
+        if not 0 < limit < math.inf or not 1 <= batches < math.inf or batches % 1:
+            raise ValueError(
+                f"DriftGuard: give a limit above 0 and a whole number of batches from 1, got {limit:g} and {batches:g}"
+            )
+        if not isinstance(self.recent, (list, tuple)):
+            raise ValueError(f"DriftGuard: recent must be the list of an earlier guard, got {self.recent!r:.100}")
+        self.batches, self.recent = int(batches), [number("DriftGuard", "each of recent", kl) for kl in self.recent]
 
     def exceeded(self, report: Mapping[str, float]) -> bool:
         """Add the :func:`off_policy_report` of a batch, once per batch, and return True if this causes an alarm.
 
-        Raises ValueError if the report lacks ``tokens``.
+        Raises ValueError if the report lacks ``tokens``, or ``kl_k3`` although there are tokens.
         """
         tokens = report.get("tokens")
-        if tokens is None:
+        kl = report.get("kl_k3", None if tokens else 0.0)
+        if tokens is None or kl is None:
             raise ValueError("DriftGuard: give the report that april.off_policy_report returned, whole")
         if not tokens:
             return False
-        self.recent = [*self.recent, report["kl_k3"]][-self.batches :]
+        self.recent = [*self.recent, kl][-self.batches :]
         if len(self.recent) < self.batches or math.fsum(self.recent) <= self.limit * self.batches:
             return False
         self.recent = []

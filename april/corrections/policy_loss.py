@@ -26,7 +26,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from april.corrections.importance import LIMIT, as_tensor, check_logprobs, check_type, masked_weights, truncated
+from april.corrections.arguments import number, pair
+from april.corrections.importance import LIMIT, as_tensor, check_logprobs, check_type, masked, truncated
 
 if TYPE_CHECKING:
     import torch
@@ -77,22 +78,23 @@ def policy_loss(
     who = "policy_loss"
     if not isinstance(logprobs, torch.Tensor):
         raise ValueError(f"{who}: logprobs must be a tensor, got {type(logprobs).__name__}; arrays have no gradient")
-    low, high = clip
+    low, high = pair(who, "clip", clip)
     if not (0 <= low <= 1 and 0 <= high < float("inf")):
         raise ValueError(f"{who}: clip must be (low, high) with 0 <= low <= 1 and high at least 0, got {clip!r}")
     now = logprobs if logprobs.dtype == torch.float64 else logprobs.float()
     check_type(who, "logprobs", logprobs)
     proximal = now.detach()
     weights = truncated(who, now, behaviour_logprobs, loss_mask, limit, "sequence", False, dead_zone)
-    if negative_bound is not None and not 1 + high <= negative_bound < float("inf"):
+    bound = None if negative_bound is None else number(who, "negative_bound", negative_bound)
+    if bound is not None and not 1 + high <= bound < float("inf"):
         raise ValueError(
             f"{who}: negative_bound must be finite and at least {1 + high:g}, the upper end of the clip, got "
             f"{negative_bound!r}"
         )
-    counted = as_tensor(loss_mask, now.device) != 0
+    counted = as_tensor(who, "loss_mask", loss_mask, now.device) != 0
     if proximal_logprobs is not None:
         check_type(who, "proximal_logprobs", proximal_logprobs)
-        proximal = as_tensor(proximal_logprobs, now.device).detach().to(now.dtype)
+        proximal = as_tensor(who, "proximal_logprobs", proximal_logprobs, now.device).detach().to(now.dtype)
         if proximal.shape != now.shape:
             raise ValueError(
                 f"{who}: proximal_logprobs have the shape {list(proximal.shape)}, and logprobs {list(now.shape)}"
@@ -100,31 +102,31 @@ def policy_loss(
         check_logprobs(who, "proximal_logprobs", proximal, counted)
         weights = truncated(who, proximal, behaviour_logprobs, loss_mask, limit, "sequence", False, dead_zone)
     if geometric_bounds is not None:
-        low_mean, high_mean = geometric_bounds
+        low_mean, high_mean = pair(who, "geometric_bounds", geometric_bounds)
         if not 0 <= low_mean <= high_mean or high_mean == 0:
             raise ValueError(
                 f"{who}: geometric_bounds must be (low, high) with 0 <= low <= high and high above 0, got "
                 f"{geometric_bounds!r}"
             )
-        means = masked_weights(proximal, behaviour_logprobs, loss_mask, low_mean, high_mean, level="geometric")
+        means = masked(who, proximal, behaviour_logprobs, loss_mask, low_mean, high_mean, "geometric", False)
         weights = torch.where(means > 0, weights, 0.0)
     gain = _advantages(who, advantages, counted).to(now.dtype)
     ratio = torch.where(counted, now - proximal, 0.0).clamp(max=LARGEST_DRIFT).exp()
     objective = torch.minimum(ratio * gain, ratio.clamp(1.0 - low, 1.0 + high) * gain)
-    if negative_bound is not None:
-        objective = torch.maximum(objective, negative_bound * gain.clamp(max=0.0))
+    if bound is not None:
+        objective = torch.maximum(objective, bound * gain.clamp(max=0.0))
     trained = counted.sum()
-    whole = trained if tokens is None else as_tensor(tokens, now.device)
+    whole: Any = trained if tokens is None else number(who, "tokens", tokens)
     check_values(who, gain, trained, whole)
-    loss: torch.Tensor = -(weights * objective).sum() / whole.clamp(min=1)
+    loss: torch.Tensor = -(weights * objective).sum() / (trained.clamp(min=1) if tokens is None else max(whole, 1.0))
     return loss
 
 
-def check_values(who: str, gain: torch.Tensor, trained: torch.Tensor, whole: torch.Tensor) -> None:
+def check_values(who: str, gain: torch.Tensor, trained: torch.Tensor, whole: torch.Tensor | float) -> None:
     """Raise ValueError for advantages that are not finite, or ``whole`` below the number of tokens with loss."""
     if not bool(gain.isfinite().all()):
         raise ValueError(f"{who}: an advantage is not finite where there is loss")
-    if whole < trained:
+    if not trained <= whole < float("inf"):  # also catches NaN
         raise ValueError(f"{who}: tokens={whole:g}, but {trained:g} have loss here; give the number of the whole batch")
 
 
@@ -132,7 +134,7 @@ def _advantages(who: str, advantages: Any, counted: torch.Tensor) -> torch.Tenso
     """Return the advantages as a tensor [B, T], 0 for tokens without loss."""
     import torch
 
-    given = as_tensor(advantages, counted.device).detach()
+    given = as_tensor(who, "advantages", advantages, counted.device).detach()
     wide = given[:, None] if given.ndim == 1 else given
     if wide.ndim != 2 or len(wide) != len(counted) or wide.shape[1] not in (1, counted.shape[1]):
         raise ValueError(

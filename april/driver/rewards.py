@@ -183,6 +183,8 @@ def checked_reward(value: Any, sample_id: SampleId) -> float:
 def _number(value: Any, what: str) -> float:
     """Return the value as a number, which may be NaN or too large; raises UsageError that begins with ``what``."""
     try:
+        if isinstance(value, (str, bytes)):
+            raise TypeError  # float("1_0") is 10, but text has not been checked to be what the user meant
         return float(value)
     except Exception:  # tensors and classes of the user raise errors of their own
         shown = f"{value!r:.100} ({type(value).__name__})"

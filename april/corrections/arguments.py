@@ -1,0 +1,43 @@
+"""Converts arguments of losses and advantages to numbers and arrays, or raises ValueError with one sentence.
+
+``who`` is the public function that was called and ``what`` the name of its argument, for the sentence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def number(who: str, what: str, value: Any) -> float:
+    """Return a number of Python, numpy or torch as a float; text, bools and several numbers are refused."""
+    try:
+        plain = value.item() if hasattr(value, "item") else value
+        if not isinstance(plain, (bool, str, bytes)):
+            return float(plain)
+    except (TypeError, ValueError, RuntimeError):  # numpy and torch raise different types for several numbers
+        pass
+    raise ValueError(f"{who}: {what} must be a number, got {value!r:.100}")
+
+
+def pair(who: str, what: str, values: Any) -> tuple[float, float]:
+    """Return two numbers as floats."""
+    try:
+        low, high = values
+    except (TypeError, ValueError):
+        raise ValueError(f"{who}: {what} must be (low, high), got {values!r:.100}") from None
+    return number(who, f"low of {what}", low), number(who, f"high of {what}", high)
+
+
+def array_of(who: str, what: str, values: Any) -> NDArray[Any]:
+    """Return an array, a list, or a tensor of any device as an array of numbers; float64 from tensors and objects."""
+    try:
+        array = np.asarray(values.detach().double().cpu() if hasattr(values, "detach") else values)
+        array = array.astype(np.float64) if array.dtype == object else array
+    except (TypeError, ValueError, RuntimeError):  # rows of different lengths, None, tensors without values
+        array = np.empty(0, object)
+    if array.dtype.kind not in "fiub":
+        raise ValueError(f"{who}: {what} must be an array or tensor of numbers, got {values!r:.100}")
+    return array
