@@ -399,6 +399,8 @@ def _guard_lines(outcomes: Mapping[str, Outcome]) -> list[str]:
         ("KL per response of tokens outside the dead zone, late tokens", analysis.far_alarm, _late(outcomes)),
     ):
         did = analysis.guard(of, alarm)
+        if not did.falls + did.sound:
+            continue
         found.append(
             f"* {name}: {did.in_time} of {did.falls} falls in time; false alarms in {did.false} of {did.sound} others."
         )
