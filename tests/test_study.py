@@ -457,8 +457,8 @@ def test_what_other_pages_say_of_the_study_is_so() -> None:
          "fall](study.md#guards); with april's own schedules before 2 of 8, and in 7 of 297.",
          [[of[name] for name in ("in_time", "falls", "false", "sound")] for of in (guard, own)]
          == [[34, 55, 43, 412], [2, 8, 7, 297]]),
-        ("corrections.md", "at D = 10 it ended 0.05 (±0.06) below sync and fell in 2 of 8 trainings, the recommended "
-         "loss without it 0.06 (±0.04) and in 1.",
+        ("corrections.md", "on `tail`, at D = 10 it ended 0.05 (±0.06) below sync and fell in 2 of 8 trainings, the "
+         "recommended loss without it 0.06 (±0.04) and in 1.",
          late("dead-zone-") == (-0.05, 0.06, 2, 8) and late("") == (-0.06, 0.04, 1, 8)),
         ("corrections.md", "ended 0.07 (±0.03) below sync at D = 10 with rounding, as did a clipped ratio to q "
          "(±0.01).",
