@@ -10,10 +10,10 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -539,21 +539,37 @@ def _of(row: DeliveredSample) -> RowReward:
     return row.row_reward
 
 
-def batch_metrics(
-    groups: int, samples: Sequence[DeliveredSample], staleness_of: Callable[[PolicyVersion], int]
-) -> dict[str, float]:
-    """Return the metrics that can be computed from the rows of the batch alone.
+class TokenCounts(NamedTuple):
+    """Numbers of generated tokens of rows."""
 
-    ``trained_tokens`` counts all generated tokens, those with loss mask 0 (``masked_tokens``) included.
-    """
-    generated = stale = trained = kept = 0
-    for s in samples:
-        for segment in s.segments:
+    generated: int
+    stale: int
+    """tokens of older weights than the present ones"""
+    kept: int
+    """tokens sampled with keys and values of older weights"""
+    trained: int
+    """tokens with loss mask 1"""
+
+
+def token_counts(rows: Sequence[DeliveredSample], staleness_of: Callable[[PolicyVersion], int]) -> TokenCounts:
+    """Count the generated tokens of rows."""
+    generated = stale = kept = trained = 0
+    for row in rows:
+        for segment in row.segments:
             if segment.kind is SegmentKind.GENERATED:
                 generated += segment.count
                 stale += segment.count if staleness_of(segment.version) else 0
                 kept += segment.count if segment.over is not None else 0
-        trained += int(np.count_nonzero(s.loss_mask))
+        trained += int(np.count_nonzero(row.loss_mask))
+    return TokenCounts(generated, stale, kept, trained)
+
+
+def batch_metrics(groups: int, samples: Sequence[DeliveredSample], counts: Iterable[TokenCounts]) -> dict[str, float]:
+    """Return the metrics that can be computed from the rows of the batch and their counts of tokens alone.
+
+    ``trained_tokens`` counts all generated tokens, those with loss mask 0 (``masked_tokens``) included.
+    """
+    generated, stale, kept, trained = map(sum, zip(*counts, strict=True)) if samples else (0, 0, 0, 0)
     numbers = sample_numbers(samples)
     lengths = np.bincount(numbers, [len(s.tokens) for s in samples])
     first = np.searchsorted(numbers, np.arange(len(lengths)))  # index of the first row of each sample

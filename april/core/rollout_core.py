@@ -22,7 +22,15 @@ from typing import Any
 from april.core import commands as do
 from april.core import events as ev
 from april.core.attempt_results import AttemptResults
-from april.core.batch import Batch, DeliveredSample, batch_metrics, deliver_sample, with_all_rows
+from april.core.batch import (
+    Batch,
+    DeliveredSample,
+    TokenCounts,
+    batch_metrics,
+    deliver_sample,
+    token_counts,
+    with_all_rows,
+)
 from april.core.completion_monitor import Unit
 from april.core.context import CoreContext
 from april.core.engine_recovery import EngineRecovery
@@ -97,6 +105,8 @@ class Step:
         return out
 
 
+_Rows = tuple[list[DeliveredSample], int, TokenCounts]
+"""Rows of one sample, its number of generated tokens, and the counts of the tokens of its rows."""
 NO_REFILL = Refill.NONE
 NEWEST_REQUESTS = 64
 """Number of requests in flight, beyond those that are needed, among which the requests to be cut are chosen."""
@@ -156,7 +166,7 @@ class RolloutCore:
         self._check, self._pause_asked = check, False
         self._continues = False
         """True from the command Continue to the event Continued; nothing is started or drawn in between."""
-        self._rows: dict[SampleId, tuple[Any, tuple[list[DeliveredSample], int]]] = {}
+        self._rows: dict[SampleId, tuple[Any, _Rows]] = {}
         """Rows that were made ahead of the next delivery, each with what they depend on (see :meth:`_depends_on`)."""
         self._without_rows: deque[Sample] = deque()
         """Samples of the next batch whose rows are to be made."""
@@ -450,12 +460,13 @@ class RolloutCore:
         self._continue_later()
         return False
 
-    def _rows_of(self, sample: Sample, age: Callable[[PolicyVersion], int]) -> tuple[list[DeliveredSample], int]:
-        """Return the rows of a finished sample, and its number of generated tokens."""
+    def _rows_of(self, sample: Sample, age: Callable[[PolicyVersion], int]) -> _Rows:
+        """Return the rows of a finished sample, its number of generated tokens, and the counts of its rows."""
         masks = self.settings.on_stale in (OnStale.MASK, OnStale.FINISH)
-        return deliver_sample(sample, age, self.buffer.bound(sample) if masks else None), sample.generated
+        rows = deliver_sample(sample, age, self.buffer.bound(sample) if masks else None)
+        return rows, sample.generated, token_counts(rows, age)
 
-    def _rows_made_of(self, sample: Sample) -> tuple[list[DeliveredSample], int] | None:
+    def _rows_made_of(self, sample: Sample) -> _Rows | None:
         """Return the rows that were made ahead, or None if there are none, or something has changed since."""
         depends_on, rows = self._rows.get(sample.id, (None, None))
         return rows if depends_on == self._depends_on(sample) else None
@@ -473,17 +484,17 @@ class RolloutCore:
                 groups.setdefault(sample.id.group, []).append(sample)
         leased = [sample for members in groups.values() for sample in members]
         made = [self._rows_made_of(sample) or self._rows_of(sample, age) for sample in leased]
-        samples = [row for rows, _ in made for row in rows]
-        lengths = [length for _, length in made]
+        samples = [row for rows, _, _ in made for row in rows]
+        lengths = [length for _, length, _ in made]
         sizes, why = dict.fromkeys(groups, 0), f"leased in batch {context.batches}"
-        for sample, (rows, _) in zip(leased, made, strict=True):
+        for sample, (rows, _, _) in zip(leased, made, strict=True):
             sizes[sample.id.group] += len(rows)
             context.change_state(sample, LEASED, why)
             sample.group.delivered += 1
             self.lifecycle.settle_sample(sample.group)
         context.tokens.deliver(sum(lengths))
         context.lengths.trained.add_all(lengths)
-        metrics = batch_metrics(len(groups), samples, age) | self.leases.recorded()
+        metrics = batch_metrics(len(groups), samples, [counts for _, _, counts in made]) | self.leases.recorded()
         metrics |= context.lengths.metrics(lengths)
         metrics |= step.metrics(self.counters, self.observed_tokens())
         metrics |= self.engines.metrics(step.in_flight_at_stop, self.clock.current)

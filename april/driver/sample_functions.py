@@ -127,7 +127,6 @@ class _RunningSample:
     """Object that answers ``llm.chat``, once the function has called it."""
     client_calls: set[int] = field(default_factory=set)
     """Numbers of the calls made by clients and llm.chat, except calls that were given up."""
-    output: Any = None
 
 
 class SampleFunctions:
@@ -159,6 +158,8 @@ class SampleFunctions:
         self._post = post
         self._detokenizer = functions.detokenizer
         self._runners: dict[SampleId, _RunningSample] = {}
+        self._outputs: dict[SampleId, Any] = {}
+        """Values other than None that rollout functions returned, by sample."""
         self._failures = FailureLog()
         self._succeeded: set[FunctionKind] = set()
         self._recent_errors: dict[str, BaseException] = {}
@@ -174,25 +175,26 @@ class SampleFunctions:
         end = start + FORGOTTEN_AT_ONCE
         for sample in samples[start:end]:
             self._runners.pop(sample, None)
+            self._outputs.pop(sample, None)
         if end < len(samples):
             asyncio.get_running_loop().call_soon(self.forget, samples, end)
 
     def output_of(self, sample: SampleId) -> Any:
         """Return the value that a sample's rollout function returned; None if there is none."""
-        runner = self._runners.get(sample)
-        return None if runner is None else runner.output
+        return self._outputs.get(sample)
 
     def outputs(self, *, of_finished: bool = False) -> dict[SampleId, Any]:
         """Return the values other than None that rollout functions returned, by sample, or only of finished samples."""
+        runners = self._runners
         return {
-            name: runner.output
-            for name, runner in self._runners.items()
-            if runner.output is not None and (runner.sample.state is SampleState.FINISHED or not of_finished)
+            name: output
+            for name, output in self._outputs.items()
+            if not of_finished or runners[name].sample.state is SampleState.FINISHED
         }
 
     def restore_output(self, sample: Sample, output: Any) -> None:
         """Restore the value that a finished sample's rollout function returned before a restart."""
-        self._runners[sample.id] = _RunningSample(sample, output=output)
+        self._runners[sample.id], self._outputs[sample.id] = _RunningSample(sample), output
 
     def close(self) -> None:
         """Refuse all further generation for functions and their clients, and cancel the calls that wait for it."""
@@ -212,6 +214,7 @@ class SampleFunctions:
     def clear(self) -> None:
         """Forget all samples."""
         self._runners.clear()
+        self._outputs.clear()
 
     # ---------------------------------------------------------------- rollout functions
 
@@ -227,6 +230,7 @@ class SampleFunctions:
             self._post(ev.CallMade(sample.id, default))
             return
         runner = self._runners[sample.id] = _RunningSample(sample)
+        self._outputs.pop(sample.id, None)
         function: UserCall
 
         async def generate(
@@ -304,7 +308,9 @@ class SampleFunctions:
 
         def ended(output: Any, error: BaseException | None) -> None:
             """Post how the function ended. A lost function will run again and repeat the calls that were answered."""
-            runner.output, unread = output, self._close_endpoint(runner)
+            unread = self._close_endpoint(runner)
+            if output is not None and self._runners.get(sample.id) is runner:
+                self._outputs[sample.id] = output
             if isinstance(error, FunctionLost):  # it will repeat its calls, so their answers are not dropped
                 self._end_calls(runner)
                 self._post(ev.FunctionLost(sample.id))
@@ -441,6 +447,7 @@ class SampleFunctions:
         runner = self._runners.pop(command.sample.id, None)
         if runner is None:
             return
+        self._outputs.pop(command.sample.id, None)
         if runner.function is not None:
             runner.function.cancel()
             if runner.sample.evaluation is not None and (task := runner.function.task) is not None:

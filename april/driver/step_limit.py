@@ -27,7 +27,9 @@ GROUPS: dict[str, tuple[IdleCause, ...]] = {
 NEGLIGIBLE_SHARE = 0.02
 """If less than this share of the place-time was empty, empty places do not explain the lost time."""
 FITS_AT_A_TIME = 2
-"""Maximum number of engines whose cost is fitted again at one delivery; each fit takes about 8 ms."""
+"""Maximum number of engines whose cost is fitted again at one delivery."""
+QUICK_FIT = 512
+"""Maximum number of requests that are fitted at a delivery, in some 3 ms; larger fits are made between events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +100,13 @@ class EngineCosts:
         self._seen: dict[str, int] = {}
         """Number of requests of each engine at its latest fit."""
 
-    def look(self) -> None:
-        """Fit engines with enough new requests since their last fit, a few at a time, and forget removed engines."""
+    def look(self, engines: int = 1, most: int = KEPT_REQUESTS) -> None:
+        """Fit some engines with enough new requests since their last fit, and forget removed engines.
+
+        Args:
+            engines: Maximum number of engines to fit.
+            most: Number of kept requests up to which an engine may be fitted.
+        """
         for gone in self._seen.keys() - {name for name, _ in self._requests}:
             del self._seen[gone]
             self._fitted.pop(gone, None)
@@ -107,8 +114,9 @@ class EngineCosts:
             (name, ended) for name, ended in self._requests
             if self._requests.count(name)
             >= max(MIN_REQUESTS, min(1.5 * (seen := self._seen.get(name, 0)), seen + KEPT_REQUESTS))
+            and len(ended) <= most
         ]  # fmt: skip
-        for name, ended in due[:FITS_AT_A_TIME]:
+        for name, ended in due[:engines]:
             self._seen[name] = self._requests.count(name)
             if (found := fit(Requests.of(ended))) is not None:
                 self._fitted[name] = found
@@ -135,7 +143,7 @@ class StepLimit:
 
         ``metrics`` are the batch's other metrics, ``places`` the number of request places of all engines.
         """
-        self.costs.look()
+        self.costs.look(FITS_AT_A_TIME, QUICK_FIT)
         known = [(self.costs.of(name), brought) for name, brought in self._requests.take_sums().items()]
         found = distance_of(
             ((cost, brought) for cost, brought in known if cost is not None),
