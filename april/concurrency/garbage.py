@@ -10,7 +10,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-THRESHOLDS = (20_000, 2, 50_000)
+THRESHOLDS = (5_000, 2, 200_000)
 """Thresholds for ``gc.set_threshold`` while a loop runs. Those of Python 3.11 are 700, 10 and 10.
 
 The third one makes collections of all objects rare, which take a second per few million objects."""

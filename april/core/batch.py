@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
@@ -539,64 +539,74 @@ def _of(row: DeliveredSample) -> RowReward:
     return row.row_reward
 
 
-class TokenCounts(NamedTuple):
-    """Numbers of generated tokens of rows."""
+class SampleFigures(NamedTuple):
+    """Figures of one sample's rows, from which the metrics of a batch are computed."""
 
+    tokens: int
+    staleness: int
+    """staleness of the row with the oldest token"""
+    reward: float
+    """mean over the rows"""
+    resumes: int
     generated: int
     stale: int
-    """tokens of older weights than the present ones"""
+    """generated tokens of older weights than the present ones"""
     kept: int
-    """tokens sampled with keys and values of older weights"""
+    """generated tokens that were sampled with keys and values of older weights"""
     trained: int
-    """tokens with loss mask 1"""
+    """generated tokens with loss mask 1"""
 
 
-def token_counts(rows: Sequence[DeliveredSample], staleness_of: Callable[[PolicyVersion], int]) -> TokenCounts:
-    """Count the generated tokens of rows."""
-    generated = stale = kept = trained = 0
+def figures_of(rows: Sequence[DeliveredSample], staleness_of: Callable[[PolicyVersion], int]) -> SampleFigures:
+    """Return the figures of the rows of one sample."""
+    generated = stale = kept = trained = tokens = staleness = 0
+    reward = 0.0
     for row in rows:
+        tokens += len(row.tokens)
+        staleness = max(staleness, row.staleness)
+        reward += row.reward
+        trained += int(np.count_nonzero(row.loss_mask))
         for segment in row.segments:
             if segment.kind is SegmentKind.GENERATED:
                 generated += segment.count
                 stale += segment.count if staleness_of(segment.version) else 0
                 kept += segment.count if segment.over is not None else 0
-        trained += int(np.count_nonzero(row.loss_mask))
-    return TokenCounts(generated, stale, kept, trained)
+    return SampleFigures(tokens, staleness, reward / len(rows), rows[0].resumes, generated, stale, kept, trained)
 
 
-def batch_metrics(groups: int, samples: Sequence[DeliveredSample], counts: Iterable[TokenCounts]) -> dict[str, float]:
-    """Return the metrics that can be computed from the rows of the batch and their counts of tokens alone.
+def batch_metrics(
+    groups: int, samples: Sequence[DeliveredSample], figures: Sequence[SampleFigures]
+) -> dict[str, float]:
+    """Return the metrics that can be computed from the rows ``samples`` of a batch and the figures of each sample.
 
     ``trained_tokens`` counts all generated tokens, those with loss mask 0 (``masked_tokens``) included.
     """
-    generated, stale, kept, trained = map(sum, zip(*counts, strict=True)) if samples else (0, 0, 0, 0)
-    numbers = sample_numbers(samples)
-    lengths = np.bincount(numbers, [len(s.tokens) for s in samples])
-    first = np.searchsorted(numbers, np.arange(len(lengths)))  # index of the first row of each sample
-    ages = np.zeros(len(lengths))
-    np.maximum.at(ages, numbers, [s.staleness for s in samples])
-    def mean(values: Sequence[float]) -> float:
-        """Return the mean over samples of the means of their rows' values."""
-        sums = np.bincount(numbers, np.asarray(values, np.float64), len(lengths))
-        return float((sums / np.bincount(numbers)).mean()) if len(lengths) else 0.0
-
+    table = np.fromiter(itertools.chain.from_iterable(figures), np.float64).reshape(-1, len(SampleFigures._fields))
+    lengths, ages, rewards, resumes, *counts = table.T
+    generated, stale, kept, trained = (float(column.sum()) for column in counts)
     like = samples[0].row_reward if samples else None
-    parts = {} if like is None else {f"reward_mean/{n}": mean([_of(s).parts[n] for s in samples]) for n in like.parts}
+    numbers = sample_numbers(samples) if like is not None else None
+
+    def mean(name: str) -> float:
+        """Return the mean over samples of the means of a part of their rows' rewards."""
+        sums = np.bincount(numbers, [_of(s).parts[name] for s in samples])
+        return float((sums / np.bincount(numbers)).mean())
+
     return {
         "groups": float(groups),
-        "samples": float(len(lengths)),
-        "trained_tokens": float(generated),
-        "masked_tokens": float(generated - trained),
+        "samples": float(len(table)),
+        "trained_tokens": generated,
+        "masked_tokens": generated - trained,
         "off_policy_share": stale / generated if generated else 0.0,
         "kept_share": kept / generated if generated else 0.0,
-        "staleness_mean": float(ages.mean()) if len(ages) else 0.0,
-        "staleness_max": float(ages.max()) if len(ages) else 0.0,
-        "resumed_samples": float(sum(1 for i in first if samples[i].resumes)),
-        "response_len_mean": float(lengths.mean()) if len(lengths) else 0.0,
+        "staleness_mean": float(ages.mean()) if len(table) else 0.0,
+        "staleness_max": float(ages.max()) if len(table) else 0.0,
+        "resumed_samples": float(np.count_nonzero(resumes)),
+        "response_len_mean": float(lengths.mean()) if len(table) else 0.0,
         "response_len_median": _median(lengths),
-        "response_len_max": float(lengths.max()) if len(lengths) else 0.0,
-        "reward_mean": mean([s.reward for s in samples]),
-        **parts,
+        "response_len_max": float(lengths.max()) if len(table) else 0.0,
+        "reward_mean": float(rewards.mean()) if len(table) else 0.0,
+        **{f"reward_mean/{name}": mean(name) for name in (like.parts if like is not None else ())},
     }
 
 

@@ -25,10 +25,10 @@ from april.core.attempt_results import AttemptResults
 from april.core.batch import (
     Batch,
     DeliveredSample,
-    TokenCounts,
+    SampleFigures,
     batch_metrics,
     deliver_sample,
-    token_counts,
+    figures_of,
     with_all_rows,
 )
 from april.core.completion_monitor import Unit
@@ -105,8 +105,8 @@ class Step:
         return out
 
 
-_Rows = tuple[list[DeliveredSample], int, TokenCounts]
-"""Rows of one sample, its number of generated tokens, and the counts of the tokens of its rows."""
+_Rows = tuple[list[DeliveredSample], SampleFigures]
+"""Rows of one sample, and the figures of the rows."""
 NO_REFILL = Refill.NONE
 NEWEST_REQUESTS = 64
 """Number of requests in flight, beyond those that are needed, among which the requests to be cut are chosen."""
@@ -461,10 +461,10 @@ class RolloutCore:
         return False
 
     def _rows_of(self, sample: Sample, age: Callable[[PolicyVersion], int]) -> _Rows:
-        """Return the rows of a finished sample, its number of generated tokens, and the counts of its rows."""
+        """Return the rows of a finished sample, and their figures."""
         masks = self.settings.on_stale in (OnStale.MASK, OnStale.FINISH)
         rows = deliver_sample(sample, age, self.buffer.bound(sample) if masks else None)
-        return rows, sample.generated, token_counts(rows, age)
+        return rows, figures_of(rows, age)
 
     def _rows_made_of(self, sample: Sample) -> _Rows | None:
         """Return the rows that were made ahead, or None if there are none, or something has changed since."""
@@ -482,19 +482,22 @@ class RolloutCore:
         for unit in units:
             for sample in unit.members:
                 groups.setdefault(sample.id.group, []).append(sample)
-        leased = [sample for members in groups.values() for sample in members]
-        made = [self._rows_made_of(sample) or self._rows_of(sample, age) for sample in leased]
-        samples = [row for rows, _, _ in made for row in rows]
-        lengths = [length for _, length, _ in made]
-        sizes, why = dict.fromkeys(groups, 0), f"leased in batch {context.batches}"
-        for sample, (rows, _, _) in zip(leased, made, strict=True):
-            sizes[sample.id.group] += len(rows)
-            context.change_state(sample, LEASED, why)
-            sample.group.delivered += 1
-            self.lifecycle.settle_sample(sample.group)
+        samples: list[DeliveredSample] = []
+        figures, sizes, why = [], dict.fromkeys(groups, 0), f"leased in batch {context.batches}"
+        for number, members in groups.items():
+            # all rows of a group first, since they depend on the states of its samples
+            made = [self._rows_made_of(sample) or self._rows_of(sample, age) for sample in members]
+            for sample, (rows, of_rows) in zip(members, made, strict=True):
+                samples += rows
+                figures.append(of_rows)
+                sizes[number] += len(rows)
+                context.change_state(sample, LEASED, why)
+                sample.group.delivered += 1
+                self.lifecycle.settle_sample(sample.group)
+        lengths = [of_rows.generated for of_rows in figures]
         context.tokens.deliver(sum(lengths))
         context.lengths.trained.add_all(lengths)
-        metrics = batch_metrics(len(groups), samples, [counts for _, _, counts in made]) | self.leases.recorded()
+        metrics = batch_metrics(len(groups), samples, figures) | self.leases.recorded()
         metrics |= context.lengths.metrics(lengths)
         metrics |= step.metrics(self.counters, self.observed_tokens())
         metrics |= self.engines.metrics(step.in_flight_at_stop, self.clock.current)
@@ -519,7 +522,7 @@ class RolloutCore:
             branches=dict(self.clock.branches),
         )
         context.batches += 1
-        self.leased[batch.id] = tuple(leased)
+        self.leased[batch.id] = tuple(sample for members in groups.values() for sample in members)
         context.out.append(do.Deliver(batch))
 
     def _batch_committed(self, event: ev.BatchCommitted) -> None:

@@ -68,8 +68,8 @@ T = TypeVar("T")
 EvaluationEnd = do.EvaluationDone | do.EvaluationFailed
 MAX_WITHOUT_END = 16
 """A warning is logged if this many responses from the start of the run have no end-of-sequence token."""
-HANDLED_PER_COLLECTION = 2000
-"""Number of events and commands between two collections of young objects; they make some 10,000 objects, which a
+HANDLED_PER_COLLECTION = 1000
+"""Number of events and commands between two collections of young objects; they make some 5,000 objects, which a
 collection visits in a few milliseconds."""
 EVALUATION_ERRORS = {
     None: RolloutError, AttemptFailure.CORRUPT: WireError, AttemptFailure.REFUSED: RequestRefused,
