@@ -15,7 +15,7 @@ from rich.text import Text
 
 import april
 from april.core.versions import OnStale
-from april.errors import AprilError, ConfigError, RolloutError
+from april.errors import AprilError, ConfigError
 from april.simulate import Placement
 from april.text.install_command import install
 from april.text.server_text import printable
@@ -249,13 +249,6 @@ def simulate(
         ), min=1),
     ] = None,
     speculative: Annotated[str | None, _in(_ENGINES, _SPECULATIVE, metavar="N:FACTOR,...")] = None,
-    keep: Annotated[
-        bool,
-        _in(_TRAINER, (
-            "Also simulate continuous generation whose requests continue over weight updates (on_weight_update: keep). "
-            "Engines then prefill the prompt of a group once per version."
-        ), "--keep"),
-    ] = False,
     max_response_len: Annotated[int, _in(_LENGTHS, "Maximum tokens of a response.", min=1)] = 16_384,
     prompt_len: Annotated[int, _in(_LENGTHS, "Tokens of a prompt.", min=1)] = 128,
     lengths_file: Annotated[
@@ -275,14 +268,7 @@ def simulate(
     steps: Annotated[int, _in(_RUN, "Steps per mode.", min=1)] = 50,
     ramp: Annotated[int, _in(_RUN, "First steps to leave out of the figures.", min=0)] = 10,
     seed: Annotated[int, _in(_RUN, "Seed of the lengths.", min=0)] = 0,
-    bounds: Annotated[
-        bool,
-        _in(_RUN, (
-            "Also simulate N'/N = 1, 1.25, 1.5, 2, 3; with a separate trainer, simulate continuous generation at "
-            "max_staleness 1, 2, 4, 8, otherwise only at the given value."
-        ), "--sweep/--no-sweep"),
-    ] = True,
-    out: Annotated[Path, _in(_RUN, "Directory for simulate.json and simulate.png.")] = Path("runs/simulate"),
+    out: Annotated[Path, _in(_RUN, "Directory for simulate.json.")] = Path("runs/simulate"),
 ) -> None:  # fmt: skip
     """Simulate your workload on virtual time, without a GPU, in three modes: sync (only the N groups of each batch),
     april (2N groups in progress, unfinished ones continue in the next step), refill (samples start as others finish).
@@ -291,44 +277,25 @@ def simulate(
     """
     given = {name: value for name, value in locals().items() if name != "out"}
     from april.serialization.state_file import write_atomic
-    from april.simulate.report_tables import headline, loop_table, mode_table, sweep_table, verdict
+    from april.simulate.report_tables import headline, loop_table, mode_table, verdict
     from april.simulate.run import simulate as run
     from april.simulate.workload import Workload
     from april.view.bars import bars
 
+    console, written = Console(markup=False, highlight=False), out / "simulate.json"
     with _sentences(usage=(ValueError,)):
         workload = Workload(**given)
-    try:
+    with _sentences(out):
         out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise typer.BadParameter(f"cannot make the directory {out}: {error.strerror}; choose another --out") from None
-    console = Console(markup=False)
-    try:
         with bars(console) as begin:
-            report, runs = run(workload, bounds, begin)
-    except RolloutError as error:
-        console.print(f"the simulation failed: {error}", highlight=False)
-        raise typer.Exit(1) from None
+            report = run(workload, begin)
+        write_atomic(written, (json.dumps(report, indent=1) + "\n").encode())
     for line in headline(report):
-        console.print(line, highlight=False)
+        console.print(line)
     console.print(mode_table(report) if train_time is None else loop_table(report))
-    if report["sweep"]:
-        console.print(sweep_table(report))
     for line in verdict(report):
-        console.print(line, highlight=False)
-    written = [out / "simulate.json"]
-    try:
-        write_atomic(written[0], (json.dumps(report, indent=1) + "\n").encode())
-        if find_spec("matplotlib"):
-            from april.simulate.simulation_figures import draw, draw_loop
-
-            written.append(out / "simulate.png")
-            (draw if train_time is None else draw_loop)(report, runs, written[1])
-    except OSError as error:
-        raise typer.BadParameter(f"cannot write {written[-1]}: {error.strerror}; choose another --out") from None
-    if len(written) == 1:
-        console.print(f"no picture: that needs matplotlib, {install('plot')}", highlight=False, soft_wrap=True)
-    console.print(f"wrote {' and '.join(map(str, written))}", highlight=False, soft_wrap=True)
+        console.print(line)
+    console.print(f"wrote {written}", soft_wrap=True)
 
 
 @app.command()
@@ -393,7 +360,7 @@ def plan(
         "Whether the trainer has GPUs of its own (separate) or shares the GPUs of the engines (colocated)."
     ))] = None,
     processes: Annotated[int, _in(_RUN, "Number of processes that run simulations at the same time.", min=1)] = 2,
-    out: Annotated[Path, _in(_RUN, "Directory for plan.yaml, plan.json and plan.png.")] = Path("runs/plan"),
+    out: Annotated[Path, _in(_RUN, "Directory for plan.yaml and plan.json.")] = Path("runs/plan"),
 ) -> None:
     """Find the best settings for these response lengths: simulate candidates, and write a configuration.
 

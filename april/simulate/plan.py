@@ -233,7 +233,7 @@ def choose(rows: Sequence[CandidateResult], max_off_policy_share: float) -> Cand
 
 
 def _row(workload: Workload, schedule: Schedule) -> CandidateResult:
-    f = measure(workload, schedule).figures
+    f = measure(workload, schedule)
     batch = workload.groups * workload.samples * float(workload.length_sample.mean())
     trained = batch * f["trained_tokens"] / (f["trained_tokens"] + f["masked_tokens"])
     at_limit_s = f["kept_tokens"] / f["limit_tokens_per_s"]

@@ -22,6 +22,7 @@ from april.core.run_times import SECONDS, SHARES
 from april.core.settings import CoreSettings
 from april.core.types import Refill, Work
 from april.driver.step_limit import LimitDistance, distance_of
+from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.fitted_cost import FittedCost, Requests, fit
 from april.errors import RecordError
 from april.record.event_values import from_plain
@@ -227,6 +228,17 @@ class RunData:
                 found[name] = (Refill.SAMPLE if value else Refill.NONE) if name is Work.REFILL else kind(value)
         found["max_staleness"] = int(batch.metrics.get("staleness_bound", self.settings.max_staleness))
         return replace(self.settings, **found)
+
+    @property
+    def cost(self) -> DecodeCost | None:
+        """The mean cost of the engines; None if too few requests ended to fit one."""
+        return DecodeCost.mean(fitted.cost for fitted in self.costs.values()) if self.costs else None
+
+    @property
+    def prompt_len(self) -> int:
+        """The median number of tokens of a prompt; at least 1."""
+        first = self.context[(self.age == 0) & ~self.evaluation]
+        return max(1, round(float(np.median(first)))) if first.size else 1
 
     @property
     def engine_count(self) -> int:
