@@ -57,8 +57,7 @@ SMALL = {
         "--engines", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "8", "--prompt-len", "20",
         "--max-response-len", "600", "--steps", "4", "--ramp", "1",
     ],
-    "plan": ["--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--max-response-len", "300", "--engines", "1",
-             "--processes", "1"],
+    "plan": ["--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--max-response-len", "300", "--engines", "1"],
 }  # fmt: skip
 """Words that stand behind those of the page, where they win, to be quick."""
 PROFILE = profile.CostProfile(cost=DecodeCost(0.01, 1e-4, 1e-7), requests=90, held_out=0.01, speeds={1: 90.0})
@@ -107,7 +106,7 @@ def printed(words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
     """What the real command prints, on fake servers at the addresses of the page; it ends with 0."""
     small = SMALL.get(words[0], [])
     if words[0] == "plan" and words[1].startswith("runs/"):
-        small = ["--processes", "1"]  # the rest is that of the run
+        small = []  # everything is that of the run
     first, second = FakeVllmServer(), FakeVllmServer()
     with ServerThread(first, second):
         urls = {"http://127.0.0.1:8000": first.url, "http://127.0.0.1:8001": second.url}

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +17,6 @@ from typer.testing import CliRunner
 
 import april
 from april.cli import app
-from april.concurrency import process_pool
 from april.core.types import OnStale, Refill, Work
 from april.engines.simulated.decode_cost import DecodeCost
 from april.simulate import plan as planning
@@ -103,7 +97,7 @@ def test_the_command(record: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """A record or a file of lengths: a table, and a configuration that april takes; mistakes in a sentence."""
     monkeypatch.setattr(planning, "ENOUGH_RESPONSES", 32)  # so a batch of 32 gets no more steps than a larger batch
     out = tmp_path / "plan"
-    result = CliRunner().invoke(app, ["plan", str(record), "--processes", "1", "--out", str(out)])
+    result = CliRunner().invoke(app, ["plan", str(record), "--out", str(out)])
     assert result.exit_code == 0, result.output
     assert "N' = 8" in result.output
     assert re.search(r"; a step takes [\d.]+ .?s, plus [\d.]+ .?s for each response", unboxed(result.output))
@@ -315,74 +309,3 @@ def test_what_is_in_work_is_always_simulated(monkeypatch: pytest.MonkeyPatch) ->
     assert found.speed_up == pytest.approx(112.0 / 104.0)
     strict = replace(q, max_staleness=0)
     assert answer(strict).best == now
-
-
-def children_of(pid: int) -> list[int]:
-    """The processes that a process has started and that are not waited for yet."""
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-@pytest.fixture
-def heard_interrupts() -> Iterator[None]:
-    """SIGINT means what it means in a terminal, though a shell in the background may have these tests ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("heard_interrupts")
-def test_signals_wait_while_processes_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that comes as work is handed to processes is raised once all of it is; a process half begun would hang."""
-    submitted: list[bool] = []
-
-    class Executor:
-        def __init__(self, *_: Any) -> None:
-            pass
-
-        def submit(self, *_: Any) -> None:
-            signal.raise_signal(signal.SIGINT)
-            submitted.append(True)
-
-        def shutdown(self, **_: Any) -> None:
-            pass
-
-    monkeypatch.setattr(process_pool, "ProcessPoolExecutor", Executor)
-    with pytest.raises(KeyboardInterrupt):
-        plan(SMALL, processes=2)
-    assert len(submitted) == len(coarse_grid(SMALL, SearchSpace.full(SMALL)))
-
-
-def runs(pid: int) -> bool:
-    """Whether a process is there, and not only its exit status."""
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-
-
-@pytest.mark.usefixtures("heard_interrupts")
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds processes as Linux shows them")
-@pytest.mark.parametrize("whom", ["SIGTERM to the first process", "SIGINT to all"])
-def test_a_plan_that_is_ended_leaves_nothing_behind(whom: str, tmp_path: Path) -> None:
-    """Its processes end with it, no semaphore is left to warn of, and there is no traceback."""
-    lengths, number = tmp_path / "lengths.jsonl", getattr(signal, whom.split()[0])
-    lengths.write_text("\n".join(str(length) for length in range(100, 8000, 50)))
-    command = [sys.executable, "-W", "default", "-m", "april", "plan", str(lengths), "--processes", "2"]
-    with subprocess.Popen(
-        [*command, "--out", str(tmp_path)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    ) as process:  # fmt: skip
-        try:
-            while len(started := children_of(process.pid)) < 3:
-                assert process.poll() is None
-                os.sched_yield()
-            (os.killpg if whom.endswith("all") else os.kill)(process.pid, number)
-            assert process.wait(timeout=600.0) == 128 + number
-            assert not any(map(runs, started[1:])), "the first is the one that tracks semaphores, and ends after them"
-            assert process.stderr is not None
-            said = process.stderr.read()
-        finally:
-            with suppress(ProcessLookupError):  # whatever goes wrong here leaves none of them running
-                os.killpg(process.pid, signal.SIGKILL)
-    assert "resource_tracker" not in said
-    assert "Traceback" not in said

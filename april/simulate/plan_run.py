@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from april.concurrency.process_pool import sigterm_as_exception
 from april.core.types import OnStale, Refill
 from april.record.file import is_record
 from april.serialization.state_file import write_atomic
@@ -102,32 +101,12 @@ def notes(workload: Workload, row: CandidateResult) -> list[str]:
     return out
 
 
-def as_plain(workload: Workload, plan: Plan, max_off_policy_share: float) -> dict[str, Any]:
-    """Return the whole plan as plain values for JSON."""
-
-    def plain(row: CandidateResult) -> dict[str, Any]:
-        schedule = asdict(row.schedule) | {"refill": str(row.schedule.refill)}
-        return {"name": row.name, **asdict(row), "schedule": schedule}
-
-    return {
-        "max_off_policy_share": max_off_policy_share,
-        "cost": asdict(workload.cost),
-        "engines": workload.engines,
-        "train_s": workload.train_s,
-        "length_mean": float(workload.length_sample.mean()),
-        "best": plain(plan.best),
-        "sync": plain(plan.base),
-        "speculative_gains": list(plan.speculative_gains),
-        "rows": [plain(row) for row in plan.rows],
-    }
-
-
 COST_ARGUMENTS = ("model", "gpu", "tensor_parallel")
 """Arguments from which the cost of an engine is estimated; they are refused if the cost was measured."""
 
 
 def plan_file(
-    path: Path, given: dict[str, Any], max_off_policy_share: float | None, processes: int, out: Path, console: Console
+    path: Path, given: dict[str, Any], max_off_policy_share: float | None, out: Path, console: Console
 ) -> Plan:
     """Plan for a file of lengths or a record; ``given`` has fields of :class:`.workload.Workload` that replace its own.
 
@@ -150,9 +129,8 @@ def plan_file(
         f"{lengths.mean():,.0f}, longest {lengths.max():,}; training {short_time(workload.train_s)} per batch",
         soft_wrap=True,
     )
-    with sigterm_as_exception(), bars(console) as begin:
-        shown = begin("simulating", 0)
-        found = plan(workload, max_off_policy_share=max_off_policy_share, processes=processes, progress=shown)
+    with bars(console) as begin:
+        found = plan(workload, max_off_policy_share=max_off_policy_share, progress=begin("simulating", 0))
     console.print(plan_table(found))
     best, base = found.best, found.base
     console.print(
@@ -169,8 +147,12 @@ def plan_file(
         console.print(f"note: {note}", soft_wrap=True)
     written = [out / "plan.yaml", out / "plan.json"]
     write_atomic(written[0], settings(workload, best).encode())
-    report = as_plain(workload, found, max_off_policy_share)
-    write_atomic(written[1], (json.dumps(report, indent=1) + "\n").encode())
+    report = {
+        "max_off_policy_share": max_off_policy_share, "cost": cost, "engines": workload.engines,
+        "train_s": workload.train_s, "length_mean": float(lengths.mean()), "best": best, "sync": base,
+        "speculative_gains": found.speculative_gains, "rows": found.rows,
+    }  # fmt: skip
+    write_atomic(written[1], msgspec.json.format(msgspec.json.encode(report), indent=1))
     console.print(printable(f"wrote {', '.join(map(str, written))}"), soft_wrap=True)
     return found
 

@@ -22,7 +22,6 @@ import numpy as np
 
 from april.core.partial_buffer import IdleCause
 from april.core.run_times import TrainerTime, bottleneck, whole
-from april.core.settings import CoreSettings
 from april.core.types import OnStale
 from april.simulate.simulation import Simulation
 from april.simulate.workload import Placement, Schedule, Workload
@@ -60,16 +59,6 @@ def measure(workload: Workload, schedule: Schedule, progress: Progress = lambda 
     return _figures(workload, schedule, simulation, before, _totals(simulation))
 
 
-def _idle_times(settings: CoreSettings, steps: list[dict[str, float]]) -> dict[str, Any]:
-    """Return how long trainer and engines were idle and why; computed in the same way as the metrics of real runs."""
-    times = whole(steps)
-    return {
-        "trainer_idle_share": times[TrainerTime.WAITS] / times["step_s"],
-        "idle_shares": {str(cause): share for cause in IdleCause if (share := times[f"idle_{cause}"])},
-        "bottleneck": bottleneck(times, settings, lambda **_: True),
-    }
-
-
 def _training_s(deliveries: Iterable[float], train_s: float, start: float, end: float) -> float:
     """Return how many seconds between two times the trainer trains; batches are trained in the order of delivery."""
     seconds, ended = [0.0], 0.0
@@ -97,6 +86,7 @@ def _figures(
     least_s = max(at_limit_s, trained_s) if workload.separate else at_limit_s + trained_s
     busy_slot_s = math.fsum(step.busy_slot_s for step in steps)
     reprefill = totals["reprefill_tokens"]
+    times = whole(step.metrics for step in steps)  # as the metrics of real runs
     return {
         "over_sampling_batch_size": schedule.over,
         "generation": "stepwise" if schedule.continuous is None else "continuous",
@@ -124,7 +114,9 @@ def _figures(
         "reprefill_time_share": workload.cost.prefill_s(int(reprefill)) / (workload.engines * seconds),
         "held_tokens_mean": float(np.mean([step.metrics["held_tokens"] for step in steps])),
         "preemptions": preemptions - preemptions_before,
-        **_idle_times(simulation.core.settings, [step.metrics for step in steps]),
+        "trainer_idle_share": times[TrainerTime.WAITS] / times["step_s"],
+        "idle_shares": {str(cause): share for cause in IdleCause if (share := times[f"idle_{cause}"])},
+        "bottleneck": bottleneck(times, simulation.core.settings, lambda **_: True),
         "digest": simulation.result.digest,
     }
 
@@ -191,11 +183,8 @@ def _loop_times(workload: Workload) -> dict[str, Any]:
 
 
 def _settings(workload: Workload) -> dict[str, Any]:
-    values = asdict(workload) | {"on_stale": str(workload.on_stale)}
-    values["placement"] = None if workload.placement is None else str(workload.placement)
-    if workload.lengths_file is not None:
-        values["lengths_file"] = str(workload.lengths_file)
-    else:
+    values = asdict(workload)
+    if workload.lengths_file is None:
         shape = workload.lengths
         values |= {name: getattr(shape, name.replace("_len", "")) for name in LOGNORMAL}
     schedules = workload.modes

@@ -204,7 +204,6 @@ class StepRecord:
     end_s: float
     generated_tokens: int
     trained_tokens: int
-    decode_steps: int
     busy_slot_s: float
     metrics: dict[str, float]
     token_ages: dict[int, int]
@@ -245,7 +244,6 @@ class SimulationResult:
             "trained_tokens_per_s": trained / wall,
             "generated_tokens_per_s": generated / wall,
             "reprefill_tokens": sum(s.metrics["reprefill_tokens"] for s in steps),
-            "decode_steps": float(sum(s.decode_steps for s in steps)),
             "bubble": 1.0 - math.fsum(s.busy_slot_s for s in steps) / (self.slots * wall),
             "off_policy_share": weighted / trained,
             "staleness_mean": math.fsum(s.metrics["staleness_mean"] for s in steps) / len(steps),
@@ -405,7 +403,6 @@ class Simulation:
         counters = [d.counters() for d in self.decoders.values()]
         return (
             sum(c.generated_tokens for c in counters),
-            sum(c.decode_steps for c in counters),
             math.fsum(c.busy_slot_time_s for c in counters),
         )
 
@@ -425,8 +422,7 @@ class Simulation:
                 end_s=self.now,
                 generated_tokens=int(spent[0]),
                 trained_tokens=trained,
-                decode_steps=int(spent[1]),
-                busy_slot_s=spent[2],
+                busy_slot_s=spent[1],
                 metrics=metrics,
                 token_ages=ages,
                 lengths=lengths,

@@ -139,11 +139,6 @@ def _run(run: RunData, number: int, findings: ReportFigures) -> str:
         "response that it continues, in weight updates since the oldest token. Grey means empty.</p>",
         report_figures.busy_places(run, f"p{number}"),
     ]
-    if near := report_figures.close_up(run, f"d{number}"):
-        parts += [
-            "<h2>The latest steps in detail</h2>",
-            "<p>Line: a batch is delivered. Dots: a weight update begins.</p>", near,
-        ]  # fmt: skip
     if steps:
         if drawn := report_figures.rewards(run, f"r{number}"):
             parts += ["<h2>Rewards</h2>", drawn]

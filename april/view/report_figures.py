@@ -31,8 +31,6 @@ POINTS = {"wide": 480, "middle": 320, "narrow": 200}
 """Number of points of a curve over time, by the kind of screen; more points could not be seen."""
 COLUMNS = {"wide": 6, "middle": 4, "narrow": 2}
 """Number of columns of a legend, by the kind of screen."""
-DETAIL = 6
-"""Number of latest steps in the close-up picture."""
 
 
 class Colour(Enum):
@@ -109,53 +107,23 @@ def busy_places(run: RunData, name: str) -> str:
     """Draw the busy places over the whole run, coloured by the age of the responses that they generate."""
 
     def draw(figure: Any, kind: str) -> None:
-        axes = figure.add_subplot()
-        draw_places(axes, run, 0.0, run.seconds, POINTS[kind])
+        axes, points = figure.add_subplot(), POINTS[kind]
+        edges = np.linspace(0.0, max(run.seconds, 1e-6), points + 1)
+        there, below = run.engine_history, np.zeros(points)
+        ends = [*there.since_s, max(float(edges[-1]), there.since_s[-1])]
+        axes.stairs(there.places, ends, fill=True, color=Colour.EMPTY.hex, linewidth=0)
+        for label, ink, rows in _by_age(run):
+            top = below + mean_busy(run.began_s[rows], run.ended_s[rows], edges)
+            if (top > below).any() or label == "fresh":
+                axes.stairs(top, edges, baseline=below, fill=True, color=ink.hex, linewidth=0, label=label)
+            below = top
+        axes.set_xlim(0.0, float(edges[-1]))
+        axes.set_ylim(0, 1.04 * max(run.places, float(below.max(initial=0.0))))
         style_axes(axes, "", "seconds", "places")
         whole_numbers(axes.yaxis)
         legend(axes, COLUMNS[kind])
 
     return in_all_widths(name, "busy places over the whole run, coloured by the age of what they go on from", 2.9, draw)
-
-
-def close_up(run: RunData, name: str) -> str:
-    """Draw the latest steps in detail, with deliveries and weight updates; empty with fewer than two batches."""
-    ends = [batch.time_s for batch in run.batches]
-    if len(ends) < 2:
-        return ""
-    since, until = ends[-min(DETAIL, len(ends) - 1) - 1], ends[-1]
-    if until <= since:
-        return ""
-
-    def draw(figure: Any, kind: str) -> None:
-        axes = figure.add_subplot()
-        draw_places(axes, run, since, until, POINTS[kind])
-        for at in ends:
-            if since < at <= until:
-                axes.axvline(at, color=Colour.TEXT.hex, linewidth=1.0)
-        for at in run.updates_s:
-            if since < at <= until:
-                axes.axvline(at, color=Colour.SOFT.hex, linewidth=0.8, linestyle=":")
-        style_axes(axes, "", "seconds", "places")
-        whole_numbers(axes.yaxis)
-
-    return in_all_widths(name, "busy places in the latest steps", 2.4, draw)
-
-
-def draw_places(axes: Axes, run: RunData, since: float, until: float, points: int) -> None:
-    """Draw the busy places between two times in seconds, coloured by the age of the responses that they generate."""
-    edges = np.linspace(since, max(until, since + 1e-6), points + 1)
-    shown, below = _by_age(run), np.zeros(points)
-    there = run.engine_history
-    ends = [*there.since_s, max(float(edges[-1]), there.since_s[-1])]
-    axes.stairs(there.places, ends, fill=True, color=Colour.EMPTY.hex, linewidth=0)
-    for label, ink, rows in shown:
-        top = below + mean_busy(run.began_s[rows], run.ended_s[rows], edges)
-        if (top > below).any() or label == "fresh":
-            axes.stairs(top, edges, baseline=below, fill=True, color=ink.hex, linewidth=0, label=label)
-        below = top
-    axes.set_xlim(float(edges[0]), float(edges[-1]))
-    axes.set_ylim(0, 1.04 * max(run.places, float(below.max(initial=0.0))))
 
 
 def _by_age(run: RunData) -> list[tuple[str, Colour, NDArray[np.bool_]]]:
