@@ -227,7 +227,6 @@ def simulate(
     gpu: _Gpu = "h100",
     tensor_parallel: _TensorParallel = 2,
     engines: _EngineCount = 4,
-    memory_share: Annotated[float, _in(_ENGINES, "Share of GPU memory for weights and KV cache.")] = 0.8,
     groups: _Groups = 32,
     samples: _Samples = 8,
     over: Annotated[

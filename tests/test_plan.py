@@ -43,7 +43,7 @@ def row(over: int, speed: float, share: float, **changes: Any) -> CandidateResul
     """One with N' groups."""
     return CandidateResult(
         schedule=Schedule(over, Refill.NONE, 8 * over), tokens_per_s=speed, off_policy_share=share,
-        staleness_mean=share, staleness_max=1, step_s=1.0, held_tokens=0.0, long=True, **changes,
+        staleness_mean=share, staleness_max=1, step_s=1.0, long=True, **changes,
     )  # fmt: skip
 
 

@@ -52,7 +52,6 @@ class CandidateResult:
         off_policy_share: off-policy share of the trained tokens.
         staleness_mean, staleness_max: staleness of the trained responses.
         step_s: seconds from one delivery to the next.
-        held_tokens: number of tokens carried over the end of a step.
         long: whether the figures are from a long simulation.
     """
 
@@ -62,7 +61,6 @@ class CandidateResult:
     staleness_mean: float
     staleness_max: int
     step_s: float
-    held_tokens: float
     long: bool = False
 
     @property
@@ -240,7 +238,6 @@ def _row(workload: Workload, schedule: Schedule) -> CandidateResult:
     return CandidateResult(
         schedule=schedule, tokens_per_s=trained / step_s, step_s=step_s,
         off_policy_share=f["off_policy_share"], staleness_mean=f["staleness_mean"], staleness_max=f["staleness_max"],
-        held_tokens=f["held_tokens_mean"],
     )  # fmt: skip
 
 

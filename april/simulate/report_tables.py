@@ -92,6 +92,7 @@ def verdict(report: dict[str, Any]) -> list[str]:
         f"refill reaches {m['fraction_of_limit']:.1%} of its limit, which is the speed for the same tokens on the same "
         f"engines with {m['in_flight']} samples always in flight; {m['reprefill_time_share']:.1%} of the time is spent "
         f"to prefill again what the ends of steps cut, {m['bubble']:.1%} of the slots are empty",
+        f"refill: {m['bottleneck']}",
         *_quorum_verdict(report),
         *end,
     ]

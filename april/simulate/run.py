@@ -22,7 +22,6 @@ import numpy as np
 
 from april.core.partial_buffer import IdleCause
 from april.core.run_times import TrainerTime, bottleneck, whole
-from april.core.types import OnStale
 from april.simulate.simulation import Simulation
 from april.simulate.workload import Placement, Schedule, Workload
 from april.view.bars import Begin
@@ -142,9 +141,6 @@ def length_statistics(workload: Workload) -> dict[str, Any]:
     }
 
 
-IDLE_WORTH_A_WORD = 0.01
-
-
 def simulate(workload: Workload, begin: Begin) -> dict[str, Any]:
     """Simulate all modes and return the report.
 
@@ -206,20 +202,6 @@ def _notes(workload: Workload, modes: dict[str, dict[str, Any]]) -> list[str]:
         if m["preemptions"]:
             notes.append(
                 f"{name}: the KV cache was full, and {m['preemptions']:,} times a sample had to leave it and wait"
-            )
-        bound = m["max_staleness"] * workload.groups
-        of_them = "" if m["group_quorum"] == 1.0 else " (responses not delivered, divided by n)"
-        if (
-            workload.train_time is None
-            and m["refill"] != "none"
-            and workload.on_stale is not OnStale.DROP
-            and m["idle_shares"].get(str(IdleCause.BOUND), 0.0) >= IDLE_WORTH_A_WORD
-            and m["in_flight"] <= workload.fits  # otherwise slots are also empty because the KV cache is full
-        ):
-            notes.append(
-                f"{name}: max_staleness={workload.max_staleness} limits the run: at most {bound + workload.groups} "
-                f"groups may be held{of_them}, or some could not be delivered in time, so {m['bubble']:.0%} of the "
-                f"slots stay empty; raise max_staleness or lower the {m['in_flight']} samples in flight"
             )
         if m["dropped_tokens"]:
             why = f"because they were too old (on_stale={workload.on_stale})"

@@ -66,7 +66,7 @@ class Workload:
     sample at once; ``continuous`` also generates while the trainer trains.
 
     Attributes:
-        model, gpu, tensor_parallel, memory_share: description of one engine, see
+        model, gpu, tensor_parallel: description of one engine, see
             :func:`april.engines.simulated.decode_cost.roofline`.
         engines: number of engines.
         groups, samples: number of groups per batch, and of responses per group.
@@ -103,7 +103,6 @@ class Workload:
     model: str = "qwen3-4b"
     gpu: str = "h100"
     tensor_parallel: int = 2
-    memory_share: float = 0.8
     engines: int = 4
     groups: int = 32
     samples: int = 8
@@ -142,8 +141,6 @@ class Workload:
         for name in ("median_len", "sigma_between", "sigma_within"):
             if not math.isfinite(getattr(self, name) or 0.0):
                 raise ValueError(f"{name}={getattr(self, name)} must be a finite number")
-        if not 0.0 < self.memory_share <= 1.0:
-            raise ValueError(f"memory_share={self.memory_share:g} is a share of the GPU's memory, above 0, at most 1")
         if self.train_time is None and (self.placement is not None or self.fetch_ahead):
             raise ValueError("placement and fetch_ahead have no meaning where training takes no time; give train_time")
         if self.placement is Placement.COLOCATED and self.fetch_ahead:
@@ -179,7 +176,7 @@ class Workload:
     @cached_property
     def cost(self) -> DecodeCost:
         """The decode cost of one engine."""
-        cost = self.measured_cost or roofline(self.model, self.gpu, self.tensor_parallel, self.memory_share)
+        cost = self.measured_cost or roofline(self.model, self.gpu, self.tensor_parallel)
         return cost if self.speculative is None else replace(cost, speed_up=_points(self.speculative))
 
     @property

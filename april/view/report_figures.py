@@ -298,11 +298,9 @@ def css() -> str:
 
 def new_figure(width: float, height: float) -> Figure:
     """Return a matplotlib figure of this size in inches, without a background."""
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    with rc_context():
-        figure = Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     figure.patch.set_visible(False)
     return figure
 
