@@ -95,7 +95,7 @@ def place(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(files, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(workload, "LENGTH_SAMPLES", 2000)
-    monkeypatch.setattr(report_figures, "in_all_widths", lambda *drawn: "")
+    monkeypatch.setattr(report_figures, "svg_of", lambda *drawn: "")
     monkeypatch.setattr(profile, "profile", measured)
     for name, few in (("BRIEF", (3, 1)), ("LONG", (4, 1)), ("ROUNDS", 0), ("ENOUGH_RESPONSES", 1)):
         monkeypatch.setattr(plan, name, few)

@@ -19,7 +19,6 @@ from april.engines.simulated.fitted_cost import fit
 from april.record.file import lines_of
 from april.record.replay import replay
 from april.simulate.simulation import Simulation
-from april.view import report_figures
 from april.view.report import page
 from april.view.report_figures import _over_steps
 from april.view.run_data import EngineHistory, RecordedEngine, distance, limit_distance_of, mean_busy, read_run
@@ -124,17 +123,6 @@ def test_the_distance_from_the_limit_adds_up(run: tuple[Path, Simulation]) -> No
     assert distance(data, 0.0, 1.0) is None
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Pictures of one width only; what was drawn, by its name."""
-    figures: dict[str, Any] = {}
-    real = report_figures.svg_of
-    monkeypatch.setattr(report_figures, "WIDTHS", {"wide": 9.6})
-    monkeypatch.setattr(report_figures, "svg_of", lambda of, name, what: real(figures.setdefault(name, of), name, what))
-    return figures
-
-
-@pytest.mark.usefixtures("quick")
 def test_a_limit_is_stated_only_where_the_fit_carries_it(run: tuple[Path, Simulation]) -> None:
     """A fit that misses, places that were never full, engines that became slower: said, and no figure stands alone."""
     sure = read_run(run[0])

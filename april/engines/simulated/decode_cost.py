@@ -49,7 +49,8 @@ class DecodeCost:
     def mean(cls, costs: Iterable[DecodeCost]) -> DecodeCost:
         """Return the cost whose times are the means of those of ``costs``."""
         times = [(c.base_s, c.per_sequence_s, c.per_kv_token_s, c.per_prefill_token_s) for c in costs]
-        return cls(*map(fmean, zip(*times, strict=True)))
+        base, sequence, token, prefill = map(fmean, zip(*times, strict=True))
+        return cls(base, sequence, token, prefill)
 
     def __post_init__(self) -> None:
         others = (self.per_sequence_s, self.per_kv_token_s, self.per_prefill_token_s)
