@@ -15,7 +15,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -53,8 +52,6 @@ class _RunningAttempt:
 class SimulatedEngines:
     """Executes the core's commands for all engines of a simulation, and posts their events to the core.
 
-    The time that an event takes does not depend on the number of engines.
-
     Args:
         decoders: decoder of each engine, by name.
         length: function that returns the full length of a sample's response, in tokens, as the sample began last.
@@ -79,11 +76,6 @@ class SimulatedEngines:
         self._blank = np.zeros(longest, np.int32)
         self._blank_logprobs = np.zeros(longest, np.float32)
         self._running: dict[str, _RunningAttempt] = {}
-        self._order = {name: place for place, name in enumerate(decoders)}
-        self._touched: set[str] = set()
-        """Engines whose next event may have changed after it was put on the agenda."""
-        self._agenda: list[tuple[float, int, str]] = []
-        """Heap of next events as (time, order, engine); some are outdated. At equal times, the order decides."""
         self.executors: dict[type[do.Command], Callable[[Any], None]] = {
             do.Submit: self._submit,
             do.Abort: self._abort,
@@ -95,17 +87,11 @@ class SimulatedEngines:
     @property
     def next_s(self) -> float:
         """Time of the engines' next event; inf if there is none."""
-        agenda = self._agenda
-        for engine in self._touched:
-            heappush(agenda, (self.decoders[engine].next_event_time(), self._order[engine], engine))
-        self._touched.clear()
-        while agenda and agenda[0][0] != self.decoders[agenda[0][2]].next_event_time():
-            heappop(agenda)
-        return agenda[0][0] if agenda else math.inf
+        return min(decoder.next_event_time() for decoder in self.decoders.values())
 
     def run_next_event(self) -> None:
-        """Process the next event; the caller must have set the time to ``next_s``."""
-        self._advance(self._agenda[0][2])
+        """Process the next event; the caller must have set the time to ``next_s``. At equal times, the order decides."""
+        self._advance(min(self.decoders, key=lambda name: self.decoders[name].next_event_time()))
 
     def catch_up(self) -> None:
         """Advance all decoders to the current time."""
@@ -123,7 +109,6 @@ class SimulatedEngines:
 
     def _advance(self, engine: str) -> None:
         """Advance one engine to the current time, and post the end of each request that finishes at this instant."""
-        self._touched.add(engine)
         for finished in self.decoders[engine].advance(self._now()):
             running = self._running.pop(finished.request_id)
             self._append(running.attempt, running.count)
