@@ -90,7 +90,7 @@ class SimulatedEngines:
         return min(decoder.next_event_time() for decoder in self.decoders.values())
 
     def run_next_event(self) -> None:
-        """Process the next event; the caller must have set the time to ``next_s``. At equal times, the order decides."""
+        """Process the next event, at equal times that of the first engine. The caller must have set the time."""
         self._advance(min(self.decoders, key=lambda name: self.decoders[name].next_event_time()))
 
     def catch_up(self) -> None:
