@@ -300,7 +300,8 @@ def main() -> None:
     given = parser.parse_args()
     words = ("warm", "steps", "train_s", "token_s", "mean", "longest", "late_s", "fail_every")
     numbers = {name: getattr(given, name) for name in words}
-    found: dict[Arm, list[Result]] = {Arm(april=april, bound=bound): [] for bound in given.bounds for april in (False, True)}
+    arms = [Arm(april=april, bound=bound) for bound in given.bounds for april in (False, True)]
+    found: dict[Arm, list[Result]] = {arm: [] for arm in arms}
     with tempfile.TemporaryDirectory() as names:
         from areal.api.cli_args import NameResolveConfig
         from areal.utils import name_resolve
