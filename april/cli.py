@@ -1,6 +1,5 @@
 """Defines the commands of ``april`` (typer)."""
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from rich.text import Text
 
 import april
 from april.core.versions import OnStale
-from april.errors import AprilError, ConfigError, RolloutError
+from april.errors import AprilError, ConfigError
 from april.simulate import Placement
 from april.text.install_command import install
 from april.text.server_text import printable
@@ -191,10 +190,6 @@ def watch(
 # The parameters of simulate and plan have the names of the Workload fields that they set.
 _ENGINES, _BATCH, _LENGTHS, _RUN = "Engines", "Batch and staleness", "Response lengths", "Simulation"
 _TRAINER = "Trainer"
-_SPECULATIVE = (
-    "Factor on the tokens per second that speculative decoding brings at a number of sequences per engine, such as "
-    "8:2,64:1; linear between the points."
-)
 
 
 def _in(panel: str, text: str, *flags: str, **limits: Any) -> Any:
@@ -202,22 +197,45 @@ def _in(panel: str, text: str, *flags: str, **limits: Any) -> Any:
     return typer.Option(*flags, help=text, rich_help_panel=panel, **limits)
 
 
+# The options of both simulate and plan; only simulate has defaults for all of them.
+_Model = Annotated[str | None, _in(_ENGINES, "Named model.")]
+_Gpu = Annotated[str | None, _in(_ENGINES, "Named GPU.")]
+_TensorParallel = Annotated[int | None, _in(_ENGINES, "GPUs per engine.", min=1)]
+_EngineCount = Annotated[int | None, _in(_ENGINES, "Number of engines.", min=1)]
+_Speculative = Annotated[str | None, _in(_ENGINES, (
+    "Factor on the tokens per second that speculative decoding brings at a number of sequences per engine, such as "
+    "8:2,64:1; linear between the points."
+), metavar="N:FACTOR,...")]  # fmt: skip
+_Groups = Annotated[int | None, _in(_BATCH, "N, prompt groups per batch.", "--rollout-batch-size", min=1)]
+_Samples = Annotated[int | None, _in(_BATCH, "n, responses per prompt.", "--n-samples-per-prompt", min=1)]
+_MaxStaleness = Annotated[int | None, _in(_BATCH, "Maximum weight updates between a token and its training.", min=0)]
+_MaxResponseLen = Annotated[int | None, _in(_LENGTHS, "Maximum tokens of a response.", min=1)]
+_PromptLen = Annotated[int | None, _in(_LENGTHS, "Tokens of a prompt.", min=1)]
+_TrainTime = Annotated[str | None, _in(_TRAINER, (
+    "Training time of one batch: seconds (40), or a multiple (0.5x) of the time in which fully used engines generate a "
+    "batch. With this option, april simulate shows the whole loop, generation and training."
+))]  # fmt: skip
+_Placement = Annotated[Placement | None, _in(_TRAINER, (
+    "Whether the trainer has GPUs of its own (separate, the default with --train-time) or shares the GPUs of the "
+    "engines (colocated), which then stop during training."
+))]  # fmt: skip
+
+
 @app.command()
 def simulate(
-    model: Annotated[str, _in(_ENGINES, "Named model.")] = "qwen3-4b",
-    gpu: Annotated[str, _in(_ENGINES, "Named GPU.")] = "h100",
-    tensor_parallel: Annotated[int, _in(_ENGINES, "GPUs per engine.", min=1)] = 2,
-    engines: Annotated[int, _in(_ENGINES, "Number of engines.", min=1)] = 4,
-    memory_share: Annotated[float, _in(_ENGINES, "Share of GPU memory for weights and KV cache.")] = 0.8,
-    groups: Annotated[int, _in(_BATCH, "N, prompt groups per batch.", "--rollout-batch-size", min=1)] = 32,
-    samples: Annotated[int, _in(_BATCH, "n, responses per prompt.", "--n-samples-per-prompt", min=1)] = 8,
+    model: _Model = "qwen3-4b",
+    gpu: _Gpu = "h100",
+    tensor_parallel: _TensorParallel = 2,
+    engines: _EngineCount = 4,
+    groups: _Groups = 32,
+    samples: _Samples = 8,
     over: Annotated[
         int | None, _in(_BATCH, "N', groups in progress with april; default 2 N.", "--over-sampling-batch-size", min=1)
     ] = None,
     in_flight: Annotated[
         int | None, _in(_BATCH, "Samples in flight in the refill mode; default N x n.", "--max-in-flight", min=1)
     ] = None,
-    max_staleness: Annotated[int, _in(_BATCH, "Maximum weight updates between a token and its training.", min=0)] = 5,
+    max_staleness: _MaxStaleness = 5,
     on_stale: Annotated[OnStale, _in(_BATCH, "What happens to samples older than max_staleness.")] = OnStale.FINISH,
     group_quorum: Annotated[
         float,
@@ -226,20 +244,8 @@ def simulate(
             "and refill are simulated both with this share and with 1."
         )),
     ] = 1.0,
-    train_time: Annotated[
-        str | None,
-        _in(_TRAINER, (
-            "Training time of one batch: seconds (40), or a multiple (0.5x) of the time in which fully used engines "
-            "generate a batch. With this option, the whole loop is simulated, generation and training."
-        )),
-    ] = None,
-    placement: Annotated[
-        Placement | None,
-        _in(_TRAINER, (
-            "Whether the trainer has GPUs of its own (separate, the default with --train-time) or shares the GPUs of "
-            "the engines (colocated), which then stop during training."
-        )),
-    ] = None,
+    train_time: _TrainTime = None,
+    placement: _Placement = None,
     fetch_ahead: Annotated[int, _in(_TRAINER, "Batches that the trainer requests ahead during training.", min=0)] = 0,
     tail_batching: Annotated[
         int | None,
@@ -248,16 +254,9 @@ def simulate(
             "begin again in rounds of their own."
         ), min=1),
     ] = None,
-    speculative: Annotated[str | None, _in(_ENGINES, _SPECULATIVE, metavar="N:FACTOR,...")] = None,
-    keep: Annotated[
-        bool,
-        _in(_TRAINER, (
-            "Also simulate continuous generation whose requests continue over weight updates (on_weight_update: keep). "
-            "Engines then prefill the prompt of a group once per version."
-        ), "--keep"),
-    ] = False,
-    max_response_len: Annotated[int, _in(_LENGTHS, "Maximum tokens of a response.", min=1)] = 16_384,
-    prompt_len: Annotated[int, _in(_LENGTHS, "Tokens of a prompt.", min=1)] = 128,
+    speculative: _Speculative = None,
+    max_response_len: _MaxResponseLen = 16_384,
+    prompt_len: _PromptLen = 128,
     lengths_file: Annotated[
         Path | None,
         _in(_LENGTHS, (
@@ -275,14 +274,7 @@ def simulate(
     steps: Annotated[int, _in(_RUN, "Steps per mode.", min=1)] = 50,
     ramp: Annotated[int, _in(_RUN, "First steps to leave out of the figures.", min=0)] = 10,
     seed: Annotated[int, _in(_RUN, "Seed of the lengths.", min=0)] = 0,
-    bounds: Annotated[
-        bool,
-        _in(_RUN, (
-            "Also simulate N'/N = 1, 1.25, 1.5, 2, 3; with a separate trainer, simulate continuous generation at "
-            "max_staleness 1, 2, 4, 8, otherwise only at the given value."
-        ), "--sweep/--no-sweep"),
-    ] = True,
-    out: Annotated[Path, _in(_RUN, "Directory for simulate.json and simulate.png.")] = Path("runs/simulate"),
+    out: Annotated[Path, _in(_RUN, "Directory for simulate.json.")] = Path("runs/simulate"),
 ) -> None:  # fmt: skip
     """Simulate your workload on virtual time, without a GPU, in three modes: sync (only the N groups of each batch),
     april (2N groups in progress, unfinished ones continue in the next step), refill (samples start as others finish).
@@ -290,45 +282,28 @@ def simulate(
     With --train-time the whole training loop is simulated, and continuous generation too.
     """
     given = {name: value for name, value in locals().items() if name != "out"}
+    import msgspec
+
     from april.serialization.state_file import write_atomic
-    from april.simulate.report_tables import headline, loop_table, mode_table, sweep_table, verdict
+    from april.simulate.report_tables import headline, loop_table, mode_table, verdict
     from april.simulate.run import simulate as run
     from april.simulate.workload import Workload
     from april.view.bars import bars
 
+    console, written = Console(markup=False, highlight=False), out / "simulate.json"
     with _sentences(usage=(ValueError,)):
         workload = Workload(**given)
-    try:
+    with _sentences(out):
         out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise typer.BadParameter(f"cannot make the directory {out}: {error.strerror}; choose another --out") from None
-    console = Console(markup=False)
-    try:
         with bars(console) as begin:
-            report, runs = run(workload, bounds, begin)
-    except RolloutError as error:
-        console.print(f"the simulation failed: {error}", highlight=False)
-        raise typer.Exit(1) from None
+            report = run(workload, begin)
+        write_atomic(written, msgspec.json.format(msgspec.json.encode(report, enc_hook=str), indent=1))
     for line in headline(report):
-        console.print(line, highlight=False)
+        console.print(line)
     console.print(mode_table(report) if train_time is None else loop_table(report))
-    if report["sweep"]:
-        console.print(sweep_table(report))
     for line in verdict(report):
-        console.print(line, highlight=False)
-    written = [out / "simulate.json"]
-    try:
-        write_atomic(written[0], (json.dumps(report, indent=1) + "\n").encode())
-        if find_spec("matplotlib"):
-            from april.simulate.simulation_figures import draw, draw_loop
-
-            written.append(out / "simulate.png")
-            (draw if train_time is None else draw_loop)(report, runs, written[1])
-    except OSError as error:
-        raise typer.BadParameter(f"cannot write {written[-1]}: {error.strerror}; choose another --out") from None
-    if len(written) == 1:
-        console.print(f"no picture: that needs matplotlib, {install('plot')}", highlight=False, soft_wrap=True)
-    console.print(f"wrote {' and '.join(map(str, written))}", highlight=False, soft_wrap=True)
+        console.print(line)
+    console.print(f"wrote {written}", soft_wrap=True)
 
 
 @app.command()
@@ -373,33 +348,28 @@ def plan(
     max_off_policy_share: Annotated[float | None, _in(_BATCH, (
         "Largest share of trained tokens from older weights."
     ), min=0, max=1)] = None,
-    max_staleness: Annotated[int | None, _in(_BATCH, (
-        "Maximum number of weight updates between a token and its training."
-    ), min=0)] = None,
-    groups: Annotated[int | None, _in(_BATCH, "N, prompt groups per batch.", "--rollout-batch-size", min=1)] = None,
-    samples: Annotated[int | None, _in(_BATCH, "n, responses per prompt.", "--n-samples-per-prompt", min=1)] = None,
-    max_response_len: Annotated[int | None, _in(_LENGTHS, "Maximum tokens of a response.", min=1)] = None,
-    prompt_len: Annotated[int | None, _in(_LENGTHS, "Tokens of a prompt.", min=1)] = None,
-    model: Annotated[str | None, _in(_ENGINES, "Named model.")] = None,
-    gpu: Annotated[str | None, _in(_ENGINES, "Named GPU.")] = None,
-    tensor_parallel: Annotated[int | None, _in(_ENGINES, "GPUs per engine.", min=1)] = None,
-    engines: Annotated[int | None, _in(_ENGINES, "Number of engines.", min=1)] = None,
+    max_staleness: _MaxStaleness = None,
+    groups: _Groups = None,
+    samples: _Samples = None,
+    max_response_len: _MaxResponseLen = None,
+    prompt_len: _PromptLen = None,
+    model: _Model = None,
+    gpu: _Gpu = None,
+    tensor_parallel: _TensorParallel = None,
+    engines: _EngineCount = None,
     cost: Annotated[
         Path | None, _in(_ENGINES, "File that april profile has written, with the cost of one engine.")
     ] = None,
-    speculative: Annotated[str | None, _in(_ENGINES, _SPECULATIVE, metavar="N:FACTOR,...")] = None,
-    train_time: Annotated[str | None, _in(_TRAINER, "Training time, as for april simulate: 40, or 0.5x.")] = None,
-    placement: Annotated[Placement | None, _in(_TRAINER, (
-        "Whether the trainer has GPUs of its own (separate) or shares the GPUs of the engines (colocated)."
-    ))] = None,
-    processes: Annotated[int, _in(_RUN, "Number of processes that run simulations at the same time.", min=1)] = 2,
-    out: Annotated[Path, _in(_RUN, "Directory for plan.yaml, plan.json and plan.png.")] = Path("runs/plan"),
+    speculative: _Speculative = None,
+    train_time: _TrainTime = None,
+    placement: _Placement = None,
+    out: Annotated[Path, _in(_RUN, "Directory for plan.yaml and plan.json.")] = Path("runs/plan"),
 ) -> None:
     """Find the best settings for these response lengths: simulate candidates, and write a configuration.
 
     Settings that are not given are those of the recorded run, or the defaults of april simulate.
     """
-    own = ("path", "max_off_policy_share", "cost", "processes", "out")
+    own = ("path", "max_off_policy_share", "cost", "out")
     given = {name: value for name, value in locals().items() if value is not None and name not in ("own", *own)}
     from april.simulate.plan_run import plan_file
     from april.simulate.profile import read_cost
@@ -408,4 +378,4 @@ def plan(
     with _sentences(f"below {out}", usage=(ValueError,)):
         if cost is not None:
             given["measured_cost"] = read_cost(cost)
-        plan_file(path, given, max_off_policy_share, processes, out, console)
+        plan_file(path, given, max_off_policy_share, out, console)

@@ -21,19 +21,6 @@ from april.text.install_command import require
 PREFIX = "april/"
 MAX_TEXT_CHARS = 1200
 """Maximum number of characters of a prompt or a response that are shown."""
-_ONE_LINE = {
-    "MLflow": "mlflow.log_metrics({n.replace('//', ''): v for n, v in named(batch.metrics).items()}, step=batch.id)",
-    "Trackio": "trackio.log(named(batch.metrics), step=batch.id)",
-    "Prometheus": "for name, value in batch.metrics.items(): gauge.labels(name).set(value)",
-}
-"""Code with which a trainer logs to services that have no exporter here, as in docs/report.md."""
-
-
-def __getattr__(name: str) -> Any:
-    if name in _ONE_LINE:
-        raise ImportError(f"april.export has no {name}: log with one line in your trainer, {_ONE_LINE[name]} "
-                          "(docs/report.md)")  # fmt: skip
-    raise AttributeError(f"module 'april.export' has no attribute {name!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

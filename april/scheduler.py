@@ -220,7 +220,7 @@ class RolloutScheduler(BatchIterator):
         found: dict[str, Engine] = {}
 
         try:
-            self._observers = Observers(config, progress, exporters, sample_texts, detokenizer, self._thread)
+            self._observers = Observers(progress, exporters, sample_texts, detokenizer, self._thread)
             if discover is not None:
                 if engines is not None or model is not None or not callable(discover) or not discover_every_s > 0:
                     raise ConfigError("discover= must be a function, in place of engines= and model=")

@@ -1,14 +1,13 @@
 """The rollouts of AReaL's training loop: its own executor, and april's in its place, beside each other.
 
     python -m tests.adapters areal   # once: makes .venv/areal
-    .venv/areal/bin/python -m benchmarks.areal_rollouts --placement separate
-    .venv/areal/bin/python -m benchmarks.areal_rollouts --placement colocated
+    .venv/areal/bin/python -m benchmarks.areal_rollouts
 
 Each arm has a server of its own (``benchmarks.areal_server``), AReaL's RemoteSGLangEngine and RLVRWorkflow, and the
-calls of AReaL's PPOTrainer in their order; training is a sleep. Separate: the servers go on meanwhile. Colocated: they
-stand still, as they do where they share the trainer's GPUs. Arms take turns; medians over the turns are printed, with
-ranges. Staleness is measured: whose weights wrote a token is read off its log-probability. Mishaps: ``--late-s`` makes
-answers leave late, ``--fail-every`` lets episodes raise.
+calls of AReaL's PPOTrainer in their order; training is a sleep, and the servers go on meanwhile, as on GPUs of their
+own. Arms take turns; medians over the turns are printed, with ranges. Staleness is measured: whose weights wrote a
+token is read off its log-probability. Mishaps: ``--late-s`` makes answers leave late, ``--fail-every`` lets episodes
+raise.
 """
 
 from __future__ import annotations
@@ -46,17 +45,13 @@ class Arm:
     """A way to make rollouts."""
 
     april: bool
-    colocated: bool
     bound: int
     """max_head_offpolicyness."""
-    settings: tuple[tuple[str, Any], ...] = ()
-    """april's own."""
 
     @property
     def name(self) -> str:
         """For the table."""
-        own = ", ".join(f"{key}={value}" for key, value in self.settings)
-        return f"{'april' if self.april else 'stock'} {self.bound}" + (f" ({own})" if own else "")
+        return f"{'april' if self.april else 'stock'} {self.bound}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +138,6 @@ def areal_config(arm: Arm, longest: int) -> Any:
     from areal.api import cli_args
 
     own: dict[str, Any] = {"experiment_name": "e", "trial_name": "t"}
-    strategy = cli_args.SchedulingStrategy(type="colocation", target="actor") if arm.colocated else None
     return cli_args.PPOConfig(
         **own, total_train_epochs=1, tokenizer_path="-", gconfig=cli_args.GenerationHyperparameters(
             max_new_tokens=longest, max_tokens=2 * longest, n_samples=SAMPLES
@@ -153,7 +147,6 @@ def areal_config(arm: Arm, longest: int) -> Any:
         rollout=cli_args.InferenceEngineConfig(
             **own, backend="sglang:d1", consumer_batch_size=GROUPS, max_concurrent_rollouts=2 * GROUPS,
             max_head_offpolicyness=arm.bound, pause_grace_period=0.0, setup_timeout=60,
-            **({"scheduling_strategy": strategy} if strategy else {}),
         ),
     )  # fmt: skip
 
@@ -169,7 +162,7 @@ def engine_of(arm: Arm, config: Any, address: str) -> Any:
         from april.adapters.areal.trainer import AprilExecutor
 
         inner = engine._engine
-        april = config_of(config, dict(arm.settings), groups=GROUPS, ranks=1)
+        april = config_of(config, {}, groups=GROUPS, ranks=1)
         executor = AprilExecutor(inner.config, inner, april, (EOS, Tokenizer.pad_token_id))
         inner.workflow_executor.destroy()
         executor.initialize(logger=inner.logger, train_data_parallel_size=1)
@@ -220,23 +213,14 @@ def run(
         for step in range(warm + steps):
             if step == warm:
                 began, cpu, before = time.perf_counter(), time.process_time(), call(address, "/figures")
-            if arm.colocated and step:
-                engine.onload()
-                engine.continue_generation()
-                engine.resume()
             batches.append(engine.prepare_batch(loader, workflow=workflow, group_size=SAMPLES))
-            if arm.colocated:
-                engine.pause()
-                engine.pause_generation()
-                engine.offload()
             time.sleep(train_s)
             engine.pause()
             engine.pause_generation()
             call(address, "/update_weights_from_disk", {"model_path": "-"})
-            if not arm.colocated:
-                engine.continue_generation()
+            engine.continue_generation()
             engine.set_version(step + 1)
-            engine.resume() if not arm.colocated else None
+            engine.resume()
         wall, cpu, after = time.perf_counter() - began, time.process_time() - cpu, call(address, "/figures")
         engine.destroy()
     if after["violations"]:
@@ -274,17 +258,6 @@ def result(arm: Arm, batches: list[Any], warm: int, **measured: Any) -> Result:
     )
 
 
-def arms(placement: str, bounds: list[int]) -> list[Arm]:
-    """Those that take turns: stock and april side by side at each bound; colocated, april also with refill."""
-    colocated = placement == "colocated"
-    found = []
-    for bound in bounds:
-        found += [Arm(april=april, colocated=colocated, bound=bound) for april in (False, True)]
-        if colocated:
-            found.append(Arm(april=True, colocated=True, bound=bound, settings=(("refill", "sample"),)))
-    return found
-
-
 def table(found: dict[Arm, list[Result]]) -> str:
     """A line per arm: medians over the turns, with the range of what is compared."""
     lines = [f"{'arm':10} {'trained tok/s (range)':>26} {'staleness mean':>15} {'max':>4} {'off-policy':>10} "
@@ -313,7 +286,6 @@ def table(found: dict[Arm, list[Result]]) -> str:
 def main() -> None:
     """The command line; see the module."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.areal_rollouts")
-    parser.add_argument("--placement", choices=("separate", "colocated"), default="separate")
     parser.add_argument("--bounds", type=int, nargs="+", default=list(BOUNDS), help="max_head_offpolicyness")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--warm", type=int, default=4, help="steps of each arm that are not counted")
@@ -328,7 +300,8 @@ def main() -> None:
     given = parser.parse_args()
     words = ("warm", "steps", "train_s", "token_s", "mean", "longest", "late_s", "fail_every")
     numbers = {name: getattr(given, name) for name in words}
-    found: dict[Arm, list[Result]] = {arm: [] for arm in arms(given.placement, given.bounds)}
+    arms = [Arm(april=april, bound=bound) for bound in given.bounds for april in (False, True)]
+    found: dict[Arm, list[Result]] = {arm: [] for arm in arms}
     with tempfile.TemporaryDirectory() as names:
         from areal.api.cli_args import NameResolveConfig
         from areal.utils import name_resolve
@@ -340,7 +313,7 @@ def main() -> None:
                 line = {"turn": turn, "arm": arm.name} | asdict(results[-1])
                 print(json.dumps(line), file=sys.stdout if given.json else sys.stderr, flush=True)
     if not given.json:
-        print(f"{given.placement}: N = {GROUPS} groups of {SAMPLES}, {PLACES} places, {numbers}, {given.turns} turns")
+        print(f"N = {GROUPS} groups of {SAMPLES}, {PLACES} places, {numbers}, {given.turns} turns")
         print(table(found), flush=True)
     # threads of AReaL's pools never end
     os._exit(0)

@@ -6,7 +6,7 @@ the server at most. Schedules take turns of a few batches, in rotating order, so
 nobody; between two turns of a schedule only its state is left of it, taken behind a weight update, when no request has
 got far. Beside each: what the simulation expects of the same core, lengths and times.
 
-    python -m benchmarks.continuous vllm http://127.0.0.1:8000 --weights DIR DIR --server-group PID
+    python -m benchmarks.continuous vllm http://127.0.0.1:8000 --weights DIR DIR
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import os
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -55,30 +54,6 @@ LENGTHS = forced_lengths(mean=150.0)
 """Shorter than where nothing else takes time, so that all schedules have their turns within ten minutes."""
 CURVE = (1, 8, 16, 32)
 """In flight, where step times are measured."""
-_GROUP, _OWN_TIMES = 2, slice(11, 15)
-"""Of the fields of ``/proc/PID/stat`` behind the name: process group; utime, stime, cutime and cstime."""
-
-
-
-def group_cpu_s(group: int) -> float:
-    """Seconds of CPU that the living processes of a group have used, and the children that they waited for; Linux only.
-
-    Raises:
-        ProcessLookupError: the group has no process.
-    """
-    ticks = found = 0
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            # the name is in brackets, and may hold spaces and brackets
-            fields = path.read_text("utf-8", errors="replace").rpartition(")")[2].split()
-        except OSError:  # it has ended meanwhile
-            continue
-        if int(fields[_GROUP]) == group:
-            found += 1
-            ticks += sum(map(int, fields[_OWN_TIMES]))
-    if not found:
-        raise ProcessLookupError(f"no process is in group {group}")
-    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +94,6 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """Nothing at the server."""
     busy_s: float
     """Requests at the server, integrated over the time."""
-    client_cpu_s: float
-    server_cpu_s: float
-    """NaN where the server's process group is not known."""
     batches: list[dict[str, float]]
     """Metrics of each."""
     dropped: int
@@ -136,7 +108,6 @@ class Arm:
     schedule: Schedule
     engine: dict[str, Any]
     weights: Iterator[str]
-    server_group: int | None
     turns: list[Turn] = field(default_factory=list)
     _state: dict[str, Any] | None = None
 
@@ -162,7 +133,7 @@ class Arm:
             else:
                 await loop.load_state_dict(self._state, next(self.weights))
             watched.reset()
-            server_cpu, client_cpu, start = self._server_cpu_s(), time.process_time(), time.perf_counter()
+            start = time.perf_counter()
             updates = await self._train(loop, batches, train_s)
             self._state = loop.state_dict()
             watched.up_to_now()
@@ -172,8 +143,6 @@ class Arm:
                     update_s=updates,
                     idle_s=watched.idle_s,
                     busy_s=watched.busy_s,
-                    client_cpu_s=time.process_time() - client_cpu,
-                    server_cpu_s=self._server_cpu_s() - server_cpu,
                     batches=[dict(batch.metrics) for batch in loop.batches[:batches]],
                     dropped=sum(sum(books.dropped.values()) for books in loop.ledger().values()),
                 )
@@ -197,9 +166,6 @@ class Arm:
             asked.cancel()  # the state has its batch
             await asyncio.wait([asked])
         return updates
-
-    def _server_cpu_s(self) -> float:
-        return float("nan") if self.server_group is None else group_cpu_s(self.server_group)
 
     def expected(self, cost: MeasuredCost, train_s: float, ramp: int, batches: int) -> dict[str, float]:
         """The same by the simulation, where decoding, prefill and training take time, and nothing else does."""
@@ -239,12 +205,11 @@ def fitted(times: StepTimes, limit: float) -> MeasuredCost:
 
 
 async def run(
-    engine: dict[str, Any], weights: list[str], *, train: float, turns: int, batches: int, ramp: int,
-    server_group: int | None,
-) -> dict[str, Any]:  # fmt: skip
+    engine: dict[str, Any], weights: list[str], *, train: float, turns: int, batches: int, ramp: int
+) -> dict[str, Any]:
     """All turns; the report."""
     began = time.perf_counter()
-    arms = [Arm(name, s, engine, itertools.cycle(weights), server_group) for name, s in SCHEDULES.items()]
+    arms = [Arm(name, s, engine, itertools.cycle(weights)) for name, s in SCHEDULES.items()]
     times = StepTimes()
     config = arms[0].config
     async with _connected(config) as probe:
@@ -329,8 +294,6 @@ def arm_row(arm: Arm, cost: MeasuredCost, train_s: float, ramp: int) -> dict[str
         "reprefill_per_trained_token": sum(m["reprefill_tokens"] for m in metrics) / trained,
         "reprefill_share": sum(m["reprefill_tokens"] for m in metrics) * cost.per_prefill_token_s / wall,
         "update_s": fmean(s for t in turns for s in t.update_s),
-        "server_cpu_ms_per_1k_tokens": sum(t.server_cpu_s for t in turns) / trained * 1e6,
-        "client_cpu_ms_per_1k_tokens": sum(t.client_cpu_s for t in turns) / trained * 1e6,
         "expected_trained_per_s": expected["trained_tokens_per_s"],
         "expected_bubble": expected["bubble"],
         "expected_staleness_mean": expected["staleness_mean"],
@@ -348,7 +311,7 @@ def table(found: dict[str, Any]) -> Table:
     )
     for name in (
         "schedule", "trained tok/s", f"over {STEPWISE}", "of the limit", "idle", "free slots", "staleness mean, max",
-        "off-policy", "masked, dropped", "re-prefill", "update", "CPU server, client",
+        "off-policy", "masked, dropped", "re-prefill", "update",
     ):  # fmt: skip
         shown.add_column(name, justify="left" if name == "schedule" else "right")
     for name, r in found["arms"].items():
@@ -365,9 +328,7 @@ def table(found: dict[str, Any]) -> Table:
             f"{r['masked']:.0f}, {r['dropped']:.0f}",
             f"{r['reprefill_share']:.1%}",
             f"{r['update_s'] * 1e3:.0f} ms",
-            f"{r['server_cpu_ms_per_1k_tokens']:.0f}, {r['client_cpu_ms_per_1k_tokens']:.0f}",
         )
-    shown.caption = "CPU in ms per 1,000 trained tokens"
     return shown
 
 
@@ -381,7 +342,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, default=3, help="counted turns of each schedule")
     parser.add_argument("--batches", type=int, default=3, help="batches in a turn")
     parser.add_argument("--ramp", type=int, default=4, help="batches of the turn before, which does not count")
-    parser.add_argument("--server-group", type=int, help="process group of the server, for its CPU time")
     parser.add_argument("--json", type=Path, help="write the report here")
     args = parser.parse_args(argv)
     if min(args.turns, args.batches, args.ramp) < 1 or args.train < 0:
@@ -389,7 +349,7 @@ def main(argv: list[str] | None = None) -> int:
     found = asyncio.run(
         run(
             {"kind": args.kind, "urls": args.url}, args.weights, train=args.train, turns=args.turns,
-            batches=args.batches, ramp=args.ramp, server_group=args.server_group,
+            batches=args.batches, ramp=args.ramp,
         )
     )  # fmt: skip
     Console(width=200).print(table(found))

@@ -27,8 +27,6 @@ class StopwatchEngine(RecordingEngine):
         """Requests in flight, integrated over the time of the step."""
         self.idle_s = 0.0
         """Seconds in which nothing was in flight."""
-        self.peak = 0
-        self.first_request: float | None = None
         self.first_abort: float | None = None
         self.last_end: float | None = None
 
@@ -50,13 +48,11 @@ class StopwatchEngine(RecordingEngine):
             self.idle_s += now - self._changed
         self._changed = now
         self._running += by
-        self.peak = max(self.peak, self._running)
         return now
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Pass the chunks through."""
-        now = self._change(+1)
-        self.first_request = self.first_request or now
+        self._change(+1)
         try:
             async with aclosing(self.engine.generate(request)) as chunks:  # type: ignore[type-var]
                 async for chunk in chunks:

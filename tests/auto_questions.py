@@ -24,7 +24,7 @@ def question(**changes: Any) -> TuningQuestion:
         "groups": 4, "samples": 4, "max_response_len": 400, "prompt_len": 8, "max_staleness": 3,
         "on_stale": OnStale.FINISH, "max_off_policy_share": 1.0, "continuous": False, "train_s": 0.0, "fetch_ahead": 0,
         "engines": 2,
-        "cost": (1e-2, 1e-4, 1e-7, 1e-5), "lengths": [[10, 20, 40, 160], [20, 20, 30, 300], [8, 9, 10, 40]],
+        "cost": COST, "lengths": [[10, 20, 40, 160], [20, 20, 30, 300], [8, 9, 10, 40]],
         "places": 64, "free": tuple(Work), "now": NOW,
     }  # fmt: skip
     return TuningQuestion(**(values | changes))

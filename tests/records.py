@@ -23,10 +23,11 @@ def recorded(
     train_s: float = 20.0, fetch_ahead: int = 0,
 ) -> Simulation:  # fmt: skip
     """A simulation with the record that a real run has; the schedule may be the name of a mode."""
+    wanted = workload.modes[schedule] if isinstance(schedule, str) else schedule
     simulation = Simulation(
-        workload.core_settings(workload.modes[schedule] if isinstance(schedule, str) else schedule), workload.cost,
-        workload.lengths, engines=workload.engines, prompt_len=workload.prompt_len, train_s=train_s,
-        fetch_ahead=fetch_ahead, record=RunRecord(path),
+        workload.core_settings(wanted), workload.cost, workload.lengths, engines=workload.engines,
+        prompt_len=workload.prompt_len, train_s=train_s, fetch_ahead=fetch_ahead, most_in_flight=4 * wanted.in_flight,
+        record=RunRecord(path), config=workload.config(wanted).to_mapping(),
     )  # fmt: skip
     simulation.run(steps)
     simulation.close()

@@ -1,4 +1,4 @@
-"""Flags of an argparse trainer: one per setting, below the trainer's own, above a file; mistakes name the flag."""
+"""Flags of an argparse trainer: one per setting, above a file; mistakes name the flag."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_every_setting_has_a_flag() -> None:
         expected |= {f"engine.{name}" for name in engine.model_fields}
     assert expected <= paths
     dests = {action.dest for action in parser_with()._actions}
-    assert {path.replace(".", "_") for path in paths} <= dests
+    assert {f"april.{path}" for path in paths} <= dests
 
 
 def test_every_flag_says_what_it_is_and_its_default() -> None:
@@ -98,8 +98,8 @@ def test_only_what_was_typed_is_in_the_namespace() -> None:
     """A flag not typed leaves nothing behind; what is there survives JSON and a copy, as trainers need it."""
     args = parser_with().parse_args([*NEEDED, "--refill", "group"])
 
-    found = {name: value for name, value in vars(args).items() if name != "april_arguments"}
-    assert found == {"rollout_batch_size": 8, "max_response_len": 99, "refill": "group"}
+    found = {name: value for name, value in vars(args).items() if name.startswith("april.")}
+    assert found == {"april.rollout_batch_size": 8, "april.max_response_len": 99, "april.refill": "group"}
     again = argparse.Namespace(**json.loads(json.dumps(vars(args))))
     assert april.config_from_arguments(again) == april.config_from_arguments(copy.deepcopy(args))
 
@@ -133,53 +133,6 @@ SLIME = (
     ("--seed", {"type": int, "default": 1234}),
 )
 """Flags of slime, with their defaults."""
-RENAMED = {"max_response_len": "--rollout-max-response-len", "sampling.temperature": "--rollout-temperature"}
-
-
-def test_the_trainers_own_flags_are_used_and_not_added_again() -> None:
-    """slime's flags decide, typed or not, because slime goes by them; None decides nothing; the rest is april's."""
-    parser = parser_with(*SLIME, trainer_flags=RENAMED)
-
-    config = config_of(
-        parser, "--rollout-batch-size", "8", "--rollout-max-response-len", "77", "--partial-rollout",
-        "--rollout-temperature", "0.9", "--max-staleness", "2",
-    )  # fmt: skip
-
-    assert config == april.Config(
-        rollout_batch_size=8, n_samples_per_prompt=1, max_response_len=77, sampling={"temperature": 0.9},
-        max_staleness=2, seed=1234,
-    )  # fmt: skip
-    flags = [option for action in parser._actions for option in action.option_strings]
-    assert len(flags) == len(set(flags))
-    assert not {"--max-response-len", "--sampling-temperature"} & set(flags)
-
-
-def test_flags_that_the_trainer_adds_later() -> None:
-    """slime calls its hook for custom arguments before it adds its own: trainer_flags keeps april's out of the way."""
-    same = ("rollout_batch_size", "n_samples_per_prompt", "over_sampling_batch_size", "partial_rollout")
-    flags = RENAMED | {name: "--" + name.replace("_", "-") for name in same} | {"seed": "--seed"}
-    parser = april.add_april_arguments(argparse.ArgumentParser(), trainer_flags=flags)
-    for flag, details in SLIME:
-        parser.add_argument(flag, **details)
-
-    args = parser.parse_args(["--rollout-batch-size", "8", "--rollout-max-response-len", "77", "--partial-rollout"])
-    args.over_sampling_batch_size = 16  # trainers fill in their defaults after parsing
-
-    config = april.config_from_arguments(args)
-    assert (config.rollout_batch_size, config.over_sampling_batch_size, config.seed) == (8, 16, 1234)
-
-
-def test_a_flag_is_found_by_its_spelling_and_by_its_dest() -> None:
-    """Underscores or dashes, another flag with the same dest, the same flag with another dest."""
-    parser = parser_with(
-        ("--max_staleness", {"type": int, "default": 2}),
-        ("--batch", {"type": int, "dest": "rollout_batch_size"}),
-        ("--max-response-len", {"type": int, "dest": "cap"}),
-    )
-
-    config = config_of(parser, "--batch", "8", "--max-response-len", "99")
-
-    assert (config.max_staleness, config.rollout_batch_size, config.max_response_len) == (2, 8, 99)
 
 
 def test_a_prefix_keeps_out_of_the_trainers_way() -> None:
@@ -224,30 +177,8 @@ def test_mistakes_in_the_file_keep_the_names_of_the_file(tmp_path: Path) -> None
     assert sentence_of(parser_with(), "--april-config", missing) == f"cannot read {missing}: No such file or directory"
 
 
-def test_a_trainer_and_a_file_that_disagree_are_refused(tmp_path: Path) -> None:
-    """The trainer would train on another number than april delivers; saying the same twice is fine."""
-    file = tmp_path / "april.yaml"
-    file.write_text("n_samples_per_prompt: 8\nover_sampling_batch_size: 16\nmax_response_len: 99\n")
-    parser = parser_with(*SLIME)
-    typed = ["--rollout-batch-size", "8", "--april-config", str(file), "--partial-rollout"]
-
-    assert sentence_of(parser, *typed) == (
-        f"--n-samples-per-prompt is 1 in the trainer, but {file} says n_samples_per_prompt: 8; make them equal"
-    )
-    assert config_of(parser, *typed, "--n-samples-per-prompt", "8").over_sampling_batch_size == 16
-
-
-def test_a_switch_of_the_trainer_without_a_no_is_named_as_it_is() -> None:
-    """slime has --partial-rollout and no --no-partial-rollout."""
-    parser = parser_with(*SLIME)
-    sentence = sentence_of(
-        parser, "--rollout-batch-size", "8", "--max-response-len", "9", "--refill", "sample"
-    )
-    assert "and leaving out --partial-rollout would throw them away; set --partial-rollout" in sentence
-
-
 def test_misuse_is_refused_with_one_sentence() -> None:
-    """Twice, a group instead of a parser, an impossible prefix, unknown settings and flags, foreign namespaces."""
+    """Twice, a group instead of a parser, an impossible prefix, a flag of the trainer, foreign namespaces."""
     refused = pytest.raises(april.ConfigError, match="already has april's flags; add them only once")
     with refused:
         april.add_april_arguments(parser_with())
@@ -255,12 +186,8 @@ def test_misuse_is_refused_with_one_sentence() -> None:
         april.add_april_arguments(argparse.Namespace())  # type: ignore[arg-type]
     with pytest.raises(april.ConfigError, match=r"prefix '--april' cannot begin a flag; use something like 'april-'"):
         parser_with(prefix="--april")
-    with pytest.raises(april.ConfigError, match="trainer_flags: april has no setting 'max_len'"):
-        parser_with(trainer_flags={"max_len": "--rollout-max-response-len"})
     with pytest.raises(april.ConfigError, match=r"conflicting option string: --no-partial-rollout; give april's flags"):
         parser_with(("--no-partial-rollout", {"action": "store_true"}))
     sentence = r"that has no flags of april; call april.add_april_arguments\(parser\)"
     with pytest.raises(april.ConfigError, match=sentence):
         april.config_from_arguments(argparse.Namespace(rollout_batch_size=8))
-    parser = parser_with(trainer_flags={"seed": "--rollout-seed"})
-    assert sentence_of(parser, *NEEDED).startswith("trainer_flags names --rollout-seed for seed, but this")

@@ -63,7 +63,7 @@ def test_a_question_is_about_the_run_as_it_is() -> None:
     assert (q.groups, q.samples, q.engines, q.places, q.prompt_len) == (4, 4, 2, 64, 128)
     assert q.now == replace(NOW, max_in_flight=16)
     assert [len(row) for row in q.lengths] == [4] * 24
-    assert np.allclose(q.cost[:2], (1e-2, 1e-4), rtol=0.2)
+    assert np.allclose((q.cost.base_s, q.cost.per_sequence_s), (1e-2, 1e-4), rtol=0.2)
     assert abs(q.train_s - 2.0) < 1e-6
     assert first.train_s == q.train_s
     assert msgspec.json.decode(msgspec.json.encode(q), type=TuningQuestion) == q
@@ -291,25 +291,6 @@ async def test_a_question_is_answered_by_a_process() -> None:
     process.close()
 
 
-TELLS = f"import sys; sys.stdin.read(); sys.stdout.buffer.write({msgspec.json.encode(answer())!r})"
-FAILS = "import sys; sys.exit('there is no memory')"
-
-
-def test_a_run_on_virtual_time_is_answered(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its clock stands still meanwhile, so it is the same every time; what goes wrong is a warning, as elsewhere."""
-
-    def answered(program: str) -> list[float]:
-        monkeypatch.setattr(run_tuning, "COMMAND", ("-c", program))
-        return [metrics["auto_over_sampling_batch_size"] for metrics in scheduled(5)]
-
-    assert answered(TELLS)[1:] == [4.0, 7.0, 7.0, 7.0]
-    assert [r.levelname for r in caplog.records if "stops during each search" in r.getMessage()] == ["WARNING"]
-    assert set(answered(FAILS)) == {4.0}
-    assert "the simulation has ended with 1: there is no memory" in caplog.text
-
-
 @pytest.mark.parametrize("cancelled", [False, True])
 async def test_nobody_waits_for_an_answer_at_the_end(cancelled: bool) -> None:
     """A process that still works is killed; a cancelled question ends once its process has, and no pipe is left."""
@@ -410,30 +391,6 @@ def test_no_answer_leaves_everything_as_it_is(
     assert {m["auto_over_sampling_batch_size"] for m in found} == {4.0}
     assert oracle.asked >= 2
     assert why in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("wrong", "why"),
-    [
-        (replace(BETTER, over_sampling_batch_size=0), "over_sampling_batch_size"),
-        (replace(BETTER, over_sampling_batch_size=10**9), "over_sampling_batch_size"),
-        (replace(BETTER, group_quorum=0.0), "group_quorum"),
-        (replace(BETTER, group_quorum=0.5), "group_quorum"),
-        (replace(BETTER, group_quorum=7.0), "group_quorum"),
-        (replace(BETTER, group_quorum=float("nan")), "group_quorum"),
-        (replace(BETTER, refill=Refill.GROUP), "refill"),
-        (replace(BETTER, max_in_flight=0), "max_in_flight"),
-    ],
-)
-def test_an_answer_that_cannot_be_changes_nothing(
-    wrong: WorkSettings, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The core takes what it is told, so it is told nothing that would end or starve the run."""
-    with pytest.raises(ValueError, match=f"not possible .*{why}"):
-        question().check(answer(wrong))
-    found, _ = asking(monkeypatch, wrong if why != "max_in_flight" else replace(wrong, group_quorum=0.0), 6)
-    assert {(m["auto_over_sampling_batch_size"], m["auto_changes"]) for m in found} == {(4.0, 0.0)}
-    assert "N' = 4 stays, because the search for a better setting failed: the answer is not possible" in caplog.text
 
 
 def test_a_record_has_every_change(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from april.simulate import workload
 from benchmarks import long_agent
 from benchmarks.frontier import Case, core, frontier
 from benchmarks.tape_memory import PACKED_BYTES, most_bytes_per_token
-from benchmarks.training_loop import compare
 
 
 @pytest.mark.parametrize(
@@ -38,22 +34,6 @@ def test_a_quorum_takes_younger_tokens_to_the_same_speed() -> None:
     assert part["tokens_per_s"] >= 0.98 * whole["tokens_per_s"]
     assert part["off_policy"] <= 0.65 * whole["off_policy"]
     assert part["staleness"] <= 0.5 * whole["staleness"]
-
-
-@pytest.fixture(autouse=True)
-def few_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A smaller sample of the distribution, to be quick."""
-    monkeypatch.setattr(workload, "LENGTH_SAMPLES", 8000)
-
-
-@pytest.mark.parametrize(("train_time", "bound"), [("0.25x", 1), ("1x", 2), ("1x", 4)])
-def test_the_loop_is_where_its_model_says(train_time: str, bound: int) -> None:
-    """Within 3 % of the model's throughput on the reference workload, at the same ages, with nothing lost."""
-    row: dict[str, Any] = compare(train_time, bound, 20, ())
-
-    assert row["core"] == pytest.approx(row["model"], rel=0.03)
-    assert row["core_staleness"].split("/")[1] == row["model_staleness"].split("/")[1] == str(bound)
-    assert row["core_dropped_or_masked"] == 0
 
 
 @pytest.mark.parametrize("per_chunk", [1, 2, 16, 33, 500])

@@ -100,6 +100,14 @@ def test_a_certificate_that_is_not_trusted() -> None:
     assert "SSL_CERT_FILE" in finding.advice
 
 
+def test_https_before_a_server_without_it() -> None:
+    """The advice is the address as the server speaks."""
+    with raw_server(lambda path: http(200, MODELS)) as server:
+        _, finding = only(report_of(server.url.replace("http:", "https:")))
+    assert finding.sentence == "the server speaks HTTP, but the address says https"
+    assert finding.advice == f"write {server.url}"
+
+
 # ---------------------------------------------------------------- reached, but no engine
 
 

@@ -24,6 +24,7 @@ import typer
 import yaml
 from fake_servers.vllm import FakeVllmServer
 from pages import COMMANDS, ROOT, YAML, Block, blocks, command_lines, executes, text_of
+from records import recorded
 from server_fixtures import ServerThread
 from torch.distributed.run import get_args_parser
 from typer.testing import CliRunner
@@ -34,9 +35,7 @@ from april.adapters.openrlhf.arguments import config_of, split_flags
 from april.adapters.slime.arguments import config_of as config_of_slime
 from april.adapters.verl.settings import settings_of
 from april.engines.simulated.decode_cost import DecodeCost
-from april.record.file import RunRecord
-from april.simulate import plan, plan_run, profile, workload
-from april.simulate.simulation import Simulation
+from april.simulate import plan, profile, workload
 from april.view import report_figures
 from tests.adapters import openrlhf_stand_in, slime_stand_in, stand_in_verl
 from tests.adapters.environments import TRL_VERSION
@@ -56,10 +55,9 @@ SAID = {"--logprobs-mode", "--scheduling-policy"}
 SMALL = {
     "simulate": [
         "--engines", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "8", "--prompt-len", "20",
-        "--max-response-len", "600", "--steps", "4", "--ramp", "1", "--no-sweep",
+        "--max-response-len", "600", "--steps", "4", "--ramp", "1",
     ],
-    "plan": ["--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--max-response-len", "300", "--engines", "1",
-             "--processes", "1"],
+    "plan": ["--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--max-response-len", "300", "--engines", "1"],
 }  # fmt: skip
 """Words that stand behind those of the page, where they win, to be quick."""
 PROFILE = profile.CostProfile(cost=DecodeCost(0.01, 1e-4, 1e-7), requests=90, held_out=0.01, speeds={1: 90.0})
@@ -80,12 +78,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("pages")
     (home / "runs").mkdir()
     small = workload.Workload(groups=4, samples=4, engines=1, max_response_len=300, median_len=60)
-    simulation = Simulation(
-        small.core_settings(small.one_shot(8)), small.cost, small.lengths, engines=1, prompt_len=small.prompt_len,
-        train_s=1.0, record=RunRecord(home / "runs" / "record.jsonl"),
-    )  # fmt: skip
-    simulation.run(20)
-    simulation.close()
+    recorded(home / "runs" / "record.jsonl", small.one_shot(8), 20, workload=small, train_s=1.0)
     for name in ("runs/own_loop.jsonl", "before.jsonl", "after.jsonl"):
         shutil.copy(home / "runs" / "record.jsonl", home / name)
     (home / "lengths.jsonl").write_text(
@@ -102,8 +95,7 @@ def place(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(files, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(workload, "LENGTH_SAMPLES", 2000)
-    monkeypatch.setattr(plan_run, "find_spec", lambda name: None)
-    monkeypatch.setattr(report_figures, "in_all_widths", lambda *drawn: "")
+    monkeypatch.setattr(report_figures, "svg_of", lambda *drawn: "")
     monkeypatch.setattr(profile, "profile", measured)
     for name, few in (("BRIEF", (3, 1)), ("LONG", (4, 1)), ("ROUNDS", 0), ("ENOUGH_RESPONSES", 1)):
         monkeypatch.setattr(plan, name, few)
@@ -113,10 +105,8 @@ def place(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def printed(words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
     """What the real command prints, on fake servers at the addresses of the page; it ends with 0."""
     small = SMALL.get(words[0], [])
-    if words[0] == "simulate":
-        monkeypatch.setattr(cli, "find_spec", lambda name: None)  # no picture
     if words[0] == "plan" and words[1].startswith("runs/"):
-        small = ["--processes", "1"]  # the rest is that of the run
+        small = []  # everything is that of the run
     first, second = FakeVllmServer(), FakeVllmServer()
     with ServerThread(first, second):
         urls = {"http://127.0.0.1:8000": first.url, "http://127.0.0.1:8001": second.url}
@@ -312,16 +302,13 @@ def shapes(text: str) -> set[str]:
     return {line for line in lines if line.strip("\u2500")}
 
 
-@pytest.mark.parametrize("command", ["plan lengths.jsonl", "simulate --sweep"])
+@pytest.mark.parametrize("command", ["plan lengths.jsonl", "simulate"])
 @executes("choosing.md-3", "simulate.md-1")
 def test_tables_have_the_lines_of_the_page(
     code: list[Block], command: str, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Titles, columns and rows as the command prints them today; the figures are those of a longer run."""
-    name, *words = command.split()
-    monkeypatch.setitem(SMALL, name, [word for word in SMALL[name] if word != "--no-sweep"])
-    missing = shapes(code[name == "simulate"].text) - shapes(printed([name, *words], monkeypatch))
-    assert not missing
+    assert not shapes(code[command == "simulate"].text) - shapes(printed(command.split(), monkeypatch))
 
 
 @executes("simulate.md-2")

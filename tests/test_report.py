@@ -19,7 +19,6 @@ from april.engines.simulated.fitted_cost import fit
 from april.record.file import lines_of
 from april.record.replay import replay
 from april.simulate.simulation import Simulation
-from april.view import report_figures
 from april.view.report import page
 from april.view.report_figures import _over_steps
 from april.view.run_data import EngineHistory, RecordedEngine, distance, limit_distance_of, mean_busy, read_run
@@ -57,7 +56,6 @@ def test_what_is_read_is_what_happened(run: tuple[Path, Simulation]) -> None:
     assert [b.lengths for b in data.batches] == [s.lengths for s in steps]
     assert [b.ages for b in data.batches] == [s.token_ages for s in steps]
     assert [b.time_s for b in data.batches] == pytest.approx([s.end_s for s in steps], abs=1e-5)
-    assert len(data.updates_s) in (len(steps) - 1, len(steps))
     done = (data.ended_s <= steps[-1].end_s + 1e-5) & (data.generated > 0)
     assert data.generated[done].sum() == sum(s.generated_tokens for s in steps)
     edges = np.array([0.0, *(s.end_s for s in steps)])
@@ -69,16 +67,15 @@ def test_what_is_read_is_what_happened(run: tuple[Path, Simulation]) -> None:
 
 def test_the_age_of_a_request_is_that_of_its_sample(run: tuple[Path, Simulation]) -> None:
     """Weight updates since the first token of its response, when it was sent."""
-    data = read_run(run[0])
     first: dict[tuple[int, int], float] = {}
-    ages = []
+    ages, updates_s = [], [line.time_s for line in lines_of(run[0], ["UpdateRequested"])][1:]
     lines = lines_of(run[0], ["AttemptEnded"])
     assert next(lines).kind == "Record"
     for line in lines:
         _, group, index, _, age, began, _, generated = line.fields["ran"]
         if (group, index) in first:
             ages.append(age)
-            assert age == sum(first[group, index] < at <= began for at in data.updates_s)
+            assert age == sum(first[group, index] < at <= began for at in updates_s)
         elif generated:
             first[group, index] = began
             assert age == 0
@@ -126,17 +123,6 @@ def test_the_distance_from_the_limit_adds_up(run: tuple[Path, Simulation]) -> No
     assert distance(data, 0.0, 1.0) is None
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Pictures of one width only; what was drawn, by its name."""
-    figures: dict[str, Any] = {}
-    real = report_figures.svg_of
-    monkeypatch.setattr(report_figures, "WIDTHS", {"wide": 9.6})
-    monkeypatch.setattr(report_figures, "svg_of", lambda of, name, what: real(figures.setdefault(name, of), name, what))
-    return figures
-
-
-@pytest.mark.usefixtures("quick")
 def test_a_limit_is_stated_only_where_the_fit_carries_it(run: tuple[Path, Simulation]) -> None:
     """A fit that misses, places that were never full, engines that became slower: said, and no figure stands alone."""
     sure = read_run(run[0])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from april.core.settings import CoreSettings
-from april.core.types import OnFailedSample, Refill
+from april.core.types import Refill
 from april.engines.simulated.decode_cost import DecodeCost, roofline
 from april.engines.simulated.response_lengths import ConstantLengths, LognormalLengths, ResponseLengths
 from april.simulate.simulation import Simulation, SimulationResult
@@ -92,34 +92,6 @@ def test_equal_lengths_leave_no_tail_and_no_bubble() -> None:
     expected = 100 * (0.004 + 8 * 1e-5) + kv * 1e-8 + 8 * 10 * 1e-6
     assert [s.end_s - s.start_s for s in result.steps] == pytest.approx([expected] * 3)
     assert result.summary()["bubble"] == pytest.approx(0.0, abs=1e-9)
-
-
-@pytest.mark.parametrize("quorum", [1.0, 0.5])
-@pytest.mark.parametrize(
-    ("policy", "trained_per_generated"),
-    [
-        (OnFailedSample.REPLACE, 1 / (1 + 0.05 / 0.95)),  # each failure costs one more response
-        (OnFailedSample.SHRINK, 0.95),
-        (OnFailedSample.DROP_GROUP, 0.95**8),  # with a quorum more: stragglers that fail cost no group
-    ],
-)
-def test_failing_samples_cost_what_the_policy_says(
-    quorum: float, policy: OnFailedSample, trained_per_generated: float
-) -> None:
-    """5 % of the responses of equal length fail every try: what is trained of what is generated, by hand."""
-    settings = core(
-        8, 8, refill=Refill.SAMPLE, group_quorum=quorum, on_failed_sample=policy, min_group_size=4,
-        max_failed_groups=100,
-    )
-    simulation = Simulation(settings, COST, ConstantLengths(20), failing=0.05)
-    result = simulation.run(150).summary(skip=10)
-
-    share = result["trained_tokens"] / result["generated_tokens"]
-    if quorum < 1 and policy is OnFailedSample.DROP_GROUP:
-        assert share > trained_per_generated
-    else:
-        assert share == pytest.approx(trained_per_generated, abs=0.02)
-    simulation.core.validate()
 
 
 # ---------------------------------------------------------------- a trainer that takes its time

@@ -30,7 +30,7 @@ from april.record.run_status import RunStatus, WaitReason, run_status
 from april.view import progress
 from april.view.bars import EVERY_S, bars
 from april.view.progress import PrintedProgress, ProgressLine, RedrawnProgress, progress_on
-from april.view.watch import SHOWN_BATCHES, RecordFollower, Screen, watch
+from april.view.watch import SHOWN_BATCHES, RecordFollower, screen, watch
 
 pytestmark = on_virtual_time
 
@@ -53,12 +53,11 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def screen_of(path: Path, silent_s: float = 0.0) -> str:
     """What somebody sees who looks at it."""
-    screen = Screen(path)
-    while screen.read_more():
-        pass
     console = Console(file=io.StringIO(), force_terminal=True, width=300)
-    console.print(screen.render(silent_s))
-    screen.follower.close()
+    with closing(RecordFollower(path)) as follower:
+        while follower.read_more():
+            pass
+        console.print(screen(follower, silent_s))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from april.core.events import WorkChanged
 from april.core.settings import CoreSettings
 from april.core.types import OnStale, Refill, Work
+from april.engines.simulated.decode_cost import DecodeCost
 
 GAIN = 0.03
 """Smallest relative gain in speed that is worth a change."""
@@ -52,8 +52,7 @@ class TuningQuestion:
         train_s: training time of a batch, in seconds.
         fetch_ahead: number of batches that the trainer requests before it has finished training one.
         engines: number of engines; all are taken to have the same ``cost``.
-        cost: (base_s, per_sequence_s, per_kv_token_s, per_prefill_token_s), see
-            :class:`april.engines.simulated.decode_cost.DecodeCost`.
+        cost: mean cost of an engine.
         lengths: response lengths in tokens, one list per group.
         places: largest possible number of samples in flight.
         below: number of samples in flight below which the answer must stay; None means no bound.
@@ -74,35 +73,13 @@ class TuningQuestion:
     train_s: float
     fetch_ahead: int
     engines: int
-    cost: tuple[float, float, float, float]
+    cost: DecodeCost
     lengths: list[list[int]]
     places: int
     below: int | None = None
     told: bool = True
     free: tuple[Work, ...]
     now: WorkSettings
-
-    def check(self, answer: TuningAnswer) -> None:
-        """Raise ValueError for an impossible answer, as the core does not check its values."""
-        best, free = answer.best, self.free
-        figures = (answer.tokens_per_s, answer.off_policy_share, answer.speed_up, answer.share_now)
-        wrong, most = "", (self.max_staleness + 1) * self.groups
-        if not all(math.isfinite(figure) for figure in figures):
-            wrong = "an expected value is not a number"
-        elif fixed := [name for name in Work if name not in free and getattr(best, name) != getattr(self.now, name)]:
-            wrong = f"auto must not choose {fixed[0]}"
-        elif best.refill not in (self.now.refill, Refill.NONE, Refill.SAMPLE):
-            wrong = "refill"
-        elif best == self.now:  # the user's own settings may lie outside the ranges below
-            return
-        elif Work.OVER_SAMPLING in free and not self.groups <= best.over_sampling_batch_size <= most:
-            wrong = "over_sampling_batch_size"
-        elif Work.IN_FLIGHT in free and not 1 <= best.max_in_flight <= self.places:
-            wrong = "max_in_flight"
-        elif Work.QUORUM in free and not SMALLEST_QUORUM <= best.group_quorum <= 1.0:
-            wrong = "group_quorum"
-        if wrong:
-            raise ValueError(f"the answer is not possible ({wrong}): {answer}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import subprocess
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol
 
 import msgspec
 
@@ -32,19 +30,6 @@ ANSWER_TIMEOUT_S = 1800.0
 is due."""
 
 
-COMMAND = ("-m", "april.simulate.choose")
-
-
-class Chooser(Protocol):
-    """Finds better settings for a run."""
-
-    async def ask(self, question: TuningQuestion) -> TuningAnswer:
-        """Return the answer to a question; if this raises, the settings stay as they are."""
-
-    def close(self) -> None:
-        """Stop working on the current question."""
-
-
 class RunTuning:
     """Changes the ``auto`` settings of a run.
 
@@ -52,16 +37,14 @@ class RunTuning:
         core: core of the run.
         costs: (name, fitted cost) pairs of its engines, read anew for each question.
         post: function that passes an event to the core.
-        chooser: object that answers the questions; None means a simulation in another process.
     """
 
     def __init__(
-        self, core: RolloutCore, costs: Iterable[tuple[str, FittedCost]], post: Callable[[ev.Event], None],
-        chooser: Chooser | None = None,
-    ) -> None:  # fmt: skip
+        self, core: RolloutCore, costs: Iterable[tuple[str, FittedCost]], post: Callable[[ev.Event], None]
+    ) -> None:
         self._core, self._costs, self._post = core, costs, post
         self._tuner = AutoTuner(core)
-        self._chooser = chooser or ChooserProcess()
+        self._chooser = ChooserProcess()
         self._task: asyncio.Task[None] | None = None
 
     def add_batch(self, batch: Batch) -> Batch:
@@ -77,7 +60,6 @@ class RunTuning:
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 answer = await self._chooser.ask(question)
-            question.check(answer)
         except Exception as error:
             why = str(error) or type(error).__name__
             log.warning("auto: %s stays, because the search for a better setting failed: %s", question.now, why)
@@ -111,26 +93,18 @@ class ChooserProcess:
 
     def __init__(self) -> None:
         self._process: Process | None = None
-        self._warned = False
 
     async def ask(self, question: TuningQuestion) -> TuningAnswer:
-        """Return the answer. Raises RolloutError if the process failed, OSError if it could not be started.
+        """Return the answer.
 
-        An event loop without support for subprocesses, such as a loop on virtual time, is blocked until the answer
-        comes.
+        Raises:
+            RolloutError: the process failed.
+            OSError: the process could not be started.
+            NotImplementedError: the event loop cannot start processes, such as a loop on virtual time.
         """
-        try:
-            process = self._process = await asyncio.create_subprocess_exec(
-                sys.executable, *COMMAND, stdin=PIPE, stdout=PIPE, stderr=PIPE
-            )
-        except NotImplementedError:
-            if not self._warned:
-                self._warned = True
-                log.warning(
-                    "auto: this event loop cannot wait for the process that searches for better settings, so it stops "
-                    "during each search, for half a minute or more; in tests set values instead of auto"
-                )
-            return _ask_blocking(question)
+        process = self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "april.simulate.choose", stdin=PIPE, stdout=PIPE, stderr=PIPE
+        )
         try:
             out, errors = await process.communicate(msgspec.json.encode(question))
         finally:
@@ -139,7 +113,10 @@ class ChooserProcess:
                 # close() has just killed the process; read its output to the end, so that the pipes close before the
                 # event loop does
                 await process.communicate()
-        return _parse_answer(process.returncode, out, errors)
+        if process.returncode:
+            last = errors.decode(errors="replace").strip().rpartition("\n")[2]
+            raise RolloutError(f"the simulation has ended with {process.returncode}: {last[:300]}")
+        return msgspec.json.decode(out, type=TuningAnswer)
 
     def close(self) -> None:
         """Kill the process if it runs."""
@@ -147,16 +124,3 @@ class ChooserProcess:
         if process is not None and process.returncode is None:
             with suppress(ProcessLookupError):
                 process.kill()
-
-
-def _ask_blocking(question: TuningQuestion) -> TuningAnswer:
-    command = (sys.executable, *COMMAND)
-    done = subprocess.run(command, input=msgspec.json.encode(question), capture_output=True, check=False)  # noqa: S603
-    return _parse_answer(done.returncode, done.stdout, done.stderr)
-
-
-def _parse_answer(code: int | None, out: bytes, errors: bytes) -> TuningAnswer:
-    if code:
-        last = errors.decode(errors="replace").strip().rpartition("\n")[2]
-        raise RolloutError(f"the simulation has ended with {code}: {last[:300]}")
-    return msgspec.json.decode(out, type=TuningAnswer)

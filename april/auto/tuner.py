@@ -20,6 +20,7 @@ from april.core.events import WorkChanged
 from april.core.rollout_core import RolloutCore
 from april.core.run_times import pace
 from april.core.types import GenerationMode, Refill, Work
+from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.fitted_cost import FittedCost
 
 FIRST_WAIT, LONGEST_WAIT = 2, 32
@@ -177,13 +178,10 @@ class AutoTuner:
             return None
         core, s = self._core, self._core.settings
         told = all(fitted.slope_known for fitted in found)
-        known = [fitted.cost if told else fitted.at_best for fitted in found]
-        cost = [(c.base_s, c.per_sequence_s, c.per_kv_token_s, c.per_prefill_token_s) for c in known]
         self._since_asked, self._wait = 0, min(2 * self._wait, LONGEST_WAIT)
         limits = [state.limits.max_in_flight for state in core.engines.states.values()]
         slots = sum(limit for limit in limits if limit) if all(limits) else 1 << 30
         train_s, ahead = pace(self._steps)
-        base, sequence, token, prefill = (float(value) for value in np.mean(cost, axis=0))
         limit = self._max_off_policy_share
         return TuningQuestion(
             groups=s.rollout_batch_size, samples=s.n_samples_per_prompt, max_response_len=s.max_response_len,
@@ -192,7 +190,8 @@ class AutoTuner:
             max_off_policy_share=limit * self._share_correction if limit < 1.0 else 1.0,
             continuous=s.generation is GenerationMode.CONTINUOUS,
             train_s=train_s, fetch_ahead=ahead if train_s else 0,
-            engines=len(core.engines.states), cost=(base, sequence, token, prefill), lengths=self._lengths.rows,
+            engines=len(core.engines.states), lengths=self._lengths.rows,
+            cost=DecodeCost.mean(fitted.cost if told else fitted.at_best for fitted in found),
             places=slots, below=self._in_flight_limit(told), told=told, free=s.auto, now=WorkSettings.of(s),
         )  # fmt: skip
 

@@ -1,1 +1,1 @@
-"""Threads, worker processes and locks that several parts of april use."""
+"""Threads and locks that several parts of april use."""

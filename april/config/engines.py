@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 from urllib.parse import SplitResult, urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, field_validator, model_validator
@@ -249,12 +249,5 @@ EngineConfig = Annotated[
     | AprilEngineConfig,
     Field(discriminator="kind"),
 ]
-ENGINE_CONFIGS = (
-    TransformersEngineConfig,
-    SimulatedEngineConfig,
-    VllmEngineConfig,
-    SglangEngineConfig,
-    OpenAIEngineConfig,
-    AprilEngineConfig,
-)
+ENGINE_CONFIGS: tuple[type[Model], ...] = get_args(get_args(EngineConfig)[0])
 """Settings classes of all kinds of engines."""

@@ -24,8 +24,10 @@ from april.config.values import LIST_TYPES, shown_value, without_contents
 from april.errors import ConfigError
 
 FILE_FLAG = "--april-config"
-NOT_GIVEN = "april_arguments"
-"""Attribute of the namespace from which config_from_arguments learns how the flags were added; plain data."""
+PREFIX = "april_prefix"
+"""Attribute of the namespace that holds the prefix of april's flags."""
+DEST = "april."
+"""Beginning of the namespace's attributes for april's flags, so that none of them is one of the trainer's."""
 SCALARS = (str, int, float, Enum, Path)
 
 
@@ -47,56 +49,36 @@ class Setting:
         """Return the name of the flag, such as ``--sampling-top-p``."""
         return f"--{prefix}{re.sub('[._]', '-', self.path)}"
 
-    def dest(self, prefix: str) -> str:
-        """Return the name of the namespace's attribute for the flag."""
-        return re.sub(r"\W", "_", prefix + self.path)
 
-
-def add_april_arguments(
-    parser: argparse.ArgumentParser, prefix: str = "", *, trainer_flags: Mapping[str, str] | None = None
-) -> argparse.ArgumentParser:
+def add_april_arguments(parser: argparse.ArgumentParser, prefix: str = "") -> argparse.ArgumentParser:
     """Add a group of flags, one per setting of :class:`april.Config`, and ``--april-config FILE`` (YAML).
 
-    A flag that the parser already has (same flag or same dest) is not added again; april uses the trainer's value.
     Flags that were not typed are absent from the namespace, so read settings from the configuration.
 
     Args:
         parser: parser of the trainer. It is changed in place and returned, as some trainers' hooks require.
         prefix: prefix of all flags: ``april-`` gives ``--april-max-staleness``.
-        trainer_flags: flags of the trainer that decide a setting under another name, or that the trainer adds
-            later: ``{"max_response_len": "--rollout-max-response-len"}``. If such a flag is None, it decides nothing.
 
     Raises:
-        ConfigError: the parser already has april's flags, or ``prefix`` or ``trainer_flags`` is wrong.
+        ConfigError: the parser already has april's flags or a flag of the same name, or ``prefix`` is wrong.
     """
     if not isinstance(parser, argparse.ArgumentParser):
         raise ConfigError(f"add_april_arguments: needs an argparse.ArgumentParser, got {type(parser).__name__}")
-    if parser.get_default(NOT_GIVEN) is not None:
+    if parser.get_default(PREFIX) is not None:
         raise ConfigError("add_april_arguments: this parser already has april's flags; add them only once")
     if not re.fullmatch(r"(\w[\w.-]*)?", prefix):
         raise ConfigError(f"add_april_arguments: prefix {prefix!r} cannot begin a flag; use something like 'april-'")
-    renamed = dict(trainer_flags or {})
-    settings = {s.path: s for s in settings_of()}
-    if unknown := sorted(set(renamed) - set(settings)):
-        raise ConfigError(f"add_april_arguments: trainer_flags: april has no setting {unknown[0]!r}")
     group = parser.add_argument_group("april", "Active partial rollouts; flags override the file.")
-    of_trainer: dict[str, list[str]] = {}
     try:
         group.add_argument(
             FILE_FLAG, metavar="FILE", default=argparse.SUPPRESS, help="YAML file with settings of april.Config."
         )
-        for path, setting in settings.items():
-            name, dest = renamed.get(path), setting.dest(prefix)
-            flag = name or setting.flag(prefix)
-            if (found := _find(parser, flag, dest if name is None else None)) is not None:
-                of_trainer[path] = found
-            elif name is not None:
-                of_trainer[path] = [name.lstrip("-").replace("-", "_"), name]
-            else:
-                group.add_argument(flag, dest=dest, default=argparse.SUPPRESS, **flag_options(setting))
+        for setting in settings_of():
+            dest = DEST + setting.path
+            group.add_argument(setting.flag(prefix), dest=dest, default=argparse.SUPPRESS, **flag_options(setting))
     except argparse.ArgumentError as error:
         raise ConfigError(f"add_april_arguments: {error}; give april's flags a prefix") from None
-    parser.set_defaults(**{NOT_GIVEN: {"prefix": prefix, "trainer": of_trainer}})
+    parser.set_defaults(**{PREFIX: prefix})
     return parser
 
 
@@ -106,36 +88,16 @@ def config_from_arguments(args: argparse.Namespace) -> Config:
     Raises:
         ConfigError: one sentence per mistake, with the flags as they are typed.
     """
-    mark = getattr(args, NOT_GIVEN, None)
-    if mark is None:
+    prefix = getattr(args, PREFIX, None)
+    if prefix is None:
         raise ConfigError(
             "args come from a parser that has no flags of april; call april.add_april_arguments(parser) first"
         )
     settings = {s.path: s for s in settings_of()}
+    flags = {path: s.flag(prefix) for path, s in settings.items()}
     file = getattr(args, "april_config", None)
     values = _sections({} if file is None else read_yaml(file), file, settings)
-    flags = {path: s.flag(mark["prefix"]) for path, s in settings.items()}
-    flags |= {path: flag for path, (_, flag) in mark["trainer"].items()}
-    typed: dict[str, Any] = {}
-    for path, setting in settings.items():
-        if path not in mark["trainer"]:
-            if hasattr(args, dest := setting.dest(mark["prefix"])):
-                typed[path] = getattr(args, dest)
-            continue
-        dest, flag = mark["trainer"][path]
-        if not hasattr(args, dest):
-            raise ConfigError(
-                f"trainer_flags names {flag} for {path}, but this trainer has no such flag; correct trainer_flags"
-            )
-        if (value := getattr(args, dest)) is None:
-            continue
-        in_file = _look_up(values, path)
-        if in_file is not None and in_file != value:
-            raise ConfigError(
-                f"{flag} is {shown_value(value)} in the trainer, but {file} says {path}: {shown_value(in_file)}; make "
-                "them equal"
-            )
-        typed[path] = value
+    typed = {path: getattr(args, DEST + path) for path in settings if hasattr(args, DEST + path)}
     for path, value in typed.items():
         _set_nested(values, path, value)
     for path in typed:
@@ -150,17 +112,8 @@ def config_from_arguments(args: argparse.Namespace) -> Config:
     except WrongSettings as error:
         # a setting from the file is named in the message as in the file
         named = {path: flag for path, flag in flags.items() if path in typed or _look_up(values, path) is None}
-        text = error.sentence(lambda setting: _as_typed(setting, named, settings, mark["trainer"]))
+        text = error.sentence(lambda setting: _as_typed(setting, named, settings))
         raise ConfigError(text if file is None else f"{text} (with {FILE_FLAG} {file})") from None
-
-
-def _find(parser: argparse.ArgumentParser, flag: str, dest: str | None) -> list[str] | None:
-    """Return [dest, flag] of an option that the parser already has; dashes and underscores count as equal."""
-    for action in parser._actions:
-        same = [o for o in action.option_strings if o.replace("_", "-") == flag.replace("_", "-")]
-        if same or action.dest == dest:
-            return [action.dest, (same or action.option_strings or [action.dest])[0]]
-    return None
 
 
 def _sections(values: Any, file: Any, settings: Mapping[str, Setting]) -> dict[str, Any]:
@@ -185,9 +138,7 @@ def _set_nested(values: dict[str, Any], path: str, value: Any) -> None:
     (values.setdefault(section, {}) if section else values)[name] = value
 
 
-def _as_typed(
-    setting: SettingName, flags: Mapping[str, str], settings: Mapping[str, Setting], of_trainer: Mapping[str, list[str]]
-) -> str:
+def _as_typed(setting: SettingName, flags: Mapping[str, str], settings: Mapping[str, Setting]) -> str:
     """Return a setting as it is typed: ``--sampling-top-p 0.5`` for ``sampling.top_p=0.5``; as in a file if it has no
     flag."""
     flag = flags.get(setting.path)
@@ -195,9 +146,7 @@ def _as_typed(
         return flag or str(setting)
     if typed_as(settings[setting.path].annotation) != "switch":
         return f"{flag} {setting.value}"
-    if setting.value == "true":
-        return flag
-    return f"leaving out {flag}" if setting.path in of_trainer else f"--no-{flag[2:]}"
+    return flag if setting.value == "true" else f"--no-{flag[2:]}"
 
 
 # ---------------------------------------------------------------- settings, from the fields of the model

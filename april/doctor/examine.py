@@ -83,13 +83,9 @@ class TimeLimits:
 
 async def examine_urls(urls: Sequence[str], key: str | None, patience: TimeLimits) -> Report:
     """Examine servers that are given only by their addresses."""
-    began = time.monotonic()
     examinations = [Examination(url, key, None, patience) for url in urls]
-    await _run(examinations, patience)
-    report = Report([e.found for e in examinations])
-    report.together = differences({e.found.url: e.facts for e in examinations if e.facts is not None})
+    report = await _run(examinations, patience)
     report.engine_settings = _settings(examinations)
-    report.seconds = time.monotonic() - began
     return report
 
 
@@ -101,21 +97,16 @@ async def examine_config(config: Config, patience: TimeLimits) -> Report:
         if isinstance(engine, AddressedEngineConfig):
             sentence = f"engine.kind {engine.kind}: servers of april itself need no examination"
         return Report([], [Finding("engine", Level.OK, sentence)])
-    began = time.monotonic()
     try:
         key = api_key(engine)
     except ConfigError as error:
         return Report([], [missing("key", str(error), f"export {engine.api_key_env}=...")])
     examinations = [Examination(url, key, config, patience) for url in engine.urls]
-    routers = []
     if isinstance(engine, SglangEngineConfig) and engine.router is not None:
-        routers.append(RouterExamination(engine.router, key, config, patience))
-    await _run([*examinations, *routers], patience)
-    report = Report([e.found for e in [*examinations, *routers]])
-    report.together = differences({e.found.url: e.facts for e in examinations if e.facts is not None})
+        examinations.append(RouterExamination(engine.router, key, config, patience))
+    report = await _run(examinations, patience)
     engines = {e.name: e.facts.capabilities for e in examinations if e.facts is not None}
     report.together += [Finding(CONFIGURATION, Level.MISSING, sentence) for sentence in why_unfit(config, engines)]
-    report.seconds = time.monotonic() - began
     return report
 
 
@@ -213,8 +204,9 @@ async def unfinished(tasks: Iterable[asyncio.Task[None]], seconds: float) -> set
     return (await asyncio.wait(tasks, timeout=seconds))[1]
 
 
-async def _run(examinations: Sequence[Examination], patience: TimeLimits) -> None:
+async def _run(examinations: Sequence[Examination], patience: TimeLimits) -> Report:
     """Run all examinations concurrently, until they finish or the time limit is reached."""
+    began = time.monotonic()
     tasks = {asyncio.create_task(e.run()): e for e in examinations}
     late = await unfinished(tasks, patience.total_s)
     for task in late:
@@ -223,6 +215,8 @@ async def _run(examinations: Sequence[Examination], patience: TimeLimits) -> Non
     for result in await asyncio.gather(*tasks, return_exceptions=True):
         if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
             raise result
+    together = differences({e.found.url: e.facts for e in examinations if e.facts is not None})
+    return Report([e.found for e in examinations], together, seconds=time.monotonic() - began)
 
 
 def _settings(examinations: Sequence[Examination]) -> str:

@@ -26,11 +26,6 @@ class Verdict(StrEnum):
     UNUSABLE = "not usable"
     """april refuses to run with the server, or cannot reach it."""
 
-    @property
-    def usable(self) -> bool:
-        """True if april can run."""
-        return self is not Verdict.UNUSABLE
-
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -119,7 +114,7 @@ class Report:
         """Return plain data for JSON."""
         return {
             "verdict": self.verdict.value,
-            "usable": self.verdict.usable,
+            "usable": self.verdict is not Verdict.UNUSABLE,
             "not_promised": self.not_promised,
             "servers": [server.as_dict() for server in self.servers],
             "together": [asdict(f) for f in self.together],

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import ssl
 import threading
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
 from april.config.engines import SglangEngineConfig
 from april.doctor.findings import Finding, Level
-from april.engines.kinds.identify import SETTINGS, Identity, ServerKind
+from april.engines.http.http_client import HttpClient
+from april.engines.kinds.identify import SETTINGS, Identity, ServerKind, identify
 from april.errors import EngineError, EngineUnreachable
 from april.text.server_text import clean
 
@@ -171,26 +172,19 @@ async def _addresses(host: str, port: int) -> None:
 
     The lookup runs in a thread that can be abandoned after a timeout: a resolver may take half a minute.
     """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[OSError | None] = loop.create_future()
-
-    def tell(error: OSError | None) -> None:
-        if not done.done():
-            done.set_result(error)
+    done: Future[None] = Future()
+    done.set_running_or_notify_cancel()  # so that a timeout does not cancel it before the thread sets the result
 
     def look_up() -> None:
         try:
             socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            result = None
         except OSError as error:
-            result = error
-        with suppress(RuntimeError):  # the event loop is already closed
-            loop.call_soon_threadsafe(tell, result)
+            done.set_exception(error)
+        else:
+            done.set_result(None)
 
     threading.Thread(target=look_up, name="april-doctor-lookup", daemon=True).start()
-    error = await done
-    if error is not None:
-        raise error
+    await asyncio.wrap_future(done)
 
 
 async def why_no_http(url: str, error: EngineError, timeout_s: float) -> Finding:
@@ -218,35 +212,16 @@ async def why_no_http(url: str, error: EngineError, timeout_s: float) -> Finding
 async def _other_scheme(url: str, timeout_s: float) -> str | None:
     """Return the scheme that the server really speaks, ``http`` or ``https``, if it is not the URL's; else None."""
     parts = urlsplit(url)
-    host, secure = str(parts.hostname), parts.scheme == "https"
-    port = parts.port or (443 if secure else 80)
-    greeting = f"GET / HTTP/1.0\r\nHost: {parts.netloc}\r\n\r\n".encode() if secure else _tls_greeting(host)
+    other, default = ("http", 443) if parts.scheme == "https" else ("https", 80)
+    address = f"{other}://{parts.netloc}" if parts.port else f"{other}://{parts.netloc}:{default}"
+    client = HttpClient(address, name=parts.netloc, connect_timeout_s=timeout_s)
     try:
-        async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(host, port)
-            try:
-                writer.write(greeting)
-                answer = await reader.read(5)
-            finally:
-                await _close(writer)
-    except (OSError, TimeoutError):
-        return None
-    if secure:
-        return "http" if answer.startswith(b"HTTP") else None
-    return "https" if answer[:2] in _TLS_RECORDS else None
-
-
-_TLS_RECORDS = (b"\x16\x03", b"\x15\x03")
-"""First bytes of a TLS server's answer: a handshake, or an alert if it rejects the client's first bytes."""
-
-
-def _tls_greeting(host: str) -> bytes:
-    """Return the first bytes that a TLS client sends."""
-    outgoing = ssl.MemoryBIO()
-    client = ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname=host)
-    with suppress(ssl.SSLWantReadError):
-        client.do_handshake()
-    return outgoing.read()
+        await identify(client, timeout_s)
+    except EngineUnreachable as error:
+        return other if error.distrusted else None
+    finally:
+        await client.close()
+    return other
 
 
 async def _close(writer: asyncio.StreamWriter) -> None:

@@ -133,4 +133,4 @@ def present(report: Report, as_json: bool) -> int:
         print(json.dumps(report.as_dict(), indent=1))
     else:
         show(report, Console())
-    return 0 if report.verdict.usable else 1
+    return 1 if report.verdict is Verdict.UNUSABLE else 0

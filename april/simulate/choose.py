@@ -15,7 +15,6 @@ import msgspec
 
 from april.auto.question import GAIN, TuningAnswer, TuningQuestion, WorkSettings
 from april.core.types import Refill, Work
-from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.response_lengths import TraceLengths
 from april.simulate.plan import EQUAL_SPEED, QUORUMS, CandidateResult, SearchSpace, plan
 from april.simulate.workload import MOST_IN_FLIGHT, Placement, Schedule, Workload
@@ -65,7 +64,7 @@ def workload_of(q: TuningQuestion) -> Workload:
         max_response_len=q.max_response_len, max_staleness=q.max_staleness, on_stale=q.on_stale,
         train_time=f"{q.train_s:.6f}" if q.train_s else None, placement=placement if q.train_s else None,
         fetch_ahead=q.fetch_ahead,
-        measured_cost=DecodeCost(*q.cost), measured_lengths=TraceLengths(q.lengths),
+        measured_cost=q.cost, measured_lengths=TraceLengths(q.lengths),
     )  # fmt: skip
 
 

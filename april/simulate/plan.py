@@ -10,14 +10,10 @@ limit for a large sample of lengths. N' stands for ``over_sampling_batch_size``,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
-from typing import Any
 
 from april.auto.question import SMALLEST_QUORUM
-from april.concurrency.process_pool import ignore_interrupts, process_pool
 from april.core.types import Refill, Work
 from april.simulate.run import measure
 from april.simulate.workload import MOST_IN_FLIGHT, Schedule, Workload
@@ -56,7 +52,6 @@ class CandidateResult:
         off_policy_share: off-policy share of the trained tokens.
         staleness_mean, staleness_max: staleness of the trained responses.
         step_s: seconds from one delivery to the next.
-        held_tokens: number of tokens carried over the end of a step.
         long: whether the figures are from a long simulation.
     """
 
@@ -66,7 +61,6 @@ class CandidateResult:
     staleness_mean: float
     staleness_max: int
     step_s: float
-    held_tokens: float
     long: bool = False
 
     @property
@@ -233,7 +227,7 @@ def choose(rows: Sequence[CandidateResult], max_off_policy_share: float) -> Cand
 
 
 def _row(workload: Workload, schedule: Schedule) -> CandidateResult:
-    f = measure(workload, schedule).figures
+    f = measure(workload, schedule)
     batch = workload.groups * workload.samples * float(workload.length_sample.mean())
     trained = batch * f["trained_tokens"] / (f["trained_tokens"] + f["masked_tokens"])
     at_limit_s = f["kept_tokens"] / f["limit_tokens_per_s"]
@@ -244,7 +238,6 @@ def _row(workload: Workload, schedule: Schedule) -> CandidateResult:
     return CandidateResult(
         schedule=schedule, tokens_per_s=trained / step_s, step_s=step_s,
         off_policy_share=f["off_policy_share"], staleness_mean=f["staleness_mean"], staleness_max=f["staleness_max"],
-        held_tokens=f["held_tokens_mean"],
     )  # fmt: skip
 
 
@@ -253,7 +246,6 @@ def plan(
     space: SearchSpace | None = None,
     *,
     max_off_policy_share: float = 1.0,
-    processes: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Plan:
     """Simulate candidates for a workload and choose the best one.
@@ -263,7 +255,6 @@ def plan(
             ``steps`` and ``ramp`` are not used.
         space: candidates that may be chosen; None means all candidates.
         max_off_policy_share: largest allowed off-policy share of the trained tokens.
-        processes: number of processes that simulate at the same time.
         progress: function that is called with the number of finished simulations and the number of all simulations.
 
     Raises:
@@ -283,38 +274,29 @@ def plan(
     assert brief.length_sample.size
     assert long.length_sample.size
 
+    done = 0
+
     def run_all(schedules: Sequence[Schedule], at: Workload, more: int) -> None:
-        total = len(done) + len(schedules) + more
-        for row in run(_row, repeat(at), schedules):
-            rows[row.schedule] = replace(row, long=at is long)
-            done.append(row)
-            progress(len(done), total)
+        nonlocal done
+        total = done + len(schedules) + more
+        for schedule in schedules:
+            rows[schedule] = replace(_row(at, schedule), long=at is long)
+            done += 1
+            progress(done, total)
 
-    done: list[CandidateResult] = []
-    with ExitStack() as stack:
-        run: Callable[..., Iterator[CandidateResult]] = map
-        if processes > 1:
-            submit = stack.enter_context(process_pool(processes))
-
-            def beside(row: Callable[..., CandidateResult], *arguments: Iterable[Any]) -> Iterator[CandidateResult]:
-                with ignore_interrupts():
-                    began = [submit(row, *each) for each in zip(*arguments, strict=False)]
-                return (future.result() for future in began)
-
-            run = beside
-        schedules = coarse_grid(workload, space)
-        if not schedules:
-            raise ValueError(f"no setting can be simulated with max_staleness={workload.max_staleness}")
-        run_all(schedules, brief, FINALISTS + 1 + ROUNDS * 4)
-        for left in range(ROUNDS - 1, -1, -1):
-            best = choose(list(rows.values()), share)
-            run_all(neighbours(workload, best.schedule, rows, space), brief, FINALISTS + 1 + left * 4)
-        run_all(_finalists(schedules[0], list(rows.values()), share), long, 0)
-        base, best = rows[schedules[0]], choose([row for row in rows.values() if row.long], share)
-        gains: tuple[float, ...] = ()
-        if workload.cost.speed_up:
-            plain = run(_row, repeat(long.without_speculation), (best.schedule, base.schedule))
-            gains = tuple(row.tokens_per_s / p.tokens_per_s for row, p in zip((best, base), plain, strict=True))
+    schedules = coarse_grid(workload, space)
+    if not schedules:
+        raise ValueError(f"no setting can be simulated with max_staleness={workload.max_staleness}")
+    run_all(schedules, brief, FINALISTS + 1 + ROUNDS * 4)
+    for left in range(ROUNDS - 1, -1, -1):
+        best = choose(list(rows.values()), share)
+        run_all(neighbours(workload, best.schedule, rows, space), brief, FINALISTS + 1 + left * 4)
+    run_all(_finalists(schedules[0], list(rows.values()), share), long, 0)
+    base, best = rows[schedules[0]], choose([row for row in rows.values() if row.long], share)
+    gains: tuple[float, ...] = ()
+    if workload.cost.speed_up:
+        plain = long.without_speculation
+        gains = tuple(row.tokens_per_s / _row(plain, row.schedule).tokens_per_s for row in (best, base))
     return Plan(sorted(rows.values(), key=lambda r: -r.tokens_per_s), best, base, gains)
 
 

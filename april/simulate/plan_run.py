@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from dataclasses import asdict, replace
-from importlib.util import find_spec
+from dataclasses import replace
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from april.concurrency.process_pool import sigterm_as_exception
 from april.core.types import OnStale, Refill
 from april.record.file import is_record
 from april.serialization.state_file import write_atomic
 from april.simulate.plan import CandidateResult, Plan, pareto_front, plan
 from april.simulate.recorded_workload import workload_of
 from april.simulate.workload import Placement, Workload
-from april.text.install_command import install
 from april.text.server_text import printable
 from april.view.bars import bars
 from april.view.units import cost_of_a_step, short_time, three_digits
@@ -96,8 +92,6 @@ def notes(workload: Workload, row: CandidateResult) -> list[str]:
             "planned from lengths, without a run: sampling, engine, seed and all settings that are missing here have "
             "their defaults; add those of your run"
         )
-    elif missing := [name for name in type(config).model_fields if name not in {*run, *SHOWN_ALWAYS}]:
-        out.append(f"missing here, because the record does not have them: {', '.join(missing)}; add those of your run")
     if "api_key_env" in run.get("engine", ()) and run["engine"]["api_key_env"] is None:
         out.append("a record never contains the servers' key; if they need one, set engine.api_key_env")
     if workload.filtered:
@@ -107,78 +101,12 @@ def notes(workload: Workload, row: CandidateResult) -> list[str]:
     return out
 
 
-def as_plain(workload: Workload, plan: Plan, max_off_policy_share: float) -> dict[str, Any]:
-    """Return the whole plan as plain values for JSON."""
-
-    def plain(row: CandidateResult) -> dict[str, Any]:
-        schedule = asdict(row.schedule) | {"refill": str(row.schedule.refill)}
-        return {"name": row.name, **asdict(row), "schedule": schedule}
-
-    return {
-        "max_off_policy_share": max_off_policy_share,
-        "cost": asdict(workload.cost),
-        "engines": workload.engines,
-        "train_s": workload.train_s,
-        "length_mean": float(workload.length_sample.mean()),
-        "best": plain(plan.best),
-        "sync": plain(plan.base),
-        "speculative_gains": list(plan.speculative_gains),
-        "rows": [plain(row) for row in plan.rows],
-    }
-
-
-def draw_plan(plan: Plan, max_off_policy_share: float, path: Path) -> None:
-    """Draw the speed of all candidates against their off-policy share, as a PNG file."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot()
-    base = plan.base.tokens_per_s
-    kinds: tuple[tuple[str, str, str, Callable[[CandidateResult], bool]], ...] = (
-        ("tail batching", "D", "#b8860b", lambda r: r.schedule.tail_batching),
-        (
-            "N' groups once per step", "o", "#1b6ca8",
-            lambda r: r.schedule.refill is Refill.NONE and not r.schedule.tail_batching,
-        ),
-        ("refill", "s", "#d1603d", lambda r: r.schedule.refill is not Refill.NONE and r.schedule.continuous is None),
-        ("refill, continuous", "^", "#2e8b57", lambda r: r.schedule.continuous is not None),
-    )
-    for words, marker, colour, mine in kinds:
-        rows = [row for row in plan.rows if mine(row)]
-        for whole in (True, False):
-            some = [row for row in rows if (row.schedule.quorum == 1.0) is whole]
-            if some:
-                axes.plot(
-                    [r.off_policy_share for r in some], [r.tokens_per_s / base for r in some], marker, color=colour,
-                    fillstyle="full" if whole else "none", label=words if whole else f"{words}, group_quorum < 1",
-                    linestyle="none", markersize=6,
-                )  # fmt: skip
-    line = pareto_front(plan.rows)
-    axes.plot([r.off_policy_share for r in line], [r.tokens_per_s / base for r in line], color="#8a8a8a", linewidth=1)
-    best = plan.best
-    axes.annotate(
-        best.name, (best.off_policy_share, best.tokens_per_s / base), xytext=(-8, 14), textcoords="offset points",
-        ha="right", fontsize=9, arrowprops={"arrowstyle": "->", "linewidth": 0.8},
-    )  # fmt: skip
-    if max_off_policy_share < 1.0:
-        axes.axvline(max_off_policy_share, color="black", linestyle=":", linewidth=1)
-    axes.set_xlim(-0.02, 1.02)
-    axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
-    axes.set_xlabel("off-policy share of the trained tokens")
-    axes.set_ylabel("tokens trained per second, over N' = N")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, loc="lower right")
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-
-
 COST_ARGUMENTS = ("model", "gpu", "tensor_parallel")
 """Arguments from which the cost of an engine is estimated; they are refused if the cost was measured."""
 
 
 def plan_file(
-    path: Path, given: dict[str, Any], max_off_policy_share: float | None, processes: int, out: Path, console: Console
+    path: Path, given: dict[str, Any], max_off_policy_share: float | None, out: Path, console: Console
 ) -> Plan:
     """Plan for a file of lengths or a record; ``given`` has fields of :class:`.workload.Workload` that replace its own.
 
@@ -201,9 +129,8 @@ def plan_file(
         f"{lengths.mean():,.0f}, longest {lengths.max():,}; training {short_time(workload.train_s)} per batch",
         soft_wrap=True,
     )
-    with sigterm_as_exception(), bars(console) as begin:
-        shown = begin("simulating", 0)
-        found = plan(workload, max_off_policy_share=max_off_policy_share, processes=processes, progress=shown)
+    with bars(console) as begin:
+        found = plan(workload, max_off_policy_share=max_off_policy_share, progress=begin("simulating", 0))
     console.print(plan_table(found))
     best, base = found.best, found.base
     console.print(
@@ -220,13 +147,12 @@ def plan_file(
         console.print(f"note: {note}", soft_wrap=True)
     written = [out / "plan.yaml", out / "plan.json"]
     write_atomic(written[0], settings(workload, best).encode())
-    report = as_plain(workload, found, max_off_policy_share)
-    write_atomic(written[1], (json.dumps(report, indent=1) + "\n").encode())
-    if find_spec("matplotlib"):
-        written.append(out / "plan.png")
-        draw_plan(found, max_off_policy_share, written[-1])
-    else:
-        console.print(f"no picture: that needs matplotlib, {install('plot')}", soft_wrap=True)
+    report = {
+        "max_off_policy_share": max_off_policy_share, "cost": cost, "engines": workload.engines,
+        "train_s": workload.train_s, "length_mean": float(lengths.mean()), "best": best, "sync": base,
+        "speculative_gains": found.speculative_gains, "rows": found.rows,
+    }  # fmt: skip
+    write_atomic(written[1], msgspec.json.format(msgspec.json.encode(report), indent=1))
     console.print(printable(f"wrote {', '.join(map(str, written))}"), soft_wrap=True)
     return found
 

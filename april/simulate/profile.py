@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import os
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -35,7 +34,6 @@ from april.serialization.state_file import write_atomic
 from april.view.bars import bars
 from april.view.units import cost_of_a_step, short_time
 
-FORMAT = 1
 ROUNDS = 4
 """Number of rounds over all numbers in flight. The first round is discarded, as a server is slow at first; the last
 round measures the error."""
@@ -63,8 +61,7 @@ class CostProfile:
 
     def write(self, path: Path) -> None:
         """Write the profile to a file as JSON. Raises OSError if that fails."""
-        plain = {"format": FORMAT, **asdict(self), "cost": asdict(self.cost)}
-        write_atomic(path, (json.dumps(plain, indent=1) + "\n").encode())
+        write_atomic(path, msgspec.json.format(msgspec.json.encode(self), indent=1))
 
 
 def read_cost(path: Path) -> DecodeCost:
@@ -74,13 +71,10 @@ def read_cost(path: Path) -> DecodeCost:
         ValueError: the file cannot be read or is not a profile; the message is one sentence.
     """
     try:
-        found: Any = json.loads(path.read_text("utf-8"))
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
-            raise ValueError("its format is unknown to this version of april")
-        return DecodeCost(**{str(name): value for name, value in found["cost"].items()})
+        return msgspec.json.decode(path.read_bytes(), type=CostProfile).cost
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} was not written by april profile: {error}") from None
 
 

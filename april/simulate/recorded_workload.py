@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ import numpy as np
 
 from april.config.settings import Config
 from april.core.run_times import pace
-from april.core.types import GenerationMode, OnFailedSample
-from april.engines.simulated.decode_cost import DecodeCost
+from april.core.types import GenerationMode
 from april.engines.simulated.response_lengths import TraceLengths
 from april.errors import ConfigError, RecordError
 from april.simulate.workload import Placement, Workload
@@ -40,19 +38,20 @@ def workload_of(path: Path) -> Workload:
     if run.finished.size < MIN_RESPONSES:
         count = run.finished.size
         raise RecordError(f"{path}: {count} responses were finished, but {MIN_RESPONSES} are needed to plan")
-    first = run.context[(run.age == 0) & ~run.evaluation]
+    if (cost := run.cost) is None:
+        raise RecordError(f"{path}: too few requests ended to estimate the engines' cost")
     # the first step is not typical, as it began with nothing in flight
     train_s, ahead = pace(batch.metrics for batch in run.batches[1:])
     colocated = settings.generation is GenerationMode.STEPWISE and not ahead
     return Workload(
         model="", gpu="", engines=run.engine_count, groups=settings.rollout_batch_size,
         samples=settings.n_samples_per_prompt,
-        max_response_len=settings.max_response_len, prompt_len=max(1, round(float(np.median(first)))),
+        max_response_len=settings.max_response_len, prompt_len=run.prompt_len,
         over=settings.rollout_batch_size, max_staleness=settings.max_staleness, on_stale=settings.on_stale,
         train_time=f"{train_s:.6f}" if train_s else None,
         placement=(Placement.COLOCATED if colocated else Placement.SEPARATE) if train_s else None,
         fetch_ahead=ahead if train_s else 0,
-        measured_cost=mean_cost(run, path), measured_lengths=lengths,
+        measured_cost=cost, measured_lengths=lengths,
         settings=settings_of(run), slots=slots_of(run), whole_groups=settings.group_reward,
         filtered=settings.has_filter, doubts=doubts_of(run),
     )  # fmt: skip
@@ -70,30 +69,17 @@ def doubts_of(run: RunData) -> tuple[str, ...]:
 
 
 def slots_of(run: RunData) -> int | None:
-    """Return the smallest ``max_in_flight`` of the engines; None if an engine has no limit, or for a simulated run."""
+    """Return the smallest ``max_in_flight`` of the engines; None if an engine has no limit."""
     slots = [engine.max_in_flight for engine in msgspec.convert(run.head["engines"], list[RecordedEngine])]
-    known = [number for number in slots if number]
-    return min(known) if run.head.get("config") is not None and len(known) == len(slots) else None
+    return min(number for number in slots if number) if all(slots) else None
 
 
 def settings_of(run: RunData) -> dict[str, Any]:
-    """Return the run's configuration. Raises RecordError if it is not valid.
-
-    A record without a configuration, such as that of a simulated run, gives only the settings that the core uses.
-    """
-    if (recorded := run.head.get("config")) is not None:
-        try:
-            return Config.from_mapping(recorded).to_mapping()
-        except ConfigError as error:
-            raise RecordError(f"line 1 of {run.path} is not valid: its configuration: {error}") from None
-    known = asdict(run.settings)
-    found = {name: known[name] for name in Config.model_fields if name in known}
-    found |= {"seed": known["run_seed"], "partial_rollout": True}
-    if known["max_age"] == 4 * (known["max_staleness"] + 1):
-        found["max_age"] = None
-    if known["on_failed_sample"] is not OnFailedSample.SHRINK:
-        found["min_group_size"] = None
-    return found
+    """Return the run's configuration. Raises RecordError if it is not valid."""
+    try:
+        return Config.from_mapping(run.head.get("config")).to_mapping()
+    except ConfigError as error:
+        raise RecordError(f"line 1 of {run.path} is not valid: its configuration: {error}") from None
 
 
 def lengths_of(run: RunData, seed: int = 0) -> TraceLengths:
@@ -102,16 +88,3 @@ def lengths_of(run: RunData, seed: int = 0) -> TraceLengths:
     groups = np.split(run.finished[order], np.flatnonzero(np.diff(run.finished_group[order])) + 1)
     rows = [[int(length) for length in group if length > 0] for group in groups]
     return TraceLengths([row for row in rows if row], seed=seed)
-
-
-def mean_cost(run: RunData, path: Path) -> DecodeCost:
-    """Return the mean cost of the run's engines. Raises RecordError if no cost could be fitted."""
-    costs = [fitted.cost for fitted in run.costs.values()]
-    if not costs:
-        raise RecordError(f"{path}: too few requests ended to estimate the engines' cost")
-    return DecodeCost(
-        *(
-            float(np.mean([getattr(cost, name) for cost in costs]))
-            for name in ("base_s", "per_sequence_s", "per_kv_token_s", "per_prefill_token_s")
-        )  # type: ignore[arg-type]
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -27,9 +27,6 @@ ROWS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
     ("seconds per step", lambda m: three_digits(m["step_s_mean"])),
 )
 
-
-AS_FAST = 0.98
-"""A smaller N' (``over_sampling_batch_size``) counts as equally fast from this fraction of a larger N's speed on."""
 WORTH_MORE_STALENESS = 0.01
 """A larger max_staleness is recommended only if it brings the speed closer to the limit by at least this fraction."""
 
@@ -65,59 +62,23 @@ def mode_table(report: dict[str, Any]) -> Table:
     return out
 
 
-def _table(title: str, columns: tuple[str, ...], rows: Mapping[str, tuple[str, ...]], apart: str) -> Table:
-    """Return a table with a row for each name, and a rule above the row named ``apart``."""
-    out = Table(title=title, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    for column in columns:
-        out.add_column(column, justify="right" if column else "left", no_wrap=True)
-    for name, cells in rows.items():
-        if name == apart:
-            out.add_section()
-        out.add_row(name, *cells)
-    return out
-
-
 def loop_table(report: dict[str, Any]) -> Table:
     """Return a table of the loop of generation and training, with a row for each mode."""
     loop = report["loop"]
-    title = (
-        f"Generation and training, {loop['placement']}: {loop['train_s']:.3g} s per batch, "
-        f"{loop['train_time_in_batch_times']:.2f} batch times"
-    )
-    columns = ("", "tokens\nper s", "speed-\nup", "of the\nlimit", "trainer\nidle", "slots\nidle", "off-\npolicy",
-               "stale-\nness", "re-\nprefill")  # fmt: skip
-    rows = {
-        name: (
-            f"{m['trained_tokens_per_s']:,.0f}", f"{m['speed_up']:.2f}x", f"{m['fraction_of_limit']:.1%}",
+    out = Table(
+        title=f"Generation and training, {loop['placement']}: {loop['train_s']:.3g} s per batch, "
+        f"{loop['train_time_in_batch_times']:.2f} batch times", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False,
+    )  # fmt: skip
+    for column in ("", "tokens\nper s", "speed-\nup", "of the\nlimit", "trainer\nidle", "slots\nidle", "off-\npolicy",
+                   "stale-\nness", "re-\nprefill"):  # fmt: skip
+        out.add_column(column, justify="right" if column else "left", no_wrap=True)
+    for name, m in report["modes"].items():
+        out.add_row(
+            name, f"{m['trained_tokens_per_s']:,.0f}", f"{m['speed_up']:.2f}x", f"{m['fraction_of_limit']:.1%}",
             f"{m['trainer_idle_share']:.1%}", f"{m['bubble']:.1%}", f"{m['off_policy_share']:.1%}",
             f"{m['staleness_mean']:.2f}/{m['staleness_max']}", f"{m['reprefill_per_generated_token']:.2f}",
-        )
-        for name, m in report["modes"].items()
-    }  # fmt: skip
-    return _table(title, columns, rows, "continuous 1")
-
-
-def sweep_table(report: dict[str, Any]) -> Table:
-    """Return a table of the sweep, with a row for each N'/N, and below it the refill mode for comparison.
-
-    N' is ``over_sampling_batch_size``, and N is ``rollout_batch_size``.
-    """
-    quorum = report["workload"]["group_quorum"]
-    title = "How much to over-sample: N' groups once per step"
-    title += "" if quorum == 1.0 else f", group quorum {quorum:g}"
-    columns = ("N'/N", "in\nflight", "tokens\nper s", "speed-\nup", "of its\nlimit", "off-\npolicy", "stale-\nness",
-               "re-\nprefill", "tokens\nheld")  # fmt: skip
-    shown = {f"{row['ratio']:g}": row for row in report["sweep"]}
-    rows = {
-        name: (
-            f"{m['in_flight']}", f"{m['trained_tokens_per_s']:,.0f}", f"{m['speed_up']:.2f}x",
-            f"{m['fraction_of_limit']:.1%}", f"{m['off_policy_share']:.1%}",
-            f"{m['staleness_mean']:.2f}/{m['staleness_max']}", f"{m['reprefill_per_generated_token']:.2f}",
-            short(m["held_tokens_mean"]),
-        )
-        for name, m in (shown | {"refill": report["modes"][with_quorum("refill", quorum)]}).items()
-    }  # fmt: skip
-    return _table(title, columns, rows, "refill")
+        )  # fmt: skip
+    return out
 
 
 def verdict(report: dict[str, Any]) -> list[str]:
@@ -131,6 +92,7 @@ def verdict(report: dict[str, Any]) -> list[str]:
         f"refill reaches {m['fraction_of_limit']:.1%} of its limit, which is the speed for the same tokens on the same "
         f"engines with {m['in_flight']} samples always in flight; {m['reprefill_time_share']:.1%} of the time is spent "
         f"to prefill again what the ends of steps cut, {m['bubble']:.1%} of the slots are empty",
+        f"refill: {m['bottleneck']}",
         *_quorum_verdict(report),
         *end,
     ]
@@ -141,18 +103,10 @@ def _quorum_verdict(report: dict[str, Any]) -> list[str]:
     quorum, modes = report["workload"]["group_quorum"], report["modes"]
     if quorum == 1.0:
         return []
-    lines = [
+    return [
         f"a group quorum of {quorum:g} takes {name} {_from_to(modes[name], modes[with_quorum(name, quorum)])}"
         for name in ("april", "refill")
     ]
-    april = modes["april"]
-    enough = next((m for m in report["sweep"] if m["speed_up"] >= AS_FAST * april["speed_up"]), None)
-    if enough is not None:
-        lines.append(
-            f"N' = {enough['over_sampling_batch_size']} with it instead of N' = {april['over_sampling_batch_size']} "
-            f"whole groups goes {_from_to(april, enough)}"
-        )
-    return lines
 
 
 def _from_to(one: dict[str, Any], other: dict[str, Any]) -> str:

@@ -13,9 +13,8 @@ import hashlib
 import logging
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,7 @@ from april.core.versions import PolicyVersion
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.decoder_model import SimulatedDecoder
 from april.engines.simulated.fitted_cost import Requests, fit
-from april.engines.simulated.response_lengths import ResponseLengths, uniforms
+from april.engines.simulated.response_lengths import ResponseLengths
 from april.errors import InvariantError, RolloutError
 from april.record.file import RunRecord
 from april.record.recorder import Recorder
@@ -48,15 +47,10 @@ class _RunningAttempt:
     attempt: Attempt
     count: int
     complete: bool
-    on_tape: int = 0
-    """Number of its tokens that are already on the tape: those generated before the latest weight update during the
-    attempt."""
 
 
 class SimulatedEngines:
     """Executes the core's commands for all engines of a simulation, and posts their events to the core.
-
-    The time that an event takes does not depend on the number of engines.
 
     Args:
         decoders: decoder of each engine, by name.
@@ -65,7 +59,6 @@ class SimulatedEngines:
         now: function that returns the virtual time in seconds.
         version: function that returns the policy version of the engines' weights.
         post: function that is called with every event.
-        shares_prompts: whether an engine prefills the prompt of a group once per version; otherwise once per sample.
     """
 
     def __init__(
@@ -77,42 +70,28 @@ class SimulatedEngines:
         now: Callable[[], float],
         version: Callable[[], PolicyVersion],
         post: Callable[[ev.Event], None],
-        shares_prompts: bool = False,
     ) -> None:
         self.decoders = decoders
-        self._prompts: dict[str, set[int]] | None = {name: set() for name in decoders} if shares_prompts else None
-        """Groups whose prompts each engine has in its cache; None if prompts are not shared."""
         self._length, self._now, self._version, self._post = length, now, version, post
         self._blank = np.zeros(longest, np.int32)
         self._blank_logprobs = np.zeros(longest, np.float32)
         self._running: dict[str, _RunningAttempt] = {}
-        self._order = {name: place for place, name in enumerate(decoders)}
-        self._touched: set[str] = set()
-        """Engines whose next event may have changed after it was put on the agenda."""
-        self._agenda: list[tuple[float, int, str]] = []
-        """Heap of next events as (time, order, engine); some are outdated. At equal times, the order decides."""
         self.executors: dict[type[do.Command], Callable[[Any], None]] = {
             do.Submit: self._submit,
             do.Abort: self._abort,
-            do.PauseEngine: self._paused,
-            do.LoadEngine: self._loaded,
+            do.PauseEngine: self._called,
+            do.LoadEngine: self._called,
             do.ResumeEngine: self._called,
         }
 
     @property
     def next_s(self) -> float:
         """Time of the engines' next event; inf if there is none."""
-        agenda = self._agenda
-        for engine in self._touched:
-            heappush(agenda, (self.decoders[engine].next_event_time(), self._order[engine], engine))
-        self._touched.clear()
-        while agenda and agenda[0][0] != self.decoders[agenda[0][2]].next_event_time():
-            heappop(agenda)
-        return agenda[0][0] if agenda else math.inf
+        return min(decoder.next_event_time() for decoder in self.decoders.values())
 
     def run_next_event(self) -> None:
-        """Process the next event; the caller must have set the time to ``next_s``."""
-        self._advance(self._agenda[0][2])
+        """Process the next event, at equal times that of the first engine. The caller must have set the time."""
+        self._advance(min(self.decoders, key=lambda name: self.decoders[name].next_event_time()))
 
     def catch_up(self) -> None:
         """Advance all decoders to the current time."""
@@ -130,10 +109,9 @@ class SimulatedEngines:
 
     def _advance(self, engine: str) -> None:
         """Advance one engine to the current time, and post the end of each request that finishes at this instant."""
-        self._touched.add(engine)
         for finished in self.decoders[engine].advance(self._now()):
             running = self._running.pop(finished.request_id)
-            self._append(running, running.count)
+            self._append(running.attempt, running.count)
             finish = EngineFinish.STOP if running.complete else EngineFinish.LENGTH
             self._post(ev.AttemptEnded.of(running.attempt, finish))
 
@@ -142,80 +120,22 @@ class SimulatedEngines:
         self._advance(attempt.engine)
         left = self._length(attempt.sample) - len(attempt.call.chain.tape)
         count = min(left, attempt.request.sampling.max_tokens)
-        cached, group = 0, attempt.sample.id.group
-        if self._prompts is not None:
-            there = self._prompts[attempt.engine]
-            cached = len(attempt.call.chain.prompt) if group in there else 0
-            there.add(group)
-        self.decoders[attempt.engine].add(attempt.id, len(attempt.request.token_ids), count, cached)
+        self.decoders[attempt.engine].add(attempt.id, len(attempt.request.token_ids), count)
         self._running[attempt.id] = _RunningAttempt(attempt, count, complete=count == left)
 
     def _abort(self, command: do.Abort) -> None:
         self._advance(command.engine)
         for attempt_id, count in self.decoders[command.engine].abort(command.attempt_ids).items():
             running = self._running.pop(attempt_id)
-            self._append(running, count)
+            self._append(running.attempt, count)
             self._post(ev.AttemptEnded.of(running.attempt, EngineFinish.ABORT))
 
-    def _paused(self, command: do.PauseEngine) -> None:
-        """Pause an engine. If its requests continue after the update, their tokens so far get the old version."""
-        silent: list[str] = []
-        if command.in_flight is not OnWeightUpdate.RESUBMIT:
-            self._advance(command.engine)
-            for attempt_id, running in self._running.items():
-                if running.attempt.engine == command.engine:
-                    self._append(running, self.decoders[command.engine].tokens_of(attempt_id))
-                    silent += [] if running.on_tape else [attempt_id]
-        done = ev.CallResult.DONE
-        self._post(ev.EngineCallEnded(command.engine, command.call, done, silent=tuple(silent)))
-
-    def _loaded(self, command: do.LoadEngine) -> None:
-        if self._prompts is not None:
-            self._prompts[command.engine].clear()
-        self._called(command)
-
-    def _called(self, command: do.LoadEngine | do.ResumeEngine) -> None:
+    def _called(self, command: do.PauseEngine | do.LoadEngine | do.ResumeEngine) -> None:
         self._post(ev.EngineCallEnded(command.engine, command.call, ev.CallResult.DONE))
 
-    def _append(self, running: _RunningAttempt, count: int) -> None:
-        """Append the new tokens of an attempt to its tape, so that the tape has ``count`` tokens of it."""
-        new, running.on_tape = count - running.on_tape, count
-        running.attempt.tape.append(self._blank[:new], self._blank_logprobs[:new], self._version())
-
-
-class SimulatedRewards:
-    """Computes rewards on virtual time; all rewards take the same time.
-
-    Args:
-        seconds: number of seconds that one reward takes.
-        at_once: largest number of rewards that are computed at the same time; None means no limit.
-        ended: function that is called with each sample whose reward is done.
-    """
-
-    def __init__(self, seconds: float, at_once: int | None, ended: Callable[[SampleId], None]) -> None:
-        self._seconds, self._ended = seconds, ended
-        self._free = [0.0] * at_once if at_once else None
-        """Time at which each worker becomes free; None if there is no limit."""
-        self._running: deque[tuple[float, SampleId]] = deque()
-
-    def begin(self, sample: SampleId, now: float) -> None:
-        """Start the reward of a sample, as soon as a worker is free."""
-        if not self._seconds:
-            self._ended(sample)
-            return
-        if self._free is not None:
-            now = max(now, self._free.pop(0))
-            self._free.append(now + self._seconds)
-        self._running.append((now + self._seconds, sample))
-
-    @property
-    def next_s(self) -> float:
-        """Time at which the next reward is done; inf if no reward is being computed."""
-        return self._running[0][0] if self._running else math.inf
-
-    def end_next(self) -> None:
-        """Report the next reward; the caller must have set the time to ``next_s``."""
-        self._ended(self._running.popleft()[1])
+    def _append(self, attempt: Attempt, count: int) -> None:
+        """Append the ``count`` tokens of an attempt that has ended to its tape."""
+        attempt.tape.append(self._blank[:count], self._blank_logprobs[:count], self._version())
 
 
 class SimulatedTrainer:
@@ -254,7 +174,7 @@ class SimulatedTrainer:
 log = logging.getLogger("april")
 IGNORED: tuple[type[do.Command], ...] = (
     do.StartTimer, do.Fence, do.UpdateEnded,  # aborts and updates are instantaneous here
-    do.ScoreGroup, do.JudgeGroup, do.CancelSample, do.ReportDrop, do.EndOfData, do.Paused,
+    do.ScoreSample, do.ScoreGroup, do.JudgeGroup, do.CancelSample, do.ReportDrop, do.EndOfData, do.Paused,
     do.ProbeEngine, do.HandOver, do.Restore, do.Warn, do.EvaluationDone, do.EvaluationFailed,
 )  # fmt: skip
 """Commands that need no action here: there are no evaluations, no transfers and no failing engines."""
@@ -269,7 +189,6 @@ class StepRecord:
     end_s: float
     generated_tokens: int
     trained_tokens: int
-    decode_steps: int
     busy_slot_s: float
     metrics: dict[str, float]
     token_ages: dict[int, int]
@@ -310,7 +229,6 @@ class SimulationResult:
             "trained_tokens_per_s": trained / wall,
             "generated_tokens_per_s": generated / wall,
             "reprefill_tokens": sum(s.metrics["reprefill_tokens"] for s in steps),
-            "decode_steps": float(sum(s.decode_steps for s in steps)),
             "bubble": 1.0 - math.fsum(s.busy_slot_s for s in steps) / (self.slots * wall),
             "off_policy_share": weighted / trained,
             "staleness_mean": math.fsum(s.metrics["staleness_mean"] for s in steps) / len(steps),
@@ -322,7 +240,7 @@ class Simulation:
     """Simulates a run whose trainer repeatedly takes a batch, trains it and updates the weights.
 
     Args:
-        settings: settings of the core, without reward and filter (see ``reward_s`` and ``failing``).
+        settings: settings of the core, without reward and filter.
         cost: decode cost of one engine.
         lengths: full response lengths by (group, sample).
         engines: number of engines.
@@ -331,13 +249,9 @@ class Simulation:
         choose: function that finds the best settings, and takes no virtual time; needed if settings are ``auto``.
         most_in_flight: number of decode slots of all engines together, for runs whose max_in_flight may change; None
             means max_in_flight.
-        shares_prompts: see :class:`SimulatedEngines`.
-        failing: probability that the reward function of a sample fails at every try; drawn for each sample.
-        reward_s: number of seconds that the reward of a finished sample takes.
-        rewards_at_once: largest number of rewards that are computed at the same time; None means no limit.
         check: whether to cross-check the core's ledgers after every event.
         record: file in which to record the simulation like a real run; None means no record.
-        watch: function that is called with the time in seconds and the number of busy slots after every event.
+        config: configuration for the record.
     """
 
     def __init__(
@@ -352,20 +266,12 @@ class Simulation:
         fetch_ahead: int = 0,
         choose: Callable[[TuningQuestion], TuningAnswer] | None = None,
         most_in_flight: int | None = None,
-        shares_prompts: bool = False,
-        failing: float = 0.0,
-        reward_s: float = 0.0,
-        rewards_at_once: int | None = None,
         check: bool = False,
         record: RunRecord | None = None,
-        watch: Callable[[float, int], None] | None = None,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
-        if settings.has_reward or settings.has_filter:
-            raise ValueError("a simulation has no rewards and no filter; set has_reward=False and has_filter=False")
-        if not 0.0 <= failing < 1.0:
-            raise ValueError(f"failing={failing:g} is a share of the samples, at least 0 and below 1")
-        if failing or reward_s:  # failed samples are tried again at once
-            settings = replace(settings, has_reward=True, retry_pause_s=0.0)
+        if settings.has_reward or settings.has_filter or settings.on_weight_update is not OnWeightUpdate.RESUBMIT:
+            raise ValueError("a simulation has no rewards and no filter, and weight updates abort its requests")
         if settings.auto and choose is None:
             raise ValueError(f"{', '.join(settings.auto)} is auto, and nobody chooses; give choose")
         slots = -(-(most_in_flight or settings.max_in_flight) // engines)
@@ -375,32 +281,29 @@ class Simulation:
         self.decoders = {name: SimulatedDecoder(cost, slots) for name in names}
         self.now = 0.0
         self.result = SimulationResult(slots * engines)
-        self._lengths, self._failing = lengths, failing
+        self._lengths = lengths
         self._prompt = Prompt(np.zeros(prompt_len, np.int32))
         self._sampling = SamplingParams(max_tokens=settings.max_response_len)
         self._group_lengths: dict[int, list[int]] = {}
         self.engines = SimulatedEngines(
             self.decoders, length=self._length, longest=settings.max_response_len, now=lambda: self.now,
             version=lambda: self.core.clock.current, post=lambda event: self._pump.post(event),
-            shares_prompts=shares_prompts,
         )  # fmt: skip
         self._requests = RequestLog(self.core, lambda: self.now)
         self._recorder = None
         if record is not None:
-            self._recorder = Recorder(record, self.core, lambda: self.now, self._requests)
+            self._recorder = Recorder(record, self.core, lambda: self.now, self._requests, config)
         self._auto, self._choose = AutoTuner(self.core) if choose else None, choose
         observers = [o for o in (self._recorder, self._requests if choose or record else None) if o is not None]
         self._pump = EventPump(self.core, {
             **self.engines.executors,
             do.StartSample: lambda c: self._pump.post(ev.CallMade(c.sample.id, self._sampling)),
             do.CallCompleted: lambda c: self._pump.post(ev.SampleReturned(c.call.sample.id)),
-            do.ScoreSample: lambda c: self._rewards.begin(c.sample.id, self.now),
             do.Continue: lambda _: self._pump.post(ev.Continued()),
             do.DrawPrompts: lambda c: self._pump.post(ev.PromptsDrawn([self._prompt] * c.count, exhausted=False)),
             do.Deliver: self._deliver,
             do.Fail: self._fail,
         }, IGNORED, observers)  # fmt: skip
-        self._rewards = SimulatedRewards(reward_s, rewards_at_once, lambda s: self._pump.post(self._score(s)))
         self._trainer = SimulatedTrainer(train_s, fetch_ahead)
         self._batch_requested = False
         self._batch: Batch | None = None
@@ -409,7 +312,6 @@ class Simulation:
         self._updates = 0
         self._delivered_s, self._delivered_totals = 0.0, self._totals()
         self._times = RunTimes(self.core)
-        self._watch = watch
         self._digest = hashlib.blake2b(digest_size=16)
 
     def run(self, steps: int) -> SimulationResult:
@@ -455,21 +357,16 @@ class Simulation:
             self._pump.post(ev.StepRequested())
             self._times.update(self.now)
             return
-        at = min(self.engines.next_s, self._rewards.next_s)  # at equal times, the trainer goes last
+        at = self.engines.next_s  # at equal times, the trainer goes last
         if self._trainer.ends_s < at:
             self._trainer.ends_s = self.now = max(self.now, self._trainer.ends_s)
             self._update_weights()
         elif math.isinf(at):
             raise RolloutError(f"the simulation is stuck: {self.core!r}")
-        elif self._rewards.next_s < self.engines.next_s:
-            self.now = at
-            self._rewards.end_next()
         else:
             self.now = at
             self.engines.run_next_event()
         self._times.update(self.now)
-        if self._watch is not None:
-            self._watch(self.now, sum(d.running for d in self.decoders.values()))
 
     def _update_weights(self) -> None:
         """Update the weights after a batch was trained, and check that its ages were computed for this version."""
@@ -491,7 +388,6 @@ class Simulation:
         counters = [d.counters() for d in self.decoders.values()]
         return (
             sum(c.generated_tokens for c in counters),
-            sum(c.decode_steps for c in counters),
             math.fsum(c.busy_slot_time_s for c in counters),
         )
 
@@ -511,8 +407,7 @@ class Simulation:
                 end_s=self.now,
                 generated_tokens=int(spent[0]),
                 trained_tokens=trained,
-                decode_steps=int(spent[1]),
-                busy_slot_s=spent[2],
+                busy_slot_s=spent[1],
                 metrics=metrics,
                 token_ages=ages,
                 lengths=lengths,
@@ -546,8 +441,3 @@ class Simulation:
         if row is None or len(row) <= index:  # the row is not drawn yet, or the sample began again or replaces another
             row = self._group_lengths[group] = self._lengths.group(group, max(n, index + 1)).tolist()
         return row[index]
-
-    def _score(self, sample: SampleId) -> ev.Scored | ev.SampleFailed:
-        if uniforms("failing", 0, sample.group, sample.index + 1)[-1] < self._failing:
-            return ev.SampleFailed(sample, "it is one of those that fail")
-        return ev.Scored(sample.group, [(sample.index, 0.0)])

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from april.config.settings import Config
 from april.core.settings import CoreSettings
 from april.core.types import GenerationMode, OnStale, OnWeightUpdate, Refill
-from april.engines.simulated.decode_cost import DecodeCost, in_flight_that_fits, limit_s, roofline
+from april.engines.simulated.decode_cost import DecodeCost, in_flight_that_fits, limit_s, limit_tokens_per_s, roofline
 from april.engines.simulated.response_lengths import LognormalLengths, ResponseLengths, TraceLengths
 from april.errors import ConfigError
 from april.simulate import Placement as Placement
@@ -46,7 +46,6 @@ class Schedule:
         continuous: max_staleness, if generation is continuous; None if it is stepwise, where ``Workload.max_staleness``
             holds.
         quorum: share of a group that must be finished before its finished samples count.
-        keeps_requests: whether requests continue over weight updates (on_weight_update: keep).
         tail_batching: whether unfinished prompts begin again in rounds of their own (partial_rollout: false).
     """
 
@@ -55,7 +54,6 @@ class Schedule:
     in_flight: int
     continuous: int | None = None
     quorum: float = 1.0
-    keeps_requests: bool = False
     tail_batching: bool = False
 
 
@@ -68,7 +66,7 @@ class Workload:
     sample at once; ``continuous`` also generates while the trainer trains.
 
     Attributes:
-        model, gpu, tensor_parallel, memory_share: description of one engine, see
+        model, gpu, tensor_parallel: description of one engine, see
             :func:`april.engines.simulated.decode_cost.roofline`.
         engines: number of engines.
         groups, samples: number of groups per batch, and of responses per group.
@@ -77,15 +75,12 @@ class Workload:
         max_response_len, prompt_len: lengths in tokens.
         max_staleness, on_stale: bound on the age of tokens, and what happens to older tokens.
         group_quorum: share of a group that must be finished. Below 1, the modes april and refill are simulated twice,
-            with and without it; sweeps and the continuous mode only with it.
+            with and without it; the continuous mode only with it.
         train_time: time to train a batch: seconds ("40"), or a multiple of the time that the engines need for a batch
             at their maximum throughput ("0.5x"); None means that training takes no time.
         placement: placement of the trainer, if training takes time; None means separate.
         fetch_ahead: number of batches that a trainer on its own GPUs requests while it trains a batch.
-        keep: whether continuous generation is also simulated with on_weight_update: keep; then each engine prefills
-            the prompt of a group once per version, in all modes.
         tail_batching: N' of tail batching, which is then simulated, too; None means that it is not.
-        bounds: whether continuous generation is simulated at each of BOUNDS, or at max_staleness only.
         lengths_file: JSONL file of lengths (see :meth:`TraceLengths.from_jsonl`); None means lognormal lengths.
         median_len, sigma_between, sigma_within: parameters of the lognormal lengths; None means the defaults above.
         steps, ramp: number of simulated steps, and of first steps that are left out of the figures.
@@ -108,7 +103,6 @@ class Workload:
     model: str = "qwen3-4b"
     gpu: str = "h100"
     tensor_parallel: int = 2
-    memory_share: float = 0.8
     engines: int = 4
     groups: int = 32
     samples: int = 8
@@ -123,8 +117,6 @@ class Workload:
     placement: Placement | None = None
     fetch_ahead: int = 0
     tail_batching: int | None = None
-    bounds: bool = True
-    keep: bool = False
     lengths_file: Path | None = None
     median_len: float | None = None
     sigma_between: float | None = None
@@ -149,8 +141,6 @@ class Workload:
         for name in ("median_len", "sigma_between", "sigma_within"):
             if not math.isfinite(getattr(self, name) or 0.0):
                 raise ValueError(f"{name}={getattr(self, name)} must be a finite number")
-        if not 0.0 < self.memory_share <= 1.0:
-            raise ValueError(f"memory_share={self.memory_share:g} is a share of the GPU's memory, above 0, at most 1")
         if self.train_time is None and (self.placement is not None or self.fetch_ahead):
             raise ValueError("placement and fetch_ahead have no meaning where training takes no time; give train_time")
         if self.placement is Placement.COLOCATED and self.fetch_ahead:
@@ -158,8 +148,6 @@ class Workload:
                 f"fetch_ahead={self.fetch_ahead} asks for batches while the trainer trains, and colocated engines "
                 "stand still meanwhile; leave it out"
             )
-        if self.keep and not self.separate:
-            raise ValueError("keep is for continuous generation, beside a trainer on GPUs of its own; give train_time")
         if self.tail_batching is not None and self.tail_batching <= self.groups:
             raise ValueError(f"tail_batching={self.tail_batching} is N', which must be more than groups={self.groups}")
         assert self.train_s >= 0.0  # parses train_time, which may raise
@@ -188,7 +176,7 @@ class Workload:
     @cached_property
     def cost(self) -> DecodeCost:
         """The decode cost of one engine."""
-        cost = self.measured_cost or roofline(self.model, self.gpu, self.tensor_parallel, self.memory_share)
+        cost = self.measured_cost or roofline(self.model, self.gpu, self.tensor_parallel)
         return cost if self.speculative is None else replace(cost, speed_up=_points(self.speculative))
 
     @property
@@ -226,18 +214,12 @@ class Workload:
         """Return the seconds that all engines need for these lengths if ``in_flight`` samples are always running."""
         if not lengths:
             return 0.0
-        seconds = limit_s(self.cost, lengths, in_flight / self.engines, self.prompt_len)
-        return (seconds - self._saved_s(len(lengths))) / self.engines
+        return limit_s(self.cost, lengths, in_flight / self.engines, self.prompt_len) / self.engines
 
     def long_run_limit(self, in_flight: int) -> float:
         """Return the tokens per second of all engines in the long run if ``in_flight`` samples are always running."""
         lengths = self.length_sample.ravel()
-        seconds = limit_s(self.cost, lengths, in_flight / self.engines, self.prompt_len) - self._saved_s(lengths.size)
-        return self.engines * (float(lengths.sum()) / seconds)
-
-    def _saved_s(self, responses: int) -> float:
-        """Return the seconds of prefill that this many responses save if all responses of a group share its prompt."""
-        return self.cost.prefill_s(self.prompt_len) * responses * (1 - 1 / self.samples) if self.keep else 0.0
+        return self.engines * limit_tokens_per_s(self.cost, lengths, in_flight / self.engines, self.prompt_len)
 
     @cached_property
     def batch_s(self) -> float:
@@ -296,10 +278,7 @@ class Workload:
             modes |= {with_quorum(name, quorum): replace(modes[name], quorum=quorum) for name in ("april", "refill")}
         if self.separate:
             refill = replace(modes["refill"], quorum=quorum)
-            for bound in BOUNDS if self.bounds else (self.max_staleness,):
-                modes[f"continuous {bound}"] = replace(refill, continuous=bound)
-                if self.keep:
-                    modes[f"continuous {bound} keep"] = replace(refill, continuous=bound, keeps_requests=True)
+            modes |= {f"continuous {bound}": replace(refill, continuous=bound) for bound in BOUNDS}
         return modes
 
     @property
@@ -328,7 +307,7 @@ class Workload:
             "partial_rollout": not schedule.tail_batching,
             "max_response_len": self.max_response_len,
             "generation": GenerationMode.STEPWISE if schedule.continuous is None else GenerationMode.CONTINUOUS,
-            "on_weight_update": OnWeightUpdate.KEEP if schedule.keeps_requests else OnWeightUpdate.RESUBMIT,
+            "on_weight_update": OnWeightUpdate.RESUBMIT,
             "refill": schedule.refill,
             "group_quorum": schedule.quorum,
             "max_in_flight": schedule.in_flight,

@@ -17,16 +17,14 @@ EVERY_S = 10.0
 
 
 @contextmanager
-def bars(
-    console: Console, width: int = 14, *, transient: bool = True, now: Callable[[], float] = time.monotonic
-) -> Iterator[Begin]:
-    """Yield a function that starts a progress bar and returns its update function; names fill ``width`` characters.
+def bars(console: Console, *, now: Callable[[], float] = time.monotonic) -> Iterator[Begin]:
+    """Yield a function that starts a progress bar and returns its update function.
 
     If the console is not a terminal, a line is printed every EVERY_S seconds. ``now`` is a clock in seconds.
     """
     with Progress(
-        TextColumn(f"{{task.description:<{width}}}"), BarColumn(bar_width=28), MofNCompleteColumn(),
-        TimeElapsedColumn(), TextColumn("{task.fields[note]}"), console=console, transient=transient,
+        TextColumn("{task.description:<14}"), BarColumn(bar_width=28), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"), console=console, transient=True,
     ) as progress:  # fmt: skip
 
         def begin(what: str, total: int) -> Callable[..., None]:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from typing import Any
 
-from april.config.settings import Config
 from april.core.batch import Batch, DeliveredSample
 from april.driver.detokenizer import Detokenizer
-from april.driver.long_waits import WARN_AFTER_S
 from april.driver.loop_thread import LoopThread
 from april.driver.rollout_driver import RolloutDriver
 from april.driver.user_code import describe
@@ -41,8 +38,8 @@ class Observers:
     """The scheduler's driver; set before the first wait."""
 
     def __init__(
-        self, config: Config, progress: Any, exporters: Sequence[Exporter], sample_texts: int,
-        detokenizer: Detokenizer | None, thread: LoopThread,
+        self, progress: Any, exporters: Sequence[Exporter], sample_texts: int, detokenizer: Detokenizer | None,
+        thread: LoopThread,
     ) -> None:  # fmt: skip
         if isinstance(sample_texts, bool) or not isinstance(sample_texts, int) or sample_texts < 0:
             raise ConfigError(f"sample_texts must be a number of responses per batch, got {sample_texts!r}")
@@ -54,7 +51,7 @@ class Observers:
                 "log_texts(texts, step) and close()"
             )
         self._thread, self._texts = thread, sample_texts
-        self._feeds = [ExporterThread(exporter, detokenizer, config.warned_after_s) for exporter in exporters]
+        self._feeds = [ExporterThread(exporter, detokenizer) for exporter in exporters]
         self._progress = progress_on(progress, self._ask) if thread.threads_wake_it else None
 
     def waiting(self) -> AbstractContextManager[None]:
@@ -95,22 +92,17 @@ class ExporterThread:
     An exporter that fails gets the next batch all the same; its first failure is logged as a warning.
     """
 
-    def __init__(
-        self, exporter: Exporter, detokenizer: Detokenizer | None, warn_after_s: float = WARN_AFTER_S
-    ) -> None:
-        self._exporter, self._detokenizer, self._warn_after_s = exporter, detokenizer, warn_after_s
+    def __init__(self, exporter: Exporter, detokenizer: Detokenizer | None) -> None:
+        self._exporter, self._detokenizer = exporter, detokenizer
         self._name = type(exporter).__name__
         self._waiting: SimpleQueue[tuple[int, Mapping[str, float], Sequence[DeliveredSample]] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._closing = self._warned = self._waited_for = self._slow = False
+        self._closing = self._warned = self._waited_for = False
         self._left_out = 0
-        self._busy: tuple[int, float] | None = None
-        """Step that the exporter works on, and the monotonic time at which it began; None if it is idle."""
 
     def put(self, step: int, metrics: Mapping[str, float], samples: Sequence[DeliveredSample]) -> None:
         """Queue the metrics of a batch and the samples whose text is logged; returns at once."""
-        self._warn_if_slow()
         with self._lock:
             if self._closing or self._waiting.qsize() >= MAX_WAITING_BATCHES:
                 self._left_out += 1
@@ -123,16 +115,6 @@ class ExporterThread:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"april-{self._name}", daemon=True)
             self._thread.start()
-
-    def _warn_if_slow(self) -> None:
-        busy = self._busy
-        if busy is None or self._slow or (seconds := time.monotonic() - busy[1]) < self._warn_after_s:
-            return
-        self._slow = True
-        log.warning(
-            "exporter %s has been at work on step %d for %.0f s; %d batches wait for it, and no more than %d can",
-            self._name, busy[0], seconds, self._waiting.qsize() + 1, MAX_WAITING_BATCHES,
-        )  # fmt: skip
 
     def begin_to_close(self) -> None:
         """Accept no more batches. The thread logs the queued batches and closes the exporter; returns at once."""
@@ -157,14 +139,12 @@ class ExporterThread:
     def _run(self) -> None:
         while (item := self._waiting.get()) is not None:
             step, metrics, samples = item
-            self._busy = step, time.monotonic()
             try:
                 self._exporter.log(metrics, step)
                 if samples and self._detokenizer is not None:
                     self._exporter.log_texts(texts_of(samples, self._detokenizer), step)
             except BaseException as error:  # SystemExit, too, must not end april's thread
                 self._failed(f"step {step}", error)
-            self._busy = None
         try:
             self._exporter.close()
         except BaseException as error:

@@ -18,7 +18,7 @@ from april.text.server_text import printable
 from april.version import __version__
 from april.view import report_figures
 from april.view.off_policy_summary import DRIFT, OffPolicySummary, off_policy_summary
-from april.view.report_figures import Colour, css
+from april.view.report_figures import HALF, WIDE, Colour, css
 from april.view.run_data import RunData, RunDistance, limit_distance_of
 from april.view.speed_up import SpeedUp, speed_up_of
 from april.view.units import short_time
@@ -49,11 +49,7 @@ th{color:var(--soft);font-weight:500}
 .bar{display:flex;height:26px;border-radius:4px;overflow:hidden}
 .key{list-style:none;margin:6px 0 16px;padding:0;display:flex;flex-wrap:wrap;gap:2px 18px;font-size:13px}
 .key i{display:inline-block;width:10px;height:10px;margin-right:6px}
-svg{width:100%;height:auto;display:block;font-family:system-ui,sans-serif}
-.middle,.narrow{display:none}
-@container (max-width:820px){.wide{display:none}.middle{display:block}}
-@container (max-width:500px){.middle{display:none}.narrow{display:block}}
-.run{container-type:inline-size}
+svg{width:100%;min-width:440px;height:auto;display:block;font-family:system-ui,sans-serif}
 footer{margin-top:40px;font-size:13px}
 """
 EQUAL_SPEED = 0.02
@@ -97,7 +93,8 @@ def page(runs: Sequence[RunData], found: Sequence[ReportFigures] | None = None) 
     runs = _distinct_names(runs)
     found = [ReportFigures.of(run) for run in runs] if found is None else found
     title = "april: " + " and ".join(run.name for run in runs)
-    sections = "".join(f'<section class="run">{_run(run, i, found[i])}</section>' for i, run in enumerate(runs))
+    width = WIDE if len(runs) == 1 else HALF
+    sections = "".join(f'<section class="run">{_run(run, i, found[i], width)}</section>' for i, run in enumerate(runs))
     body = f'<div class="runs">{sections}</div>' if len(runs) > 1 else sections
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -122,7 +119,7 @@ def _distinct_names(runs: Sequence[RunData]) -> list[RunData]:
     return [replace(run, name=str(run.path)) if names[run.name] > 1 else run for run in runs]
 
 
-def _run(run: RunData, number: int, findings: ReportFigures) -> str:
+def _run(run: RunData, number: int, findings: ReportFigures, width: float) -> str:
     found = findings.limit
     steps = [batch.metrics for batch in run.batches]
     advice = bottleneck_of(steps, run.settings_at(run.batches[-1])) if steps else ""
@@ -137,22 +134,17 @@ def _run(run: RunData, number: int, findings: ReportFigures) -> str:
         "<h2>Busy places</h2>",
         f"<p>Each of the {run.places:,} places generates one response at a time. The colour shows the age of the "
         "response that it continues, in weight updates since the oldest token. Grey means empty.</p>",
-        report_figures.busy_places(run, f"p{number}"),
+        report_figures.busy_places(run, f"p{number}", width),
     ]
-    if near := report_figures.close_up(run, f"d{number}"):
-        parts += [
-            "<h2>The latest steps in detail</h2>",
-            "<p>Line: a batch is delivered. Dots: a weight update begins.</p>", near,
-        ]  # fmt: skip
     if steps:
-        if drawn := report_figures.rewards(run, f"r{number}"):
+        if drawn := report_figures.rewards(run, f"r{number}", width):
             parts += ["<h2>Rewards</h2>", drawn]
         parts += [
             _settings(run),
-            "<h2>Where the time went</h2>", _limit(run, found), report_figures.time_shares(run, f"t{number}"),
-            "<h2>How old the trained tokens are</h2>", report_figures.staleness(run, f"s{number}"),
+            "<h2>Where the time went</h2>", _limit(run, found), report_figures.time_shares(run, f"t{number}", width),
+            "<h2>How old the trained tokens are</h2>", report_figures.staleness(run, f"s{number}", width),
         ]  # fmt: skip
-    if drawn := report_figures.lengths(run, f"l{number}"):
+    if drawn := report_figures.lengths(run, f"l{number}", width):
         parts += ["<h2>Lengths: generated and trained</h2>", _lengths(run), drawn]
     parts += [_dropped(run), _engines(run)]
     return "".join(parts)

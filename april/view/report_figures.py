@@ -1,4 +1,4 @@
-"""Draws the pictures of ``april report`` as SVG, each in three widths: for a laptop, two runs, and a phone.
+"""Draws the pictures of ``april report`` as SVG.
 
 matplotlib draws with a unique placeholder colour for each :class:`Colour`. The placeholders are then replaced by CSS
 variables, so one picture serves a light and a dark page. A place is a request slot of an engine.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,14 +25,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Floats = NDArray[np.float64]
-WIDTHS = {"wide": 9.6, "middle": 6.4, "narrow": 4.2}
-"""Width of a picture in inches, by the kind of screen."""
-POINTS = {"wide": 480, "middle": 320, "narrow": 200}
-"""Number of points of a curve over time, by the kind of screen; more points could not be seen."""
-COLUMNS = {"wide": 6, "middle": 4, "narrow": 2}
-"""Number of columns of a legend, by the kind of screen."""
-DETAIL = 6
-"""Number of latest steps in the close-up picture."""
+WIDE, HALF = 9.6, 6.4
+"""Width of a picture in inches, if one run has the whole page and if several runs stand side by side."""
+POINTS_PER_INCH = 50
+"""Points of a curve over time per inch of the picture's width; more points could not be seen."""
+INCHES_PER_COLUMN = 1.6
+"""Width of a column of a legend, in inches."""
 
 
 class Colour(Enum):
@@ -95,67 +93,33 @@ def cause_label(cause: IdleCause) -> str:
     return f"{cause}: {meant}" if meant else str(cause)
 
 
-def in_all_widths(name: str, what: str, height: float, draw: Callable[[Any, str], None]) -> str:
-    """Return a picture as HTML in all widths; the page's CSS shows the width that fits the screen."""
-    out = []
-    for kind, width in WIDTHS.items():
-        figure = new_figure(width, height)
-        draw(figure, kind)
-        out.append(f'<div class="{kind}">{svg_of(figure, f"{name}-{kind}", what)}</div>')
-    return "".join(out)
+def _points(width: float) -> int:
+    return round(POINTS_PER_INCH * width)
 
 
-def busy_places(run: RunData, name: str) -> str:
+def _columns(width: float) -> int:
+    return round(width / INCHES_PER_COLUMN)
+
+
+def busy_places(run: RunData, name: str, width: float) -> str:
     """Draw the busy places over the whole run, coloured by the age of the responses that they generate."""
-
-    def draw(figure: Any, kind: str) -> None:
-        axes = figure.add_subplot()
-        draw_places(axes, run, 0.0, run.seconds, POINTS[kind])
-        style_axes(axes, "", "seconds", "places")
-        whole_numbers(axes.yaxis)
-        legend(axes, COLUMNS[kind])
-
-    return in_all_widths(name, "busy places over the whole run, coloured by the age of what they go on from", 2.9, draw)
-
-
-def close_up(run: RunData, name: str) -> str:
-    """Draw the latest steps in detail, with deliveries and weight updates; empty with fewer than two batches."""
-    ends = [batch.time_s for batch in run.batches]
-    if len(ends) < 2:
-        return ""
-    since, until = ends[-min(DETAIL, len(ends) - 1) - 1], ends[-1]
-    if until <= since:
-        return ""
-
-    def draw(figure: Any, kind: str) -> None:
-        axes = figure.add_subplot()
-        draw_places(axes, run, since, until, POINTS[kind])
-        for at in ends:
-            if since < at <= until:
-                axes.axvline(at, color=Colour.TEXT.hex, linewidth=1.0)
-        for at in run.updates_s:
-            if since < at <= until:
-                axes.axvline(at, color=Colour.SOFT.hex, linewidth=0.8, linestyle=":")
-        style_axes(axes, "", "seconds", "places")
-        whole_numbers(axes.yaxis)
-
-    return in_all_widths(name, "busy places in the latest steps", 2.4, draw)
-
-
-def draw_places(axes: Axes, run: RunData, since: float, until: float, points: int) -> None:
-    """Draw the busy places between two times in seconds, coloured by the age of the responses that they generate."""
-    edges = np.linspace(since, max(until, since + 1e-6), points + 1)
-    shown, below = _by_age(run), np.zeros(points)
-    there = run.engine_history
+    figure = new_figure(width, 2.9)
+    axes, points = figure.add_subplot(), _points(width)
+    edges = np.linspace(0.0, max(run.seconds, 1e-6), points + 1)
+    there, below = run.engine_history, np.zeros(points)
     ends = [*there.since_s, max(float(edges[-1]), there.since_s[-1])]
     axes.stairs(there.places, ends, fill=True, color=Colour.EMPTY.hex, linewidth=0)
-    for label, ink, rows in shown:
+    for label, ink, rows in _by_age(run):
         top = below + mean_busy(run.began_s[rows], run.ended_s[rows], edges)
         if (top > below).any() or label == "fresh":
             axes.stairs(top, edges, baseline=below, fill=True, color=ink.hex, linewidth=0, label=label)
         below = top
-    axes.set_xlim(float(edges[0]), float(edges[-1]))
+    axes.set_xlim(0.0, float(edges[-1]))
     axes.set_ylim(0, 1.04 * max(run.places, float(below.max(initial=0.0))))
+    style_axes(axes, "", "seconds", "places")
+    whole_numbers(axes.yaxis)
+    legend(axes, _columns(width))
+    return svg_of(figure, name, "busy places over the whole run, coloured by the age of the responses")
 
 
 def _by_age(run: RunData) -> list[tuple[str, Colour, NDArray[np.bool_]]]:
@@ -188,62 +152,58 @@ def _edges(steps: Floats) -> Floats:
     return np.concatenate((steps[:1] - 0.5, (steps[1:] + steps[:-1]) / 2, steps[-1:] + 0.5))
 
 
-def time_shares(run: RunData, name: str) -> str:
+def time_shares(run: RunData, name: str, width: float) -> str:
     """Draw for each batch the share of (places x time) that was busy, and the shares that were idle for each cause."""
     batches = run.batches
-
-    def draw(figure: Any, kind: str) -> None:
-        axes = figure.add_subplot()
-        points = POINTS[kind] // 2
-        steps, busy = _over_steps(batches, "engines_busy", points)
-        layers = [("busy", Colour.AGE0, busy)]
-        for cause, (_, ink) in IDLE.items():
-            if any(batch.metrics.get(f"idle_{cause}") for batch in batches):
-                layers.append((cause_label(cause), ink, _over_steps(batches, f"idle_{cause}", points)[1]))
-        below = np.zeros(len(steps))
-        edges = _edges(steps)
-        for label, ink, values in layers:
-            top = below + np.nan_to_num(values)
-            axes.stairs(top, edges, baseline=below, fill=True, color=ink.hex, linewidth=0, label=label)
-            below = top
-        axes.set_xlim(edges[0], edges[-1])
-        axes.set_ylim(0, 1)
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-        style_axes(axes, "", "batch", "share of places x time")
-        whole_numbers(axes.xaxis)
-        legend(axes, COLUMNS[kind] // 2)  # fewer columns, as causes have long names
-
-    return in_all_widths(name, "share of places and time, batch by batch: busy, or empty and why", 2.9, draw)
+    figure = new_figure(width, 2.9)
+    axes = figure.add_subplot()
+    points = _points(width) // 2
+    steps, busy = _over_steps(batches, "engines_busy", points)
+    layers = [("busy", Colour.AGE0, busy)]
+    for cause, (_, ink) in IDLE.items():
+        if any(batch.metrics.get(f"idle_{cause}") for batch in batches):
+            layers.append((cause_label(cause), ink, _over_steps(batches, f"idle_{cause}", points)[1]))
+    below = np.zeros(len(steps))
+    edges = _edges(steps)
+    for label, ink, values in layers:
+        top = below + np.nan_to_num(values)
+        axes.stairs(top, edges, baseline=below, fill=True, color=ink.hex, linewidth=0, label=label)
+        below = top
+    axes.set_xlim(edges[0], edges[-1])
+    axes.set_ylim(0, 1)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    style_axes(axes, "", "batch", "share of places x time")
+    whole_numbers(axes.xaxis)
+    legend(axes, _columns(width) // 2)  # fewer columns, as causes have long names
+    return svg_of(figure, name, "share of places and time, batch by batch: busy, or empty and why")
 
 
 PARTS = (Colour.AGE2, Colour.CAUSE2, Colour.EVALUATION, Colour.AGE4, Colour.CAUSE3, Colour.CAUSE8)
 """Colours of the parts of rewards; further parts are not drawn."""
 
 
-def rewards(run: RunData, name: str) -> str:
+def rewards(run: RunData, name: str, width: float) -> str:
     """Draw the mean reward of each batch, and running means of its parts; empty if there are no rewards."""
     if not run.settings.has_reward or not any("reward_mean" in batch.metrics for batch in run.batches):
         return ""
 
     parts = sorted({metric for batch in run.batches for metric in batch.metrics if metric.startswith("reward_mean/")})
-
-    def draw(figure: Any, kind: str) -> None:
-        axes = figure.add_subplot()
-        steps, values = _over_steps(run.batches, "reward_mean", POINTS[kind] // 2)
-        window = max(1, len(values) // 10)
-        smooth = _trailing_mean(values, window)
-        axes.plot(steps, values, color=Colour.AGE0.hex, linewidth=1.0, alpha=0.55 if window > 1 else 1.0,
-                  marker="o" if len(values) <= MARKED else "", markersize=3, label="mean of a batch")  # fmt: skip
-        if window > 1:
-            axes.plot(steps, smooth, color=Colour.AGE3.hex, linewidth=1.8, label="running mean")
-        for part, ink in zip(parts, PARTS, strict=False):
-            values = _trailing_mean(_over_steps(run.batches, part, POINTS[kind] // 2)[1], window)
-            axes.plot(steps, values, color=ink.hex, linewidth=1.0, linestyle="--", label=part.partition("/")[2])
-        style_axes(axes, "", "batch", "reward")
-        whole_numbers(axes.xaxis)
-        legend(axes, COLUMNS[kind])
-
-    return in_all_widths(name, "mean reward of each batch", 2.4, draw)
+    figure = new_figure(width, 2.4)
+    axes = figure.add_subplot()
+    steps, values = _over_steps(run.batches, "reward_mean", _points(width) // 2)
+    window = max(1, len(values) // 10)
+    smooth = _trailing_mean(values, window)
+    axes.plot(steps, values, color=Colour.AGE0.hex, linewidth=1.0, alpha=0.55 if window > 1 else 1.0,
+              marker="o" if len(values) <= MARKED else "", markersize=3, label="mean of a batch")  # fmt: skip
+    if window > 1:
+        axes.plot(steps, smooth, color=Colour.AGE3.hex, linewidth=1.8, label="running mean")
+    for part, ink in zip(parts, PARTS, strict=False):
+        values = _trailing_mean(_over_steps(run.batches, part, _points(width) // 2)[1], window)
+        axes.plot(steps, values, color=ink.hex, linewidth=1.0, linestyle="--", label=part.partition("/")[2])
+    style_axes(axes, "", "batch", "reward")
+    whole_numbers(axes.xaxis)
+    legend(axes, _columns(width))
+    return svg_of(figure, name, "mean reward of each batch")
 
 
 def _trailing_mean(values: Floats, window: int) -> Floats:
@@ -257,39 +217,36 @@ def _trailing_mean(values: Floats, window: int) -> Floats:
         return np.asarray((sums[at] - sums[since]) / (counts[at] - counts[since]))
 
 
-def staleness(run: RunData, name: str) -> str:
+def staleness(run: RunData, name: str, width: float) -> str:
     """Draw the off-policy share and the staleness of each batch."""
-
-    def draw(figure: Any, kind: str) -> None:
-        wide = kind != "narrow"
-        left, right = figure.subplots(1, 2) if wide else figure.subplots(2, 1)
-        points = POINTS[kind] // 2
-        steps, share = _over_steps(run.batches, "off_policy_share", points)
-        mark = "o" if len(steps) <= MARKED else ""
-        left.plot(steps, share, color=Colour.AGE2.hex, linewidth=1.4, marker=mark, markersize=3)
-        left.set_ylim(0, 1)
-        left.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-        style_axes(left, "off-policy share of the trained tokens", "batch")
-        for metric, words, ink in (
-            ("staleness_max", "oldest", Colour.AGE4), ("staleness_mean", "mean of the responses", Colour.AGE1)
-        ):
-            steps, values = _over_steps(run.batches, metric, points)
-            right.plot(steps, values, color=ink.hex, linewidth=1.4, label=words, marker=mark, markersize=3)
-        bounds = [run.settings_at(batch).max_staleness for batch in run.batches]
-        right.stairs(
-            bounds, _edges(np.array([batch.id for batch in run.batches], np.float64)), baseline=None,
-            color=Colour.SOFT.hex, linewidth=0.9, linestyle=":", label="max_staleness",
-        )  # fmt: skip
-        right.set_ylim(bottom=0)
-        style_axes(right, "staleness, in weight updates", "batch")
-        for axis in (left.xaxis, right.xaxis, right.yaxis):
-            whole_numbers(axis)
-        legend(right, 2)
-
-    return in_all_widths(name, "off-policy share and staleness, batch by batch", 2.9, draw)
+    figure = new_figure(width, 2.9)
+    left, right = figure.subplots(1, 2)
+    points = _points(width) // 2
+    steps, share = _over_steps(run.batches, "off_policy_share", points)
+    mark = "o" if len(steps) <= MARKED else ""
+    left.plot(steps, share, color=Colour.AGE2.hex, linewidth=1.4, marker=mark, markersize=3)
+    left.set_ylim(0, 1)
+    left.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    style_axes(left, "off-policy share of the trained tokens", "batch")
+    for metric, words, ink in (
+        ("staleness_max", "oldest", Colour.AGE4), ("staleness_mean", "mean of the responses", Colour.AGE1)
+    ):
+        steps, values = _over_steps(run.batches, metric, points)
+        right.plot(steps, values, color=ink.hex, linewidth=1.4, label=words, marker=mark, markersize=3)
+    bounds = [run.settings_at(batch).max_staleness for batch in run.batches]
+    right.stairs(
+        bounds, _edges(np.array([batch.id for batch in run.batches], np.float64)), baseline=None,
+        color=Colour.SOFT.hex, linewidth=0.9, linestyle=":", label="max_staleness",
+    )  # fmt: skip
+    right.set_ylim(bottom=0)
+    style_axes(right, "staleness, in weight updates", "batch")
+    for axis in (left.xaxis, right.xaxis, right.yaxis):
+        whole_numbers(axis)
+    legend(right, 2)
+    return svg_of(figure, name, "off-policy share and staleness, batch by batch")
 
 
-def lengths(run: RunData, name: str) -> str:
+def lengths(run: RunData, name: str, width: float) -> str:
     """Draw histograms of the lengths of finished responses and of responses in batches; empty if there are none."""
     trained = np.array([length for batch in run.batches for length in batch.lengths], np.float64)
     finished = run.finished[run.finished > 0].astype(np.float64)
@@ -298,24 +255,22 @@ def lengths(run: RunData, name: str) -> str:
         return ""
     low, high = max(1.0, float(both_of.min())), float(both_of.max())
     edges = np.geomspace(low, max(high, low + 1.0) * 1.0001, 41)
-
-    def draw(figure: Any, kind: str) -> None:
-        axes = figure.add_subplot()
-        for values, words, ink, fill in (
-            (finished, "generated to the end", Colour.AGE0, True), (trained, "in batches", Colour.AGE3, False),
-        ):  # fmt: skip
-            if len(values):
-                share = np.histogram(values, edges)[0] / len(values)
-                label, width = f"{words}: {len(values):,}", 0 if fill else 1.6
-                axes.stairs(share, edges, fill=fill, color=ink.hex, linewidth=width, label=label)
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-        axes.xaxis.set_minor_formatter(lambda value, _: f"{value:,.0f}" if f"{value:.0e}"[0] in "25" else "")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-        style_axes(axes, "", "response tokens", "share of the responses")
-        legend(axes, 2 if kind != "narrow" else 1)
-
-    return in_all_widths(name, "lengths of the responses generated and of those trained", 2.6, draw)
+    figure = new_figure(width, 2.6)
+    axes = figure.add_subplot()
+    for values, words, ink, fill in (
+        (finished, "generated to the end", Colour.AGE0, True), (trained, "in batches", Colour.AGE3, False),
+    ):  # fmt: skip
+        if len(values):
+            share = np.histogram(values, edges)[0] / len(values)
+            label, width = f"{words}: {len(values):,}", 0 if fill else 1.6
+            axes.stairs(share, edges, fill=fill, color=ink.hex, linewidth=width, label=label)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.xaxis.set_minor_formatter(lambda value, _: f"{value:,.0f}" if f"{value:.0e}"[0] in "25" else "")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    style_axes(axes, "", "response tokens", "share of the responses")
+    legend(axes, 2)
+    return svg_of(figure, name, "lengths of the responses generated and of those trained")
 
 
 # ---------------------------------------------------------------- figures as SVG
@@ -330,11 +285,9 @@ def css() -> str:
 
 def new_figure(width: float, height: float) -> Figure:
     """Return a matplotlib figure of this size in inches, without a background."""
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    with rc_context():
-        figure = Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     figure.patch.set_visible(False)
     return figure
 
@@ -373,7 +326,10 @@ def legend(axes: Axes, columns: int) -> None:
 
 
 def svg_of(figure: Figure, name: str, what: str) -> str:
-    """Return a figure as an ``<svg>`` element; ``name`` makes its ids unique, and ``what`` is its aria-label."""
+    """Return a figure as HTML, which can be scrolled on a narrow screen.
+
+    ``name`` makes the ids in it unique, and ``what`` is its aria-label.
+    """
     from matplotlib import rc_context
 
     out = io.StringIO()
@@ -389,4 +345,4 @@ def svg_of(figure: Figure, name: str, what: str) -> str:
     head, _, rest = text.partition(">")
     box = re.search(r'viewBox="[^"]*"', head)
     assert box is not None
-    return f'<svg {box[0]} role="img" aria-label="{what}">{rest}'
+    return f'<div class="scroll"><svg {box[0]} role="img" aria-label="{what}">{rest}</div>'

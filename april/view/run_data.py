@@ -22,6 +22,7 @@ from april.core.run_times import SECONDS, SHARES
 from april.core.settings import CoreSettings
 from april.core.types import Refill, Work
 from april.driver.step_limit import LimitDistance, distance_of
+from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.fitted_cost import FittedCost, Requests, fit
 from april.errors import RecordError
 from april.record.event_values import from_plain
@@ -30,8 +31,8 @@ from april.record.file import BATCH, CLOSED, CUT_OFF, NO_LAST_LINE, REPORT, end_
 Floats = NDArray[np.float64]
 Slots = Annotated[int, msgspec.Meta(ge=0, le=10**12)]
 KINDS = (
-    BATCH, REPORT, CUT_OFF, CLOSED, "AttemptEnded", "AttemptFailed", "SampleReturned", "UpdateRequested",
-    "EnginesJoined", "EnginesLeft", "WorkChanged",
+    BATCH, REPORT, CUT_OFF, CLOSED, "AttemptEnded", "AttemptFailed", "SampleReturned", "EnginesJoined",
+    "EnginesLeft", "WorkChanged",
 )  # fmt: skip
 
 LARGEST_VALUE = 1e12
@@ -179,7 +180,6 @@ class RunData:
         seconds: time of the last line.
         end: sentence that says how the record ends.
         batches: delivered batches.
-        updates_s: times of the weight updates.
         engines: names of the engines with ended requests; ``engine`` holds indices into this list.
         engine, age, began_s, ended_s, context, generated, evaluation: arrays [R] with one entry for each request that
             ended; see :class:`april.core.event_pump.EndedRequest`.
@@ -197,7 +197,6 @@ class RunData:
     seconds: float = 0.0
     end: str = NO_LAST_LINE
     batches: list[RecordedBatch] = field(default_factory=list)
-    updates_s: list[float] = field(default_factory=list)
     engines: list[str] = field(default_factory=list)
     engine: NDArray[np.int64]
     age: NDArray[np.int64]
@@ -229,6 +228,17 @@ class RunData:
         return replace(self.settings, **found)
 
     @property
+    def cost(self) -> DecodeCost | None:
+        """The mean cost of the engines; None if too few requests ended to fit one."""
+        return DecodeCost.mean(fitted.cost for fitted in self.costs.values()) if self.costs else None
+
+    @property
+    def prompt_len(self) -> int:
+        """The median number of tokens of a prompt; at least 1."""
+        first = self.context[(self.age == 0) & ~self.evaluation]
+        return max(1, round(float(np.median(first)))) if first.size else 1
+
+    @property
     def engine_count(self) -> int:
         """The median number of engines over the run; at least 1."""
         return max(1, self.engine_history.median_count(self.seconds))
@@ -254,7 +264,6 @@ def read_run(path: Path) -> RunData:
     head = line.fields
     refuse_other_formats(path, head)
     batches: list[RecordedBatch] = []
-    updates: list[float] = []
     numbers: dict[str, int] = {}
     failures: Counter[str] = Counter()
     rows: list[tuple[float, ...]] = []
@@ -279,8 +288,6 @@ def read_run(path: Path) -> RunData:
                 case "SampleReturned":
                     group, _ = msgspec.convert(parts["sample"], tuple[_Group, int])
                     finished.append((msgspec.convert(parts.get("generated", 0), _Count), group))
-                case "UpdateRequested":
-                    updates.append(seconds)
                 case "Batch":
                     batches.append(batch := msgspec.convert(parts | {"time_s": seconds}, RecordedBatch, str_keys=True))
                     if (most := batch.metrics.get("auto_max_in_flight")) is not None:  # also after a restore
@@ -308,7 +315,7 @@ def read_run(path: Path) -> RunData:
     lengths = np.array(finished, np.int64).reshape(-1, 2).T
     run = RunData(
         path=path, name=path.name, head=head, settings=settings, engine_history=there, seconds=seconds, end=end,
-        batches=batches, updates_s=updates, engines=list(numbers),
+        batches=batches, engines=list(numbers),
         engine=columns[0].astype(np.int64), age=columns[1].astype(np.int64), began_s=columns[2], ended_s=columns[3],
         context=columns[4], generated=columns[5], evaluation=columns[6] != 0,
         finished=lengths[0], finished_group=lengths[1], reports=reports, failures=failures,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,7 +66,7 @@ def speed_up_of(run: RunData, limit: RunDistance | None) -> SpeedUp:
         and not settings.auto
     ):
         return SpeedUp(synchronous=True)
-    if limit is None:
+    if limit is None or (cost := run.cost) is None:
         return SpeedUp(doubt="too few requests, or too few batches, to know what the engines cost")
     if doubt := limit.doubt or _why_unknown(run):
         return SpeedUp(doubt=doubt)
@@ -78,7 +77,7 @@ def speed_up_of(run: RunData, limit: RunDistance | None) -> SpeedUp:
     shown = steps[:: math.ceil(len(steps) * n / MAX_RESPONSES)]
     metrics = [batch.metrics for batch in run.batches[1:]]
     trains_s, _ = pace(metrics)
-    sync_s = sum(_step_s(run, lengths) for lengths in shown) + len(shown) * trains_s
+    sync_s = sum(_step_s(run, cost, lengths) for lengths in shown) + len(shown) * trains_s
     real_s = run.batches[-1].time_s - run.batches[0].time_s
     trained = sum(m["trained_tokens"] for m in metrics)
     return SpeedUp(trained / real_s, sum(int(lengths.sum()) for lengths in shown) / sync_s, len(shown))
@@ -116,14 +115,13 @@ def _steps(run: RunData) -> list[NDArray[np.int64]]:
     return [np.array(whole[i : i + size], np.int64).ravel() for i in range(0, len(whole) - size + 1, size)]
 
 
-def _step_s(run: RunData, lengths: NDArray[np.int64]) -> float:
+def _step_s(run: RunData, cost: DecodeCost, lengths: NDArray[np.int64]) -> float:
     """Return the seconds that the engines need to generate responses of these lengths, all requested at once."""
     engines = run.engine_count
     places = max(1, run.engine_history.at(run.batches[-1].time_s)[1] // engines)
-    decoders = [SimulatedDecoder(_cost(run), places) for _ in range(engines)]
+    decoders = [SimulatedDecoder(cost, places) for _ in range(engines)]
     waiting = deque((str(i), int(length)) for i, length in enumerate(lengths) if length > 0)
-    context = _prompt_tokens(run)
-    now = 0.0
+    context, now = run.prompt_len, 0.0
     while True:
         while waiting and (free := min(decoders, key=_busy)) and _busy(free) < places:
             free.add(waiting[0][0], context, waiting.popleft()[1])
@@ -137,15 +135,3 @@ def _step_s(run: RunData, lengths: NDArray[np.int64]) -> float:
 
 def _busy(decoder: SimulatedDecoder) -> int:
     return decoder.running + decoder.waiting
-
-
-def _cost(run: RunData) -> DecodeCost:
-    costs: Sequence[DecodeCost] = [fitted.cost for fitted in run.costs.values()]
-    names = ("base_s", "per_sequence_s", "per_kv_token_s", "per_prefill_token_s")
-    base, sequence, token, prefill = (float(np.mean([getattr(cost, name) for cost in costs])) for name in names)
-    return DecodeCost(base, sequence, token, prefill)
-
-
-def _prompt_tokens(run: RunData) -> int:
-    first = run.context[(run.age == 0) & ~run.evaluation]
-    return max(1, round(float(np.median(first)))) if first.size else 1

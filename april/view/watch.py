@@ -25,8 +25,7 @@ from april.errors import RecordError
 from april.record.file import BATCH, CLOSED, CUT_OFF, STATUS, Line, LineReader, end_text, refuse_other_formats
 from april.record.run_status import RunStatus
 from april.text.server_text import clean
-from april.view.progress import ProgressLine as ProgressLine
-from april.view.progress import short
+from april.view.progress import ProgressLine, short
 
 SHOWN_BATCHES = 8
 """Number of latest batches that are shown."""
@@ -65,7 +64,7 @@ class WatchedRun:
         lines: number of lines that were read.
         seconds: time of the last line.
         standing: latest status of the run.
-        standings: (time, status) pairs that the latest :meth:`RecordFollower.read_more` has read.
+        line: progress line, made of every status so far.
         batches: latest batches, as (number, metrics, sentence on the bottleneck).
         dropped: number of prompts and responses dropped so far, by the name of the metric.
         end: sentence that says how the run ended; None while it runs.
@@ -74,7 +73,7 @@ class WatchedRun:
     lines: int = 0
     seconds: float = 0.0
     standing: RunStatus | None = None
-    standings: list[tuple[float, RunStatus]] = field(default_factory=list)
+    line: ProgressLine = field(default_factory=lambda: ProgressLine(WINDOW_S))
     batches: deque[tuple[int, dict[str, float], str]] = field(default_factory=lambda: deque(maxlen=SHOWN_BATCHES))
     dropped: Counter[str] = field(default_factory=Counter)
     end: str | None = None
@@ -103,7 +102,6 @@ class RecordFollower:
         Raises:
             RecordError: the file is not a record, has another version's format, is damaged or cannot be read.
         """
-        self.seen.standings.clear()
         try:
             if self._file is None or self._was_replaced():
                 self.close()
@@ -129,15 +127,22 @@ class RecordFollower:
         return self._file is not None
 
     @property
-    def abandoned(self) -> bool:
-        """True if no process on this machine writes the record, as the writer would hold a lock on the file."""
+    def notice(self) -> str:
+        """A sentence that says why the record does not grow (no file yet, or no writer); empty otherwise."""
         if self._file is None:
-            return False
+            return f"{clean(self._path)} does not exist yet"
+        if self.seen.end is None and self._is_abandoned(self._file):
+            return "no process on this machine writes the record: the run was killed, or runs on another machine"
+        return ""
+
+    @staticmethod
+    def _is_abandoned(file: BinaryIO) -> bool:
+        """Return True if no process on this machine writes the record, as the writer would hold a lock on the file."""
         try:
-            fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:  # the file is locked, or the file system has no locks
             return False
-        fcntl.flock(self._file, fcntl.LOCK_UN)
+        fcntl.flock(file, fcntl.LOCK_UN)
         return True
 
     def close(self) -> None:
@@ -164,7 +169,7 @@ class RecordFollower:
                 refuse_other_formats(self._path, parts)
             elif line.kind == STATUS:
                 seen.standing = msgspec.convert(parts, RunStatus)
-                seen.standings.append((line.time_s, seen.standing))
+                seen.line.add(line.time_s, seen.standing)
             elif line.kind == BATCH:
                 metrics = {str(name): float(value) for name, value in parts["metrics"].items()}
                 seen.batches.append((int(parts["id"]), metrics, str(parts["bottleneck"])))
@@ -179,60 +184,29 @@ class RecordFollower:
             ) from None
 
 
-class Screen:
-    """Builds the screen of ``april watch`` from a growing record."""
-
-    def __init__(self, path: Path) -> None:
-        self.follower = RecordFollower(path)
-        self._path = path
-        self._line = ProgressLine(WINDOW_S)
-        self._seen = self.follower.seen
-
-    def read_more(self) -> bool:
-        """Read the next lines; return True if further lines may be readable at once. Raises RecordError."""
-        more = self.follower.read_more()
-        seen = self.follower.seen
-        if seen is not self._seen:  # a new run has replaced the file
-            self._seen, self._line = seen, ProgressLine(WINDOW_S)
-        for time_s, standing in seen.standings:
-            self._line.add(time_s, standing)
-        return more
-
-    @property
-    def notice(self) -> str:
-        """A sentence that says why the record does not grow (no file yet, or no writer); empty otherwise."""
-        if not self.follower.exists:
-            return f"{clean(self._path)} does not exist yet"
-        if self._seen.end is None and self.follower.abandoned:
-            return "no process on this machine writes the record: the run was killed, or runs on another machine"
-        return ""
-
-    def render(self, silent_s: float = 0.0) -> RenderableType:
-        """Return the whole screen; ``silent_s`` is the number of seconds since the record last grew."""
-        seen = self._seen
-        if not self.follower.exists:
-            return Text(self.notice)
-        notice = self.notice
-        now = seen.seconds + (0.0 if notice else silent_s)  # a waiting run writes no lines, but its time passes
-        parts: list[RenderableType] = [Text(self._line.at(now, over=bool(notice)) or "nothing was generated yet")]
-        if seen.end is not None:
-            parts = [_one_line(f"{clean(seen.end)}, after {seen.seconds:.0f} s")]
-        elif notice:
-            parts.insert(0, Text(notice))
-        if seen.end is None and silent_s > SILENT_S:
-            parts.append(_one_line(
-                f"nothing was written for {silent_s:.0f} s: the run is stuck, or its process has died"
-            ))  # fmt: skip
-        if seen.batches:
-            parts.append(_steps(seen))
-            if why := seen.batches[-1][2]:
-                parts.append(Text(clean(why)))
-        if seen.dropped:
-            dropped = ", ".join(f"{clean(name, 60)} {count}" for name, count in sorted(seen.dropped.items()))
-            parts.append(Text(f"so far: {dropped}"))
-        if seen.standing is not None and seen.standing.engines:
-            parts.append(_engines(seen, seen.standing.engines))
-        return Group(*parts)
+def screen(follower: RecordFollower, silent_s: float = 0.0) -> RenderableType:
+    """Return the whole screen; ``silent_s`` is the number of seconds since the record last grew."""
+    seen, notice = follower.seen, follower.notice
+    if not follower.exists:
+        return Text(notice)
+    now = seen.seconds + (0.0 if notice else silent_s)  # a waiting run writes no lines, but its time passes
+    parts: list[RenderableType] = [Text(seen.line.at(now, over=bool(notice)) or "nothing was generated yet")]
+    if seen.end is not None:
+        parts = [_one_line(f"{clean(seen.end)}, after {seen.seconds:.0f} s")]
+    elif notice:
+        parts.insert(0, Text(notice))
+    if seen.end is None and silent_s > SILENT_S:
+        parts.append(_one_line(f"nothing was written for {silent_s:.0f} s: the run is stuck, or its process has died"))
+    if seen.batches:
+        parts.append(_steps(seen))
+        if why := seen.batches[-1][2]:
+            parts.append(Text(clean(why)))
+    if seen.dropped:
+        dropped = ", ".join(f"{clean(name, 60)} {count}" for name, count in sorted(seen.dropped.items()))
+        parts.append(Text(f"so far: {dropped}"))
+    if seen.standing is not None and seen.standing.engines:
+        parts.append(_engines(seen, seen.standing.engines))
+    return Group(*parts)
 
 
 def _one_line(text: str) -> Text:
@@ -279,29 +253,29 @@ def watch(
     Raises:
         RecordError: the file is not a record, has another version's format, is damaged or cannot be read.
     """
-    screen = Screen(path)
+    follower = RecordFollower(path)
     try:
         if once:
-            while screen.read_more():
+            while follower.read_more():
                 pass
-            console.print(screen.render())
-            return screen.follower.exists
+            console.print(screen(follower))
+            return follower.exists
         with Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
             wrote, lines, said = now(), 0, ""
             while True:
-                more = screen.read_more()
-                seen = screen.follower.seen
-                if seen.lines != lines:
-                    wrote, lines = now(), seen.lines
-                if not console.is_terminal and not more and screen.notice not in ("", said):  # Live draws nothing there
-                    said = screen.notice
+                more = follower.read_more()
+                if follower.seen.lines != lines:
+                    wrote, lines = now(), follower.seen.lines
+                # Live draws nothing where the console is no terminal
+                if not console.is_terminal and not more and follower.notice not in ("", said):
+                    said = follower.notice
                     console.print(said, soft_wrap=True)
-                live.update(screen.render(now() - wrote), refresh=True)
-                if seen.end is not None and not more:
+                live.update(screen(follower, now() - wrote), refresh=True)
+                if follower.seen.end is not None and not more:
                     return True
                 if not more:
                     sleep(READ_EVERY_S)
     except KeyboardInterrupt:
         return True
     finally:
-        screen.follower.close()
+        follower.close()

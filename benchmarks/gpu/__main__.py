@@ -1,4 +1,4 @@
-"""Measure the embedded engine on this machine's GPU within a budget of time; gpu.json and gpu.png grow as it goes.
+"""Measure the embedded engine on this machine's GPU within a budget of time; gpu.json grows as it goes.
 
     python -m benchmarks.gpu --minutes 10 --out gpu-benchmark
 """
@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run it; the exit status is 1 where it could not begin, or a part of it has failed (the report says which)."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=10.0, help="for everything; more gives longer responses")
-    parser.add_argument("--out", type=Path, default=Path("gpu-benchmark"), help="directory of gpu.json and gpu.png")
+    parser.add_argument("--out", type=Path, default=Path("gpu-benchmark"), help="directory of gpu.json")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=SHAPES, help="of Qwen3")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--device", help="as torch calls it; default: the GPU")

@@ -32,14 +32,11 @@ class Deadline:
 class Record:
     """Args:
         directory: of the report; made if it is not there.
-        draw: makes the picture of what is known; False: it cannot.
     """
 
-    def __init__(self, directory: Path, draw: Callable[[dict[str, Any], Path], bool]) -> None:
+    def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self.path, self.picture = directory / "gpu.json", directory / "gpu.png"
-        self.drawn = False
-        self._draw = draw
+        self.path = directory / "gpu.json"
         self.data: dict[str, Any] = {"finished": False, "shapes": {}, "errors": []}
         self._begun = time.monotonic()
         self.write()
@@ -79,4 +76,3 @@ class Record:
             self.say(self.data["errors"][-1])
         figures["seconds"] = round(time.monotonic() - began, 1)
         self.write()
-        self.drawn = self._draw(self.data, self.picture)

@@ -12,7 +12,6 @@ import torch
 from april.engines.simulated.decode_cost import DecodeCost
 from benchmarks.gpu import exactness, schedules, step_time
 from benchmarks.gpu.device import bandwidth, chosen, facts, free_bytes
-from benchmarks.gpu.picture import NO_PICTURE, draw
 from benchmarks.gpu.record import Deadline, Record
 from benchmarks.gpu.shapes import MINIATURE, SHAPES, Shape, Traffic, build, traffic
 
@@ -30,7 +29,7 @@ def run(
         ConfigError: there is no such device.
     """
     where = chosen(device, miniature=miniature)
-    deadline, record = Deadline(60.0 * minutes), Record(out, draw)
+    deadline, record = Deadline(60.0 * minutes), Record(out)
     threads = torch.get_num_threads()
     if miniature:  # with work beside it, more threads than one wait for each other longer than they compute
         torch.set_num_threads(1)
@@ -52,7 +51,7 @@ def run(
     finally:
         torch.set_num_threads(threads)
         record.write()
-        record.say(f"wrote {record.path}" + (f" and {record.picture}" if record.drawn else f"; {NO_PICTURE}"))
+        record.say(f"wrote {record.path}")
     for error in record.data["errors"]:
         record.say(f"failed: {error}")
     return record.data

@@ -87,7 +87,7 @@ def computed(design: GpuDesign, gpus: int) -> dict[str, Computed]:
     for arm, trainings in arms.items():
         sizes = design.tasks[trainings[0].task]
         work = workload_of(sizes, trainings[0])
-        figures = measure(work, schedule_of(trainings[0], sizes)).figures
+        figures = measure(work, schedule_of(trainings[0], sizes))
         per_s = work.long_run_limit(trainings[0].groups * trainings[0].samples)
         evaluation_s = sizes.held_out_count * float(work.length_sample.mean()) / per_s
         evaluations = sum(1 + -(-s.steps // s.evaluate_every) for s in trainings)

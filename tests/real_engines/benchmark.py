@@ -1,7 +1,7 @@
 """``python -m tests.real_engines.benchmark vllm``: a server of that kind, and april's schedules on it.
 
-The server is started with a model that has no end-of-sequence token, ``benchmarks.abort_latency``,
-``benchmarks.real_engines`` and, if asked for, ``benchmarks.continuous`` are run against it, and the server is stopped.
+The server is started with a model that has no end-of-sequence token, ``benchmarks.real_engines`` and, if asked for,
+``benchmarks.continuous`` are run against it, and the server is stopped.
 Needs the machine for itself, and some ten minutes.
 """
 
@@ -15,17 +15,16 @@ import typer
 
 from tests.real_engines.commands import sglang_server, vllm_server
 from tests.real_engines.environments import ROOT
-from tests.real_engines.models import CONTEXT, VOCAB_SIZE, make_models
+from tests.real_engines.models import CONTEXT, make_models
 from tests.real_engines.servers import free_ports, program, running, until_ready
 
 IN_FLIGHT = 256
-"""Room for all that abort_latency sends; the schedules of real_engines need 64."""
+"""Room for requests; the schedules of real_engines need 64."""
 
 
 def main(
     kind: Annotated[str, typer.Argument(help="vllm or sglang")],
     steps: Annotated[int, typer.Option(min=0, help="Counted steps of each arm; 0: no schedules.")] = 64,
-    pairs: Annotated[int, typer.Option(min=0, help="Aborts of 256 requests by each client; 0: none.")] = 15,
     turns: Annotated[int, typer.Option(min=0, help="Turns of each schedule before a trainer that takes time.")] = 0,
     train: Annotated[float, typer.Option(min=0, help="Its time, in batches at the server's limit.")] = 1.0,
 ) -> None:
@@ -49,12 +48,6 @@ def main(
         with running([server]):
             until_ready([server])
             code = 0
-            if pairs:
-                code |= _run(
-                    "abort_latency", "--kinds", kind, "--url", server.url, "--model", "tiny", "--vocab-size",
-                    str(VOCAB_SIZE), "--in-flight", str(IN_FLIGHT), "--pairs", str(pairs), "--json",
-                    str(out / f"{kind}-aborts.json"),
-                )  # fmt: skip
             if steps:
                 code |= _run(
                     "real_engines", kind, server.url, "--steps", str(steps), "--weights", str(models["first"]),
@@ -63,7 +56,7 @@ def main(
             if turns:
                 code |= _run(
                     "continuous", kind, server.url, "--turns", str(turns), "--train", str(train), "--weights",
-                    str(models["first"]), str(models["second"]), "--server-group", str(server.group), "--json",
+                    str(models["first"]), str(models["second"]), "--json",
                     str(out / f"{kind}-continuous.json"),
                 )  # fmt: skip
     raise typer.Exit(code)

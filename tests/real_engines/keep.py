@@ -29,9 +29,9 @@ from transformers.utils.logging import disable_progress_bar
 
 import april
 from april.core.batch import DeliveredSample
-from benchmarks.gpu.going_on import NothingMoves, going_on
 from tests.real_engines.commands import vllm_server
 from tests.real_engines.environments import ROOT
+from tests.real_engines.going_on import NothingMoves, going_on
 from tests.real_engines.models import CONTEXT, VOCAB_SIZE, make_models
 from tests.real_engines.replay import Replay
 from tests.real_engines.servers import Server, emptied, free_ports, program, running, until_ready

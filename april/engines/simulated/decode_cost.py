@@ -11,8 +11,9 @@ measured. Left out: attention FLOPs, communication between tensor-parallel ranks
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, TypeVar
 
 import numpy as np
@@ -43,6 +44,13 @@ class DecodeCost:
     per_prefill_token_s: float = 0.0
     kv_capacity_tokens: int | None = None
     speed_up: tuple[tuple[int, float], ...] = ()
+
+    @classmethod
+    def mean(cls, costs: Iterable[DecodeCost]) -> DecodeCost:
+        """Return the cost whose times are the means of those of ``costs``."""
+        times = [(c.base_s, c.per_sequence_s, c.per_kv_token_s, c.per_prefill_token_s) for c in costs]
+        base, sequence, token, prefill = map(fmean, zip(*times, strict=True))
+        return cls(base, sequence, token, prefill)
 
     def __post_init__(self) -> None:
         others = (self.per_sequence_s, self.per_kv_token_s, self.per_prefill_token_s)

@@ -69,8 +69,6 @@ class _Sequence:
     request_id: str
     prefix_tokens: int
     new_tokens: int
-    cached: int = 0
-    """Tokens of the prefix that the first prefill finds in the cache."""
     generated: int = 0
     """Tokens generated so far; kept up to date only while waiting."""
     kv_offset: int = 0
@@ -176,10 +174,8 @@ class SimulatedDecoder:
 
     # -- requests and pauses -----------------------------------------------------------------------------------------
 
-    def add(self, request_id: str, prefix_tokens: int, new_tokens: int, cached: int = 0) -> None:
+    def add(self, request_id: str, prefix_tokens: int, new_tokens: int) -> None:
         """Queue a request at ``now``: prefill ``prefix_tokens``, then generate exactly ``new_tokens`` tokens.
-
-        The first ``cached`` prefix tokens cost no time in the first prefill, since another request has prefilled them.
 
         Raises:
             ValueError: the id is in use, a count is impossible, or the request could never fit into the KV cache.
@@ -193,7 +189,7 @@ class SimulatedDecoder:
                 f"request {request_id!r} needs {prefix_tokens} + {new_tokens} tokens of KV cache, but the engine has "
                 f"{self._capacity}; shorten it or give the engine more KV cache"
             )
-        self._waiting[request_id] = _Sequence(request_id, prefix_tokens, new_tokens, cached)
+        self._waiting[request_id] = _Sequence(request_id, prefix_tokens, new_tokens)
         self._counters.requests += 1
         self._next = None
 
@@ -302,8 +298,7 @@ class SimulatedDecoder:
             heappush(self._ends, (sequence.last_step, self._tie_breaker, sequence))
             self._kv_offsets += sequence.kv_offset
             kv += resident
-            prefill += resident - sequence.cached
-            sequence.cached = 0
+            prefill += resident
             n += 1
         if n == 0:
             return False
