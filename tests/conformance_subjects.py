@@ -68,17 +68,9 @@ def fake_subject(make: Callable[[], Engine] = fake, **changes: Any) -> Subject:
     """For a virtual loop."""
     values: dict[str, Any] = {
         "open": opens(make), "prompts": PROMPTS, "ending_prompts": ENDING, "long_tokens": LONG,
-        "shown": SHOWN, "other": Weights("elsewhere"), "now": Weights("here"), "tokenizer": Letters(),
-        "patience_s": 20.0,
+        "shown": SHOWN, "other": Weights("elsewhere"), "now": Weights("here"), "patience_s": 20.0,
     }  # fmt: skip
     return Subject(**(values | changes))
-
-
-class Letters:
-    """A tokenizer whose token is a letter."""
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
-        return "".join(chr(0x4E00 + i) for i in ids)
 
 
 def simulated() -> SimulatedEngine:
@@ -106,8 +98,7 @@ def reference(model: Any) -> Reference:
 
 def embedded_subject(directory: Path, **changes: Any) -> Subject:
     """The embedded engine with a tiny model; its weights 0 and 1 are saved in ``directory``."""
-    kind = "text"
-    vocab_size = tokenizer(kind).get_vocab_size()
+    vocab_size = tokenizer("text").get_vocab_size()
     weights = []
     for seed in (0, 1):
         model = tiny_model(seed=seed, vocab_size=vocab_size).eval()
@@ -123,7 +114,7 @@ def embedded_subject(directory: Path, **changes: Any) -> Subject:
 
     values: dict[str, Any] = {
         "open": opens(make), "prompts": PROMPTS, "long_tokens": LONG, "now": weights[0], "other": weights[1],
-        "tokenizer": tokenizer(kind), "patience_s": 30.0, "aborts": 200, "in_flight": 80,
+        "patience_s": 30.0, "aborts": 200, "in_flight": 80,
     }  # fmt: skip
     return Subject(**(values | changes))
 

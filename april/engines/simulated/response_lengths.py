@@ -39,20 +39,6 @@ class ResponseLengths(ABC):
 
 
 @dataclass(frozen=True)
-class ConstantLengths(ResponseLengths):
-    """Every response has ``tokens`` tokens."""
-
-    tokens: int
-
-    def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise ValueError(f"a response has at least 1 token, not {self.tokens}")
-
-    def group(self, group: int, n_samples: int) -> NDArray[np.int32]:
-        return np.full(n_samples, self.tokens, dtype=np.int32)
-
-
-@dataclass(frozen=True)
 class LognormalLengths(ResponseLengths):
     """Lengths exp(N(log median, sigma_between^2 + sigma_within^2)); the samples of a group share the first normal.
 
