@@ -402,7 +402,7 @@ def test_threads_are_left_alone() -> None:
         torch.set_num_threads(before)
 
 
-# ---------------------------------------------------------------- stop strings; the conformance suite cuts them
+# ---------------------------------------------------------------- stop strings
 
 KIND = "text"
 PROMPT = ids_of(KIND, "The answer is")

@@ -38,7 +38,7 @@ class SlotRequest:
     """Number of generated tokens that were already handed out."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SlotOutput:
     """The tokens that a request has generated since its last output; tokens [k], log-probabilities [k]."""
 

@@ -93,23 +93,14 @@ class Vision:
         self._kept: OrderedDict[str, _Pixels] = OrderedDict()
 
     def why_mismatched(self, tokens: NDArray[Any], attached: Sequence[Placed]) -> str | None:
-        """Explain why these tokens and images do not match; None if they do."""
+        """Explain why the model cannot read these tokens with these images; None if it can."""
         end = 0
         is_image = tokens == self.image_id
         for placed in attached:
-            what = f"the {placed.attachment.kind} at token {placed.at}"
-            if placed.attachment.kind != IMAGE:
-                return f"{what}: this engine only accepts images"
-            if placed.at < end or placed.end > tokens.size:
-                return f"{what} has {placed.count} tokens, some of which are missing or belong to another attachment"
             if self._family.grid and end and placed.at == end:
                 return (
-                    f"{what} follows another one immediately, and the model would read both as one: put a token "
-                    "between them"
-                )
-            if not is_image[placed.at : placed.end].any():
-                return (
-                    f"{what} has no token {self.image_id} at its position: give token_ids of the model's own processor"
+                    f"the image at token {placed.at} follows another one immediately, and the model would read both as "
+                    "one: put a token between them"
                 )
             is_image[placed.at : placed.end] = False
             end = placed.end
