@@ -16,15 +16,15 @@ Submit = Callable[..., Future[Any]]
 
 
 @contextmanager
-def process_pool(processes: int, set_up: Callable[..., object] | None = None, *arguments: Any) -> Iterator[Submit]:
-    """Start a pool of worker processes, each of which first calls ``set_up(*arguments)``; yields its submit function.
+def process_pool(processes: int) -> Iterator[Submit]:
+    """Start a pool of worker processes; yields its submit function.
 
     An error or an interrupt in the block terminates the workers at once. They ignore Ctrl-C, which a terminal sends to
     them as well.
     """
     with ExitStack() as stack:
         before = set(active_children())
-        executor = ProcessPoolExecutor(processes, get_context("spawn"), _begin, (set_up, arguments))
+        executor = ProcessPoolExecutor(processes, get_context("spawn"), _ignore_interrupt)
         stack.callback(executor.shutdown, cancel_futures=True)
         stack.push(lambda kind, *_: kind is not None and _end(set(active_children()) - before))
         yield executor.submit
@@ -65,10 +65,8 @@ def sigterm_as_exception() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _begin(set_up: Callable[..., object] | None, arguments: tuple[Any, ...]) -> None:
+def _ignore_interrupt() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if set_up is not None:
-        set_up(*arguments)
 
 
 def _end(processes: Iterable[BaseProcess]) -> bool:

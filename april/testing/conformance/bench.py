@@ -231,9 +231,9 @@ class Bench:
             sampling = structs.replace(sampling, max_tokens=count, min_tokens=count)
         return structs.replace(request, attempt_id=self.new_id(), sampling=sampling)
 
-    def start(self, request: Request, engine: Engine | None = None) -> ReadRequest:
+    def start(self, request: Request) -> ReadRequest:
         """Begin to read a request."""
-        reading = ReadRequest(engine or self.engine, request)
+        reading = ReadRequest(self.engine, request)
         self._readings.append(reading)
         return reading
 
@@ -243,9 +243,9 @@ class Bench:
         await self.wait_for_tokens(readings)
         return readings
 
-    async def run_complete(self, requests: Iterable[Request], engine: Engine | None = None) -> list[ReadRequest]:
+    async def run_complete(self, requests: Iterable[Request]) -> list[ReadRequest]:
         """Run requests that must complete; return them after their ends."""
-        readings = [self.start(r, engine) for r in requests]
+        readings = [self.start(r) for r in requests]
         await self.wait_for_success(readings)
         return readings
 
