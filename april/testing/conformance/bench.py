@@ -471,11 +471,11 @@ class Check:
         """Open an engine, check it, close it."""
         engine = await subject.open()
         try:
-            return await self._on(Bench(subject, engine))
+            return await self.on(Bench(subject, engine))
         finally:
             await engine.close()
 
-    async def _on(self, bench: Bench) -> Verdict:
+    async def on(self, bench: Bench) -> Verdict:
         """Run the check and return its verdict; errors of the engine become part of it and are never raised."""
         began = time.perf_counter()
         outcome, detail, figures = Outcome.PASSED, "", Figures()

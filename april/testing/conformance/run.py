@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from april.testing.conformance import aborts, attachments, extras, scheduler_checks, tokens, weights
-from april.testing.conformance.bench import Check
-from april.testing.conformance.subject import Report, Subject, Verdict
+from april.testing.conformance.bench import Bench, Check
+from april.testing.conformance.subject import Outcome, Report, Subject, Verdict
 
 CHECKS: tuple[Check, ...] = (
     tokens.budgets,
@@ -57,10 +57,20 @@ async def run(
 ) -> Report:
     """Run the checks on one engine, on the running loop; a failed check does not end the run.
 
-    The engine is opened for each check. ``watch`` is called with each verdict as it comes.
+    The engine is opened once, and again after a failed check. ``watch`` is called with each verdict as it comes.
     """
-    verdicts = []
-    for one in checks:
-        verdicts.append(await one(subject))
-        watch(verdicts[-1])
+    verdicts: list[Verdict] = []
+    bench: Bench | None = None
+    try:
+        for one in checks:
+            if bench is None:
+                bench = Bench(subject, await subject.open())
+            verdicts.append(await one.on(bench))
+            watch(verdicts[-1])
+            if verdicts[-1].outcome is Outcome.FAILED:
+                await bench.engine.close()
+                bench = None
+    finally:
+        if bench is not None:
+            await bench.engine.close()
     return Report(engine=subject.name, version=subject.version, verdicts=tuple(verdicts))

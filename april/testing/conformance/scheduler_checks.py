@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -13,7 +14,7 @@ from april.core.batch import Batch
 from april.core.types import DropReason, Prompt
 from april.core.versions import PolicyVersion
 from april.driver.llm import LLM
-from april.engines.protocol import EngineFinish, Int32
+from april.engines.protocol import Chunk, Engine, EngineFinish, Int32, Request
 from april.errors import EngineError
 from april.testing.conformance.bench import Bench, check, compare_with_wire
 from april.testing.conformance.subject import Broken, Figures, NotTested
@@ -24,7 +25,16 @@ GROUPS, SAMPLES, OVER = 2, 8, 16
 
 
 class _SharedEngine(RecordingEngine):
-    """Records the engine under test. When the scheduler closes this wrapper, the engine itself stays open."""
+    """Records the engine under test. When the scheduler closes this wrapper, the engine itself stays open.
+
+    Args:
+        engine: The engine under test.
+        shift: Number of weight updates that the engine has had before the scheduler's first version.
+    """
+
+    def __init__(self, engine: Engine, shift: int) -> None:
+        super().__init__(engine)
+        self._shift = shift
 
     @property
     def aborted(self) -> int:
@@ -34,6 +44,12 @@ class _SharedEngine(RecordingEngine):
     def got(self, attempt_id: str) -> Int32:
         """Return the tokens that april got for an attempt, int32 [T]."""
         return np.concatenate([np.empty(0, np.int32), *(chunk.tokens for chunk in self.yielded[attempt_id])])
+
+    def alter_chunk(self, request: Request, chunk: Chunk) -> Chunk:
+        return replace(chunk, version=PolicyVersion(chunk.version.incarnation, chunk.version.n - self._shift))
+
+    async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
+        await super().update_weights(PolicyVersion(version.incarnation, version.n + self._shift), path)
 
     async def close(self) -> None:
         with suppress(EngineError):
@@ -60,7 +76,7 @@ def _budget(bench: Bench, group: int, index: int) -> int:
 async def thousand_aborts(bench: Bench) -> Figures:
     """Check that the engine's client, april's ledger and the delivered responses all have the same tokens."""
     subject = bench.subject
-    engine = _SharedEngine(bench.engine)
+    engine = _SharedEngine(bench.engine, bench.version.n)
     config = Config(
         rollout_batch_size=GROUPS, n_samples_per_prompt=SAMPLES, over_sampling_batch_size=OVER, max_staleness=OVER,
         max_response_len=subject.long_tokens, abort_resend_s=0.25, abort_deadline_s=max(1.0, subject.patience_s),

@@ -82,7 +82,7 @@ class Subject:
     """
 
     open: Callable[[], Awaitable[Engine]]
-    """Function that returns a new engine object on the running loop; called, and the engine closed, for each check."""
+    """Function that returns a new engine object on the running loop; the suite closes it."""
     name: str = ""
     """Name of the engine in the report."""
     version: str = ""
