@@ -34,7 +34,6 @@ MAX_BODY_BYTES = 1 << 30
 class Exchange:
     """A request for tokens, and the part of its answer that was passed on."""
 
-    route: str
     ids: frozenset[str]
     """Ids of the request: ``rid``, ``request_id``, ``X-Request-Id``."""
     content: tuple[bytes, int | None]
@@ -46,8 +45,6 @@ class Exchange:
     done: bool = False
     closed_early: bool = False
     """True if the client disconnected before the answer was complete."""
-    broken: bool = False
-    """True if the server disconnected before the answer was complete."""
     _tokens: list[int] | None = None
 
     @property
@@ -143,11 +140,11 @@ class RecordingProxy:
             with suppress(msgspec.DecodeError):
                 value = msgspec.json.decode(body)
         if not isinstance(value, dict):
-            return Exchange(route=request.path, ids=frozenset(), content=(b"", None))
+            return Exchange(ids=frozenset(), content=(b"", None))
         names = [value.get("rid"), value.get("request_id"), request.headers.get("X-Request-Id")]
         # april appends a full stop to the ids that it gives to SGLang
         ids = frozenset(n.removesuffix(".") for n in names if isinstance(n, str))
-        exchange = Exchange(route=request.path, ids=ids, content=_content(value))
+        exchange = Exchange(ids=ids, content=_content(value))
         self.exchanges.append(exchange)
         for name in ids:
             self._by_id.setdefault(name, []).append(exchange)
@@ -164,7 +161,7 @@ class RecordingProxy:
                 allow_redirects=False,
             )  # fmt: skip
         except aiohttp.ClientError:
-            return self._hang_up(request, exchange, web.Response(status=502))
+            return _hang_up(request, web.Response(status=502))
         async with upstream:
             exchange.status = upstream.status
             exchange.streamed = upstream.content_type == "text/event-stream"
@@ -188,17 +185,17 @@ class RecordingProxy:
                         exchange.closed_early = True
                         return response
             except (aiohttp.ClientError, OSError):
-                return self._hang_up(request, exchange, response)
+                return _hang_up(request, response)
             with suppress(ConnectionResetError):
                 await response.write_eof()
             return response
 
-    def _hang_up(self, request: web.Request, exchange: Exchange, response: web.StreamResponse) -> web.StreamResponse:
-        """Abort the client's connection because the server's has failed."""
-        exchange.broken = True
-        if request.transport is not None:
-            request.transport.abort()
-        return response
+
+def _hang_up(request: web.Request, response: web.StreamResponse) -> web.StreamResponse:
+    """Abort the client's connection because the server's has failed."""
+    if request.transport is not None:
+        request.transport.abort()
+    return response
 
 
 def _content(value: dict[str, Any]) -> tuple[bytes, int | None]:

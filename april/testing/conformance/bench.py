@@ -477,34 +477,42 @@ class Check:
 
     async def on(self, bench: Bench) -> Verdict:
         """Run the check and return its verdict; errors of the engine become part of it and are never raised."""
-        began = time.perf_counter()
-        outcome, detail, figures = Outcome.PASSED, "", Figures()
-        limit = asyncio.timeout(LONGEST_CHECK * bench.subject.patience_s)
-        try:
+
+        async def run() -> Figures:
             if self.name in bench.subject.gives_up:
                 raise NotOffered(bench.subject.gives_up[self.name])
             try:
-                async with limit:
-                    figures = await self.body(bench)
+                return await self.body(bench)
             finally:
                 await bench.clean_up()
-        except NotOffered as error:
-            outcome, detail = Outcome.NOT_OFFERED, str(error)
-        except NotTested as error:
-            outcome, detail = Outcome.NOT_TESTED, str(error)
-        except TimeoutError:
-            outcome = Outcome.FAILED
-            detail = f"the check had not ended after {LONGEST_CHECK * bench.subject.patience_s:g} s; an engine hangs"
-        except Broken as error:
-            outcome, detail = Outcome.FAILED, str(error)
-        except AprilError as error:
-            outcome, detail = Outcome.FAILED, f"{type(error).__name__}: {error}"
-        except Exception as error:  # any error of the engine is a failed check, and must not end the suite
-            outcome, detail = Outcome.FAILED, f"the engine or the suite raised {type(error).__name__}: {error}"
-        return Verdict(
-            check=self.name, promise=self.promise, outcome=outcome, detail=detail, figures=figures,
-            wall_s=time.perf_counter() - began,
-        )  # fmt: skip
+
+        return await verdict_on(self.name, self.promise, run(), LONGEST_CHECK * bench.subject.patience_s)
+
+
+async def verdict_on(name: str, promise: str, run: Coroutine[Any, Any, Figures], limit_s: float) -> Verdict:
+    """Await the check ``run`` for at most ``limit_s`` seconds, and return its verdict; never raises an error of it."""
+    began = time.perf_counter()
+    outcome, detail, figures = Outcome.FAILED, "", Figures()
+    try:
+        async with asyncio.timeout(limit_s):
+            figures = await run
+        outcome = Outcome.PASSED
+    except NotOffered as error:
+        outcome, detail = Outcome.NOT_OFFERED, str(error)
+    except NotTested as error:
+        outcome, detail = Outcome.NOT_TESTED, str(error)
+    except TimeoutError:
+        detail = f"the check had not ended after {limit_s:g} s; something hangs"
+    except Broken as error:
+        detail = str(error)
+    except AprilError as error:
+        detail = f"{type(error).__name__}: {error}"
+    except Exception as error:  # any error of the tested code is a failed check, and must not end the suite
+        detail = f"the tested code or the suite raised {type(error).__name__}: {error}"
+    return Verdict(
+        check=name, promise=promise, outcome=outcome, detail=detail, figures=figures,
+        wall_s=time.perf_counter() - began,
+    )  # fmt: skip
 
 
 def check(promise: str) -> Callable[[Callable[[Bench], Awaitable[Figures]]], Check]:
