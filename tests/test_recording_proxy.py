@@ -9,12 +9,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
-import numpy as np
 import pytest
 from aiohttp import web
 
-from april.core.sampling import SamplingParams
-from april.engines.protocol import Request
 from tests.real_engines.recording_proxy import RecordingProxy, tokens_in
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -98,29 +95,3 @@ async def test_a_client_that_hangs_up_is_seen_by_the_server_and_noted() -> None:
             await asyncio.sleep(0)
         assert exchange.closed_early
         assert exchange.tokens == [4, 5]
-
-
-async def test_requests_without_a_name_are_known_by_prompt_and_seed() -> None:
-    """The OpenAI wire has no request id that every server takes."""
-
-    async def handler(request: web.Request) -> web.StreamResponse:
-        seed = (await request.json())["seed"]
-        return web.json_response({"choices": [{"token_ids": [seed]}]}, status=200 if seed < 9 else 500)
-
-    def asked(attempt_id: str, seed: int) -> Request:
-        return Request(
-            attempt_id=attempt_id, token_ids=np.array([1, 2], np.int32), sampling=SamplingParams(4, seed=seed)
-        )
-
-    async with behind_a_proxy(handler) as (proxy, session):
-        url = f"{proxy.url}/v1/completions"
-        for seed in (3, 4, 4, 9):
-            async with session.post(url, json={"prompt": [1, 2], "seed": seed}) as response:
-                await response.read()
-        assert [a.tokens for a in proxy.answers(asked("a", 3))] == [[3]]
-        assert [a.tokens for a in proxy.answers(asked("b", 4))] == [[4], [4]]
-        assert [a.tokens for a in proxy.answers(asked("c", 9))] == [[]]  # an error has no token
-        assert not proxy.answers(asked("d", 5))
-        async with session.get(f"{proxy.url}/metrics") as response:
-            assert response.status == 500  # of the handler, which reads a body: passed on, not recorded
-        assert len(proxy.exchanges) == 4
