@@ -9,7 +9,7 @@ import numpy as np
 
 from april.core.attachments import Placed
 from april.engines.protocol import EngineFinish, Float32, Int32, Request
-from april.engines.transformers.vision import ProcessedImages, Vision
+from april.engines.transformers.vision import ProcessedImages
 from april.errors import AttachmentError
 
 
@@ -69,18 +69,6 @@ def wrong_request(request: Request, vocab_size: int, max_len: int, eos: tuple[in
     if sampling.min_tokens and len(banned.union(_stops(request, eos))) >= vocab_size:
         return "every token of the vocabulary is a stop token, or banned, so min_tokens cannot be kept"
     return None
-
-
-def wrong_images(request: Request, vision: Vision | None) -> str | None:
-    """Explain why the model cannot read the request's images; None if it can or there are none."""
-    if vision is not None:
-        return vision.why_mismatched(request.token_ids, request.attached)
-    if not request.attached:
-        return None
-    return (
-        f"it comes with {len(request.attached)} attachments, but this engine accepts none: give it a vision model, and "
-        "give the scheduler its processor"
-    )
 
 
 def slot_request(

@@ -13,6 +13,7 @@ import io
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -92,23 +93,14 @@ class Vision:
         self._grid_of = next((m for m in model.modules() if hasattr(m, "get_rope_index")), None)
         self._kept: OrderedDict[str, _Pixels] = OrderedDict()
 
-    def why_mismatched(self, tokens: NDArray[Any], attached: Sequence[Placed]) -> str | None:
-        """Explain why the model cannot read these tokens with these images; None if it can."""
-        end = 0
-        is_image = tokens == self.image_id
-        for placed in attached:
-            if self._family.grid and end and placed.at == end:
+    def wrong_places(self, attached: Sequence[Placed]) -> str | None:
+        """Explain why the model cannot read images at these places; None if it can."""
+        for before, placed in pairwise(attached):
+            if self._family.grid and placed.at == before.end:
                 return (
                     f"the image at token {placed.at} follows another one immediately, and the model would read both as "
                     "one: put a token between them"
                 )
-            is_image[placed.at : placed.end] = False
-            end = placed.end
-        if attached and is_image.any():
-            return (
-                f"token {int(is_image.argmax())} is {self.image_id}, the placeholder of an image, but no image belongs "
-                "to it: ban it (banned_ids), because a response with it cannot be trained either"
-            )
         return None
 
     def process(self, tokens: NDArray[np.int32], attached: Sequence[Placed]) -> ProcessedImages:
