@@ -16,7 +16,7 @@ from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine
 from april.engines.transformers.engine import TransformersEngine
 from april.testing import FakeEngine
-from april.testing.conformance import Reference, Shown, Subject, Weights
+from april.testing.conformance import Shown, Subject, Weights, hugging_face
 from april.testing.conformance.subject import Seen
 from april.testing.records import conversation, with_attachment_ids
 
@@ -68,17 +68,9 @@ def fake_subject(make: Callable[[], Engine] = fake, **changes: Any) -> Subject:
     """For a virtual loop."""
     values: dict[str, Any] = {
         "open": opens(make), "prompts": PROMPTS, "ending_prompts": ENDING, "long_tokens": LONG,
-        "shown": SHOWN, "other": Weights("elsewhere"), "now": Weights("here"), "tokenizer": Letters(),
-        "patience_s": 20.0,
+        "shown": SHOWN, "other": Weights("elsewhere"), "now": Weights("here"), "patience_s": 20.0,
     }  # fmt: skip
     return Subject(**(values | changes))
-
-
-class Letters:
-    """A tokenizer whose token is a letter."""
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
-        return "".join(chr(0x4E00 + i) for i in ids)
 
 
 def simulated() -> SimulatedEngine:
@@ -91,30 +83,15 @@ def simulated() -> SimulatedEngine:
     )  # fmt: skip
 
 
-def reference(model: Any) -> Reference:
-    """Logits of one full forward pass, no cache."""
-    import torch
-
-    def logits(prompt: list[int], response: list[int]) -> Float32:
-        ids = torch.tensor([prompt + response])
-        with torch.no_grad():
-            rows: Float32 = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float().numpy()
-        return rows
-
-    return logits
-
-
 def embedded_subject(directory: Path, **changes: Any) -> Subject:
     """The embedded engine with a tiny model; its weights 0 and 1 are saved in ``directory``."""
-    kind = "text"
-    vocab_size = tokenizer(kind).get_vocab_size()
+    vocab_size = tokenizer("text").get_vocab_size()
     weights = []
     for seed in (0, 1):
-        model = tiny_model(seed=seed, vocab_size=vocab_size).eval()
         path = directory / str(seed)
         if not path.exists():
-            model.save_pretrained(path)
-        weights.append(Weights(str(path), reference(model)))
+            tiny_model(seed=seed, vocab_size=vocab_size).save_pretrained(path)
+        weights.append(Weights(str(path), hugging_face(str(path))))
 
     def make() -> TransformersEngine:
         return TransformersEngine(
@@ -123,7 +100,7 @@ def embedded_subject(directory: Path, **changes: Any) -> Subject:
 
     values: dict[str, Any] = {
         "open": opens(make), "prompts": PROMPTS, "long_tokens": LONG, "now": weights[0], "other": weights[1],
-        "tokenizer": tokenizer(kind), "patience_s": 30.0, "aborts": 200, "in_flight": 80,
+        "patience_s": 30.0, "aborts": 200, "in_flight": 80,
     }  # fmt: skip
     return Subject(**(values | changes))
 
@@ -137,7 +114,7 @@ def seeing_subject(directory: Path, **changes: Any) -> Subject:
         path = directory / f"sees{seed}"
         if not path.exists():
             tiny_vision_model(seed=seed).eval().save_pretrained(path)
-        weights.append(Weights(str(path), reference(tiny_vision_model(seed=seed).eval()), sees(seed)))
+        weights.append(Weights(str(path), seen=sees(seed)))
 
     def make() -> TransformersEngine:
         return TransformersEngine(

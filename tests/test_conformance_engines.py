@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import io
 from pathlib import Path
 
 import pytest
 from conformance_subjects import embedded_subject, fake_subject, seeing_subject, simulated
-from rich.console import Console
 
 from april.testing import conformance, run_virtual
-from april.testing.conformance import Outcome, Report, Verdict
+from april.testing.conformance import Outcome, Report
 
 DRAWS_BY_STOP_IDS = "the responses are synthetic: a stop id changes what they say, and does not end them"
 KILLS = {"server_killed"}
@@ -63,50 +61,13 @@ def test_the_fake_engine_keeps_every_promise() -> None:
 
 def test_the_simulated_engine_keeps_every_promise_but_stop_ids() -> None:
     """What its responses are not made for is declared, and listed as not offered with the sentence."""
-    given_up = dict.fromkeys(("stop_token_ids", "eos_at_a_cut"), DRAWS_BY_STOP_IDS)
+    given_up = {"stop_token_ids": DRAWS_BY_STOP_IDS}
     report = run_virtual(conformance.run(fake_subject(simulated, gives_up=given_up)))
 
     assert not report.failed, list(map(str, report.failed))
     assert outcomes(report, Outcome.NOT_OFFERED) == {*given_up, "adapter_versions", "banned_ids", *ATTACHED} | SENT
     assert report.verdict("stop_token_ids").detail == DRAWS_BY_STOP_IDS
     assert outcomes(report, Outcome.NOT_TESTED) == KILLS | NO_REFERENCE
-
-
-def test_a_report_is_json_a_table_and_a_matrix() -> None:
-    """A report reads back equal; the matrix has a column per engine, rows for words and promises, and the sentences."""
-    first = Report(
-        engine="a", version="1.0", capabilities={"seeds": "honoured"},
-        verdicts=(
-            Verdict(check="budgets", promise="Kept.", outcome=Outcome.PASSED, figures={"budgets": 7}),
-            Verdict(check="seeds", promise="Same.", outcome=Outcome.FAILED, detail="they differ"),
-        ),
-    )  # fmt: skip
-    second = Report(
-        engine="b", verdicts=(Verdict(check="seeds", promise="Same.", outcome=Outcome.NOT_OFFERED, detail="it cannot"),)
-    )
-
-    assert Report.from_json(first.json()) == first
-    assert [v.check for v in first.failed] == ["seeds"]
-    assert str(first.failed[0]) == "seeds: failed: they differ"
-    with pytest.raises(KeyError):
-        first.verdict("aborts")
-    assert conformance.semantics_matrix([first, second]).splitlines() == [
-        "| | a 1.0 | b |",
-        "|---|---|---|",
-        "| seeds | honoured |  |",
-        "| **promise** | | |",
-        "| budgets | yes |  |",
-        "| seeds | **no** [1] | not offered [2] |",
-        "",
-        "1. seeds: they differ",
-        "2. seeds: it cannot",
-        "",
-        "* `budgets`: Kept.",
-        "* `seeds`: Same.",
-    ]
-    console = Console(file=io.StringIO(), width=100)
-    console.print(first.table())
-    assert "they differ" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_an_unknown_check_is_named_with_all_that_there_are() -> None:

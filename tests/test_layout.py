@@ -88,7 +88,7 @@ def test_every_engine_is_one_package() -> None:
     entries = {path.name for path in (PACKAGE / "engines").iterdir()} - {"__init__.py", "__pycache__"}
     kinds = {"vllm", "sglang", "openai", "transformers", "simulated", "served"}
     modules = {"abilities.py", "fit.py", "protocol.py", "base.py", "attachments.py", "weight_transfer.py"}
-    assert entries == {*modules, "groups", "kinds", "http", *kinds}
+    assert entries == {*modules, "random_bits.py", "groups", "kinds", "http", *kinds}
     for path in (PACKAGE / "engines" / "http").glob("*.py"):
         for name in imports(path):
             assert not any(name.startswith(f"april.engines.{kind}") for kind in kinds), f"{path.name} imports {name}"

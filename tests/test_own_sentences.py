@@ -52,7 +52,6 @@ ALLOWED = {
     ("serialization/torch_arrays.py", "_mask"): "names of arrays",
     ("view/report_figures.py", "CAUSE"): "names of colours",
     ("serialization/own_values.py", "digest"): "the field of an attachment that has travelled",
-    ("testing/recording_proxy.py", "token_id:"): "tokens as a server writes them",
 }
 """(file, what it looks for): in whose words."""
 ROOMS = ("doctor", "testing/conformance", "config", "engines/abilities.py")

@@ -81,10 +81,10 @@ async def agents() -> tuple[list[april.Batch], FakeEngine, Any]:
     try:
         for _ in range(3):
             batches.append(await scheduler.anext_batch())
-            await scheduler.driver.update_weights("weights")
+            await scheduler._driver.update_weights("weights")
         return batches, engine, scheduler.ledger()["tokens"]
     finally:
-        await scheduler.driver.close()
+        await scheduler._driver.close()
 
 
 @pytest.fixture

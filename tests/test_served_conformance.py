@@ -23,27 +23,24 @@ def outcomes(report: Report, outcome: Outcome) -> set[str]:
 
 
 def of_processes(kind: str, base: Subject, interval_s: float, only: set[str] | None = None) -> Report:
-    """The report on an engine in a process, with another one beside it, and ``kill -9`` at the end."""
-    processes = [ServedProcess(kind), ServedProcess(kind)]
-    urls = [process.wait() for process in processes]
+    """The report on an engine in a process, with ``kill -9`` at the end."""
+    process = ServedProcess(kind)
+    url = process.wait()
 
-    async def opened(url: str) -> Engine:
+    async def opened() -> Engine:
         config: Any = {"urls": (url,), "api_key": "key", "interval_s": interval_s}
         (engine,) = await connect_april(AprilEngineConfig(**config))
         return engine
 
     async def kill() -> None:
-        processes[0].process.kill()
+        process.process.kill()
 
     try:
-        changes: dict[str, Any] = {
-            "open": lambda: opened(urls[0]), "second": lambda: opened(urls[1]), "kill": kill, "patience_s": 60.0,
-        }  # fmt: skip
+        changes: dict[str, Any] = {"open": opened, "kill": kill, "patience_s": 60.0}
         checks = [check for check in conformance.CHECKS if only is None or check.name in only]
         return asyncio.run(conformance.run(replace(base, **changes), checks))
     finally:
-        for process in processes:
-            process.kill()
+        process.kill()
 
 
 def test_the_fake_engine_of_another_process_keeps_every_promise() -> None:

@@ -24,7 +24,6 @@ from april.engines.simulated.decode_cost import (
 from april.engines.simulated.decoder_model import SimulatedDecoder
 from april.engines.simulated.fitted_cost import Requests, fit, predicted_s
 from april.engines.simulated.response_lengths import (
-    ConstantLengths,
     LognormalLengths,
     ResponseLengths,
     TraceLengths,
@@ -106,7 +105,6 @@ def test_presets_have_the_published_coefficients(
         (lambda: roofline("qwen3-4b", "h100", tensor_parallel=0), "tensor_parallel"),
         (lambda: limit_s(DecodeCost(1.0, 0.0, 0.0), [], 1), "non-empty"),
         (lambda: limit_s(DecodeCost(1.0, 0.0, 0.0), [1], 0), "in_flight"),
-        (lambda: ConstantLengths(0), "at least 1 token"),
         (lambda: LognormalLengths(0, 0.1, 0.1), "median >= 1"),
         (lambda: LognormalLengths.split(100, 0.8, 1.5), "between_share"),
         (lambda: LognormalLengths(100, 0.1, 0.1, cap=0), "cap"),
@@ -200,7 +198,7 @@ def decoded(cost: DecodeCost, workload: list[tuple[int, int]], places: int) -> l
 
 
 EVERY_KIND: list[ResponseLengths] = [
-    ConstantLengths(7),
+    LognormalLengths(7, 0.0, 0.0),
     LognormalLengths.split(2500, 0.8, 0.25, cap=16_384, seed=1),
     TraceLengths([5, 6, 7, 1000], seed=2),
     TraceLengths([[1, 2, 3], [40, 50], [600]], seed=2),

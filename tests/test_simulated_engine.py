@@ -21,7 +21,7 @@ from april.core.sampling import SamplingParams
 from april.engines.protocol import Chunk, Request
 from april.engines.simulated.decode_cost import DecodeCost, roofline
 from april.engines.simulated.engine import SimulatedEngine, by_sample_key, synthetic_response
-from april.engines.simulated.response_lengths import ConstantLengths, LognormalLengths, TraceLengths
+from april.engines.simulated.response_lengths import LognormalLengths, TraceLengths
 from april.errors import EngineError
 from april.testing.virtual_clock import VirtualDeadlock, run_virtual
 
@@ -31,7 +31,7 @@ PROMPT = np.array([11, 12, 13], dtype=np.int32)
 
 def make_engine(length: int = 10, cost: DecodeCost = SECOND, **options: Any) -> SimulatedEngine:
     options = {"max_running": 4, "vocab_size": 100, **options}
-    return SimulatedEngine("sim", cost, by_sample_key(ConstantLengths(length)), **options)
+    return SimulatedEngine("sim", cost, by_sample_key(LognormalLengths(length, 0.0, 0.0)), **options)
 
 
 def make_request(

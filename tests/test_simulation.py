@@ -15,7 +15,7 @@ import pytest
 from april.core.settings import CoreSettings
 from april.core.types import Refill
 from april.engines.simulated.decode_cost import DecodeCost, roofline
-from april.engines.simulated.response_lengths import ConstantLengths, LognormalLengths, ResponseLengths
+from april.engines.simulated.response_lengths import LognormalLengths, ResponseLengths
 from april.simulate.simulation import Simulation, SimulationResult
 
 COST = DecodeCost(base_s=0.004, per_sequence_s=1e-5, per_kv_token_s=1e-8, per_prefill_token_s=1e-6)
@@ -86,7 +86,7 @@ def test_tokens_of_the_core_are_those_of_the_engines(over: int, refill: Refill, 
 
 def test_equal_lengths_leave_no_tail_and_no_bubble() -> None:
     """With equal lengths sync wastes nothing: the time is steps x step time, computed by hand."""
-    result = Simulation(core(2, 4), COST, ConstantLengths(100), prompt_len=10).run(3)
+    result = Simulation(core(2, 4), COST, LognormalLengths(100, 0.0, 0.0), prompt_len=10).run(3)
 
     kv = sum(8 * (10 + s) for s in range(100))
     expected = 100 * (0.004 + 8 * 1e-5) + kv * 1e-8 + 8 * 10 * 1e-6
@@ -120,7 +120,7 @@ def periods(result: SimulationResult) -> list[float]:
 @pytest.mark.parametrize("train_s", [0.1, 0.7])
 def test_a_trainer_that_asks_after_the_update_adds_its_time_to_every_step(train_s: float) -> None:
     """Nothing is generated while it trains, and what it trains is new."""
-    _, result = trained(ConstantLengths(100), train_s)
+    _, result = trained(LognormalLengths(100, 0.0, 0.0), train_s)
 
     assert periods(result) == pytest.approx([ROLLOUT_S + train_s] * 11)
     assert {step.metrics["staleness_max"] for step in result.steps} == {0.0}
@@ -129,7 +129,7 @@ def test_a_trainer_that_asks_after_the_update_adds_its_time_to_every_step(train_
 @pytest.mark.parametrize("train_s", [0.1, 0.7])
 def test_a_trainer_that_fetches_one_batch_ahead_waits_for_the_slower_of_the_two(train_s: float) -> None:
     """While it trains the next batch is generated, under weights that are one update older when that is trained."""
-    _, result = trained(ConstantLengths(100), train_s, fetch_ahead=1)
+    _, result = trained(LognormalLengths(100, 0.0, 0.0), train_s, fetch_ahead=1)
 
     # the first update comes in the middle of a response, or after several batches: from then on it is regular
     assert sum(periods(result)[4:]) == pytest.approx(7 * max(ROLLOUT_S, train_s))

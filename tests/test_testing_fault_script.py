@@ -176,7 +176,7 @@ def test_a_random_script_repeats_itself_and_prints_its_seed(capsys: pytest.Captu
     """The same seed hits the same attempts at the same times; another seed does not; the call is printed."""
 
     def fired(seed: int) -> list[Any]:
-        script = FaultScript.random(seed, 0.3, ALL_FAULTS, [Fault("stall", seconds=2.0)])
+        script = FaultScript.random(seed, 0.3, ALL_FAULTS)
 
         async def program() -> None:
             async with make(script) as run:
@@ -190,7 +190,6 @@ def test_a_random_script_repeats_itself_and_prints_its_seed(capsys: pytest.Captu
     assert len(first) > 5
     printed = capsys.readouterr().out
     assert "FaultScript.random(seed=7, rate=0.3, kinds=[" in printed
-    assert "faults=[Fault('stall', seconds=2.0)]" in printed
 
 
 @on_virtual_time

@@ -115,17 +115,9 @@ async def test_every_generated_token_is_yielded_or_counted_as_discarded(stream_i
 @pytest.mark.parametrize(
     ("bad", "complaint"),
     [
-        (asked("x", np.array([], np.int32), SamplingParams(5)), "non-empty"),
-        (asked("x", np.array([[1, 2]], np.int32), SamplingParams(5)), "shape"),
-        (asked("x", np.array([1.0], np.float32), SamplingParams(5)), "integers"),  # type: ignore[arg-type]
         (asked("x", np.array([3, VOCAB_SIZE], np.int32), SamplingParams(5)), f"token id {VOCAB_SIZE} is outside"),
         (asked("x", np.array([-1], np.int32), SamplingParams(5)), "token id -1 is outside"),
         (asked("x", np.ones(64, np.int32), SamplingParams(5)), "no room below max_len 64"),
-        (asked("x", np.ones(3, np.int32), SamplingParams(0)), "max_tokens is 0"),
-        (asked("x", np.ones(3, np.int32), SamplingParams(5, min_tokens=-1)), "min_tokens"),
-        (asked("x", np.ones(3, np.int32), SamplingParams(5, temperature=-0.1)), "temperature"),
-        (asked("x", np.ones(3, np.int32), SamplingParams(5, temperature=float("nan"))), "temperature"),
-        (asked("x", np.ones(3, np.int32), SamplingParams(5, top_p=0.0)), "top_p"),
         (
             asked(
                 "x", np.ones(3, np.int32), SamplingParams(5, min_tokens=1, stop_token_ids=tuple(range(VOCAB_SIZE)))
@@ -410,7 +402,7 @@ def test_threads_are_left_alone() -> None:
         torch.set_num_threads(before)
 
 
-# ---------------------------------------------------------------- stop strings; the conformance suite cuts them
+# ---------------------------------------------------------------- stop strings
 
 KIND = "text"
 PROMPT = ids_of(KIND, "The answer is")

@@ -165,7 +165,7 @@ class hold_model:
                 self._turns.release(owner)
                 raise
         else:
-            self._turns.request(owner, _no_owner)
+            self._turns.request(owner, lambda: None)  # it has the lock, so nothing wakes it
         _held.set((*_held.get(), (self._turns, owner)))
         return self
 
@@ -183,7 +183,7 @@ class hold_model:
             owner = object()
             await self._turns.wait(owner, _caller())
         else:
-            self._turns.request(owner, _no_owner)
+            self._turns.request(owner, lambda: None)  # it has the lock, so nothing wakes it
         _held.set((*_held.get(), (self._turns, owner)))
         return self
 
@@ -195,10 +195,6 @@ class hold_model:
     def _mine(self) -> object | None:
         """Return the owner object under which this context has the lock already, or None."""
         return next((o for turns, o in _held.get() if turns is self._turns and turns.owned_by(o)), None)
-
-
-def _no_owner() -> None:
-    """Do nothing; never called, because an owner that has the lock does not wait for it."""
 
 
 def _caller() -> str:

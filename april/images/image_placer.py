@@ -222,8 +222,6 @@ class ImagePlacer:
         starts = self._expanded_starts(ids, replacements)
         if starts is None:
             at = np.flatnonzero(ids == self._placeholder_id)
-            if len(at) != len(pictures) and len(one_each := self._collapse_expanded(ids, replacements)):
-                ids, at = one_each, np.flatnonzero(one_each == self._placeholder_id)
             others = self._count_other_placeholders(ids, at)
             if len(at) != len(pictures) or others:
                 raise ConfigError(self._wrong_count_message(len(at), others, replacements, where))
@@ -285,20 +283,6 @@ class ImagePlacer:
             at = start + len(tokens)
             taken[start:at] = True
         return None if np.isin(ids[~taken], self.banned_ids).any() else starts
-
-    def _collapse_expanded(self, ids: Int32, replacements: Sequence[Int32]) -> Int32:
-        """Return tokens with one placeholder per image, from tokens in which some are expanded; empty if that fails."""
-        parts, done = [], 0
-        for tokens in replacements:
-            for i in np.flatnonzero(np.isin(ids[done:], (self._placeholder_id, tokens[0]))) + done:
-                whole = np.array_equal(ids[i : i + len(tokens)], tokens)
-                if whole or ids[i] == self._placeholder_id:
-                    parts += [ids[done:i], np.array([self._placeholder_id], np.int32)]
-                    done = int(i) + (len(tokens) if whole else 1)
-                    break
-            else:
-                return ids[:0]
-        return np.concatenate([*parts, ids[done:]])
 
     def _count_other_placeholders(self, ids: Int32, at: NDArray[np.int64]) -> int:
         """Return the number of placeholders that belong to no image."""

@@ -262,9 +262,7 @@ class ImageReader:
                 "make it smaller"
             ) from None
         except Exception as error:  # whatever a decoder raises on broken data
-            raise ConfigError(
-                f"{where} is damaged or truncated: it cannot be decoded ({clean(error, 100)}); create the file again"
-            ) from None
+            raise _damaged(error, where) from None
 
 
 def _is_animated(image: Any) -> bool:
@@ -294,10 +292,12 @@ def _as_png(image: Any, where: str) -> bytes:
         upright = upright if upright.mode in _PLAIN_MODES else upright.convert("RGB")
         upright.info = {}
         upright.save(buffer, "PNG", compress_level=1)
-    except ConfigError:
-        raise
     except Exception as error:
-        raise ConfigError(
-            f"{where} is damaged or truncated: it cannot be decoded ({clean(error, 100)}); create the file again"
-        ) from None
+        raise _damaged(error, where) from None
     return buffer.getvalue()
+
+
+def _damaged(error: Exception, where: str) -> ConfigError:
+    return ConfigError(
+        f"{where} is damaged or truncated: it cannot be decoded ({clean(error, 100)}); create the file again"
+    )

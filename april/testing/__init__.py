@@ -6,7 +6,6 @@
 from april.testing.auditing import Audit, AuditError, audit
 from april.testing.fake_engine import FakeEngine
 from april.testing.fault_script import ALL_FAULTS, STREAM_FAULTS, Fault, FaultKind, FaultScript, Fired
-from april.testing.recording_proxy import RecordingProxy
 from april.testing.records import AbortRecord, AttemptRecord, conversation, fake_logprobs, fake_response
 from april.testing.same_loop import Rollouts, rollouts
 from april.testing.virtual_clock import VirtualClockLoop, VirtualDeadlock, run_virtual
@@ -23,7 +22,6 @@ __all__ = [
     "FaultKind",
     "FaultScript",
     "Fired",
-    "RecordingProxy",
     "Rollouts",
     "VirtualClockLoop",
     "VirtualDeadlock",

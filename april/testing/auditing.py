@@ -140,7 +140,7 @@ class _Auditor:
                 rows.add((sample.id, sample.chain))
                 self.sample(sample, batch)
                 generated += tokens
-                old += sum(s.count for s in sample.segments if self.is_old(s.attempt_id, s.version, batch))
+                old += sum(s.count for s in sample.segments if s.attempt_id and s.version != batch.trained_at)
             delivered += generated
             share = old / generated if generated else 0.0
             if abs(share - batch.off_policy_share) > 1e-9:
@@ -171,10 +171,6 @@ class _Auditor:
 
     def wrong(self, sample: DeliveredSample, what: str) -> None:
         self.problems.append(f"sample {sample.id} {what}")
-
-    @staticmethod
-    def is_old(attempt_id: str, version: tuple[int, int], batch: Batch) -> bool:
-        return bool(attempt_id) and version != batch.trained_at
 
     def sample(self, sample: DeliveredSample, batch: Batch) -> None:
         """Compare a delivered sample with the records of its attempts."""

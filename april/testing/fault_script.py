@@ -200,14 +200,8 @@ class FaultScript:
         self._kinds: tuple[FaultKind, ...] = ()
 
     @classmethod
-    def random(
-        cls,
-        seed: int,
-        rate: float = 0.1,
-        kinds: Iterable[FaultKind | str] = STREAM_FAULTS,
-        faults: Iterable[Fault] = (),
-    ) -> FaultScript:
-        """Create a random mix of faults that is the same for the same seed; ``faults`` are added to it.
+    def random(cls, seed: int, rate: float = 0.1, kinds: Iterable[FaultKind | str] = STREAM_FAULTS) -> FaultScript:
+        """Create a random mix of faults that is the same for the same seed.
 
         A share ``rate`` of all attempts gets one fault, with each of ``kinds`` equally likely; for sick_probe and
         failed_update, ``rate`` is the share of those calls that fail. Faults hit after 0 to 11 tokens; durations are
@@ -218,18 +212,16 @@ class FaultScript:
         """
         if not 0.0 <= rate <= 1.0:
             raise ValueError(f"rate must be in [0, 1], got {rate}")
-        script = cls(*faults)
+        script = cls()
         script._seed, script._rate, script._kinds = seed, rate, tuple(FaultKind(kind) for kind in kinds)
         print(f"april.testing: {script!r}")
         return script
 
     def __repr__(self) -> str:
-        faults = ", ".join(map(repr, self.faults))
         if self._seed is None:
-            return f"FaultScript({faults})"
+            return f"FaultScript({', '.join(map(repr, self.faults))})"
         names = "" if self._kinds == STREAM_FAULTS else f", kinds={[str(kind) for kind in self._kinds]}"
-        more = f", faults=[{faults}]" if faults else ""
-        return f"FaultScript.random(seed={self._seed}, rate={self._rate}{names}{more})"
+        return f"FaultScript.random(seed={self._seed}, rate={self._rate}{names})"
 
     @property
     def unfired(self) -> list[Fault]:

@@ -17,8 +17,8 @@ import numpy as np
 from april.core.attempt_book import EVALUATION_MARK
 from april.core.versions import PolicyVersion
 from april.engines.protocol import Chunk, Float32, Int32, Request
+from april.engines.random_bits import MIX1, STEP, splitmix64
 from april.engines.simulated.engine import synthetic_logprobs, synthetic_response
-from april.engines.simulated.random_bits import MIX1, STEP, splitmix64
 
 
 def conversation(request: Request) -> Int32:

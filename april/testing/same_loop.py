@@ -19,7 +19,6 @@ from april.core.versions import PolicyVersion
 from april.driver.llm import RolloutFunction, single_turn
 from april.driver.loop_thread import LoopThread, Reply, Work
 from april.driver.rewards import EvaluationResult
-from april.driver.rollout_driver import RolloutDriver
 from april.driver.user_code import inside_user_code, is_async, name_of, refuse_inside_user_code
 from april.engines.protocol import Engine
 from april.errors import ConfigError, RolloutError, SchedulerClosed
@@ -27,7 +26,6 @@ from april.scheduler import RolloutScheduler, check_functions
 from april.testing.auditing import Audit, LoadedState, audit
 from april.testing.fake_engine import FakeEngine
 from april.testing.virtual_clock import VirtualClockLoop
-from april.view.observers import Observers
 
 T = TypeVar("T")
 
@@ -118,27 +116,15 @@ class _SameLoop(LoopThread):
 class _SameLoopScheduler(RolloutScheduler):
     _loop_type = _SameLoop
 
-    @property
-    def driver(self) -> RolloutDriver:
-        return self._driver
-
-    @property
-    def observers(self) -> Observers:
-        return self._observers
-
-    @property
-    def loop(self) -> _SameLoop:
-        assert isinstance(self._thread, _SameLoop)
-        return self._thread
-
 
 class Rollouts:
     """The methods of :class:`april.RolloutScheduler`, awaited on the current loop; created by :func:`rollouts`."""
 
     def __init__(self, scheduler: _SameLoopScheduler) -> None:
+        assert isinstance(scheduler._thread, _SameLoop)
         self._scheduler = scheduler
-        self._driver = scheduler.driver
-        self._loop = scheduler.loop
+        self._driver = scheduler._driver
+        self._loop = scheduler._thread
         self.batches: list[Batch] = []
         """Every batch that :meth:`next_batch` has returned."""
         self._loaded: LoadedState | None = None
@@ -167,16 +153,15 @@ class Rollouts:
             EngineError: an engine could not be paused or could not load; the version stays. Call it again later.
         """
 
-        if transfer is None:
-            return await self._loop.run_async(self._driver.update_weights(path, trained=trained, label=label))
-
         async def hand_over() -> None:
+            assert transfer is not None
             with inside_user_code():
                 result = transfer()
                 if inspect.isawaitable(result):
                     await result
 
-        return await self._loop.run_async(self._driver.update_weights(path, hand_over, trained, label=label))
+        update = None if transfer is None else hand_over
+        return await self._loop.run_async(self._driver.update_weights(path, update, trained, label=label))
 
     async def load_state_dict(self, state: dict[str, Any], path: str | None = None) -> PolicyVersion:
         """Load a state as ``RolloutScheduler.load_state_dict`` does, into newly created rollouts."""
@@ -216,7 +201,7 @@ class Rollouts:
         self._loop.stop()
         await self._driver.close()
         await self._loop.end()
-        self._scheduler.observers.close()
+        self._scheduler._observers.close()
 
     async def __aenter__(self) -> Self:
         return self

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -14,8 +13,8 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from april.errors import AprilError
-from april.testing.conformance.subject import Broken, Figures, Outcome, Verdict
+from april.testing.conformance.bench import verdict_on
+from april.testing.conformance.subject import Broken, Figures, Verdict
 from tests.gateway_suite.client import DIALECTS, Reply, Said, Talk
 from tests.gateway_suite.script import LONG
 from tests.gateway_suite.subject import Attempt, Door, Row, Subject
@@ -249,30 +248,17 @@ class Promise:
 
     async def on(self, make: Callable[[], Subject]) -> Verdict:
         """The verdict on a new subject; never raises for what the gateway does."""
-        wall, cpu = time.perf_counter(), time.process_time()
-        outcome, detail, figures = Outcome.PASSED, "", Figures()
         subject = make()
-        limit = LONGEST * subject.patience_s
-        try:
+
+        async def run() -> Figures:
             async with AsyncExitStack() as stack:
                 await stack.enter_async_context(subject)
                 http = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(None)))
                 bench = Bench(subject, http)
                 stack.push_async_callback(_ended, bench.tasks)
-                async with asyncio.timeout(limit):
-                    figures = await self.body(bench)
-        except TimeoutError:
-            outcome, detail = Outcome.FAILED, f"it had not ended after {limit:g} s; the gateway hangs"
-        except Broken as error:
-            outcome, detail = Outcome.FAILED, str(error)
-        except AprilError as error:
-            outcome, detail = Outcome.FAILED, f"{type(error).__name__}: {error}"
-        except Exception as error:  # a gateway may do anything, and that is a finding and not the suite's end
-            outcome, detail = Outcome.FAILED, f"the gateway or the suite raised {type(error).__name__}: {error}"
-        return Verdict(
-            check=f"{self.number} {self.name}", promise=self.text, outcome=outcome, detail=detail, figures=figures,
-            wall_s=time.perf_counter() - wall, cpu_s=time.process_time() - cpu,
-        )  # fmt: skip
+                return await self.body(bench)
+
+        return await verdict_on(f"{self.number} {self.name}", self.text, run(), LONGEST * subject.patience_s)
 
 
 async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:

@@ -1,6 +1,6 @@
-"""``make test-engines``: install, start, put every engine to the test, print the semantics matrix, stop everything.
+"""``make test-engines``: install, start, put every engine to the test, print the verdicts, stop everything.
 
-Writes into ``runs/engines``: a JSON report per engine, ``matrix.md``, ``minutes.json`` and the logs of the servers.
+Writes into ``runs/engines``: a JSON report per engine, ``minutes.json`` and the logs of the servers.
 Ends with status 1 if a promise is broken or a server does not start.
 """
 
@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from april.errors import AprilError
-from april.testing.conformance import Report, semantics_matrix
+from april.testing.conformance import Report
 from tests.real_engines.commands import router_server, sglang_server, vllm_server
 from tests.real_engines.environments import ROOT, SGLANG, VLLM, environment
 from tests.real_engines.kill import NotKept, kill_one
@@ -48,7 +49,7 @@ class Clock:
 
 
 def main(
-    only: Annotated[list[str] | None, typer.Option(help="Columns of the matrix, 'vllm in process', 'kill'.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Columns of the reports, 'vllm in process', 'kill'.")] = None,
     aborts: Annotated[int, typer.Option(min=1, help="Aborted requests per engine.")] = 1000,
     out: Annotated[Path, typer.Option(help="Where reports and logs go.")] = ROOT / "runs" / "engines",
 ) -> None:
@@ -57,10 +58,6 @@ def main(
     clock = Clock()
     with program():
         reports, wrong = _everything(only, aborts, out.resolve(), clock)
-    if reports:
-        matrix = semantics_matrix(reports)
-        (out / "matrix.md").write_text(matrix, "utf-8")
-        print(f"\n{matrix}")
     (out / "minutes.json").write_text(json.dumps(clock.minutes, indent=1) + "\n", "utf-8")
     print("minutes: " + ", ".join(f"{part} {minutes:.1f}" for part, minutes in clock.minutes.items()))
     wrong += [f"{r.engine}: {v}" for r in reports for v in r.failed]
@@ -82,7 +79,7 @@ def _everything(only: list[str] | None, aborts: int, out: Path, clock: Clock) ->
     worker = sglang_server("sglang", model, ports[2], out / "sglang.log", context=CONTEXT)
     router = router_server("sglang-router", worker, ports[3], out / "sglang-router.log", ports[4])
     pending = [c for c in columns(open_vllm, plain_vllm, worker, router) if not only or c.name in only]
-    uses = [c.servers for c in pending] + ([(open_vllm, plain_vllm)] if not only or KILL in only else [])
+    uses = [(c.server,) for c in pending] + ([(open_vllm, plain_vllm)] if not only or KILL in only else [])
     reports: list[Report] = []
     wrong: list[str] = []
     with running({s.name: s for row in uses for s in row}.values()):
@@ -113,7 +110,7 @@ def _everything(only: list[str] | None, aborts: int, out: Path, clock: Clock) ->
 
 def _written(report: Report, out: Path) -> Report:
     name = "-".join(report.engine.replace(",", "").split())
-    (out / f"{name}.json").write_bytes(report.json())
+    (out / f"{name}.json").write_bytes(msgspec.json.encode(report))
     return report
 
 

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from aiohttp import web
 
-from april.testing.recording_proxy import RecordingProxy
+from tests.real_engines.recording_proxy import RecordingProxy
 
 
 class Fault(StrEnum):

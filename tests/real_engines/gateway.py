@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 from unittest import mock
 
+import msgspec
 import numpy as np
 import typer
 from aiohttp import web
 from numpy.typing import NDArray
 from openai import AsyncOpenAI
 from renderers import Qwen3RendererConfig
-from rich.console import Console
+from transformers import AutoTokenizer
 
 import april.scheduler
 from april.config.settings import Config
@@ -34,10 +35,9 @@ from april.engines.kinds.factory import create_engines
 from april.engines.protocol import Chunk, Engine, Request
 from april.scheduler import RolloutScheduler
 from april.testing.conformance import Outcome, Report
-from april.testing.conformance.servers import hugging_face, hugging_face_tokenizer
+from april.testing.conformance.reference import hugging_face
 from april.testing.conformance.subject import Broken
 from april.testing.recording_engine import RecordingEngine
-from april.testing.recording_proxy import RecordingProxy
 from april.testing.records import conversation
 from tests.gateway_suite.promises import PROMISES
 from tests.gateway_suite.script import LONG_WORDS, MARKS, word_of
@@ -45,6 +45,7 @@ from tests.gateway_suite.subject import Attempt, Door, Row, Subject
 from tests.real_engines.commands import sglang_server, vllm_server
 from tests.real_engines.environments import ROOT, SGLANG_VERSION, VLLM_VERSION
 from tests.real_engines.models import CONTEXT, make_models
+from tests.real_engines.recording_proxy import RecordingProxy
 from tests.real_engines.scripted import HOLD, LIFT
 from tests.real_engines.servers import Server, emptied, free_ports, program, running, until_ready
 
@@ -274,7 +275,7 @@ def check_enforced(kind: str, server: Server, model: str, samples: int = 8) -> d
     })  # fmt: skip
     with RolloutScheduler(
         config, prompts=({"number": number} for number in itertools.count()), rollout=_demanding,
-        reward=lambda prompt, response: 1.0, tokenizer=hugging_face_tokenizer(model), progress=False,
+        reward=lambda prompt, response: 1.0, tokenizer=AutoTokenizer.from_pretrained(model), progress=False,
         renderer=Qwen3RendererConfig(enable_thinking=False),
     ) as rollouts:  # fmt: skip
         rows = rollouts.next_batch().samples
@@ -350,8 +351,7 @@ def main(
             if not only:
                 print(f"  constraints: enforce {check_enforced(kind, server, str(models['first']))}", flush=True)
             report = asyncio.run(_suite(kind, server, models, hold, only or []))
-    (out / "report.json").write_bytes(report.json())
-    Console(width=150).print(report.table())
+    (out / "report.json").write_bytes(msgspec.json.encode(report))
     passed = sum(v.outcome is Outcome.PASSED for v in report.verdicts)
     print(f"{report.engine}: {passed} of {len(report.verdicts)} kept")
     raise typer.Exit(0 if passed == len(report.verdicts) else 1)

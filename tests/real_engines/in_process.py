@@ -10,10 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from april.engines.protocol import Engine
 from april.engines.vllm.in_process import VllmInProcessEngine
 from april.testing.conformance import Report, Subject, Weights, run
-from april.testing.conformance.servers import hugging_face, hugging_face_tokenizer
+from april.testing.conformance.reference import hugging_face
 
 
 def make_llm(model: str) -> Any:
@@ -39,15 +41,14 @@ async def suite(model: str, other: str, aborts: int) -> Report:
     subject = Subject(
         open=opened, name="vllm in process", version=f"vllm {vllm.__version__}", long_tokens=1000, aborts=aborts,
         now=Weights(model, hugging_face(model)), other=Weights(other, hugging_face(other)),
-        tokenizer=hugging_face_tokenizer(model),
         gives_up={"server_killed": "the engine is in april's own process, and dies with it"},
     )  # fmt: skip
     try:
-        return await run(subject, watch=lambda check, text, verdict: print(check.name, verdict or "", flush=True))
+        return await run(subject, watch=lambda verdict: print(verdict, flush=True))
     finally:
         llm.shutdown()
 
 
 if __name__ == "__main__":
     found = asyncio.run(suite(sys.argv[1], sys.argv[2], int(sys.argv[4])))
-    Path(sys.argv[3]).write_bytes(found.json())
+    Path(sys.argv[3]).write_bytes(msgspec.json.encode(found))

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 
 import april
 from april.core.batch import Batch
-from april.testing.recording_proxy import Exchange, RecordingProxy
+from tests.real_engines.recording_proxy import Exchange, RecordingProxy
 from tests.real_engines.servers import Server
 
 GROUPS, SAMPLES = 8, 8

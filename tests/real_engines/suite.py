@@ -1,4 +1,4 @@
-"""The conformance suite on the real servers: which server serves which column of the matrix, and in which order.
+"""The conformance suite on the real servers: which server serves which column of the reports, and in which order.
 
 Invariant: a column's last check kills its server; the runner starts that one again while others have their turn.
 """
@@ -6,14 +6,21 @@ Invariant: a column's last check kills its server; the runner starts that one ag
 from __future__ import annotations
 
 import subprocess
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from april.testing.conformance import Report, Verdict, run
-from april.testing.conformance.servers import served
+import msgspec
+from pydantic import TypeAdapter
+
+from april.config.engines import EngineConfig
+from april.engines.kinds.factory import open_servers
+from april.engines.protocol import Engine
+from april.testing.conformance import Report, Subject, Verdict, Weights, hugging_face, run
 from tests.real_engines.commands import VLLM_ON_CPU
 from tests.real_engines.environments import ROOT, ROUTER_VERSION, SGLANG_VERSION, VLLM, VLLM_VERSION, environment
 from tests.real_engines.models import EOS, VOCAB_SIZE
+from tests.real_engines.recording_proxy import RecordingProxy
 from tests.real_engines.servers import Server, ServerFailed
 
 LONG_TOKENS = {"vllm": 1200, "openai": 1200, "sglang": 1000}
@@ -33,15 +40,8 @@ class Column:
     server: Server
     """The one that is asked, and killed in the end."""
     version: str
-    second: Server | None = None
-    """Where the responses finish when ``server`` is killed."""
     router: Server | None = None
     """In front of ``server``."""
-
-    @property
-    def servers(self) -> tuple[Server, ...]:
-        """Those that must be there before, without the router."""
-        return (self.server,) if self.second is None else (self.server, self.second)
 
 
 def columns(open_vllm: Server, plain_vllm: Server, worker: Server, router: Server) -> list[Column]:
@@ -49,7 +49,7 @@ def columns(open_vllm: Server, plain_vllm: Server, worker: Server, router: Serve
     vllm, sglang = f"vllm {VLLM_VERSION}", f"sglang {SGLANG_VERSION}"
     return [
         Column("sglang behind its router", "sglang", worker, f"{sglang}, router {ROUTER_VERSION}", router=router),
-        Column("vllm", "vllm", open_vllm, f"{vllm}, all routes open", second=plain_vllm),
+        Column("vllm", "vllm", open_vllm, f"{vllm}, all routes open"),
         Column("vllm plain", "vllm", plain_vllm, vllm),
         Column("sglang", "sglang", worker, sglang),
         Column("openai", "openai", plain_vllm, f"{vllm}, completions route"),
@@ -62,21 +62,27 @@ async def test_column(column: Column, models: dict[str, Path], aborts: int) -> R
     async def kill() -> None:
         column.server.kill()
 
-    options: dict[str, object] = dict(OPENAI) if column.kind == "openai" else {}
-    if column.router is not None:
-        options["router"] = column.router.url
+    front = column.server if column.router is None else column.router
+    now, other = (Weights(path, hugging_face(path)) for path in (str(models["first"]), str(models["second"])))
+    async with RecordingProxy(front.url) as proxy:
+        fields: dict[str, Any] = {"kind": column.kind, "urls": [proxy.url]}
+        if column.router is not None:
+            fields |= {"urls": [column.server.url], "router": proxy.url}
+        if column.kind == "openai":
+            fields |= OPENAI
+        config: Any = TypeAdapter(EngineConfig).validate_python(fields)
 
-    async with served(
-        column.kind, [column.server.url], model=str(models["first"]), other=str(models["second"]), name=column.name,
-        second=None if column.second is None else column.second.url, version=column.version,
-        options=options, kill=kill, aborts=aborts, long_tokens=LONG_TOKENS[column.kind],
-    ) as subject:  # fmt: skip
-        return await run(replace(subject, patience_s=PATIENCE_S), watch=lambda check, text, verdict: tell(verdict))
+        async def opened() -> Engine:
+            return (await open_servers(config))[0]
+
+        return await run(Subject(
+            open=opened, name=column.name, version=column.version, wire=proxy, now=now, other=other, kill=kill,
+            aborts=aborts, long_tokens=LONG_TOKENS[column.kind], patience_s=PATIENCE_S,
+        ), watch=tell)  # fmt: skip
 
 
-def tell(verdict: Verdict | None) -> None:
-    if verdict is not None:
-        print(f"  {verdict} [{verdict.wall_s:.1f} s]", flush=True)
+def tell(verdict: Verdict) -> None:
+    print(f"  {verdict} [{verdict.wall_s:.1f} s]", flush=True)
 
 
 def test_in_process(models: dict[str, Path], aborts: int, out: Path) -> Report:
@@ -102,7 +108,7 @@ def test_in_process(models: dict[str, Path], aborts: int, out: Path) -> Report:
         process.kill()
     if not report.is_file():
         raise ServerFailed(f"vllm in process ended without a report:\n{process.last_lines()}")
-    found = Report.from_json(report.read_bytes())
+    found = msgspec.json.decode(report.read_bytes(), type=Report)
     for verdict in found.verdicts:
         tell(verdict)
     return found

@@ -33,9 +33,9 @@ from april.engines.protocol import (
     OnWeightUpdate,
     Request,
 )
+from april.engines.random_bits import STEP, splitmix64
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.decoder_model import Finished, SimulatedDecoder
-from april.engines.simulated.random_bits import STEP, splitmix64
 from april.engines.simulated.response_lengths import ResponseLengths
 from april.engines.simulated.synthetic_rows import rows_of_attempt
 from april.errors import EngineError

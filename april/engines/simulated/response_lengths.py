@@ -39,20 +39,6 @@ class ResponseLengths(ABC):
 
 
 @dataclass(frozen=True)
-class ConstantLengths(ResponseLengths):
-    """Every response has ``tokens`` tokens."""
-
-    tokens: int
-
-    def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise ValueError(f"a response has at least 1 token, not {self.tokens}")
-
-    def group(self, group: int, n_samples: int) -> NDArray[np.int32]:
-        return np.full(n_samples, self.tokens, dtype=np.int32)
-
-
-@dataclass(frozen=True)
 class LognormalLengths(ResponseLengths):
     """Lengths exp(N(log median, sigma_between^2 + sigma_within^2)); the samples of a group share the first normal.
 
@@ -73,7 +59,8 @@ class LognormalLengths(ResponseLengths):
     def __post_init__(self) -> None:
         if self.median < 1 or self.sigma_between < 0 or self.sigma_within < 0:
             raise ValueError(f"need median >= 1 and sigmas >= 0: {self}")
-        _check_cap(self.cap)
+        if self.cap is not None and self.cap < 1:
+            raise ValueError(f"cap must be at least 1 token or None, not {self.cap}")
 
     @classmethod
     def split(
@@ -99,9 +86,8 @@ class TraceLengths(ResponseLengths):
     samples take the lengths from there on, cyclically. Rows of one number each make all samples independent.
     """
 
-    def __init__(self, rows: Sequence[int] | Sequence[Sequence[int]], cap: int | None = None, seed: int = 0) -> None:
-        _check_cap(cap)
-        self._cap, self._seed = cap, seed
+    def __init__(self, rows: Sequence[int] | Sequence[Sequence[int]], seed: int = 0) -> None:
+        self._seed = seed
         self._rows = [tuple(row) if isinstance(row, Sequence) else (row,) for row in rows]
         self._grouped = any(len(row) > 1 for row in self._rows)
         if not self._rows:
@@ -111,7 +97,7 @@ class TraceLengths(ResponseLengths):
                 raise ValueError(f"trace entry {number} must be token counts, integers >= 1, not {list(row)[:5]}")
 
     @classmethod
-    def from_jsonl(cls, path: str | Path, cap: int | None = None, seed: int = 0) -> TraceLengths:
+    def from_jsonl(cls, path: str | Path, seed: int = 0) -> TraceLengths:
         """Read a file with one JSON value per line: a number, or ``{"lengths": [...]}`` for one prompt's samples."""
         rows: list[list[int]] = []
         with Path(path).open(encoding="utf-8") as file:
@@ -132,18 +118,18 @@ class TraceLengths(ResponseLengths):
                     )
                 rows.append(row)
         try:
-            return cls(rows, cap, seed)
+            return cls(rows, seed)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
     def group(self, group: int, n_samples: int) -> NDArray[np.int32]:
         if not self._grouped:
             draws = uniforms("trace sample", self._seed, group, n_samples)
-            return _as_lengths([self._rows[int(u * len(self._rows))][0] for u in draws], self._cap)
+            return _as_lengths([self._rows[int(u * len(self._rows))][0] for u in draws])
         pick, turn = uniforms("trace group", self._seed, group, 2)
         row = self._rows[int(pick * len(self._rows))]
         start = int(turn * len(row))
-        return _as_lengths([row[(start + i) % len(row)] for i in range(n_samples)], self._cap)
+        return _as_lengths([row[(start + i) % len(row)] for i in range(n_samples)])
 
 
 def uniforms(what: str, seed: int, group: int, count: int) -> list[float]:
@@ -156,11 +142,6 @@ def uniforms(what: str, seed: int, group: int, count: int) -> list[float]:
     return numbers[:count]
 
 
-def _as_lengths(values: Sequence[float], cap: int | None) -> NDArray[np.int32]:
+def _as_lengths(values: Sequence[float], cap: int | None = None) -> NDArray[np.int32]:
     top = cap if cap is not None else 2**31 - 1
     return np.array([min(top, max(1, round(value))) if value < top else top for value in values], dtype=np.int32)
-
-
-def _check_cap(cap: int | None) -> None:
-    if cap is not None and cap < 1:
-        raise ValueError(f"cap must be at least 1 token or None, not {cap}")

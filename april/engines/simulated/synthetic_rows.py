@@ -13,7 +13,7 @@ import numpy as np
 from april.core.attachments import Extras, Rows
 from april.core.tape import Int32
 from april.core.versions import PolicyVersion
-from april.engines.simulated.random_bits import MIX1, STEP, splitmix64
+from april.engines.random_bits import MIX1, STEP, splitmix64
 
 LAYERS, TOP_K = 2, 2
 """Layers and experts per token; a row is [2, 2] uint8."""

@@ -261,7 +261,7 @@ class TransformersEngine(EngineBase):
 
     def _checked(self, request: Request) -> SlotRequest:
         """Translate the request for the decoder; raises EngineError if it is invalid."""
-        from april.engines.transformers.slot_requests import slot_request, wrong_images, wrong_request
+        from april.engines.transformers.slot_requests import slot_request, wrong_request
 
         where = f"{self._name}, attempt {request.attempt_id}"
         wrong: str | None
@@ -273,7 +273,7 @@ class TransformersEngine(EngineBase):
             wrong = wrong_request(request, self._capabilities.vocab_size, self._max_len, self._eos)
         if wrong is not None:
             raise EngineError(f"{where}: {wrong}")
-        if (wrong := wrong_images(request, self._vision)) is not None:
+        if self._vision is not None and (wrong := self._vision.wrong_places(request.attached)) is not None:
             raise AttachmentError(f"{where}: {wrong}")
         if not self._weights.ready:
             raise EngineError(

@@ -1,9 +1,8 @@
 """Detects whether other code has changed the model's settings or weights while tokens were sampled.
 
 The watched state is the weights and the settings of every module: flags, strings, lists and dicts of them (adapters,
-their scales, training mode), hooks, submodules and parameters. The whole state is compared after a tick. Before each
-decode step only a part is compared, in rotation, because that must cost next to nothing. The whole state is also
-compared when another thread calls the model, because code that changes settings temporarily does so for a call.
+their scales, training mode), hooks, submodules and parameters. The state is compared after a tick, and when another
+thread calls the model, because code that changes settings temporarily does so for a call.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -58,14 +56,11 @@ def guard_optimizers(engine: Any, weights: Any) -> weakref.finalize[Any, Any]:
     return weakref.finalize(engine, handle.remove)
 
 
-CHECKED_PER_STEP = 12
-"""Number of settings, and of tensors, that are compared before a decode step; a 32nd of all if that is more."""
 PATIENCE_S, POLL_S = 10.0, 0.01
 """Seconds to wait for other code to restore the model, and seconds between two checks during that time."""
 WRITTEN = "its weights were changed"
 _GONE, _NONE, _OURS = object(), object(), object()
 _PLAIN = (bool, str, int, float, type(None))
-T = TypeVar("T")
 _TABLES = ("_forward_hooks", "_forward_pre_hooks", "_modules", "_parameters")
 
 
@@ -77,8 +72,6 @@ class ModelState:
         self._switches: list[tuple[dict[str, Any], str, Any]] = []
         self._changing: set[tuple[type, str]] = set()
         """Settings that models of this type change themselves in the forward pass."""
-        self._places: list[tuple[Tensor, int]] = []
-        self._steps = 0
         self._torn = ""
         self._decoder = 0
         """Id of the decoding thread."""
@@ -104,7 +97,7 @@ class ModelState:
 
     def note_weights(self) -> None:
         """Record the present weights as the intended ones."""
-        self._stamp, self._places = self._weights.stamp(), self._weights.places()
+        self._stamp = self._weights.stamp()
 
     def ignore_changes(self) -> None:
         """Stop watching settings that have changed since they were recorded: the model changes them itself."""
@@ -170,20 +163,12 @@ class ModelState:
 
     def _look(self, *_: object) -> None:
         """Hook that runs at each call of the model, by any thread."""
-        if not self._torn and (threading.get_ident() != self._decoder or self._check_part()):
+        if not self._torn and threading.get_ident() != self._decoder:
             self._torn = self.changed_setting() or (WRITTEN if self.weights_written() else "")
 
     def _called_each_time(self) -> Any:
         compiled = hasattr(self._model, "_orig_mod") or getattr(self._model, "_compiled_call_impl", None) is not None
         return self._model if compiled else self._model.get_input_embeddings()
-
-    def _check_part(self) -> bool:
-        """Compare the part of the state that is due before this step; return True if it has changed."""
-        self._steps += 1
-        switches, places = _part(self._switches, self._steps), _part(self._places, self._steps)
-        return any(_differs(own, name, value) for own, name, value in switches) or any(
-            tensor.data_ptr() != place for tensor, place in places
-        )
 
 
 def _embeddings(model: Any) -> Iterator[int]:
@@ -191,12 +176,6 @@ def _embeddings(model: Any) -> Iterator[int]:
     for module in model.modules():
         with suppress(AttributeError, NotImplementedError):
             yield id(module.get_input_embeddings())
-
-
-def _part(of: list[T], number: int) -> list[T]:
-    size = max(CHECKED_PER_STEP, -(-len(of) // 32))
-    parts = -(-len(of) // size) or 1
-    return of[number % parts * size :][:size]
 
 
 def _differs(own: dict[str, Any], name: str, value: Any) -> bool:

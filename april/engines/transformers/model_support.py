@@ -136,11 +136,6 @@ def refuse_unsupported(model: Any, max_len: int) -> None:
     config = text_config(model)
     kind = config.model_type
     refuse_shards(model, kind)
-    if dynamic := _dynamically_quantised(model):
-        raise ConfigError(
-            f"{kind} has layers that quantise their inputs at run time ({dynamic}) with one scale for the whole batch, "
-            "so a token would depend on the other sequences: generate with the model from before quantize_dynamic"
-        )
     if any(getattr(c, "is_prompt_learning", False) for c in getattr(model, "peft_config", {}).values()):
         raise ConfigError(
             f"{kind} has a PEFT adapter of the kind prompt learning, which puts virtual tokens before every prompt, "
@@ -172,13 +167,6 @@ def refuse_unsupported(model: Any, max_len: int) -> None:
             f"the parameters of {kind} are on {sorted(map(str, devices))}, but the transformers engine needs all of "
             "them on one real device"
         )
-
-
-def _dynamically_quantised(model: Any) -> str:
-    """Return the name of a layer type of torch's dynamic quantisation; empty if there is none."""
-    types = {type(module) for module in model.modules()}
-    package = "torch.ao.nn.quantized.dynamic"
-    return next((f"{package}.{t.__qualname__}" for t in types if t.__module__.startswith(package)), "")
 
 
 def why_not_exact(model: Any) -> str:

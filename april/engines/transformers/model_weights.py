@@ -59,10 +59,6 @@ class ModelWeights:
         tensors = self._tensors
         return sum(map(_writes, tensors)), hash((*(t.data_ptr() for t in tensors), *_few_values(tensors)))
 
-    def places(self) -> list[tuple[Tensor, int]]:
-        """Return each tensor with its address."""
-        return [(tensor, tensor.data_ptr()) for tensor in self._tensors]
-
     def sample(self) -> NDArray[np.float32]:
         """Return up to ``SAMPLED`` values of each parameter, evenly spread."""
         with torch.no_grad():

@@ -217,15 +217,8 @@ class SlotDecoder:
             sound = self._sound.get(output.request.attempt_id, 0)
             unsound = max(0, output.tokens.size - sound)
             self._stats.discarded_tokens += unsound
-            cut.append(
-                SlotOutput(
-                    request=output.request,
-                    tokens=output.tokens[:sound],
-                    logprobs=output.logprobs[:sound],
-                    finish=None,
-                    unsound=unsound,
-                )
-            )
+            tokens, logprobs = output.tokens[:sound], output.logprobs[:sound]
+            cut.append(SlotOutput(output.request, tokens, logprobs, finish=None, unsound=unsound))
         return cut + waited
 
     def synchronize(self) -> None:
@@ -499,14 +492,8 @@ class SlotDecoder:
         for i, slot in enumerate(slots):
             request, count = self._active[slot], int(counts[i])
             fresh = slice(request.taken, count)
-            outputs.append(
-                SlotOutput(
-                    request=request,
-                    tokens=tokens[i, fresh].astype(np.int32),
-                    logprobs=logprobs[i, fresh].copy(),
-                    finish=ended.get(slot),
-                )
-            )
+            new = tokens[i, fresh].astype(np.int32), logprobs[i, fresh].copy()
+            outputs.append(SlotOutput(request, *new, finish=ended.get(slot)))
             request.taken = count
         return outputs
 
@@ -514,13 +501,7 @@ class SlotDecoder:
     def _empty_output(
         request: SlotRequest, finish: EngineFinish | None, refused: AttachmentError | None = None
     ) -> SlotOutput:
-        return SlotOutput(
-            request=request,
-            tokens=np.empty(0, np.int32),
-            logprobs=np.empty(0, np.float32),
-            finish=finish,
-            refused=refused,
-        )
+        return SlotOutput(request, np.empty(0, np.int32), np.empty(0, np.float32), finish=finish, refused=refused)
 
     def _reserve_tokens(self, columns: int) -> None:
         old = self._new_tokens.shape[1]

@@ -152,12 +152,9 @@ class SlotCache(Cache):
         """Limit moving and cleaning to ``columns``, because no active row is longer."""
         self._clean = min(self._clean, window_of(columns))
 
-    def reserve_columns(self, columns: int, active: int) -> bool:
-        """Allocate at least ``columns`` columns; return True if cells were renumbered."""
-        if columns <= self.columns:
-            return False
+    def reserve_columns(self, columns: int, active: int) -> None:
+        """Allocate at least ``columns`` columns, which renumbers the cells if there were fewer."""
         self._reserve(self._rows, columns, active)
-        return True
 
     def release(self) -> None:
         """Free all memory; no request may be active."""

@@ -1,8 +1,7 @@
-"""Converts requests to the decoder's form, and refuses invalid ones before any work is done."""
+"""Converts requests to the decoder's form, and refuses those that the model cannot serve before any work is done."""
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from april.core.attachments import Placed
 from april.engines.protocol import EngineFinish, Float32, Int32, Request
-from april.engines.transformers.vision import ProcessedImages, Vision
+from april.engines.transformers.vision import ProcessedImages
 from april.errors import AttachmentError
 
 
@@ -39,7 +38,7 @@ class SlotRequest:
     """Number of generated tokens that were already handed out."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SlotOutput:
     """The tokens that a request has generated since its last output; tokens [k], log-probabilities [k]."""
 
@@ -54,11 +53,9 @@ class SlotOutput:
 
 
 def wrong_request(request: Request, vocab_size: int, max_len: int, eos: tuple[int, ...]) -> str | None:
-    """Explain why a request is invalid and what to do; None if it is valid."""
-    sampling, tokens = request.sampling, np.asarray(request.token_ids)
-    outside = tokens[(tokens < 0) | (tokens >= vocab_size)] if tokens.dtype.kind in "iu" else tokens[:0]
-    if tokens.ndim != 1 or tokens.size == 0 or tokens.dtype.kind not in "iu":
-        return f"token_ids has shape {tokens.shape} and dtype {tokens.dtype}: send a non-empty row of integers"
+    """Explain why the model cannot serve a request and what to do; None if it can."""
+    sampling, tokens = request.sampling, request.token_ids
+    outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
     if outside.size:
         return (
             f"token id {outside[0]} is outside the vocabulary of {vocab_size}: encode prompts with this "
@@ -66,14 +63,6 @@ def wrong_request(request: Request, vocab_size: int, max_len: int, eos: tuple[in
         )
     if tokens.size >= max_len:
         return f"{tokens.size} tokens leave no room below max_len {max_len}: shorten it or raise max_len"
-    if sampling.max_tokens < 1:
-        return f"max_tokens is {sampling.max_tokens}: at least 1 token must be allowed"
-    if sampling.min_tokens < 0:
-        return f"min_tokens is {sampling.min_tokens}: it must not be negative"
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0.0):
-        return f"temperature is {sampling.temperature}: use a finite number, 0 for greedy"
-    if not 0.0 < sampling.top_p <= 1.0:
-        return f"top_p is {sampling.top_p}: use a number in (0, 1]"
     banned = {i for i in sampling.banned_ids if 0 <= i < vocab_size}
     if len(banned) >= vocab_size:
         return "every token of the vocabulary is banned, so none can be sampled"
@@ -82,30 +71,18 @@ def wrong_request(request: Request, vocab_size: int, max_len: int, eos: tuple[in
     return None
 
 
-def wrong_images(request: Request, vision: Vision | None) -> str | None:
-    """Explain why the model cannot read the request's images; None if it can or there are none."""
-    if vision is not None:
-        return vision.why_mismatched(np.asarray(request.token_ids), request.attached)
-    if not request.attached:
-        return None
-    return (
-        f"it comes with {len(request.attached)} attachments, but this engine accepts none: give it a vision model, and "
-        "give the scheduler its processor"
-    )
-
-
 def slot_request(
     request: Request, max_len: int, eos: tuple[int, ...], seeds: random.Random, stream_interval: int | None
 ) -> SlotRequest:
     """Translate a valid request for the decoder; ``seeds`` supplies a seed if it has none."""
-    sampling, tokens = request.sampling, np.asarray(request.token_ids)
+    sampling, tokens = request.sampling, request.token_ids
     return SlotRequest(
         attempt_id=request.attempt_id,
         tokens=tokens.astype(np.int32),
         max_tokens=min(sampling.max_tokens, max_len - tokens.size),
         min_tokens=sampling.min_tokens,
-        temperature=float(sampling.temperature),
-        top_p=float(sampling.top_p),
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
         stop_ids=_stops(request, eos),
         seed=seeds.getrandbits(63) if sampling.seed is None else sampling.seed,
         priority=request.priority,

@@ -17,18 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-# Constants of the splitmix64 generator (Steele, Lea, Flood 2014): its increment and the factors of its output mix.
-_INCREMENT = np.uint64(0x9E3779B97F4A7C15)
-_FACTOR_1 = np.uint64(0xBF58476D1CE4E5B9)
-_FACTOR_2 = np.uint64(0x94D049BB133111EB)
+from april.engines.random_bits import STEP, splitmix64
+
 # 52 random bits plus a half, times this: u is strictly between 0 and 1, and u x total (in sample) is below total.
 _SCALE = 2.0**-52
-
-
-def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    x = (x ^ (x >> np.uint64(30))) * _FACTOR_1
-    x = (x ^ (x >> np.uint64(27))) * _FACTOR_2
-    return x ^ (x >> np.uint64(31))
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64], count: int) -> NDArray[np.float64]:
@@ -41,7 +33,7 @@ def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64], count: int
     """
     steps = (positions[:, None] + np.arange(1, count + 1)).astype(np.uint64)
     # The seed is mixed first, so that seeds 0, 1, 2 ... do not give shifted copies of one stream.
-    bits = _mix(_mix(seeds + _INCREMENT)[:, None] + steps * _INCREMENT)
+    bits = splitmix64(splitmix64(seeds + STEP)[:, None] + steps * STEP)
     return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * _SCALE
 
 

@@ -13,6 +13,7 @@ import io
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -92,32 +93,14 @@ class Vision:
         self._grid_of = next((m for m in model.modules() if hasattr(m, "get_rope_index")), None)
         self._kept: OrderedDict[str, _Pixels] = OrderedDict()
 
-    def why_mismatched(self, tokens: NDArray[Any], attached: Sequence[Placed]) -> str | None:
-        """Explain why these tokens and images do not match; None if they do."""
-        end = 0
-        is_image = tokens == self.image_id
-        for placed in attached:
-            what = f"the {placed.attachment.kind} at token {placed.at}"
-            if placed.attachment.kind != IMAGE:
-                return f"{what}: this engine only accepts images"
-            if placed.at < end or placed.end > tokens.size:
-                return f"{what} has {placed.count} tokens, some of which are missing or belong to another attachment"
-            if self._family.grid and end and placed.at == end:
+    def wrong_places(self, attached: Sequence[Placed]) -> str | None:
+        """Explain why the model cannot read images at these places; None if it can."""
+        for before, placed in pairwise(attached):
+            if self._family.grid and placed.at == before.end:
                 return (
-                    f"{what} follows another one immediately, and the model would read both as one: put a token "
-                    "between them"
+                    f"the image at token {placed.at} follows another one immediately, and the model would read both as "
+                    "one: put a token between them"
                 )
-            if not is_image[placed.at : placed.end].any():
-                return (
-                    f"{what} has no token {self.image_id} at its position: give token_ids of the model's own processor"
-                )
-            is_image[placed.at : placed.end] = False
-            end = placed.end
-        if attached and is_image.any():
-            return (
-                f"token {int(is_image.argmax())} is {self.image_id}, the placeholder of an image, but no image belongs "
-                "to it: ban it (banned_ids), because a response with it cannot be trained either"
-            )
         return None
 
     def process(self, tokens: NDArray[np.int32], attached: Sequence[Placed]) -> ProcessedImages:

@@ -3,13 +3,12 @@
     report = await conformance.run(conformance.Subject(open=my_engine))
     assert not report.failed, report.failed
 
-``docs/engines.md`` lists the promises and how april's engines keep them. Needs no test runner; the table of a report
-needs the ``cli`` extra.
+``docs/engines.md`` lists the promises and how april's engines keep them. Needs no test runner.
 """
 
 from april.testing.conformance.bench import Check
-from april.testing.conformance.run import CHECKS, check_named, run, semantics_matrix
-from april.testing.conformance.servers import hugging_face, served
+from april.testing.conformance.reference import hugging_face
+from april.testing.conformance.run import CHECKS, check_named, run
 from april.testing.conformance.subject import (
     Answer,
     Outcome,
@@ -37,6 +36,4 @@ __all__ = [
     "check_named",
     "hugging_face",
     "run",
-    "semantics_matrix",
-    "served",
 ]

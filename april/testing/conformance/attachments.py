@@ -16,12 +16,12 @@ CUT = 8
 SAMPLES = 4
 
 
-def _shown(bench: Bench, prompt: Shown, number: int, max_tokens: int = LENGTH, **more: object) -> Request:
+def _shown(bench: Bench, prompt: Shown, number: int, **more: object) -> Request:
     # ban the placeholder tokens of images, because no reference model could read a response that contains them
     stands = {token for placed in prompt.attached for token in placed.stands}
     banned = tuple(sorted(stands)) if bench.engine.capabilities.bans else ()
     ids = prompt.token_ids
-    request = bench.request(number, max_tokens, prompt=ids, forced=False, banned_ids=banned, **more)  # type: ignore[arg-type]
+    request = bench.request(number, LENGTH, prompt=ids, forced=False, banned_ids=banned, **more)  # type: ignore[arg-type]
     return replace(request, attached=tuple(prompt.attached))
 
 

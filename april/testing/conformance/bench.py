@@ -21,7 +21,7 @@ import numpy as np
 from msgspec import structs
 
 from april.core.sampling import SamplingParams
-from april.core.versions import PolicyVersion
+from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.driver.wire_checks import check_chunk, check_end
 from april.engines.protocol import AbortMeans, Capabilities, Chunk, Engine, EngineFinish, Int32, Request
 from april.errors import AprilError, EngineError, WireError
@@ -168,11 +168,8 @@ class Bench:
     def __init__(self, subject: Subject, engine: Engine) -> None:
         self.subject = subject
         self.engine = engine
-        self.version = subject.first_version
+        self.version = FIRST_VERSION
         self.weights: Weights = subject.now
-        self.killed = False
-        self.say: Callable[[str], None] = lambda text: None
-        """Callback that reports the progress of a long check."""
         self._run = os.urandom(8).hex()
         self._numbers = itertools.count(1)
         self._seeds = itertools.count(10**6)
@@ -234,9 +231,9 @@ class Bench:
             sampling = structs.replace(sampling, max_tokens=count, min_tokens=count)
         return structs.replace(request, attempt_id=self.new_id(), sampling=sampling)
 
-    def start(self, request: Request, engine: Engine | None = None) -> ReadRequest:
+    def start(self, request: Request) -> ReadRequest:
         """Begin to read a request."""
-        reading = ReadRequest(engine or self.engine, request)
+        reading = ReadRequest(self.engine, request)
         self._readings.append(reading)
         return reading
 
@@ -246,9 +243,9 @@ class Bench:
         await self.wait_for_tokens(readings)
         return readings
 
-    async def run_complete(self, requests: Iterable[Request], engine: Engine | None = None) -> list[ReadRequest]:
+    async def run_complete(self, requests: Iterable[Request]) -> list[ReadRequest]:
         """Run requests that must complete; return them after their ends."""
-        readings = [self.start(r, engine) for r in requests]
+        readings = [self.start(r) for r in requests]
         await self.wait_for_success(readings)
         return readings
 
@@ -263,14 +260,6 @@ class Bench:
             raise Broken(f"{what} did not return in {self.subject.patience_s:g} s") from None
         except EngineError as error:
             raise Broken(f"{what} failed: {error}") from error
-
-    async def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait until the condition holds; raises Broken after the subject's patience."""
-        deadline = asyncio.get_running_loop().time() + self.subject.patience_s
-        while not condition():
-            if asyncio.get_running_loop().time() > deadline:
-                raise Broken(f"after {self.subject.patience_s:g} s {what}")
-            await asyncio.sleep(POLL_S)
 
     async def wait_for_ends(self, readings: Sequence[ReadRequest]) -> None:
         """Wait until all streams have ended; raises Broken if one hangs or breaks the contract."""
@@ -382,7 +371,7 @@ class Bench:
         if tasks:
             await asyncio.wait(tasks, timeout=self.subject.patience_s)
         self._readings.clear()
-        if self.weights is not self.subject.now and not self.killed:
+        if self.weights is not self.subject.now:
             await self.load_weights(self.subject.now)
 
     # ---------------------------------------------------------------- expectations
@@ -488,36 +477,42 @@ class Check:
 
     async def on(self, bench: Bench) -> Verdict:
         """Run the check and return its verdict; errors of the engine become part of it and are never raised."""
-        wall, cpu = time.perf_counter(), time.process_time()
-        outcome, detail, figures = Outcome.PASSED, "", Figures()
-        limit = asyncio.timeout(LONGEST_CHECK * bench.subject.patience_s)
-        try:
-            if bench.killed:
-                raise NotTested("an earlier check has killed the server")
+
+        async def run() -> Figures:
             if self.name in bench.subject.gives_up:
                 raise NotOffered(bench.subject.gives_up[self.name])
             try:
-                async with limit:
-                    figures = await self.body(bench)
+                return await self.body(bench)
             finally:
                 await bench.clean_up()
-        except NotOffered as error:
-            outcome, detail = Outcome.NOT_OFFERED, str(error)
-        except NotTested as error:
-            outcome, detail = Outcome.NOT_TESTED, str(error)
-        except TimeoutError:
-            outcome = Outcome.FAILED
-            detail = f"the check had not ended after {LONGEST_CHECK * bench.subject.patience_s:g} s; an engine hangs"
-        except Broken as error:
-            outcome, detail = Outcome.FAILED, str(error)
-        except AprilError as error:
-            outcome, detail = Outcome.FAILED, f"{type(error).__name__}: {error}"
-        except Exception as error:  # any error of the engine is a failed check, and must not end the suite
-            outcome, detail = Outcome.FAILED, f"the engine or the suite raised {type(error).__name__}: {error}"
-        return Verdict(
-            check=self.name, promise=self.promise, outcome=outcome, detail=detail, figures=figures,
-            wall_s=time.perf_counter() - wall, cpu_s=time.process_time() - cpu,
-        )  # fmt: skip
+
+        return await verdict_on(self.name, self.promise, run(), LONGEST_CHECK * bench.subject.patience_s)
+
+
+async def verdict_on(name: str, promise: str, run: Coroutine[Any, Any, Figures], limit_s: float) -> Verdict:
+    """Await the check ``run`` for at most ``limit_s`` seconds, and return its verdict; never raises an error of it."""
+    began = time.perf_counter()
+    outcome, detail, figures = Outcome.FAILED, "", Figures()
+    try:
+        async with asyncio.timeout(limit_s):
+            figures = await run
+        outcome = Outcome.PASSED
+    except NotOffered as error:
+        outcome, detail = Outcome.NOT_OFFERED, str(error)
+    except NotTested as error:
+        outcome, detail = Outcome.NOT_TESTED, str(error)
+    except TimeoutError:
+        detail = f"the check had not ended after {limit_s:g} s; something hangs"
+    except Broken as error:
+        detail = str(error)
+    except AprilError as error:
+        detail = f"{type(error).__name__}: {error}"
+    except Exception as error:  # any error of the tested code is a failed check, and must not end the suite
+        detail = f"the tested code or the suite raised {type(error).__name__}: {error}"
+    return Verdict(
+        check=name, promise=promise, outcome=outcome, detail=detail, figures=figures,
+        wall_s=time.perf_counter() - began,
+    )  # fmt: skip
 
 
 def check(promise: str) -> Callable[[Callable[[Bench], Awaitable[Figures]]], Check]:

@@ -1,58 +1,12 @@
-"""Runs all checks on one engine, and builds the semantics matrix of declared capabilities and tested promises."""
+"""Runs all checks on one engine."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
-from april.engines.abilities import ABILITIES
-from april.engines.protocol import Engine
 from april.testing.conformance import aborts, attachments, extras, scheduler_checks, tokens, weights
 from april.testing.conformance.bench import Bench, Check
 from april.testing.conformance.subject import Outcome, Report, Subject, Verdict
-
-SHOWN = {
-    Outcome.PASSED: "yes",
-    Outcome.FAILED: "**no**",
-    Outcome.NOT_OFFERED: "not offered",
-    Outcome.NOT_TESTED: "not tested",
-}
-
-
-def semantics_matrix(reports: Sequence[Report]) -> str:
-    """Return a Markdown table of engine x promise; below it the reasons for promises not kept or not tested."""
-    if not reports:
-        raise ValueError("a matrix needs at least one report")
-    names = [f"{r.engine} {r.version}".strip() for r in reports]
-    lines = ["| | " + " | ".join(names) + " |", "|---|" + "---|" * len(reports)]
-    for row in _union(list(r.capabilities) for r in reports):
-        lines.append(f"| {row} | " + " | ".join(r.capabilities.get(row, "") for r in reports) + " |")
-    lines.append("| **promise** |" + " |" * len(reports))
-    numbers: dict[str, int] = {}
-    promises: dict[str, str] = {}
-    for check in _union([v.check for v in r.verdicts] for r in reports):
-        cells = []
-        for report in reports:
-            found = [v for v in report.verdicts if v.check == check]
-            if not found:
-                cells.append("")
-                continue
-            (verdict,) = found
-            promises[check] = verdict.promise
-            cell = SHOWN[verdict.outcome]
-            if verdict.detail:
-                cell += f" [{numbers.setdefault(f'{verdict.check}: {verdict.detail}', len(numbers) + 1)}]"
-            cells.append(cell)
-        lines.append(f"| {check} | " + " | ".join(cells) + " |")
-    lines += ["", *(f"{number}. {note}" for note, number in numbers.items())]
-    lines += ["", *(f"* `{check}`: {promise}" for check, promise in promises.items())]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def _union(lists: object) -> list[str]:
-    """Merge several lists of words, in order of first occurrence."""
-    return list(dict.fromkeys(word for words in lists for word in words))  # type: ignore[attr-defined]
-
 
 CHECKS: tuple[Check, ...] = (
     tokens.budgets,
@@ -69,7 +23,6 @@ CHECKS: tuple[Check, ...] = (
     aborts.abort_queued,
     aborts.abort_prefilling,
     aborts.abort_just_finished,
-    aborts.abort_without_tokens,
     aborts.prefix_free_ids,
     aborts.abort_burst,
     aborts.cut_and_resume,
@@ -84,16 +37,11 @@ CHECKS: tuple[Check, ...] = (
     attachments.attached_after_an_update,
     extras.extras,
     weights.pause_and_resume,
-    scheduler_checks.stop_strings,
-    scheduler_checks.eos_at_a_cut,
     scheduler_checks.thousand_aborts,
     aborts.disconnect,
     aborts.server_killed,
 )
 """All checks in the order in which they run; the last one kills the server."""
-
-Watcher = Callable[[Check, str, Verdict | None], None]
-"""Callback (running check, its progress, its verdict or None while it runs)."""
 
 
 def check_named(name: str) -> Check:
@@ -104,41 +52,25 @@ def check_named(name: str) -> Check:
     raise KeyError(f"there is no check {name}; choose from {', '.join(c.name for c in CHECKS)}")
 
 
-async def run(subject: Subject, checks: Sequence[Check] = CHECKS, watch: Watcher | None = None) -> Report:
+async def run(
+    subject: Subject, checks: Sequence[Check] = CHECKS, watch: Callable[[Verdict], object] = lambda verdict: None
+) -> Report:
     """Run the checks on one engine, on the running loop; a failed check does not end the run.
 
-    The engine is opened once, and again after a failed check.
+    The engine is opened once, and again after a failed check. ``watch`` is called with each verdict as it comes.
     """
-    wall, cpu = time.perf_counter(), time.process_time()
     verdicts: list[Verdict] = []
     bench: Bench | None = None
-    first: Engine | None = None
     try:
         for one in checks:
             if bench is None:
                 bench = Bench(subject, await subject.open())
-                first = first or bench.engine
-            if watch is not None:
-                watch(one, "", None)
-            bench.say = lambda text, one=one: watch(one, text, None) if watch is not None else None  # type: ignore[misc]
-            verdict = await one.on(bench)
-            verdicts.append(verdict)
-            if watch is not None:
-                watch(one, "", verdict)
-            if verdict.outcome is Outcome.FAILED and not bench.killed and one is not checks[-1]:
+            verdicts.append(await one.on(bench))
+            watch(verdicts[-1])
+            if verdicts[-1].outcome is Outcome.FAILED:
                 await bench.engine.close()
                 bench = None
     finally:
         if bench is not None:
             await bench.engine.close()
-    assert first is not None
-    can = first.capabilities
-    return Report(
-        engine=subject.name or first.name,
-        version=subject.version,
-        capabilities={row: of(can) for ability in ABILITIES for row, of in ability.words.items()},
-        notes=can.notes,
-        verdicts=tuple(verdicts),
-        wall_s=time.perf_counter() - wall,
-        cpu_s=time.process_time() - cpu,
-    )
+    return Report(engine=subject.name, version=subject.version, verdicts=tuple(verdicts))

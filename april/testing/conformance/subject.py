@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
 from april.core.attachments import Placed
-from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.engines.protocol import Engine, Float32, Request
 
 
@@ -46,7 +45,7 @@ class Answer(Protocol):
 
 
 class Witness(Protocol):
-    """Records the answers of a server, independently of the engine's client: :class:`~april.testing.RecordingProxy`."""
+    """Records the answers of a server, independently of the engine's client."""
 
     def answers(self, request: Request) -> Sequence[Answer]:
         """Return the answers to this request; if the wire has no ids, to all requests that look the same there."""
@@ -85,7 +84,7 @@ class Subject:
     open: Callable[[], Awaitable[Engine]]
     """Function that returns a new engine object on the running loop; the suite closes it."""
     name: str = ""
-    """Name of the column in the matrix; by default, the engine's name."""
+    """Name of the engine in the report."""
     version: str = ""
     """Version of the engine's software."""
     prompts: Sequence[Sequence[int]] = ((5, 6, 7, 8), (9, 10, 11), (12, 13, 14, 15, 16))
@@ -105,18 +104,10 @@ class Subject:
     """Two or more prompts with attachments; the first two have the same tokens but other attachments."""
     adapters: Sequence[Weights] = ()
     """Two adapters (LoRA) for ``now``: directories, and as reference the model with the adapter."""
-    first_version: PolicyVersion = FIRST_VERSION
-    """Version of the tokens of a new engine object."""
     tolerance: float = 1e-4
     """Largest difference of log-probabilities from the reference, in nats."""
-    tokenizer: Any = None
-    """Tokenizer with a ``decode`` method, for stop strings."""
     wire: Witness | None = None
     """Recorder between engine and server."""
-    made: Callable[[], Awaitable[float]] | None = None
-    """Function that returns the tokens generated since the server's start, by the server's own count."""
-    second: Callable[[], Awaitable[Engine]] | None = None
-    """Function that opens another engine with the same weights, for the failover."""
     kill: Callable[[], Awaitable[None]] | None = None
     """Function that kills the server; the last check uses it."""
     in_flight: int = 80
@@ -154,17 +145,10 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Reason if the promise is broken, not offered or not tested."""
     figures: Figures = {}
     wall_s: float = 0.0
-    cpu_s: float = 0.0
-    """CPU seconds of this process, without a server's."""
-
-    @property
-    def numbers(self) -> str:
-        """The figures as text."""
-        return ", ".join(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
-                         for name, value in self.figures.items())  # fmt: skip
 
     def __str__(self) -> str:
-        shown = self.numbers
+        shown = ", ".join(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
+                          for name, value in self.figures.items())  # fmt: skip
         return ": ".join(filter(None, [self.check, str(self.outcome), self.detail])) + (f" ({shown})" if shown else "")
 
 
@@ -174,12 +158,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     version: str = ""
     """Version of the engine's software, as given in the subject."""
-    capabilities: dict[str, str] = {}
-    """The engine's capabilities in words; the first block of the matrix."""
-    notes: tuple[str, ...] = ()
     verdicts: tuple[Verdict, ...] = ()
-    wall_s: float = 0.0
-    cpu_s: float = 0.0
 
     @property
     def failed(self) -> tuple[Verdict, ...]:
@@ -193,26 +172,3 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
                 return verdict
         raise KeyError(check)
 
-    def json(self) -> bytes:
-        """Encode as JSON; :meth:`from_json` reads it."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=1)
-
-    @classmethod
-    def from_json(cls, data: bytes | str) -> Report:
-        """Decode a report that :meth:`json` encoded."""
-        return msgspec.json.decode(data, type=cls)
-
-    def table(self) -> Any:
-        """Build a ``rich`` table; needs the ``cli`` extra."""
-        from rich.markup import escape
-        from rich.table import Table
-
-        colours = {Outcome.PASSED: "green", Outcome.FAILED: "bold red"}
-        table = Table(title=escape(f"{self.engine} {self.version}".strip()), title_justify="left")
-        for column in ("promise", "verdict", "figures"):
-            table.add_column(column, overflow="fold")
-        for v in self.verdicts:
-            colour = colours.get(v.outcome, "yellow")
-            said = "; ".join(filter(None, [v.detail, v.numbers]))
-            table.add_row(escape(v.check), f"[{colour}]{v.outcome}[/]", escape(said))
-        return table

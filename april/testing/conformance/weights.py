@@ -96,30 +96,28 @@ async def version_exactness(bench: Bench) -> Figures:
         if r.finish is EngineFinish.ABORT
     )
     all_of(resumed, bench.version, "tokens of a resumed response after the update")
-    changed = sum(not np.array_equal(a.tokens, b.tokens) for a, b in zip(old, waiting, strict=True))
-    difference = 0.0
     for reading in [*old, *cut]:
         greedy_under(bench, reading, first_weights, "before the update")
     for reading in [*waiting, *resumed]:
         greedy_under(bench, reading, other, "after the update")
-    if other.reference is not None:
-        if not changed:
-            raise Broken("all greedy responses are the same under both weights: nothing was loaded")
-        difference = await _difference_under(bench, other)
-    figures: Figures = {"responses changed": changed, "of": FEW, "resumed over it": len(resumed)}
-    if other.reference is not None:
-        figures["largest difference to the new weights"] = difference
-    return figures
+    return await _new_weights_in_use(bench, other, old, waiting) | {"resumed over it": len(resumed)}
 
 
-async def _difference_under(bench: Bench, weights: Weights) -> float:
-    """Check sampled responses against the new weights; return the largest difference of log-probabilities."""
-    assert weights.reference is not None
+async def _new_weights_in_use(
+    bench: Bench, weights: Weights, old: Sequence[ReadRequest], new: Sequence[ReadRequest]
+) -> Figures:
+    """Check that responses changed, and that the log-probabilities of sampled ones are those of the new weights."""
+    changed = sum(not np.array_equal(a.tokens, b.tokens) for a, b in zip(old, new, strict=True))
+    figures: Figures = {"responses changed": changed, "of": FEW}
+    if weights.reference is None:
+        return figures
+    if not changed:
+        raise Broken("all greedy responses are the same under both weights: nothing was loaded")
     readings = await bench.run_complete(bench.request(i, LENGTH, forced=False, temperature=1.0) for i in range(FEW))
     worst = max(largest_difference(asked_kind(bench), weights.reference, r, 1.0) for r in readings)
     if not worst <= bench.subject.tolerance:
         raise Broken(f"after the update log-probabilities differ from the new weights by up to {worst:.3g} nats")
-    return worst
+    return figures | {"largest difference to the new weights": worst}
 
 
 @check("Weights that are sent from the trainer's process are complete and in use afterwards: tokens carry the new "
@@ -137,13 +135,7 @@ async def sent_weights(bench: Bench) -> Figures:
     all_of(new, bench.version, "tokens of after the transfer")
     for reading in new:
         greedy_under(bench, reading, other, "after the transfer")
-    changed = sum(not np.array_equal(a.tokens, b.tokens) for a, b in zip(old, new, strict=True))
-    figures: Figures = {"responses changed": changed, "of": FEW}
-    if other.reference is not None:
-        if not changed:
-            raise Broken("all greedy responses are the same under both weights: nothing was loaded")
-        figures["largest difference to the new weights"] = await _difference_under(bench, other)
-    return figures
+    return await _new_weights_in_use(bench, other, old, new)
 
 
 @check("A request that runs when weights are updated ends with its old tokens, or goes on with exact versions.")

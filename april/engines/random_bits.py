@@ -1,4 +1,4 @@
-"""Pseudo-random numbers that are the same on every platform, by the mixer of splitmix64."""
+"""Pseudo-random numbers that are the same on every platform, by the mixer of splitmix64 (Steele, Lea, Flood 2014)."""
 
 from __future__ import annotations
 

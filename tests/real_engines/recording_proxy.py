@@ -34,7 +34,6 @@ MAX_BODY_BYTES = 1 << 30
 class Exchange:
     """A request for tokens, and the part of its answer that was passed on."""
 
-    route: str
     ids: frozenset[str]
     """Ids of the request: ``rid``, ``request_id``, ``X-Request-Id``."""
     content: tuple[bytes, int | None]
@@ -43,31 +42,20 @@ class Exchange:
     streamed: bool = False
     sent: list[bytes] = field(default_factory=list)
     """Pieces that were written to the client while it was connected."""
-    unsent: list[bytes] = field(default_factory=list)
-    """Pieces that came from the server after the client had disconnected."""
     done: bool = False
     closed_early: bool = False
     """True if the client disconnected before the answer was complete."""
-    broken: bool = False
-    """True if the server disconnected before the answer was complete."""
     _tokens: list[int] | None = None
-    _repeated: int = 0
 
     @property
     def tokens(self) -> list[int]:
         """Token ids of the complete events (or of the complete answer) that were passed on."""
         if self._tokens is not None:
             return self._tokens
-        tokens, repeated = tokens_in(b"".join(self.sent), self.streamed) if self.status == 200 else ([], 0)
+        tokens = tokens_in(b"".join(self.sent), self.streamed) if self.status == 200 else []
         if self.done:
-            self._tokens, self._repeated, self.sent = tokens, repeated, []
+            self._tokens, self.sent = tokens, []
         return tokens
-
-    @property
-    def repeated(self) -> int:
-        """Number of tokens sent beyond the server's own count, such as SGLang's echo of the last token at an abort."""
-        _ = self.tokens
-        return self._repeated
 
 
 class RecordingProxy:
@@ -85,24 +73,8 @@ class RecordingProxy:
         self._nameless: dict[tuple[bytes, int | None], list[Exchange]] = {}
         self._session: aiohttp.ClientSession | None = None
         self._listener: HttpListener | None = None
-        self._url = ""
-        self._running = 0
-        self._quiet = asyncio.Event()
-        self._quiet.set()
-
-    def __repr__(self) -> str:
-        return (
-            f"<RecordingProxy {self._url} -> {self._server}: {len(self.exchanges)} requests, {self._running} running>"
-        )
-
-    @property
-    def url(self) -> str:
+        self.url = ""
         """Address of the proxy."""
-        return self._url
-
-    def tokens(self, attempt_id: str) -> list[int]:
-        """Return the tokens passed on for one attempt, in order; empty for an unknown attempt."""
-        return [token for exchange in self._by_id.get(attempt_id, ()) for token in exchange.tokens]
 
     def answers(self, request: Request) -> Sequence[Exchange]:
         """Return the answers to this request; if requests carry no id, those to the same prompt with the same seed."""
@@ -110,10 +82,6 @@ class RecordingProxy:
         if named is not None:
             return named
         return self._nameless.get((request.token_ids.astype("<i4").tobytes(), request.sampling.seed), ())
-
-    async def quiet(self) -> None:
-        """Wait until no exchange is running, so that every disconnect has been recorded."""
-        await self._quiet.wait()
 
     # ---------------------------------------------------------------- start and stop
 
@@ -141,7 +109,7 @@ class RecordingProxy:
         # the server must notice at once when a client disconnects
         self._listener = HttpListener(app, 1.0, cancel_handlers=True)
         host, port = await self._listener.start(("127.0.0.1", 0), backlog=1024)
-        self._url = f"http://{host}:{port}"
+        self.url = f"http://{host}:{port}"
 
     async def close(self) -> None:
         """Close all connections; the records remain."""
@@ -157,8 +125,6 @@ class RecordingProxy:
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
         exchange = self._exchange(request, body)
-        self._running += 1
-        self._quiet.clear()
         try:
             return await self._answer(request, body, exchange)
         except asyncio.CancelledError:
@@ -166,9 +132,6 @@ class RecordingProxy:
             raise
         finally:
             exchange.done = True
-            self._running -= 1
-            if not self._running:
-                self._quiet.set()
 
     def _exchange(self, request: web.Request, body: bytes) -> Exchange:
         """Describe the request, and record it if it asks for tokens."""
@@ -177,11 +140,11 @@ class RecordingProxy:
             with suppress(msgspec.DecodeError):
                 value = msgspec.json.decode(body)
         if not isinstance(value, dict):
-            return Exchange(route=request.path, ids=frozenset(), content=(b"", None))
+            return Exchange(ids=frozenset(), content=(b"", None))
         names = [value.get("rid"), value.get("request_id"), request.headers.get("X-Request-Id")]
         # april appends a full stop to the ids that it gives to SGLang
         ids = frozenset(n.removesuffix(".") for n in names if isinstance(n, str))
-        exchange = Exchange(route=request.path, ids=ids, content=_content(value))
+        exchange = Exchange(ids=ids, content=_content(value))
         self.exchanges.append(exchange)
         for name in ids:
             self._by_id.setdefault(name, []).append(exchange)
@@ -198,7 +161,7 @@ class RecordingProxy:
                 allow_redirects=False,
             )  # fmt: skip
         except aiohttp.ClientError:
-            return self._hang_up(request, exchange, web.Response(status=502))
+            return _hang_up(request, web.Response(status=502))
         async with upstream:
             exchange.status = upstream.status
             exchange.streamed = upstream.content_type == "text/event-stream"
@@ -218,21 +181,21 @@ class RecordingProxy:
                     try:
                         await response.write(piece)
                     except ConnectionResetError:
-                        exchange.unsent.append(exchange.sent.pop())
+                        exchange.sent.pop()
                         exchange.closed_early = True
                         return response
             except (aiohttp.ClientError, OSError):
-                return self._hang_up(request, exchange, response)
+                return _hang_up(request, response)
             with suppress(ConnectionResetError):
                 await response.write_eof()
             return response
 
-    def _hang_up(self, request: web.Request, exchange: Exchange, response: web.StreamResponse) -> web.StreamResponse:
-        """Abort the client's connection because the server's has failed."""
-        exchange.broken = True
-        if request.transport is not None:
-            request.transport.abort()
-        return response
+
+def _hang_up(request: web.Request, response: web.StreamResponse) -> web.StreamResponse:
+    """Abort the client's connection because the server's has failed."""
+    if request.transport is not None:
+        request.transport.abort()
+    return response
 
 
 def _content(value: dict[str, Any]) -> tuple[bytes, int | None]:
@@ -244,27 +207,23 @@ def _content(value: dict[str, Any]) -> tuple[bytes, int | None]:
     return np.array(prompts[0] if prompts else [], "<i4").tobytes(), seeds[0] if seeds else None
 
 
-def tokens_in(body: bytes, streamed: bool) -> tuple[list[int], int]:
-    """Parse an answer from any of the _ROUTES: (token ids, number of tokens beyond the server's own count).
+def tokens_in(body: bytes, streamed: bool) -> list[int]:
+    """Return the token ids of an answer from any of the _ROUTES.
 
     Of a stream only complete events count; an answer that is not streamed counts only if it is complete.
     """
     tokens: list[int] = []
-    repeated = 0
     if not streamed:
         with suppress(msgspec.DecodeError):
             _append_tokens(msgspec.json.decode(body), tokens)
-        return _cut_at_count(msgspec.json.decode(body), tokens) if tokens else (tokens, 0)
+        return tokens
     for event in body.replace(b"\r\n", b"\n").split(b"\n\n")[:-1]:
         data = b"\n".join(line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:"))
         if not data or data == b"[DONE]":
             continue
         with suppress(msgspec.DecodeError):
-            value = msgspec.json.decode(data)
-            _append_tokens(value, tokens)
-            tokens, more = _cut_at_count(value, tokens)
-            repeated += more
-    return tokens, repeated
+            _append_tokens(msgspec.json.decode(data), tokens)
+    return tokens
 
 
 def _append_tokens(value: Any, tokens: list[int]) -> None:
@@ -278,6 +237,8 @@ def _append_tokens(value: Any, tokens: list[int]) -> None:
             tokens[:] = ids
         else:
             tokens += ids
+        if total is not None:
+            del tokens[total:]  # an echo of the last token at an abort is no token
         return
     for choice in value.get("choices") or ():
         ids = choice.get("token_ids")
@@ -285,12 +246,3 @@ def _append_tokens(value: Any, tokens: list[int]) -> None:
             said = (choice.get("logprobs") or {}).get("tokens") or ()
             ids = [int(t.partition("token_id:")[2]) for t in said if t.startswith("token_id:")]
         tokens += ids
-
-
-def _cut_at_count(value: Any, tokens: list[int]) -> tuple[list[int], int]:
-    """Cut the tokens at the server's own count, where SGLang gives one: (tokens, number of tokens beyond it)."""
-    meta = value.get("meta_info") if isinstance(value, dict) else None
-    total = meta.get("completion_tokens") if isinstance(meta, dict) else None
-    if not isinstance(total, int) or total >= len(tokens):
-        return tokens, 0
-    return tokens[:total], len(tokens) - total
