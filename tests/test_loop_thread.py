@@ -85,17 +85,24 @@ def test_stop_cancels_what_runs_and_tells_who_waits(thread: LoopThread) -> None:
 
 
 def test_stop_tells_who_waits_for_what_nobody_gives(thread: LoopThread) -> None:
-    """A reply that something on the loop would have given later: its end is the end of the wait, whatever came first;
-    what begins the wait may fail, or give it at once."""
-    assert thread.wait_for(lambda reply: reply.set(5)) == 5
+    """The end of the loop ends the wait, whatever came first; the coroutine may also fail, or return at once."""
+    assert thread.wait_for(partial(asyncio.sleep, 0, 5)) == 5
+
+    async def fails() -> None:
+        raise ZeroDivisionError
+
     with pytest.raises(ZeroDivisionError):
-        thread.wait_for(lambda reply: 1 / 0)
+        thread.wait_for(fails)
     begun = threading.Event()
     outcome: list[BaseException] = []
 
+    async def waits_for_ever() -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
     def wait() -> None:
         try:
-            thread.wait_for(lambda reply: begun.set())
+            thread.wait_for(waits_for_ever)
         except BaseException as error:
             outcome.append(error)
 
@@ -106,7 +113,7 @@ def test_stop_tells_who_waits_for_what_nobody_gives(thread: LoopThread) -> None:
     waits.join(10)
     assert [type(error) for error in outcome] == [SchedulerClosed]
     with pytest.raises(SchedulerClosed):
-        thread.wait_for(lambda reply: pytest.fail("the loop is gone"))
+        thread.wait_for(waits_for_ever)
 
 
 def test_stop_is_not_held_up_by_a_task_that_ignores_it(

@@ -408,7 +408,7 @@ async def test_text_for_rewards() -> None:
     assert tokens[-1] == EOS
     assert texts == [Angles().decode(tokens[:-1]), Angles().decode(tokens)]
     await rollouts.close()
-    response = Response(SampleId(0, 0), *[np.zeros(1)] * 3, FinishReason.STOP, None)  # type: ignore[arg-type]
+    response = Response(SampleId(0, 0), (), FinishReason.STOP, None)
     with pytest.raises(RolloutError, match=r"response.text\(\) needs a tokenizer; give the scheduler tokenizer="):
         response.text()
 

@@ -19,8 +19,8 @@ import numpy as np
 
 from april.core import commands as do
 from april.core import events as ev
+from april.core.rollout_core import RolloutCore
 from april.core.types import Attempt, AttemptFailure
-from april.driver.core_view import CoreView
 from april.driver.detokenizer import Detokenizer, StopMatcher, matcher_of
 from april.driver.loop_throttle import LoopThrottle
 from april.driver.user_calls import Timeouts
@@ -77,7 +77,7 @@ class AttemptStreams:
     def __init__(
         self,
         engines: Mapping[str, Engine],
-        view: CoreView,
+        core: RolloutCore,
         post: Callable[[ev.Event], None],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         detokenizer: Detokenizer | None = None,
@@ -86,7 +86,7 @@ class AttemptStreams:
     ) -> None:
         self._throttle = pace or LoopThrottle()
         self._engines = engines
-        self._view = view
+        self._core = core
         self._post = post
         self._spawn = spawn
         self._detokenizer = detokenizer
@@ -114,7 +114,7 @@ class AttemptStreams:
         oldest = attempt.call.chain.tape.newest_version if able.answers_late else attempt.oldest
         checks = AnswerChecks(
             attempt.request, vocab_size=able.vocab_size, max_context=able.max_context,
-            eos_token_ids=self._view.eos_token_ids, oldest=oldest, layout=self._view.row_layout,
+            eos_token_ids=self._core.engines.eos_token_ids, oldest=oldest, layout=self._core.engines.row_layout,
         )  # fmt: skip
         stream = _Stream(attempt, self, checks)
         self._open[attempt.id] = stream
@@ -130,7 +130,7 @@ class AttemptStreams:
             # request of an evaluation would lose its tokens.
             if sweeps := self._abort_all_tasks[attempt.engine]:
                 training = attempt.sample.evaluation is None
-                await asyncio.wait(set(sweeps), timeout=self._view.abort_resend_s if training else None)
+                await asyncio.wait(set(sweeps), timeout=self._core.settings.abort_resend_s if training else None)
             finish = EngineFinish.ABORT if stream.checks.aborted else await self._read(stream)
             await self._throttle.wait_turn()  # thousands of attempts end together when a step ends
             event = ev.AttemptEnded.of(attempt, finish)
@@ -302,7 +302,7 @@ class AttemptStreams:
         """Check a chunk and put it onto the tape; raises _Rejected if it is invalid."""
         attempt = stream.attempt
         try:
-            stream.checks.check_next(chunk, self._view.current)
+            stream.checks.check_next(chunk, self._core.clock.current)
         except WireError as error:
             raise _Rejected(f"engine {attempt.engine}: {error}", len(chunk.tokens)) from None
         if chunk.finish is not None:
@@ -389,7 +389,7 @@ class AttemptStreams:
     async def _ask_abort(self, engine: Engine, attempt_ids: tuple[str, ...] | None) -> None:
         """Call the engine's abort once; a failure is only logged."""
         try:
-            async with asyncio.timeout(self._view.abort_deadline_s):
+            async with asyncio.timeout(self._core.settings.abort_deadline_s):
                 await engine.abort(attempt_ids)
         except Exception as error:
             # the core sends the abort again until every attempt has ended

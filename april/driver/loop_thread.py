@@ -186,34 +186,15 @@ class LoopThread:
         self._queue(lambda: reply.run(function), reply)
         return result_of(reply)
 
-    def wait_for(self, begin: Callable[[Reply[T]], object]) -> T:
-        """Call ``begin(reply)`` on the loop, and wait until code on the loop gives the reply.
-
-        Raises SchedulerClosed if the loop is stopped before that; errors of ``begin`` are raised, too.
-        """
+    def wait_for(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Do the same as :meth:`run`, also inside user functions, for which the coroutine therefore must not wait."""
         reply: Reply[T] = Reply(self._pending.discard)
-
-        def begun() -> None:
-            try:
-                begin(reply)
-            except Exception as error:
-                reply.set(None, error)
-
-        self._queue(begun, reply)
+        self._queue(lambda: reply.follow(self._loop.create_task(work())), reply)
         return result_of(reply)
 
     def run_or_call(self, work: Callable[[], Coroutine[Any, Any, T]], at_once: Callable[[], T]) -> T:
-        """Run a coroutine on the loop, or ``at_once()`` if this is the loop's thread; return the result.
-
-        Like :meth:`call` it may be called anywhere, so the coroutine must not wait for user functions.
-        """
-        if threading.current_thread() is self._thread:
-            return at_once()
-
-        def begin(reply: Reply[T]) -> None:
-            reply.follow(self._loop.create_task(work()))
-
-        return self.wait_for(begin)
+        """Return the result of :meth:`wait_for`, or ``at_once()`` if this is the loop's thread."""
+        return at_once() if threading.current_thread() is self._thread else self.wait_for(work)
 
     def call_later(self, function: Callable[[], object]) -> None:
         """Run a plain function on the loop without waiting for it; does nothing if the loop is closed."""
@@ -231,6 +212,21 @@ class LoopThread:
                 return True
             if not alive.done():
                 return False
+
+    def end_with(
+        self, last: Callable[[], Coroutine[Any, Any, None]], at_interrupt: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Run ``last`` on the loop and tell the loop to stop; idempotent.
+
+        An interrupt ends only the wait: ``at_interrupt`` is then awaited in place of ``last``.
+        """
+        ended = False
+        try:
+            if self.alive and self.in_own_process:
+                self.wait_for(last)
+                ended = True
+        finally:
+            self.request_stop(None if ended else at_interrupt)
 
     def stop(self, *, answers: bool = True) -> None:
         """Cancel all tasks, and end the loop and its thread; idempotent. In a forked child it does nothing.

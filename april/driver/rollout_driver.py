@@ -35,7 +35,6 @@ from april.core.state_checksum import State, seal, verify_checksum
 from april.core.types import AttemptFailure, DropReason, FinishReason, Prompt, SampleId, SampleState
 from april.core.versions import PolicyVersion
 from april.driver.command_executor import CommandExecutor, limits_of
-from april.driver.core_view import CoreView
 from april.driver.long_waits import LongWaits
 from april.driver.prompt_source import DrawBudget, Position, PromptSource, RemainingPrompts, warn_of_equal_rollouts
 from april.driver.rewards import EvaluationResult
@@ -162,7 +161,7 @@ class RolloutDriver:
         """Futures of callers that wait until an engine is removed, by engine name."""
         self.updates = OpenUpdates(self.post)
         self.executor = CommandExecutor(
-            CoreView(self.core), engines, functions, self._settings,
+            self.core, engines, functions, self._settings,
             post=self.post, failed=self.updates.failed, broke=self._stop_with_error,
         )  # fmt: skip
         # if stall_timeout_s is set, it ends stalled requests, so no warning is needed
@@ -447,7 +446,7 @@ class RolloutDriver:
         self.require_new(name)
         if (wrong := self.core.engines.unfit(limits)) is not None:
             raise ConfigError(f"add_engine: {wrong}")
-        self.executor.add_engine(name, engine)
+        self.executor.add_engine(engine)
         self.post(ev.EnginesJoined([limits]))
 
     def require_new(self, name: str) -> None:

@@ -19,11 +19,11 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core.attachments import Placed, before
 from april.core.function_bugs import FunctionKind
+from april.core.rollout_core import RolloutCore
 from april.core.row_rewards import RowReward
 from april.core.sampling import SamplingParams
 from april.core.tape import Int32
 from april.core.types import FinishReason, Group, Sample, SampleId, SampleState
-from april.driver.core_view import CoreView
 from april.driver.detokenizer import Detokenizer
 from april.driver.llm import (
     AFTER_ITS_END,
@@ -134,7 +134,7 @@ class SampleFunctions:
     """Runs the user's functions for all samples.
 
     Args:
-        view: read-only part of the core's state.
+        core: core that gives the commands.
         functions: functions of the user.
         rollout: coroutine function that runs the user's rollout function.
         settings: default sampling, and limits of calls and tokens.
@@ -144,14 +144,14 @@ class SampleFunctions:
 
     def __init__(
         self,
-        view: CoreView,
+        core: RolloutCore,
         functions: UserFunctions,
         rollout: RolloutFunction,
         settings: RolloutSettings,
         calls: UserCalls,
         post: Callable[[ev.Event], None],
     ) -> None:
-        self._view = view
+        self._core = core
         self._functions = functions
         self._rollout = rollout
         self._settings = settings
@@ -244,10 +244,10 @@ class SampleFunctions:
                 check_mismatch(sampling, settings.sampling, settings.any_temperature)
             if token_ids is not None and attached is None:
                 token_ids, attached = await self._attached(sample, token_ids, images, any_chain=any_chain)
-            longest = len(sample.group.prompt.token_ids) + self._view.room(sample)
+            longest = len(sample.group.prompt.token_ids) + self._core.context.attempts.room(sample.chains[0])
             can_stop = self._detokenizer is not None
             if any_chain:
-                check_conversation(token_ids, sampling, settings.vocab_size, self._view.max_context, can_stop)
+                check_conversation(token_ids, sampling, settings.vocab_size, self._core.engines.max_context, can_stop)
             else:
                 token_ids = checked_call(sample, sampling, token_ids, settings.vocab_size, longest, can_stop)
             runner.made += 1
@@ -282,16 +282,16 @@ class SampleFunctions:
             asks = partial(generate, any_chain=True, client=True)
             return EndpointSample(
                 generate=asks, sampling=default, loop=asyncio.get_running_loop(),
-                max_context=self._view.max_context, prompt=sample.group.prompt, answered=answered_by(sample),
+                max_context=self._core.engines.max_context, prompt=sample.group.prompt, answered=answered_by(sample),
                 evaluated=evaluation is not None, note_checked=lambda kept: self._post(ev.AnswerChecked(kept)),
             )  # fmt: skip
 
-        def open_endpoint(place: Any) -> ClientEndpoint:
+        def open_endpoint(serve: Any) -> ClientEndpoint:
             self._refuse_after_its_end(function)
             if runner.endpoint is None:
                 if self._functions.endpoints is None:
                     raise UsageError(NO_ENDPOINT)
-                runner.endpoint = self._functions.endpoints.open(endpoint_sample(), place)
+                runner.endpoint = self._functions.endpoints.open(endpoint_sample(), serve)
             return runner.endpoint
 
         def open_chat() -> Chat:
@@ -486,13 +486,13 @@ class SampleFunctions:
             if error is None:
                 try:
                     values = checked_rewards(value, [s.key for s in samples]) if in_groups else [value]
-                    weights, layout = self._settings.reward_weights, dict(self._view.reward_layout)
+                    weights, layout = self._settings.reward_weights, dict(self._core.context.reward_layout)
                     rewards = [
                         row_rewards_of(v, response, weights, layout)
                         for v, response in zip(values, responses, strict=True)
                     ]
                     # only now: the valid rewards of a group with an invalid one decide nothing
-                    self._view.reward_layout.update(layout)
+                    self._core.context.reward_layout.update(layout)
                 except (Exception, SystemExit) as raised:
                     error = raised.with_traceback(None)  # the traceback has only april's own lines
             if error is None:

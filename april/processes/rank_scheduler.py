@@ -255,7 +255,7 @@ class SharedScheduler(RolloutScheduler):
         if isinstance(result, PolicyVersion):
             content = result, packed_weight_sample(self.engines)
         elif isinstance(result, EvaluationResult):
-            content = packing.without_repetition(result)
+            content = packing.with_detokenizer(result, None)
         return result, [pack(content)] * len(shares)
 
     def _add_rank_engines(self, offers: Mapping[int, bytes], key: str) -> None:
@@ -278,41 +278,19 @@ class SharedScheduler(RolloutScheduler):
         return value(*arguments) if callable(value) else value
 
 
-def on_one_rank(method: Callable[Concatenate[RolloutScheduler, P], T]) -> Callable[Concatenate[SchedulerQueries, P], T]:
+def on_one_rank(method: Callable[Concatenate[RolloutScheduler, P], T]) -> Callable[Concatenate[RankScheduler, P], T]:
     """Turn a method of RolloutScheduler that changes nothing into one that a single rank may call."""
     signature = inspect.signature(method)
 
     @wraps(method)
-    def query(self: SchedulerQueries, *arguments: P.args, **named: P.kwargs) -> T:
+    def query(self: RankScheduler, *arguments: P.args, **named: P.kwargs) -> T:
         _, *given = signature.bind(self, *arguments, **named).args
         return self._query(method.__name__, *map(packing.plain_argument, given))  # type: ignore[no-any-return]
 
     return query  # type: ignore[return-value]
 
 
-class SchedulerQueries:
-    """The methods of :class:`april.RolloutScheduler` that one rank may call, for a scheduler in another process.
-
-    ``state_dict`` works after a RankError, too.
-    """
-
-    def _query(self, method: str, *arguments: Any) -> Any:
-        raise NotImplementedError
-
-    state_dict = on_one_rank(RolloutScheduler.state_dict)
-    ledger = on_one_rank(RolloutScheduler.ledger)
-    held_groups = on_one_rank(RolloutScheduler.held_groups)
-    validate = on_one_rank(RolloutScheduler.validate)
-    record_report = on_one_rank(RolloutScheduler.record_report)
-    story = on_one_rank(RolloutScheduler.story)
-
-    @property
-    def version(self) -> PolicyVersion:
-        """The current policy version."""
-        return self._query("version")  # type: ignore[no-any-return]
-
-
-class RankScheduler(BatchIterator, SchedulerQueries):
+class RankScheduler(BatchIterator):
     """The scheduler for all ranks of a trainer; every rank makes one, with the same configuration.
 
     The methods are those of :class:`april.RolloutScheduler`. Every rank calls those that change something, with the
@@ -475,6 +453,18 @@ class RankScheduler(BatchIterator, SchedulerQueries):
 
     # ---------------------------------------------------------------- queries of a single rank
 
+    state_dict = on_one_rank(RolloutScheduler.state_dict)  # works after a RankError, too
+    ledger = on_one_rank(RolloutScheduler.ledger)
+    held_groups = on_one_rank(RolloutScheduler.held_groups)
+    validate = on_one_rank(RolloutScheduler.validate)
+    record_report = on_one_rank(RolloutScheduler.record_report)
+    story = on_one_rank(RolloutScheduler.story)
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The current policy version."""
+        return self._query("version")  # type: ignore[no-any-return]
+
     @property
     def engines(self) -> list[Engine]:
         """Engine objects of this process."""
@@ -625,7 +615,7 @@ class RankScheduler(BatchIterator, SchedulerQueries):
         kind: Any = packing.CALL_RESULTS.get(method)
         result = unpack(content, kind)
         if isinstance(result, EvaluationResult):
-            return packing.with_repetition(result, self._detokenizer)
+            return packing.with_detokenizer(result, self._detokenizer)
         if not isinstance(result, tuple):
             return result
         version, first = result

@@ -23,7 +23,7 @@ from aiohttp import WSMsgType, web
 
 from april.concurrency.http_listener import HttpListener
 from april.core.batch import Batch
-from april.driver.loop_thread import LoopThread, Reply
+from april.driver.loop_thread import LoopThread
 from april.driver.user_code import describe
 from april.errors import RankError, SchedulerClosed
 from april.processes import rank_messages as messages
@@ -181,13 +181,7 @@ class RankServer:
                         await self._wait_until(lambda: self._closed_ranks >= self._all_ranks)
             await self._end()
 
-        ended = False
-        try:
-            if self.thread.alive and self.thread.in_own_process:
-                self._wait_for(end)
-                ended = True
-        finally:  # an interrupt ends only the wait, not the closing
-            self.thread.request_stop(None if ended else self._end)
+        self.thread.end_with(end, self._end)
 
     def stop(self) -> None:
         """Wait for the server's threads to end; called once the scheduler is closed, as a thread may wait for it."""
@@ -422,8 +416,7 @@ class RankServer:
         await self._scheduler_set.wait()
 
         def run_on_all(step: str, content: bytes = b"") -> Mapping[int, bytes]:
-            results: dict[int, bytes] = self._wait_for(lambda: self._run_step(call, step, content))
-            return results
+            return self.thread.wait_for(lambda: self._run_step(call, step, content))
 
         def execute() -> tuple[list[messages.CallResult], int | None, Collection[int]]:
             try:
@@ -531,11 +524,6 @@ class RankServer:
         self._send_tasks.add(task := asyncio.get_running_loop().create_task(work))
         task.add_done_callback(self._send_tasks.discard)
 
-    def _wait_for(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        def begin(reply: Reply[Any]) -> None:
-            reply.follow(asyncio.get_running_loop().create_task(work()))
-
-        return self.thread.wait_for(begin)
 
 
 def _rank_names(ranks: Iterable[int]) -> str:
