@@ -68,36 +68,27 @@ class _Stream:
         return self.streams.check_stalled(self)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class AttemptStreams:
     """Sends requests to the engines and reads the responses.
 
-    ``post`` is called with events for the core; ``spawn`` starts background tasks.
+    ``_post`` is called with events for the core; ``_spawn`` starts background tasks.
     """
 
-    def __init__(
-        self,
-        engines: Mapping[str, Engine],
-        core: RolloutCore,
-        post: Callable[[ev.Event], None],
-        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
-        detokenizer: Detokenizer | None = None,
-        stall_timeout_s: float | None = None,
-        pace: LoopThrottle | None = None,
-    ) -> None:
-        self._throttle = pace or LoopThrottle()
-        self._engines = engines
-        self._core = core
-        self._post = post
-        self._spawn = spawn
-        self._detokenizer = detokenizer
-        self._stall_timeouts = Timeouts(stall_timeout_s)
-        self._open: dict[str, _Stream] = {}
-        self.unrequested_extras: Counter[str] = Counter()
-        """Number of chunks with extras that were not requested, by name of the extra."""
-        self._resumed_s: dict[str, float] = {}
-        """Loop time at which each engine was last resumed; infinite while it is paused."""
-        self._failures = FailureLog()
-        self._abort_all_tasks = defaultdict[str, set[asyncio.Task[None]]](set)
+    _engines: Mapping[str, Engine]
+    _core: RolloutCore
+    _post: Callable[[ev.Event], None]
+    _spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+    _detokenizer: Detokenizer | None
+    _stall_timeouts: Timeouts
+    _throttle: LoopThrottle
+    _open: dict[str, _Stream] = field(default_factory=dict)
+    unrequested_extras: Counter[str] = field(default_factory=Counter)
+    """Number of chunks with extras that were not requested, by name of the extra."""
+    _resumed_s: dict[str, float] = field(default_factory=dict)
+    """Loop time at which each engine was last resumed; infinite while it is paused."""
+    _failures: FailureLog = field(default_factory=FailureLog)
+    _abort_all_tasks: defaultdict[str, set[asyncio.Task[None]]] = field(default_factory=lambda: defaultdict(set))
 
     def __len__(self) -> int:
         return len(self._open)

@@ -21,7 +21,7 @@ from april.driver.llm import as_coroutine
 from april.driver.loop_throttle import LoopThrottle
 from april.driver.sample_functions import RolloutSettings, SampleFunctions, UserFunctions
 from april.driver.user_calls import Timeouts, UserCalls, WorkerThreads
-from april.engines.protocol import AbortMeans, Capabilities, Engine, FirstWeights, SharesModel, TellsUnused
+from april.engines.protocol import AbortMeans, Engine, FirstWeights, SharesModel, TellsUnused
 
 log = logging.getLogger("april")
 
@@ -66,8 +66,9 @@ class CommandExecutor:
             Timeouts(settings.function_timeout_s, settings.warn_after_s), self.worker_threads, self.spawn, pace
         )
         self.samples = samples = SampleFunctions(core, functions, self.rollout, settings, self._user_calls, post)
+        stall_timeouts = Timeouts(settings.stall_timeout_s)
         self.streams = streams = AttemptStreams(
-            self.engines, core, post, self.spawn, functions.detokenizer, settings.stall_timeout_s, pace
+            self.engines, core, post, self.spawn, functions.detokenizer, stall_timeouts, pace
         )
         self.engine_control = calls = EngineControl(
             self.engines, post, self.spawn, failed, self.worker_threads, streams
@@ -145,13 +146,9 @@ class CommandExecutor:
 
 def limits_of(engine: Engine) -> EngineLimits:
     """Return the engine's capabilities as the core's settings for it."""
-    return limits_from(engine.name, engine.capabilities)
-
-
-def limits_from(name: str, c: Capabilities) -> EngineLimits:
-    """Return the core's settings for an engine with these capabilities."""
+    c = engine.capabilities
     return EngineLimits(
-        name, c.max_context, c.max_in_flight, c.eos_token_ids, c.logprob_kind.value, c.vocab_size,
+        engine.name, c.max_context, c.max_in_flight, c.eos_token_ids, c.logprob_kind.value, c.vocab_size,
         unverified=not c.verifies_weights, first_unverified=c.first_weights is FirstWeights.UNVERIFIED,
         written=c.first_weights is FirstWeights.OTHERS, remote=c.remote,
         own_weights=c.own_weights, in_flight_updates=c.in_flight_updates, streams=c.streams,

@@ -207,34 +207,19 @@ class SamplingArguments(TypedDict, total=False):
     stop: str | Sequence[str] | None
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class LLM:
     """Generates from the policy for one sample; a rollout function gets it as its argument ``llm``."""
 
-    __slots__ = ("_busy", "_clock", "_generate", "_open_chat", "_open_endpoint", "_sampling", "sample_id", "sample_run")
-
-    def __init__(
-        self,
-        sample_id: SampleId,
-        sampling: SamplingParams,
-        generate: GenerateFunction,
-        open_endpoint: Callable[[Any], ClientEndpoint],
-        open_chat: Callable[[], Chat],
-        clock: Callable[[bool], None],
-        sample_run: SampleRun,
-    ) -> None:
-        self.sample_id = sample_id
-        self.sample_run = sample_run
-        self._clock = clock
-        self._sampling = sampling
-        self._generate = generate
-        self._open_endpoint = open_endpoint
-        self._open_chat = open_chat
-        self._busy = False
-
-    @property
-    def sampling(self) -> SamplingParams:
-        """Default sampling parameters of this sample's calls."""
-        return self._sampling
+    sample_id: SampleId
+    sampling: SamplingParams
+    """Default sampling parameters of this sample's calls."""
+    _generate: GenerateFunction
+    _open_endpoint: Callable[[Any], ClientEndpoint]
+    _open_chat: Callable[[], Chat]
+    _clock: Callable[[bool], None]
+    sample_run: SampleRun
+    _busy: bool = False
 
     @property
     def base_url(self) -> str:
@@ -297,7 +282,7 @@ class LLM:
         """
         changes = _changed(sampling, "llm.generate", "token_ids, images, any_conversation")
         refuse_while_held("llm.generate")
-        params = replace(self._sampling, **changes) if changes else self._sampling
+        params = replace(self.sampling, **changes) if changes else self.sampling
         ids = None if token_ids is None else as_token_ids(token_ids)
         shown = _shown(images, ids)
         if any_conversation:
@@ -314,7 +299,7 @@ class LLM:
             sampling: Fields of :class:`~april.core.sampling.SamplingParams` that differ from the configuration.
             attached: Attachments of the whole conversation.
         """
-        changed = replace(self._sampling, **sampling)
+        changed = replace(self.sampling, **sampling)
         return await self._one_at_a_time(changed, as_token_ids(token_ids), attached=attached)
 
     async def _one_at_a_time(self, sampling: SamplingParams, ids: Int32 | None, **shown: Any) -> Completion:

@@ -130,6 +130,7 @@ class _RunningSample:
     output: Any = None
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class SampleFunctions:
     """Runs the user's functions for all samples.
 
@@ -142,32 +143,22 @@ class SampleFunctions:
         post: function that passes an event to the core.
     """
 
-    def __init__(
-        self,
-        core: RolloutCore,
-        functions: UserFunctions,
-        rollout: RolloutFunction,
-        settings: RolloutSettings,
-        calls: UserCalls,
-        post: Callable[[ev.Event], None],
-    ) -> None:
-        self._core = core
-        self._functions = functions
-        self._rollout = rollout
-        self._settings = settings
-        self._calls = calls
-        self._post = post
-        self._detokenizer = functions.detokenizer
-        self._runners: dict[SampleId, _RunningSample] = {}
-        self._failures = FailureLog()
-        self._succeeded: set[FunctionKind] = set()
-        self._recent_errors: dict[str, BaseException] = {}
-        """Latest errors of functions, by the text that was reported to the core."""
-        self.evaluation_errors: dict[int, BaseException] = {}
-        """First error of a function in each evaluation, by the evaluation's number."""
-        self._closed = False
-        self._cancelled_tasks: set[asyncio.Task[None]] = set()
-        """Cancelled functions of evaluations that have not ended yet."""
+    _core: RolloutCore
+    _functions: UserFunctions
+    _rollout: RolloutFunction
+    _settings: RolloutSettings
+    _calls: UserCalls
+    _post: Callable[[ev.Event], None]
+    _runners: dict[SampleId, _RunningSample] = field(default_factory=dict)
+    _failures: FailureLog = field(default_factory=FailureLog)
+    _succeeded: set[FunctionKind] = field(default_factory=set)
+    _recent_errors: dict[str, BaseException] = field(default_factory=dict)
+    """Latest errors of functions, by the text that was reported to the core."""
+    evaluation_errors: dict[int, BaseException] = field(default_factory=dict)
+    """First error of a function in each evaluation, by the evaluation's number."""
+    _closed: bool = False
+    _cancelled_tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    """Cancelled functions of evaluations that have not ended yet."""
 
     def forget(self, samples: Sequence[SampleId], start: int = 0) -> None:
         """Forget delivered samples from number ``start`` on: a portion now and the rest in later turns of the loop."""
@@ -245,7 +236,7 @@ class SampleFunctions:
             if token_ids is not None and attached is None:
                 token_ids, attached = await self._attached(sample, token_ids, images, any_chain=any_chain)
             longest = len(sample.group.prompt.token_ids) + self._core.context.attempts.room(sample.chains[0])
-            can_stop = self._detokenizer is not None
+            can_stop = self._functions.detokenizer is not None
             if any_chain:
                 check_conversation(token_ids, sampling, settings.vocab_size, self._core.engines.max_context, can_stop)
             else:
@@ -461,9 +452,8 @@ class SampleFunctions:
 
     def responses(self, samples: Iterable[Sample], *, judged: bool = False) -> list[Response]:
         """Return finished samples as responses for reward functions; ``judged`` adds their rewards, for filters."""
-        return [
-            response_of(s, self.output_of(s.id), self._detokenizer, s.reward if judged else None) for s in samples
-        ]
+        detokenizer = self._functions.detokenizer
+        return [response_of(s, self.output_of(s.id), detokenizer, s.reward if judged else None) for s in samples]
 
     def evaluation_responses(self, groups: Iterable[Group]) -> tuple[tuple[Response, ...], ...]:
         """Return the responses of an evaluation, group by group, and forget its samples."""

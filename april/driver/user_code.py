@@ -38,17 +38,18 @@ def inside_user_code() -> Iterator[None]:
             _inside.reset(token)
 
 
+def run_as_user_code(function: Callable[..., T], *args: Any) -> T:
+    """Call a user's function in this thread; april then refuses calls from it that would wait for the function."""
+    with inside_user_code():
+        return function(*args)
+
+
 def call_user_code(function: Callable[[], T]) -> T:
     """Call a function in a copy of the context that is marked as by :func:`inside_user_code`.
 
     Because only the copy is marked, a signal that interrupts the trainer's thread cannot leave it marked.
     """
-
-    def marked() -> T:
-        _inside.set(True)
-        return function()
-
-    return copy_context().run(marked)
+    return copy_context().run(run_as_user_code, function)
 
 
 def refuse_inside_user_code() -> None:
