@@ -36,7 +36,7 @@ from april.driver.rollout_driver import DriverOptions, RolloutDriver
 from april.driver.sample_functions import RolloutSettings, UserFunctions
 from april.driver.tracebacks import shorten
 from april.driver.user_calls import WorkerThreads
-from april.driver.user_code import check_signatures, refuse_inside_user_code
+from april.driver.user_code import PARAMETERS, check_function, check_signatures, refuse_inside_user_code
 from april.driver.weight_update import TrainerUpdate
 from april.engines.fit import check_engines, fits, warnings_of
 from april.engines.kinds.factory import create_engines
@@ -787,7 +787,8 @@ def check_functions(
             f"group_reward scores whole groups, but group_quorum={shown_value(config.group_quorum)} delivers parts of "
             "groups; give reward instead, or set group_quorum: 1"
         )
-    check_signatures(rollout=rollout, reward=reward, group_reward=group_reward, filter=filter)
+    check_function("rollout", rollout, PARAMETERS["rollout"])
+    check_signatures(reward=reward, group_reward=group_reward, filter=filter)
     if filter is rewards_differ and (config.n_samples_per_prompt == 1 or reward is group_reward is None):
         raise ConfigError(
             "filter=rewards_differ would reject every group; it needs a reward and n_samples_per_prompt above 1"

@@ -89,7 +89,7 @@ class BareClient:
 
     def turn(self) -> Turn:
         """Send all, wait until the server holds them, abort, and wait for the last partial."""
-        return self._loop.run(self._turn())
+        return self._loop.run(self._turn)
 
     async def _turn(self) -> Turn:
         session = self._session = self._session or open_session()
@@ -128,7 +128,7 @@ class BareClient:
     def close(self) -> None:
         """End the session and the loop."""
         if self._session is not None:
-            self._loop.run(self._session.close())
+            self._loop.run(self._session.close)
         self._loop.stop()
 
 
@@ -146,12 +146,12 @@ class AprilClient:
         self._scheduler = april.RolloutScheduler(config, prompts=prompts_of(case, 1), reward=None)
         self._driver = self._scheduler._driver
         self._pause = self._driver.paused()
-        self._scheduler._thread.run(self._pause.__aenter__())
-        self._step = self._scheduler._thread.submit(self._driver.next_batch())
+        self._scheduler._thread.run(self._pause.__aenter__)
+        self._step = self._scheduler._thread.submit(self._driver.next_batch)
 
     def turn(self) -> Turn:
         """The same as the plain client's; afterwards the driver stays paused until the next turn."""
-        return self._scheduler._thread.run(self._turn())
+        return self._scheduler._thread.run(self._turn)
 
     async def _turn(self) -> Turn:
         driver = self._driver

@@ -75,7 +75,7 @@ def test_stop_cancels_what_runs_and_tells_who_waits(thread: LoopThread) -> None:
         async for _ in generator():
             await asyncio.Event().wait()
 
-    waiting = [thread.submit(for_ever(ended)), thread.submit(iterate())]
+    waiting = [thread.submit(partial(for_ever, ended)), thread.submit(iterate)]
     thread.call(lambda: None)
     thread.stop()
     assert sorted(ended) == ["ended", "generator"]
@@ -136,7 +136,7 @@ def test_stop_is_not_held_up_by_a_task_that_ignores_it(
         thread_tasks.append(task)
 
     thread_tasks: list[asyncio.Task[None]] = []
-    thread.run(main())
+    thread.run(main)
     thread.stop()
     assert "stubborn" in caplog.text
     # asyncio would complain about a pending task; this one is meant to be
@@ -162,7 +162,7 @@ def test_stop_is_not_held_up_by_a_thread_of_to_thread(
     async def main() -> None:
         await asyncio.to_thread(hang)
 
-    future = thread.submit(main())
+    future = thread.submit(main)
     begun.wait()
     monkeypatch.setattr("april.driver.loop_thread.STOP_PATIENCE_S", 0.01)
     thread.stop()
@@ -181,12 +181,12 @@ def test_a_task_that_exits_does_not_end_the_loop(thread: LoopThread, caplog: pyt
         raise SystemExit(2)
 
     caplog.set_level(logging.ERROR)
-    other = thread.submit(asyncio.sleep(0.01, "fine"))
-    future = thread.submit(exits())
+    other = thread.submit(partial(asyncio.sleep, 0.01, "fine"))
+    future = thread.submit(exits)
     with pytest.raises(SystemExit):
         result_of(future)
     assert other.result() == "fine"
-    assert thread.run(where()) == "test-loop"
+    assert thread.run(where) == "test-loop"
     assert "tried to end the process" in caplog.text
 
 
@@ -204,11 +204,11 @@ def test_an_interrupted_wait_cancels_the_coroutine(thread: LoopThread) -> None:
         def cancel(self) -> bool:
             return self.inner.cancel()
 
-    future = thread.submit(for_ever(ended))
+    future = thread.submit(partial(for_ever, ended))
     thread.call(lambda: None)
     with pytest.raises(KeyboardInterrupt):
         result_of(Interrupted(future))
-    thread.run(asyncio.sleep(0))
+    thread.run(partial(asyncio.sleep, 0))
     assert ended == ["ended"]
 
 
@@ -235,7 +235,7 @@ async def test_an_awaitable_that_nobody_fetches_is_closed() -> None:
 
 async def test_run_async_over_a_stop(thread: LoopThread) -> None:
     """A waiter of another loop gets SchedulerClosed, not a cancellation that it would take for its own."""
-    waiter = asyncio.create_task(thread.run_async(for_ever()))
+    waiter = asyncio.create_task(thread.run_async(for_ever))
     await asyncio.sleep(0)
     await asyncio.to_thread(thread.stop)
     with pytest.raises(SchedulerClosed):

@@ -33,7 +33,7 @@ from april.errors import AprilError, RolloutError, SchedulerClosed
 log = logging.getLogger("april")
 
 T = TypeVar("T")
-Work = Coroutine[Any, Any, T] | Callable[[], Coroutine[Any, Any, T]]
+Work = Callable[[], Coroutine[Any, Any, T]]
 
 STOP_PATIENCE_S = 10.0
 """Seconds that ``stop`` waits for cancelled tasks, and then for threads."""
@@ -105,8 +105,7 @@ class LoopThread:
     def submit(self, work: Work[T], *heard: Callable[[Reply[T]], object]) -> Reply[T]:
         """Start a coroutine on the loop and return its reply; the callbacks ``heard`` are called there with the reply.
 
-        ``work`` is the coroutine or a function that makes it. With a function, a signal that interrupts this call
-        leaves no unawaited coroutine behind.
+        ``work`` makes the coroutine on the loop, so a signal that interrupts this call leaves no coroutine unawaited.
 
         Raises:
             SchedulerClosed: the loop has been stopped.
@@ -114,13 +113,8 @@ class LoopThread:
                 result would deadlock; or in a forked process, where the loop does not run.
         """
         reply = Reply(self._pending.discard, *heard)
-        try:
-            self.refuse_waiting()
-            self._queue(lambda: reply.follow(self._loop.create_task(_coroutine(work))), reply)
-        except (RolloutError, SchedulerClosed):
-            if not callable(work):
-                work.close()  # the coroutine was never started (after an interrupt it may run, so none is caught here)
-            raise
+        self.refuse_waiting()
+        self._queue(lambda: reply.follow(self._loop.create_task(work())), reply)
         return reply
 
     def follow(self, coroutine: Coroutine[Any, Any, T], *heard: Callable[[Reply[T]], object]) -> Reply[T]:
@@ -186,13 +180,13 @@ class LoopThread:
         self._queue(lambda: reply.run(function), reply)
         return result_of(reply)
 
-    def wait_for(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    def wait_for(self, work: Work[T]) -> T:
         """Do the same as :meth:`run`, also inside user functions, for which the coroutine therefore must not wait."""
         reply: Reply[T] = Reply(self._pending.discard)
         self._queue(lambda: reply.follow(self._loop.create_task(work())), reply)
         return result_of(reply)
 
-    def run_or_call(self, work: Callable[[], Coroutine[Any, Any, T]], at_once: Callable[[], T]) -> T:
+    def run_or_call(self, work: Work[T], at_once: Callable[[], T]) -> T:
         """Return the result of :meth:`wait_for`, or ``at_once()`` if this is the loop's thread."""
         return at_once() if threading.current_thread() is self._thread else self.wait_for(work)
 
@@ -294,10 +288,6 @@ def result_of(reply: Reply[T]) -> T:
         if isinstance(error, AprilError):
             shorten(error)
         raise
-
-
-def _coroutine(work: Work[T]) -> Coroutine[Any, Any, T]:
-    return work() if callable(work) else work
 
 
 async def _cancel_everything(last: Callable[[], Awaitable[None]] | None) -> None:

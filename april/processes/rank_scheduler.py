@@ -12,7 +12,7 @@ import hashlib
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -171,29 +171,19 @@ T = TypeVar("T")
 
 
 def on_all_ranks(method: Callable[Concatenate[RolloutScheduler, P], T]) -> Callable[Concatenate[RankScheduler, P], T]:
-    """Turn a method of RolloutScheduler into one that all ranks call together."""
+    """Turn a method of RolloutScheduler into one that all ranks call together; an async one runs in a thread."""
     signature = inspect.signature(method)
 
     @wraps(method)
-    def collective(self: RankScheduler, *arguments: P.args, **named: P.kwargs) -> T:
-        call = self._method_call(method.__name__, signature.bind(self, *arguments, **named))
-        return self._run(call)  # type: ignore[no-any-return]
-
-    return collective  # type: ignore[return-value]
-
-
-def on_all_ranks_async(
-    method: Callable[Concatenate[RolloutScheduler, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[RankScheduler, P], Coroutine[Any, Any, T]]:
-    """Turn an async method of RolloutScheduler into one that all ranks call together, each in a thread."""
-    signature = inspect.signature(method)
+    def collective(self: RankScheduler, *arguments: P.args, **named: P.kwargs) -> Any:
+        return self._run(self._method_call(method.__name__, signature.bind(self, *arguments, **named)))
 
     @wraps(method)
-    async def collective(self: RankScheduler, *arguments: P.args, **named: P.kwargs) -> T:
-        call = self._method_call(method.__name__.removeprefix("a"), signature.bind(self, *arguments, **named))
-        return await self._run_async(call)  # type: ignore[no-any-return]
+    async def in_thread(self: RankScheduler, *arguments: P.args, **named: P.kwargs) -> Any:
+        name = method.__name__.removeprefix("a")
+        return await self._run_async(self._method_call(name, signature.bind(self, *arguments, **named)))
 
-    return collective  # type: ignore[return-value]
+    return in_thread if inspect.iscoroutinefunction(method) else collective  # type: ignore[return-value]
 
 
 class SharedScheduler(RolloutScheduler):
@@ -218,10 +208,6 @@ class SharedScheduler(RolloutScheduler):
     def uncommitted_batches(self) -> list[int]:
         """Numbers of the batches that are delivered and not committed."""
         return self._thread.call(lambda: list(self._driver.core.leased))
-
-    def read_prompt(self, item: Any) -> Prompt:
-        """Read the first item as a prompt; raises ConfigError."""
-        return self._reader.read(item, 0)
 
     def execute(self, request: Any, on_all: RunOnAllRanks, shares: Sequence[int]) -> tuple[Any, Sequence[bytes]]:
         """Make a call; return its result, and the packed result for each rank except a rank 0 in this process."""
@@ -319,7 +305,7 @@ class RankScheduler(BatchIterator):
         options: all other arguments of :class:`april.RolloutScheduler`.
 
     Raises:
-        ConfigError: as in :class:`april.RolloutScheduler`, on all ranks; or the data of the first prompt is not plain.
+        ConfigError: as in :class:`april.RolloutScheduler`, on all ranks.
         RankError: another rank is missing, has failed, or has another configuration.
     """
 
@@ -387,7 +373,6 @@ class RankScheduler(BatchIterator):
             self._scheduler = SharedScheduler(
                 self.config, ranks=self.ranks, split_by=split_by, crosses_processes=several, **options
             )
-            self._check_data(self._scheduler, options["prompts"])
         except Exception as error:
             server.set_scheduler(error)
             return {}
@@ -407,15 +392,6 @@ class RankScheduler(BatchIterator):
         self._closed = False
         self._warned = False
         """True once this rank was warned that its weights are not those of rank 0."""
-
-    def _check_data(self, own: SharedScheduler, prompts: Iterable[Any]) -> None:
-        """Check the data of the first prompt, if reading it does not consume it."""
-        if self.ranks.world_size > 1 and isinstance(prompts, Sequence) and prompts:
-            try:
-                first = own.read_prompt(prompts[0])
-            except ConfigError:
-                return  # reported when the prompt is drawn
-            refuse_unsendable(first)
 
     def _offer_engines(self, gathers: bool) -> bytes:
         """Offer this rank's engines to rank 0; raises ConfigError if the model is sharded and this rank has no part."""
@@ -442,14 +418,14 @@ class RankScheduler(BatchIterator):
     load_state_dict = on_all_ranks(RolloutScheduler.load_state_dict)
     add_engine = on_all_ranks(RolloutScheduler.add_engine)
     remove_engine = on_all_ranks(RolloutScheduler.remove_engine)
-    anext_batch = on_all_ranks_async(RolloutScheduler.anext_batch)
-    aweight_update = on_all_ranks_async(RolloutScheduler.aweight_update)
-    aevaluate = on_all_ranks_async(RolloutScheduler.aevaluate)
-    apause = on_all_ranks_async(RolloutScheduler.apause)
-    aresume = on_all_ranks_async(RolloutScheduler.aresume)
-    aload_state_dict = on_all_ranks_async(RolloutScheduler.aload_state_dict)
-    aadd_engine = on_all_ranks_async(RolloutScheduler.aadd_engine)
-    aremove_engine = on_all_ranks_async(RolloutScheduler.aremove_engine)
+    anext_batch = on_all_ranks(RolloutScheduler.anext_batch)
+    aweight_update = on_all_ranks(RolloutScheduler.aweight_update)
+    aevaluate = on_all_ranks(RolloutScheduler.aevaluate)
+    apause = on_all_ranks(RolloutScheduler.apause)
+    aresume = on_all_ranks(RolloutScheduler.aresume)
+    aload_state_dict = on_all_ranks(RolloutScheduler.aload_state_dict)
+    aadd_engine = on_all_ranks(RolloutScheduler.aadd_engine)
+    aremove_engine = on_all_ranks(RolloutScheduler.aremove_engine)
 
     # ---------------------------------------------------------------- queries of a single rank
 

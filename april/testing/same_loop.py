@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -61,25 +61,18 @@ class _SameLoop(LoopThread):
         raise RolloutError("the blocking calls would stop the loop that they wait for; await those of the facade")
 
     def submit(self, work: Work[T], *heard: Callable[[Reply[T]], object]) -> Reply[T]:
-        if not callable(work):
-            work.close()
         self.refuse_waiting()
         raise AssertionError("unreachable")
 
     async def run_async(self, work: Work[T]) -> T:
-        try:
-            refuse_inside_user_code()
-            if not self._open:
-                raise SchedulerClosed(_CLOSED)
-        except BaseException:
-            if not callable(work):
-                work.close()
-            raise
+        refuse_inside_user_code()
+        if not self._open:
+            raise SchedulerClosed(_CLOSED)
         me = asyncio.current_task()
         assert me is not None
         ended = self._running[me] = asyncio.get_running_loop().create_future()
         try:
-            return await (work() if callable(work) else work)
+            return await work()
         except asyncio.CancelledError:
             # the error means a closed scheduler if only ``end`` has cancelled this task
             if me in self._cancelled and me.uncancel() == 0:
@@ -167,20 +160,19 @@ class Rollouts:
             EngineError: an engine could not be paused or could not load; the version stays. Call it again later.
         """
 
-        if transfer is None:
-            return await self._loop.run_async(self._driver.update_weights(path, trained=trained, label=label))
-
         async def hand_over() -> None:
+            assert transfer is not None
             with inside_user_code():
                 result = transfer()
                 if inspect.isawaitable(result):
                     await result
 
-        return await self._loop.run_async(self._driver.update_weights(path, hand_over, trained, label=label))
+        given = None if transfer is None else hand_over
+        return await self._loop.run_async(partial(self._driver.update_weights, path, given, trained, label=label))
 
     async def load_state_dict(self, state: dict[str, Any], path: str | None = None) -> PolicyVersion:
         """Load a state as ``RolloutScheduler.load_state_dict`` does, into newly created rollouts."""
-        version = await self._loop.run_async(self._driver.load_state_dict(state, path))
+        version = await self._loop.run_async(partial(self._driver.load_state_dict, state, path))
         self._loaded = LoadedState(self._driver.core)
         return version
 
