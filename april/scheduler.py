@@ -64,7 +64,8 @@ _ASKING = threading.RLock()
 
 
 class BatchIterator:
-    """Makes a scheduler iterable: ``for batch in rollouts`` calls ``next_batch``; ``async for`` calls ``anext_batch``.
+    """Makes a scheduler iterable and closes it: ``for batch in rollouts`` calls ``next_batch``, ``async for`` calls
+    ``anext_batch``, and the end of a ``with`` or ``async with`` block closes the scheduler.
 
     The loop ends when the prompts have ended. The trainer updates the weights inside the loop.
     """
@@ -76,6 +77,26 @@ class BatchIterator:
     async def anext_batch(self) -> Batch:
         """Return the next batch."""
         raise NotImplementedError
+
+    def _close(self, error: BaseException | None) -> None:
+        """Close the scheduler at the end of a ``with`` block, which ``error`` has ended unless it is None."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close(error)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self._close, error)
 
     def __iter__(self) -> Self:
         return self
@@ -755,21 +776,8 @@ class RolloutScheduler(BatchIterator):
             raise error
 
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def _close(self, error: BaseException | None) -> None:
         self.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await asyncio.to_thread(self.close)
 
 
 def check_functions(

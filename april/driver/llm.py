@@ -66,19 +66,14 @@ class Completion:
 RolloutFunction = Callable[[Prompt, "LLM"], Awaitable[Any]]
 
 
-class GenerateFunction(Protocol):
-    """Generates one response for a sample.
+GenerateFunction = Callable[..., Coroutine[Any, Any, Completion]]
+"""Generates one response for a sample: ``generate(sampling, token_ids, *, any_chain, attached, images, overridden)``.
 
-    With ``any_chain`` the call may continue or start any conversation, and run beside other calls. ``attached`` lists
-    the attachments of ``token_ids``; if it is None, the conversation keeps its earlier attachments, and ``images`` are
-    added, one for each placeholder among the new tokens. ``overridden`` is True if the client asked for another
-    distribution than that of ``sampling``.
-    """
-
-    def __call__(
-        self, sampling: SamplingParams, token_ids: Int32 | None, *, any_chain: bool = False,
-        attached: tuple[Placed, ...] | None = None, images: Sequence[Any] = (), overridden: bool = False,
-    ) -> Coroutine[Any, Any, Completion]: ...  # fmt: skip
+With ``any_chain`` the call may continue or start any conversation, and run beside other calls. ``attached`` lists the
+attachments of ``token_ids``; if it is None, the conversation keeps its earlier attachments, and ``images`` are added,
+one for each placeholder among the new tokens. ``overridden`` is True if the client asked for another distribution than
+that of ``sampling``.
+"""
 
 
 ONE_CALL_AT_A_TIME = (

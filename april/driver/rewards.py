@@ -103,7 +103,7 @@ class Response:
         """
         if self.detokenizer is None:
             raise UsageError("response.text() needs a tokenizer; give the scheduler tokenizer=...")
-        return self.detokenizer.text_of(self.tokens, special_tokens)
+        return self.detokenizer.text(self.tokens.tolist(), special_tokens)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -99,13 +99,6 @@ FORGOTTEN_AT_ONCE = 512
 """Number of samples that are forgotten in one turn of the loop; thousands would hold the loop."""
 CLEAN_UP_S = 10.0
 """Maximum number of seconds that april waits for the end of an evaluation's cancelled functions."""
-
-
-class _FunctionFailure(NamedTuple):
-    """Describes the failure of a function: the error text and its kind (see SampleFailed)."""
-
-    error: str
-    kind: str
 
 
 @dataclass(slots=True)
@@ -312,9 +305,8 @@ class SampleFunctions:
             elif evaluation is not None:
                 self._evaluation_failed(sample, "the rollout function", error)
             else:
-                failed = self._log_failure(FunctionKind.ROLLOUT, error, self._functions.rollout, sample.id)
-                why = f"{failed.error}; {_ABANDONED}" if abandoned else failed.error
-                self._post(ev.SampleFailed(sample.id, why, failed.kind))
+                why, kind = self._log_failure(FunctionKind.ROLLOUT, error, self._functions.rollout, sample.id)
+                self._post(ev.SampleFailed(sample.id, f"{why}; {_ABANDONED}" if abandoned else why, kind))
 
         number = None if evaluation is None else evaluation.request.evaluation
         resumed = any(c.replay and c.replay.next_start is not None for c in sample.chains)
@@ -365,18 +357,21 @@ class SampleFunctions:
 
     def _log_failure(
         self, which: FunctionKind, error: BaseException, function: Callable[..., Any], where: object
-    ) -> _FunctionFailure:
-        """Log a function's failure, and remember the error as a possible cause of a later error (:meth:`cause_of`)."""
+    ) -> tuple[str, str]:
+        """Log a function's failure, and remember the error as a possible cause of a later error (:meth:`cause_of`).
+
+        Returns the text and the kind of the failure, for SampleFailed.
+        """
         place = place_of(error, function)
         kind = kind_of(error, place)
         told, once = describe_with_place(error, place), bool(kind) and which not in self._succeeded
         self._failures.warn(error, f"{which} failed for %s", where, told=told, once=once)
-        failed = _FunctionFailure(f"the {which} failed: {told}", kind)
-        self._recent_errors.pop(failed.error, None)
-        self._recent_errors[failed.error] = error
+        why = f"the {which} failed: {told}"
+        self._recent_errors.pop(why, None)
+        self._recent_errors[why] = error
         if len(self._recent_errors) > MAX_RECENT_ERRORS:
             del self._recent_errors[next(iter(self._recent_errors))]
-        return failed
+        return why, kind
 
     def cause_of(self, failure: str) -> BaseException | None:
         """Return the remembered error with whose text ``failure`` ends; None if there is none."""
@@ -507,7 +502,7 @@ class SampleFunctions:
         responses = self.responses(group.first_finishers, judged=True)
 
         def answered(value: Any, error: BaseException | None) -> None:
-            verdict, failed = False, _FunctionFailure("", "")
+            verdict, why, kind = False, "", ""
             if error is None:
                 try:
                     verdict = checked_verdict(value, group.id)
@@ -516,11 +511,10 @@ class SampleFunctions:
             if error is None:
                 self._succeeded.add(FunctionKind.FILTER)
             else:
-                failed = self._log_failure(FunctionKind.FILTER, error, function, f"group {group.id}")
+                why, kind = self._log_failure(FunctionKind.FILTER, error, function, f"group {group.id}")
             self._post(
                 ev.GroupJudged(
-                    group=group.id, judgement=command.judgement, keep=verdict, error=failed.error or None,
-                    kind=failed.kind,
+                    group=group.id, judgement=command.judgement, keep=verdict, error=why or None, kind=kind
                 )
             )
 

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from pydantic import SecretStr
@@ -632,22 +631,6 @@ class RankScheduler(BatchIterator):
             if self._server is not None:
                 ends.callback(self._server.close, error, wait=error is None)
             ends.callback(self._client.close, error)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._close(error)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await asyncio.to_thread(self._close, error)
 
 
 def refuse_unsendable(prompt: Prompt) -> None:
