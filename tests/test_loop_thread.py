@@ -524,21 +524,16 @@ class Generated:
         self.frame = self.function()
 
 
-def test_whose_code_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python's and april's own, and whatever is installed, is not the user's, wherever it is installed; an editable
-    checkout is. Generated code is that of the module for which it was generated."""
-    target = tmp_path / "target"
-    for name in ("judge-1.0.dist-info", "mine.egg-info"):
-        (target / name).mkdir(parents=True)
-    (target / "judge-1.0.dist-info" / "RECORD").write_text("judge/__init__.py,sha256=x,1\njudge_one.py,,\n")
-    monkeypatch.setattr(sys, "path", [str(target), str(tmp_path / "src"), "", *sys.path])
+def test_whose_code_it_is(tmp_path: Path) -> None:
+    """Python's and april's own, and whatever is installed, is not the user's; an editable checkout is. Generated code
+    is that of the module for which it was generated."""
     for file in (
         threading.__file__, loop_thread.__file__, pytest.__file__, "<frozen importlib._bootstrap>", "<string>",
         "/root/.local/lib/python3.11/site-packages/aiohttp/client.py", "/usr/lib/python3/dist-packages/aiohttp.py",
-        "/opt/shared/site-packages/openai/_client.py", f"{target}/judge/client.py", f"{target}/judge_one.py",
+        "/opt/shared/site-packages/openai/_client.py",
     ):  # fmt: skip
         assert not is_user_file(file), file
-    for file in (__file__, f"{target}/mine/rewards.py", f"{tmp_path}/src/rewards.py", "/tmp/ipykernel_7/12.py"):  # noqa: S108
+    for file in (__file__, f"{tmp_path}/src/rewards.py", "/tmp/ipykernel_7/12.py"):  # noqa: S108
         assert is_user_file(file), file
     frame = Generated(lambda: sys._getframe(2)).frame  # __post_init__ is between
     assert (frame.f_code.co_filename, file_of(frame)) == ("<string>", __file__)

@@ -120,10 +120,8 @@ class RolloutDriver:
         )
         self._limit = StepLimit(self.requests)
         self._auto = RunTuning(self.core, self._limit.costs, self.post) if settings.auto else None
-        self._settings = replace(
-            rollouts, vocab_size=self.core.engines.vocab_size,
-            any_temperature=all(LogprobKind(e.logprob_kind).follows_temperature for e in first),
-        )  # fmt: skip
+        follows = all(LogprobKind(e.logprob_kind).follows_temperature for e in first)
+        self._settings = replace(rollouts, any_temperature=follows)
         self.sampling = rollouts.sampling
         self._source = source
         self._patience = DrawBudget()

@@ -85,8 +85,6 @@ class RolloutSettings:
     """Maximum seconds without a token from an engine; None means no limit."""
     warn_after_s: float | None = WARN_AFTER_S
     """Seconds after which a warning names a slow function; None means never."""
-    vocab_size: int = 0
-    """Size of the smallest vocabulary of all engines."""
     any_temperature: bool = True
     """True if all engines return log-probabilities at the sampling temperature, so that any temperature is allowed."""
 
@@ -205,7 +203,7 @@ class SampleFunctions:
         The default function makes only one call, so this call is made here and no coroutine is started.
         """
         sample, evaluation = command.sample, command.sample.evaluation
-        settings = self._settings
+        settings, engines = self._settings, self._core.engines
         default = settings.sampling if evaluation is None else evaluation.request.sampling
         if self._rollout is single_turn:
             self._post(ev.CallMade(sample.id, default))
@@ -231,9 +229,9 @@ class SampleFunctions:
             longest = len(sample.group.prompt.token_ids) + self._core.context.attempts.room(sample.chains[0])
             can_stop = self._functions.detokenizer is not None
             if any_chain:
-                check_conversation(token_ids, sampling, settings.vocab_size, self._core.engines.max_context, can_stop)
+                check_conversation(token_ids, sampling, engines.vocab_size, engines.max_context, can_stop)
             else:
-                token_ids = checked_call(sample, sampling, token_ids, settings.vocab_size, longest, can_stop)
+                token_ids = checked_call(sample, sampling, token_ids, engines.vocab_size, longest, can_stop)
             runner.made += 1
             number = runner.made
             call: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -266,7 +264,7 @@ class SampleFunctions:
             asks = partial(generate, any_chain=True, client=True)
             return EndpointSample(
                 generate=asks, sampling=default, loop=asyncio.get_running_loop(),
-                max_context=self._core.engines.max_context, prompt=sample.group.prompt, answered=answered_by(sample),
+                max_context=engines.max_context, prompt=sample.group.prompt, answered=answered_by(sample),
                 evaluated=evaluation is not None, note_checked=lambda kept: self._post(ev.AnswerChecked(kept)),
             )  # fmt: skip
 

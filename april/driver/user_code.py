@@ -10,7 +10,6 @@ import functools
 import inspect
 import logging
 import os
-import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -240,22 +239,7 @@ def is_april_file(file: str) -> bool:
 @functools.lru_cache(4096)
 def is_library_file(file: str) -> bool:
     """Return whether a file belongs to Python or an installed distribution; editable installs are the user's."""
-    path = Path(file)
-    if file.startswith(("<", *_STDLIB)) or any(site in path.parts for site in _SITES):
-        return True
-    found = [place for place in sys.path if os.path.isabs(place) and path.is_relative_to(place)]
-    place = max(found, key=len, default="")
-    return bool(place) and path.relative_to(place).parts[:1] in _installed_in(place)
-
-
-@functools.cache
-def _installed_in(place: str) -> frozenset[tuple[str, ...]]:
-    """Return the top-level names that distributions installed into a directory (``pip install --target``)."""
-    names: set[tuple[str, ...]] = set()
-    for record in Path(place).glob("*.dist-info/RECORD"):
-        with suppress(OSError), record.open(encoding="utf-8", errors="replace") as lines:
-            names.update(Path(line.partition(",")[0]).parts[:1] for line in lines)
-    return frozenset(names)
+    return file.startswith(("<", *_STDLIB)) or any(site in Path(file).parts for site in _SITES)
 
 
 def file_of(frame: FrameType) -> str:
