@@ -298,7 +298,6 @@ def _marked(part: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _shows(messages: Sequence[Message]) -> bool:
-    """Return True if any of these messages has an image."""
     return any(has_images(message.get("content")) for message in messages)
 
 

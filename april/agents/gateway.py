@@ -165,7 +165,6 @@ class Gateway:
         )
 
     def _own_endpoint(self) -> Endpoint:
-        """Return this process's own server; start it if it is not running."""
         from april.agents.endpoint import Endpoint  # loads a web server, so it is imported only for an endpoint
 
         if self._endpoint is None:

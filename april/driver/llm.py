@@ -541,8 +541,6 @@ _GIVEN_UP = "this sample was given up: its group was dropped, its function took 
 def _blocking(
     method: Callable[Concatenate[LLM, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[BlockingLLM, P], T]:
-    """Return a blocking version of an async method of :class:`LLM`."""
-
     def blocks(self: BlockingLLM, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self._wait_for(method.__name__, lambda: method(self._llm, *args, **kwargs))
 

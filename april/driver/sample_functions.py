@@ -376,7 +376,6 @@ class SampleFunctions:
         return next((error for said, error in reversed(self._recent_errors.items()) if failure.endswith(said)), None)
 
     def _evaluation_failed(self, sample: Sample, what: str, error: BaseException) -> None:
-        """End a sample's evaluation with an error."""
         assert sample.evaluation is not None
         self.evaluation_errors.setdefault(sample.evaluation.request.evaluation, error)
         told = describe_with_place(error, place_of(error))

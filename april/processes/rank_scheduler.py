@@ -244,7 +244,6 @@ class SharedScheduler(RolloutScheduler):
         return result, [pack(content)] * len(shares)
 
     def _add_rank_engines(self, offers: Mapping[int, bytes], key: str) -> None:
-        """Add the engines that the other ranks offer."""
         urls = [url for rank in sorted(offers) if offers[rank] for url in unpack(offers[rank], list[str])]
         if urls:
             offered = AprilEngineConfig(urls=tuple(urls), api_key=SecretStr(key))
@@ -381,7 +380,6 @@ class RankScheduler(BatchIterator):
         return {"gathers": bool(engines_to_gather(self._rank_0_engines)), "key": rendezvous.token} if lends else {}
 
     def _set_up(self, config: Config, ranks: Ranks, client: RankClient, tokenizer: Any) -> None:
-        """Set the attributes that every rank needs."""
         self.config = config
         self.ranks = ranks
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)

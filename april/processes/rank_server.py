@@ -40,13 +40,11 @@ PIECE_BYTES = 1 << 20
 """Largest number of bytes written at once, as asyncio copies the rest of a write again and again."""
 
 
-class RunOnAllRanks(Protocol):
-    """Makes every rank carry out a step of the current call; returns each rank's result.
+RunOnAllRanks = Callable[..., Mapping[int, bytes]]
+"""``run(step, content=b"")`` makes every rank carry out a step of the current call, and returns each rank's result.
 
-    Raises RankError if a rank fails to carry it out.
-    """
-
-    def __call__(self, step: str, content: bytes = b"") -> Mapping[int, bytes]: ...
+Raises RankError if a rank fails to carry it out.
+"""
 
 
 class ServedScheduler(Protocol):
