@@ -157,6 +157,7 @@ MessageBuilder = Callable[[str, Int32, Int32, Tools, Mapping[str, Any]], Message
 """Makes the message that a client got as the answer, from its id, prompt, tokens, tools and sampling."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Conversations:
     """Finds the conversation that a request continues, by the messages that the client sends back.
 
@@ -164,19 +165,15 @@ class Conversations:
     are not rendered again, since that may give other tokens than those that were sampled.
     """
 
-    def __init__(
-        self, template: ChatTemplate, earlier_answers: Sequence[AnsweredCall], build_message: MessageBuilder,
-        message_images: MessageImages | None = None,
-    ) -> None:  # fmt: skip
-        self._template = template
-        self._message_images = message_images
-        self._answered: dict[str, deque[_AnsweredConversation]] = {}
-        """Conversations that end with an answer, the latest first, by the digest of what a reader sees."""
-        self._earlier_answers = earlier_answers
-        self._build_message = build_message
-        self._without_stop: dict[str, str] = {}
-        """For digests of conversations that end with an answer and a stop string after it: the digest without it."""
-        self._known_digests = _Beginnings[list[_Digest]]()
+    _template: ChatTemplate
+    _earlier_answers: Sequence[AnsweredCall]
+    _build_message: MessageBuilder
+    _message_images: MessageImages | None = None
+    _answered: dict[str, deque[_AnsweredConversation]] = field(default_factory=dict)
+    """Conversations that end with an answer, the latest first, by the digest of what a reader sees."""
+    _without_stop: dict[str, str] = field(default_factory=dict)
+    """For digests of conversations that end with an answer and a stop string after it: the digest without it."""
+    _known_digests: _Beginnings[list[_Digest]] = field(default_factory=_Beginnings)
 
     def tokenize(self, messages: Sequence[Message], tools: Tools, sampling: Mapping[str, Any]) -> TokenizedConversation:
         """Return the tokens of a request: the longest known conversation that it continues, and the rest rendered.
