@@ -52,7 +52,10 @@ class MessageImages:
 
     def _read_part(self, part: Message, prompt_pictures: Iterator[Picture], where: str) -> Picture:
         item = image_of_part(part, where)
-        return _next_prompt_picture(prompt_pictures, where) if item is None else self.reader.read(item, where)
+        picture = next(prompt_pictures, None) if item is None else self.reader.read(item, where)
+        if picture is None:
+            raise ConfigError(f"{where} has no content, but the prompt has no more images to which it could refer")
+        return picture
 
     def place(
         self, token_ids: Int32, placed_tokens: int, attached: Sequence[Placed], new_messages: Sequence[Message]
@@ -68,13 +71,6 @@ class MessageImages:
 def _images_in(message: Message) -> list[dict[str, Any]]:
     content = message.get("content")
     return [part for part in content if is_image(part)] if has_images(content) else []
-
-
-def _next_prompt_picture(prompt_pictures: Any, where: str) -> Picture:
-    picture: Picture | None = next(prompt_pictures, None)
-    if picture is None:
-        raise ConfigError(f"{where} has no content, but the prompt has no more images to which it could refer")
-    return picture
 
 
 def _with_pictures(message: Message, pictures: Any) -> Message:

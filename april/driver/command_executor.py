@@ -89,11 +89,6 @@ class CommandExecutor:
             do.ResumeEngine: calls.resume,
         }
 
-    @property
-    def rollout_is_plain(self) -> bool:
-        """True if the rollout function is plain, so that each sample's call runs in a thread of its own."""
-        return self.rollout is not self.functions.rollout
-
     def add_engine(self, engine: Engine) -> None:
         """Add an engine."""
         self.engines[engine.name] = engine

@@ -324,7 +324,6 @@ class Reply(Generic[T]):
         """The outcome (result, error), once it is given; ``setdefault`` stores it atomically."""
         self._task: asyncio.Task[T] | None = None
         self._cancel_requested = False
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     # ---------------------------------------------------------------- any thread
 
@@ -358,9 +357,9 @@ class Reply(Generic[T]):
     def cancel(self) -> None:
         """Cancel the task or function that would give the reply, even before its start."""
         self._cancel_requested = True
-        if self._loop is not None and not self._outcome:
+        if (task := self._task) is not None and not self._outcome:
             with suppress(RuntimeError):  # closed
-                self._loop.call_soon_threadsafe(self._cancel_task)
+                task.get_loop().call_soon_threadsafe(task.cancel)
 
     def set(self, value: T | None, error: BaseException | None = None) -> None:
         """Give a result or an error; only the first one counts."""
@@ -386,7 +385,7 @@ class Reply(Generic[T]):
 
     def follow(self, task: asyncio.Task[T]) -> None:
         """Give the result, error or cancellation of a task when it ends."""
-        self._task, self._loop = task, task.get_loop()
+        self._task = task
         task.add_done_callback(self._copy)
         if self._cancel_requested:
             task.cancel()
@@ -394,10 +393,6 @@ class Reply(Generic[T]):
     def _copy(self, task: asyncio.Task[T]) -> None:
         error = CancelledError() if task.cancelled() else task.exception()
         self.set(None if error is not None else task.result(), error)
-
-    def _cancel_task(self) -> None:
-        assert self._task is not None
-        self._task.cancel()
 
     def _release_lock(self) -> None:
         with suppress(RuntimeError):  # the lock is released already

@@ -296,7 +296,8 @@ class RolloutDriver:
         self._raise_if_broken()
         number = next(self._evaluation_numbers)
         end = self._evaluations[number] = asyncio.get_running_loop().create_future()
-        plain = local.rollout_is_plain  # each plain function needs a thread, so run no more than can generate
+        # each call of a plain function needs a thread, so run no more than can generate
+        plain = local.rollout is not local.functions.rollout
         self.post(
             ev.EvaluationRequested(
                 evaluation=number, prompts=prompts, n_samples=n_samples, sampling=sampling, seed=seed,

@@ -344,7 +344,10 @@ class RankServer:
             self._call_task = asyncio.get_running_loop().create_task(self._execute(request.call_number, call))
             self._check_waiters()
         try:
-            await self._wait_until(lambda: call.started, lambda: self._fail_late_ranks(call, request.call_text))
+            await self._wait_until(
+                lambda: call.started,
+                lambda: self._fail_missing(self._all_ranks - call.call_texts.keys(), request.call_text),
+            )
         except asyncio.CancelledError:  # an interrupted rank leaves the call; the others wait for it again
             if not call.started and self._latest_requests[rank] == (request.session, request.request):
                 call.call_texts.pop(rank, None)
@@ -485,9 +488,6 @@ class RankServer:
         elif not failing and (broken := self._group_error_copy()) is not None:
             # not before a call with a failed step has ended, because the error of that step says more
             future.set_exception(broken)
-
-    def _fail_late_ranks(self, call: CollectiveCall, call_text: str) -> None:
-        self._fail_missing(self._all_ranks - call.call_texts.keys(), call_text)
 
     def _fail_late_in_step(self, call: CollectiveCall, rank: int) -> None:
         waits = rank in call.step_results and call.step_results.keys() != self._all_ranks
