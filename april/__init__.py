@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from april.processes.rank_scheduler import RankScheduler
     from april.processes.ranks import Ranks
     from april.record.file import RunRecord
-    from april.scheduler import RolloutScheduler, partial_rollout
+    from april.scheduler import RolloutScheduler
     from april.serialization.torch_arrays import to_torch
 
 _HOMES = {
@@ -88,7 +88,7 @@ _HOMES = {
     "april.processes.ranks": ("Ranks",),
     "april.processes.rank_scheduler": ("RankScheduler",),
     "april.record.file": ("RunRecord",),
-    "april.scheduler": ("RolloutScheduler", "partial_rollout"),
+    "april.scheduler": ("RolloutScheduler",),
     "april.serialization.torch_arrays": ("to_torch",),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -102,7 +102,7 @@ __all__ = [
     "RunRecord", "SampleId", "SamplingConfig", "SamplingParams", "SchedulerClosed", "Segment", "SegmentKind",
     "TransformersEngine", "UsageError", "VllmInProcessEngine", "WeightsInUse", "WireError", "add_april_arguments",
     "attachment_bytes", "config_from_arguments", "group_advantages", "hold_model", "loss_weights", "masked_weights",
-    "new_token", "off_policy_report", "partial_rollout", "policy_loss", "rewards_differ", "serve", "serve_forever",
+    "new_token", "off_policy_report", "policy_loss", "rewards_differ", "serve", "serve_forever",
     "to_torch", "truncated_weights",
 ]  # fmt: skip
 

@@ -223,8 +223,8 @@ def _text(tokens: Int32, detokenizer: Detokenizer, longest: int) -> str:
     first = last = tokens
     if len(tokens) > 2 * longest:
         first, last = tokens[:longest], tokens[len(tokens) - longest :]
-    text = detokenizer.text_of(first, True)
+    text = detokenizer.text(first.tolist())
     if first is tokens and len(text) <= longest:
         return text
-    end = text if last is first else detokenizer.text_of(last, True)
+    end = text if last is first else detokenizer.text(last.tolist())
     return f"{text[:head]} [... shortened, {len(tokens):,} tokens in all ...] {end[len(end) - tail :]}"

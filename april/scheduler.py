@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import math
 import os
@@ -14,7 +13,7 @@ from concurrent.futures import CancelledError
 from enum import Enum
 from functools import partial
 from types import TracebackType
-from typing import Any, ParamSpec, Protocol, Self, TypeVar, cast
+from typing import Any, Self
 
 from msgspec.structs import replace
 
@@ -37,7 +36,7 @@ from april.driver.rollout_driver import DriverOptions, RolloutDriver
 from april.driver.sample_functions import RolloutSettings, UserFunctions
 from april.driver.tracebacks import shorten
 from april.driver.user_calls import WorkerThreads
-from april.driver.user_code import PARAMETERS, check_function, check_signatures, is_async, refuse_inside_user_code
+from april.driver.user_code import PARAMETERS, check_function, check_signatures, refuse_inside_user_code
 from april.driver.weight_update import TrainerUpdate
 from april.engines.fit import check_engines, fits, warnings_of
 from april.engines.kinds.factory import create_engines
@@ -65,7 +64,8 @@ _ASKING = threading.RLock()
 
 
 class BatchIterator:
-    """Makes a scheduler iterable: ``for batch in rollouts`` calls ``next_batch``; ``async for`` calls ``anext_batch``.
+    """Makes a scheduler iterable and closes it: ``for batch in rollouts`` calls ``next_batch``, ``async for`` calls
+    ``anext_batch``, and the end of a ``with`` or ``async with`` block closes the scheduler.
 
     The loop ends when the prompts have ended. The trainer updates the weights inside the loop.
     """
@@ -77,6 +77,26 @@ class BatchIterator:
     async def anext_batch(self) -> Batch:
         """Return the next batch."""
         raise NotImplementedError
+
+    def _close(self, error: BaseException | None) -> None:
+        """Close the scheduler at the end of a ``with`` block, which ``error`` has ended unless it is None."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close(error)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self._close, error)
 
     def __iter__(self) -> Self:
         return self
@@ -746,7 +766,7 @@ class RolloutScheduler(BatchIterator):
             ended = self._thread.wait_while_responsive(closing)
         finally:
             if not ended:
-                self._thread.request_stop(self._give_up)
+                self._thread.request_stop(self._close_abandoned)
             self._thread.stop(answers=ended is not False)
             self._gateway.close()
             self._observers.close()
@@ -755,25 +775,9 @@ class RolloutScheduler(BatchIterator):
         if error is not None and not isinstance(error, CancelledError):
             raise error
 
-    async def _give_up(self) -> None:
-        """Close the engines after an interrupted close."""
-        await self._close_abandoned()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def _close(self, error: BaseException | None) -> None:
         self.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await asyncio.to_thread(self.close)
 
 
 def check_functions(
@@ -827,57 +831,3 @@ async def close_abandoned(
             log.error("engine %s could not be closed", engine.name, exc_info=error)
     for end in ends:
         end()
-
-
-P = ParamSpec("P")
-R = TypeVar("R", covariant=True)
-
-
-class PartialRollout(Protocol[P, R]):
-    """A rollout function decorated by :func:`partial_rollout`, which can make a scheduler for itself."""
-
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the rollout function itself."""
-        ...
-
-    def scheduler(self, config: Config, **arguments: Any) -> RolloutScheduler:
-        """Make a scheduler for this function; takes all arguments of :class:`RolloutScheduler` but ``rollout``."""
-        ...
-
-
-def partial_rollout(function: Callable[P, R]) -> PartialRollout[P, R]:
-    """Decorate a rollout function ``(prompt, llm)``, which is async or plain (then ``llm.generate`` blocks)::
-
-        @april.partial_rollout
-        async def rollout(prompt, llm): ...
-
-        with rollout.scheduler(config, prompts=prompts, reward=reward, model=model) as rollouts:
-            batch = rollouts.next_batch()
-
-    The function can be called as before, and given to a scheduler as ``rollout=``.
-
-    Raises:
-        ConfigError: the function cannot be called with (prompt, llm).
-    """
-    check_function("partial_rollout", function, ("prompt", "llm"))
-    wrapper: Any
-    if is_async(function):
-
-        async def call_async(*args: P.args, **kwargs: P.kwargs) -> Any:
-            return await cast(Any, function(*args, **kwargs))
-
-        wrapper = call_async
-    else:
-
-        def call(*args: P.args, **kwargs: P.kwargs) -> Any:
-            return function(*args, **kwargs)
-
-        wrapper = call
-    functools.update_wrapper(wrapper, function)
-
-    def scheduler(config: Config, **arguments: Any) -> RolloutScheduler:
-        return RolloutScheduler(config, rollout=wrapper, **arguments)
-
-    scheduler.__doc__ = PartialRollout.scheduler.__doc__
-    wrapper.scheduler = scheduler
-    return cast("PartialRollout[P, R]", wrapper)

@@ -12,6 +12,7 @@ import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -257,7 +258,7 @@ def run_april(url: str, case: Case, relay: Relay | None = None) -> ArmResult:
     total = 0
     with april.RolloutScheduler(config, prompts=prompts_of(case, case.rounds), reward=None) as scheduler:
         # it must answer on the loop that reads the streams
-        pace = scheduler._thread.run(keep_pace(url)) if relay is None else None
+        pace = scheduler._thread.run(partial(keep_pace, url)) if relay is None else None
         for number in range(case.rounds):
             if number:
                 scheduler.weight_update(transfer=lambda: None)  # commits the batch before; not measured

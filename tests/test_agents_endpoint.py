@@ -22,7 +22,7 @@ from toy_chat import ToyTokenizer
 import april
 from april.agents.chat import ChatRequest, message_key
 from april.agents.chat_template import ChatTemplate
-from april.agents.endpoint import MAX_BODY_BYTES, SMALL_BODY_BYTES, Endpoint, ServedSession, SessionAddress
+from april.agents.endpoint import MAX_BODY_BYTES, SMALL_BODY_BYTES, Endpoint, ServedSession
 from april.agents.session import Session
 from april.core.tape import Float32, Int32
 from april.core.types import FinishReason
@@ -104,7 +104,7 @@ async def world(says: str = "hi<|im_end|>", *, waits: bool = False, **options: A
     template = ChatTemplate(TOY, renderers.Qwen3RendererConfig(enable_thinking=False))
     try:
         async with aiohttp.ClientSession() as http:
-            yield World(endpoint, SessionAddress(endpoint).open(Session(model, template, 1 << 20)), model, http)
+            yield World(endpoint, endpoint.serve(Session(model, template, 1 << 20)), model, http)
     finally:
         await asyncio.to_thread(endpoint.stop)
 
@@ -328,7 +328,7 @@ async def test_one_client_for_several_sessions_names_each() -> None:
     async with world() as w:
         other = Model("other<|im_end|>")
         other.may.set()
-        second = SessionAddress(w.endpoint).open(Session(other, w.door.session.template, 1 << 20))
+        second = w.endpoint.serve(Session(other, w.door.session.template, 1 << 20))
         url, key = w.door.shared_address()
         assert second.shared_address() == (url, key)
         w.door.register_name("a")

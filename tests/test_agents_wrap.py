@@ -259,16 +259,15 @@ def test_a_slow_start_of_episodes_is_named_once(
     assert sum("UV_DEFAULT_INDEX" in record.getMessage() for record in caplog.records) == slow
 
 
-async def test_what_is_served_comes_and_goes_with_those_who_play(package: None) -> None:
-    """It is up once for all who play at once, and again for those who come after the last has left."""
-    wrapped = Verifiers(environment := Environment())
-    async with wrapped._servers:
-        async with wrapped._servers:
-            assert environment.up == 1
-        assert environment.up == 1
-    assert environment.up == 0
-    async with wrapped._servers:
-        assert (environment.up, environment.served) == (1, 2)
+def test_what_is_served_starts_once_and_stops_with_the_scheduler(package: None) -> None:
+    """All episodes use the same servers, those of later steps too; another scheduler starts them again."""
+    environment = Environment()
+    for served in (1, 2):
+        with scheduler(environment) as rollouts:
+            for _ in range(2):
+                rollouts.next_batch()
+                assert (environment.up, environment.served) == (1, served)
+        assert environment.up == 0
 
 
 def test_without_the_package_or_a_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:

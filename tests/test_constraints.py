@@ -14,7 +14,7 @@ from server_fixtures import request
 import april
 from april.agents.chat import Answer, Constraint, RequestError, ToolCall
 from april.agents.chat_template import ChatTemplate
-from april.agents.client_fields import BY_ROUTE, EVERY, Fate, table_of_fields
+from april.agents.client_fields import BY_ROUTE, EVERY, FIELDS, Fate
 from april.agents.constraints import grammar_of, is_kept, matches
 from april.agents.endpoint import ROUTES
 from april.engines.openai import wire as openai
@@ -67,6 +67,19 @@ def test_every_field_does_what_the_table_says(route: str, name: str, caplog: pyt
     else:  # its reader takes it, and wants a value of its own type
         with pytest.raises(RequestError, match=name):
             read(route, **{name: 0.5})
+
+
+def table_of_fields() -> list[str]:
+    """Return the lines of the table in docs/agents.md."""
+    lines = ["| field | of | what becomes of it |", "|---|---|---|"]
+    for row in FIELDS:
+        names, routes = ", ".join(f"`{name}`" for name in row.names), ", ".join(row.routes)
+        of = "all" if row.routes == EVERY else routes
+        fate = f"{row.fate}: {row.why}"
+        if row.neutral:
+            fate += f"; accepted: {', '.join(f'`{json.dumps(value)}`' for value in row.neutral.values())}"
+        lines.append(f"| {names} | {of} | {fate} |")
+    return lines
 
 
 def test_the_page_has_the_table_of_fields() -> None:

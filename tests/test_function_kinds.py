@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from real_schedulers import assert_nothing_is_left, check, config, endless, engine, scheduler
+from real_schedulers import assert_nothing_is_left, check, scheduler
 
 import april
 from april.core.types import DropReason
@@ -172,52 +172,3 @@ def test_a_builtin_that_does_not_tell_its_parameters_is_not_refused() -> None:
         pass
     with pytest.raises(ValueError, match="signature"):
         inspect.signature(max)
-
-
-# ---------------------------------------------------------------- the decorator
-
-
-def test_the_decorator_on_an_async_function() -> None:
-    """Three lines: decorate, schedule, take batches; the function stays what it was."""
-
-    @april.partial_rollout
-    async def rollout(prompt: april.Prompt, llm: april.LLM) -> str:
-        """Doc."""
-        return await rollout_async(prompt, llm)
-
-    assert inspect.iscoroutinefunction(rollout)
-    assert (rollout.__name__, rollout.__doc__) == ("rollout", "Doc.")
-    with rollout.scheduler(config(), prompts=endless(), reward=reward_async, engines=[engine()]) as rollouts:
-        check(rollouts.next_batch())
-    with scheduler(rollout=rollout, reward=reward_async) as rollouts:
-        check(rollouts.next_batch())
-
-
-def test_the_decorator_on_a_plain_function() -> None:
-    """A plain function runs in threads, and can still be called by its user."""
-
-    @april.partial_rollout
-    def rollout(prompt: april.Prompt, llm: april.BlockingLLM) -> str:
-        return rollout_plain(prompt, llm) if llm else "called"
-
-    assert rollout(None, None) == "called"  # type: ignore[arg-type]
-    assert not inspect.iscoroutinefunction(rollout)
-    with scheduler(rollout=rollout, reward=reward_plain) as rollouts:
-        check(rollouts.next_batch())
-
-
-def test_the_decorator_refuses_what_cannot_be_a_rollout_function() -> None:
-    """When it decorates, long before a scheduler is made; and rollout= cannot be given twice."""
-    with pytest.raises(ConfigError, match=r"partial_rollout is called with \(prompt, llm\), .*<lambda>\(prompt\) "):
-        april.partial_rollout(lambda prompt: None)
-    with pytest.raises(ConfigError, match="must be a function, got int"):
-        april.partial_rollout(3)  # type: ignore[arg-type]
-    decorated = april.partial_rollout(rollout_async)
-    with pytest.raises(TypeError, match="multiple values for keyword argument 'rollout'"):
-        decorated.scheduler(april.Config(rollout_batch_size=1, max_response_len=4), prompts=[], rollout=rollout_async)
-
-
-def test_the_package_offers_the_decorator_not_a_module() -> None:
-    """``april.partial_rollout`` is the decorator, however often it is looked up."""
-    assert [callable(april.partial_rollout) for _ in range(2)] == [True, True]
-    assert "partial_rollout" in dir(april)

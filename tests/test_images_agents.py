@@ -20,7 +20,7 @@ pytest.importorskip("renderers")
 
 import april
 from april.agents.chat_template import ChatTemplate
-from april.agents.endpoint import Endpoint, ServedSession, SessionAddress
+from april.agents.endpoint import Endpoint, ServedSession
 from april.agents.message_images import MessageImages
 from april.agents.session import Session
 from april.config.images import ImagesConfig
@@ -106,7 +106,7 @@ async def world(prompt: Prompt | None = None, *, blind: bool = False) -> AsyncIt
     template = ChatTemplate(tiny_tokenizer(), None, None if blind else way_in())
     try:
         async with aiohttp.ClientSession() as http:
-            yield World(SessionAddress(endpoint).open(Session(model, template, 1 << 20, (), sight)), model, http)
+            yield World(endpoint.serve(Session(model, template, 1 << 20, (), sight)), model, http)
     finally:
         await asyncio.to_thread(endpoint.stop)
 

@@ -94,12 +94,6 @@ def test_a_client_of_ones_own(code: list[Block]) -> None:
 
 
 @executes("agents.md-3")
-def test_a_function_of_many_prompts(code: list[Block]) -> None:
-    """It is called with one prompt at a time, in a thread."""
-    assert trained(code[0].run(reader())).rewards.tolist() == [1.0] * 4
-
-
-@executes("agents.md-4")
 def test_a_program(code: list[Block], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The program finds its client's address in its environment; the reward sees how it has ended."""
     agent = tmp_path / "my-agent"
@@ -110,7 +104,7 @@ def test_a_program(code: list[Block], tmp_path: Path, monkeypatch: pytest.Monkey
     assert trained(space).rewards.tolist() == [1.0] * 4
 
 
-@executes("agents.md-5")
+@executes("agents.md-4")
 def test_an_environment_of_verifiers(code: list[Block], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tasks are the prompts, its episodes the samples; a stand-in for the package says "hi" to each."""
     install(monkeypatch)
@@ -121,7 +115,7 @@ def test_an_environment_of_verifiers(code: list[Block], monkeypatch: pytest.Monk
     assert [TOKENIZER.decode(s.tokens[s.loss_mask == 1]) for s in batch.samples] == ["hi<|im_end|>"] * 4
 
 
-@executes("agents.md-6")
+@executes("agents.md-5")
 async def test_an_orchestrator_outside(code: list[Block]) -> None:
     """It opens sessions until the batch is there, asks as their agent, and says their rewards."""
     space = code[0].run(reader(KEY="of the test"))
@@ -147,7 +141,7 @@ async def test_an_orchestrator_outside(code: list[Block]) -> None:
     sessions.close()
 
 
-@executes("agents.md-7")
+@executes("agents.md-6")
 def test_a_renderer(code: list[Block]) -> None:
     """The scheduler takes the settings of one."""
 
@@ -159,7 +153,7 @@ def test_a_renderer(code: list[Block]) -> None:
         assert rollouts.next_batch().rewards.tolist() == [1.0] * 4
 
 
-@executes("agents.md-8")
+@executes("agents.md-7")
 def test_rows_of_a_sample_weigh_as_one(code: list[Block]) -> None:
     """GRPO's weights over samples of which each has two rows sum to 1."""
     batch = trained(reader(rollout=lambda prompt, llm: llm.generate() and "hi"))

@@ -21,6 +21,7 @@ from april.auto import run_tuning
 from april.auto.question import TuningAnswer, TuningQuestion
 from april.core.rollout_core import STEP_METRICS
 from april.core.types import DropReason
+from april.driver.llm import SamplingArguments
 from april.engines.protocol import Capabilities, Chunk, Engine, Request
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine
@@ -175,10 +176,11 @@ def test_the_signatures_on_the_page() -> None:
         plain = ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters)
         prefix = "april." if owner is april else ""
         assert f"`{prefix}{name}({plain.replace(chr(39), chr(34))})`" in API or f" {name}({plain})`" in API, name
-    generate = list(inspect.signature(april.LLM.generate).parameters.values())[1:-1]  # without self, **others
-    keywords = ", ".join(f"{p.name}={p.default!r}" for p in generate[1:])
-    assert f"`llm.generate({generate[0].name}=None, *, {keywords})`" in API
-    assert sorted(below("llm.generate", "###")[: len(generate)]) == sorted(p.name for p in generate)
+    ids, *own = list(inspect.signature(april.LLM.generate).parameters.values())[1:-1]  # without self, **sampling
+    keywords = dict.fromkeys(SamplingArguments.__annotations__) | {p.name: p.default for p in own}
+    said = ", ".join(f"{name}={default!r}" for name, default in keywords.items())
+    assert f"`llm.generate({ids.name}=None, *, {said})`" in API
+    assert sorted(below("llm.generate", "###")[: 1 + len(keywords)]) == sorted((ids.name, *keywords))
 
 
 def test_the_fields_on_the_page() -> None:

@@ -11,7 +11,7 @@ import pytest
 from april.core.attachments import Attachment, Placed
 from april.core.types import EngineFinish, FinishReason, Prompt, SampleId
 from april.driver.rewards import Conversation, EvaluationResult, Response
-from april.processes.rank_packing import pack_call, unpack_call, with_repetition, without_repetition
+from april.processes.rank_packing import pack_call, unpack_call, with_detokenizer
 from april.serialization.own_values import pack, unpack
 from april.serialization.plain_values import why_not_plain
 
@@ -27,12 +27,11 @@ def test_an_evaluation_keeps_all_conversations_of_a_response() -> None:
         return Conversation(np.array(prompt, np.int32), tokens, np.zeros(len(tokens), np.float32), mask)
 
     def response(index: int, *conversations: Conversation) -> Response:
-        _, tokens, logprobs, mask, _ = conversations[0]
-        return Response(SampleId(0, index), tokens, logprobs, mask, FinishReason.STOP, {"x": 1}, 1.0, conversations)
+        return Response(SampleId(0, index), conversations, FinishReason.STOP, {"x": 1}, 1.0)
 
     several = response(0, conversation(1, 2), conversation(3), conversation(4, 4))
     sent = EvaluationResult(((several, response(1, conversation(1, 2))),), np.array([[1.0, 0.0]]))
-    ((first, second),) = with_repetition(unpack(pack(without_repetition(sent)), EvaluationResult), None).responses
+    ((first, second),) = unpack(pack(with_detokenizer(sent, None)), EvaluationResult).responses
     for come, was in ((first, several), (second, sent.responses[0][1])):
         assert len(come.conversations) == len(was.conversations)
         for a, b in zip(come.conversations, was.conversations, strict=True):

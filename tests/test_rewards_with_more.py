@@ -450,7 +450,7 @@ def response(conversations: int = 1) -> april.Response:
     one = Conversation(
         tokens, tokens, np.zeros(5, np.float32), np.ones(5, np.uint8), np.array([[0, 2], [3, 5]], np.int32)
     )
-    return april.Response(april.SampleId(3, 1), *one[1:4], FinishReason.STOP, None, None, (one,) * conversations)
+    return april.Response(april.SampleId(3, 1), (one,) * conversations, FinishReason.STOP, None)
 
 
 NAN = float("nan")

@@ -20,7 +20,7 @@ from april.core.batch import Batch
 from april.core.sampling import SamplingParams
 from april.core.types import DropReason, FinishReason, Prompt, SampleId
 from april.driver.detokenizer import TRIES, Detokenizer
-from april.driver.llm import LLM, Completion
+from april.driver.llm import LLM, Completion, SamplingArguments
 from april.driver.rewards import Response
 from april.engines.protocol import Chunk, EngineFinish, Request
 from april.engines.simulated.engine import synthetic_response
@@ -377,7 +377,7 @@ async def test_stop_strings_of_a_call_replace_the_configured_ones() -> None:
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED))
 def test_everything_that_is_refused_has_its_sentence(name: str) -> None:
     """In a call and in the configuration; none of these names is an argument after all."""
-    known = list(inspect.signature(LLM.generate).parameters)[1:-1]
+    known = [*list(inspect.signature(LLM.generate).parameters)[1:-1], *SamplingArguments.__annotations__]
     assert name not in known
     with pytest.raises(TypeError, match=rf"^llm.generate: {name}: .+; april supports ") as caught:
         run_virtual(an_llm(SamplingParams(max_tokens=5), None).generate(**{name: 1}))
@@ -408,7 +408,7 @@ async def test_text_for_rewards() -> None:
     assert tokens[-1] == EOS
     assert texts == [Angles().decode(tokens[:-1]), Angles().decode(tokens)]
     await rollouts.close()
-    response = Response(SampleId(0, 0), *[np.zeros(1)] * 3, FinishReason.STOP, None)  # type: ignore[arg-type]
+    response = Response(SampleId(0, 0), (), FinishReason.STOP, None)
     with pytest.raises(RolloutError, match=r"response.text\(\) needs a tokenizer; give the scheduler tokenizer="):
         response.text()
 

@@ -161,12 +161,9 @@ def test_structs_responses_and_ledgers_arrive_as_they_were() -> None:
         response: Response
         books: dict[str, Ledger]
 
-    of_a_tool = Conversation(TOKENS, TOKENS, np.zeros(5, np.float32), np.ones(5, np.uint8))
     mask = np.array([1, 0, 1, 1, 1], np.uint8)
-    response = Response(
-        SampleId(3, 1), TOKENS, np.ones(5, np.float32), mask, FinishReason.LENGTH, {"a": [1, None]}, 0.5,
-        (of_a_tool, of_a_tool),
-    )  # fmt: skip
+    of_a_tool = Conversation(TOKENS, TOKENS, np.zeros(5, np.float32), mask)
+    response = Response(SampleId(3, 1), (of_a_tool, of_a_tool), FinishReason.LENGTH, {"a": [1, None]}, 0.5)
     books = {"tokens": Ledger(9, 4, 3, Counter({DropReason.STALE: 2}))}
     come = unpack(pack(Told(response, books)), Told)
     assert come.books == books

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from april.agents.rollout_functions import ProgramResult, batched, program
+    from april.agents.rollout_functions import ProgramResult, program
     from april.agents.sessions import Sessions
     from april.agents.verifiers import Verifiers
 
@@ -14,10 +14,9 @@ _HOME_OF = {
     "Sessions": "april.agents.sessions",
     "Verifiers": "april.agents.verifiers",
     "ProgramResult": "april.agents.rollout_functions",
-    "batched": "april.agents.rollout_functions",
     "program": "april.agents.rollout_functions",
 }
-__all__ = ["ProgramResult", "Sessions", "Verifiers", "batched", "program"]
+__all__ = ["ProgramResult", "Sessions", "Verifiers", "program"]
 
 
 def __getattr__(name: str) -> Any:

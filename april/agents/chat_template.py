@@ -110,8 +110,8 @@ class ChatTemplate:
             return self._with_images(plain, tools)
         try:
             ids: list[int] = self._renderer.render_ids(plain, tools=list(tools) or None, add_generation_prompt=True)
-            if tools:
-                self._require_tools(plain, tools, ids)
+            if tools and ids == self._renderer.render_ids(plain, tools=None, add_generation_prompt=True):
+                raise RequestError(NO_TOOLS)
         except RequestError:
             raise
         except Exception as error:
@@ -129,10 +129,6 @@ class ChatTemplate:
         if not blind:
             raise RequestError(NO_TOOLS)
         return ids
-
-    def _require_tools(self, messages: list[dict[str, Any]], tools: Tools, ids: list[int]) -> None:
-        if ids == self._renderer.render_ids(messages, tools=None, add_generation_prompt=True):
-            raise RequestError(NO_TOOLS)
 
     def extend(
         self, ids: Int32, prompt_length: int, said: Sequence[Message], new: Sequence[Message], tools: Tools
@@ -288,17 +284,13 @@ def _plain(message: Message) -> dict[str, Any]:
     """Return a message without null fields, with its content as text, or as parts if it has images."""
     plain = {name: value for name, value in message.items() if value is not None}
     content = message.get("content")
-    plain["content"] = [_marked(part) for part in content] if has_images(content) else text_of(content)
+    # chat templates know images as {"type": "image"}
+    marked = [MARK if is_image(part) else part for part in content] if has_images(content) else None
+    plain["content"] = text_of(content) if marked is None else marked
     return plain
 
 
-def _marked(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a content part in the form that chat templates know: ``{"type": "image"}`` for an image."""
-    return MARK if is_image(part) else part
-
-
 def _shows(messages: Sequence[Message]) -> bool:
-    """Return True if any of these messages has an image."""
     return any(has_images(message.get("content")) for message in messages)
 
 

@@ -1,6 +1,6 @@
 """The fields of clients' request bodies: a table of what becomes of each, and the reader that follows the table.
 
-docs/agents.md has the same table; a test compares the two.
+docs/agents.md has the same table.
 """
 
 from __future__ import annotations
@@ -194,16 +194,3 @@ class RequestBody:
                 log.debug("%s: clients give %s, which april ignores: %s", self._route, name, row.why)
         if unknown:
             raise RequestError(f"unknown or unsupported parameters: {', '.join(sorted(unknown))}")
-
-
-def table_of_fields() -> list[str]:
-    """Return the lines of the table in docs/agents.md."""
-    lines = ["| field | of | what becomes of it |", "|---|---|---|"]
-    for row in FIELDS:
-        names, routes = ", ".join(f"`{name}`" for name in row.names), ", ".join(row.routes)
-        of = "all" if row.routes == EVERY else routes
-        fate = f"{row.fate}: {row.why}"
-        if row.neutral:
-            fate += f"; accepted: {', '.join(f'`{json.dumps(value)}`' for value in row.neutral.values())}"
-        lines.append(f"| {names} | {of} | {fate} |")
-    return lines

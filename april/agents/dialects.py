@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from april.agents.chat import (
     Answer,
@@ -28,35 +28,6 @@ from april.images.chat_images import MARK
 Json = dict[str, Any]
 SseEvent = tuple[str, Any]
 """A server-sent event: its name (empty for none), and the data, which is JSON unless it is a string."""
-
-
-class Dialect(Protocol):
-    """An API format of the endpoint: how it reads requests, and writes answers and errors."""
-
-    ping: bytes
-    """Bytes that keep a stream alive."""
-    history: str
-    """Field with the conversation, whose messages can be read one by one by ``read_one``; empty if there is none."""
-
-    def read(self, body: Json) -> ChatRequest:
-        """Read a request, whose ``history`` may have been read already; raises RequestError."""
-        ...
-
-    def read_one(self, i: int, message: Any) -> list[Json]:
-        """Read message ``i`` of ``history``; raises RequestError."""
-        ...
-
-    def response_body(self, answer: Answer, request: ChatRequest) -> Json:
-        """Return the body of an answer that is not streamed."""
-        ...
-
-    def stream(self, answer: Answer, request: ChatRequest) -> Iterator[SseEvent]:
-        """Return the answer as a stream of events."""
-        ...
-
-    def error(self, error: RequestError) -> Json:
-        """Return the body of an error."""
-        ...
 
 
 def read_messages(value: Any) -> list[Message]:
@@ -142,14 +113,16 @@ class OpenAIChat:
     """The dialect of ``/v1/chat/completions``."""
 
     ping = b": ping\n\n"
+    """Bytes that keep a stream alive."""
     history = "messages"
+    """Field with the conversation, whose messages can be read one by one by ``read_one``; empty if there is none."""
 
     def read_one(self, i: int, message: Any) -> list[Json]:
-        """Read message ``i`` of ``messages``."""
+        """Read message ``i`` of ``history``; raises RequestError."""
         return [read_message(i, message)]
 
     def read(self, body: Json) -> ChatRequest:
-        """Read a request."""
+        """Read a request, whose ``history`` may have been read already; raises RequestError."""
         b = RequestBody(body, CHAT)
         messages = read_messages(b.take("messages", list))
         tools, demanded = read_tool_choice(b.take("tool_choice", (str, dict)), read_tools(b.take("tools", list)))
@@ -416,6 +389,8 @@ ANTHROPIC_KINDS = {
     400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error", 503: "overloaded_error",
 }  # fmt: skip
+Dialect = OpenAIChat | Anthropic
+"""An API format of the endpoint; the formats of other routes are subclasses of the first."""
 EMPTY: Mapping[str, Any] = {
     "text": lambda b: ({**b, "text": ""}, {"type": "text_delta", "text": b["text"]}),
     "thinking": lambda b: ({**b, "thinking": ""}, {"type": "thinking_delta", "thinking": b["thinking"]}),

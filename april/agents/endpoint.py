@@ -96,24 +96,9 @@ class ServedSession:
         self.endpoint._sessions_by_name[name] = refusal or self
 
 
-@dataclass(frozen=True, slots=True)
-class SessionAddress:
-    """The server of a session, and the path and key that it keeps across restarts (random if empty)."""
-
-    endpoint: Endpoint
-    path: str = ""
-    key: str = ""
-    on_request: Callable[[], None] = lambda: None
-
-    def open(self, session: Session) -> ServedSession:
-        """Serve a session, which may be used only on the server's loop from now on; returns its address and key."""
-        path, key = self.path or secrets.token_hex(8), self.key or secrets.token_urlsafe(24)
-        return self.endpoint.add_session(ServedSession(session, self.endpoint, path, key, self.on_request))
-
-
 @dataclass(slots=True, eq=False)
 class Endpoint:
-    """The HTTP server; ``add_session`` and ``close_session`` may be called from any thread.
+    """The HTTP server; ``serve`` and ``close_session`` may be called from any thread.
 
     Args:
         host: address to listen on.
@@ -153,9 +138,15 @@ class Endpoint:
         self._thread.start()
         asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
 
-    def add_session(self, served: ServedSession) -> ServedSession:
-        """Serve a session at its address."""
-        self._sessions_by_path[served.path] = served
+    def serve(
+        self, session: Session, path: str = "", key: str = "", on_request: Callable[[], None] = lambda: None
+    ) -> ServedSession:
+        """Serve a session, which may be used only on the server's loop from now on; returns its address and key.
+
+        ``path`` and ``key`` are random if they are empty; a session that keeps them is found again after a restart.
+        """
+        path, key = path or secrets.token_hex(8), key or secrets.token_urlsafe(24)
+        served = self._sessions_by_path[path] = ServedSession(session, self, path, key, on_request)
         return served
 
     def close_session(self, served: ServedSession, why: str) -> list[int]:

@@ -23,15 +23,13 @@ from april.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from april.agents.chat_template import ChatTemplate
-    from april.agents.endpoint import Endpoint, SessionAddress
+    from april.agents.endpoint import Endpoint
     from april.agents.session import FunctionChat, GenerateFunction, Session
     from april.images.image_placer import ImagePlacer
 
 log = logging.getLogger("april")
 RENDERERS = "renderers"
 """Package that converts messages to tokens."""
-GATEWAY_OPTIONS = ("renderer", "commit_s", "alive_s")
-"""Arguments of the scheduler that are passed on to the Gateway."""
 
 
 @dataclass(slots=True)
@@ -81,9 +79,10 @@ class Gateway:
         for name in names:
             import_module(name)
 
-    def open(self, sample: EndpointSample, place: SessionAddress | None = None) -> ClientEndpoint:
-        """Serve one more sample at an HTTP endpoint; ``place`` is needed for a server other than this process's own."""
-        from april.agents.endpoint import SessionAddress  # loads a web server, so it is imported only for an endpoint
+    def open(
+        self, sample: EndpointSample, serve: Callable[[Session], ClientEndpoint] | None = None
+    ) -> ClientEndpoint:
+        """Serve one more sample by ``serve``, a function of another server; None means this process's own server."""
 
         generate = self._generator(sample, from_clients=True)
 
@@ -95,7 +94,7 @@ class Gateway:
 
         session = self._session(generate_on_driver_loop, sample, from_clients=True)
         session.note_checked = lambda kept: sample.loop.call_soon_threadsafe(sample.note_checked, kept)
-        return (SessionAddress(self._own_endpoint()) if place is None else place).open(session)
+        return (serve or self._own_endpoint().serve)(session)
 
     def chat(self, sample: EndpointSample) -> FunctionChat:
         """Return the object that answers ``llm.chat`` of a sample: a session on the running loop, without a server."""
@@ -166,8 +165,7 @@ class Gateway:
         )
 
     def _own_endpoint(self) -> Endpoint:
-        """Return this process's own server; start it if it is not running."""
-        from april.agents.endpoint import Endpoint
+        from april.agents.endpoint import Endpoint  # loads a web server, so it is imported only for an endpoint
 
         if self._endpoint is None:
             at = self.config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from april.agents.chat import NOT_READ, Message, RequestError, has_images
@@ -18,19 +19,19 @@ from april.images.image_reader import ImageReader, Picture
 REQUEST = "the request"
 
 
+@dataclass(frozen=True, slots=True)
 class MessageImages:
     """Reads the images of one sample's messages.
 
-    Args:
+    Attributes:
         images: places images among tokens, as the model's processor does.
         reader: reads images in the forms that the sender may use; a client may not send paths.
         prompt: prompt of the sample; parts ``{"type": "image"}`` without content stand for its images, in order.
     """
 
-    def __init__(self, images: ImagePlacer, reader: ImageReader, prompt: Prompt) -> None:
-        self._images = images
-        self._reader = reader
-        self._prompt = prompt
+    images: ImagePlacer
+    reader: ImageReader
+    prompt: Prompt
 
     async def read(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return the messages with the image that was read in each image part (``picture``); raises RequestError."""
@@ -39,10 +40,10 @@ class MessageImages:
         return await run_in_thread(self._read, messages)
 
     def _read(self, messages: Sequence[Message]) -> list[Message]:
-        prompt_pictures = iter(self._images.prompt_pictures(self._prompt.token_ids, self._prompt.attached))
+        prompt_pictures = iter(self.images.prompt_pictures(self.prompt.token_ids, self.prompt.attached))
         parts = [part for message in messages for part in _images_in(message)]
         try:
-            self._reader.check_count(len(parts), REQUEST)
+            self.reader.check_count(len(parts), REQUEST)
             read = [self._read_part(part, prompt_pictures, f"{REQUEST}, image {i}") for i, part in enumerate(parts, 1)]
             pictures = iter(read)
         except ConfigError as error:
@@ -51,7 +52,10 @@ class MessageImages:
 
     def _read_part(self, part: Message, prompt_pictures: Iterator[Picture], where: str) -> Picture:
         item = image_of_part(part, where)
-        return _next_prompt_picture(prompt_pictures, where) if item is None else self._reader.read(item, where)
+        picture = next(prompt_pictures, None) if item is None else self.reader.read(item, where)
+        if picture is None:
+            raise ConfigError(f"{where} has no content, but the prompt has no more images to which it could refer")
+        return picture
 
     def place(
         self, token_ids: Int32, placed_tokens: int, attached: Sequence[Placed], new_messages: Sequence[Message]
@@ -59,7 +63,7 @@ class MessageImages:
         """Return all tokens and attachments; images of ``new_messages`` go after the first ``placed_tokens`` tokens."""
         pictures = [part["picture"] for message in new_messages for part in _images_in(message)]
         try:
-            return self._images.place_after(token_ids, placed_tokens, attached, pictures, REQUEST)
+            return self.images.place_after(token_ids, placed_tokens, attached, pictures, REQUEST)
         except ConfigError as error:
             raise RequestError(str(error)) from error
 
@@ -67,13 +71,6 @@ class MessageImages:
 def _images_in(message: Message) -> list[dict[str, Any]]:
     content = message.get("content")
     return [part for part in content if is_image(part)] if has_images(content) else []
-
-
-def _next_prompt_picture(prompt_pictures: Any, where: str) -> Picture:
-    picture: Picture | None = next(prompt_pictures, None)
-    if picture is None:
-        raise ConfigError(f"{where} has no content, but the prompt has no more images to which it could refer")
-    return picture
 
 
 def _with_pictures(message: Message, pictures: Any) -> Message:

@@ -16,17 +16,14 @@ from aiohttp import web
 
 from april import errors
 from april.agents.chat import Answer, RequestError
-from april.agents.endpoint import Endpoint, SessionAddress, check_key
+from april.agents.endpoint import Endpoint, check_key
 from april.core.sampling import SamplingParams
 from april.core.tape import Int32
 from april.core.types import SampleId
-from april.driver.llm import AFTER_ITS_END, LLM, Completion, SampleRun
+from april.driver.llm import AFTER_ITS_END, LLM, Completion, SampleRun, SamplingArguments
 from april.driver.user_code import message_of
 from april.errors import RolloutError, UsageError
 from april.serialization.own_values import pack, unpack
-
-SAMPLING_ARGUMENTS = ("max_tokens", "min_tokens", "temperature", "top_p", "stop_token_ids", "stop")
-"""Sampling arguments of ``llm.generate``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +101,7 @@ class LLMServer:
             return await llm.chat(**arguments)
         if method != "door":
             raise RequestError(f"llm has no method {method!r:.50}", 404)
-        door = llm.endpoint(SessionAddress(self.endpoint))
+        door = llm.endpoint(self.endpoint.serve)
         return _EndpointAddress(door.url, door.key)
 
 
@@ -129,7 +126,7 @@ class _LLMClient:
         self, sampling: SamplingParams, token_ids: Int32 | None, *, any_chain: bool = False, images: Sequence[Any] = (),
         **others: Any,
     ) -> Completion:  # fmt: skip
-        arguments = {name: getattr(sampling, name) for name in SAMPLING_ARGUMENTS}
+        arguments = {name: getattr(sampling, name) for name in SamplingArguments.__annotations__}
         ids = None if token_ids is None else token_ids.tolist()
         arguments |= {"token_ids": ids, "any_conversation": any_chain, "images": images}
         return await self._post("generate", arguments, Completion)  # type: ignore[no-any-return]
@@ -143,7 +140,7 @@ class _LLMClient:
     def close(self) -> Sequence[int]:
         return ()
 
-    def door(self, place: Any = None) -> _EndpointAddress:
+    def door(self, serve: Any = None) -> _EndpointAddress:
         """Open an endpoint. The caller is not a coroutine, so the request blocks this process's loop for a moment."""
         asked = Request(self._url + "door", pack({}), self._headers)  # noqa: S310 - a URL of april's server
         try:

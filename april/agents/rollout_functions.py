@@ -1,4 +1,4 @@
-"""Makes rollout functions from existing code: from a program with its own client, or a function of many prompts."""
+"""Makes rollout functions from programs that have clients of their own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from april.core.types import Prompt
-from april.driver.llm import LLM, BlockingLLM, RolloutFunction
+from april.driver.llm import LLM, RolloutFunction
 from april.driver.user_code import RemoteFunctionError
 from april.errors import UsageError
 from april.text.server_text import clean
@@ -174,24 +174,3 @@ async def _terminate(transport: asyncio.SubprocessTransport, process: _ProgramPr
             os.killpg(transport.get_pid(), number)
         await asyncio.wait([process.closed], timeout=TERMINATE_S)
     transport.close()
-
-
-def batched(function: Callable[..., Any]) -> Callable[[Prompt, BlockingLLM], Any]:
-    """Make a rollout function from a function that takes a list of prompts and returns one completion for each.
-
-    ``function(prompts, base_url=..., api_key=...)`` is called in a thread for each sample, with a list that holds only
-    the ``data`` of its prompt. Its client sends requests to ``base_url``; the completion is ``response.output`` for the
-    reward. Samples run side by side, as with any other rollout function.
-    """
-
-    def rollout(prompt: Prompt, llm: BlockingLLM) -> Any:
-        completions = function([prompt.data], base_url=llm.base_url, api_key=llm.api_key)
-        if not isinstance(completions, Sequence) or isinstance(completions, str) or len(completions) != 1:
-            raise UsageError(
-                f"{rollout.__qualname__} was called with one prompt and must return a list of one completion, got "
-                f"{completions!r:.100}"
-            )
-        return completions[0]
-
-    rollout.__qualname__ = getattr(function, "__qualname__", type(function).__name__)
-    return rollout

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product, takewhile
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -37,35 +37,12 @@ from april.agents.message_images import MessageImages, refuse_images
 from april.core.attachments import Placed
 from april.core.tape import Float32, Int32
 from april.core.types import FinishReason
-from april.driver.llm import AnsweredCall
+from april.driver.llm import AnsweredCall, Completion
 from april.errors import UsageError
 
-
-class GenerationResult(Protocol):
-    """The result of ``generate``: ``tokens`` int32 [T], ``logprobs`` float32 [T], finish reason, and call number."""
-
-    @property
-    def tokens(self) -> Int32: ...
-
-    @property
-    def logprobs(self) -> Float32: ...
-
-    @property
-    def finish(self) -> FinishReason: ...
-
-    @property
-    def number(self) -> int: ...
-
-
-class GenerateFunction(Protocol):
-    """Continues token ids, with arguments of ``llm.generate``; returns when complete, however many steps that takes.
-
-    ``attached`` lists the images at their positions in the token ids; None means the images of the earlier calls.
-    """
-
-    def __call__(
-        self, ids: Int32, changes: Mapping[str, Any], attached: tuple[Placed, ...] | None = None
-    ) -> Awaitable[GenerationResult]: ...
+GenerateFunction = Callable[[Int32, Mapping[str, Any], tuple[Placed, ...] | None], Awaitable[Completion]]
+"""Continues token ids, with arguments of ``llm.generate``; returns when complete, however many steps that takes. The
+last argument lists the images at their positions in the token ids; None means the images of the earlier calls."""
 
 
 MAX_ANSWERS_PER_TEXT = 8
@@ -180,6 +157,7 @@ MessageBuilder = Callable[[str, Int32, Int32, Tools, Mapping[str, Any]], Message
 """Makes the message that a client got as the answer, from its id, prompt, tokens, tools and sampling."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Conversations:
     """Finds the conversation that a request continues, by the messages that the client sends back.
 
@@ -187,19 +165,15 @@ class Conversations:
     are not rendered again, since that may give other tokens than those that were sampled.
     """
 
-    def __init__(
-        self, template: ChatTemplate, earlier_answers: Sequence[AnsweredCall], build_message: MessageBuilder,
-        message_images: MessageImages | None = None,
-    ) -> None:  # fmt: skip
-        self._template = template
-        self._message_images = message_images
-        self._answered: dict[str, deque[_AnsweredConversation]] = {}
-        """Conversations that end with an answer, the latest first, by the digest of what a reader sees."""
-        self._earlier_answers = earlier_answers
-        self._build_message = build_message
-        self._without_stop: dict[str, str] = {}
-        """For digests of conversations that end with an answer and a stop string after it: the digest without it."""
-        self._known_digests = _Beginnings[list[_Digest]]()
+    _template: ChatTemplate
+    _earlier_answers: Sequence[AnsweredCall]
+    _build_message: MessageBuilder
+    _message_images: MessageImages | None = None
+    _answered: dict[str, deque[_AnsweredConversation]] = field(default_factory=dict)
+    """Conversations that end with an answer, the latest first, by the digest of what a reader sees."""
+    _without_stop: dict[str, str] = field(default_factory=dict)
+    """For digests of conversations that end with an answer and a stop string after it: the digest without it."""
+    _known_digests: _Beginnings[list[_Digest]] = field(default_factory=_Beginnings)
 
     def tokenize(self, messages: Sequence[Message], tools: Tools, sampling: Mapping[str, Any]) -> TokenizedConversation:
         """Return the tokens of a request: the longest known conversation that it continues, and the rest rendered.
@@ -433,7 +407,8 @@ class Session:
         prompt = conversation_ids[: len(prompt)]
         name = answer_id(prompt, None, attached or ())
         number = self._answer_counts[name] = self._answer_counts.get(name, -1) + 1
-        answer = self._parse_answer(request, f"{name}{number:02x}", prompt, generated, generated.tokens.tolist())
+        made = generated.tokens, generated.logprobs
+        answer = self._parse_answer(request, f"{name}{number:02x}", prompt, *made, generated.finish)
         if request.constraint is not None:
             self.note_checked(is_kept(request.constraint, answer))
         if self.conversations is not None and request.token_ids is None and answer.finish != "length":
@@ -443,8 +418,8 @@ class Session:
     def _build_message(
         self, name: str, prompt: Int32, tokens: Int32, tools: Tools, sampling: Mapping[str, Any]
     ) -> Message:
-        request, answer = ChatRequest(tools=tools, sampling=sampling), _EarlierAnswer(tokens, np.empty(0, np.float32))
-        return self._parse_answer(request, name, prompt, answer, tokens.tolist()).message
+        request = ChatRequest(tools=tools, sampling=sampling)
+        return self._parse_answer(request, name, prompt, tokens, np.empty(0, np.float32), FinishReason.STOP).message
 
     async def _with_images(self, request: ChatRequest) -> ChatRequest:
         """Return the request with its images read, and tool results in order; raises RequestError."""
@@ -466,16 +441,16 @@ class Session:
         return self.conversations.tokenize(request.messages, request.tools, request.sampling)
 
     def _parse_answer(
-        self, request: ChatRequest, name: str, prompt: Int32, generated: GenerationResult, tokens: list[int]
+        self, request: ChatRequest, name: str, prompt: Int32, tokens: Int32, logprobs: Float32, finish: FinishReason
     ) -> Answer:
         """Return the generated tokens as the answer that the client gets."""
-        truncated = generated.finish is FinishReason.LENGTH
-        text, reasoning, calls = "", "", ParsedAnswer("", "", ()).calls
+        truncated = finish is FinishReason.LENGTH
+        parsed = ParsedAnswer("", "", ())
         if self.template is not None and request.token_ids is not None:
-            text = self.template.decode(tokens)
+            parsed = ParsedAnswer(self.template.decode(tokens.tolist()), "", ())
         elif self.template is not None:
-            parsed = self.template.parse(tokens, prompt, request.tools)
-            text, reasoning, calls = parsed.text, parsed.reasoning, parsed.calls
+            parsed = self.template.parse(tokens.tolist(), prompt, request.tools)
+        text = parsed.text
         stops = request.sampling.get("stop") or ()
         found = [(text.find(stop), stop) for stop in stops if stop in text]
         stopped_by = None
@@ -483,11 +458,12 @@ class Session:
             at, stopped_by = min(found)
             text = text[:at]
         tool_calls = tuple(
-            ToolCall(number or f"call_{name}_{i}", tool, arguments) for i, (number, tool, arguments) in enumerate(calls)
+            ToolCall(number or f"call_{name}_{i}", tool, arguments)
+            for i, (number, tool, arguments) in enumerate(parsed.calls)
         )
         return Answer(
-            id=name, prompt_ids=prompt, tokens=generated.tokens, logprobs=generated.logprobs, text=text,
-            reasoning=reasoning, tool_calls=tool_calls, stopped_by=stopped_by,
+            id=name, prompt_ids=prompt, tokens=tokens, logprobs=logprobs, text=text, reasoning=parsed.reasoning,
+            tool_calls=tool_calls, stopped_by=stopped_by,
             # a cut answer ends with "length" even after a complete tool call, because the turn is not finished
             finish="length" if truncated else "tool_calls" if tool_calls else "stop",
         )  # fmt: skip
@@ -516,13 +492,6 @@ class FunctionChat:
         """Stop answering; returns the numbers of calls whose answers the function has received."""
         self.session.close("its rollout function has ended")
         return self.session.received_calls()
-
-
-class _EarlierAnswer(NamedTuple):
-    tokens: Int32
-    logprobs: Float32
-    finish: FinishReason = FinishReason.STOP
-    number: int = 0
 
 
 def answer_id(prompt: Int32, number: int | None = None, attached: Sequence[Placed] = ()) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 from aiohttp import web
 
 from april.agents.chat import COMMIT_S, KEEPALIVE_S, RequestError
-from april.agents.endpoint import Endpoint, SessionAddress, check_key, read_json_body
+from april.agents.endpoint import Endpoint, check_key, read_json_body
 from april.core.types import Prompt
 from april.driver.llm import LLM
 from april.driver.rewards import Response
@@ -128,7 +128,8 @@ class Sessions:
         }  # fmt: skip
         started, outcome = loop.create_future(), loop.create_future()
         session = _OpenSession(name, key, description, llm.sample_run.resumed, loop, started, outcome)
-        llm.endpoint(SessionAddress(endpoint, name, key, partial(session.assign, by_request=True)))
+        on_request = partial(session.assign, by_request=True)
+        llm.endpoint(partial(endpoint.serve, path=name, key=key, on_request=on_request))
         self._open_sessions[name] = session
         if session.resumed:
             session.assign()

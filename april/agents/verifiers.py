@@ -34,8 +34,8 @@ class Verifiers:
 
     The policy generates the turns of the trainable agents. Any other agent, such as a user simulator, needs a model of
     its own. The rollout function plays one episode, whose requests go to the sample's endpoint, and returns the
-    ``Episode``. The environment's own servers (shared tools, the server of its harnesses) run while any episode is
-    played.
+    ``Episode``. The environment's own servers (shared tools, the server of its harnesses) start with the first episode
+    and stop with the scheduler.
 
     Args:
         environment: environment as ``verifiers.v1.load_environment`` returns it.
@@ -52,7 +52,10 @@ class Verifiers:
         self.environment = environment
         self._tokenizer = tokenizer
         self._sampling = sampling
-        self._servers = _EnvironmentServers(environment)
+        self._serving: asyncio.Task[None] | None = None
+        """Task that runs the environment's servers."""
+        self._started: asyncio.Future[None]
+        """Future that is done once the servers have started, or could not start."""
         self._slow_start_named = False
 
     @property
@@ -82,14 +85,36 @@ class Verifiers:
 
         slow_start = asyncio.get_running_loop().call_later(SLOW_START_S, self._name_slow_start, door)
         try:
-            async with self._servers:
-                episode = await self.environment.run_episode(task, context, on_trace=on_trace)
+            await self._start_servers()
+            episode = await self.environment.run_episode(task, context, on_trace=on_trace)
         finally:
             slow_start.cancel()
         if not episode.ok:
             failed = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
             raise RolloutError("; ".join(f"{e.type}: {e.message}" for e in failed) or "the episode is not ok")
         return episode
+
+    async def _start_servers(self) -> None:
+        """Start the environment's servers unless they run already; raises their error if they cannot start."""
+        loop, serving = asyncio.get_running_loop(), self._serving
+        if serving is not None and not serving.done() and serving.get_loop() is not loop:
+            raise UsageError("an environment of verifiers serves one scheduler at a time; load another one")
+        if serving is None or serving.done():
+            self._started = loop.create_future()
+            self._serving = loop.create_task(self._serve(self._started))
+        await asyncio.shield(self._started)
+
+    async def _serve(self, started: asyncio.Future[None]) -> None:
+        """Run the servers until the event loop ends: the task that acquired their resources must release them."""
+        try:
+            async with self.environment.serving():
+                started.set_result(None)
+                await asyncio.Event().wait()
+        except Exception as error:
+            if started.done():
+                log.warning("verifiers: closing the environment failed: %r", error)
+            else:
+                started.set_exception(error)
 
     def _name_slow_start(self, door: ServedSession) -> None:
         """Warn once of an episode that has asked nothing yet: uv is silent while it waits for the network."""
@@ -119,59 +144,3 @@ class _Prompts:
         for task in self._taskset:
             text = task.data.prompt_text or task.data.system_prompt or task.key
             yield {"token_ids": self._tokenizer.encode(text), "task": task.data.model_dump(mode="json")}
-
-
-class _EnvironmentServers:
-    """Runs the environment's servers while at least one episode is played.
-
-    They start and stop in one task of their own, because their resources must be released in the task that acquired
-    them.
-    """
-
-    def __init__(self, environment: Any) -> None:
-        self._environment = environment
-        self._episode_count = 0
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._lock = asyncio.Lock()
-        self._stop: asyncio.Event
-        self._started: asyncio.Future[None]
-        self._task: asyncio.Task[None]
-
-    async def __aenter__(self) -> None:
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:
-            if self._episode_count:
-                raise UsageError("an environment of verifiers serves one scheduler at a time; load another one")
-            self._loop, self._lock = loop, asyncio.Lock()
-        async with self._lock:
-            self._episode_count += 1
-            if self._episode_count == 1:
-                self._stop, self._started = asyncio.Event(), loop.create_future()
-                self._task = loop.create_task(self._run(self._started))
-            up = self._started
-        try:
-            await asyncio.shield(up)
-        except BaseException:
-            await self.__aexit__()
-            raise
-
-    async def __aexit__(self, *_: object) -> None:
-        await asyncio.shield(asyncio.ensure_future(self._release()))
-
-    async def _release(self) -> None:
-        async with self._lock:  # an episode that begins now waits until the servers are down
-            self._episode_count -= 1
-            if not self._episode_count:
-                self._stop.set()
-                await self._task
-
-    async def _run(self, started: asyncio.Future[None]) -> None:
-        try:
-            async with self._environment.serving():
-                started.set_result(None)
-                await self._stop.wait()
-        except Exception as error:
-            if not started.done():
-                started.set_exception(error)
-            else:
-                log.warning("verifiers: closing the environment failed: %r", error)

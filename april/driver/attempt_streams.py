@@ -19,8 +19,8 @@ import numpy as np
 
 from april.core import commands as do
 from april.core import events as ev
+from april.core.rollout_core import RolloutCore
 from april.core.types import Attempt, AttemptFailure
-from april.driver.core_view import CoreView
 from april.driver.detokenizer import Detokenizer, StopMatcher, matcher_of
 from april.driver.loop_throttle import LoopThrottle
 from april.driver.user_calls import Timeouts
@@ -68,36 +68,27 @@ class _Stream:
         return self.streams.check_stalled(self)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class AttemptStreams:
     """Sends requests to the engines and reads the responses.
 
-    ``post`` is called with events for the core; ``spawn`` starts background tasks.
+    ``_post`` is called with events for the core; ``_spawn`` starts background tasks.
     """
 
-    def __init__(
-        self,
-        engines: Mapping[str, Engine],
-        view: CoreView,
-        post: Callable[[ev.Event], None],
-        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
-        detokenizer: Detokenizer | None = None,
-        stall_timeout_s: float | None = None,
-        pace: LoopThrottle | None = None,
-    ) -> None:
-        self._throttle = pace or LoopThrottle()
-        self._engines = engines
-        self._view = view
-        self._post = post
-        self._spawn = spawn
-        self._detokenizer = detokenizer
-        self._stall_timeouts = Timeouts(stall_timeout_s)
-        self._open: dict[str, _Stream] = {}
-        self.unrequested_extras: Counter[str] = Counter()
-        """Number of chunks with extras that were not requested, by name of the extra."""
-        self._resumed_s: dict[str, float] = {}
-        """Loop time at which each engine was last resumed; infinite while it is paused."""
-        self._failures = FailureLog()
-        self._abort_all_tasks = defaultdict[str, set[asyncio.Task[None]]](set)
+    _engines: Mapping[str, Engine]
+    _core: RolloutCore
+    _post: Callable[[ev.Event], None]
+    _spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+    _detokenizer: Detokenizer | None
+    _stall_timeouts: Timeouts
+    _throttle: LoopThrottle
+    _open: dict[str, _Stream] = field(default_factory=dict)
+    unrequested_extras: Counter[str] = field(default_factory=Counter)
+    """Number of chunks with extras that were not requested, by name of the extra."""
+    _resumed_s: dict[str, float] = field(default_factory=dict)
+    """Loop time at which each engine was last resumed; infinite while it is paused."""
+    _failures: FailureLog = field(default_factory=FailureLog)
+    _abort_all_tasks: defaultdict[str, set[asyncio.Task[None]]] = field(default_factory=lambda: defaultdict(set))
 
     def __len__(self) -> int:
         return len(self._open)
@@ -114,7 +105,7 @@ class AttemptStreams:
         oldest = attempt.call.chain.tape.newest_version if able.answers_late else attempt.oldest
         checks = AnswerChecks(
             attempt.request, vocab_size=able.vocab_size, max_context=able.max_context,
-            eos_token_ids=self._view.eos_token_ids, oldest=oldest, layout=self._view.row_layout,
+            eos_token_ids=self._core.engines.eos_token_ids, oldest=oldest, layout=self._core.engines.row_layout,
         )  # fmt: skip
         stream = _Stream(attempt, self, checks)
         self._open[attempt.id] = stream
@@ -130,7 +121,7 @@ class AttemptStreams:
             # request of an evaluation would lose its tokens.
             if sweeps := self._abort_all_tasks[attempt.engine]:
                 training = attempt.sample.evaluation is None
-                await asyncio.wait(set(sweeps), timeout=self._view.abort_resend_s if training else None)
+                await asyncio.wait(set(sweeps), timeout=self._core.settings.abort_resend_s if training else None)
             finish = EngineFinish.ABORT if stream.checks.aborted else await self._read(stream)
             await self._throttle.wait_turn()  # thousands of attempts end together when a step ends
             event = ev.AttemptEnded.of(attempt, finish)
@@ -302,7 +293,7 @@ class AttemptStreams:
         """Check a chunk and put it onto the tape; raises _Rejected if it is invalid."""
         attempt = stream.attempt
         try:
-            stream.checks.check_next(chunk, self._view.current)
+            stream.checks.check_next(chunk, self._core.clock.current)
         except WireError as error:
             raise _Rejected(f"engine {attempt.engine}: {error}", len(chunk.tokens)) from None
         if chunk.finish is not None:
@@ -389,7 +380,7 @@ class AttemptStreams:
     async def _ask_abort(self, engine: Engine, attempt_ids: tuple[str, ...] | None) -> None:
         """Call the engine's abort once; a failure is only logged."""
         try:
-            async with asyncio.timeout(self._view.abort_deadline_s):
+            async with asyncio.timeout(self._core.settings.abort_deadline_s):
                 await engine.abort(attempt_ids)
         except Exception as error:
             # the core sends the abort again until every attempt has ended

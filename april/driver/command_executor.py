@@ -13,15 +13,15 @@ from typing import Any
 
 from april.core import commands as do
 from april.core import events as ev
+from april.core.rollout_core import RolloutCore
 from april.core.settings import EngineLimits
 from april.driver.attempt_streams import AttemptStreams
-from april.driver.core_view import CoreView
 from april.driver.engine_control import EngineControl
 from april.driver.llm import as_coroutine
 from april.driver.loop_throttle import LoopThrottle
 from april.driver.sample_functions import RolloutSettings, SampleFunctions, UserFunctions
 from april.driver.user_calls import Timeouts, UserCalls, WorkerThreads
-from april.engines.protocol import AbortMeans, Capabilities, Engine, FirstWeights, SharesModel, TellsUnused
+from april.engines.protocol import AbortMeans, Engine, FirstWeights, SharesModel, TellsUnused
 
 log = logging.getLogger("april")
 
@@ -33,16 +33,15 @@ class CommandExecutor:
     """Runs the engines and user functions of this process; must be created and used on their event loop.
 
     Args:
-        view: Read-only view of the core.
+        core: Core that gives the commands.
         post: Callback for events.
         failed: Callback with the number and the error of a failed engine call, before the call's event is posted.
         broke: Callback for unexpected errors of background tasks.
-        prefix: Prefix of the engines' names in the core.
     """
 
     def __init__(
         self,
-        view: CoreView,
+        core: RolloutCore,
         engines: Sequence[Engine],
         functions: UserFunctions,
         settings: RolloutSettings,
@@ -50,13 +49,12 @@ class CommandExecutor:
         post: Callable[[ev.Event], None],
         failed: Callable[[int, BaseException], None],
         broke: Callable[[BaseException], None],
-        prefix: str = "",
     ) -> None:
         self.engines: dict[str, Engine] = {}
         self._post = post
         for engine in engines:
-            self.add_engine(prefix + engine.name, engine)
-        self._view = view
+            self.add_engine(engine)
+        self._core = core
         self._broke = broke
         self._tasks: set[asyncio.Task[None]] = set()
         self._context = copy_context()
@@ -67,9 +65,10 @@ class CommandExecutor:
         self._user_calls = UserCalls(
             Timeouts(settings.function_timeout_s, settings.warn_after_s), self.worker_threads, self.spawn, pace
         )
-        self.samples = samples = SampleFunctions(view, functions, self.rollout, settings, self._user_calls, post)
+        self.samples = samples = SampleFunctions(core, functions, self.rollout, settings, self._user_calls, post)
+        stall_timeouts = Timeouts(settings.stall_timeout_s)
         self.streams = streams = AttemptStreams(
-            self.engines, view, post, self.spawn, functions.detokenizer, settings.stall_timeout_s, pace
+            self.engines, core, post, self.spawn, functions.detokenizer, stall_timeouts, pace
         )
         self.engine_control = calls = EngineControl(
             self.engines, post, self.spawn, failed, self.worker_threads, streams
@@ -90,14 +89,9 @@ class CommandExecutor:
             do.ResumeEngine: calls.resume,
         }
 
-    @property
-    def rollout_is_plain(self) -> bool:
-        """True if the rollout function is plain, so that each sample's call runs in a thread of its own."""
-        return self.rollout is not self.functions.rollout
-
-    def add_engine(self, name: str, engine: Engine) -> None:
-        """Add an engine under its name in the core."""
-        self.engines[name] = engine
+    def add_engine(self, engine: Engine) -> None:
+        """Add an engine."""
+        self.engines[engine.name] = engine
         if isinstance(engine, TellsUnused):
             engine.unused = lambda count, reason: self._post(ev.TokensUnused(count, reason))
 
@@ -142,18 +136,14 @@ class CommandExecutor:
     async def close(self) -> None:
         """Cancel all functions and requests, and close the engines."""
         await self.stop()
-        await self.engine_control.close(self._view.abort_deadline_s)
+        await self.engine_control.close(self._core.settings.abort_deadline_s)
 
 
 def limits_of(engine: Engine) -> EngineLimits:
     """Return the engine's capabilities as the core's settings for it."""
-    return limits_from(engine.name, engine.capabilities)
-
-
-def limits_from(name: str, c: Capabilities) -> EngineLimits:
-    """Return the core's settings for an engine with these capabilities."""
+    c = engine.capabilities
     return EngineLimits(
-        name, c.max_context, c.max_in_flight, c.eos_token_ids, c.logprob_kind.value, c.vocab_size,
+        engine.name, c.max_context, c.max_in_flight, c.eos_token_ids, c.logprob_kind.value, c.vocab_size,
         unverified=not c.verifies_weights, first_unverified=c.first_weights is FirstWeights.UNVERIFIED,
         written=c.first_weights is FirstWeights.OTHERS, remote=c.remote,
         own_weights=c.own_weights, in_flight_updates=c.in_flight_updates, streams=c.streams,

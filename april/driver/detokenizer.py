@@ -56,10 +56,6 @@ class Detokenizer:
         what = f"{type(cause).__name__}: {cause} ({type(self._tokenizer).__name__}.decode of {len(ids)} tokens)"
         raise RolloutError(f"the tokenizer failed: {what}") from cause
 
-    def text_of(self, tokens: Int32, special_tokens: bool) -> str:
-        """:meth:`text` of an array [T]."""
-        return self.text(tokens.tolist(), special_tokens)
-
 
 BLOCK_TOKENS = 32
 """Number of tokens that are decoded at once; a block with a match or broken characters is decoded token by token."""

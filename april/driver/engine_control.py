@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from msgspec.structs import replace
@@ -33,30 +33,22 @@ PROBE_TIMEOUT_S = 10.0
 """Seconds after which a probe without an answer counts as failed."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class EngineControl:
     """Makes the control calls of engines.
 
-    ``post`` is called with events, ``spawn`` starts background tasks, ``failed`` is called with the number and error of
-    a failed call, and ``streams`` holds the engines' requests.
+    ``_post`` is called with events, ``_spawn`` starts background tasks, ``_failed`` is called with the number and error
+    of a failed call, and ``_streams`` holds the engines' requests.
     """
 
-    def __init__(
-        self,
-        engines: Mapping[str, Engine],
-        post: Callable[[ev.Event], None],
-        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
-        failed: Callable[[int, BaseException], None],
-        threads: WorkerThreads,
-        streams: AttemptStreams,
-    ) -> None:
-        self._engines = engines
-        self._streams = streams
-        self._threads = threads
-        self._post = post
-        self._spawn = spawn
-        self._failed = failed
-        self._running: dict[str, asyncio.Task[None]] = {}
-        self._probes: set[asyncio.Task[None]] = set()
+    _engines: Mapping[str, Engine]
+    _post: Callable[[ev.Event], None]
+    _spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+    _failed: Callable[[int, BaseException], None]
+    _threads: WorkerThreads
+    _streams: AttemptStreams
+    _running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _probes: set[asyncio.Task[None]] = field(default_factory=set)
 
     def pause(self, command: do.PauseEngine) -> None:
         """Pause an engine, so that it admits no requests."""

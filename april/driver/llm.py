@@ -19,7 +19,7 @@ from contextvars import copy_context
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from operator import attrgetter
-from typing import Any, Concatenate, NamedTuple, Never, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypedDict, TypeVar, Unpack
 
 import numpy as np
 from msgspec.structs import replace
@@ -33,6 +33,9 @@ from april.core.types import Chain, FinishReason, Prompt, RecordedCall, Sample, 
 from april.driver.user_calls import WorkerThreads
 from april.driver.user_code import Outcome, is_async, name_of
 from april.errors import RolloutError, UsageError
+
+if TYPE_CHECKING:
+    from april.agents.chat import Answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,19 +66,14 @@ class Completion:
 RolloutFunction = Callable[[Prompt, "LLM"], Awaitable[Any]]
 
 
-class GenerateFunction(Protocol):
-    """Generates one response for a sample.
+GenerateFunction = Callable[..., Coroutine[Any, Any, Completion]]
+"""Generates one response for a sample: ``generate(sampling, token_ids, *, any_chain, attached, images, overridden)``.
 
-    With ``any_chain`` the call may continue or start any conversation, and run beside other calls. ``attached`` lists
-    the attachments of ``token_ids``; if it is None, the conversation keeps its earlier attachments, and ``images`` are
-    added, one for each placeholder among the new tokens. ``overridden`` is True if the client asked for another
-    distribution than that of ``sampling``.
-    """
-
-    def __call__(
-        self, sampling: SamplingParams, token_ids: Int32 | None, *, any_chain: bool = False,
-        attached: tuple[Placed, ...] | None = None, images: Sequence[Any] = (), overridden: bool = False,
-    ) -> Coroutine[Any, Any, Completion]: ...  # fmt: skip
+With ``any_chain`` the call may continue or start any conversation, and run beside other calls. ``attached`` lists the
+attachments of ``token_ids``; if it is None, the conversation keeps its earlier attachments, and ``images`` are added,
+one for each placeholder among the new tokens. ``overridden`` is True if the client asked for another distribution than
+that of ``sampling``.
+"""
 
 
 ONE_CALL_AT_A_TIME = (
@@ -141,52 +139,12 @@ class ClientEndpoint(Protocol):
     def key(self) -> str: ...
 
 
-class ToolCall(Protocol):
-    """A tool call in an answer; ``arguments`` is JSON text as the model wrote it."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def arguments(self) -> str: ...
-
-
-class ChatAnswer(Protocol):
-    """The result of one ``llm.chat``; the arrays are as in :class:`Completion`."""
-
-    @property
-    def message(self) -> dict[str, Any]:
-        """The assistant's message, to be appended to the conversation."""
-        ...
-
-    @property
-    def text(self) -> str:
-        """Text of the message, without reasoning and tool calls."""
-        ...
-
-    @property
-    def tool_calls(self) -> Sequence[ToolCall]:
-        """Tool calls of the message, in order."""
-        ...
-
-    @property
-    def finish(self) -> str:
-        """Finish reason: ``stop``, ``tool_calls``, or ``length`` for an answer that reached a length limit."""
-        ...
-
-    @property
-    def tokens(self) -> Int32: ...
-    @property
-    def logprobs(self) -> Float32: ...
-
-
 class Chat(Protocol):
     """Answers the ``llm.chat`` calls of one sample."""
 
     async def ask(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], sampling: Mapping[str, Any]
-    ) -> ChatAnswer:
+    ) -> Answer:
         """Answer a conversation; ``sampling`` holds the sampling arguments that differ from the sample's default."""
         ...
 
@@ -198,8 +156,8 @@ class Chat(Protocol):
 class ClientEndpoints(Protocol):
     """Opens and closes the endpoints of samples; ``april.agents`` implements it."""
 
-    def open(self, sample: EndpointSample, place: Any = None) -> ClientEndpoint:
-        """Open the endpoint of a sample: at the address ``place``; if it is None, on the server of this process."""
+    def open(self, sample: EndpointSample, serve: Any = None) -> ClientEndpoint:
+        """Open the endpoint of a sample by the function ``serve`` of a server; None means the one of this process."""
         ...
 
     def chat(self, sample: EndpointSample) -> Chat:
@@ -233,34 +191,30 @@ NO_PROCESSOR = (
 )
 
 
+class SamplingArguments(TypedDict, total=False):
+    """Sampling arguments of a call, which override the configuration; None means the value in the configuration."""
+
+    max_tokens: int | None
+    min_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    stop_token_ids: Sequence[int] | None
+    stop: str | Sequence[str] | None
+
+
+@dataclass(slots=True, eq=False, repr=False)
 class LLM:
     """Generates from the policy for one sample; a rollout function gets it as its argument ``llm``."""
 
-    __slots__ = ("_busy", "_clock", "_generate", "_open_chat", "_open_endpoint", "_sampling", "sample_id", "sample_run")
-
-    def __init__(
-        self,
-        sample_id: SampleId,
-        sampling: SamplingParams,
-        generate: GenerateFunction,
-        open_endpoint: Callable[[Any], ClientEndpoint],
-        open_chat: Callable[[], Chat],
-        clock: Callable[[bool], None],
-        sample_run: SampleRun,
-    ) -> None:
-        self.sample_id = sample_id
-        self.sample_run = sample_run
-        self._clock = clock
-        self._sampling = sampling
-        self._generate = generate
-        self._open_endpoint = open_endpoint
-        self._open_chat = open_chat
-        self._busy = False
-
-    @property
-    def sampling(self) -> SamplingParams:
-        """Default sampling parameters of this sample's calls."""
-        return self._sampling
+    sample_id: SampleId
+    sampling: SamplingParams
+    """Default sampling parameters of this sample's calls."""
+    _generate: GenerateFunction
+    _open_endpoint: Callable[[Any], ClientEndpoint]
+    _open_chat: Callable[[], Chat]
+    _clock: Callable[[bool], None]
+    sample_run: SampleRun
+    _busy: bool = False
 
     @property
     def base_url(self) -> str:
@@ -277,9 +231,9 @@ class LLM:
         """API key of the endpoint at ``base_url``."""
         return self.endpoint().key
 
-    def endpoint(self, place: Any = None) -> ClientEndpoint:
-        """Return the endpoint of :attr:`base_url`. The first call opens it, at the address ``place`` unless None."""
-        return self._open_endpoint(place)
+    def endpoint(self, serve: Any = None) -> ClientEndpoint:
+        """Return the endpoint of :attr:`base_url`. The first call opens it, by the function ``serve`` unless None."""
+        return self._open_endpoint(serve)
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
@@ -294,51 +248,41 @@ class LLM:
         self,
         token_ids: Sequence[int] | Int32 | None = None,
         *,
-        max_tokens: int | None = None,
-        min_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        stop_token_ids: Sequence[int] | None = None,
-        stop: str | Sequence[str] | None = None,
         images: Sequence[Any] = (),
         any_conversation: bool = False,
-        **others: Never,
+        **sampling: Unpack[SamplingArguments],
     ) -> Completion:
         """Continue the conversation; returns when the response is complete, however many steps that takes.
-
-        Sampling arguments override the configuration for this call.
 
         Args:
             token_ids: Conversation to continue: the prompt, everything generated so far, and the tokens that the
                 environment adds (they become a segment without loss). None means the conversation so far.
-            max_tokens: Maximum number of tokens of this call. The budget of the whole response, in which tokens of the
-                environment count, applies as well. If the budget is used up, the environment's tokens are cut to fit,
-                and the call returns no tokens and FinishReason.LENGTH.
-            stop: Strings that end the response. The token that completes a string is the last one kept, so the text may
-                end after the string. A match must lie in the tokens of this call, and the first ``min_tokens`` tokens
-                cannot complete a string. Needs the scheduler's ``tokenizer``.
             images: Images that the environment adds, one for each placeholder among the new tokens; with
                 ``any_conversation`` all images after the prompt. The forms that prompts accept, see docs/images.md.
             any_conversation: True if ``token_ids`` may be any conversation. If they begin with a conversation of this
                 sample (the longest one counts), they continue it; otherwise they start a new conversation, which
                 becomes a row of its own. Such calls may run concurrently.
-            others: Unknown arguments; each raises TypeError.
+            sampling: ``max_tokens``, ``min_tokens``, ``temperature``, ``top_p``, ``stop_token_ids`` and ``stop``
+                override the configuration for this call. ``max_tokens`` limits its tokens; the budget of the whole
+                response, in which tokens of the environment count, applies as well. If the budget is used up, the
+                environment's tokens are cut to fit, and the call returns no tokens and FinishReason.LENGTH. ``stop``
+                holds strings that end the response. The token that completes a string is the last one kept, so the text
+                may end after the string. A match must lie in the tokens of this call, and the first ``min_tokens``
+                tokens cannot complete a string. Needs the scheduler's ``tokenizer``.
 
         Raises:
             TypeError: an argument that april does not know; the message lists the known arguments.
             UsageError: an argument is out of range or of the wrong type (a ValueError, too).
             RolloutError: another call of this sample is not complete, or ``token_ids`` change earlier tokens.
         """
-        if others:
-            raise TypeError(refused_argument(next(iter(others))))
+        changes = _changed(sampling, "llm.generate", "token_ids, images, any_conversation")
         refuse_while_held("llm.generate")
-        changes = _changed(max_tokens, min_tokens, temperature, top_p, stop_token_ids, stop)
-        sampling = replace(self._sampling, **changes) if changes else self._sampling
+        params = replace(self.sampling, **changes) if changes else self.sampling
         ids = None if token_ids is None else as_token_ids(token_ids)
         shown = _shown(images, ids)
         if any_conversation:
-            return await self._generate(sampling, ids, any_chain=True, **shown)
-        return await self._one_at_a_time(sampling, ids, **shown)
+            return await self._generate(params, ids, any_chain=True, **shown)
+        return await self._one_at_a_time(params, ids, **shown)
 
     async def forward(
         self, token_ids: Sequence[int] | Int32, sampling: Mapping[str, Any], attached: tuple[Placed, ...] = ()
@@ -350,7 +294,7 @@ class LLM:
             sampling: Fields of :class:`~april.core.sampling.SamplingParams` that differ from the configuration.
             attached: Attachments of the whole conversation.
         """
-        changed = replace(self._sampling, **sampling)
+        changed = replace(self.sampling, **sampling)
         return await self._one_at_a_time(changed, as_token_ids(token_ids), attached=attached)
 
     async def _one_at_a_time(self, sampling: SamplingParams, ids: Int32 | None, **shown: Any) -> Completion:
@@ -367,14 +311,8 @@ class LLM:
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] = (),
-        max_tokens: int | None = None,
-        min_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        stop_token_ids: Sequence[int] | None = None,
-        stop: str | Sequence[str] | None = None,
-        **others: Never,
-    ) -> ChatAnswer:
+        **sampling: Unpack[SamplingArguments],
+    ) -> Answer:
         """Answer a conversation of messages, in OpenAI's format; returns when the answer is complete.
 
         Tokens are generated and recorded as for a client at ``base_url``: a continued conversation keeps its sampled
@@ -382,20 +320,17 @@ class LLM:
 
         Args:
             messages: Dicts with ``role`` and ``content``; depending on the role also ``tool_calls`` or
-                ``tool_call_id``. For the next turn append ``ChatAnswer.message`` and the messages that follow it.
+                ``tool_call_id``. For the next turn append ``Answer.message`` and the messages that follow it.
             tools: Tool definitions in OpenAI's format.
-            max_tokens: As for :meth:`generate`, like the other sampling arguments.
-            others: Unknown arguments; each raises TypeError.
+            sampling: Sampling arguments, as for :meth:`generate`.
 
         Raises:
             TypeError: an argument that april does not know.
             UsageError: messages or tools that the chat template does not accept, or an argument out of range.
             RolloutError: the rollout function has ended.
         """
-        if others:
-            raise TypeError(refused_argument(next(iter(others)), "llm.chat", "messages, tools"))
+        changes = _changed(sampling, "llm.chat", "messages, tools")
         refuse_while_held("llm.chat")
-        changes = _changed(max_tokens, min_tokens, temperature, top_p, stop_token_ids, stop)
         return await self._open_chat().ask(messages, tools, changes)
 
 
@@ -408,25 +343,25 @@ def _shown(images: Any, token_ids: Int32 | None) -> dict[str, Any]:
     return {"images": list(images)} if len(images) else {}
 
 
-def _changed(
-    max_tokens: Any, min_tokens: Any, temperature: Any, top_p: Any, stop_token_ids: Any, stop: Any
-) -> dict[str, Any]:
-    """Return the sampling arguments that were given, as fields of SamplingParams."""
-    given = {
-        "max_tokens": max_tokens, "min_tokens": min_tokens, "temperature": temperature, "top_p": top_p,
-        "stop_token_ids": _tuple_of("stop_token_ids", stop_token_ids),
-        "stop": (stop,) if isinstance(stop, str) else _tuple_of("stop", stop),
-    }  # fmt: skip
-    return {name: value for name, value in given.items() if value is not None}
+def _changed(given: SamplingArguments, call: str, others: str) -> dict[str, Any]:
+    """Return the sampling arguments that were given to ``call``, as fields of SamplingParams.
 
-
-def _tuple_of(name: str, values: Any) -> tuple[Any, ...] | None:
-    if values is None:
-        return None
-    try:
-        return tuple(values)
-    except TypeError:
-        raise UsageError(f"llm.generate: {name} must be a list, got {values!r}") from None
+    Raises TypeError for an argument that is neither one of these nor one of the call's ``others``.
+    """
+    changes: dict[str, Any] = {}
+    known = SamplingArguments.__annotations__
+    for name, value in given.items():
+        if name not in known:
+            why = UNSUPPORTED.get(name, "unknown argument")
+            raise TypeError(f"{call}: {name}: {why}; april supports {others}, {', '.join(known)}")
+        if value is not None:
+            changes[name] = (value,) if name == "stop" and isinstance(value, str) else value
+    for name in changes.keys() & {"stop_token_ids", "stop"}:
+        try:
+            changes[name] = tuple(changes[name])
+        except TypeError:
+            raise UsageError(f"llm.generate: {name} must be a list, got {changes[name]!r}") from None
+    return changes
 
 
 def as_token_ids(token_ids: Sequence[int] | Int32) -> Int32:
@@ -444,12 +379,6 @@ def as_token_ids(token_ids: Sequence[int] | Int32) -> Int32:
     if array.size and not 0 <= array.min() <= array.max() < 2**31:
         raise UsageError("llm.generate: token_ids must be in [0, 2**31)")
     return np.array(array, np.int32)
-
-
-def refused_argument(name: str, where: str = "llm.generate", takes: str = "token_ids, images, any_conversation") -> str:
-    """Return the error message for an argument that ``llm.generate`` does not have."""
-    known = f"{takes}, max_tokens, min_tokens, temperature, top_p, stop_token_ids, stop"
-    return f"{where}: {name}: {UNSUPPORTED.get(name, 'unknown argument')}; april supports {known}"
 
 
 def wrong_sampling(sampling: SamplingParams, vocab_size: int) -> str | None:
@@ -500,11 +429,7 @@ def checked_call(
     unknown token ids; raises RolloutError for a conversation that does not begin with the conversation so far. Without
     this check the engine would refuse the request, and that would count as the engine's failure.
     """
-    wrong = wrong_sampling(sampling, vocab_size)
-    if wrong is not None:
-        raise UsageError(f"llm.generate: {wrong}")
-    if sampling.stop and not can_stop:
-        raise UsageError("llm.generate: stop strings are matched on text; give the scheduler tokenizer=...")
+    _check_sampling(sampling, vocab_size, can_stop)
     if token_ids is None:
         return None
     chain = sample.chains[0]
@@ -524,6 +449,14 @@ def checked_call(
     if len(new) and new.max() >= vocab_size:
         raise UsageError(f"llm.generate: token id {new.max()} is outside the engine's vocabulary of {vocab_size}")
     return token_ids[:longest]
+
+
+def _check_sampling(sampling: SamplingParams, vocab_size: int, can_stop: bool) -> None:
+    wrong = wrong_sampling(sampling, vocab_size)
+    if wrong is None and sampling.stop and not can_stop:
+        wrong = "stop strings are matched on text; give the scheduler tokenizer=..."
+    if wrong is not None:
+        raise UsageError(f"llm.generate: {wrong}")
 
 
 def check_mismatch(sampling: SamplingParams, configured: SamplingParams, any_temperature: bool = True) -> None:
@@ -561,18 +494,18 @@ def check_conversation(
     token_ids: Int32 | None, sampling: SamplingParams, vocab_size: int, max_context: int, can_stop: bool
 ) -> None:
     """Raise UsageError unless an engine can continue these tokens; the sample's other conversations do not matter."""
-    wrong = wrong_sampling(sampling, vocab_size)
-    if wrong is None and sampling.stop and not can_stop:
-        wrong = "stop strings are matched on text; give the scheduler tokenizer=..."
-    if wrong is None and (token_ids is None or not len(token_ids)):
-        wrong = "a conversation must have tokens"
-    if wrong is None and token_ids is not None and not 0 <= token_ids.min() <= token_ids.max() < vocab_size:
-        outside = token_ids[(token_ids < 0) | (token_ids >= vocab_size)][0]
-        wrong = f"token id {outside} is outside the engine's vocabulary of {vocab_size}"
-    if wrong is None and token_ids is not None and len(token_ids) >= max_context:
-        wrong = f"a conversation of {len(token_ids)} tokens leaves no room in the context of {max_context} tokens"
-    if wrong is not None:
-        raise UsageError(f"llm.generate: {wrong}")
+    _check_sampling(sampling, vocab_size, can_stop)
+    if token_ids is None or not len(token_ids):
+        raise UsageError("llm.generate: a conversation must have tokens")
+    if token_ids.max() >= vocab_size:
+        raise UsageError(
+            f"llm.generate: token id {token_ids.max()} is outside the engine's vocabulary of {vocab_size}"
+        )
+    if len(token_ids) >= max_context:
+        raise UsageError(
+            f"llm.generate: a conversation of {len(token_ids)} tokens leaves no room in the context of {max_context} "
+            "tokens"
+        )
 
 
 def completion_of(chain: Chain, call: RecordedCall, number: int = 0) -> Completion:
@@ -608,8 +541,6 @@ _GIVEN_UP = "this sample was given up: its group was dropped, its function took 
 def _blocking(
     method: Callable[Concatenate[LLM, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[BlockingLLM, P], T]:
-    """Return a blocking version of an async method of :class:`LLM`."""
-
     def blocks(self: BlockingLLM, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self._wait_for(method.__name__, lambda: method(self._llm, *args, **kwargs))
 
@@ -678,8 +609,8 @@ class BlockingLLM:
             with self._lock:
                 self._calls.discard(call)
 
-    generate = _blocking(LLM.generate)  # type: ignore[arg-type]  # mypy counts self as an argument
-    chat = _blocking(LLM.chat)  # type: ignore[arg-type]  # mypy counts self as an argument
+    generate = _blocking(LLM.generate)
+    chat = _blocking(LLM.chat)
 
     def _end(self, *, cancelled: bool) -> None:
         """Refuse further calls. If ``cancelled``, the waiting calls (or the next call, if none waits) are cancelled."""

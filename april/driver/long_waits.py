@@ -104,7 +104,6 @@ class LongWaits:
         return None if limit is None else max(limit, 2 * self._warned.get(what, 0.0))
 
     def _begin(self) -> None:
-        """Start a new wait now."""
         self._since = self._now()
         if self._reason[0] is RESPONSES:
             self._observed = self._core.observed_tokens()

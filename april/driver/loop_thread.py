@@ -33,7 +33,7 @@ from april.errors import AprilError, RolloutError, SchedulerClosed
 log = logging.getLogger("april")
 
 T = TypeVar("T")
-Work = Coroutine[Any, Any, T] | Callable[[], Coroutine[Any, Any, T]]
+Work = Callable[[], Coroutine[Any, Any, T]]
 
 STOP_PATIENCE_S = 10.0
 """Seconds that ``stop`` waits for cancelled tasks, and then for threads."""
@@ -105,8 +105,7 @@ class LoopThread:
     def submit(self, work: Work[T], *heard: Callable[[Reply[T]], object]) -> Reply[T]:
         """Start a coroutine on the loop and return its reply; the callbacks ``heard`` are called there with the reply.
 
-        ``work`` is the coroutine or a function that makes it. With a function, a signal that interrupts this call
-        leaves no unawaited coroutine behind.
+        ``work`` makes the coroutine on the loop, so a signal that interrupts this call leaves no coroutine unawaited.
 
         Raises:
             SchedulerClosed: the loop has been stopped.
@@ -114,13 +113,8 @@ class LoopThread:
                 result would deadlock; or in a forked process, where the loop does not run.
         """
         reply = Reply(self._pending.discard, *heard)
-        try:
-            self.refuse_waiting()
-            self._queue(lambda: reply.follow(self._loop.create_task(_coroutine(work))), reply)
-        except (RolloutError, SchedulerClosed):
-            if not callable(work):
-                work.close()  # the coroutine was never started (after an interrupt it may run, so none is caught here)
-            raise
+        self.refuse_waiting()
+        self._queue(lambda: reply.follow(self._loop.create_task(work())), reply)
         return reply
 
     def follow(self, coroutine: Coroutine[Any, Any, T], *heard: Callable[[Reply[T]], object]) -> Reply[T]:
@@ -186,34 +180,15 @@ class LoopThread:
         self._queue(lambda: reply.run(function), reply)
         return result_of(reply)
 
-    def wait_for(self, begin: Callable[[Reply[T]], object]) -> T:
-        """Call ``begin(reply)`` on the loop, and wait until code on the loop gives the reply.
-
-        Raises SchedulerClosed if the loop is stopped before that; errors of ``begin`` are raised, too.
-        """
+    def wait_for(self, work: Work[T]) -> T:
+        """Do the same as :meth:`run`, also inside user functions, for which the coroutine therefore must not wait."""
         reply: Reply[T] = Reply(self._pending.discard)
-
-        def begun() -> None:
-            try:
-                begin(reply)
-            except Exception as error:
-                reply.set(None, error)
-
-        self._queue(begun, reply)
+        self._queue(lambda: reply.follow(self._loop.create_task(work())), reply)
         return result_of(reply)
 
-    def run_or_call(self, work: Callable[[], Coroutine[Any, Any, T]], at_once: Callable[[], T]) -> T:
-        """Run a coroutine on the loop, or ``at_once()`` if this is the loop's thread; return the result.
-
-        Like :meth:`call` it may be called anywhere, so the coroutine must not wait for user functions.
-        """
-        if threading.current_thread() is self._thread:
-            return at_once()
-
-        def begin(reply: Reply[T]) -> None:
-            reply.follow(self._loop.create_task(work()))
-
-        return self.wait_for(begin)
+    def run_or_call(self, work: Work[T], at_once: Callable[[], T]) -> T:
+        """Return the result of :meth:`wait_for`, or ``at_once()`` if this is the loop's thread."""
+        return at_once() if threading.current_thread() is self._thread else self.wait_for(work)
 
     def call_later(self, function: Callable[[], object]) -> None:
         """Run a plain function on the loop without waiting for it; does nothing if the loop is closed."""
@@ -231,6 +206,21 @@ class LoopThread:
                 return True
             if not alive.done():
                 return False
+
+    def end_with(
+        self, last: Callable[[], Coroutine[Any, Any, None]], at_interrupt: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Run ``last`` on the loop and tell the loop to stop; idempotent.
+
+        An interrupt ends only the wait: ``at_interrupt`` is then awaited in place of ``last``.
+        """
+        ended = False
+        try:
+            if self.alive and self.in_own_process:
+                self.wait_for(last)
+                ended = True
+        finally:
+            self.request_stop(None if ended else at_interrupt)
 
     def stop(self, *, answers: bool = True) -> None:
         """Cancel all tasks, and end the loop and its thread; idempotent. In a forked child it does nothing.
@@ -300,10 +290,6 @@ def result_of(reply: Reply[T]) -> T:
         raise
 
 
-def _coroutine(work: Work[T]) -> Coroutine[Any, Any, T]:
-    return work() if callable(work) else work
-
-
 async def _cancel_everything(last: Callable[[], Awaitable[None]] | None) -> None:
     me = asyncio.current_task()
     tasks = [t for t in asyncio.all_tasks() if t is not me]
@@ -338,7 +324,6 @@ class Reply(Generic[T]):
         """The outcome (result, error), once it is given; ``setdefault`` stores it atomically."""
         self._task: asyncio.Task[T] | None = None
         self._cancel_requested = False
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     # ---------------------------------------------------------------- any thread
 
@@ -372,9 +357,9 @@ class Reply(Generic[T]):
     def cancel(self) -> None:
         """Cancel the task or function that would give the reply, even before its start."""
         self._cancel_requested = True
-        if self._loop is not None and not self._outcome:
+        if (task := self._task) is not None and not self._outcome:
             with suppress(RuntimeError):  # closed
-                self._loop.call_soon_threadsafe(self._cancel_task)
+                task.get_loop().call_soon_threadsafe(task.cancel)
 
     def set(self, value: T | None, error: BaseException | None = None) -> None:
         """Give a result or an error; only the first one counts."""
@@ -400,7 +385,7 @@ class Reply(Generic[T]):
 
     def follow(self, task: asyncio.Task[T]) -> None:
         """Give the result, error or cancellation of a task when it ends."""
-        self._task, self._loop = task, task.get_loop()
+        self._task = task
         task.add_done_callback(self._copy)
         if self._cancel_requested:
             task.cancel()
@@ -408,10 +393,6 @@ class Reply(Generic[T]):
     def _copy(self, task: asyncio.Task[T]) -> None:
         error = CancelledError() if task.cancelled() else task.exception()
         self.set(None if error is not None else task.result(), error)
-
-    def _cancel_task(self) -> None:
-        assert self._task is not None
-        self._task.cancel()
 
     def _release_lock(self) -> None:
         with suppress(RuntimeError):  # the lock is released already

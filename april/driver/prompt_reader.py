@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,29 +42,27 @@ def iterate(prompts: Any, where: str = "") -> Iterator[Any]:
     raise ConfigError(f"{where}prompts must be an iterable of prompts, got {type(prompts).__name__}{hint}")
 
 
+@dataclass(frozen=True, slots=True)
 class PromptReader:
     """Converts items to prompts: a :class:`Prompt`, a mapping with ``token_ids``, ``input_ids`` or ``messages``, or
     token ids.
 
-    Args:
+    Attributes:
         vocab_size: Size of the vocabulary; all token ids must be smaller.
         tokenizer: Tokenizer whose ``apply_chat_template`` converts ``messages`` to tokens.
         images: Reader of the prompts' images, which then also converts ``messages``.
         data_alone: True if a mapping may have data and no tokens: the rollout function writes the conversations.
     """
 
-    def __init__(
-        self, vocab_size: int, tokenizer: Any = None, images: ImagePlacer | None = None, *, data_alone: bool = False
-    ) -> None:
-        self._vocab_size = vocab_size
-        self._tokenizer = tokenizer
-        self._images = images
-        self._data_alone = data_alone
+    vocab_size: int
+    tokenizer: Any = None
+    images: ImagePlacer | None = None
+    data_alone: bool = False
 
     @property
     def is_slow(self) -> bool:
         """True if reading a prompt may take long, because its images are decoded."""
-        return self._images is not None
+        return self.images is not None
 
     def read(self, item: Any, position: int, epoch: int = 0, *, again: bool = False) -> Prompt:
         """Convert an item to a prompt; raises ConfigError naming its position.
@@ -74,43 +72,43 @@ class PromptReader:
         if isinstance(item, Prompt) and isinstance(item.token_ids, np.ndarray) and not item.token_ids.size:
             item = item.data
         if not isinstance(item, Mapping):
-            return self._placed(as_prompt(item, self._vocab_size, position, epoch), (), again)
+            return self._placed(as_prompt(item, self.vocab_size, position, epoch), (), again)
         item = dict(item)
         images = item.pop("images", None)
         if images is not None and (isinstance(images, (str, bytes, Mapping)) or not hasattr(images, "__len__")):
             raise ConfigError(f"prompt {position}: images must be a list of images, got {type(images).__name__}")
         images = [] if images is None else list(images)
-        if self._data_alone and item and not images and has_no_conversation(item):
+        if self.data_alone and item and not images and has_no_conversation(item):
             return without_tokens(item, position, epoch)
         if item.get("messages") is not None and not {"token_ids", "input_ids"} & item.keys():
             item, images = self._of_messages(item, images, f"prompt {position}")
-        return self._placed(as_prompt(item, self._vocab_size, position, epoch), images, again)
+        return self._placed(as_prompt(item, self.vocab_size, position, epoch), images, again)
 
     def _of_messages(self, item: dict[str, Any], images: list[Any], where: str) -> tuple[dict[str, Any], list[Any]]:
         messages = item["messages"]
         if not _is_chat(messages):
             raise ConfigError(f"{where}: messages must be a list of chat messages, got {type(messages).__name__}")
         plain, images = extract_images(messages, images, where)
-        if images and self._images is None:
+        if images and self.images is None:
             raise ConfigError(_no_processor(where))
-        if self._images is not None:
-            ids: Any = self._images.render(plain, item.get("tools"), where)
-        elif self._tokenizer is None:
+        if self.images is not None:
+            ids: Any = self.images.render(plain, item.get("tools"), where)
+        elif self.tokenizer is None:
             raise ConfigError(f"{where} has messages, which only a chat template can turn into tokens; give tokenizer=")
         else:
-            ids = _by_template(self._tokenizer, plain, item.get("tools"), where)
+            ids = _by_template(self.tokenizer, plain, item.get("tools"), where)
         return {**item, "messages": plain, "token_ids": ids}, images
 
     def _placed(self, prompt: Prompt, images: Sequence[Any], again: bool) -> Prompt:
         where = f"prompt {prompt.position}"
-        if self._images is None:
+        if self.images is None:
             if images:
                 raise ConfigError(_no_processor(where))
             return prompt
         if prompt.attached and not images:
             return prompt
-        pictures = self._images.read(images, where, decode=not again)
-        ids, attached = self._images.place(prompt.token_ids, pictures, where)
+        pictures = self.images.read(images, where, decode=not again)
+        ids, attached = self.images.place(prompt.token_ids, pictures, where)
         return replace(prompt, token_ids=ids, attached=attached)
 
 

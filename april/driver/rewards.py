@@ -63,29 +63,35 @@ class Reward:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A finished response, as reward functions and filters receive it.
-
-    ``tokens``, ``logprobs`` and ``loss_mask`` are those of the first conversation.
-    """
+    """A finished response, as reward functions and filters receive it."""
 
     sample_id: SampleId
-    tokens: Int32
-    """Response tokens, int32 [T], EOS included."""
-    logprobs: Float32
-    """Log-probabilities of the tokens, float32 [T]."""
-    loss_mask: NDArray[np.uint8]
-    """Loss mask, uint8 [T]: 0 for tokens of the environment, 1 for generated tokens."""
+    conversations: tuple[Conversation, ...] = field(repr=False)
+    """All conversations, in the order in which they began; usually only one."""
     finish: FinishReason
     output: Any
     """Return value of the rollout function."""
     reward: float | None = None
     """Reward of the sample, for filters; None for reward functions."""
-    conversations: tuple[Conversation, ...] = field(default=(), repr=False)
-    """All conversations, in the order in which they began; usually only one."""
     detokenizer: Detokenizer | None = field(default=None, repr=False, compare=False)
     row_rewards: tuple[RowReward, ...] = field(default=(), repr=False)
     """For filters and evaluations, the reward with its parts, arrays and note: of the whole response, or one of each
     conversation. Empty if it is a number."""
+
+    @property
+    def tokens(self) -> Int32:
+        """Tokens of the first conversation's response, int32 [T], EOS included."""
+        return self.conversations[0].tokens
+
+    @property
+    def logprobs(self) -> Float32:
+        """Log-probabilities of the tokens, float32 [T]."""
+        return self.conversations[0].logprobs
+
+    @property
+    def loss_mask(self) -> NDArray[np.uint8]:
+        """Loss mask of the tokens, uint8 [T]: 0 for tokens of the environment, 1 for generated tokens."""
+        return self.conversations[0].loss_mask
 
     def __repr__(self) -> str:
         return f"<Response {self.sample_id} of {len(self.tokens)} tokens, finish={self.finish}, reward={self.reward}>"
@@ -97,7 +103,7 @@ class Response:
         """
         if self.detokenizer is None:
             raise UsageError("response.text() needs a tokenizer; give the scheduler tokenizer=...")
-        return self.detokenizer.text_of(self.tokens, special_tokens)
+        return self.detokenizer.text(self.tokens.tolist(), special_tokens)
 
 
 @dataclass(frozen=True)
@@ -142,9 +148,8 @@ def response_of(
         )
         for c in sample.row_chains
     )
-    _, tokens, logprobs, mask, _ = conversations[0]
     return Response(
-        sample.key, tokens, logprobs, mask, sample.finish, output, reward, conversations, detokenizer,
+        sample.key, conversations, sample.finish, output, reward, detokenizer,
         tuple(replace(row, parts=dict(row.parts), note=deepcopy(row.note)) for row in sample.row_rewards),
     )  # fmt: skip
 

@@ -30,19 +30,17 @@ from april.core.event_pump import EventPump, Observer, RequestLog
 from april.core.rollout_core import RolloutCore
 from april.core.run_times import Fits, RunTimes, bottleneck
 from april.core.sampling import LogprobKind, SamplingParams
-from april.core.settings import CoreSettings, EngineLimits
+from april.core.settings import CoreSettings
 from april.core.state_checksum import State, seal, verify_checksum
 from april.core.types import AttemptFailure, DropReason, FinishReason, Prompt, SampleId, SampleState
 from april.core.versions import PolicyVersion
 from april.driver.command_executor import CommandExecutor, limits_of
-from april.driver.core_view import CoreView
 from april.driver.long_waits import LongWaits
 from april.driver.prompt_source import DrawBudget, Position, PromptSource, RemainingPrompts, warn_of_equal_rollouts
 from april.driver.rewards import EvaluationResult
 from april.driver.sample_functions import RolloutSettings, UserFunctions
 from april.driver.step_limit import StepLimit
-from april.driver.user_calls import run_as_user_code
-from april.driver.user_code import Outcome, describe
+from april.driver.user_code import Outcome, describe, run_as_user_code
 from april.driver.weight_update import OpenUpdates, Transfer, WeightUpdate, directory_for
 from april.engines.http.weight_directories import is_adapter
 from april.engines.protocol import Engine
@@ -122,10 +120,8 @@ class RolloutDriver:
         )
         self._limit = StepLimit(self.requests)
         self._auto = RunTuning(self.core, self._limit.costs, self.post) if settings.auto else None
-        self._settings = replace(
-            rollouts, vocab_size=self.core.engines.vocab_size,
-            any_temperature=all(LogprobKind(e.logprob_kind).follows_temperature for e in first),
-        )  # fmt: skip
+        follows = all(LogprobKind(e.logprob_kind).follows_temperature for e in first)
+        self._settings = replace(rollouts, any_temperature=follows)
         self.sampling = rollouts.sampling
         self._source = source
         self._patience = DrawBudget()
@@ -162,7 +158,7 @@ class RolloutDriver:
         """Futures of callers that wait until an engine is removed, by engine name."""
         self.updates = OpenUpdates(self.post)
         self.executor = CommandExecutor(
-            CoreView(self.core), engines, functions, self._settings,
+            self.core, engines, functions, self._settings,
             post=self.post, failed=self.updates.failed, broke=self._stop_with_error,
         )  # fmt: skip
         # if stall_timeout_s is set, it ends stalled requests, so no warning is needed
@@ -232,7 +228,7 @@ class RolloutDriver:
         batch = future.result()
         busy = "the engines to stop computing on the trainer's model"
         with self.long_waits.waiting_for("next_batch", busy):
-            await self.wait_until_engines_idle()
+            await self.executor.wait_until_engines_idle()
         return batch
 
     def _forget_handed_out(self) -> None:
@@ -296,11 +292,12 @@ class RolloutDriver:
         self._refuse_paused("evaluate")
         if local.functions.reward is None and local.functions.group_reward is None:
             raise RolloutError("evaluate needs a reward function; give the scheduler reward= or group_reward=")
-        await self.probe_engines()
+        await local.engine_control.probe_all()
         self._raise_if_broken()
         number = next(self._evaluation_numbers)
         end = self._evaluations[number] = asyncio.get_running_loop().create_future()
-        plain = local.rollout_is_plain  # each plain function needs a thread, so run no more than can generate
+        # each call of a plain function needs a thread, so run no more than can generate
+        plain = local.rollout is not local.functions.rollout
         self.post(
             ev.EvaluationRequested(
                 evaluation=number, prompts=prompts, n_samples=n_samples, sampling=sampling, seed=seed,
@@ -323,7 +320,7 @@ class RolloutDriver:
             error = EVALUATION_ERRORS.get(ended.kind, EngineError)
             raise error(ended.error) from (raised if error is RolloutError else None)
         if self._batch is None:  # no batch is requested, so the trainer may use its model now
-            await self.wait_until_engines_idle()
+            await self.executor.wait_until_engines_idle()
         return EvaluationResult(responses, np.array([[s.reward for s in g.samples] for g in ended.groups], np.float64))
 
     async def update_weights(
@@ -346,10 +343,8 @@ class RolloutDriver:
         """
         self._raise_if_broken()
         update = update or WeightUpdate(transfer)
-        path = directory_for(
-            self._local_engines(), self._servers(), path, written=update.transfers,
-            in_flight=self.core.settings.on_weight_update,
-        )  # fmt: skip
+        in_flight = self.core.settings.on_weight_update
+        path = directory_for(self.executor.engines, path, written=update.transfers, in_flight=in_flight)
         self._uncommitted("weight_update", trained)
         async with self._update_lock:
             content = await self._content_of(path)
@@ -416,24 +411,7 @@ class RolloutDriver:
             raise ConfigError(f"{call}: there is no batch {named}; {there}")
         return [b for b in self.core.leased if b <= newest]
 
-    async def wait_until_engines_idle(self) -> None:
-        """Wait until no engine computes with the trainer's model; a request whose stream was closed may still do so."""
-        await self.executor.wait_until_engines_idle()
 
-    async def probe_engines(self) -> None:
-        """Wait until all servers have answered a probe."""
-        await self.executor.engine_control.probe_all()
-
-    def _local_engines(self) -> list[Engine]:
-        return list(self.executor.engines.values())
-
-    def _servers(self) -> list[str]:
-        """Return the names of the engines that do not read the trainer's model in place."""
-        able = {name: engine.capabilities for name, engine in self.executor.engines.items()}
-        return [name for name, can in able.items() if can.remote and not can.shares_weights]
-
-    def _present_engines(self) -> list[EngineLimits]:
-        return [state.limits for state in self.core.engines.states.values()]
 
     # ---------------------------------------------------------------- engines that come and go
 
@@ -447,7 +425,7 @@ class RolloutDriver:
         self.require_new(name)
         if (wrong := self.core.engines.unfit(limits)) is not None:
             raise ConfigError(f"add_engine: {wrong}")
-        self.executor.add_engine(name, engine)
+        self.executor.add_engine(engine)
         self.post(ev.EnginesJoined([limits]))
 
     def require_new(self, name: str) -> None:
@@ -537,15 +515,13 @@ class RolloutDriver:
         Arguments and errors are those of :meth:`update_weights`; also raises CheckpointError.
         """
         update = update or WeightUpdate(transfer)
-        path = directory_for(
-            self._local_engines(), self._servers(), path, written=update.transfers, what="load_state_dict"
-        )  # fmt: skip
+        path = directory_for(self.executor.engines, path, written=update.transfers, what="load_state_dict")
         core, prompts, sampling = parts_of(state)
         outputs = outputs_in(state.get("outputs", ()))
         self._refuse_paused("load_state_dict")
         async with self.paused():
             # load into another core first, so that a state that is refused changes nothing; what it holds moves later
-            trial = RolloutCore(self.core.settings, self._present_engines())
+            trial = RolloutCore(self.core.settings, [state.limits for state in self.core.engines.states.values()])
             loaded = snapshot.restore(trial, core)
             refuse_sampling(trial, sampling, self.sampling, allow_mismatch=self._settings.allow_mismatch)
             snapshot.require_fresh(self.core)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -19,11 +19,11 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core.attachments import Placed, before
 from april.core.function_bugs import FunctionKind
+from april.core.rollout_core import RolloutCore
 from april.core.row_rewards import RowReward
 from april.core.sampling import SamplingParams
 from april.core.tape import Int32
 from april.core.types import FinishReason, Group, Sample, SampleId, SampleState
-from april.driver.core_view import CoreView
 from april.driver.detokenizer import Detokenizer
 from april.driver.llm import (
     AFTER_ITS_END,
@@ -85,8 +85,6 @@ class RolloutSettings:
     """Maximum seconds without a token from an engine; None means no limit."""
     warn_after_s: float | None = WARN_AFTER_S
     """Seconds after which a warning names a slow function; None means never."""
-    vocab_size: int = 0
-    """Size of the smallest vocabulary of all engines."""
     any_temperature: bool = True
     """True if all engines return log-probabilities at the sampling temperature, so that any temperature is allowed."""
 
@@ -99,13 +97,6 @@ FORGOTTEN_AT_ONCE = 512
 """Number of samples that are forgotten in one turn of the loop; thousands would hold the loop."""
 CLEAN_UP_S = 10.0
 """Maximum number of seconds that april waits for the end of an evaluation's cancelled functions."""
-
-
-class _FunctionFailure(NamedTuple):
-    """Describes the failure of a function: the error text and its kind (see SampleFailed)."""
-
-    error: str
-    kind: str
 
 
 @dataclass(slots=True)
@@ -129,11 +120,12 @@ class _RunningSample:
     """Numbers of the calls made by clients and llm.chat, except calls that were given up."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class SampleFunctions:
     """Runs the user's functions for all samples.
 
     Args:
-        view: read-only part of the core's state.
+        core: core that gives the commands.
         functions: functions of the user.
         rollout: coroutine function that runs the user's rollout function.
         settings: default sampling, and limits of calls and tokens.
@@ -141,34 +133,24 @@ class SampleFunctions:
         post: function that passes an event to the core.
     """
 
-    def __init__(
-        self,
-        view: CoreView,
-        functions: UserFunctions,
-        rollout: RolloutFunction,
-        settings: RolloutSettings,
-        calls: UserCalls,
-        post: Callable[[ev.Event], None],
-    ) -> None:
-        self._view = view
-        self._functions = functions
-        self._rollout = rollout
-        self._settings = settings
-        self._calls = calls
-        self._post = post
-        self._detokenizer = functions.detokenizer
-        self._runners: dict[SampleId, _RunningSample] = {}
-        self._outputs: dict[SampleId, Any] = {}
-        """Values other than None that rollout functions returned, by sample."""
-        self._failures = FailureLog()
-        self._succeeded: set[FunctionKind] = set()
-        self._recent_errors: dict[str, BaseException] = {}
-        """Latest errors of functions, by the text that was reported to the core."""
-        self.evaluation_errors: dict[int, BaseException] = {}
-        """First error of a function in each evaluation, by the evaluation's number."""
-        self._closed = False
-        self._cancelled_tasks: set[asyncio.Task[None]] = set()
-        """Cancelled functions of evaluations that have not ended yet."""
+    _core: RolloutCore
+    _functions: UserFunctions
+    _rollout: RolloutFunction
+    _settings: RolloutSettings
+    _calls: UserCalls
+    _post: Callable[[ev.Event], None]
+    _runners: dict[SampleId, _RunningSample] = field(default_factory=dict)
+    _outputs: dict[SampleId, Any] = field(default_factory=dict)
+    """Values other than None that rollout functions returned, by sample."""
+    _failures: FailureLog = field(default_factory=FailureLog)
+    _succeeded: set[FunctionKind] = field(default_factory=set)
+    _recent_errors: dict[str, BaseException] = field(default_factory=dict)
+    """Latest errors of functions, by the text that was reported to the core."""
+    evaluation_errors: dict[int, BaseException] = field(default_factory=dict)
+    """First error of a function in each evaluation, by the evaluation's number."""
+    _closed: bool = False
+    _cancelled_tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    """Cancelled functions of evaluations that have not ended yet."""
 
     def forget(self, samples: Sequence[SampleId], start: int = 0) -> None:
         """Forget delivered samples from number ``start`` on: a portion now and the rest in later turns of the loop."""
@@ -224,7 +206,7 @@ class SampleFunctions:
         The default function makes only one call, so this call is made here and no coroutine is started.
         """
         sample, evaluation = command.sample, command.sample.evaluation
-        settings = self._settings
+        settings, engines = self._settings, self._core.engines
         default = settings.sampling if evaluation is None else evaluation.request.sampling
         if self._rollout is single_turn:
             self._post(ev.CallMade(sample.id, default))
@@ -248,12 +230,12 @@ class SampleFunctions:
                 check_mismatch(sampling, settings.sampling, settings.any_temperature)
             if token_ids is not None and attached is None:
                 token_ids, attached = await self._attached(sample, token_ids, images, any_chain=any_chain)
-            longest = len(sample.group.prompt.token_ids) + self._view.room(sample)
-            can_stop = self._detokenizer is not None
+            longest = len(sample.group.prompt.token_ids) + self._core.context.attempts.room(sample.chains[0])
+            can_stop = self._functions.detokenizer is not None
             if any_chain:
-                check_conversation(token_ids, sampling, settings.vocab_size, self._view.max_context, can_stop)
+                check_conversation(token_ids, sampling, engines.vocab_size, engines.max_context, can_stop)
             else:
-                token_ids = checked_call(sample, sampling, token_ids, settings.vocab_size, longest, can_stop)
+                token_ids = checked_call(sample, sampling, token_ids, engines.vocab_size, longest, can_stop)
             runner.made += 1
             number = runner.made
             call: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -286,16 +268,16 @@ class SampleFunctions:
             asks = partial(generate, any_chain=True, client=True)
             return EndpointSample(
                 generate=asks, sampling=default, loop=asyncio.get_running_loop(),
-                max_context=self._view.max_context, prompt=sample.group.prompt, answered=answered_by(sample),
+                max_context=engines.max_context, prompt=sample.group.prompt, answered=answered_by(sample),
                 evaluated=evaluation is not None, note_checked=lambda kept: self._post(ev.AnswerChecked(kept)),
             )  # fmt: skip
 
-        def open_endpoint(place: Any) -> ClientEndpoint:
+        def open_endpoint(serve: Any) -> ClientEndpoint:
             self._refuse_after_its_end(function)
             if runner.endpoint is None:
                 if self._functions.endpoints is None:
                     raise UsageError(NO_ENDPOINT)
-                runner.endpoint = self._functions.endpoints.open(endpoint_sample(), place)
+                runner.endpoint = self._functions.endpoints.open(endpoint_sample(), serve)
             return runner.endpoint
 
         def open_chat() -> Chat:
@@ -327,9 +309,8 @@ class SampleFunctions:
             elif evaluation is not None:
                 self._evaluation_failed(sample, "the rollout function", error)
             else:
-                failed = self._log_failure(FunctionKind.ROLLOUT, error, self._functions.rollout, sample.id)
-                why = f"{failed.error}; {_ABANDONED}" if abandoned else failed.error
-                self._post(ev.SampleFailed(sample.id, why, failed.kind))
+                why, kind = self._log_failure(FunctionKind.ROLLOUT, error, self._functions.rollout, sample.id)
+                self._post(ev.SampleFailed(sample.id, f"{why}; {_ABANDONED}" if abandoned else why, kind))
 
         number = None if evaluation is None else evaluation.request.evaluation
         resumed = any(c.replay and c.replay.next_start is not None for c in sample.chains)
@@ -380,25 +361,27 @@ class SampleFunctions:
 
     def _log_failure(
         self, which: FunctionKind, error: BaseException, function: Callable[..., Any], where: object
-    ) -> _FunctionFailure:
-        """Log a function's failure, and remember the error as a possible cause of a later error (:meth:`cause_of`)."""
+    ) -> tuple[str, str]:
+        """Log a function's failure, and remember the error as a possible cause of a later error (:meth:`cause_of`).
+
+        Returns the text and the kind of the failure, for SampleFailed.
+        """
         place = place_of(error, function)
         kind = kind_of(error, place)
         told, once = describe_with_place(error, place), bool(kind) and which not in self._succeeded
         self._failures.warn(error, f"{which} failed for %s", where, told=told, once=once)
-        failed = _FunctionFailure(f"the {which} failed: {told}", kind)
-        self._recent_errors.pop(failed.error, None)
-        self._recent_errors[failed.error] = error
+        why = f"the {which} failed: {told}"
+        self._recent_errors.pop(why, None)
+        self._recent_errors[why] = error
         if len(self._recent_errors) > MAX_RECENT_ERRORS:
             del self._recent_errors[next(iter(self._recent_errors))]
-        return failed
+        return why, kind
 
     def cause_of(self, failure: str) -> BaseException | None:
         """Return the remembered error with whose text ``failure`` ends; None if there is none."""
         return next((error for said, error in reversed(self._recent_errors.items()) if failure.endswith(said)), None)
 
     def _evaluation_failed(self, sample: Sample, what: str, error: BaseException) -> None:
-        """End a sample's evaluation with an error."""
         assert sample.evaluation is not None
         self.evaluation_errors.setdefault(sample.evaluation.request.evaluation, error)
         told = describe_with_place(error, place_of(error))
@@ -468,9 +451,8 @@ class SampleFunctions:
 
     def responses(self, samples: Iterable[Sample], *, judged: bool = False) -> list[Response]:
         """Return finished samples as responses for reward functions; ``judged`` adds their rewards, for filters."""
-        return [
-            response_of(s, self.output_of(s.id), self._detokenizer, s.reward if judged else None) for s in samples
-        ]
+        detokenizer = self._functions.detokenizer
+        return [response_of(s, self.output_of(s.id), detokenizer, s.reward if judged else None) for s in samples]
 
     def evaluation_responses(self, groups: Iterable[Group]) -> tuple[tuple[Response, ...], ...]:
         """Return the responses of an evaluation, group by group, and forget its samples."""
@@ -493,13 +475,13 @@ class SampleFunctions:
             if error is None:
                 try:
                     values = checked_rewards(value, [s.key for s in samples]) if in_groups else [value]
-                    weights, layout = self._settings.reward_weights, dict(self._view.reward_layout)
+                    weights, layout = self._settings.reward_weights, dict(self._core.context.reward_layout)
                     rewards = [
                         row_rewards_of(v, response, weights, layout)
                         for v, response in zip(values, responses, strict=True)
                     ]
                     # only now: the valid rewards of a group with an invalid one decide nothing
-                    self._view.reward_layout.update(layout)
+                    self._core.context.reward_layout.update(layout)
                 except (Exception, SystemExit) as raised:
                     error = raised.with_traceback(None)  # the traceback has only april's own lines
             if error is None:
@@ -524,7 +506,7 @@ class SampleFunctions:
         responses = self.responses(group.first_finishers, judged=True)
 
         def answered(value: Any, error: BaseException | None) -> None:
-            verdict, failed = False, _FunctionFailure("", "")
+            verdict, why, kind = False, "", ""
             if error is None:
                 try:
                     verdict = checked_verdict(value, group.id)
@@ -533,11 +515,10 @@ class SampleFunctions:
             if error is None:
                 self._succeeded.add(FunctionKind.FILTER)
             else:
-                failed = self._log_failure(FunctionKind.FILTER, error, function, f"group {group.id}")
+                why, kind = self._log_failure(FunctionKind.FILTER, error, function, f"group {group.id}")
             self._post(
                 ev.GroupJudged(
-                    group=group.id, judgement=command.judgement, keep=verdict, error=failed.error or None,
-                    kind=failed.kind,
+                    group=group.id, judgement=command.judgement, keep=verdict, error=why or None, kind=kind
                 )
             )
 

@@ -15,12 +15,22 @@ from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from contextvars import Context, copy_context
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from april.concurrency.daemon_threads import DaemonPool
 from april.driver.loop_throttle import LoopThrottle
-from april.driver.user_code import Outcome, cancelled_inside, harmless, inside_user_code, is_async, name_of, outcome_of
+from april.driver.user_code import (
+    Outcome,
+    cancelled_inside,
+    harmless,
+    inside_user_code,
+    is_async,
+    name_of,
+    outcome_of,
+    run_as_user_code,
+)
 from april.errors import RolloutError
 
 log = logging.getLogger("april")
@@ -32,25 +42,22 @@ count."""
 WARN_AGAIN = 10
 """Multiple of the warning time after which another warning may name the same function."""
 
-T = TypeVar("T")
 ResultCallback = Callable[[Any, BaseException | None], None]
 Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class UserCall:
     """A call of a user's function."""
 
-    __slots__ = ("_calls", "_function", "_on_result", "_warned", "_where", "task")
-
-    def __init__(self, calls: UserCalls, function: Callable[..., Any], where: object, answered: ResultCallback) -> None:
-        self._calls = calls
-        self._function = function
-        self._where = where
-        self._on_result: ResultCallback | None = answered
-        self._warned = False
-        """True once a warning has named this call."""
-        self.task: asyncio.Task[None] | None = None
-        """Task that runs the function on the loop; None for a function in a thread."""
+    _calls: UserCalls
+    _function: Callable[..., Any]
+    _where: object
+    _on_result: ResultCallback | None
+    _warned: bool = False
+    """True once a warning has named this call."""
+    task: asyncio.Task[None] | None = None
+    """Task that runs the function on the loop; None for a function in a thread."""
 
     @property
     def name(self) -> str:
@@ -75,10 +82,10 @@ class UserCall:
         limits = self._calls.limits
         if limits.warn_s is not None and not self._warned:
             self._warned = True
-            self._calls.warn_slow(name_of(self._function), self._where)
+            self._calls.warn_slow(self.name, self._where)
             return None if limits.seconds is None else limits.seconds - limits.warn_s
         error = RolloutError(
-            f"{name_of(self._function)} did not finish {self._where} within function_timeout_s={limits.seconds:g}; set "
+            f"{self.name} did not finish {self._where} within function_timeout_s={limits.seconds:g}; set "
             "a time limit on whatever it waits for, or raise function_timeout_s"
         )
         if not self.done:
@@ -238,12 +245,6 @@ class UserCalls:
             call.task.add_done_callback(lambda _: outcome.close())
         else:
             call.answer(outcome.take(), error)
-
-
-def run_as_user_code(function: Callable[..., T], *args: Any) -> T:
-    """Call a user's function in this thread; april then refuses calls from it that would wait for the function."""
-    with inside_user_code():
-        return function(*args)
 
 
 class HasTimeout(Protocol):

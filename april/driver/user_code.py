@@ -10,7 +10,6 @@ import functools
 import inspect
 import logging
 import os
-import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -38,17 +37,18 @@ def inside_user_code() -> Iterator[None]:
             _inside.reset(token)
 
 
+def run_as_user_code(function: Callable[..., T], *args: Any) -> T:
+    """Call a user's function in this thread; april then refuses calls from it that would wait for the function."""
+    with inside_user_code():
+        return function(*args)
+
+
 def call_user_code(function: Callable[[], T]) -> T:
     """Call a function in a copy of the context that is marked as by :func:`inside_user_code`.
 
     Because only the copy is marked, a signal that interrupts the trainer's thread cannot leave it marked.
     """
-
-    def marked() -> T:
-        _inside.set(True)
-        return function()
-
-    return copy_context().run(marked)
+    return copy_context().run(run_as_user_code, function)
 
 
 def refuse_inside_user_code() -> None:
@@ -239,22 +239,7 @@ def is_april_file(file: str) -> bool:
 @functools.lru_cache(4096)
 def is_library_file(file: str) -> bool:
     """Return whether a file belongs to Python or an installed distribution; editable installs are the user's."""
-    path = Path(file)
-    if file.startswith(("<", *_STDLIB)) or any(site in path.parts for site in _SITES):
-        return True
-    found = [place for place in sys.path if os.path.isabs(place) and path.is_relative_to(place)]
-    place = max(found, key=len, default="")
-    return bool(place) and path.relative_to(place).parts[:1] in _installed_in(place)
-
-
-@functools.cache
-def _installed_in(place: str) -> frozenset[tuple[str, ...]]:
-    """Return the top-level names that distributions installed into a directory (``pip install --target``)."""
-    names: set[tuple[str, ...]] = set()
-    for record in Path(place).glob("*.dist-info/RECORD"):
-        with suppress(OSError), record.open(encoding="utf-8", errors="replace") as lines:
-            names.update(Path(line.partition(",")[0]).parts[:1] for line in lines)
-    return frozenset(names)
+    return file.startswith(("<", *_STDLIB)) or any(site in Path(file).parts for site in _SITES)
 
 
 def file_of(frame: FrameType) -> str:

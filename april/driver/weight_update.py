@@ -15,7 +15,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from april.core import commands as do
@@ -319,14 +319,13 @@ UNCHANGED = {
 
 
 def directory_for(
-    engines: Iterable[Engine], servers: Sequence[str], path: str | None, *, written: bool, what: str = "weight_update",
+    engines: Mapping[str, Engine], path: str | None, *, written: bool, what: str = "weight_update",
     in_flight: OnWeightUpdate = OnWeightUpdate.RESUBMIT,
 ) -> str | None:  # fmt: skip
     """Check the path of an update, and return it as the engines need it: absolute if there are servers.
 
     Args:
-        engines: Engines of this process.
-        servers: Names of the engines that do not read the trainer's model in place.
+        engines: Engines of this process, by name. Those that do not read the trainer's model in place are servers.
         written: True if a transfer gives the engines the weights.
         what: Name of the trainer's call, for messages.
         in_flight: What happens to requests in flight during the update.
@@ -335,18 +334,19 @@ def directory_for(
         ConfigError: there are servers and neither a path nor a transfer, so the servers would keep the old weights
             under the new version; or the path is that of an adapter that an engine cannot load.
     """
+    able = {name: engine.capabilities for name, engine in engines.items()}
+    servers = [name for name, can in able.items() if can.remote and not can.shares_weights]
     if path is not None and is_adapter(path):
         if in_flight is not OnWeightUpdate.RESUBMIT:
             raise ConfigError(
                 f"{what}: {path} is an adapter, and a request keeps its adapter until it ends, so on_weight_update: "
                 f"{in_flight} would leave requests in flight on old weights; set on_weight_update: resubmit"
             )
-        for engine in engines:
-            can = engine.capabilities
+        for name, can in able.items():
             if (why := why_refused(path, can.adapters)) is not None:
                 need = can.needs.get("adapters", "save a merged copy of the whole model")
                 more = "" if can.adapters is not None else f"; {need}"
-                raise ConfigError(f"{what}: engine {engine.name}: {why}{more}")
+                raise ConfigError(f"{what}: engine {name}: {why}{more}")
     if servers and path is None and not written:
         raise ConfigError(
             f"{what}: {', '.join(servers)} {UNCHANGED[what]}; give path=, a directory that every server can read, or "

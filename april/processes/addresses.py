@@ -31,9 +31,7 @@ def listening_socket(address: str) -> socket.socket:
         raise LinkError(f"cannot listen at {address}: {error.strerror or error}") from None
 
 
-def format_address(address: Any) -> str:
+def format_address(address: tuple[Any, ...]) -> str:
     """Return a socket's address as "host:port"."""
-    if not isinstance(address, tuple):
-        return "?"
     host, port = address[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

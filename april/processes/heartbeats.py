@@ -19,8 +19,6 @@ class Heartbeats(Generic[K]):
     def __init__(self, deadline_s: float) -> None:
         self.deadline_s = deadline_s
         self.interval_s = deadline_s / BEATS_PER_DEADLINE
-        self.was_stopped = False
-        """True if this process itself did not run for a while before the last check."""
         self._last_beat_s: dict[K, float] = {}
         self._last_check_s: float | None = None
 
@@ -34,8 +32,8 @@ class Heartbeats(Generic[K]):
 
     def silent_peers(self, now: float) -> list[K]:
         """Return the peers whose deadline is over; if this process itself was stopped, all deadlines start again."""
-        self.was_stopped = self._last_check_s is not None and now - self._last_check_s > self.deadline_s / 2
+        was_stopped = self._last_check_s is not None and now - self._last_check_s > self.deadline_s / 2
         self._last_check_s = now
-        if self.was_stopped:  # heartbeats that arrived in the meantime have not been read yet
+        if was_stopped:  # heartbeats that arrived in the meantime have not been read yet
             self._last_beat_s = dict.fromkeys(self._last_beat_s, now)
         return [whom for whom, heard in self._last_beat_s.items() if now - heard >= self.deadline_s]

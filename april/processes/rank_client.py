@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
@@ -112,7 +111,7 @@ class RankClient:
             self._heartbeats.note_beat(0, loop.time())
             self._check_heartbeats(line)
 
-        self._wait_for(connect)
+        self.thread.wait_for(connect)
 
     async def _read_websocket(self, websocket: aiohttp.ClientWebSocketResponse) -> None:
         async for message in websocket:
@@ -164,13 +163,9 @@ class RankClient:
                 await self._websocket.close()
             await self._disconnect()
 
-        ended = False
         try:
-            if self.thread.alive and self.thread.in_own_process:
-                self._wait_for(end)
-                ended = True
-        finally:  # an interrupt ends only the wait; the connection is still closed
-            self.thread.request_stop(None if ended else end)
+            self.thread.end_with(end, end)
+        finally:
             self.thread.stop()
 
     # ---------------------------------------------------------------- calls and queries
@@ -183,10 +178,9 @@ class RankClient:
         The arguments are the fields of :class:`april.processes.rank_messages.CallRequest`. If the wait is interrupted,
         the rank is withdrawn from the call.
         """
-        answer: messages.Step | messages.CallResult = self._wait_for(
+        return self.thread.wait_for(
             lambda: self._exchange(call_number, call_text, steps_done, None, arguments, step_result)
         )
-        return answer
 
     def report_failure(self, call_number: int, call_text: str, steps_done: int, error: BaseException) -> None:
         """Tell all ranks that a step has failed on this one; an interrupt ends only the wait."""
@@ -201,7 +195,7 @@ class RankClient:
             pack(query)
         except TypeError as error:
             raise ConfigError(f"{method}: an argument cannot be sent to {self._name}: {error}") from None
-        ended = self._wait_for(lambda: self._post("/query", query))
+        ended = self.thread.wait_for(lambda: self._post("/query", query))
         assert isinstance(ended, messages.CallResult)
         if ended.error is not None:
             raise messages.error_from_message(ended.error)
@@ -251,5 +245,3 @@ class RankClient:
             return RankError(str(self._group_error), self._group_error.ranks)
         return RankError(self._lost_reason or "this rank has closed its scheduler", (0,))
 
-    def _wait_for(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        return self.thread.wait_for(lambda reply: reply.follow(asyncio.get_running_loop().create_task(work())))

@@ -64,13 +64,9 @@ class RankEngines:
 
     def close(self, release_timeout_s: float = 0.0) -> None:
         """Close the engines once the scheduler has released them, or after ``release_timeout_s``; idempotent."""
-        ended = False
         try:
-            if self._thread.alive and self._thread.in_own_process:
-                self._thread.run(partial(self._end, release_timeout_s))
-                ended = True
-        finally:  # an interrupt ends only the wait, not the closing
-            self._thread.request_stop(None if ended else partial(self._end, 0.0))
+            self._thread.end_with(partial(self._end, release_timeout_s), partial(self._end, 0.0))
+        finally:
             self._thread.stop()
 
     async def _end(self, release_timeout_s: float) -> None:

@@ -128,30 +128,14 @@ def refuse_not_plain(prompt: Prompt) -> None:
         )
 
 
-# ---------------------------------------------------------------- evaluations
+def with_detokenizer(result: EvaluationResult, detokenizer: Detokenizer | None) -> EvaluationResult:
+    """Return an evaluation whose responses have this detokenizer; None for one that is sent to another rank.
 
-_NONE = np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.uint8)
-
-
-def without_repetition(result: EvaluationResult) -> EvaluationResult:
-    """Return the evaluation in the form in which it is sent.
-
-    Outputs that cannot be sent are dropped, and so are tokens that ``conversations`` contain as well.
+    Without a detokenizer, outputs that cannot be sent are dropped, too.
     """
 
-    def trimmed(r: Response) -> Response:
-        tokens, logprobs, mask = _NONE if r.conversations else (r.tokens, r.logprobs, r.loss_mask)
-        output = r.output if why_not_plain(r.output, "it") is None else None
-        return replace(r, tokens=tokens, logprobs=logprobs, loss_mask=mask, output=output, detokenizer=None)
+    def changed(r: Response) -> Response:
+        sendable = detokenizer is not None or why_not_plain(r.output, "it") is None
+        return replace(r, output=r.output if sendable else None, detokenizer=detokenizer)
 
-    return replace(result, responses=tuple(tuple(map(trimmed, row)) for row in result.responses))
-
-
-def with_repetition(result: EvaluationResult, detokenizer: Detokenizer | None) -> EvaluationResult:
-    """Restore an evaluation that was received; ``detokenizer`` makes the text of its responses."""
-
-    def completed(r: Response) -> Response:
-        tokens, logprobs, mask = r.conversations[0][1:4] if r.conversations else (r.tokens, r.logprobs, r.loss_mask)
-        return replace(r, tokens=tokens, logprobs=logprobs, loss_mask=mask, detokenizer=detokenizer)
-
-    return replace(result, responses=tuple(tuple(map(completed, row)) for row in result.responses))
+    return replace(result, responses=tuple(tuple(map(changed, row)) for row in result.responses))

@@ -12,12 +12,11 @@ import hashlib
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from pydantic import SecretStr
@@ -171,29 +170,19 @@ T = TypeVar("T")
 
 
 def on_all_ranks(method: Callable[Concatenate[RolloutScheduler, P], T]) -> Callable[Concatenate[RankScheduler, P], T]:
-    """Turn a method of RolloutScheduler into one that all ranks call together."""
+    """Turn a method of RolloutScheduler into one that all ranks call together; an async one runs in a thread."""
     signature = inspect.signature(method)
 
     @wraps(method)
-    def collective(self: RankScheduler, *arguments: P.args, **named: P.kwargs) -> T:
-        call = self._method_call(method.__name__, signature.bind(self, *arguments, **named))
-        return self._run(call)  # type: ignore[no-any-return]
-
-    return collective  # type: ignore[return-value]
-
-
-def on_all_ranks_async(
-    method: Callable[Concatenate[RolloutScheduler, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[RankScheduler, P], Coroutine[Any, Any, T]]:
-    """Turn an async method of RolloutScheduler into one that all ranks call together, each in a thread."""
-    signature = inspect.signature(method)
+    def collective(self: RankScheduler, *arguments: P.args, **named: P.kwargs) -> Any:
+        return self._run(self._method_call(method.__name__, signature.bind(self, *arguments, **named)))
 
     @wraps(method)
-    async def collective(self: RankScheduler, *arguments: P.args, **named: P.kwargs) -> T:
-        call = self._method_call(method.__name__.removeprefix("a"), signature.bind(self, *arguments, **named))
-        return await self._run_async(call)  # type: ignore[no-any-return]
+    async def in_thread(self: RankScheduler, *arguments: P.args, **named: P.kwargs) -> Any:
+        name = method.__name__.removeprefix("a")
+        return await self._run_async(self._method_call(name, signature.bind(self, *arguments, **named)))
 
-    return collective  # type: ignore[return-value]
+    return in_thread if inspect.iscoroutinefunction(method) else collective  # type: ignore[return-value]
 
 
 class SharedScheduler(RolloutScheduler):
@@ -218,10 +207,6 @@ class SharedScheduler(RolloutScheduler):
     def uncommitted_batches(self) -> list[int]:
         """Numbers of the batches that are delivered and not committed."""
         return self._thread.call(lambda: list(self._driver.core.leased))
-
-    def read_prompt(self, item: Any) -> Prompt:
-        """Read the first item as a prompt; raises ConfigError."""
-        return self._reader.read(item, 0)
 
     def execute(self, request: Any, on_all: RunOnAllRanks, shares: Sequence[int]) -> tuple[Any, Sequence[bytes]]:
         """Make a call; return its result, and the packed result for each rank except a rank 0 in this process."""
@@ -255,11 +240,10 @@ class SharedScheduler(RolloutScheduler):
         if isinstance(result, PolicyVersion):
             content = result, packed_weight_sample(self.engines)
         elif isinstance(result, EvaluationResult):
-            content = packing.without_repetition(result)
+            content = packing.with_detokenizer(result, None)
         return result, [pack(content)] * len(shares)
 
     def _add_rank_engines(self, offers: Mapping[int, bytes], key: str) -> None:
-        """Add the engines that the other ranks offer."""
         urls = [url for rank in sorted(offers) if offers[rank] for url in unpack(offers[rank], list[str])]
         if urls:
             offered = AprilEngineConfig(urls=tuple(urls), api_key=SecretStr(key))
@@ -278,41 +262,19 @@ class SharedScheduler(RolloutScheduler):
         return value(*arguments) if callable(value) else value
 
 
-def on_one_rank(method: Callable[Concatenate[RolloutScheduler, P], T]) -> Callable[Concatenate[SchedulerQueries, P], T]:
+def on_one_rank(method: Callable[Concatenate[RolloutScheduler, P], T]) -> Callable[Concatenate[RankScheduler, P], T]:
     """Turn a method of RolloutScheduler that changes nothing into one that a single rank may call."""
     signature = inspect.signature(method)
 
     @wraps(method)
-    def query(self: SchedulerQueries, *arguments: P.args, **named: P.kwargs) -> T:
+    def query(self: RankScheduler, *arguments: P.args, **named: P.kwargs) -> T:
         _, *given = signature.bind(self, *arguments, **named).args
         return self._query(method.__name__, *map(packing.plain_argument, given))  # type: ignore[no-any-return]
 
     return query  # type: ignore[return-value]
 
 
-class SchedulerQueries:
-    """The methods of :class:`april.RolloutScheduler` that one rank may call, for a scheduler in another process.
-
-    ``state_dict`` works after a RankError, too.
-    """
-
-    def _query(self, method: str, *arguments: Any) -> Any:
-        raise NotImplementedError
-
-    state_dict = on_one_rank(RolloutScheduler.state_dict)
-    ledger = on_one_rank(RolloutScheduler.ledger)
-    held_groups = on_one_rank(RolloutScheduler.held_groups)
-    validate = on_one_rank(RolloutScheduler.validate)
-    record_report = on_one_rank(RolloutScheduler.record_report)
-    story = on_one_rank(RolloutScheduler.story)
-
-    @property
-    def version(self) -> PolicyVersion:
-        """The current policy version."""
-        return self._query("version")  # type: ignore[no-any-return]
-
-
-class RankScheduler(BatchIterator, SchedulerQueries):
+class RankScheduler(BatchIterator):
     """The scheduler for all ranks of a trainer; every rank makes one, with the same configuration.
 
     The methods are those of :class:`april.RolloutScheduler`. Every rank calls those that change something, with the
@@ -341,7 +303,7 @@ class RankScheduler(BatchIterator, SchedulerQueries):
         options: all other arguments of :class:`april.RolloutScheduler`.
 
     Raises:
-        ConfigError: as in :class:`april.RolloutScheduler`, on all ranks; or the data of the first prompt is not plain.
+        ConfigError: as in :class:`april.RolloutScheduler`, on all ranks.
         RankError: another rank is missing, has failed, or has another configuration.
     """
 
@@ -409,7 +371,6 @@ class RankScheduler(BatchIterator, SchedulerQueries):
             self._scheduler = SharedScheduler(
                 self.config, ranks=self.ranks, split_by=split_by, crosses_processes=several, **options
             )
-            self._check_data(self._scheduler, options["prompts"])
         except Exception as error:
             server.set_scheduler(error)
             return {}
@@ -419,7 +380,6 @@ class RankScheduler(BatchIterator, SchedulerQueries):
         return {"gathers": bool(engines_to_gather(self._rank_0_engines)), "key": rendezvous.token} if lends else {}
 
     def _set_up(self, config: Config, ranks: Ranks, client: RankClient, tokenizer: Any) -> None:
-        """Set the attributes that every rank needs."""
         self.config = config
         self.ranks = ranks
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
@@ -429,15 +389,6 @@ class RankScheduler(BatchIterator, SchedulerQueries):
         self._closed = False
         self._warned = False
         """True once this rank was warned that its weights are not those of rank 0."""
-
-    def _check_data(self, own: SharedScheduler, prompts: Iterable[Any]) -> None:
-        """Check the data of the first prompt, if reading it does not consume it."""
-        if self.ranks.world_size > 1 and isinstance(prompts, Sequence) and prompts:
-            try:
-                first = own.read_prompt(prompts[0])
-            except ConfigError:
-                return  # reported when the prompt is drawn
-            refuse_unsendable(first)
 
     def _offer_engines(self, gathers: bool) -> bytes:
         """Offer this rank's engines to rank 0; raises ConfigError if the model is sharded and this rank has no part."""
@@ -464,16 +415,28 @@ class RankScheduler(BatchIterator, SchedulerQueries):
     load_state_dict = on_all_ranks(RolloutScheduler.load_state_dict)
     add_engine = on_all_ranks(RolloutScheduler.add_engine)
     remove_engine = on_all_ranks(RolloutScheduler.remove_engine)
-    anext_batch = on_all_ranks_async(RolloutScheduler.anext_batch)
-    aweight_update = on_all_ranks_async(RolloutScheduler.aweight_update)
-    aevaluate = on_all_ranks_async(RolloutScheduler.aevaluate)
-    apause = on_all_ranks_async(RolloutScheduler.apause)
-    aresume = on_all_ranks_async(RolloutScheduler.aresume)
-    aload_state_dict = on_all_ranks_async(RolloutScheduler.aload_state_dict)
-    aadd_engine = on_all_ranks_async(RolloutScheduler.aadd_engine)
-    aremove_engine = on_all_ranks_async(RolloutScheduler.aremove_engine)
+    anext_batch = on_all_ranks(RolloutScheduler.anext_batch)
+    aweight_update = on_all_ranks(RolloutScheduler.aweight_update)
+    aevaluate = on_all_ranks(RolloutScheduler.aevaluate)
+    apause = on_all_ranks(RolloutScheduler.apause)
+    aresume = on_all_ranks(RolloutScheduler.aresume)
+    aload_state_dict = on_all_ranks(RolloutScheduler.aload_state_dict)
+    aadd_engine = on_all_ranks(RolloutScheduler.aadd_engine)
+    aremove_engine = on_all_ranks(RolloutScheduler.aremove_engine)
 
     # ---------------------------------------------------------------- queries of a single rank
+
+    state_dict = on_one_rank(RolloutScheduler.state_dict)  # works after a RankError, too
+    ledger = on_one_rank(RolloutScheduler.ledger)
+    held_groups = on_one_rank(RolloutScheduler.held_groups)
+    validate = on_one_rank(RolloutScheduler.validate)
+    record_report = on_one_rank(RolloutScheduler.record_report)
+    story = on_one_rank(RolloutScheduler.story)
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The current policy version."""
+        return self._query("version")  # type: ignore[no-any-return]
 
     @property
     def engines(self) -> list[Engine]:
@@ -625,7 +588,7 @@ class RankScheduler(BatchIterator, SchedulerQueries):
         kind: Any = packing.CALL_RESULTS.get(method)
         result = unpack(content, kind)
         if isinstance(result, EvaluationResult):
-            return packing.with_repetition(result, self._detokenizer)
+            return packing.with_detokenizer(result, self._detokenizer)
         if not isinstance(result, tuple):
             return result
         version, first = result
@@ -666,22 +629,6 @@ class RankScheduler(BatchIterator, SchedulerQueries):
             if self._server is not None:
                 ends.callback(self._server.close, error, wait=error is None)
             ends.callback(self._client.close, error)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._close(error)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await asyncio.to_thread(self._close, error)
 
 
 def refuse_unsendable(prompt: Prompt) -> None:

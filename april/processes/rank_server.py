@@ -23,7 +23,7 @@ from aiohttp import WSMsgType, web
 
 from april.concurrency.http_listener import HttpListener
 from april.core.batch import Batch
-from april.driver.loop_thread import LoopThread, Reply
+from april.driver.loop_thread import LoopThread
 from april.driver.user_code import describe
 from april.errors import RankError, SchedulerClosed
 from april.processes import rank_messages as messages
@@ -40,13 +40,11 @@ PIECE_BYTES = 1 << 20
 """Largest number of bytes written at once, as asyncio copies the rest of a write again and again."""
 
 
-class RunOnAllRanks(Protocol):
-    """Makes every rank carry out a step of the current call; returns each rank's result.
+RunOnAllRanks = Callable[..., Mapping[int, bytes]]
+"""``run(step, content=b"")`` makes every rank carry out a step of the current call, and returns each rank's result.
 
-    Raises RankError if a rank fails to carry it out.
-    """
-
-    def __call__(self, step: str, content: bytes = b"") -> Mapping[int, bytes]: ...
+Raises RankError if a rank fails to carry it out.
+"""
 
 
 class ServedScheduler(Protocol):
@@ -181,13 +179,7 @@ class RankServer:
                         await self._wait_until(lambda: self._closed_ranks >= self._all_ranks)
             await self._end()
 
-        ended = False
-        try:
-            if self.thread.alive and self.thread.in_own_process:
-                self._wait_for(end)
-                ended = True
-        finally:  # an interrupt ends only the wait, not the closing
-            self.thread.request_stop(None if ended else self._end)
+        self.thread.end_with(end, self._end)
 
     def stop(self) -> None:
         """Wait for the server's threads to end; called once the scheduler is closed, as a thread may wait for it."""
@@ -352,7 +344,10 @@ class RankServer:
             self._call_task = asyncio.get_running_loop().create_task(self._execute(request.call_number, call))
             self._check_waiters()
         try:
-            await self._wait_until(lambda: call.started, lambda: self._fail_late_ranks(call, request.call_text))
+            await self._wait_until(
+                lambda: call.started,
+                lambda: self._fail_missing(self._all_ranks - call.call_texts.keys(), request.call_text),
+            )
         except asyncio.CancelledError:  # an interrupted rank leaves the call; the others wait for it again
             if not call.started and self._latest_requests[rank] == (request.session, request.request):
                 call.call_texts.pop(rank, None)
@@ -422,8 +417,7 @@ class RankServer:
         await self._scheduler_set.wait()
 
         def run_on_all(step: str, content: bytes = b"") -> Mapping[int, bytes]:
-            results: dict[int, bytes] = self._wait_for(lambda: self._run_step(call, step, content))
-            return results
+            return self.thread.wait_for(lambda: self._run_step(call, step, content))
 
         def execute() -> tuple[list[messages.CallResult], int | None, Collection[int]]:
             try:
@@ -495,9 +489,6 @@ class RankServer:
             # not before a call with a failed step has ended, because the error of that step says more
             future.set_exception(broken)
 
-    def _fail_late_ranks(self, call: CollectiveCall, call_text: str) -> None:
-        self._fail_missing(self._all_ranks - call.call_texts.keys(), call_text)
-
     def _fail_late_in_step(self, call: CollectiveCall, rank: int) -> None:
         waits = rank in call.step_results and call.step_results.keys() != self._all_ranks
         if waits and call.results is None and call.step_error is None:
@@ -531,11 +522,6 @@ class RankServer:
         self._send_tasks.add(task := asyncio.get_running_loop().create_task(work))
         task.add_done_callback(self._send_tasks.discard)
 
-    def _wait_for(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        def begin(reply: Reply[Any]) -> None:
-            reply.follow(asyncio.get_running_loop().create_task(work()))
-
-        return self.thread.wait_for(begin)
 
 
 def _rank_names(ranks: Iterable[int]) -> str:

@@ -68,7 +68,8 @@ class RankWeights:
             self._gather()
 
     def _gather(self) -> None:
-        source, portion = self._require_source(), self._require_portion()
+        source, portion = self._require_source(), self.portion
+        assert portion is not None
         self.portion = None
         if self._is_sender:
             self.bucket = source.gather(portion)
@@ -84,10 +85,6 @@ class RankWeights:
         if self.source is None:
             raise RolloutError("weight_update was interrupted while it sent weights; call it again")
         return self.source
-
-    def _require_portion(self) -> UngatheredBucket:
-        assert self.portion is not None
-        return self.portion
 
 
 class GatheredWeights(Weights):

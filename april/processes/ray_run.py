@@ -16,14 +16,13 @@ from april.concurrency.daemon_threads import DaemonPool
 from april.config.settings import Config
 from april.core.batch import SplitBy
 from april.engines.protocol import Engine
-from april.errors import AprilError, ConfigError, EngineError, RankError, SchedulerClosed
+from april.errors import AprilError, ConfigError, EngineError, RankError
 from april.processes.rank_client import RankClient
-from april.processes.rank_packing import QUERY_RESULTS, pack_call, pack_failure
-from april.processes.rank_scheduler import RankScheduler, SchedulerQueries, SharedScheduler
+from april.processes.rank_packing import pack_call, pack_failure
+from april.processes.rank_scheduler import RankScheduler, SharedScheduler
 from april.processes.rank_server import RankServer
 from april.processes.ranks import Ranks
 from april.processes.ray_functions import require_ray
-from april.serialization.own_values import unpack
 
 EngineFactory = Callable[[], Sequence[Engine]]
 
@@ -75,14 +74,6 @@ class SchedulerActor:
         self.server.set_scheduler(self._scheduler)
         return None
 
-    async def look(self, method: str, arguments: list[Any]) -> bytes | Exception:
-        """Answer a query of QUERY_RESULTS, which the process that started the run sends."""
-        try:
-            if self._scheduler is None:
-                raise SchedulerClosed("the core's actor has no scheduler (yet)")
-            return await asyncio.to_thread(self._scheduler.query, method, arguments)
-        except Exception as error:
-            return error
 
     async def rank(self, rank: int) -> tuple[Config, Ranks] | Exception:
         """Return the Config and the Ranks for a rank, or a RankError if there is no such rank."""
@@ -172,7 +163,7 @@ class ActorScheduler(RankScheduler):
         return f"<ActorScheduler rank {self.ranks.rank} of {self.ranks.world_size}>"
 
 
-class Run(SchedulerQueries):
+class Run:
     """A run that :func:`scheduler` has started; a ``with`` block closes it at its end."""
 
     def __init__(self, name: str, core: Any) -> None:
@@ -184,13 +175,6 @@ class Run(SchedulerQueries):
     def __repr__(self) -> str:
         return f"<april.ray.Run {self.name!r}>"
 
-    def _query(self, method: str, *arguments: Any) -> Any:
-        import ray
-
-        found = ray.get(self.core.look.remote(method, list(arguments)))
-        if isinstance(found, Exception):
-            raise found
-        return unpack(found, QUERY_RESULTS[method])
 
     def close(self) -> None:
         """End the scheduler, its engines and the actor; idempotent."""

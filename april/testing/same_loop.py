@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -59,25 +59,18 @@ class _SameLoop(LoopThread):
         raise RolloutError("the blocking calls would stop the loop that they wait for; await those of the facade")
 
     def submit(self, work: Work[T], *heard: Callable[[Reply[T]], object]) -> Reply[T]:
-        if not callable(work):
-            work.close()
         self.refuse_waiting()
         raise AssertionError("unreachable")
 
     async def run_async(self, work: Work[T]) -> T:
-        try:
-            refuse_inside_user_code()
-            if not self._open:
-                raise SchedulerClosed(_CLOSED)
-        except BaseException:
-            if not callable(work):
-                work.close()
-            raise
+        refuse_inside_user_code()
+        if not self._open:
+            raise SchedulerClosed(_CLOSED)
         me = asyncio.current_task()
         assert me is not None
         ended = self._running[me] = asyncio.get_running_loop().create_future()
         try:
-            return await (work() if callable(work) else work)
+            return await work()
         except asyncio.CancelledError:
             # the error means a closed scheduler if only ``end`` has cancelled this task
             if me in self._cancelled and me.uncancel() == 0:
@@ -161,11 +154,11 @@ class Rollouts:
                     await result
 
         update = None if transfer is None else hand_over
-        return await self._loop.run_async(self._driver.update_weights(path, update, trained, label=label))
+        return await self._loop.run_async(partial(self._driver.update_weights, path, update, trained, label=label))
 
     async def load_state_dict(self, state: dict[str, Any], path: str | None = None) -> PolicyVersion:
         """Load a state as ``RolloutScheduler.load_state_dict`` does, into newly created rollouts."""
-        version = await self._loop.run_async(self._driver.load_state_dict(state, path))
+        version = await self._loop.run_async(partial(self._driver.load_state_dict, state, path))
         self._loaded = LoadedState(self._driver.core)
         return version
 

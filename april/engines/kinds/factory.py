@@ -28,13 +28,13 @@ def create_engines(
     config: EngineConfig,
     model: Any,
     seed: int,
-    run: Callable[[Coroutine[Any, Any, list[Engine]]], list[Engine]],
+    run: Callable[[Callable[[], Coroutine[Any, Any, list[Engine]]]], list[Engine]],
     processor: Any = None,
 ) -> list[Engine]:
     """Create the engines that ``config`` describes; ``model`` is the model object for an engine that embeds one.
 
     ``processor`` is transformers' processor, for an engine in this process that gets images. ``run`` runs a coroutine
-    on the event loop that will use the engines; servers are probed there.
+    function on the event loop that will use the engines; servers are probed there.
 
     Raises:
         ConfigError: a model is missing or superfluous, packages are not installed, a server cannot do what april needs,
@@ -47,7 +47,7 @@ def create_engines(
         raise ConfigError(f"engine kind {config.kind} accepts no model object; leave model= out or change engine.kind")
     if isinstance(config, SimulatedEngineConfig):
         return _simulated(config, seed)
-    return run(open_servers(config))
+    return run(lambda: open_servers(config))
 
 
 async def open_servers(
