@@ -170,7 +170,7 @@ async def test_a_pause_that_nobody_confirms(
 @pytest.mark.parametrize(
     ("kind", "route", "options"),
     [("vllm", "/abort_requests", {}), ("vllm", "/inference/v1/abort_requests", {"developer": False}),
-     ("vllm", "/pause", {"processes": 2}), ("sglang", "/abort_request", {})],
+     ("sglang", "/abort_request", {})],
 )  # fmt: skip
 async def test_an_abort_that_nobody_confirms_is_asked_again(
     kind: str, route: str, options: dict[str, Any], fault: ControlFault

@@ -23,7 +23,6 @@ from april.doctor.run import show
 from april.engines.http.http_client import HttpClient
 from april.engines.http.response_reader import ResponseReader
 from april.engines.http.weight_labels import WeightLabels
-from april.engines.openai.wire import TokenShape
 from april.engines.sglang.wire import rid_of
 from april.engines.vllm.wire import COMPLETIONS_ROUTE, TOKEN_ROUTE
 from april.errors import EngineError
@@ -119,12 +118,9 @@ SAID: dict[str, tuple[Callable[[], object], object]] = {
         {"output_ids": [5], "meta_info": {"id": rid_of("a"), "finish_reason": {"type": "stop"}, "completion_tokens": 1,
          "output_token_logprobs": [[-1.0, 5]], "weight_version": KEY}},
     ),
-    "openai, error": (lambda: openai_reader(TokenShape.STRINGS), NEWS),
-    "openai, reason": (lambda: openai_reader(TokenShape.STRINGS), {"choices": [{"finish_reason": KEY}]}),
-    "openai, token": (
-        lambda: openai_reader(TokenShape.STRINGS),
-        {"choices": [{"logprobs": {"tokens": [KEY], "token_logprobs": [-1.0]}}]},
-    ),
+    "openai, error": (openai_reader, NEWS),
+    "openai, reason": (openai_reader, {"choices": [{"finish_reason": KEY}]}),
+    "openai, token": (openai_reader, {"choices": [{"token_ids": [KEY], "logprobs": {"token_logprobs": [-1.0]}}]}),
 }  # fmt: skip
 
 

@@ -14,7 +14,6 @@ from server_fixtures import BOTH, KINDS, PROMPT, Got, begun, beside, connected, 
 
 from april.core.versions import PolicyVersion
 from april.engines.openai.engine import OpenAIEngine
-from april.engines.openai.wire import TokenShape
 from april.engines.protocol import AbortMeans, EngineFinish
 from april.errors import EngineBusy, EngineError, EngineUnreachable, RequestRefused, WireError
 
@@ -25,12 +24,9 @@ MODES: dict[str, list[dict[str, Any]]] = {
         {"developer": False},
         {"scale_out": False},
         {"scale_out": False, "config": {"max_token_loss": 0}},
-        {"processes": 2},
-        {"processes": 2, "scale_out": False, "config": {"max_token_loss": 0}},
         {"release": 33},
         {"release": 33, "scale_out": False},
         {"release": 33, "scale_out": False, "config": {"max_token_loss": 0}},
-        {"release": 33, "processes": 2},
     ],
     "sglang": [
         {"incremental": True},
@@ -44,8 +40,8 @@ MODES: dict[str, list[dict[str, Any]]] = {
 }
 """Servers with an abort that returns tokens."""
 CLOSING: list[tuple[str, dict[str, Any]]] = [
-    ("vllm", {"developer": False, "scale_out": False}), ("vllm", {"developer": False, "processes": 2}),
-    *(("openai", {"shape": shape}) for shape in TokenShape),
+    ("vllm", {"developer": False, "scale_out": False}), ("vllm", {"processes": 2}),
+    ("openai", {}),
 ]  # fmt: skip
 """Servers whose requests end only with their connection."""
 EVERY_MODE = [(kind, mode) for kind, modes in MODES.items() for mode in modes]
@@ -374,78 +370,12 @@ async def test_cancelled_requests_leave_nothing_open(kind: str) -> None:
 # ---------------------------------------------------------------- vLLM alone
 
 
-@pytest.mark.parametrize("stream", [True, False], ids=["stream", "plain"])
-async def test_swept_along_is_sent_again(stream: bool) -> None:
-    """With several processes one abort pauses all: a request that nobody wanted ended, without tokens, goes on."""
-    config = {"max_token_loss": 0} if stream else {}
-    async with served("vllm", processes=2, stepped=True, max_running=1, config=config) as (server, engine):
-        assert engine.capabilities.abort_means is AbortMeans.PAUSE
-        asked = [request(), request([*PROMPT, 9])]
-        readings = [asyncio.create_task(read(engine, a)) for a in asked]
-        await until(lambda: server.open_requests == 2)
-        await engine.abort([asked[0].attempt_id])
-        assert (await readings[0]).finish is EngineFinish.ABORT
-        server.go_on()
-        assert (await readings[1]).tokens == uncut([*PROMPT, 9])[0]
-
-
-class HandedOver(FakeVllmServer):
-    """Requests reach its engine once it is paused, and it goes on once the two that do have been refused."""
-
-    refused = 2
-    """Set to 0 to begin."""
-
-    async def _generate(self, request: web.Request) -> web.StreamResponse:
-        while self.refused < 2 and self.pause_mode is None:
-            await self._wait()
-        return await super()._generate(request)
-
-    async def _pause(self, request: web.Request) -> web.Response:
-        answer = await super()._pause(request)
-        self._changed.set()
-        return answer
-
-    async def _paused_answer(self, request: web.Request, run: FakeVllmRun) -> web.StreamResponse:
-        answer = await super()._paused_answer(request, run)
-        self.refused += 1
-        self._changed.set()
-        return answer
-
-    async def _resume(self, request: web.Request) -> web.Response:
-        while self.refused < 2:
-            await self._wait()
-        return await super()._resume(request)
-
-
-@pytest.mark.parametrize("stream", [True, False], ids=["stream", "plain"])
-async def test_what_its_own_pause_refuses_is_sent_again_or_aborted(stream: bool) -> None:
-    """vLLM 0.33 refuses what is just being handed over when april pauses it to end one request: that one ends without
-    a token, and the other is sent again after the pause."""
-    server = HandedOver(processes=2, release=33, max_running=8)
-    await server.start()
-    engine = await connected("vllm", server, max_token_loss=0 if stream else None)
-    server.refused = 0
-    asked = [request(), request([*PROMPT, 9])]
-    readings = [asyncio.create_task(read(engine, a)) for a in asked]
-    await until(lambda: len(engine._admission.inside) == 2)
-    await engine.abort([asked[0].attempt_id])
-    ended, other = await asyncio.gather(*readings)
-    assert (ended.finish, ended.tokens, ended.error) == (EngineFinish.ABORT, [], None)
-    assert (other.tokens, other.error) == (uncut([*PROMPT, 9])[0], None)
-    assert (server.refused, server.pauses) == (2, ["abort"])
-    await engine.close()
-    await server.close()
-
-
-@pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("scale_out", [True, False], ids=["tokens", "completions"])
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "plain"])
-async def test_a_server_that_somebody_else_has_paused_is_busy(stream: bool, scale_out: bool, processes: int) -> None:
+async def test_a_server_that_somebody_else_has_paused_is_busy(stream: bool, scale_out: bool) -> None:
     """vLLM 0.33 says so with a status, or inside a stream that has begun: no failure, nothing refused for good."""
     config = {"max_token_loss": 0} if stream else {}
-    async with served("vllm",
-        release=33, scale_out=scale_out, processes=processes, config=config
-    ) as (server, engine):
+    async with served("vllm", release=33, scale_out=scale_out, config=config) as (server, engine):
         server.pause_mode = "abort"
         for _ in range(4):
             got = await read(engine, request())

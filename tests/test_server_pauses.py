@@ -115,28 +115,6 @@ async def test_an_update_that_breaks_off_at_its_pause_leaves_no_server_paused(
         await other.close()
 
 
-async def test_a_sweep_waits_for_an_update() -> None:
-    """Its resumption would let the requests of others go on in the middle of the load."""
-    async with served("vllm", processes=2, stepped=True, mean_length=LONG) as (server, engine):
-        other = await beside("vllm", server)
-        reading = await begun(server, read(other, request()))
-        server.step()
-        async with engine._other_clients_paused():
-            assert server.pause_mode == "keep"
-            engine._admission.enter("a")
-            sweeping = asyncio.create_task(engine.abort(["a"]))
-            for _ in range(50):
-                await asyncio.sleep(0)
-            assert server.pauses == ["keep"]
-            assert server.pause_mode == "keep"
-        await sweeping
-        engine._admission.leave("a")
-        assert server.pauses == ["keep", "abort"]
-        assert server.pause_mode is None
-        assert (await reading).finish is EngineFinish.ABORT
-        await other.close()
-
-
 async def test_a_server_that_somebody_has_paused_says_so() -> None:
     """Its health tells why nothing comes, and what to do."""
     async with served("vllm") as (server, engine):

@@ -28,7 +28,6 @@ import april
 from april.core import engine_table
 from april.core.batch import Batch
 from april.engines.http import server_process
-from april.engines.openai.wire import TokenShape
 
 MAX_LEN = 80
 STEPS = 3
@@ -110,9 +109,9 @@ def scheduler_over(kind: str, servers: list[Any], engine: dict[str, Any], **chan
     ("kind", "options", "engine"),
     [
         *(("vllm", options, {"max_token_loss": loss}) for loss in (None, 0)
-          for options in ({}, {"scale_out": False}, {"processes": 2})),
+          for options in ({}, {"scale_out": False})),
         *(("sglang", {"incremental": incremental}, {}) for incremental in (True, False)),
-        *(("openai", {"shape": shape, "tokens_ahead": 2, **OPENAI}, {}) for shape in TokenShape),
+        ("openai", {"tokens_ahead": 2, **OPENAI}, {}),
     ],
     ids=str,
 )  # fmt: skip

@@ -318,7 +318,7 @@ ABILITIES = (
         causes=(LimitCode.SEVERAL_PROCESSES, LimitCode.NO_ABORT_BY_ID, LimitCode.CUMULATIVE_STREAMS),
     ),
     Ability(
-        name="verifies_weights", causes=(LimitCode.NO_LABELS,), subject="versions",
+        name="verifies_weights", causes=(LimitCode.NO_LABELS, LimitCode.SEVERAL_PROCESSES), subject="versions",
         shown=lambda c, config: None if not c.verifies_weights else (
             "replies say which weights made which token" if c.version_spans
             else "derived from when a request was sent: april ends all requests before weights change"
@@ -335,7 +335,7 @@ ABILITIES = (
         name="updates_from_disk", lacking="the engine does not load weights from disk",
         causes=(
             LimitCode.ADAPTER, LimitCode.ADAPTERS_ONLY, LimitCode.NO_DISK_UPDATES, LimitCode.TIED_EMBEDDINGS,
-            LimitCode.NO_LABELS,
+            LimitCode.NO_LABELS, LimitCode.SEVERAL_PROCESSES,
         ),
         subject="new weights", shown=_weights,
         words={"weights from disk": lambda c: "yes" if c.updates_from_disk else "no"},

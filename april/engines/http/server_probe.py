@@ -203,14 +203,6 @@ class ServerProbe:
         """Return whether a POST route exists, by a GET that must be refused with 405 and has no effect."""
         return (await self.answer_of("GET", route, lambda reply: reply.status in REFUSES)).status == 405
 
-    async def has_page(self, route: str) -> bool:
-        """Return whether a GET route exists and april may use it."""
-
-        def is_own(reply: Reply) -> bool:
-            return reply.status in REFUSES or (reply.ok and not is_page(reply))
-
-        return (await self.answer_of("GET", route, is_own)).ok
-
     async def ask(self, route: str, body: dict[str, Any]) -> Reply:
         """Send a request without a timeout; the caller of the probe limits its whole time."""
         return await self.client.call("POST", route, body, timeout_s=None)

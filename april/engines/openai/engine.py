@@ -16,9 +16,9 @@ from april.engines.http.response_stream import GenerateRoute, ResponseStream
 from april.engines.http.sent_attachments import SentAttachments, Urls
 from april.engines.http.server_engine import ServerEngine
 from april.engines.http.server_probe import ServerFacts, connect_all
-from april.engines.http.server_process import UNSAID, Confirmation, OwnPauseLock, ServerProcess
+from april.engines.http.server_process import UNSAID, Confirmation, ServerProcess
 from april.engines.http.weight_labels import start_is_known
-from april.engines.openai.probe import OpenAIFacts, probe_openai
+from april.engines.openai.probe import probe_openai
 from april.engines.openai.wire import ROUTE, CompletionParser, completion_body
 from april.engines.protocol import Health, Request
 from april.errors import EngineError
@@ -37,19 +37,17 @@ class CompletionsEngine(ServerEngine):
     """Base class of engines for one server whose streams end with ``[DONE]``, and whose metrics reveal a restart."""
 
     def __init__(
-        self, client: HttpClient, facts: ServerFacts, route: str, metrics_route: str | None,
-        attachments: SentAttachments | None = None,
-    ) -> None:  # fmt: skip
+        self, client: HttpClient, facts: ServerFacts, route: str, attachments: SentAttachments | None = None
+    ) -> None:
         super().__init__(client.name, facts.capabilities)
         self._client, self._servers, self._configured_model = client, (client,), facts.asked
         known = start_is_known(facts.label)
-        self._process = ServerProcess(client, metrics_route, facts.started_s, start_is_known=known)
+        self._process = ServerProcess(client, facts.started_s, start_is_known=known)
         self._confirmation = Confirmation(self._has_weights, self.name, lambda: not self._process.keeps_weights)
-        self._pauses = OwnPauseLock()
         self._endpoint = GenerateRoute(
             client=client, route=route, admission=self._admission, labels=self._labels, prepare=self._prepare,
             abort_means=facts.capabilities.abort_means, marks_end=True, confirmation=self._confirmation,
-            pauses=self._pauses, attachments=attachments or SentAttachments(), routing_key=facts.routing_key,
+            attachments=attachments or SentAttachments(), routing_key=facts.routing_key,
         )  # fmt: skip
 
     def _prepare(self, request: Request, streamed: bool, urls: Urls) -> tuple[ResponseReader, bytes]:
@@ -90,8 +88,8 @@ class CompletionsEngine(ServerEngine):
 class OpenAIEngine(CompletionsEngine):
     """Engine for one OpenAI-compatible server, made by :func:`connect_openai`."""
 
-    def __init__(self, client: HttpClient, facts: OpenAIFacts) -> None:
-        super().__init__(client, facts, ROUTE, facts.load_route)
+    def __init__(self, client: HttpClient, facts: ServerFacts) -> None:
+        super().__init__(client, facts, ROUTE)
         self.facts = facts
 
     def generate(self, request: Request) -> ResponseStream:
@@ -100,10 +98,9 @@ class OpenAIEngine(CompletionsEngine):
 
     def _prepare(self, request: Request, streamed: bool, urls: Urls) -> tuple[ResponseReader, bytes]:
         self._check(request)
-        shape = self.facts.token_shape
-        reader = ResponseReader(CompletionParser(shape, request), self._version, None, len(request.token_ids))
+        reader = ResponseReader(CompletionParser(request), self._version, None, len(request.token_ids))
         return reader, completion_body(
-            self.facts.model, shape, request, bans=self._capabilities.bans, seeds=self.facts.takes_seeds,
+            self.facts.model, request, bans=self._capabilities.bans, seeds=self._capabilities.honours_seeds,
             salt=self._labels.salt(self._version),
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Engine for vLLM servers: generates over HTTP, aborts requests by id or by a pause, and loads weights from disk.
+"""Engine for vLLM servers: generates over HTTP, aborts requests by id, and loads weights from disk.
 
 A label is the name of the present weights, which april sets on the server. Invariants: an HTTP call is never closed in
 order to abort its request, because the server would drop tokens. If the server has labels, april uses a response only
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -21,14 +21,12 @@ from april.engines.http.loaded_adapters import LoadedAdapter, unload_adapter
 from april.engines.http.response_reader import ResponseReader
 from april.engines.http.response_stream import ResponseStream
 from april.engines.http.sent_attachments import SentAttachments, Urls
-from april.engines.http.server_probe import ServerFacts, connect_all
+from april.engines.http.server_probe import connect_all
 from april.engines.http.server_process import PAUSE_CHECK_S, UNSAID, read_metrics, require_left_paused, while_paused
 from april.engines.http.weight_directories import LOAD_WEIGHTS_S, is_adapter
 from april.engines.http.weight_labels import is_another_process, mark_process, require_base, require_first_weights
 from april.engines.http.wire import error_text
 from april.engines.openai.engine import OpenAIEngine
-from april.engines.openai.probe import OpenAIFacts
-from april.engines.openai.wire import TokenShape
 from april.engines.protocol import AbortMeans, Engine, Health, OnWeightUpdate, Request
 from april.engines.vllm.adapters import UNLOAD, load_adapter
 from april.engines.vllm.probe import VllmFacts, probe_vllm
@@ -54,12 +52,14 @@ class VllmEngine(TransferEngine):
 
     def __init__(self, client: HttpClient, facts: VllmFacts, *, stream: bool = False) -> None:
         sent = SentAttachments(misses_attachment if facts.keeps_attachments else None)
-        super().__init__(client, facts, facts.route, "/metrics", sent)
+        super().__init__(client, facts, facts.route, sent)
         self.attachments = sent
         self.facts, self._stream = facts, stream
         self._keeps: OnWeightUpdate | None = None
         """How running requests go on after the present pause, during which the server keeps them. None if there is no
         such pause. Still set after a pause that failed, since the server may be paused."""
+        self._pausing = False
+        """True while this engine has paused the requests of other clients for a weight update."""
         self._paused_as: str | None = None
         """Label that the server showed when it was paused for a weight update; None if it was not asked or did not
         answer. Another label later means that the server was restarted."""
@@ -89,18 +89,10 @@ class VllmEngine(TransferEngine):
     # ---------------------------------------------------------------- aborts
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
-        """Abort all these requests in one call. The reply confirms nothing; only the end of each response does.
-
-        If the server has several API processes, an abort would reach only one of them, so the server is paused and
-        resumed instead, which ends every request.
-        """
+        """Abort all these requests in one call. The reply confirms nothing; only the end of each response does."""
         ids = self._to_abort(attempt_ids)
         if not ids:
             return
-        if self._capabilities.abort_means is AbortMeans.PAUSE:
-            self._endpoint.abort(ids)  # the pause also ends other requests, so mark these as aborted
-            async with self._paused_server("abort"):
-                return
         route = self.facts.abort_route
         body = {"request_ids": [engine_id(self.facts.route, i) for i in ids]}
         await control(self._client, route, has_value("status", "aborted"), is_empty, body=body)
@@ -301,17 +293,16 @@ class VllmEngine(TransferEngine):
         if load is not None and not load.running and not load.waiting:
             yield
             return
-        async with self._paused_server("keep"):
-            yield
-
-    @asynccontextmanager
-    async def _paused_server(self, mode: str) -> AsyncIterator[None]:
-        params = {"mode": mode, "clear_cache": "false"}
-        async with self._pauses.hold(), while_paused(
-            lambda: control(self._client, "/pause", has_value("status", "paused"), params=params),
-            lambda: control(self._client, "/resume", has_value("status", "resumed")),
-        ):
-            yield
+        params = {"mode": "keep", "clear_cache": "false"}
+        self._pausing = True
+        try:
+            async with while_paused(
+                lambda: control(self._client, "/pause", has_value("status", "paused"), params=params),
+                lambda: control(self._client, "/resume", has_value("status", "resumed")),
+            ):
+                yield
+        finally:
+            self._pausing = False
 
     # ---------------------------------------------------------------- the rest
 
@@ -353,10 +344,10 @@ class VllmEngine(TransferEngine):
 
     async def _is_paused(self) -> bool:
         """Return whether another client has paused the server."""
-        if not self.facts.developer_routes or self._pauses.in_progress or self._keeps is not None:
+        if not self.facts.developer_routes or self._pausing or self._keeps is not None:
             return False
         reply = await self._client.call("GET", "/is_paused", retry=True)
-        return reply.ok and has_value("is_paused", True)(json_value(reply)) and not self._pauses.in_progress
+        return reply.ok and has_value("is_paused", True)(json_value(reply)) and not self._pausing
 
     async def close(self) -> None:
         """Unload april's adapters and close the connections; calls in progress fail."""
@@ -391,13 +382,9 @@ async def connect_vllm(config: VllmEngineConfig) -> list[VllmEngine | OpenAIEngi
 
 
 def _closing_streams(client: HttpClient, facts: VllmFacts) -> OpenAIEngine:
-    common = {f.name: getattr(facts, f.name) for f in fields(ServerFacts)}
-    common["capabilities"] = replace(
+    """Make an engine that ends requests by closing their streams, and neither sets nor reads labels."""
+    capabilities = replace(
         facts.capabilities, updates_from_disk=False, version_spans=False, verifies_weights=False, extras=(),
         stop_strings=False,
     )  # fmt: skip
-    common["label"] = None  # april neither sets nor reads labels there
-    found = OpenAIFacts(
-        token_shape=TokenShape.RETURN_TOKEN_IDS, keeps_eos=None, takes_seeds=facts.capabilities.honours_seeds, **common
-    )
-    return OpenAIEngine(client, found)
+    return OpenAIEngine(client, replace(facts, label=None, capabilities=capabilities))

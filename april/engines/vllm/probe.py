@@ -68,7 +68,7 @@ class _VllmProbe(ServerProbe):
     async def facts(self) -> VllmFacts:
         """Find out all abilities; some answers decide which questions follow."""
         await self._read()
-        abort_route, means = self._aborts()
+        means = AbortMeans.BY_ID if self.abort_route else AbortMeans.CLOSE
         attachments, keeps_attachments = await self._attachments(means)
         vocab_size = await self._vocab_size()
         spans = await self._spans()
@@ -91,14 +91,14 @@ class _VllmProbe(ServerProbe):
             **self.common(),
             model=self.served.name, software=self.software, started_s=self.metrics.started_s,
             route=TOKEN_ROUTE if self.token_route else COMPLETIONS_ROUTE,
-            developer_routes=self.developer, abort_route=abort_route,
+            developer_routes=self.developer, abort_route=self.abort_route,
             priorities=self.settings.get("policy") == "priority", routing=routing, keeps_attachments=keeps_attachments,
             capabilities=self.capabilities(
                 logprob_kind=kind, vocab_size=vocab_size, context=positive(self.card, "max_model_len"),
                 places=None if running is None else running * copies, eos_token_ids=eos,
                 collective=self._collective(loads), updates_from_disk=loads, adapters=site,
                 extras=() if routing is None else (ROUTED_EXPERTS,), abort_means=means, version_spans=spans,
-                in_flight_updates=self._in_flight_updates(abort_route, spans), honours_seeds=seeds,
+                in_flight_updates=self._in_flight_updates(spans), honours_seeds=seeds,
                 streams=self.config.max_token_loss is not None or means is AbortMeans.CLOSE, attachments=attachments,
                 bans="speculation" not in self.settings,  # vLLM refuses logit_bias then
                 stop_strings=self.settings.get("skip_tokenizer_init") is False,
@@ -127,22 +127,40 @@ class _VllmProbe(ServerProbe):
             require_salts_kept_apart(client.url, self.shown, self.config.salted_kv_connectors)
         self.choose_model(models)
         self.card, self.settings = self.served.card, _settings(self.shown)
-        self.token_route, self.scale_out_abort, self.developer_abort, rpc = await asyncio.gather(
+        self.token_route, scale_out_abort, developer_abort, rpc = await asyncio.gather(
             self._offers(TOKEN_ROUTE), self._offers("/inference/v1/abort_requests"),
             self.has_route("/abort_requests"), self.has_route("/collective_rpc"),
         )  # fmt: skip
-        self.developer = self.developer_abort and rpc
-        self.label = label.get("weight_version") if isinstance(label, dict) else None
+        self.processes = _processes(self.settings, self.metrics)
+        one = self.processes == 1  # calls reach only one of several API processes, so april makes none then
+        self.developer = developer_abort and rpc and one
+        # /abort_requests answers when the abort is done; the other route answers at once and aborts later
+        self.abort_route = "" if not one else "/abort_requests" if developer_abort else (
+            "/inference/v1/abort_requests" if scale_out_abort and self.token_route else ""
+        )
+        self.label = label.get("weight_version") if one and isinstance(label, dict) else None
         self.paused = bool(isinstance(paused, dict) and paused.get("is_paused"))
         self.files = await asyncio.to_thread(model_files, self.card.get("root"))
         self.on_cpu = _on_cpu(self.settings, self.software)
-        self.processes = _processes(self.settings, self.metrics)
         self.lacks(
             self.paused, LimitCode.PAUSED, "is paused: no request runs until somebody resumes it (POST /resume)",
             server=client.url,
         )  # fmt: skip
         self.lacks(
-            self.label is None, LimitCode.NO_LABELS,
+            not one, LimitCode.SEVERAL_PROCESSES,
+            f"There are {self.processes} or more API processes behind the port, and a call reaches only one of them: "
+            "april neither labels nor loads weights, and ends requests by closing streams, which loses tokens that "
+            "were not yet sent",
+            "start the server with --api-server-count 1, or one server per engine", "--api-server-count 1",
+        )  # fmt: skip
+        self.lacks(
+            one and not self.abort_route, LimitCode.NO_ABORT_BY_ID,
+            "Requests cannot be aborted by id, so april streams every token and closes the stream, which loses tokens "
+            "that were made but not yet sent",
+            f"start the server with {_DEVELOPER}, or with --enable-scale-out", _DEVELOPER,
+        )  # fmt: skip
+        self.lacks(
+            one and self.label is None, LimitCode.NO_LABELS,
             "The server's weights have no label: every token gets the version at submission, new weights are "
             "unverified, and april notices a restart only by the time at which the server's process began",
             f"start the server with {_DEVELOPER}", _DEVELOPER,
@@ -174,34 +192,6 @@ class _VllmProbe(ServerProbe):
         )  # fmt: skip
         return copies
 
-    def _aborts(self) -> tuple[str, AbortMeans]:
-        """Return the route that aborts by id (empty if there is none), and how requests are aborted."""
-        route = (
-            # /abort_requests answers when the abort is done; the other route answers at once and aborts later
-            "/abort_requests" if self.developer_abort
-            else "/inference/v1/abort_requests" if self.scale_out_abort and self.token_route else ""
-        )  # fmt: skip
-        means = AbortMeans.BY_ID if route else AbortMeans.CLOSE
-        if self.processes > 1:
-            means = AbortMeans.PAUSE if self.developer else AbortMeans.CLOSE
-            how = (
-                "by pausing the whole server, which also ends the requests of other clients" if self.developer
-                else "by closing streams, which loses tokens that were not yet sent"
-            )  # fmt: skip
-            self.lacks(
-                True, LimitCode.SEVERAL_PROCESSES,
-                f"There are {self.processes} or more API processes behind the port, and an abort by id reaches only "
-                f"one of them: april ends requests {how}",
-                "start the server with --api-server-count 1, or one server per engine", "--api-server-count 1",
-            )  # fmt: skip
-        self.lacks(
-            not route, LimitCode.NO_ABORT_BY_ID,
-            "Requests cannot be aborted by id, so april streams every token and closes the stream, which loses tokens "
-            "that were made but not yet sent",
-            f"start the server with {_DEVELOPER}, or with --enable-scale-out", _DEVELOPER,
-        )  # fmt: skip
-        return route, means
-
     async def _spans(self) -> bool:
         """Return whether responses report the weights of each token, as completions do since vLLM 0.33."""
         spans = self.label is not None and (self.token_route or (not self.paused and await self._completions_say_it()))
@@ -220,7 +210,7 @@ class _VllmProbe(ServerProbe):
         """Return whether whole weights can be loaded from a directory and verified by their label."""
         tied = self.developer and self.on_cpu is not False and _tied(self.files)
         self.lacks(
-            not self.developer, LimitCode.NO_DISK_UPDATES,
+            not self.developer and self.processes == 1, LimitCode.NO_DISK_UPDATES,
             "april can neither load weights from a directory nor empty the cache of this server, so the trainer must "
             "do both",
             f"start the server with {_DEVELOPER}, bound to a private address, because its key does not protect those "
@@ -261,14 +251,14 @@ class _VllmProbe(ServerProbe):
         )  # fmt: skip
         return not chunks
 
-    def _in_flight_updates(self, abort_route: str, spans: bool) -> tuple[OnWeightUpdate, ...]:
+    def _in_flight_updates(self, spans: bool) -> tuple[OnWeightUpdate, ...]:
         """Return how requests can live through a weight update.
 
         They can only if a pause reaches every process behind the port, and responses end with the version spans of
         their tokens.
         """
-        one = self.processes == 1 and (positive(self.settings, "data_parallel_size") or 1) == 1
-        if not (one and self.developer and abort_route and spans):
+        one_copy = (positive(self.settings, "data_parallel_size") or 1) == 1
+        if not (one_copy and self.developer and spans):
             return ()
         if isinstance(self.shown, dict) and has_connector(self.shown.get("kv_transfer_config")):
             # a prompt that is computed again keeps its old salt, so the connector would return its old keys and values

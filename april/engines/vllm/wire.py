@@ -20,7 +20,6 @@ from april.engines.openai.wire import (
     ASK_SPANS,
     STREAMED,
     CompletionParser,
-    TokenShape,
     Usage,
     counted,
     finish_of,
@@ -123,7 +122,7 @@ def parser_of(
     """
     if route == TOKEN_ROUTE:
         return TokenParser(request, routing)
-    return CompletionParser(TokenShape.RETURN_TOKEN_IDS, request, spans=spans)
+    return CompletionParser(request, spans=spans)
 
 
 class TokenParser(Parser[TokenReply]):

@@ -14,15 +14,12 @@ from pydantic import TypeAdapter
 
 from april.config.engines import EngineConfig, ServerEngineConfig, SglangEngineConfig
 from april.engines.kinds.factory import open_servers
-from april.engines.openai.probe import known_server
 from april.engines.protocol import Engine, Float32
 from april.errors import ConfigError
 from april.testing.conformance.subject import Reference, Subject, Weights
 from april.testing.recording_proxy import RecordingProxy
 
-_MADE = re.compile(
-    rb"^(?:vllm:|sglang:|trtllm_)generation_tokens_total(?:\{[^}]*\})? (\S+)", re.MULTILINE
-)
+_MADE = re.compile(rb"^(?:vllm|sglang):generation_tokens_total(?:\{[^}]*\})? (\S+)", re.MULTILINE)
 """Pattern of the metrics that count the tokens which a server has generated."""
 
 
@@ -88,10 +85,7 @@ async def _made_by(url: str) -> float | None:
     timeout = aiohttp.ClientTimeout(total=30)
     try:
         async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
-            async with session.get(f"{url}/v1/models", allow_redirects=False) as response:
-                owner = re.search(rb'"owned_by": ?"(\w+)"', await response.read())
-            route = known_server(owner[1].decode() if owner else None).load_route
-            async with session.get(f"{url}{route}", allow_redirects=False) as response:
+            async with session.get(f"{url}/metrics", allow_redirects=False) as response:
                 found = _MADE.findall(await response.read()) if response.status == 200 else []
     except (aiohttp.ClientError, OSError, TimeoutError):
         return None
