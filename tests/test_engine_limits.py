@@ -44,8 +44,7 @@ VLLM: list[dict[str, Any]] = [
     {"copies": 2}, {"without": ("/weight_info",)}, {"without": ("/abort_requests",)},
 ]  # fmt: skip
 SGLANG: list[dict[str, Any]] = [
-    {}, {"incremental": False}, {"spans": False}, {"labels": False}, {"intervals": False}, {"loads": False},
-    {"logprobs": "raw"},
+    {}, {"incremental": False}, {"logprobs": "raw"},
 ]  # fmt: skip
 OPENAI: list[dict[str, Any]] = [{}, {"kind": LogprobKind.PROCESSED, "honours_seeds": False}]
 

@@ -359,7 +359,7 @@ ASKED = {
         "/collective_rpc", "/v1/load_lora_adapter", "/inference/v1/generate", "/inference/v1/abort_requests",
     ],
     "sglang": [
-        "/model_info", "/server_info", "/v1/models", "/v1/loads", "/update_weights_from_disk",
+        "/model_info", "/server_info", "/v1/models", "/update_weights_from_disk",
         "/update_weight_version", "/load_lora_adapter", "/pause_generation", "/begin_weight_update",
         "/init_weights_update_group", "/update_weights_from_distributed", "/openapi.json",
     ],

@@ -33,9 +33,6 @@ MODES: dict[str, list[dict[str, Any]]] = {
         {"incremental": False},
         {"incremental": False, "config": {"max_token_loss": 5}},
         {"incremental": True, "config": {"max_token_loss": 0}},
-        {"incremental": True, "intervals": False},
-        {"incremental": True, "spans": False},
-        {"incremental": True, "labels": False},
     ],
 }
 """Servers with an abort that returns tokens."""

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_servers.base import ControlFault, PlannedControlFault
 from fake_servers.openai import MODEL, FakeOpenAIServer
 from fake_servers.sglang import FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
 from raw_servers import http, raw_server
-from server_fixtures import KINDS, begun, connected, facts_of, listening, probed, read, request, served, until
+from server_fixtures import KINDS, begun, connected, facts_of, listening, probed, read, request, served
 from socket_clock import run_with_sockets
 
 from april.core.engine_table import EngineTable
@@ -24,7 +23,6 @@ from april.driver.command_executor import limits_of
 from april.engines.http.http_client import HttpClient, Reply
 from april.engines.http.server_probe import eos_of, model_files
 from april.engines.protocol import AbortMeans
-from april.engines.sglang import probe as sglang_probe
 from april.engines.vllm.wire import TOKEN_ROUTE
 from april.errors import ConfigError, EngineError, EngineUnreachable
 
@@ -75,8 +73,7 @@ def test_sglang() -> None:
     can = said.capabilities
     assert (said.software, said.model) == ("0.5.23", "fake/model")
     assert (can.vocab_size, can.max_context, can.max_in_flight, can.streams) == (512, 4090, 64, True)
-    assert (can.version_spans, said.incremental, said.stream_interval, said.loads) == (True, True, True, True)
-    assert said.pause_modes == ("abort", "retract", "in_place")
+    assert (can.version_spans, said.incremental) == (True, True)
     assert can.logprob_kind is LogprobKind.TEMPERATURE
     assert [sentence.split(":")[0] for sentence in can.notes] == [
         "Seeds have no effect",
@@ -89,10 +86,6 @@ def test_sglang() -> None:
     ("options", "words"),
     [
         ({"incremental": False}, "--incremental-streaming-output"),
-        ({"spans": False}, "0.5.20"),
-        ({"labels": False}, "/update_weight_version is missing"),
-        ({"intervals": False}, "--stream-interval"),
-        ({"loads": False}, "/v1/loads is missing"),
         ({"logprobs": "raw"}, "SGLANG_RETURN_ORIGINAL_LOGPROB"),
     ],
     ids=str,
@@ -197,6 +190,8 @@ REPEATS = "does not return the id of each token once"
         (FakeOpenAIServer(says_context=False), {"max_len": None}, "how long a request may be; set engine.max_len"),
         (FakeOpenAIServer(), {"model": "other"}, "has no model 'other'; it serves: fake"),
         (FakeVllmServer(), {"model": "other"}, "it serves: fake"),
+        (FakeSglangServer(spans=False), {}, "which weights made which token; upgrade it to SGLang 0.5.20 or later"),
+        (FakeSglangServer(labels=False), {}, "has no /update_weight_version; upgrade it to SGLang 0.5.20 or later"),
         (Cumulative(mean_length=10**6), {}, REPEATS),
         (Uncounted(mean_length=10**6), {}, REPEATS),
     ],
@@ -287,29 +282,6 @@ async def test_a_server_in_use_is_not_disturbed() -> None:
         await probed(server)
         assert (server.aborts, server.pauses, server.label) == ([], [], before)
         assert (await reading).error is None
-
-
-@pytest.mark.parametrize("how", ["answers", "is cut off", "is silent", "says nothing"])
-async def test_asking_for_the_pause_modes_leaves_no_server_paused(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that takes any mode is continued, whatever happens to the question; one paused by others is not."""
-    monkeypatch.setattr(sglang_probe, "PAUSE_S", 0.05)
-    server = FakeSglangServer()
-    async with listening(server):
-        server.any_mode = True
-        if how != "answers":
-            kind = ControlFault.FAILS if how == "says nothing" else ControlFault.SILENT
-            fault = PlannedControlFault(kind=kind, route="/pause_generation", later=1, obeyed=True)
-            server.control_faults.append(fault)
-        probing = asyncio.create_task(probed(server))
-        if how == "is cut off":
-            await until(lambda: server.pause_mode is not None)
-            probing.cancel()
-        (result,) = await asyncio.gather(probing, return_exceptions=True)
-        assert server.pause_mode is None
-        assert isinstance(result, BaseException) == (how in ("is cut off", "is silent"))
-        server.pause_mode, server.any_mode = "retract", False
-        assert (await probed(server)).pause_modes == ("abort", "retract", "in_place")
-        assert server.pause_mode == "retract"
 
 
 # ---------------------------------------------------------------- what follows from a server's settings and files

@@ -274,7 +274,7 @@ async def test_what_fails_behind_new_weights_leaves_a_half_update(path: str | No
 
 async def test_an_update_that_is_cancelled_leaves_no_version() -> None:
     """What the server made of it is not known: no request before an update has succeeded."""
-    async with served("sglang", labels=False, stepped=True, mean_length=LONG) as (server, engine):
+    async with served("sglang", stepped=True, mean_length=LONG) as (server, engine):
         await engine.pause()
         updating = asyncio.create_task(engine.update_weights(V1, "/weights/w1"))
         await until(lambda: bool(server.updates))

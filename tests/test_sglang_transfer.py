@@ -116,14 +116,6 @@ async def test_a_transfer_that_somebody_has_left_open_is_ended() -> None:
         assert (server.weights, server.pause_mode, server.session) == ("w1", None, False)
 
 
-async def test_a_server_without_labels_takes_weights_too() -> None:
-    """Nothing can be marked there."""
-    async with served("sglang", labels=False, transfers=True) as (server, engine):
-        await transferred(engine, V1)
-        assert (server.weights, server.label) == ("w1", "default")
-        assert set((await read(engine, request())).versions) == {V1}
-
-
 @pytest.mark.parametrize(
     ("change", "offered"),
     [

@@ -75,16 +75,12 @@ def common_facts(workers: Sequence[SglangFacts]) -> SglangFacts:
                 )
     each = [worker.capabilities for worker in workers]
     places = [c.max_in_flight for c in each if c.max_in_flight is not None]
-    labelled = all(worker.label is not None for worker in workers)
     return replace(
         first,
-        stream_interval=all(worker.stream_interval for worker in workers),
-        label=first.label if labelled else None,
         capabilities=replace(
             first.capabilities,
             max_context=min(c.max_context for c in each),
             max_in_flight=sum(places) if len(places) == len(each) else None,
-            updates_from_disk=all(c.updates_from_disk for c in each),
             collective=tuple(b for b in first.capabilities.collective if all(b in c.collective for c in each)),
             adapters=_common_site(each),
             needs={field: need for c in reversed(each) for field, need in c.needs.items()},
@@ -92,7 +88,6 @@ def common_facts(workers: Sequence[SglangFacts]) -> SglangFacts:
             stop_strings=all(c.stop_strings for c in each),
             constrains=all(c.constrains for c in each),
             attachments=tuple(k for k in first.capabilities.attachments if all(k in c.attachments for c in each)),
-            verifies_weights=labelled,
             first_weights=max((c.first_weights for c in each), key=list(FirstWeights).index),
             limits=tuple(dict.fromkeys(limit for c in each for limit in c.limits)),
         ),
@@ -111,6 +106,6 @@ def _equal(worker: SglangFacts) -> dict[str, object]:
     """Return the values that the workers of one router must share."""
     c = worker.capabilities
     return {name: getattr(c, name) for name in OF_THE_MODEL} | {
-        "spans": c.version_spans, "incremental": worker.incremental, "version": worker.software,
-        "adapter": worker.adapter, "routed experts": worker.routing,
+        "incremental": worker.incremental, "version": worker.software, "adapter": worker.adapter,
+        "routed experts": worker.routing,
     }  # fmt: skip
