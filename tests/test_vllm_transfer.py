@@ -60,7 +60,7 @@ async def test_the_calls(release: int, transfers: str, how: GroupInvitation, ini
     async with served("vllm", transfers=transfers, release=release) as (server, engine):
         assert isinstance(engine, ReceivesWeights)
         assert engine.capabilities.collective == (how.backend,)
-        assert engine.handshake is (Handshake.APRIL if how.backend == "gloo" else Handshake.UNIQUE_ID)
+        assert engine.handshake is (Handshake.TORCH if how.backend == "gloo" else Handshake.UNIQUE_ID)
         server.sent_weights = "w1"
         await send(engine, how)
         assert server.transfer_calls == [

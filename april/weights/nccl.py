@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from april.engines.groups.polling import poll_until
+from april.weights.polling import poll_until
 from april.engines.weight_transfer import TensorSpec
 
 LIBRARY = "libnccl.so.2"

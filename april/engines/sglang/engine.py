@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from april.config.engines import SglangEngineConfig
 from april.core.sampling import attempt_seed
 from april.core.versions import PolicyVersion
-from april.engines.groups.gloo import local_address
+from april.engines.gloo_group import local_address
 from april.engines.http.http_client import HttpClient
 from april.engines.http.loaded_adapters import LoadedAdapter
 from april.engines.http.response_reader import ResponseReader

@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from typing import Any
 
 from april.core.versions import PolicyVersion
-from april.engines.groups.gloo import local_address
+from april.engines.gloo_group import local_address
 from april.engines.http.http_client import has_value, require_confirmation
 from april.engines.http.server_engine import ServerEngine
 from april.engines.openai.engine import CompletionsEngine
@@ -63,7 +63,7 @@ class Transfers(ServerEngine):
     @property
     def handshake(self) -> Handshake:
         """Way in which the workers join the group: vLLM's own NCCL backend uses a unique id."""
-        return Handshake.APRIL if GLOO in self._capabilities.collective else Handshake.UNIQUE_ID
+        return Handshake.TORCH if GLOO in self._capabilities.collective else Handshake.UNIQUE_ID
 
     async def join(self, meeting: GroupInvitation) -> None:
         """Have all workers join the group."""
