@@ -11,15 +11,15 @@ from april.engines.http.weight_labels import WeightLabels
 from april.engines.openai.wire import CompletionParser
 from april.engines.protocol import Chunk, Request
 from april.engines.sglang.wire import ReplyParser
-from april.engines.vllm.wire import TOKEN_ROUTE, parser_of
+from april.engines.vllm.wire import TokenParser
 
 
 def asked(attempt_id: str = "a", prompt: list[int] | None = None) -> Request:
     return Request(attempt_id=attempt_id, token_ids=np.array(prompt or [1], np.int32), sampling=SamplingParams(8))
 
 
-def vllm_reader(route: str = TOKEN_ROUTE, labels: WeightLabels | None = None) -> ResponseReader:
-    return ResponseReader(parser_of(route, asked()), FIRST_VERSION, labels)
+def vllm_reader(labels: WeightLabels | None = None) -> ResponseReader:
+    return ResponseReader(TokenParser(asked()), FIRST_VERSION, labels)
 
 
 def sglang_reader(

@@ -13,7 +13,6 @@ import pytest
 from fake_servers.adapters import FakeAdapters, salt_of, write_adapter
 from fake_servers.base import SAYS_NOTHING, ControlFault, PlannedControlFault, uncut
 from fake_servers.sglang import FakeSglangRouter, FakeSglangServer
-from fake_servers.vllm import FakeVllmServer
 from server_fixtures import (
     BOTH,
     KINDS,
@@ -338,20 +337,6 @@ async def test_workers_of_a_router_have_one_name(tmp_path: Path) -> None:
         await router.close()
         for worker in workers:
             await worker.close()
-
-
-async def test_several_api_processes_take_no_adapters() -> None:
-    """A load reaches one of them, and the requests of the others would not find it."""
-    async with served("vllm", server=FakeVllmServer(loras=FakeAdapters(), processes=2)) as (_, engine):
-        assert engine.capabilities.adapters is None
-        assert "--api-server-count 1" in engine.capabilities.needs["adapters"]
-
-
-async def test_a_vllm_without_developer_routes_says_it_by_a_refusal() -> None:
-    """It does not show its settings: a load that must fail tells whether it takes adapters."""
-    async with served("vllm", server=FakeVllmServer(developer=False, loras=FakeAdapters())) as (server, engine):
-        assert engine.capabilities.adapters is not None
-        assert server.loras.ever == []
 
 
 # ---------------------------------------------------------------- names

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from aiohttp import web
 from fake_servers.base import PlannedFault, RequestFault, uncut
-from fake_servers.vllm import COMPLETIONS, HARMLESS, TOKENS, FakeVllmRun, FakeVllmServer
+from fake_servers.vllm import HARMLESS
 from server_fixtures import BOTH, KINDS, PROMPT, Got, begun, beside, connected, read, request, served, until
 
 from april.core.versions import PolicyVersion
@@ -21,12 +20,7 @@ MODES: dict[str, list[dict[str, Any]]] = {
     "vllm": [
         {},
         {"config": {"max_token_loss": 0}},
-        {"developer": False},
-        {"scale_out": False},
-        {"scale_out": False, "config": {"max_token_loss": 0}},
         {"release": 33},
-        {"release": 33, "scale_out": False},
-        {"release": 33, "scale_out": False, "config": {"max_token_loss": 0}},
     ],
     "sglang": [
         {"incremental": True},
@@ -37,7 +31,7 @@ MODES: dict[str, list[dict[str, Any]]] = {
 }
 """Servers with an abort that returns tokens."""
 CLOSING: list[tuple[str, dict[str, Any]]] = [
-    ("vllm", {"developer": False, "scale_out": False}), ("vllm", {"processes": 2}),
+    ("vllm", {"developer": False}), ("vllm", {"scale_out": False}), ("vllm", {"processes": 2}),
     ("openai", {}),
 ]  # fmt: skip
 """Servers whose requests end only with their connection."""
@@ -148,15 +142,13 @@ KEPT = {
 }  # fmt: skip
 """Tokens of an OpenAI-compatible server that are handed over before the error; it goes wrong at the sixth."""
 STREAM_ONLY = (RequestFault.NO_DONE, RequestFault.ENDS_TWICE)
-TOKEN_ROUTE_ONLY = (RequestFault.OTHER_IDS, RequestFault.GAP_IN_SPANS, RequestFault.FOREIGN_LABEL)
 
 
 def faults() -> Iterator[tuple[str, RequestFault, bool, int, dict[str, Any]]]:
     """(kind, fault, streamed, tokens before it, options of the server)."""
     for stream in (True, False):
         for fault in TYPED | OF_VLLM:
-            for scale_out in (True, False):
-                yield "vllm", fault, stream, 3, {"scale_out": scale_out}
+            yield "vllm", fault, stream, 3, {}
         for fault in TYPED | OF_SGLANG:
             for after in (0, 20):
                 yield "sglang", fault, stream, after, {"incremental": stream}
@@ -169,10 +161,7 @@ async def test_faults_are_typed_and_bring_no_wrong_token(
     kind: str, fault: RequestFault, stream: bool, after: int, options: dict[str, Any]
 ) -> None:
     """What came before is a true beginning of the response; then the error of its kind; nothing is left open."""
-    harmless = (fault in TOKEN_ROUTE_ONLY and options.get("scale_out") is False) or (
-        fault in STREAM_ONLY and not stream
-    )
-
+    harmless = fault in STREAM_ONLY and not stream
     async with served(kind, PlannedFault(fault, after_tokens=after), **options, mean_length=LONG) as (
         server, engine
     ):  # fmt: skip
@@ -215,8 +204,7 @@ def quirks() -> Iterator[tuple[str, RequestFault, bool, dict[str, Any]]]:
     """(kind, fault, streamed, options of the server)."""
     for stream in (True, False):
         for fault in (*HARMLESS, RequestFault.LOST_PARTIAL, RequestFault.REPEATED_LAST):
-            for scale_out in (True, False):
-                yield "vllm", fault, stream, {"scale_out": scale_out}
+            yield "vllm", fault, stream, {}
         for fault in (RequestFault.REPEATED_LAST, RequestFault.UNCOUNTED_LAST, RequestFault.NO_DONE,
                       RequestFault.UNASKED_ABORT, RequestFault.ABORT_UNSEEN):  # fmt: skip
             yield "sglang", fault, stream, {"incremental": stream}
@@ -367,12 +355,11 @@ async def test_cancelled_requests_leave_nothing_open(kind: str) -> None:
 # ---------------------------------------------------------------- vLLM alone
 
 
-@pytest.mark.parametrize("scale_out", [True, False], ids=["tokens", "completions"])
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "plain"])
-async def test_a_server_that_somebody_else_has_paused_is_busy(stream: bool, scale_out: bool) -> None:
+async def test_a_server_that_somebody_else_has_paused_is_busy(stream: bool) -> None:
     """vLLM 0.33 says so with a status, or inside a stream that has begun: no failure, nothing refused for good."""
     config = {"max_token_loss": 0} if stream else {}
-    async with served("vllm", release=33, scale_out=scale_out, config=config) as (server, engine):
+    async with served("vllm", release=33, config=config) as (server, engine):
         server.pause_mode = "abort"
         for _ in range(4):
             got = await read(engine, request())
@@ -380,20 +367,6 @@ async def test_a_server_that_somebody_else_has_paused_is_busy(stream: bool, scal
             assert "Generation is paused" in str(got.error)
         server.pause_mode = None
         assert (await read(engine, request())).tokens == uncut(PROMPT)[0]
-
-
-async def test_completions_say_which_weights_made_which_token() -> None:
-    """vLLM 0.33 is asked for it on the plain route too: tokens of weights that april has not put there are not kept."""
-    async with served("vllm",
-        release=33, scale_out=False, stepped=True, mean_length=LONG
-    ) as (server, engine):
-        assert engine.capabilities.version_spans
-        reading = await begun(server, read(engine, request()))
-        server.step(3)
-        server.label = "somebody's"
-        server.go_on()
-        assert "tokens of weights 'somebody's'" in str((await reading).error)
-        assert server.runs[0].params["return_weight_versions"] is True
 
 
 async def test_as_an_openai_server_one_response_has_one_label() -> None:
@@ -409,20 +382,18 @@ async def test_as_an_openai_server_one_response_has_one_label() -> None:
         got = await reading
         assert type(got.error) is WireError
         assert "somebody's" in str(got.error)
+        assert server.runs[-1].params["return_weight_versions"] is True
         await engine.close()
 
 
-@pytest.mark.parametrize("scale_out", [True, False], ids=["tokens", "completions"])
-async def test_what_a_request_says(scale_out: bool) -> None:
+async def test_what_a_request_says() -> None:
     """The route's own id, the whole range of seeds, only the sampled token's log-probability, all limits explicit."""
-    async with served("vllm", scale_out=scale_out) as (server, engine):
+    async with served("vllm") as (server, engine):
         asked = request(max_tokens=9, min_tokens=3, stop_token_ids=(5, 7), seed=2**63 - 1, top_p=0.5)
         await read(engine, asked)
         (seen,) = server.runs
-        assert seen.token_route is scale_out
-        assert engine.facts.route == (TOKENS if scale_out else COMPLETIONS)
-        name = asked.attempt_id
-        assert seen.name == (f"generate-tokens-{name}" if scale_out else f"cmpl-{name}-0")
+        assert seen.token_route
+        assert seen.name == f"generate-tokens-{asked.attempt_id}"
         wanted = {"max_tokens": 9, "min_tokens": 3, "stop_token_ids": [5, 7], "seed": 2**63 - 1, "top_p": 0.5,
                   "logprobs": 0, "temperature": 1.0, "ignore_eos": False}  # fmt: skip
         assert {key: seen.params[key] for key in wanted} == wanted

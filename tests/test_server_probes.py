@@ -23,7 +23,6 @@ from april.driver.command_executor import limits_of
 from april.engines.http.http_client import HttpClient, Reply
 from april.engines.http.server_probe import eos_of, model_files
 from april.engines.protocol import AbortMeans
-from april.engines.vllm.wire import TOKEN_ROUTE
 from april.errors import ConfigError, EngineError, EngineUnreachable
 
 V1 = PolicyVersion(0, 1)
@@ -36,13 +35,10 @@ V1 = PolicyVersion(0, 1)
     [
         ({"transfers": "nccl"}, AbortMeans.BY_ID, True, True, None),
         ({}, AbortMeans.BY_ID, True, True, "--weight-transfer-config"),
-        ({"developer": False}, AbortMeans.BY_ID, False, False, "VLLM_SERVER_DEV_MODE=1"),
-        ({"scale_out": False}, AbortMeans.BY_ID, False, True, "--enable-scale-out"),
-        ({"scale_out": False, "release": 33, "transfers": "nccl"}, AbortMeans.BY_ID, True, True, None),
-        ({"scale_out": False, "release": 33, "developer": False}, AbortMeans.CLOSE, False, False, "VLLM_SERVER_DEV"),
-        ({"developer": False, "scale_out": False}, AbortMeans.CLOSE, False, False, "cannot be aborted by id"),
+        ({"developer": False}, AbortMeans.CLOSE, False, False, "VLLM_SERVER_DEV_MODE=1"),
+        ({"scale_out": False}, AbortMeans.CLOSE, False, False, "--enable-scale-out"),
+        ({"without": ("/weight_info",)}, AbortMeans.CLOSE, False, False, "VLLM_SERVER_DEV_MODE=1"),
         ({"processes": 2}, AbortMeans.CLOSE, False, False, "--api-server-count 1"),
-        ({"processes": 2, "developer": False}, AbortMeans.CLOSE, False, False, "--api-server-count 1"),
         ({"logprobs": "raw"}, AbortMeans.BY_ID, True, True, "--logprobs-mode processed_logprobs"),
     ],
 )
@@ -263,7 +259,7 @@ async def test_key() -> None:
         with pytest.raises((ConfigError, EngineError), match="401") as caught:
             await probed(server, "wrong-secret")
         assert "wrong-secret" not in str(caught.value)
-        assert (await probed(server, "secret-key")).route == TOKEN_ROUTE
+        assert (await probed(server, "secret-key")).capabilities.version_spans
         engine = await connected("vllm", server, api_key="secret-key")
         assert "secret-key" not in repr(engine) + repr(engine.facts) + repr(vars(engine)["_client"])
         assert (await read(engine, request())).error is None
@@ -290,7 +286,7 @@ async def test_a_server_in_use_is_not_disturbed() -> None:
 async def test_disk_updates_need_all_developer_routes() -> None:
     """A server that lacks one of them would be told of new weights and keep its old ones."""
     async with served("vllm", without=("/abort_requests",)) as (_, engine):
-        assert (engine.facts.developer_routes, engine.capabilities.updates_from_disk) == (False, False)
+        assert not engine.capabilities.updates_from_disk
         await engine.pause()
         with pytest.raises(EngineError, match="cannot load weights"):
             await engine.update_weights(V1, "/weights/w1")
@@ -344,7 +340,7 @@ async def test_a_cpu_that_reads_prompts_in_chunks_gets_no_seeds() -> None:
 @pytest.mark.parametrize("developer", [True, False])
 async def test_weights_that_no_label_shows_are_unverified(developer: bool) -> None:
     """Said by the engine, and so by every batch."""
-    async with served("vllm", developer=developer, scale_out=False) as (_, engine):
+    async with served("vllm", developer=developer) as (_, engine):
         assert engine.capabilities.verifies_weights is developer
         metrics = EngineTable([limits_of(engine)], PolicyVersion(0, 0)).metrics({}, PolicyVersion(0, 0))
         assert metrics.get(f"engine/{engine.name}/unverified_weights", 0.0) == float(not developer)

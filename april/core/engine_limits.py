@@ -35,8 +35,6 @@ class LimitCode(StrEnum):
         return code
 
     PAUSED = "paused"
-    NO_VERSION_SPANS = "no version spans"
-    """Replies do not say which weights made which token."""
     NO_LABELS = "no labels", "every restart of the server is noticed"
     """The server's weights have no label (version name) that april could read or set."""
     NO_DISK_UPDATES = "no disk updates", "april gives the server its new weights"
@@ -54,8 +52,8 @@ class LimitCode(StrEnum):
     """A weight update aborts the requests of other clients too."""
     NO_PARTIALS = "no partials", "responses can be cut and continued"
     NO_ABORT_BY_ID = "no abort by id", "an abort loses no token"
-    SEVERAL_PROCESSES = "several processes", "an abort loses no token, and april gives the server its new weights"
-    """Several API processes share one port, and a call reaches only one of them."""
+    CLOSED_ROUTES = "closed routes", "an abort loses no token, and april gives the server its new weights"
+    """The routes for aborts, labels and weights are closed, or reach only one of several API processes."""
     CUMULATIVE_STREAMS = "cumulative streams", "an abort loses no token"
     """Each event repeats the whole response, so april reads responses only at their end."""
     TOKENS_AT_END = "tokens at end"

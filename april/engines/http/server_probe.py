@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from april.config.engines import AddressedEngineConfig, RoutingKey, ServerEngineConfig, checked_key, name_at
 from april.core.engine_limits import UNKNOWN_LOGPROBS, Limit, LimitCode, unknown_eos
 from april.core.sampling import LogprobKind
-from april.engines.http.http_client import HttpClient, Reply, is_page, json_value
+from april.engines.http.http_client import HttpClient, Reply, json_value
 from april.engines.http.loaded_adapters import is_ours
 from april.engines.http.token_rows import Routing
 from april.engines.http.weight_labels import first_weights

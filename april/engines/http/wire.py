@@ -48,7 +48,8 @@ def positive(values: dict[str, Any], key: str) -> int | None:
 
 
 _ADAPTER_GONE = re.compile(r"\bLoRA (?:adapters are not loaded|is not enabled|adapter that has never been loaded)\b")
-"""Text with which SGLang says, under a status for a faulty request, that it no longer has the adapter it was started with."""
+"""Text with which SGLang says, under a status for a faulty request, that it no longer has the adapter it was started
+with."""
 
 
 def failure_of(status: int, text: str, retry_after_s: float | None = None) -> EngineError:

@@ -108,12 +108,6 @@ class OpenAIEngine(CompletionsEngine):
         """Close the streams of these attempts (None means all); bytes that have arrived are still read."""
         self._endpoint.abort(self._to_abort(attempt_ids))
 
-    def _require_loadable(self, path: str) -> None:
-        raise EngineError(
-            f"engine {self.name}: an OpenAI-compatible server has no route that loads weights from disk; send the "
-            "weights with weight_update(transfer=...)"
-        )
-
     async def _load_whole(self, version: PolicyVersion, path: str | None) -> None:
         """Check that the process into which the trainer has loaded the weights still runs."""
         self.require_idle()

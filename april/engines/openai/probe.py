@@ -28,7 +28,6 @@ from april.engines.protocol import AbortMeans, EngineFinish, Request
 from april.errors import ConfigError, EngineError, RequestRefused, WireError
 from april.text.server_text import clean
 
-
 # these ids exist in every vocabulary; their choice does not matter
 _PROMPT = (1, 4, 7)
 _SEED_TOKENS = 16
@@ -58,8 +57,8 @@ _UNKNOWN_EOS = unknown_eos(
 
 
 _VLLM_SEEDS = (
-    "runs vLLM, which crashes on a CPU with chunked prefill when a request has a seed, so april sends no seeds, and runs "
-    "cannot be repeated. Use engine.kind vllm, which detects whether that is needed"
+    "runs vLLM, which crashes on a CPU with chunked prefill when a request has a seed, so april sends no seeds, and "
+    "runs cannot be repeated. Use engine.kind vllm, which detects whether that is needed"
 )
 
 

@@ -19,10 +19,6 @@ from april.errors import EngineError
 from april.text.server_text import quoted
 
 ROUTE = "/v1/completions"
-
-
-ASK_SPANS = {"return_weight_versions": True}
-"""Request key for the weight version of each token at the end of a response (vLLM 0.33 and later; older ignore it)."""
 # set explicitly, because a server may take other defaults from the model's generation_config.json
 _NEUTRAL: dict[str, Any] = {
     "top_k": 0,
@@ -48,8 +44,12 @@ def completion_body(
     A server with ``cache_salt`` shares entries of its prefix cache only between requests with the same ``salt``.
     """
     params = sampling_of(request, bans=bans, seeds=seeds)
-    # ``logprobs: 0`` returns the log-probability of the sampled token alone
-    asked = {"return_token_ids": True, "logprobs": 0, **ASK_SPANS, **({"cache_salt": salt} if salt else {})}
+    asked = {
+        "return_token_ids": True,
+        "logprobs": 0,  # the log-probability of the sampled token alone
+        "return_weight_versions": True,  # at the end of a response (vLLM 0.33 and later; older ones ignore it)
+        **({"cache_salt": salt} if salt else {}),
+    }
     body = {"model": model, "prompt": request.token_ids.tolist(), "n": 1, **params, **STREAMED, **asked}
     return msgspec.json.encode({**body, **changes})
 
@@ -146,14 +146,13 @@ def finish_of(attempt_id: str, reason: str) -> EngineFinish | EngineError:
 
 
 class CompletionParser(Parser[_Event]):
-    """Parser for the completions route. With ``spans``, the server must say which weights made which token."""
+    """Parser for the completions route."""
 
-    __slots__ = ("_prompt", "_spans")
+    __slots__ = ("_prompt",)
 
-    def __init__(self, request: Request, *, spans: bool = False) -> None:
+    def __init__(self, request: Request) -> None:
         super().__init__(request.attempt_id, *_DECODERS)
         self._prompt = request.token_ids
-        self._spans = spans
 
     def piece(self, event: _Event, payload: bytes, had: int) -> ResponsePart:
         """Return the content of one event; see :class:`Parser`."""
@@ -168,8 +167,8 @@ class CompletionParser(Parser[_Event]):
         logprobs = choice.logprobs.token_logprobs or [] if choice.logprobs is not None else []
         piece = ResponsePart(choice.token_ids or [], logprobs)
         if choice.finish_reason is not None:
-            spans = choice.weight_versions or ([] if self._spans else None)
-            piece.end = ResponseEnd(finish_of(self.attempt_id, choice.finish_reason), choice.stop_reason, spans)
+            reason = finish_of(self.attempt_id, choice.finish_reason)
+            piece.end = ResponseEnd(reason, choice.stop_reason, choice.weight_versions)
         return piece if usage is None else counted(piece, usage)
 
 

@@ -119,7 +119,7 @@ class SglangWorker:
         if now != label:
             raise PartlyUpdated(f"{self.client.url} labels its weights {clean(now)} after april set {label}")
 
-    async def mark(self, labels: WeightLabels) -> str | None:
+    async def mark(self, labels: WeightLabels) -> str:
         """Call :func:`~april.engines.http.weight_labels.mark_process` with a timeout of a few seconds."""
         async with asyncio.timeout(PAUSE_CHECK_S):
             return await mark_process(self, labels, self.facts.label)

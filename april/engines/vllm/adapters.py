@@ -10,8 +10,8 @@ from april.errors import EngineBusy, EngineError
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 NEEDED = (
-    "start the server with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora and a --max-lora-rank of at least the "
-    "adapter's rank"
+    "start the server with VLLM_SERVER_DEV_MODE=1, VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-scale-out, "
+    "--enable-lora and a --max-lora-rank of at least the adapter's rank"
 )
 
 

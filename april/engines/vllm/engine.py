@@ -1,8 +1,8 @@
 """Engine for vLLM servers: generates over HTTP, aborts requests by id, and loads weights from disk.
 
 A label is the name of the present weights, which april sets on the server. Invariants: an HTTP call is never closed in
-order to abort its request, because the server would drop tokens. If the server has labels, april uses a response only
-after the server has confirmed the label.
+order to abort its request, because the server would drop tokens. april uses a response only after the server has
+confirmed the label.
 """
 
 from __future__ import annotations
@@ -10,19 +10,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from april.config.engines import THIS_MACHINE, VllmEngineConfig
 from april.core.versions import PolicyVersion
-from april.engines.http.http_client import HttpClient, Reply, control, has_value, is_empty, json_value, weight_version
+from april.engines.http.http_client import HttpClient, Reply, control, has_value, json_value, weight_version
 from april.engines.http.loaded_adapters import LoadedAdapter, unload_adapter
 from april.engines.http.response_reader import ResponseReader
 from april.engines.http.response_stream import ResponseStream
 from april.engines.http.sent_attachments import SentAttachments, Urls
 from april.engines.http.server_probe import connect_all
-from april.engines.http.server_process import PAUSE_CHECK_S, UNSAID, read_metrics, require_left_paused, while_paused
+from april.engines.http.server_process import PAUSE_CHECK_S, read_metrics, require_left_paused, while_paused
 from april.engines.http.weight_directories import LOAD_WEIGHTS_S, is_adapter
 from april.engines.http.weight_labels import is_another_process, mark_process, require_base, require_first_weights
 from april.engines.http.wire import error_text
@@ -31,7 +30,7 @@ from april.engines.protocol import AbortMeans, Engine, Health, OnWeightUpdate, R
 from april.engines.vllm.adapters import UNLOAD, load_adapter
 from april.engines.vllm.probe import VllmFacts, probe_vllm
 from april.engines.vllm.transfer import TransferEngine
-from april.engines.vllm.wire import engine_id, misses_attachment, parser_of, request_body
+from april.engines.vllm.wire import TOKEN_ROUTE, TokenParser, engine_id, misses_attachment, request_body
 from april.errors import EngineError
 from april.text.server_text import quoted
 
@@ -52,7 +51,7 @@ class VllmEngine(TransferEngine):
 
     def __init__(self, client: HttpClient, facts: VllmFacts, *, stream: bool = False) -> None:
         sent = SentAttachments(misses_attachment if facts.keeps_attachments else None)
-        super().__init__(client, facts, facts.route, sent)
+        super().__init__(client, facts, TOKEN_ROUTE, sent)
         self.attachments = sent
         self.facts, self._stream = facts, stream
         self._keeps: OnWeightUpdate | None = None
@@ -73,14 +72,12 @@ class VllmEngine(TransferEngine):
     def _prepare(self, request: Request, streamed: bool, urls: Urls) -> tuple[ResponseReader, bytes]:
         self._check(request)
         facts, capabilities = self.facts, self._capabilities
-        spans = capabilities.version_spans
-        parser = parser_of(facts.route, request, spans=spans, routing=facts.routing)
-        labels = self._adapters.reading_labels if spans else None
+        labels, parser = self._adapters.reading_labels, TokenParser(request, facts.routing)
         reader = ResponseReader(parser, self._version, labels, len(request.token_ids), request)
         model = self._adapters.note_request(request.attempt_id) or facts.model
         body = request_body(
-            facts.route, model, request, stream=streamed, priority=facts.priorities,
-            bans=capabilities.bans, seeds=capabilities.honours_seeds, spans=spans,
+            model, request, stream=streamed, priority=facts.priorities, bans=capabilities.bans,
+            seeds=capabilities.honours_seeds,
             # the salt is unique to this run and these weights, so the prefix cache returns only entries made with them
             salt=self._labels.salt(self._version), urls=urls,
         )  # fmt: skip
@@ -90,12 +87,9 @@ class VllmEngine(TransferEngine):
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
         """Abort all these requests in one call. The reply confirms nothing; only the end of each response does."""
-        ids = self._to_abort(attempt_ids)
-        if not ids:
-            return
-        route = self.facts.abort_route
-        body = {"request_ids": [engine_id(self.facts.route, i) for i in ids]}
-        await control(self._client, route, has_value("status", "aborted"), is_empty, body=body)
+        if ids := self._to_abort(attempt_ids):
+            body = {"request_ids": list(map(engine_id, ids))}
+            await control(self._client, "/abort_requests", has_value("status", "aborted"), body=body)
 
     # ---------------------------------------------------------------- weights
 
@@ -153,16 +147,15 @@ class VllmEngine(TransferEngine):
             await require_first_weights(self, self._labels, self.facts.label, version)
         else:
             await self._process.pause()  # remember the process that loads the weights, in case it is a new one
-        # a server without developer routes has no such calls: there the trainer loads the weights and empties the cache
-        if self.facts.developer_routes:
-            async with self._stands_still or self._other_clients_paused():
-                load = self._check_weights_written(version) if path is None else self._load(path, version)
-                mark = await load
-                if self._keeps is None:
-                    await self._empty_cache()
-                else:  # the prefix cache was emptied at the pause, or salts keep its old and new entries apart
-                    await self._empty_encoder_cache()
-                await self._label_as(version, mark)
+        async with self._stands_still or self._other_clients_paused():
+            mark = await (self._check_weights_written(version) if path is None else self._load(path, version))
+            if self._keeps is None:
+                await self._empty_cache()
+            else:  # the prefix cache was emptied at the pause, or salts keep its old and new entries apart
+                await self._empty_encoder_cache()
+            if await self.label() != mark:
+                raise EngineError(self._restarted_while_loading(version))
+            await self.set_label(self._labels.of(version))
         await self._process.note_weights(version)
 
     async def _load_adapter(self, adapter: LoadedAdapter, version: PolicyVersion) -> None:
@@ -170,7 +163,7 @@ class VllmEngine(TransferEngine):
         await require_base(self, self._labels, self.facts.label, self._adapters.base)
         await self._process.pause()
         await load_adapter(self._client, adapter)
-        if await self.label() not in (None, self._labels.of(self._adapters.base)):
+        if await self.label() != self._labels.of(self._adapters.base):
             raise EngineError(
                 f"{self._client.url} was restarted while it loaded {adapter.path}; update its weights again"
             )
@@ -206,7 +199,7 @@ class VllmEngine(TransferEngine):
                 f"({', '.join(WEIGHT_FILES)}), and vLLM would crash; save the model there first"
             )
 
-    async def _load(self, path: str, version: PolicyVersion) -> str | None:
+    async def _load(self, path: str, version: PolicyVersion) -> str:
         """Load weights from ``path``; returns the label that marks the server's process while it loads them."""
         mark = await mark_process(self, self._labels, self.facts.label, version)
         await self.forget_transfers()
@@ -222,11 +215,11 @@ class VllmEngine(TransferEngine):
             raise EngineError(self._why_incomplete)
         return mark
 
-    async def _check_weights_written(self, version: PolicyVersion) -> str | None:
+    async def _check_weights_written(self, version: PolicyVersion) -> str:
         """Check that the server's process is the one that was paused for the trainer's weights; return its label."""
         self._why_incomplete = f"engine {self.name} is between two versions until an update to {version} succeeds"
         shown = await self.label()
-        if not self._admission.is_open and shown is not None and is_another_process(
+        if not self._admission.is_open and is_another_process(
             shown, self._paused_as, self._labels, self.facts.label
         ):  # fmt: skip
             raise EngineError(self._restarted_while_loading(version))
@@ -255,30 +248,18 @@ class VllmEngine(TransferEngine):
         workers no longer have, which crashes the server.
         """
         route = "/reset_encoder_cache"
-        reply = await self._client.call("POST", route, retry=True)
-        if reply.status != 404:  # 404 means that the server is older than the encoder cache
-            self._client.require_ok(reply, route)
-
-    async def _label_as(self, version: PolicyVersion, mark: str | None) -> None:
-        """Label the weights. Raises EngineError if the server no longer has the label ``mark`` from before the load."""
-        if mark is None:
-            return
-        if await self.label() != mark:
-            raise EngineError(self._restarted_while_loading(version))
-        await self.set_label(self._labels.of(version))
+        self._client.require_ok(await self._client.call("POST", route, retry=True), route)
 
     async def set_label(self, label: str) -> None:
         """Set the label of the present weights. Raises EngineError if the server does not show it afterwards."""
-        if self.facts.label is None:
-            return
         await control(self._client, "/update_weight_version", has_value("success", True), body={"new_version": label})
         now = await self.label()
         if now != label:
             raise EngineError(f"{self._client.url} labels its weights {quoted(now)} after april set {label}")
 
-    async def label(self) -> str | None:
-        """Return the label of the present weights; None if the server has no labels."""
-        return None if self.facts.label is None else await weight_version(self._client, "/weight_info")
+    async def label(self) -> str:
+        """Return the label of the present weights."""
+        return await weight_version(self._client, "/weight_info")
 
     @asynccontextmanager
     async def _other_clients_paused(self) -> AsyncIterator[None]:
@@ -317,26 +298,20 @@ class VllmEngine(TransferEngine):
         except EngineError as error:
             return Health(ok=False, detail=str(error))
         same, metrics = await self._process.check()
-        named = label is None or self._labels.is_of(label, self._adapters.base)
-        current = same is not False and named and not lost
-        known = same is not None or label is not None
+        current = same is not False and self._labels.is_of(label, self._adapters.base) and not lost
         load = metrics.load
         counters = {} if load is None else {"running": float(load.running), "waiting": float(load.waiting)}
         counters |= self.attachments.counters
         told = (
             self._why_incomplete, amiss, "" if current else "the server was restarted, or has other weights",
-            "" if known else UNSAID,
             "somebody has paused the server; resume it (POST /resume)" if paused else "",
         )  # fmt: skip
         detail = "; ".join(filter(None, told))
         whole = not self._why_incomplete
-        ok = known and whole and not amiss
-        return Health(ok=ok, detail=detail, counters=counters, current=current and whole, load=load)
+        return Health(ok=whole and not amiss, detail=detail, counters=counters, current=current and whole, load=load)
 
     async def _has_weights(self) -> bool | None:
-        """Return whether the server has the present weights; None if it does not say."""
-        if self.facts.label is None:
-            return await super()._has_weights()
+        """Return whether the server has the present weights; None if it does not answer."""
         try:
             return self._labels.is_of(await self.label(), self._adapters.base)
         except EngineError:
@@ -344,7 +319,7 @@ class VllmEngine(TransferEngine):
 
     async def _is_paused(self) -> bool:
         """Return whether another client has paused the server."""
-        if not self.facts.developer_routes or self._pausing or self._keeps is not None:
+        if self._pausing or self._keeps is not None:
             return False
         reply = await self._client.call("GET", "/is_paused", retry=True)
         return reply.ok and has_value("is_paused", True)(json_value(reply)) and not self._pausing
@@ -372,19 +347,10 @@ async def connect_vllm(config: VllmEngineConfig) -> list[VllmEngine | OpenAIEngi
             await control(client, "/resume", has_value("status", "resumed"))
             facts = await probe_vllm(client, config)
         if facts.capabilities.abort_means is AbortMeans.CLOSE:
-            return _closing_streams(client, facts)
+            return OpenAIEngine(client, facts)
         engine = VllmEngine(client, facts, stream=config.max_token_loss is not None)
         if name := engine.set_up_labels([facts.label], present=config.first_weights == "present"):
             await engine.set_label(name)
         return engine
 
     return [e for e in await connect_all(config, connect) if isinstance(e, (VllmEngine, OpenAIEngine))]
-
-
-def _closing_streams(client: HttpClient, facts: VllmFacts) -> OpenAIEngine:
-    """Make an engine that ends requests by closing their streams, and neither sets nor reads labels."""
-    capabilities = replace(
-        facts.capabilities, updates_from_disk=False, version_spans=False, verifies_weights=False, extras=(),
-        stop_strings=False,
-    )  # fmt: skip
-    return OpenAIEngine(client, replace(facts, label=None, capabilities=capabilities))

@@ -15,18 +15,17 @@ from april.config.engines import VllmEngineConfig
 from april.core.engine_limits import LimitCode, no_experts, raw_logprobs, tied_embeddings
 from april.core.sampling import LogprobKind
 from april.engines.http.adapter_files import base_shapes
-from april.engines.http.http_client import HttpClient, Reply
-from april.engines.http.server_probe import NO_TOKEN, REFUSES, TRIES, ServedModel, ServerFacts, ServerProbe, model_files
+from april.engines.http.http_client import HttpClient
+from april.engines.http.server_probe import NO_TOKEN, REFUSES, ServedModel, ServerFacts, ServerProbe, model_files
 from april.engines.http.server_process import ServerMetrics, read_metrics
 from april.engines.http.token_rows import NO_EXPERTS, InvalidRows, Routing, experts_of_npy, routing_of
-from april.engines.http.weight_labels import Span
 from april.engines.http.wire import NotJson, error_text, positive, read_json
-from april.engines.openai.wire import ASK_SPANS
+from april.engines.openai.wire import ROUTE as COMPLETIONS_ROUTE
 from april.engines.protocol import ROUTED_EXPERTS, AbortMeans, AdapterSite, OnWeightUpdate
 from april.engines.vllm.adapters import LOAD, NEEDED
 from april.engines.vllm.kv_connectors import has_connector, refuse_hidden_connector, require_salts_kept_apart
 from april.engines.vllm.plugin import BACKEND, BACKENDS
-from april.engines.vllm.wire import COMPLETIONS_ROUTE, PARTS, TOKEN_ROUTE, TokenReply, misses_attachment
+from april.engines.vllm.wire import PARTS, TOKEN_ROUTE, TokenReply, misses_attachment
 from april.errors import ConfigError, EngineError, RequestRefused, WireError
 from april.text.server_text import clean
 
@@ -34,18 +33,15 @@ LOGPROBS_MODES = {"raw_logprobs": LogprobKind.RAW, "processed_logprobs": Logprob
 EXPERTS_SETTING = "enable_return_routed_experts"
 _DEVELOPER = "VLLM_SERVER_DEV_MODE=1"
 _MODE = "--logprobs-mode processed_logprobs"
-_EXPERTS_NEED = "start the server with --enable-return-routed-experts and --enable-scale-out"
+_OPEN = f"with --enable-scale-out and {_DEVELOPER}"
+_EXPERTS_NEED = f"start the server with --enable-return-routed-experts, --enable-scale-out and {_DEVELOPER}"
+DEVELOPER_ROUTES = ("/abort_requests", "/collective_rpc")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmFacts(ServerFacts):
     """Results of probing a vLLM server."""
 
-    route: str
-    """Route for requests: the token route (token ids in and out, version spans) or the completions route."""
-    developer_routes: bool
-    abort_route: str
-    """Route that aborts requests by id; empty if there is none."""
     priorities: bool
     """True if requests are scheduled by priority."""
     routing: Routing | None = None
@@ -68,16 +64,14 @@ class _VllmProbe(ServerProbe):
     async def facts(self) -> VllmFacts:
         """Find out all abilities; some answers decide which questions follow."""
         await self._read()
-        means = AbortMeans.BY_ID if self.abort_route else AbortMeans.CLOSE
-        attachments, keeps_attachments = await self._attachments(means)
+        attachments, keeps_attachments = await self._attachments()
         vocab_size = await self._vocab_size()
-        spans = await self._spans()
         kind = self.logprobs(await self._logprobs_seen(), raw_logprobs(f"start the server with {_MODE}", _MODE))
         # read only now, because a KV connector was queried for the requests above, and the metrics show that
         if not isinstance(self.shown, dict) and (await read_metrics(self.client)).asks_kv_connector:
             refuse_hidden_connector(self.client.url, self.config.salted_kv_connectors)
         eos, loads, seeds = self.ends(), self._loads(), self._seeds()
-        site, routing = await self._adapter_site(), await self._routing(means)
+        site, routing = await self._adapter_site(), await self._routing()
         copies, running = self._copies(), positive(self.settings, "max_num_seqs")
         self.lacks(
             "speculation" in self.settings, LimitCode.SPECULATION,
@@ -90,18 +84,17 @@ class _VllmProbe(ServerProbe):
         return VllmFacts(
             **self.common(),
             model=self.served.name, software=self.software, started_s=self.metrics.started_s,
-            route=TOKEN_ROUTE if self.token_route else COMPLETIONS_ROUTE,
-            developer_routes=self.developer, abort_route=self.abort_route,
             priorities=self.settings.get("policy") == "priority", routing=routing, keeps_attachments=keeps_attachments,
             capabilities=self.capabilities(
                 logprob_kind=kind, vocab_size=vocab_size, context=positive(self.card, "max_model_len"),
                 places=None if running is None else running * copies, eos_token_ids=eos,
                 collective=self._collective(loads), updates_from_disk=loads, adapters=site,
-                extras=() if routing is None else (ROUTED_EXPERTS,), abort_means=means, version_spans=spans,
-                in_flight_updates=self._in_flight_updates(spans), honours_seeds=seeds,
-                streams=self.config.max_token_loss is not None or means is AbortMeans.CLOSE, attachments=attachments,
+                extras=() if routing is None else (ROUTED_EXPERTS,), version_spans=self.is_open,
+                abort_means=AbortMeans.BY_ID if self.is_open else AbortMeans.CLOSE,
+                in_flight_updates=self._in_flight_updates(), honours_seeds=seeds,
+                streams=self.config.max_token_loss is not None or not self.is_open, attachments=attachments,
                 bans="speculation" not in self.settings,  # vLLM refuses logit_bias then
-                stop_strings=self.settings.get("skip_tokenizer_init") is False,
+                stop_strings=self.is_open and self.settings.get("skip_tokenizer_init") is False,
             ),
         )  # fmt: skip
 
@@ -127,18 +120,12 @@ class _VllmProbe(ServerProbe):
             require_salts_kept_apart(client.url, self.shown, self.config.salted_kv_connectors)
         self.choose_model(models)
         self.card, self.settings = self.served.card, _settings(self.shown)
-        self.token_route, scale_out_abort, developer_abort, rpc = await asyncio.gather(
-            self._offers(TOKEN_ROUTE), self._offers("/inference/v1/abort_requests"),
-            self.has_route("/abort_requests"), self.has_route("/collective_rpc"),
-        )  # fmt: skip
+        routes = await asyncio.gather(self._offers_tokens(), *map(self.has_route, DEVELOPER_ROUTES))
         self.processes = _processes(self.settings, self.metrics)
-        one = self.processes == 1  # calls reach only one of several API processes, so april makes none then
-        self.developer = developer_abort and rpc and one
-        # /abort_requests answers when the abort is done; the other route answers at once and aborts later
-        self.abort_route = "" if not one else "/abort_requests" if developer_abort else (
-            "/inference/v1/abort_requests" if scale_out_abort and self.token_route else ""
-        )
-        self.label = label.get("weight_version") if one and isinstance(label, dict) else None
+        shown = label.get("weight_version") if isinstance(label, dict) else None
+        # calls reach only one of several API processes
+        self.is_open = all(routes) and shown is not None and self.processes == 1
+        self.label = shown if self.is_open else None
         self.paused = bool(isinstance(paused, dict) and paused.get("is_paused"))
         self.files = await asyncio.to_thread(model_files, self.card.get("root"))
         self.on_cpu = _on_cpu(self.settings, self.software)
@@ -146,24 +133,19 @@ class _VllmProbe(ServerProbe):
             self.paused, LimitCode.PAUSED, "is paused: no request runs until somebody resumes it (POST /resume)",
             server=client.url,
         )  # fmt: skip
+        several = self.processes > 1
         self.lacks(
-            not one, LimitCode.SEVERAL_PROCESSES,
-            f"There are {self.processes} or more API processes behind the port, and a call reaches only one of them: "
-            "april neither labels nor loads weights, and ends requests by closing streams, which loses tokens that "
-            "were not yet sent",
-            "start the server with --api-server-count 1, or one server per engine", "--api-server-count 1",
-        )  # fmt: skip
-        self.lacks(
-            one and not self.abort_route, LimitCode.NO_ABORT_BY_ID,
-            "Requests cannot be aborted by id, so april streams every token and closes the stream, which loses tokens "
-            "that were made but not yet sent",
-            f"start the server with {_DEVELOPER}, or with --enable-scale-out", _DEVELOPER,
-        )  # fmt: skip
-        self.lacks(
-            one and self.label is None, LimitCode.NO_LABELS,
-            "The server's weights have no label: every token gets the version at submission, new weights are "
-            "unverified, and april notices a restart only by the time at which the server's process began",
-            f"start the server with {_DEVELOPER}", _DEVELOPER,
+            not self.is_open, LimitCode.CLOSED_ROUTES,
+            "april can neither abort requests by id, nor label weights or load them from a directory"
+            + (f", as a call reaches only one of the {self.processes} or more API processes" if several else "")
+            + ": it streams every token and closes streams, which loses tokens that were made but not yet sent, every "
+            "token gets the version at submission, and the trainer must load new weights, which are unverified, and "
+            "empty the cache",
+            "start the server with --api-server-count 1, or one server per engine" if several else (
+                f"start the server with --enable-scale-out and {_DEVELOPER}, bound to a private address, because its "
+                "key does not protect those routes"
+            ),
+            *(("--api-server-count 1",) if several else (_DEVELOPER, "--enable-scale-out")),
         )  # fmt: skip
 
     async def _metrics(self) -> ServerMetrics:
@@ -173,13 +155,13 @@ class _VllmProbe(ServerProbe):
                 await self.answer_of("GET", "/metrics", lambda r: r.status in REFUSES or bool(_METRIC.search(r.body)))
         return await read_metrics(self.client)
 
-    async def _offers(self, route: str) -> bool:
-        """Return whether a scale-out route exists and is open, judged by the answer to an empty request."""
-        if not await self.has_route(route):
+    async def _offers_tokens(self) -> bool:
+        """Return whether the route with token ids exists and is open, judged by the answer to an empty request."""
+        if not await self.has_route(TOKEN_ROUTE):
             return False
-        reply = await self.answer_of("POST", route, lambda r: r.status in (400, 401, 403, 404, 422), b"{}")
+        reply = await self.answer_of("POST", TOKEN_ROUTE, lambda r: r.status in (400, 401, 403, 404, 422), b"{}")
         if reply.status == 401:
-            self.client.require_ok(reply, route)
+            self.client.require_ok(reply, TOKEN_ROUTE)
         return reply.status not in (403, 404)
 
     def _copies(self) -> int:
@@ -192,34 +174,11 @@ class _VllmProbe(ServerProbe):
         )  # fmt: skip
         return copies
 
-    async def _spans(self) -> bool:
-        """Return whether responses report the weights of each token, as completions do since vLLM 0.33."""
-        spans = self.label is not None and (self.token_route or (not self.paused and await self._completions_say_it()))
-        self.lacks(
-            not (self.token_route or spans), LimitCode.NO_VERSION_SPANS,
-            "The route with token ids and version spans is closed, so april uses /v1/completions, where every token "
-            "gets the version at submission and a weight update aborts all requests",
-            "start the server with --enable-scale-out", "--enable-scale-out",
-        )  # fmt: skip
-        return spans
-
-    async def _completions_say_it(self) -> bool:
-        return bool((await self._one_token([3, 4, 5], {"temperature": 0.0, **ASK_SPANS})).weight_versions)
-
     def _loads(self) -> bool:
         """Return whether whole weights can be loaded from a directory and verified by their label."""
-        tied = self.developer and self.on_cpu is not False and _tied(self.files)
-        self.lacks(
-            not self.developer and self.processes == 1, LimitCode.NO_DISK_UPDATES,
-            "april can neither load weights from a directory nor empty the cache of this server, so the trainer must "
-            "do both",
-            f"start the server with {_DEVELOPER}, bound to a private address, because its key does not protect those "
-            "routes",
-            _DEVELOPER,
-        )  # fmt: skip
+        tied = self.is_open and self.on_cpu is not False and _tied(self.files)
         self.note(tied_embeddings() if self.on_cpu else tied_embeddings("If the server runs on a CPU:"), tied)
-        loads = self.developer and not (tied and self.on_cpu) and self.served.base is None
-        return loads and self.label is not None
+        return self.is_open and not (tied and self.on_cpu) and self.served.base is None
 
     def _collective(self, loads: bool) -> tuple[str, ...]:
         """Return the backends for sending weights: the one that the server was started with, if april supports it."""
@@ -251,38 +210,32 @@ class _VllmProbe(ServerProbe):
         )  # fmt: skip
         return not chunks
 
-    def _in_flight_updates(self, spans: bool) -> tuple[OnWeightUpdate, ...]:
+    def _in_flight_updates(self) -> tuple[OnWeightUpdate, ...]:
         """Return how requests can live through a weight update.
 
         They can only if a pause reaches every process behind the port, and responses end with the version spans of
         their tokens.
         """
         one_copy = (positive(self.settings, "data_parallel_size") or 1) == 1
-        if not (one_copy and self.developer and spans):
+        if not (one_copy and self.is_open):
             return ()
         if isinstance(self.shown, dict) and has_connector(self.shown.get("kv_transfer_config")):
             # a prompt that is computed again keeps its old salt, so the connector would return its old keys and values
             return (OnWeightUpdate.KEEP,)
         return (OnWeightUpdate.KEEP, OnWeightUpdate.RECOMPUTE)
 
-    async def _attachments(self, means: AbortMeans) -> tuple[tuple[str, ...], bool]:
+    async def _attachments(self) -> tuple[tuple[str, ...], bool]:
         """Return the accepted kinds of attachments, and whether the server keeps them."""
         kinds, why_not, keeps = await self._attachments_taken()
-        if kinds and means is AbortMeans.CLOSE:
-            kinds, why_not = (), "requests that cannot be aborted by id go to its completions route"
-        if not why_not:
-            return kinds, keeps
-        is_open = self.token_route and means is not AbortMeans.CLOSE
-        self.needs["attachments"] = need = "start the server " + (
-            "without --language-model-only, and with --limit-mm-per-prompt above 0" if is_open
-            else "with --enable-scale-out"
-        )  # fmt: skip
-        self.lacks(
-            True, LimitCode.NO_ATTACHMENTS, (
-                f"The model accepts images, but april cannot send any to this server: {why_not}"
-            ), need,
-            *(() if is_open else ("--enable-scale-out",)),
-        )  # fmt: skip
+        if why_not:
+            self.needs["attachments"] = need = "start the server " + (
+                "without --language-model-only, and with --limit-mm-per-prompt above 0" if self.is_open else _OPEN
+            )
+            self.lacks(
+                True, LimitCode.NO_ATTACHMENTS,
+                f"The model accepts images, but april cannot send any to this server: {why_not}", need,
+                *(() if self.is_open else (_DEVELOPER, "--enable-scale-out")),
+            )  # fmt: skip
         return kinds, keeps
 
     async def _attachments_taken(self) -> tuple[tuple[str, ...], str, bool]:
@@ -292,8 +245,8 @@ class _VllmProbe(ServerProbe):
         ignore images.
         """
         sees = any("vision_config" in file for file in self.files)
-        if not self.token_route:
-            return (), "it has no open route with token ids" if sees else "", False
+        if not self.is_open:
+            return (), "april uses its completions route, which takes none" if sees else "", False
         name = self.new_id()
         reply = await self.ask(TOKEN_ROUTE, {
             "request_id": name, "token_ids": [0], "model": self.served.name,
@@ -310,17 +263,17 @@ class _VllmProbe(ServerProbe):
         why = "it does not look at content_parts" if reply.ok else f"it says {said!r}"
         return (), why if sees else "", False
 
-    async def _routing(self, means: AbortMeans) -> Routing | None:
+    async def _routing(self) -> Routing | None:
         """Return the shape of a token's experts; None if the server returns none, after noting how to get them."""
         said = routing_of(self.files)
-        limit = no_experts(_EXPERTS_NEED, "--enable-return-routed-experts", "--enable-scale-out")
-        return self.experts(said, await self._routing_seen(said, means), limit)
+        limit = no_experts(_EXPERTS_NEED, "--enable-return-routed-experts", "--enable-scale-out", _DEVELOPER)
+        return self.experts(said, await self._routing_seen(said), limit)
 
-    async def _routing_seen(self, said: Routing | None, means: AbortMeans) -> Routing | str:
+    async def _routing_seen(self, said: Routing | None) -> Routing | str:
         """Return the shape of the experts in a reply for one token, or a sentence that says how to get experts."""
         if self.files and said is None and self.config.expert_shape is None:
             return NO_EXPERTS
-        if not self.token_route or means is AbortMeans.CLOSE or self.settings.get(ROUTED_EXPERTS) is False:
+        if not self.is_open or self.settings.get(ROUTED_EXPERTS) is False:
             return _EXPERTS_NEED
         if self.paused:
             return "resume the server, because only a reply shows them"
@@ -349,32 +302,12 @@ class _VllmProbe(ServerProbe):
 
     async def _adapter_site(self) -> AdapterSite | None:
         """Return which adapters the server accepts; None if it accepts none, after noting how it would."""
-        self.needs["adapters"] = NEEDED
-        if not await self.has_route(LOAD):
+        lora = self.shown.get("lora_config") if self.is_open and isinstance(self.shown, dict) else None
+        if not isinstance(lora, dict) or not await self.has_route(LOAD):
+            self.needs["adapters"] = NEEDED
             return None
-        if self.processes > 1:
-            self.needs["adapters"] = (
-                "start the server with --api-server-count 1, because only one of its processes would have the adapter"
-            )
-            return None
-        shown = self.shown if isinstance(self.shown, dict) else {}
-        lora = shown.get("lora_config", {})
-        if not isinstance(lora, dict) or not ("lora_config" in shown or await self._takes_adapters()):
-            return None
-        del self.needs["adapters"]
         base = await asyncio.to_thread(base_shapes, self.card.get("root"))
         return AdapterSite(max_rank=positive(lora, "max_lora_rank"), slots=positive(lora, "max_loras"), base=base)
-
-    async def _takes_adapters(self) -> bool:
-        """Load an adapter from a missing directory: the status is 404 if adapters are accepted, 500 if not."""
-        said: list[int] = []
-
-        def is_own(reply: Reply) -> bool:
-            said.append(reply.status)
-            return reply.status in (400, *REFUSES) or said.count(500) == TRIES  # a single 500 may be a passing error
-
-        body = {"lora_name": self.new_id(), "lora_path": f"/{self.new_id()}"}
-        return (await self.answer_of("POST", LOAD, is_own, body)).status == 404
 
     async def _vocab_size(self) -> int:
         """Take the size from the settings, a refusal, or the model's files. Raises ConfigError if none contains it."""
@@ -423,7 +356,6 @@ class _Logprobs(msgspec.Struct):
 class _Choice(msgspec.Struct):
     token_ids: list[int]
     logprobs: _Logprobs
-    weight_versions: list[Span] | None = None
 
 
 class _OneToken(msgspec.Struct):

@@ -84,9 +84,11 @@ async def _counter(urls: Sequence[str]) -> Callable[[], Awaitable[float]] | None
 async def _made_by(url: str) -> float | None:
     timeout = aiohttp.ClientTimeout(total=30)
     try:
-        async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
-            async with session.get(f"{url}/metrics", allow_redirects=False) as response:
-                found = _MADE.findall(await response.read()) if response.status == 200 else []
+        async with (
+            aiohttp.ClientSession(timeout=timeout, trust_env=False) as session,
+            session.get(f"{url}/metrics", allow_redirects=False) as response,
+        ):
+            found = _MADE.findall(await response.read()) if response.status == 200 else []
     except (aiohttp.ClientError, OSError, TimeoutError):
         return None
     return sum(map(float, found)) if found else None
