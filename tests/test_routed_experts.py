@@ -250,13 +250,6 @@ def test_a_server_that_april_cannot_have_them_from(made: Any, config: dict[str, 
     assert words in can.needs["extras"]
 
 
-def test_a_server_that_does_not_say_how_it_was_started() -> None:
-    """Where vLLM does not show its settings, a reply of one token tells."""
-    assert facts_of(server("vllm", without=("/server_info",))).capabilities.extras == ROWS
-    assert facts_of(FakeVllmServer(without=("/server_info",))).capabilities.extras == ()
-    assert facts_of(server("vllm", release=33)).capabilities.extras == ROWS
-
-
 @pytest.mark.parametrize("kind", BOTH)
 def test_another_shape_than_the_settings_say_is_refused(kind: str) -> None:
     """Before anything starts: rows of another shape would be read as other tokens' experts."""

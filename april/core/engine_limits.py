@@ -52,8 +52,6 @@ class LimitCode(StrEnum):
     """A weight update aborts the requests of other clients too."""
     NO_PARTIALS = "no partials", "responses can be cut and continued"
     NO_ABORT_BY_ID = "no abort by id", "an abort loses no token"
-    CLOSED_ROUTES = "closed routes", "an abort loses no token, and april gives the server its new weights"
-    """The routes for aborts, labels and weights are closed, or reach only one of several API processes."""
     CUMULATIVE_STREAMS = "cumulative streams", "an abort loses no token"
     """Each event repeats the whole response, so april reads responses only at their end."""
     TOKENS_AT_END = "tokens at end"

@@ -315,10 +315,10 @@ ABILITIES = (
     ),
     Ability(
         name="abort_means", subject="abort", shown=_abort, words={"an abort": lambda c: str(c.abort_means)},
-        causes=(LimitCode.CLOSED_ROUTES, LimitCode.NO_ABORT_BY_ID, LimitCode.CUMULATIVE_STREAMS),
+        causes=(LimitCode.NO_ABORT_BY_ID, LimitCode.CUMULATIVE_STREAMS),
     ),
     Ability(
-        name="verifies_weights", causes=(LimitCode.CLOSED_ROUTES, LimitCode.NO_LABELS), subject="versions",
+        name="verifies_weights", causes=(LimitCode.NO_LABELS,), subject="versions",
         shown=lambda c, config: None if not c.verifies_weights else (
             "replies say which weights made which token" if c.version_spans
             else "derived from when a request was sent: april ends all requests before weights change"
@@ -335,7 +335,7 @@ ABILITIES = (
         name="updates_from_disk", lacking="the engine does not load weights from disk",
         causes=(
             LimitCode.ADAPTER, LimitCode.ADAPTERS_ONLY, LimitCode.NO_DISK_UPDATES, LimitCode.TIED_EMBEDDINGS,
-            LimitCode.NO_LABELS, LimitCode.CLOSED_ROUTES,
+            LimitCode.NO_LABELS,
         ),
         subject="new weights", shown=_weights,
         words={"weights from disk": lambda c: "yes" if c.updates_from_disk else "no"},
@@ -381,8 +381,7 @@ ABILITIES = (
     Ability(
         name="in_flight_updates", unfit=_wrong_update, lacking="requests are cut at a weight update",
         causes=(
-            LimitCode.CLOSED_ROUTES, LimitCode.NO_LABELS, LimitCode.NO_DISK_UPDATES, LimitCode.SEVERAL_COPIES,
-            LimitCode.NO_ABORT_BY_ID,
+            LimitCode.NO_LABELS, LimitCode.NO_DISK_UPDATES, LimitCode.SEVERAL_COPIES, LimitCode.NO_ABORT_BY_ID,
         ),
         subject="in flight", remark=_cut,
         shown=lambda c, config: f"on_weight_update: {_offers(c)}" if c.in_flight_updates else None,

@@ -103,7 +103,6 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         processes: API processes behind the port; requests go round, an abort by id or of all reaches the first only.
         api_key: guards the generation routes, and nothing else.
         logprobs: "processed", "raw" (vLLM's default), or "temperature".
-        says_logprobs: ``/server_info`` has the mode (with ``developer``).
         root: directory of the model, as its card says it.
         chunked_prefill: prompts are read in chunks, which on a CPU kills it at the first request with a seed.
         copies: data-parallel ones, behind one API process.
@@ -120,7 +119,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
 
     def __init__(
         self, *, developer: bool = True, scale_out: bool = True, processes: int = 1, api_key: str | None = None,
-        logprobs: str = "processed", says_logprobs: bool = True, model: str = "fake", root: str = "fake/model",
+        logprobs: str = "processed", model: str = "fake", root: str = "fake/model",
         device: str = "cuda", without: tuple[str, ...] = (), chunked_prefill: bool = False, copies: int = 1,
         speculation: dict[str, Any] | None = None, release: int = 32, transfers: str | None = None, world_size: int = 1,
         loras: FakeAdapters | None = None, images: FakeImages | None = None,
@@ -131,7 +130,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         self.images, self.kv_connector = images, kv_connector
         self.model, self.release = model, release
         self.developer, self.scale_out, self.processes = developer, scale_out, processes
-        self.logprobs, self.says_logprobs = logprobs, says_logprobs
+        self.logprobs = logprobs
         self.root, self.device, self.without = root, device, without
         self.chunked_prefill, self.copies, self.speculation = chunked_prefill, copies, speculation
         self._key = api_key
@@ -531,8 +530,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         return web.json_response({"success": True, "new_version": self.label})
 
     async def _server_info(self, request: web.Request) -> web.Response:
-        model: dict[str, Any] = {"logprobs_mode": f"{self.logprobs}_logprobs"} if self.says_logprobs else {}
-        model["skip_tokenizer_init"] = self.decode is None
+        model = {"logprobs_mode": f"{self.logprobs}_logprobs", "skip_tokenizer_init": self.decode is None}
         gives = {"enable_return_routed_experts": self.experts is not None}
         return web.json_response({"vllm_config": {
             "model_config": model | (gives if self.release < 33 else {}),

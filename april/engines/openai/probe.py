@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from april.config.engines import OpenAIEngineConfig
-from april.core.engine_limits import LimitCode, raw_logprobs, unknown_eos
+from april.core.engine_limits import LimitCode, raw_logprobs
 from april.core.sampling import LogprobKind, SamplingParams
 from april.core.versions import FIRST_VERSION
 from april.engines.http.http_client import HttpClient
@@ -19,7 +20,7 @@ from april.engines.http.response_reader import ResponseReader
 from april.engines.http.response_stream import GenerateRoute, ResponseStream
 from april.engines.http.server_engine import Admission
 from april.engines.http.server_probe import ROUTE as ROUTE_OF_MODELS
-from april.engines.http.server_probe import ServerFacts, ServerProbe
+from april.engines.http.server_probe import ServerFacts, ServerProbe, model_files
 from april.engines.http.server_process import read_metrics
 from april.engines.http.weight_labels import WeightLabels
 from april.engines.http.wire import positive
@@ -50,12 +51,6 @@ _LACKS = (
     ),
 )
 """What all these servers lack: the code of each limit and its consequence."""
-_UNKNOWN_EOS = unknown_eos(
-    "engine.eos_token_ids is not set, and the server does not report the ids: april would continue a response that is "
-    "aborted after its EOS but before the server reports its end"
-)
-
-
 _VLLM_SEEDS = (
     "runs vLLM, which crashes on a CPU with chunked prefill when a request has a seed, so april sends no seeds, and "
     "runs cannot be repeated. Use engine.kind vllm, which detects whether that is needed"
@@ -72,38 +67,48 @@ async def probe_openai(client: HttpClient, config: OpenAIEngineConfig) -> Server
     models = await found.get_json(ROUTE_OF_MODELS, has="data")
     if models is None:
         raise ConfigError(f"{client.url} has no {ROUTE_OF_MODELS}; is it an OpenAI-compatible server?")
-    served = found.choose_model(models)
+    card = found.choose_model(models).card
+    found.files = await asyncio.to_thread(model_files, card.get("root"))
+    return await completions_facts(
+        found, found.size_of_vocabulary(config.vocab_size, *(file.get("vocab_size") for file in found.files))
+    )
+
+
+async def completions_facts(found: ServerProbe, vocab_size: int, remedy: str = "", *flags: str) -> ServerFacts:
+    """Probe the completions route, by which the chosen model is used.
+
+    ``remedy`` and ``flags`` say how other routes of the server, which can do more, are opened.
+    """
+    client, config, served = found.client, found.config, found.served
+    assert served is not None
     owner = served.card.get("owned_by")
     # under the name of the adapter alone, SGLang would answer with the base model
     model = f"{served.base}:{served.name}" if served.base is not None and owner == "sglang" else served.name
-    vocab_size = found.size_of_vocabulary(config.vocab_size)
     probe = _Probe(client, model)
     await _refuse_without_token_ids(probe)
     await _refuse_without_stop_ids(probe)
-    eos = config.eos_token_ids or ()
-    eos_seen = await _is_eos_returned(probe, eos[0]) if eos else False
     for code, consequence in _LACKS:
-        found.lacks(True, code, consequence, server=client.url)
+        found.lacks(True, code, consequence, remedy, *flags, server=client.url)
     seen = LogprobKind.UNKNOWN if config.logprobs is not None else await _logprob_kind(found, probe)
     kind = found.logprobs(seen, raw_logprobs("set engine.logprobs if you know the right kind"))
     no_seeds = _VLLM_SEEDS if owner == "vllm" else "" if await _honours_seeds(probe) else (
         "does not repeat a response for the same seed, so runs cannot be repeated exactly"
     )
     found.lacks(no_seeds, LimitCode.NO_SEEDS, no_seeds, server=client.url)
+    eos = found.ends()
     found.lacks(
-        eos and not eos_seen, LimitCode.UNSEEN_EOS,
+        eos and not await _is_eos_returned(probe, eos[0]), LimitCode.UNSEEN_EOS,
         "could not be made to end a response at the start, so april checks with every response whether EOS is among "
         "its ids, and a response without it fails",
         server=client.url,
     )  # fmt: skip
-    found.note(_UNKNOWN_EOS, not eos)
     return ServerFacts(
         **found.common() | {"base": None},
         model=model, software=await _software(found, owner), started_s=(await read_metrics(client)).started_s,
         capabilities=found.capabilities(
             logprob_kind=kind, vocab_size=vocab_size, context=positive(served.card, "max_model_len"), places=None,
-            bans=False, constrains=False, adapters=None, eos_token_ids=tuple(eos), abort_means=AbortMeans.CLOSE,
-            version_spans=False, honours_seeds=not no_seeds,
+            bans=owner == "vllm", constrains=owner == "vllm", adapters=None, eos_token_ids=eos,
+            abort_means=AbortMeans.CLOSE, version_spans=False, honours_seeds=not no_seeds,
         ),
     )  # fmt: skip
 

@@ -26,7 +26,7 @@ from april.engines.http.weight_directories import LOAD_WEIGHTS_S, is_adapter
 from april.engines.http.weight_labels import is_another_process, mark_process, require_base, require_first_weights
 from april.engines.http.wire import error_text
 from april.engines.openai.engine import OpenAIEngine
-from april.engines.protocol import AbortMeans, Engine, Health, OnWeightUpdate, Request
+from april.engines.protocol import Engine, Health, OnWeightUpdate, Request
 from april.engines.vllm.adapters import UNLOAD, load_adapter
 from april.engines.vllm.probe import VllmFacts, probe_vllm
 from april.engines.vllm.transfer import TransferEngine
@@ -346,7 +346,7 @@ async def connect_vllm(config: VllmEngineConfig) -> list[VllmEngine | OpenAIEngi
             require_left_paused(client.url, facts.label, load, "resume it (POST /resume)")
             await control(client, "/resume", has_value("status", "resumed"))
             facts = await probe_vllm(client, config)
-        if facts.capabilities.abort_means is AbortMeans.CLOSE:
+        if not isinstance(facts, VllmFacts):
             return OpenAIEngine(client, facts)
         engine = VllmEngine(client, facts, stream=config.max_token_loss is not None)
         if name := engine.set_up_labels([facts.label], present=config.first_weights == "present"):

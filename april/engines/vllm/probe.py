@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
-
-import msgspec
 
 from april.config.engines import VllmEngineConfig
 from april.core.engine_limits import LimitCode, no_experts, raw_logprobs, tied_embeddings
 from april.core.sampling import LogprobKind
 from april.engines.http.adapter_files import base_shapes
 from april.engines.http.http_client import HttpClient
-from april.engines.http.server_probe import NO_TOKEN, REFUSES, ServedModel, ServerFacts, ServerProbe, model_files
-from april.engines.http.server_process import ServerMetrics, read_metrics
+from april.engines.http.server_probe import NO_TOKEN, ServedModel, ServerFacts, ServerProbe, model_files
+from april.engines.http.server_process import read_metrics, require_left_paused
 from april.engines.http.token_rows import NO_EXPERTS, InvalidRows, Routing, experts_of_npy, routing_of
 from april.engines.http.wire import NotJson, error_text, positive, read_json
+from april.engines.openai.probe import completions_facts
 from april.engines.openai.wire import ROUTE as COMPLETIONS_ROUTE
-from april.engines.protocol import ROUTED_EXPERTS, AbortMeans, AdapterSite, OnWeightUpdate
+from april.engines.protocol import ROUTED_EXPERTS, AdapterSite, OnWeightUpdate
 from april.engines.vllm.adapters import LOAD, NEEDED
 from april.engines.vllm.kv_connectors import has_connector, refuse_hidden_connector, require_salts_kept_apart
 from april.engines.vllm.plugin import BACKEND, BACKENDS
 from april.engines.vllm.wire import PARTS, TOKEN_ROUTE, TokenReply, misses_attachment
-from april.errors import ConfigError, EngineError, RequestRefused, WireError
+from april.errors import ConfigError, RequestRefused, WireError
 from april.text.server_text import clean
 
 LOGPROBS_MODES = {"raw_logprobs": LogprobKind.RAW, "processed_logprobs": LogprobKind.PROCESSED}
@@ -34,6 +31,7 @@ EXPERTS_SETTING = "enable_return_routed_experts"
 _DEVELOPER = "VLLM_SERVER_DEV_MODE=1"
 _MODE = "--logprobs-mode processed_logprobs"
 _OPEN = f"with --enable-scale-out and {_DEVELOPER}"
+_RESUME = "resume it (POST /resume)"
 _EXPERTS_NEED = f"start the server with --enable-return-routed-experts, --enable-scale-out and {_DEVELOPER}"
 DEVELOPER_ROUTES = ("/abort_requests", "/collective_rpc")
 
@@ -50,26 +48,28 @@ class VllmFacts(ServerFacts):
     """True if the server keeps attachments and finds them by digest."""
 
 
-async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts:
-    """Find out what a server can do, without disturbing it. Raises EngineError, or ConfigError if it is unusable."""
-    return await _VllmProbe(client, config).facts()
+async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts | ServerFacts:
+    """Find out what a server can do, without disturbing it; VllmFacts if all routes that april uses are open.
+
+    Raises EngineError, or ConfigError if the server is unusable.
+    """
+    probe = _VllmProbe(client, config)
+    await probe.read()
+    return await (probe.facts() if probe.is_open else probe.closed_facts())
 
 
 class _VllmProbe(ServerProbe):
-    """Probes one server: reads its settings if it shows them (developer mode), otherwise tries requests."""
+    """Probes one server, which shows its settings in developer mode."""
 
     config: VllmEngineConfig
     served: ServedModel
 
     async def facts(self) -> VllmFacts:
-        """Find out all abilities; some answers decide which questions follow."""
-        await self._read()
+        """Find out all abilities of a server whose routes are all open."""
         attachments, keeps_attachments = await self._attachments()
         vocab_size = await self._vocab_size()
-        kind = self.logprobs(await self._logprobs_seen(), raw_logprobs(f"start the server with {_MODE}", _MODE))
-        # read only now, because a KV connector was queried for the requests above, and the metrics show that
-        if not isinstance(self.shown, dict) and (await read_metrics(self.client)).asks_kv_connector:
-            refuse_hidden_connector(self.client.url, self.config.salted_kv_connectors)
+        seen = LOGPROBS_MODES.get(self.settings.get("logprobs_mode", ""), LogprobKind.UNKNOWN)
+        kind = self.logprobs(seen, raw_logprobs(f"start the server with {_MODE}", _MODE))
         eos, loads, seeds = self.ends(), self._loads(), self._seeds()
         site, routing = await self._adapter_site(), await self._routing()
         copies, running = self._copies(), positive(self.settings, "max_num_seqs")
@@ -83,31 +83,49 @@ class _VllmProbe(ServerProbe):
         )  # fmt: skip
         return VllmFacts(
             **self.common(),
-            model=self.served.name, software=self.software, started_s=self.metrics.started_s,
+            model=self.served.name, software=self.software, started_s=(await read_metrics(self.client)).started_s,
             priorities=self.settings.get("policy") == "priority", routing=routing, keeps_attachments=keeps_attachments,
             capabilities=self.capabilities(
                 logprob_kind=kind, vocab_size=vocab_size, context=positive(self.card, "max_model_len"),
                 places=None if running is None else running * copies, eos_token_ids=eos,
                 collective=self._collective(loads), updates_from_disk=loads, adapters=site,
-                extras=() if routing is None else (ROUTED_EXPERTS,), version_spans=self.is_open,
-                abort_means=AbortMeans.BY_ID if self.is_open else AbortMeans.CLOSE,
-                in_flight_updates=self._in_flight_updates(), honours_seeds=seeds,
-                streams=self.config.max_token_loss is not None or not self.is_open, attachments=attachments,
+                extras=() if routing is None else (ROUTED_EXPERTS,), in_flight_updates=self._in_flight_updates(),
+                honours_seeds=seeds, streams=self.config.max_token_loss is not None, attachments=attachments,
                 bans="speculation" not in self.settings,  # vLLM refuses logit_bias then
-                stop_strings=self.is_open and self.settings.get("skip_tokenizer_init") is False,
+                stop_strings=self.settings.get("skip_tokenizer_init") is False,
             ),
         )  # fmt: skip
 
-    async def _read(self) -> None:
+    async def closed_facts(self) -> ServerFacts:
+        """Find out what the server can do as an OpenAI-compatible one, since routes that april needs are closed."""
+        if self.paused:
+            require_left_paused(self.client.url, None, None, _RESUME)
+        self.needs |= {"adapters": NEEDED, "extras": _EXPERTS_NEED}
+        if any("vision_config" in file for file in self.files):
+            self.needs["attachments"] = f"start the server {_OPEN}"
+        several = int(self.settings.get("_api_process_count") or 1) > 1
+        facts = await completions_facts(
+            self, await self._vocab_size(),
+            "start the server with --api-server-count 1, or one server per engine, because april's calls reach only "
+            "one of its API processes" if several else (
+                f"start the server {_OPEN}, bound to a private address, because its key does not protect those routes"
+            ),
+            *(("--api-server-count 1",) if several else (_DEVELOPER, "--enable-scale-out")),
+        )  # fmt: skip
+        # read only now, because a KV connector was queried for the requests above, and the metrics show that
+        if not self.shown and (await read_metrics(self.client)).asks_kv_connector:
+            refuse_hidden_connector(self.client.url, self.config.salted_kv_connectors)
+        return replace(facts, software=self.software)
+
+    async def read(self) -> None:
         """Read the server's descriptions of itself, and find out which routes it has."""
         client = self.client
-        version, models, info, label, paused, self.metrics = await asyncio.gather(
+        version, models, info, label, paused = await asyncio.gather(
             self.get_json("/version", has="version"),
             self.get_json("/v1/models", has="data"),
             self.get_json("/server_info?config_format=json", has="vllm_config"),
             self.get_json("/weight_info", has="weight_version"),
             self.get_json("/is_paused", has="is_paused"),
-            self._metrics(),
         )
         if not isinstance(version, dict) or not isinstance(models, dict) or "data" not in models:
             raise ConfigError(
@@ -115,45 +133,22 @@ class _VllmProbe(ServerProbe):
                 "servers that were started with `vllm serve`"
             )
         self.software = str(version.get("version", "unknown"))
-        self.shown = info.get("vllm_config") if isinstance(info, dict) else None
-        if isinstance(self.shown, dict):
-            require_salts_kept_apart(client.url, self.shown, self.config.salted_kv_connectors)
+        shown = info.get("vllm_config") if isinstance(info, dict) else None
+        self.shown = shown if isinstance(shown, dict) else {}
+        require_salts_kept_apart(client.url, self.shown, self.config.salted_kv_connectors)
         self.choose_model(models)
         self.card, self.settings = self.served.card, _settings(self.shown)
         routes = await asyncio.gather(self._offers_tokens(), *map(self.has_route, DEVELOPER_ROUTES))
-        self.processes = _processes(self.settings, self.metrics)
-        shown = label.get("weight_version") if isinstance(label, dict) else None
-        # calls reach only one of several API processes
-        self.is_open = all(routes) and shown is not None and self.processes == 1
-        self.label = shown if self.is_open else None
+        one_process = int(self.settings.get("_api_process_count") or 1) == 1
+        label = label.get("weight_version") if isinstance(label, dict) else None
+        self.is_open = all(routes) and one_process and bool(self.shown) and label is not None
+        self.label = label if self.is_open else None
         self.paused = bool(isinstance(paused, dict) and paused.get("is_paused"))
         self.files = await asyncio.to_thread(model_files, self.card.get("root"))
-        self.on_cpu = _on_cpu(self.settings, self.software)
         self.lacks(
-            self.paused, LimitCode.PAUSED, "is paused: no request runs until somebody resumes it (POST /resume)",
+            self.paused, LimitCode.PAUSED, f"is paused: no request runs until somebody resumes it; {_RESUME}",
             server=client.url,
         )  # fmt: skip
-        several = self.processes > 1
-        self.lacks(
-            not self.is_open, LimitCode.CLOSED_ROUTES,
-            "april can neither abort requests by id, nor label weights or load them from a directory"
-            + (f", as a call reaches only one of the {self.processes} or more API processes" if several else "")
-            + ": it streams every token and closes streams, which loses tokens that were made but not yet sent, every "
-            "token gets the version at submission, and the trainer must load new weights, which are unverified, and "
-            "empty the cache",
-            "start the server with --api-server-count 1, or one server per engine" if several else (
-                f"start the server with --enable-scale-out and {_DEVELOPER}, bound to a private address, because its "
-                "key does not protect those routes"
-            ),
-            *(("--api-server-count 1",) if several else (_DEVELOPER, "--enable-scale-out")),
-        )  # fmt: skip
-
-    async def _metrics(self) -> ServerMetrics:
-        """Read the metrics, which may be the only sign of the number of API processes."""
-        with suppress(EngineError, TimeoutError):  # the server can be used without metrics
-            async with asyncio.timeout(METRICS_S):
-                await self.answer_of("GET", "/metrics", lambda r: r.status in REFUSES or bool(_METRIC.search(r.body)))
-        return await read_metrics(self.client)
 
     async def _offers_tokens(self) -> bool:
         """Return whether the route with token ids exists and is open, judged by the answer to an empty request."""
@@ -175,10 +170,15 @@ class _VllmProbe(ServerProbe):
         return copies
 
     def _loads(self) -> bool:
-        """Return whether whole weights can be loaded from a directory and verified by their label."""
-        tied = self.is_open and self.on_cpu is not False and _tied(self.files)
-        self.note(tied_embeddings() if self.on_cpu else tied_embeddings("If the server runs on a CPU:"), tied)
-        return self.is_open and not (tied and self.on_cpu) and self.served.base is None
+        """Return whether whole weights can be loaded from a directory."""
+        tied = self._on_cpu and any(file.get("tie_word_embeddings") is True for file in self.files)
+        self.note(tied_embeddings(), tied)
+        return not tied and self.served.base is None
+
+    @property
+    def _on_cpu(self) -> bool:
+        device = str(self.settings.get("device_type") or self.settings.get("device"))
+        return device.partition(":")[0] == "cpu"
 
     def _collective(self, loads: bool) -> tuple[str, ...]:
         """Return the backends for sending weights: the one that the server was started with, if april supports it."""
@@ -194,21 +194,14 @@ class _VllmProbe(ServerProbe):
 
     def _seeds(self) -> bool:
         """Return whether requests may have seeds; False if a seed may crash the server."""
-        chunks = self.on_cpu is not False and self.settings.get("enable_chunked_prefill") is not False
-        known = "enable_chunked_prefill" in self.settings
-        self.lacks(
-            chunks, LimitCode.CHUNKED_PREFILL,
-            ("The server runs" if known else "The server does not show whether it runs")
-            + (
-                " on a CPU with chunked prefill, where it crashes when it reads the prompt of a request with a seed in "
-                "chunks, so april sends no seeds, and runs cannot be repeated"
-            ),
+        return not self.lacks(
+            self._on_cpu and self.settings.get("enable_chunked_prefill") is not False, LimitCode.CHUNKED_PREFILL,
+            "The server runs on a CPU with chunked prefill, where it crashes when it reads the prompt of a request "
+            "with a seed in chunks, so april sends no seeds, and runs cannot be repeated",
             "start the server with --no-enable-chunked-prefill, and with --max-num-batched-tokens of at least its "
-            "context" if known
-            else f"start the server with {_DEVELOPER}, and on a CPU with --no-enable-chunked-prefill",
-            "--no-enable-chunked-prefill" if known else _DEVELOPER,
+            "context",
+            "--no-enable-chunked-prefill",
         )  # fmt: skip
-        return not chunks
 
     def _in_flight_updates(self) -> tuple[OnWeightUpdate, ...]:
         """Return how requests can live through a weight update.
@@ -216,10 +209,9 @@ class _VllmProbe(ServerProbe):
         They can only if a pause reaches every process behind the port, and responses end with the version spans of
         their tokens.
         """
-        one_copy = (positive(self.settings, "data_parallel_size") or 1) == 1
-        if not (one_copy and self.is_open):
+        if (positive(self.settings, "data_parallel_size") or 1) > 1:
             return ()
-        if isinstance(self.shown, dict) and has_connector(self.shown.get("kv_transfer_config")):
+        if has_connector(self.shown.get("kv_transfer_config")):
             # a prompt that is computed again keeps its old salt, so the connector would return its old keys and values
             return (OnWeightUpdate.KEEP,)
         return (OnWeightUpdate.KEEP, OnWeightUpdate.RECOMPUTE)
@@ -228,25 +220,20 @@ class _VllmProbe(ServerProbe):
         """Return the accepted kinds of attachments, and whether the server keeps them."""
         kinds, why_not, keeps = await self._attachments_taken()
         if why_not:
-            self.needs["attachments"] = need = "start the server " + (
-                "without --language-model-only, and with --limit-mm-per-prompt above 0" if self.is_open else _OPEN
-            )
+            need = "start the server without --language-model-only, and with --limit-mm-per-prompt above 0"
+            self.needs["attachments"] = need
             self.lacks(
                 True, LimitCode.NO_ATTACHMENTS,
                 f"The model accepts images, but april cannot send any to this server: {why_not}", need,
-                *(() if self.is_open else (_DEVELOPER, "--enable-scale-out")),
             )  # fmt: skip
         return kinds, keeps
 
     async def _attachments_taken(self) -> tuple[tuple[str, ...], str, bool]:
         """Find out whether the server accepts images, by a request that names an unknown image.
 
-        A server that accepts images answers that the image's bytes are missing. Routes without token ids would silently
-        ignore images.
+        A server that accepts images answers that the image's bytes are missing.
         """
         sees = any("vision_config" in file for file in self.files)
-        if not self.is_open:
-            return (), "april uses its completions route, which takes none" if sees else "", False
         name = self.new_id()
         reply = await self.ask(TOKEN_ROUTE, {
             "request_id": name, "token_ids": [0], "model": self.served.name,
@@ -273,7 +260,7 @@ class _VllmProbe(ServerProbe):
         """Return the shape of the experts in a reply for one token, or a sentence that says how to get experts."""
         if self.files and said is None and self.config.expert_shape is None:
             return NO_EXPERTS
-        if not self.is_open or self.settings.get(ROUTED_EXPERTS) is False:
+        if not self.settings[ROUTED_EXPERTS]:
             return _EXPERTS_NEED
         if self.paused:
             return "resume the server, because only a reply shows them"
@@ -302,7 +289,7 @@ class _VllmProbe(ServerProbe):
 
     async def _adapter_site(self) -> AdapterSite | None:
         """Return which adapters the server accepts; None if it accepts none, after noting how it would."""
-        lora = self.shown.get("lora_config") if self.is_open and isinstance(self.shown, dict) else None
+        lora = self.shown.get("lora_config")
         if not isinstance(lora, dict) or not await self.has_route(LOAD):
             self.needs["adapters"] = NEEDED
             return None
@@ -317,60 +304,9 @@ class _VllmProbe(ServerProbe):
         found = await self.vocabulary_in_refusal(COMPLETIONS_ROUTE, body, r"[Vv]ocabulary size: (\d+)")
         return self.size_of_vocabulary(found, *(file.get("vocab_size") for file in self.files))
 
-    async def _logprobs_seen(self) -> LogprobKind:
-        """Return the kind of log-probabilities, from the server's settings or from requests for one token."""
-        if self.settings.get("logprobs_mode") in LOGPROBS_MODES:
-            return LOGPROBS_MODES[self.settings["logprobs_mode"]]
-        if self.paused or self.config.logprobs is not None:  # a paused server answers no requests
-            return LogprobKind.UNKNOWN
-
-        async def ask(prompt: list[int], params: dict[str, Any]) -> tuple[int, float]:
-            choice = await self._one_token(prompt, params)
-            return choice.token_ids[0], choice.logprobs.token_logprobs[0]
-
-        return await self.kind_of_logprobs(ask)
-
-    async def _one_token(self, prompt: list[int], params: dict[str, Any]) -> _Choice:
-        """Generate one token with its log-probability."""
-        reply = await self.ask(COMPLETIONS_ROUTE, {
-            "model": self.served.name, "prompt": prompt, "max_tokens": 1, "logprobs": 0, "return_token_ids": True,
-            "top_k": 0, "request_id": self.new_id(), **params,
-        })  # fmt: skip
-        self.client.require_ok(reply, COMPLETIONS_ROUTE)
-        try:
-            choice: _Choice
-            (choice,) = read_json(reply.body, _OneToken).choices
-            (_,), (_,) = choice.logprobs.token_logprobs, choice.token_ids
-        except ValueError as error:
-            raise EngineError(
-                f"{self.client.url}{COMPLETIONS_ROUTE} was asked for one token with its id and log-probability, but "
-                f"its answer is wrong: {clean(error)}; april needs a vLLM that knows return_token_ids (0.11 or later)"
-            ) from None
-        return choice
-
-
-class _Logprobs(msgspec.Struct):
-    token_logprobs: list[float]
-
-
-class _Choice(msgspec.Struct):
-    token_ids: list[int]
-    logprobs: _Logprobs
-
-
-class _OneToken(msgspec.Struct):
-    choices: list[_Choice]
-
 
 _NOT_KEPT = re.compile(r"\bFailed to apply\b.*\[None\]")
 """Refusal of an image without its bytes, by a server that caches no processed images (--mm-processor-cache-gb 0)."""
-
-
-METRICS_S = 10.0
-"""Seconds to wait for the metrics page, which a server need not have."""
-
-
-_METRIC = re.compile(rb"^(vllm:|process_)", re.MULTILINE)
 
 
 _SETTINGS = (
@@ -379,10 +315,8 @@ _SETTINGS = (
 )  # fmt: skip
 
 
-def _settings(config: Any) -> dict[str, Any]:
-    """Return the relevant settings from the server's ``vllm_config`` as a flat mapping; empty if it is not shown."""
-    if not isinstance(config, dict):
-        return {}
+def _settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the relevant settings from the server's ``vllm_config`` as a flat mapping."""
     found: dict[str, Any] = {}
     for part in ("model_config", "scheduler_config", "parallel_config", "device_config"):
         if isinstance(values := config.get(part), dict):
@@ -396,26 +330,3 @@ def _settings(config: Any) -> dict[str, Any]:
         method = speculative.get("method") if isinstance(speculative, dict) else None
         found["speculation"] = method if isinstance(method, str) else "of some kind"
     return found
-
-
-def _processes(settings: dict[str, Any], metrics: ServerMetrics) -> int:
-    """Return the number of API processes: as shown, or at least 2 if metrics have a load but no start time."""
-    said = settings.get("_api_process_count")
-    if isinstance(said, int) and said > 0:
-        return said
-    if metrics.load is not None and metrics.started_s is None:
-        return max(2, int(settings.get("data_parallel_size") or 2))
-    return 1
-
-
-def _on_cpu(settings: dict[str, Any], version: str) -> bool | None:
-    """Return whether the server runs on a CPU; None if it does not say."""
-    for name in ("device_type", "device"):
-        if isinstance(settings.get(name), str):
-            return bool(settings[name].partition(":")[0] == "cpu")
-    return True if "cpu" in version else None
-
-
-def _tied(files: Sequence[dict[str, Any]]) -> bool:
-    """Return whether the output layer shares the embedding's weights; False if the configuration does not say."""
-    return any(file.get("tie_word_embeddings") is True for file in files)
