@@ -63,7 +63,7 @@ async def test_an_update(tmp_path: Path, kind: str, from_disk: bool) -> None:
         server.resets_refused = 2
         path = saved(tmp_path, "w1") if from_disk else None
         if kind == "openai" and from_disk:
-            with pytest.raises(EngineError, match=r"no route that loads weights from disk.*transfer="):
+            with pytest.raises(EngineError, match=r"does not load weights from disk.*transfer="):
                 await engine.update_weights(V1, path)
             path = None
         if path is None:

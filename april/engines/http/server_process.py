@@ -142,15 +142,14 @@ class ServerProcess:
 
     Args:
         started_s: Start time on connection, in seconds since 1970; None if the server does not say.
-        start_is_known: True if a restarted process begins with the weights that this one had on connection.
     """
 
-    def __init__(self, client: HttpClient, started_s: float | None, *, start_is_known: bool = True) -> None:
+    def __init__(self, client: HttpClient, started_s: float | None) -> None:
         self._client = client
         self._present = self._seen = started_s
         self._refusals = client.refusals
         self._paused: tuple[float | None, int] | None = None
-        self._start_is_known = self.keeps_weights = start_is_known
+        self.keeps_weights = True
         """True if a restarted process has the present weights too, because servers start with them."""
 
     async def check(self) -> tuple[bool | None, ServerMetrics]:
@@ -187,7 +186,7 @@ class ServerProcess:
             )
         self._present = self._seen = now or paused
         self._refusals = self._client.refusals
-        self.keeps_weights = self._start_is_known and version == FIRST_VERSION
+        self.keeps_weights = version == FIRST_VERSION
 
 
 class Confirmation:

@@ -142,7 +142,6 @@ class SglangWorker:
         label, loaded = labels.of(version), path is None
         try:
             async with nullcontext() if stands_still else self._retracted():
-                process = await self._process()
                 if path is None:
                     shown = await self.label()
                     if paused and is_another_process(shown, paused_as, labels, self.facts.label):
@@ -162,8 +161,6 @@ class SglangWorker:
                     raise PartlyUpdated(self._started_anew(label))
                 if now != label:
                     await self.set_label(label)
-                if await self._process() not in (None, process) and process is not None:
-                    raise PartlyUpdated(self._started_anew(label))
         except PartlyUpdated:
             raise
         except EngineError as error:
@@ -179,7 +176,6 @@ class SglangWorker:
         Raises EngineError unless the server confirms and lists it.
         """
         await require_base(self, labels, self.facts.label, base)
-        process = await self._process()
         body = {"lora_name": adapter.name, "lora_path": adapter.path}
         reply = await self.client.call("POST", "/load_lora_adapter", body, timeout_s=LOAD_S)
         answer = json_value(reply)
@@ -188,8 +184,7 @@ class SglangWorker:
             said = answer.get("error_message") if isinstance(answer, dict) else None
             why = clean(said) if said else error_text(reply.body)
             raise EngineError(f"{text}: it answered {reply.status}, {why}; it keeps its old adapter")
-        now = await self._process()
-        if await self.label() != labels.of(base) or (process is not None and now != process):
+        if await self.label() != labels.of(base):
             raise EngineError(f"{text}: it was restarted during the call; update its weights again")
 
     async def unload_adapter(self, adapter: LoadedAdapter) -> bool:
@@ -200,13 +195,6 @@ class SglangWorker:
             return done or await is_listed(self.client, adapter.name) is False
 
         return await unload_adapter(self.client, "/unload_lora_adapter", adapter, is_gone)
-
-    async def _process(self) -> Any:
-        """Return a value that identifies the server's process: the times that parts of its start took. None if the
-        server does not show them."""
-        reply = await self.client.call("GET", "/server_info", retry=True)
-        answer = json_value(reply) if reply.ok else None
-        return answer.get("startup_time") if isinstance(answer, dict) else None
 
     def _started_anew(self, label: str) -> str:
         return (

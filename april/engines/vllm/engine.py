@@ -11,25 +11,48 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from april.config.engines import THIS_MACHINE, VllmEngineConfig
-from april.core.versions import PolicyVersion
-from april.engines.http.http_client import HttpClient, Reply, control, has_value, json_value, weight_version
+from april.core.versions import FIRST_VERSION, PolicyVersion
+from april.engines.gloo_group import local_address
+from april.engines.http.http_client import (
+    HttpClient,
+    Reply,
+    control,
+    has_value,
+    json_value,
+    refuses_probe,
+    require_confirmation,
+    weight_version,
+)
 from april.engines.http.loaded_adapters import LoadedAdapter, unload_adapter
 from april.engines.http.response_reader import ResponseReader
-from april.engines.http.response_stream import ResponseStream
+from april.engines.http.response_stream import GenerateRoute, ResponseStream
 from april.engines.http.sent_attachments import SentAttachments, Urls
 from april.engines.http.server_probe import connect_all
-from april.engines.http.server_process import PAUSE_CHECK_S, read_metrics, require_left_paused, while_paused
+from april.engines.http.server_process import (
+    PAUSE_CHECK_S,
+    Confirmation,
+    read_metrics,
+    require_left_paused,
+    while_paused,
+)
 from april.engines.http.weight_directories import LOAD_WEIGHTS_S, is_adapter
-from april.engines.http.weight_labels import is_another_process, mark_process, require_base, require_first_weights
-from april.engines.http.wire import error_text
+from april.engines.http.weight_labels import (
+    is_another_process,
+    mark_process,
+    require_base,
+    require_first_weights,
+    start_is_known,
+)
+from april.engines.http.wire import error_text, positive
 from april.engines.openai.engine import OpenAIEngine
 from april.engines.protocol import Engine, Health, OnWeightUpdate, Request
 from april.engines.vllm.adapters import UNLOAD, load_adapter
 from april.engines.vllm.probe import VllmFacts, probe_vllm
-from april.engines.vllm.transfer import TransferEngine
+from april.engines.vllm.transfer import FINISH, WORDS, Transfers
 from april.engines.vllm.wire import TOKEN_ROUTE, TokenParser, engine_id, misses_attachment, request_body
 from april.errors import EngineError
 from april.text.server_text import quoted
@@ -40,7 +63,7 @@ RESET_WAIT_S = 0.1
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
 
 
-class VllmEngine(TransferEngine):
+class VllmEngine(Transfers):
     """Engine for one vLLM server, made by :func:`connect_vllm`; implements :class:`april.engines.protocol.Engine`.
 
     With ``stream``, all requests are streamed. Otherwise only those are that ask for it, and those that upload an
@@ -50,10 +73,19 @@ class VllmEngine(TransferEngine):
     """
 
     def __init__(self, client: HttpClient, facts: VllmFacts, *, stream: bool = False) -> None:
-        sent = SentAttachments(misses_attachment if facts.keeps_attachments else None)
-        super().__init__(client, facts, TOKEN_ROUTE, sent)
-        self.attachments = sent
+        super().__init__(client.name, facts.capabilities)
+        self._client, self._servers, self._configured_model = client, (client,), facts.asked
         self.facts, self._stream = facts, stream
+        self.attachments = SentAttachments(misses_attachment if facts.keeps_attachments else None)
+        known = start_is_known(facts.label)  # then a restarted server has the weights of the first version again
+        self._endpoint = GenerateRoute(
+            client=client, route=TOKEN_ROUTE, admission=self._admission, labels=self._labels, prepare=self._prepare,
+            abort_means=facts.capabilities.abort_means, marks_end=True, attachments=self.attachments,
+            routing_key=facts.routing_key,
+            confirmation=Confirmation(
+                self._has_weights, self.name, lambda: not known or self._version != FIRST_VERSION
+            ),
+        )  # fmt: skip
         self._keeps: OnWeightUpdate | None = None
         """How running requests go on after the present pause, during which the server keeps them. None if there is no
         such pause. Still set after a pause that failed, since the server may be paused."""
@@ -94,7 +126,7 @@ class VllmEngine(TransferEngine):
     # ---------------------------------------------------------------- weights
 
     async def pause(self) -> None:
-        """Pause like :class:`CompletionsEngine`, and remember the label that the server shows.
+        """Pause like :class:`ServerEngine`, and remember the label that the server shows.
 
         If :meth:`pause_in_flight` has failed before, the server is resumed first.
         """
@@ -115,7 +147,6 @@ class VllmEngine(TransferEngine):
         await control(
             self._client, "/pause", has_value("status", "paused"), params={"mode": "keep", "clear_cache": clear}
         )
-        await self._process.pause()
         await self._remember()
 
     def require_idle(self) -> None:
@@ -139,14 +170,30 @@ class VllmEngine(TransferEngine):
             async with asyncio.timeout(PAUSE_CHECK_S):
                 self._paused_as = await mark_process(self, self._labels, self.facts.label)
 
+    @property
+    def sender_address(self) -> str:
+        """Return the address that this machine uses towards the server."""
+        return local_address(*self._client.address)
+
+    async def ranks(self) -> int:
+        """Return the number of workers, over all data-parallel copies."""
+        said = await self._client.json("GET", "/get_world_size", params={"include_dp": "true"}, retry=True)
+        size = positive(said, "world_size") if isinstance(said, dict) else None
+        if size is None:
+            raise EngineError(f"{self._client.url}/get_world_size does not report how many workers there are")
+        return size
+
+    async def _transfer(self, call: str, arguments: dict[str, Any] | None = None) -> None:
+        body = {} if call == FINISH else arguments
+        reply = await self._client.call("POST", call, body, timeout_s=None)
+        require_confirmation(self._client, reply, call, WORDS[call])
+
     async def _load_whole(self, version: PolicyVersion, path: str | None) -> None:
         """Load the weights, empty the cache, set the label, and check that the server shows it."""
         self.require_idle()
         await self._require_model()
         if path is None:
             await require_first_weights(self, self._labels, self.facts.label, version)
-        else:
-            await self._process.pause()  # remember the process that loads the weights, in case it is a new one
         async with self._stands_still or self._other_clients_paused():
             mark = await (self._check_weights_written(version) if path is None else self._load(path, version))
             if self._keeps is None:
@@ -156,18 +203,15 @@ class VllmEngine(TransferEngine):
             if await self.label() != mark:
                 raise EngineError(self._restarted_while_loading(version))
             await self.set_label(self._labels.of(version))
-        await self._process.note_weights(version)
 
     async def _load_adapter(self, adapter: LoadedAdapter, version: PolicyVersion) -> None:
         """Load an adapter. The prefix cache is not emptied, because its keys contain the adapter's name."""
         await require_base(self, self._labels, self.facts.label, self._adapters.base)
-        await self._process.pause()
         await load_adapter(self._client, adapter)
         if await self.label() != self._labels.of(self._adapters.base):
             raise EngineError(
                 f"{self._client.url} was restarted while it loaded {adapter.path}; update its weights again"
             )
-        await self._process.note_weights(version)
 
     async def _unload(self, adapter: LoadedAdapter) -> bool:
         async def is_gone(reply: Reply) -> bool:
@@ -288,18 +332,17 @@ class VllmEngine(TransferEngine):
     # ---------------------------------------------------------------- the rest
 
     async def health(self) -> Health:
-        """Check ``/health``, the label of the weights (or the process's start time), and the load from ``/metrics``."""
+        """Check ``/health`` and the label of the weights; the load comes from ``/metrics``."""
         try:
-            if wrong := await self._refuses_probe("/health"):
+            if wrong := await refuses_probe(self._client, "/health"):
                 return Health(ok=False, detail=wrong)
             label = await self.label()
             paused = await self._is_paused()
             amiss, lost = await self._why_version_gone()
         except EngineError as error:
             return Health(ok=False, detail=str(error))
-        same, metrics = await self._process.check()
-        current = same is not False and self._labels.is_of(label, self._adapters.base) and not lost
-        load = metrics.load
+        current = self._labels.is_of(label, self._adapters.base) and not lost
+        load = (await read_metrics(self._client)).load
         counters = {} if load is None else {"running": float(load.running), "waiting": float(load.waiting)}
         counters |= self.attachments.counters
         told = (

@@ -83,7 +83,7 @@ class _VllmProbe(ServerProbe):
         )  # fmt: skip
         return VllmFacts(
             **self.common(),
-            model=self.served.name, software=self.software, started_s=(await read_metrics(self.client)).started_s,
+            model=self.served.name, software=self.software,
             priorities=self.settings.get("policy") == "priority", routing=routing, keeps_attachments=keeps_attachments,
             capabilities=self.capabilities(
                 logprob_kind=kind, vocab_size=vocab_size, context=positive(self.card, "max_model_len"),
