@@ -142,18 +142,6 @@ class StreamState(StrEnum):
 # module names are faster than enum attributes, and these are read for every piece
 _HELD, _READING = StreamState.HELD, StreamState.READING
 _OVER = frozenset({StreamState.ENDED, StreamState.FAILED, StreamState.CLOSED})
-TRANSITIONS: dict[StreamState, tuple[StreamState, ...]] = {
-    # WAITING to ENDED: the request is aborted before it was admitted
-    StreamState.WAITING: (StreamState.SENDING, *_OVER),
-    StreamState.SENDING: (StreamState.HELD, StreamState.READING, StreamState.WAITING, *_OVER),
-    # back to WAITING: the request is recalled, because the server's owner has paused the server
-    StreamState.HELD: (StreamState.READING, StreamState.WAITING, *_OVER),
-    StreamState.READING: (StreamState.WAITING, *_OVER),
-    StreamState.ENDED: (StreamState.CLOSED,),
-    StreamState.FAILED: (StreamState.CLOSED,),
-    StreamState.CLOSED: (),
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRoute:
@@ -322,15 +310,11 @@ class ResponseStream(BufferedStream):
     async def aclose(self) -> None:
         """Close the stream. The server drops the tokens that it has not sent yet."""
         if self.state is not StreamState.CLOSED:
-            self._set_state(StreamState.CLOSED)
+            self.state = StreamState.CLOSED
         self._pieces, self.waiting = [], 0
         self._release()
 
     # ---------------------------------------------------------------- inside
-
-    def _set_state(self, state: StreamState) -> None:
-        assert state in TRANSITIONS[self.state], f"a stream that is {self.state} cannot be {state}"
-        self.state = state
 
     async def _send(self) -> bool:
         """Wait for admission and send the request; False if the request has ended or must be sent again."""
@@ -339,11 +323,11 @@ class ResponseStream(BufferedStream):
         if self.state is StreamState.WAITING:
             if not admission.is_open and not await admission.wait(attempt_id):
                 self._chunks.append(empty_chunk(endpoint.labels.present, EngineFinish.ABORT))
-                self._set_state(StreamState.ENDED)
+                self.state = StreamState.ENDED
                 return False
             admission.enter(attempt_id)
             endpoint.open_streams[attempt_id] = self
-            self._set_state(StreamState.SENDING)
+            self.state = StreamState.SENDING
         self._task = asyncio.current_task()
         if not request.attached:
             return await self._post({})
@@ -379,7 +363,7 @@ class ResponseStream(BufferedStream):
         """
         confirmation = self._endpoint.confirmation
         held = confirmation is not None and confirmation.needed() and (self._streamed or reader.labels is None)
-        self._set_state(StreamState.HELD if held else StreamState.READING)
+        self.state = StreamState.HELD if held else StreamState.READING
 
     def _read(self, *, to_the_end: bool = False) -> ResponseReader:
         """Parse the pending pieces and return the reader; ``to_the_end`` means that nothing follows them."""
@@ -403,7 +387,7 @@ class ResponseStream(BufferedStream):
         reader = self._reader
         if reader is None:
             self._failure = error
-            self._set_state(StreamState.FAILED)
+            self.state = StreamState.FAILED
             return
         self._read(to_the_end=error is None)
         self._check_complete(reader, error)
@@ -413,7 +397,7 @@ class ResponseStream(BufferedStream):
         if await self._is_taken_back(reader):
             self._release()
             self._reader, self._splitter, self._recalled = None, None, False
-            self._set_state(StreamState.WAITING)
+            self.state = StreamState.WAITING
             return
         await self._confirm(reader.take(last=True), StreamState.ENDED)
 
@@ -465,7 +449,7 @@ class ResponseStream(BufferedStream):
                     await confirmation.wait_since(asyncio.get_running_loop().time(), broken=self._is_broken)
                 except EngineError as error:
                     self._failure = error
-                    self._set_state(StreamState.FAILED)
+                    self.state = StreamState.FAILED
                     return
             then = then or (StreamState.READING if tokens else StreamState.HELD)
         self._chunks += chunks
@@ -481,8 +465,7 @@ class ResponseStream(BufferedStream):
         reader = self._reader
         if reader is not None and reader.failure is not None:
             self._failure, state = reader.failure, StreamState.FAILED
-        if state is not self.state:
-            self._set_state(state)
+        self.state = state
 
     def _release(self) -> None:
         """Release the connection and the place in admission."""
