@@ -276,7 +276,7 @@ def test_json_says_the_same(servers: Any, offers: dict[str, ServerFacts]) -> Non
     assert server["changes"] == [f"{good} has no spans; add it."]
     assert server["limits"] == [
         {
-            "code": "no version spans", "consequence": "has no spans", "remedy": "add it",
+            "code": "other", "consequence": "has no spans", "remedy": "add it",
             "flags": ["--enable-scale-out"], "server": good,
         }
     ]  # fmt: skip

@@ -1,7 +1,7 @@
 """The abilities of an engine: a record of what it can do, and a table of what april says about each ability.
 
 For each ability, the table has the settings that need it, the sentences and remedies where an engine lacks it, and the
-words for the reports of ``april doctor`` and of the conformance suite.
+words for the report of ``april doctor``.
 """
 
 from __future__ import annotations
@@ -176,8 +176,6 @@ class Ability:
     remark: Callable[[Capabilities], str] | None = None
     """Function that returns the finding on an engine without the ability, if exactness does not depend on it. Otherwise
     the finding is the limit that explains the lack."""
-    words: Mapping[str, Callable[[Capabilities], str]] = field(default_factory=dict)
-    """Rows of the semantics matrix of the conformance suite: functions that return the value, indexed by label."""
 
 
 def _is_continuous(config: Config) -> bool:
@@ -311,10 +309,9 @@ ABILITIES = (
         ),
         lacking="an aborted request returns nothing, so partial rollouts are impossible: N' = N",
         shown=lambda c, config: "" if c.returns_partials else None,
-        words={"partials of aborted requests": lambda c: "handed over" if c.returns_partials else "lost"},
     ),
     Ability(
-        name="abort_means", subject="abort", shown=_abort, words={"an abort": lambda c: str(c.abort_means)},
+        name="abort_means", subject="abort", shown=_abort,
         causes=(LimitCode.NO_ABORT_BY_ID, LimitCode.CUMULATIVE_STREAMS),
     ),
     Ability(
@@ -324,12 +321,10 @@ ABILITIES = (
             else "derived from when a request was sent: april ends all requests before weights change"
         ),
     ),
-    Ability(
-        name="version_spans", words={"versions": lambda c: "per token" if c.version_spans else "that at submission"}
-    ),
+    Ability(name="version_spans"),
     Ability(
         name="logprob_kind", unfit=_wrong_logprobs, causes=(LimitCode.RAW_LOGPROBS, LimitCode.UNKNOWN_LOGPROBS),
-        subject="log-probabilities", shown=_logprobs, words={"log-probabilities": lambda c: str(c.logprob_kind)},
+        subject="log-probabilities", shown=_logprobs,
     ),
     Ability(
         name="updates_from_disk", lacking="the engine does not load weights from disk",
@@ -338,12 +333,8 @@ ABILITIES = (
             LimitCode.NO_LABELS,
         ),
         subject="new weights", shown=_weights,
-        words={"weights from disk": lambda c: "yes" if c.updates_from_disk else "no"},
     ),
-    Ability(
-        name="collective", lacking="no weights can be sent to the engine from the trainer's process",
-        words={"weights from the trainer's process": lambda c: "yes" if c.collective or c.takes_tensors else "no"},
-    ),
+    Ability(name="collective", lacking="no weights can be sent to the engine from the trainer's process"),
     Ability(
         name="adapters", lacking="the engine accepts no adapters", remedy="use servers that accept adapters",
         subject="adapters", shown=_adapters,
@@ -357,7 +348,6 @@ ABILITIES = (
         shown=lambda c, config: (
             f"{', '.join(c.extras)}: the server returns these rows with the tokens, for extras"
         ) if c.extras else "",
-        words={"rows with tokens": lambda c: ", ".join(c.extras) or "none"},
     ),
     Ability(
         name="attachments", unfit=_attachments_missing, lacking="the engine takes no attachments",
@@ -365,7 +355,6 @@ ABILITIES = (
         remark=lambda c: (
             f"not accepted, though its model supports some; for prompts that have some, {c.remedy('attachments')}"
         ),
-        words={"attachments of prompts": lambda c: ", ".join(c.attachments) or "none"},
     ),
     Ability(
         name="bans", lacking="bans is False: ids that stand for attachments may come, and then the response ends there",
@@ -376,7 +365,6 @@ ABILITIES = (
             f"engine {engine} cannot restrict its tokens to a grammar, which constraints: enforce needs; use servers "
             "of vLLM, or of SGLang with a grammar back-end and a tokenizer, or set constraints: hint"
         ),
-        words={"grammars": lambda c: "honoured" if c.constrains else "not honoured"},
     ),
     Ability(
         name="in_flight_updates", unfit=_wrong_update, lacking="requests are cut at a weight update",
@@ -385,7 +373,6 @@ ABILITIES = (
         ),
         subject="in flight", remark=_cut,
         shown=lambda c, config: f"on_weight_update: {_offers(c)}" if c.in_flight_updates else None,
-        words={"requests at a weight update": _offers},
     ),
     Ability(name="eos_token_ids", causes=(LimitCode.UNKNOWN_EOS,), subject="ends", shown=_ends),
     Ability(
@@ -394,19 +381,12 @@ ABILITIES = (
         remark=lambda c: (
             "april generates the tokens of its running requests again; engine.max_token_loss limits how many"
         ),
-        words={
-            "tokens come": lambda c: "while they are made" if c.streams else "at the end of a request",
-            "lost if the engine dies": lambda c: (
-                "what was not sent yet" if c.streams else "all tokens of running requests"
-            ),
-        },
     ),
     Ability(
         name="honours_seeds", lacking="honours_seeds is False",
         causes=(LimitCode.NO_SEEDS, LimitCode.CHUNKED_PREFILL), subject="seeds",
         shown=lambda c, config: "the same seed gives the same tokens" if c.honours_seeds else None,
         remark=lambda c: "seeds have no effect, so runs cannot be repeated; nothing else depends on them",
-        words={"seeds": lambda c: "honoured" if c.honours_seeds else "not honoured"},
     ),
     Ability(
         name="shares_weights",
@@ -415,7 +395,6 @@ ABILITIES = (
             "generation; set generation: stepwise, or give the engine a copy of the model (a server, or a GPU of its "
             "own)"
         ),
-        words={"weights": lambda c: "the trainer's own" if c.shares_weights else "its own"},
     ),
     Ability(
         name="max_context",
@@ -427,7 +406,6 @@ ABILITIES = (
         shown=lambda c, config: f"context of {c.max_context} tokens, vocabulary of {c.vocab_size}" + (
             "" if c.max_in_flight is None else f", {c.max_in_flight} requests at the same time"
         ),
-        words={"context": lambda c: f"{c.max_context} tokens"},
     ),
     Ability(
         name="vocab_size",

@@ -136,9 +136,17 @@ async def run(subject: Subject, checks: Sequence[Check] = CHECKS, watch: Watcher
     return Report(
         engine=subject.name or first.name,
         version=subject.version,
-        capabilities={row: of(can) for ability in ABILITIES for row, of in ability.words.items()},
+        capabilities={ability.name: _in_words(getattr(can, ability.name)) for ability in ABILITIES},
         notes=can.notes,
         verdicts=tuple(verdicts),
         wall_s=time.perf_counter() - wall,
         cpu_s=time.process_time() - cpu,
     )
+
+
+def _in_words(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "none"
+    return "none" if value is None else str(value)
