@@ -202,7 +202,7 @@ async def test_a_load_that_fails_hurts_nothing(kind: str, wrong: ControlFault, t
 async def test_a_load_that_hangs_hurts_nothing(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server may have it by now: under a name that no request has, and that is unloaded later."""
     first, second = write_adapter(tmp_path / "1", 1), write_adapter(tmp_path / "2", 2)
-    monkeypatch.setattr("april.engines.vllm.adapters.LOAD_S", 0.01)
+    monkeypatch.setattr("april.engines.vllm.engine.LOAD_S", 0.01)
     monkeypatch.setattr("april.engines.sglang.worker.LOAD_S", 0.01)
     async with served(kind, server=server_of(kind)) as (server, engine):
         await update(engine, version(1), first)

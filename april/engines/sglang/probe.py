@@ -250,7 +250,7 @@ class _SglangProbe(ServerProbe):
         reply = await self.ask("/generate", body)
         self.client.require_ok(reply, "/generate")
         try:
-            answer = read_json(reply.body, GenerateReply)
+            answer: GenerateReply = read_json(reply.body, GenerateReply)
         except NotJson as error:
             raise WireError(f"{self.client.url}/generate answered something that april cannot read: {error}") from None
         if answer.meta_info is None or len(answer.output_ids) != 1 or len(answer.meta_info.output_token_logprobs) != 1:

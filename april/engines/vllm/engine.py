@@ -27,11 +27,11 @@ from april.engines.http.http_client import (
     require_confirmation,
     weight_version,
 )
-from april.engines.http.loaded_adapters import LoadedAdapter, unload_adapter
+from april.engines.http.loaded_adapters import LOAD_S, LoadedAdapter, unload_adapter
 from april.engines.http.response_reader import ResponseReader
 from april.engines.http.response_stream import GenerateRoute, ResponseStream
 from april.engines.http.sent_attachments import SentAttachments, Urls
-from april.engines.http.server_probe import connect_all
+from april.engines.http.server_probe import connect_all, is_listed
 from april.engines.http.server_process import (
     PAUSE_CHECK_S,
     Confirmation,
@@ -50,11 +50,10 @@ from april.engines.http.weight_labels import (
 from april.engines.http.wire import error_text, positive
 from april.engines.openai.engine import OpenAIEngine
 from april.engines.protocol import Engine, Health, OnWeightUpdate, Request
-from april.engines.vllm.adapters import UNLOAD, load_adapter
-from april.engines.vllm.probe import VllmFacts, probe_vllm
+from april.engines.vllm.probe import LOAD_ADAPTER, VllmFacts, probe_vllm
 from april.engines.vllm.transfer import FINISH, WORDS, Transfers
 from april.engines.vllm.wire import TOKEN_ROUTE, TokenParser, engine_id, misses_attachment, request_body
-from april.errors import EngineError
+from april.errors import EngineBusy, EngineError
 from april.text.server_text import quoted
 
 RESET_TRIES = 20
@@ -207,7 +206,18 @@ class VllmEngine(Transfers):
     async def _load_adapter(self, adapter: LoadedAdapter, version: PolicyVersion) -> None:
         """Load an adapter. The prefix cache is not emptied, because its keys contain the adapter's name."""
         await require_base(self, self._labels, self.facts.label, self._adapters.base)
-        await load_adapter(self._client, adapter)
+        body = {"lora_name": adapter.name, "lora_path": adapter.path}
+        reply = await self._client.call("POST", LOAD_ADAPTER, body, timeout_s=LOAD_S)
+        said = (
+            f"{self._client.url} could not load the adapter in {adapter.path}: it answered {reply.status}, "
+            f"{error_text(reply.body)}"
+        )
+        if reply.status in (429, 503):
+            raise EngineBusy(said, reply.retry_after_s)
+        if not reply.ok:
+            raise EngineError(f"{said}; it keeps its old adapter")
+        if await is_listed(self._client, adapter.name) is not True:
+            raise EngineError(f"{said}, and does not list the adapter; it keeps its old one")
         if await self.label() != self._labels.of(self._adapters.base):
             raise EngineError(
                 f"{self._client.url} was restarted while it loaded {adapter.path}; update its weights again"
@@ -217,7 +227,7 @@ class VllmEngine(Transfers):
         async def is_gone(reply: Reply) -> bool:
             return reply.ok or reply.status == 404  # unloaded, or never loaded
 
-        return await unload_adapter(self._client, UNLOAD, adapter, is_gone)
+        return await unload_adapter(self._client, "/v1/unload_lora_adapter", adapter, is_gone)
 
     def _restarted_while_loading(self, version: PolicyVersion) -> str:
         self._why_incomplete = (

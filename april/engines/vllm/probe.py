@@ -19,7 +19,6 @@ from april.engines.http.wire import NotJson, error_text, positive, read_json
 from april.engines.openai.probe import completions_facts
 from april.engines.openai.wire import ROUTE as COMPLETIONS_ROUTE
 from april.engines.protocol import ROUTED_EXPERTS, AdapterSite, OnWeightUpdate
-from april.engines.vllm.adapters import LOAD, NEEDED
 from april.engines.vllm.kv_connectors import has_connector, refuse_hidden_connector, require_salts_kept_apart
 from april.engines.vllm.plugin import BACKEND, BACKENDS
 from april.engines.vllm.wire import PARTS, TOKEN_ROUTE, TokenReply, misses_attachment
@@ -33,6 +32,11 @@ _MODE = "--logprobs-mode processed_logprobs"
 _OPEN = f"with --enable-scale-out and {_DEVELOPER}"
 _RESUME = "resume it (POST /resume)"
 _EXPERTS_NEED = f"start the server with --enable-return-routed-experts, --enable-scale-out and {_DEVELOPER}"
+_ADAPTERS_NEED = (
+    "start the server with VLLM_SERVER_DEV_MODE=1, VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-scale-out, "
+    "--enable-lora and a --max-lora-rank of at least the adapter's rank"
+)
+LOAD_ADAPTER = "/v1/load_lora_adapter"
 DEVELOPER_ROUTES = ("/abort_requests", "/collective_rpc")
 
 
@@ -100,7 +104,7 @@ class _VllmProbe(ServerProbe):
         """Find out what the server can do as an OpenAI-compatible one, since routes that april needs are closed."""
         if self.paused:
             require_left_paused(self.client.url, None, None, _RESUME)
-        self.needs |= {"adapters": NEEDED, "extras": _EXPERTS_NEED}
+        self.needs |= {"adapters": _ADAPTERS_NEED, "extras": _EXPERTS_NEED}
         if any("vision_config" in file for file in self.files):
             self.needs["attachments"] = f"start the server {_OPEN}"
         several = int(self.settings.get("_api_process_count") or 1) > 1
@@ -290,8 +294,8 @@ class _VllmProbe(ServerProbe):
     async def _adapter_site(self) -> AdapterSite | None:
         """Return which adapters the server accepts; None if it accepts none, after noting how it would."""
         lora = self.shown.get("lora_config")
-        if not isinstance(lora, dict) or not await self.has_route(LOAD):
-            self.needs["adapters"] = NEEDED
+        if not isinstance(lora, dict) or not await self.has_route(LOAD_ADAPTER):
+            self.needs["adapters"] = _ADAPTERS_NEED
             return None
         base = await asyncio.to_thread(base_shapes, self.card.get("root"))
         return AdapterSite(max_rank=positive(lora, "max_lora_rank"), slots=positive(lora, "max_loras"), base=base)
