@@ -38,8 +38,6 @@ class FakeVllmRun(FakeRequest):
     logprobs_mode: str = "processed"
     under: str = ""
     """Weights that the server had when it came."""
-    process: int = 0
-    """API process that took it; an abort by id reaches process 0 only."""
 
     def as_said(self, logprob: float) -> float:
         """The log-probability under ``--logprobs-mode``; "temperature" is what no vLLM says, and others do."""
@@ -100,7 +98,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
             version spans where they are asked for.
         developer: VLLM_SERVER_DEV_MODE=1.
         scale_out: ``--enable-scale-out``.
-        processes: API processes behind the port; requests go round, an abort by id or of all reaches the first only.
+        processes: API processes behind the port.
         api_key: guards the generation routes, and nothing else.
         logprobs: "processed", "raw" (vLLM's default), or "temperature".
         root: directory of the model, as its card says it.
@@ -174,8 +172,8 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
     def _routes(self) -> list[web.RouteDef]:
         routes = [
             web.post(TOKENS, self._generate), web.post(COMPLETIONS, self._generate),
-            web.post("/inference/v1/abort_requests", self._abort), web.get("/v1/models", self._models),
-            web.get("/version", self._version), web.get("/health", self._health), web.get("/metrics", self._metrics),
+            web.get("/v1/models", self._models), web.get("/version", self._version),
+            web.get("/health", self._health), web.get("/metrics", self._metrics),
         ]  # fmt: skip
         if self.loras is not None:
             routes += [
@@ -330,8 +328,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         run = self.RUN(
             engine_id, list(prompt), params, bool(body.get("stream")), token_route=token_route,
             usage_asked=bool((body.get("stream_options") or {}).get("include_usage")), logprobs_mode=self.logprobs,
-            says_cached=self.says_cached,
-            process=len(self.runs) % self.processes, cache_salt=body.get("cache_salt") or "", under=self.weights,
+            says_cached=self.says_cached, cache_salt=body.get("cache_salt") or "", under=self.weights,
         )  # fmt: skip
         if self.loras is not None:
             run.salt = self.loras.present.get(body.get("model", ""), "")
@@ -392,16 +389,11 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
     async def _abort(self, request: web.Request) -> web.Response:
         """The reply says "aborted" whatever the ids are."""
         body = await request.json()
-        scale_out = request.path.startswith("/inference")
-        if scale_out and not self.scale_out:
-            return _error(403, "Scale-out endpoints are disabled. Restart with --enable-scale-out.")
         ids = body.get("request_ids")
-        if scale_out and not ids:
-            return _error(400, "request_ids must not be empty")
         self.aborts.append((request.path, body))
-        for run in [r for r in self._live if r.process == 0 and (not ids or r.name in ids)]:
+        for run in [r for r in self._live if not ids or r.name in ids]:
             self._abort_run(run)
-        return web.Response() if scale_out else web.json_response({"status": "aborted", "aborted": len(ids or ())})
+        return web.json_response({"status": "aborted", "aborted": len(ids or ())})
 
     async def _pause(self, request: web.Request) -> web.Response:
         mode = request.query.get("mode", "abort")
