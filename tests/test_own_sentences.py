@@ -41,18 +41,14 @@ ALLOWED = {
     ("core/state_checksum.py", "april"): "keys of a state",
     ("driver/prompt_reader.py", "attention_mask"): "keys of a user's row",
     ("driver/prompt_reader.py", "prompt"): "keys of a user's row",
-    ("engines/http/wire.py", r"\bis (?:paused|asleep|sleeping)\b"): "what a server says",
     ("images/image_reader.py", "base64"): "what a client sends",
     ("engines/kinds/identify.py", "/v1/models"): "routes that answered",
-    ("engines/sglang/probe.py", "retract"): "pause modes",
-    ("engines/sglang/worker.py", "retract"): "pause modes",
     ("engines/vllm/probe.py", "data"): "keys of an answer",
     ("engines/vllm/probe.py", "speculation"): "keys of a server's settings",
     ("serialization/plain_values.py", "torch."): "names of dtypes",
     ("serialization/torch_arrays.py", "_mask"): "names of arrays",
     ("view/report_figures.py", "CAUSE"): "names of colours",
     ("serialization/own_values.py", "digest"): "the field of an attachment that has travelled",
-    ("testing/recording_proxy.py", "token_id:"): "tokens as a server writes them",
 }
 """(file, what it looks for): in whose words."""
 ROOMS = ("doctor", "testing/conformance", "config", "engines/abilities.py")
