@@ -213,7 +213,7 @@ async def _is_eos_returned(probe: _Probe, eos: int) -> bool:
 
 
 async def _logprob_kind(found: ServerProbe, probe: _Probe) -> LogprobKind:
-    async def one_token(prompt: list[int], params: dict[str, float]) -> tuple[int, float]:
+    async def one_token(prompt: list[int], params: dict[str, Any]) -> tuple[int, float]:
         answer = await probe.ask(SamplingParams(1, **params), prompt)
         return answer.tokens[0], answer.logprobs[0]
 

@@ -148,9 +148,8 @@ class SglangWorker:
                         raise PartlyUpdated(self._started_anew(label))
                     await self._flush(label)
                 else:
-                    shown = paused_as if paused else None
-                    if shown in (None, label):
-                        shown = await mark_process(self, labels, self.facts.label, version)
+                    known = paused_as if paused and paused_as != label else None
+                    shown = known or await mark_process(self, labels, self.facts.label, version)
                     flushed = await self._load(label, path, shown)
                     loaded = True
                     if not flushed:
