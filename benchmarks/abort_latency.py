@@ -33,7 +33,7 @@ from april.driver.loop_thread import LoopThread
 from april.engines.http.server_process import parse_metrics
 from april.engines.sglang.engine import ABORTS_AT_ONCE
 from april.engines.sglang.wire import rid_of
-from april.engines.vllm.wire import TOKEN_ROUTE, engine_id
+from april.engines.vllm.wire import engine_id
 from benchmarks.canned_replies import JSON_HEADERS, MODEL, SGLANG, VLLM
 from benchmarks.canned_server import require_open_files
 from benchmarks.client_arms import Case, attempt_id, bare_call, engine_config, open_session, prompts_of
@@ -116,7 +116,7 @@ class BareClient:
                 await response.read()
 
         if self._case.kind == VLLM:
-            await ask("/abort_requests", {"request_ids": [engine_id(TOKEN_ROUTE, i) for i in ids]})
+            await ask("/abort_requests", {"request_ids": list(map(engine_id, ids))})
             return
 
         async def some() -> None:
