@@ -142,6 +142,7 @@ class SglangWorker:
         label, loaded = labels.of(version), path is None
         try:
             async with nullcontext() if stands_still else self._retracted():
+                process = await self._process()
                 if path is None:
                     shown = await self.label()
                     if paused and is_another_process(shown, paused_as, labels, self.facts.label):
@@ -160,6 +161,9 @@ class SglangWorker:
                     raise PartlyUpdated(self._started_anew(label))
                 if now != label:
                     await self.set_label(label)
+                # a process that began before it was labelled would have the label, and the weights of its start
+                if await self._process() not in (None, process):
+                    raise PartlyUpdated(self._started_anew(label))
         except PartlyUpdated:
             raise
         except EngineError as error:
@@ -194,6 +198,13 @@ class SglangWorker:
             return done or await is_listed(self.client, adapter.name) is False
 
         return await unload_adapter(self.client, "/unload_lora_adapter", adapter, is_gone)
+
+    async def _process(self) -> Any:
+        """Return a value that identifies the server's process: the times that parts of its start took. None if the
+        server does not show them."""
+        reply = await self.client.call("GET", "/server_info", retry=True)
+        answer = json_value(reply) if reply.ok else None
+        return answer.get("startup_time") if isinstance(answer, dict) else None
 
     def _started_anew(self, label: str) -> str:
         return (

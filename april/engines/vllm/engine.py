@@ -194,6 +194,7 @@ class VllmEngine(Transfers):
         if path is None:
             await require_first_weights(self, self._labels, self.facts.label, version)
         async with self._stands_still or self._other_clients_paused():
+            process = (await read_metrics(self._client)).started_s
             mark = await (self._check_weights_written(version) if path is None else self._load(path, version))
             if self._keeps is None:
                 await self._empty_cache()
@@ -202,6 +203,9 @@ class VllmEngine(Transfers):
             if await self.label() != mark:
                 raise EngineError(self._restarted_while_loading(version))
             await self.set_label(self._labels.of(version))
+            # a process that began before it was labelled would have the label, and the weights of its start
+            if (await read_metrics(self._client)).started_s not in (None, process):
+                raise EngineError(self._restarted_while_loading(version))
 
     async def _load_adapter(self, adapter: LoadedAdapter, version: PolicyVersion) -> None:
         """Load an adapter. The prefix cache is not emptied, because its keys contain the adapter's name."""
