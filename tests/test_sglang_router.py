@@ -189,4 +189,4 @@ async def test_workers_must_be_alike(name: str, value: Any, words: str) -> None:
         await (await connect(servers, router)).close()
         setattr(servers[1], name, value)
         with pytest.raises(ConfigError, match=words):
-            await connect(servers, router)
+            await (await connect(servers, router)).close()

@@ -142,10 +142,10 @@ async def test_what_is_offered(change: dict[str, Any], offered: tuple[str, ...])
 
 
 async def test_all_workers_behind_a_router_join() -> None:
-    """One behind the other, each with as many ranks as it has; what one cannot do, the engine cannot."""
-    first, second, third = FakeSglangServer(), FakeSglangServer(), FakeSglangServer(transfers=False)
+    """One behind the other, each with as many ranks as it has."""
+    first, second = FakeSglangServer(), FakeSglangServer()
     first.sizes = {"tp_size": 2}
-    async with listening(first), listening(second), listening(third):
+    async with listening(first), listening(second):
         router = FakeSglangRouter([first.url, second.url])
         async with listening(router):
             (engine,) = await open_servers(settings("sglang", first, second, router=router.url))
@@ -159,11 +159,6 @@ async def test_all_workers_behind_a_router_join() -> None:
             await engine.update_weights(V1)
             await engine.resume()
             assert [s.label[:4] for s in (first, second)] == ["v0.1"] * 2
-            await engine.close()
-        router = FakeSglangRouter([first.url, third.url])
-        async with listening(router):
-            (engine,) = await open_servers(settings("sglang", first, third, router=router.url))
-            assert engine.capabilities.collective == ()
             await engine.close()
 
 
