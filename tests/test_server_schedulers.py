@@ -239,7 +239,7 @@ def test_a_restart_that_the_metrics_hide(well_again: bool, monkeypatch: pytest.M
 
 def test_a_server_that_cannot_be_used_fails_the_start() -> None:
     """Nothing stays open, not even the connections to the server that could be used."""
-    servers = [FakeOpenAIServer(), FakeOpenAIServer(None)]
-    with ServerThread(*servers), pytest.raises(april.ConfigError, match="returns no token ids"):
+    servers = [FakeOpenAIServer(), FakeOpenAIServer(gives_ids=False)]
+    with ServerThread(*servers), pytest.raises(april.ConfigError, match="does not return the id of each token"):
         scheduler_over("openai", servers, {})
     assert_nothing_is_left()
