@@ -83,7 +83,7 @@ async def test_answers_wait_for_metrics_that_fail_for_a_while(kind: str) -> None
             looks += 1
             return await real()
 
-        real, engine._endpoint.confirmation._check = engine._confirmation._check, look
+        real, engine._endpoint.confirmation._check = engine._endpoint.confirmation._check, look
         await until(lambda: looks >= 3)
         assert not reading.done()
         metrics(server, None)
