@@ -32,7 +32,8 @@ TOKEN_ROUTE = "/inference/v1/generate"  # noqa: S105 - a path, not a secret
 CONTEXT = 1 << 16
 POST_ROUTES = {
     TOKEN_ROUTE, "/generate", "/abort_requests", "/abort_request", "/collective_rpc", "/update_weight_version",
-    "/update_weights_from_disk", "/reset_prefix_cache", "/flush_cache", "/pause", "/resume",
+    "/update_weights_from_disk", "/reset_prefix_cache", "/reset_encoder_cache", "/flush_cache", "/pause", "/resume",
+    "/pause_generation",
 }  # fmt: skip
 _CHUNK_HEAD = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"

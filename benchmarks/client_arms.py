@@ -121,7 +121,7 @@ class Case(msgspec.Struct, frozen=True):
         """What april sends."""
         if self.kind == VLLM:
             return vllm_wire.request_body(
-                self.route, self.model, request, stream=self.stream, priority=False, salt=SALT
+                self.model, request, stream=self.stream, priority=False, salt=SALT
             )
         interval = TOKENS_PER_EVENT[self.kind] if self.stream else None
         return sglang_wire.request_body(request, stream=self.stream, stream_interval=interval, seed=None, salt=SALT)

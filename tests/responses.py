@@ -8,18 +8,18 @@ from april.core.sampling import SamplingParams
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.engines.http.response_reader import ResponseReader
 from april.engines.http.weight_labels import WeightLabels
-from april.engines.openai.wire import CompletionParser, TokenShape
+from april.engines.openai.wire import CompletionParser
 from april.engines.protocol import Chunk, Request
 from april.engines.sglang.wire import ReplyParser
-from april.engines.vllm.wire import TOKEN_ROUTE, parser_of
+from april.engines.vllm.wire import TokenParser
 
 
 def asked(attempt_id: str = "a", prompt: list[int] | None = None) -> Request:
     return Request(attempt_id=attempt_id, token_ids=np.array(prompt or [1], np.int32), sampling=SamplingParams(8))
 
 
-def vllm_reader(route: str = TOKEN_ROUTE, labels: WeightLabels | None = None) -> ResponseReader:
-    return ResponseReader(parser_of(route, asked()), FIRST_VERSION, labels)
+def vllm_reader(labels: WeightLabels | None = None) -> ResponseReader:
+    return ResponseReader(TokenParser(asked()), FIRST_VERSION, labels)
 
 
 def sglang_reader(
@@ -29,9 +29,9 @@ def sglang_reader(
     return ResponseReader(ReplyParser(attempt_id, incremental=incremental), version, labels)
 
 
-def openai_reader(shape: TokenShape, prompt: list[int] | None = None) -> ResponseReader:
+def openai_reader(prompt: list[int] | None = None) -> ResponseReader:
     request = asked(prompt=prompt)
-    return ResponseReader(CompletionParser(shape, request), FIRST_VERSION, None, len(request.token_ids))
+    return ResponseReader(CompletionParser(request), FIRST_VERSION, None, len(request.token_ids))
 
 
 def chunks_of(reader: ResponseReader, *payloads: bytes) -> list[Chunk]:

@@ -13,7 +13,6 @@ import pytest
 from fake_servers.adapters import FakeAdapters, salt_of, write_adapter
 from fake_servers.base import SAYS_NOTHING, ControlFault, PlannedControlFault, uncut
 from fake_servers.sglang import FakeSglangRouter, FakeSglangServer
-from fake_servers.vllm import FakeVllmServer
 from server_fixtures import (
     BOTH,
     KINDS,
@@ -203,7 +202,7 @@ async def test_a_load_that_fails_hurts_nothing(kind: str, wrong: ControlFault, t
 async def test_a_load_that_hangs_hurts_nothing(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server may have it by now: under a name that no request has, and that is unloaded later."""
     first, second = write_adapter(tmp_path / "1", 1), write_adapter(tmp_path / "2", 2)
-    monkeypatch.setattr("april.engines.vllm.adapters.LOAD_S", 0.01)
+    monkeypatch.setattr("april.engines.vllm.engine.LOAD_S", 0.01)
     monkeypatch.setattr("april.engines.sglang.worker.LOAD_S", 0.01)
     async with served(kind, server=server_of(kind)) as (server, engine):
         await update(engine, version(1), first)
@@ -338,20 +337,6 @@ async def test_workers_of_a_router_have_one_name(tmp_path: Path) -> None:
         await router.close()
         for worker in workers:
             await worker.close()
-
-
-async def test_several_api_processes_take_no_adapters() -> None:
-    """A load reaches one of them, and the requests of the others would not find it."""
-    async with served("vllm", server=FakeVllmServer(loras=FakeAdapters(), processes=2)) as (_, engine):
-        assert engine.capabilities.adapters is None
-        assert "--api-server-count 1" in engine.capabilities.needs["adapters"]
-
-
-async def test_a_vllm_without_developer_routes_says_it_by_a_refusal() -> None:
-    """It does not show its settings: a load that must fail tells whether it takes adapters."""
-    async with served("vllm", server=FakeVllmServer(developer=False, loras=FakeAdapters())) as (server, engine):
-        assert engine.capabilities.adapters is not None
-        assert server.loras.ever == []
 
 
 # ---------------------------------------------------------------- names

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from responses import chunks_of, openai_reader, sglang_reader, vllm_reader
 
-from april.engines.openai.wire import TokenShape
 from april.engines.protocol import Chunk
 from april.engines.sglang import wire as sglang_wire
 from april.errors import WireError
@@ -26,8 +25,7 @@ def openai_event(token: int, count: int) -> bytes:
 
 
 SERVERS = [
-    (vllm_reader, vllm_event), (sglang_reader, sglang_event),
-    (lambda: openai_reader(TokenShape.DETOKENIZE), openai_event),
+    (vllm_reader, vllm_event), (sglang_reader, sglang_event), (openai_reader, openai_event),
 ]  # fmt: skip
 EACH = pytest.mark.parametrize(("reader", "event"), SERVERS, ids=["vllm", "sglang", "openai"])
 

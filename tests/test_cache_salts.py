@@ -94,12 +94,11 @@ async def test_encoders_outputs_in_another_cache_are_refused() -> None:
     ("options", "seeds"),
     [
         ({"developer": False}, False),
-        ({"developer": False, "scale_out": False}, False),
         ({"developer": True, "device": "cpu", "chunked_prefill": True}, False),
         ({"developer": True, "device": "cpu"}, True),
         ({"developer": True, "chunked_prefill": True}, True),
     ],
-    ids=["settings not shown", "no abort by id", "CPU with chunks", "CPU without chunks", "GPU with chunks"],
+    ids=["settings not shown", "CPU with chunks", "CPU without chunks", "GPU with chunks"],
 )
 async def test_no_seeds_where_the_server_might_die_of_them(options: dict[str, Any], seeds: bool) -> None:
     """A seed is sent only to a server that shows that it survives it."""

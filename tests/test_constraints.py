@@ -216,9 +216,8 @@ def test_engines_get_a_grammar_in_their_own_words(form: Any, in_vllm: Any, in_sg
 
     how: dict[str, Any] = {"stream": False, "priority": False, "salt": ""}
     for body_of in (
-        lambda one: vllm.request_body(vllm.TOKEN_ROUTE, "m", one, **how),
-        lambda one: vllm.request_body(vllm.COMPLETIONS_ROUTE, "m", one, **how),
-        lambda one: openai.completion_body("m", openai.TokenShape.RETURN_TOKEN_IDS, one),  # for a plain vLLM
+        lambda one: vllm.request_body("m", one, **how),
+        lambda one: openai.completion_body("m", one),  # for a plain vLLM
     ):
         bodies = [json.loads(body_of(one)) for one in (asked, plain)]
         with_one, without = (body.get("sampling_params", body) for body in bodies)

@@ -169,8 +169,7 @@ async def test_a_pause_that_nobody_confirms(
 @pytest.mark.parametrize("fault", SAYS_NOTHING)
 @pytest.mark.parametrize(
     ("kind", "route", "options"),
-    [("vllm", "/abort_requests", {}), ("vllm", "/inference/v1/abort_requests", {"developer": False}),
-     ("vllm", "/pause", {"processes": 2}), ("sglang", "/abort_request", {})],
+    [("vllm", "/abort_requests", {}), ("sglang", "/abort_request", {})],
 )  # fmt: skip
 async def test_an_abort_that_nobody_confirms_is_asked_again(
     kind: str, route: str, options: dict[str, Any], fault: ControlFault
@@ -201,7 +200,7 @@ async def test_a_label_that_is_not_said_confirms_nothing(kind: str, route: str, 
 @pytest.mark.parametrize("developer", [True, False])
 async def test_a_page_is_no_health(developer: bool) -> None:
     """A proxy that answers for a server which is gone."""
-    async with served("vllm", developer=developer, scale_out=False) as (server, engine):
+    async with served("vllm", developer=developer) as (server, engine):
         assert (await engine.health()).ok
         server.control_faults.append(PlannedControlFault(kind=ControlFault.HTML, route="/health"))
         health = await engine.health()

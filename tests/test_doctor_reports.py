@@ -262,7 +262,7 @@ def test_the_verdict_is_the_first_line(servers: Any, offers: dict[str, ServerFac
 def test_json_says_the_same(servers: Any, offers: dict[str, ServerFacts]) -> None:
     """Machine-readable, nothing else on the output; usable and exit code agree."""
     good, other = servers(vllm_like), servers(lambda path: http(404))
-    why = Limit(LimitCode.NO_VERSION_SPANS, "has no spans", "add it", ("--enable-scale-out",), server=good)
+    why = Limit(LimitCode.OTHER, "has no spans", "add it", ("--enable-scale-out",), server=good)
     offers[good] = replace(WELL, capabilities=replace(GOOD, limits=(why,)))
 
     code, text = call(good, "--json")
@@ -276,7 +276,7 @@ def test_json_says_the_same(servers: Any, offers: dict[str, ServerFacts]) -> Non
     assert server["changes"] == [f"{good} has no spans; add it."]
     assert server["limits"] == [
         {
-            "code": "no version spans", "consequence": "has no spans", "remedy": "add it",
+            "code": "other", "consequence": "has no spans", "remedy": "add it",
             "flags": ["--enable-scale-out"], "server": good,
         }
     ]  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_servers.openai import FakeOpenAIServer, FakeTrtllmServer
+from fake_servers.openai import FakeOpenAIServer
 from fake_servers.sglang import FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
 from server_fixtures import connected, facts_of, listening
@@ -39,13 +39,12 @@ def short_of(c: Capabilities) -> set[str]:
 
 
 VLLM: list[dict[str, Any]] = [
-    {}, {"developer": False}, {"scale_out": False}, {"developer": False, "scale_out": False}, {"processes": 2},
-    {"processes": 2, "developer": False}, {"logprobs": "raw"}, {"device": "cpu", "chunked_prefill": True},
+    {}, {"developer": False}, {"scale_out": False}, {"processes": 2}, {"logprobs": "raw"},
+    {"device": "cpu", "chunked_prefill": True},
     {"copies": 2}, {"without": ("/weight_info",)}, {"without": ("/abort_requests",)},
 ]  # fmt: skip
 SGLANG: list[dict[str, Any]] = [
-    {}, {"incremental": False}, {"spans": False}, {"labels": False}, {"intervals": False}, {"loads": False},
-    {"logprobs": "raw"},
+    {}, {"incremental": False}, {"logprobs": "raw"},
 ]  # fmt: skip
 OPENAI: list[dict[str, Any]] = [{}, {"kind": LogprobKind.PROCESSED, "honours_seeds": False}]
 
@@ -56,7 +55,6 @@ OPENAI: list[dict[str, Any]] = [{}, {"kind": LogprobKind.PROCESSED, "honours_see
         *((FakeVllmServer, options) for options in VLLM),
         *((FakeSglangServer, options) for options in SGLANG),
         *((FakeOpenAIServer, options) for options in OPENAI),
-        (FakeTrtllmServer, {}),
     ],
 )
 @pytest.mark.parametrize("eos", [None, (2,)], ids=["eos unknown", "eos known"])
@@ -76,16 +74,10 @@ def test_what_is_less_has_a_cause_and_what_is_not_has_none(
     assert len({limit.code for limit in can.limits}) == len(can.limits)
 
 
-def test_a_closed_token_route_hides_no_missing_labels() -> None:
-    """Both are told: one costs the versions of single tokens, the other the certainty of the weights."""
-    limits = facts_of(FakeVllmServer(developer=False, scale_out=False)).capabilities.limits
-    assert {LimitCode.NO_VERSION_SPANS, LimitCode.NO_LABELS} <= {limit.code for limit in limits}
-
-
 @pytest.mark.parametrize(
     ("options", "tied", "words"),
     [
-        ({"developer": False, "scale_out": False}, False, "start the server with VLLM_SERVER_DEV_MODE=1"),
+        ({"developer": False}, False, "VLLM_SERVER_DEV_MODE=1"),
         ({"device": "cpu"}, True, "save the model with tie_word_embeddings false"),
     ],
     ids=["developer routes are closed", "the model would be reloaded wrongly"],

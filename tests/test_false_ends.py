@@ -67,6 +67,7 @@ def test_answers_that_can_be_true() -> None:
         ([chunk(5, version=PolicyVersion(0, 1))], {}, "policy version 0.1 came"),
         ([chunk(5, version=None)], {}, "must be a PolicyVersion, got None"),
         ([chunk(finish=EngineFinish.STOP)], {}, "without a token"),
+        ([chunk(5, 7, finish=EngineFinish.STOP)], {"min_tokens": 3, "stop_token_ids": (7,)}, "min_tokens is 3"),
     ],
 )
 def test_answers_that_cannot_be_true(chunks: list[Chunk], sampling: dict[str, Any], words: str) -> None:

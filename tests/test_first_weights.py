@@ -355,11 +355,11 @@ async def test_a_pause_of_somebody_who_may_live_stays(kind: str, mode: str, why:
 
 ASKED = {
     "vllm": [
-        "/version", "/v1/models", "/server_info", "/weight_info", "/is_paused", "/metrics", "/abort_requests",
-        "/collective_rpc", "/v1/load_lora_adapter", "/inference/v1/generate", "/inference/v1/abort_requests",
+        "/version", "/v1/models", "/server_info", "/weight_info", "/is_paused", "/abort_requests", "/collective_rpc",
+        "/v1/load_lora_adapter", "/inference/v1/generate",
     ],
     "sglang": [
-        "/model_info", "/server_info", "/v1/models", "/v1/loads", "/update_weights_from_disk",
+        "/model_info", "/server_info", "/v1/models", "/update_weights_from_disk",
         "/update_weight_version", "/load_lora_adapter", "/pause_generation", "/begin_weight_update",
         "/init_weights_update_group", "/update_weights_from_distributed", "/openapi.json",
     ],
@@ -370,10 +370,7 @@ ONCE = [(kind, route, fault) for kind in BOTH for route in ASKED[kind] for fault
 def a_server(kind: str) -> Any:
     """One that can do everything that is asked for."""
     images = FakeImages() if kind == "sglang" else None
-    server = KINDS[kind][0](loras=FakeAdapters(), images=images)
-    if kind == "vllm":
-        server.says_logprobs = True
-    return server
+    return KINDS[kind][0](loras=FakeAdapters(), images=images)
 
 
 @pytest.mark.parametrize(("kind", "route", "fault"), ONCE)

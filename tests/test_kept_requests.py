@@ -206,7 +206,6 @@ async def test_a_request_without_a_token_can_be_ended_while_the_server_is_paused
     [
         ({}, ""), ({"developer": False}, "VLLM_SERVER_DEV_MODE=1"), ({"scale_out": False}, "--enable-scale-out"),
         ({"processes": 2}, "--api-server-count 1"), ({"copies": 2}, "one server per copy"),
-        ({"scale_out": False, "release": 33}, ""),
     ],
     ids=str,
 )  # fmt: skip

@@ -23,9 +23,7 @@ from april.doctor.run import show
 from april.engines.http.http_client import HttpClient
 from april.engines.http.response_reader import ResponseReader
 from april.engines.http.weight_labels import WeightLabels
-from april.engines.openai.wire import TokenShape
 from april.engines.sglang.wire import rid_of
-from april.engines.vllm.wire import COMPLETIONS_ROUTE, TOKEN_ROUTE
 from april.errors import EngineError
 
 KEY = "sk-CANARY-77aa"
@@ -97,14 +95,14 @@ NEWS = {"error": {"message": f"refused {KEY}", "code": 500}}
 SPAN = {"version": KEY, "start": 0, "end": 1}
 ONE_TOKEN = {"token_ids": [5], "logprobs": {"content": [{"token_id": 5, "logprob": -1.0}]}}
 SAID: dict[str, tuple[Callable[[], object], object]] = {
-    "vllm, error": (lambda: vllm_reader(TOKEN_ROUTE), NEWS),
-    "vllm, message": (lambda: vllm_reader(TOKEN_ROUTE), {"message": KEY}),
-    "vllm, reason": (lambda: vllm_reader(TOKEN_ROUTE), {"choices": [ONE_TOKEN | {"finish_reason": KEY}]}),
+    "vllm, error": (vllm_reader, NEWS),
+    "vllm, message": (vllm_reader, {"message": KEY}),
+    "vllm, reason": (vllm_reader, {"choices": [ONE_TOKEN | {"finish_reason": KEY}]}),
     "vllm, label": (
-        lambda: vllm_reader(TOKEN_ROUTE, WeightLabels()),
+        lambda: vllm_reader(WeightLabels()),
         {"choices": [ONE_TOKEN | {"finish_reason": "stop", "weight_versions": [SPAN]}]},
     ),
-    "vllm, wrong type": (lambda: vllm_reader(COMPLETIONS_ROUTE), {"choices": [{"token_ids": KEY}]}),
+    "vllm, wrong type": (openai_reader, {"choices": [{"token_ids": KEY}]}),
     "sglang, error": (lambda: sglang_reader(incremental=False), NEWS),
     "sglang, id": (lambda: sglang_reader(incremental=False), {"meta_info": {"id": KEY}}),
     "sglang, reason": (
@@ -119,12 +117,9 @@ SAID: dict[str, tuple[Callable[[], object], object]] = {
         {"output_ids": [5], "meta_info": {"id": rid_of("a"), "finish_reason": {"type": "stop"}, "completion_tokens": 1,
          "output_token_logprobs": [[-1.0, 5]], "weight_version": KEY}},
     ),
-    "openai, error": (lambda: openai_reader(TokenShape.STRINGS), NEWS),
-    "openai, reason": (lambda: openai_reader(TokenShape.STRINGS), {"choices": [{"finish_reason": KEY}]}),
-    "openai, token": (
-        lambda: openai_reader(TokenShape.STRINGS),
-        {"choices": [{"logprobs": {"tokens": [KEY], "token_logprobs": [-1.0]}}]},
-    ),
+    "openai, error": (openai_reader, NEWS),
+    "openai, reason": (openai_reader, {"choices": [{"finish_reason": KEY}]}),
+    "openai, token": (openai_reader, {"choices": [{"token_ids": [KEY], "logprobs": {"token_logprobs": [-1.0]}}]}),
 }  # fmt: skip
 
 

@@ -14,7 +14,6 @@ from fake_servers.vllm import FakeVllmServer
 from server_fixtures import ServerThread
 
 import april
-from april.engines.openai.wire import TokenShape
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "own_servers.py"
 KNOWN = ["--vocab-size", "512", "--eos-token-ids", "2"]
@@ -77,7 +76,7 @@ def test_it_trains_on_a_server_that_loads_nothing_itself(
     """An OpenAI-compatible server: the trainer hands each step's directory over, while nothing generates."""
     handed: list[str] = []
     monkeypatch.setattr(example.Trainer, "hand_over", lambda self, directory: handed.append(directory.name))
-    server = FakeOpenAIServer(TokenShape.RETURN_TOKEN_IDS)
+    server = FakeOpenAIServer()
     with ServerThread(server):
         example.main([*arguments("openai", [server], model, tmp_path / "shared"), "--max-len", "4096"])
 
@@ -110,7 +109,7 @@ def test_it_goes_on_after_it_died(
     assert "has no complete step" in capsys.readouterr().err
     more = [] if kind == "vllm" else ["--max-len", "4096"]
     for flags in ([], ["--resume"]):
-        server = FakeVllmServer() if kind == "vllm" else FakeOpenAIServer(TokenShape.RETURN_TOKEN_IDS)
+        server = FakeVllmServer() if kind == "vllm" else FakeOpenAIServer()
         with ServerThread(server):
             words = [*arguments(kind, [server], model, shared), *more, *flags, *way]
             if flags:

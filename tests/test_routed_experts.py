@@ -240,7 +240,7 @@ def test_a_server_without_the_flag(kind: str, tmp_path: Path) -> None:
     [
         (server("sglang"), {}, "set engine.expert_shape"),
         (server("vllm", scale_out=False), {}, "--enable-scale-out"),
-        (server("vllm", processes=2, developer=False), {}, "--enable-return-routed-experts"),
+        (server("vllm", processes=2), {}, "--enable-return-routed-experts"),
     ],
 )
 def test_a_server_that_april_cannot_have_them_from(made: Any, config: dict[str, Any], words: str) -> None:
@@ -248,13 +248,6 @@ def test_a_server_that_april_cannot_have_them_from(made: Any, config: dict[str, 
     can = facts_of(made, **config).capabilities
     assert not can.extras
     assert words in can.needs["extras"]
-
-
-def test_a_server_that_does_not_say_how_it_was_started() -> None:
-    """Without the developer routes of vLLM a reply of one token tells."""
-    assert facts_of(server("vllm", developer=False)).capabilities.extras == ROWS
-    assert facts_of(FakeVllmServer(developer=False)).capabilities.extras == ()
-    assert facts_of(server("vllm", release=33)).capabilities.extras == ROWS
 
 
 @pytest.mark.parametrize("kind", BOTH)

@@ -124,7 +124,7 @@ def share_at(servers: list[Any], batch: Batch) -> float:
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("sglang", {}), ("vllm", {"says_cached": True}), ("vllm", {"says_cached": True, "scale_out": False})], ids=str,
+    [("sglang", {}), ("vllm", {"says_cached": True}), ("vllm", {"says_cached": True, "developer": False})], ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("loss", [None, 1])
 def test_the_cached_share_is_what_the_servers_say(kind: str, options: dict[str, Any], loss: int | None) -> None:

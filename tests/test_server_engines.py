@@ -7,14 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from aiohttp import web
 from fake_servers.base import PlannedFault, RequestFault, uncut
-from fake_servers.vllm import COMPLETIONS, HARMLESS, TOKENS, FakeVllmRun, FakeVllmServer
+from fake_servers.vllm import HARMLESS
 from server_fixtures import BOTH, KINDS, PROMPT, Got, begun, beside, connected, read, request, served, until
 
 from april.core.versions import PolicyVersion
 from april.engines.openai.engine import OpenAIEngine
-from april.engines.openai.wire import TokenShape
 from april.engines.protocol import AbortMeans, EngineFinish
 from april.errors import EngineBusy, EngineError, EngineUnreachable, RequestRefused, WireError
 
@@ -22,30 +20,19 @@ MODES: dict[str, list[dict[str, Any]]] = {
     "vllm": [
         {},
         {"config": {"max_token_loss": 0}},
-        {"developer": False},
-        {"scale_out": False},
-        {"scale_out": False, "config": {"max_token_loss": 0}},
-        {"processes": 2},
-        {"processes": 2, "scale_out": False, "config": {"max_token_loss": 0}},
         {"release": 33},
-        {"release": 33, "scale_out": False},
-        {"release": 33, "scale_out": False, "config": {"max_token_loss": 0}},
-        {"release": 33, "processes": 2},
     ],
     "sglang": [
         {"incremental": True},
         {"incremental": False},
         {"incremental": False, "config": {"max_token_loss": 5}},
         {"incremental": True, "config": {"max_token_loss": 0}},
-        {"incremental": True, "intervals": False},
-        {"incremental": True, "spans": False},
-        {"incremental": True, "labels": False},
     ],
 }
 """Servers with an abort that returns tokens."""
 CLOSING: list[tuple[str, dict[str, Any]]] = [
-    ("vllm", {"developer": False, "scale_out": False}), ("vllm", {"developer": False, "processes": 2}),
-    *(("openai", {"shape": shape}) for shape in TokenShape),
+    ("vllm", {"developer": False}), ("vllm", {"scale_out": False}), ("vllm", {"processes": 2}),
+    ("openai", {}),
 ]  # fmt: skip
 """Servers whose requests end only with their connection."""
 EVERY_MODE = [(kind, mode) for kind, modes in MODES.items() for mode in modes]
@@ -155,15 +142,13 @@ KEPT = {
 }  # fmt: skip
 """Tokens of an OpenAI-compatible server that are handed over before the error; it goes wrong at the sixth."""
 STREAM_ONLY = (RequestFault.NO_DONE, RequestFault.ENDS_TWICE)
-TOKEN_ROUTE_ONLY = (RequestFault.OTHER_IDS, RequestFault.GAP_IN_SPANS, RequestFault.FOREIGN_LABEL)
 
 
 def faults() -> Iterator[tuple[str, RequestFault, bool, int, dict[str, Any]]]:
     """(kind, fault, streamed, tokens before it, options of the server)."""
     for stream in (True, False):
         for fault in TYPED | OF_VLLM:
-            for scale_out in (True, False):
-                yield "vllm", fault, stream, 3, {"scale_out": scale_out}
+            yield "vllm", fault, stream, 3, {}
         for fault in TYPED | OF_SGLANG:
             for after in (0, 20):
                 yield "sglang", fault, stream, after, {"incremental": stream}
@@ -176,10 +161,7 @@ async def test_faults_are_typed_and_bring_no_wrong_token(
     kind: str, fault: RequestFault, stream: bool, after: int, options: dict[str, Any]
 ) -> None:
     """What came before is a true beginning of the response; then the error of its kind; nothing is left open."""
-    harmless = (fault in TOKEN_ROUTE_ONLY and options.get("scale_out") is False) or (
-        fault in STREAM_ONLY and not stream
-    )
-
+    harmless = fault in STREAM_ONLY and not stream
     async with served(kind, PlannedFault(fault, after_tokens=after), **options, mean_length=LONG) as (
         server, engine
     ):  # fmt: skip
@@ -222,8 +204,7 @@ def quirks() -> Iterator[tuple[str, RequestFault, bool, dict[str, Any]]]:
     """(kind, fault, streamed, options of the server)."""
     for stream in (True, False):
         for fault in (*HARMLESS, RequestFault.LOST_PARTIAL, RequestFault.REPEATED_LAST):
-            for scale_out in (True, False):
-                yield "vllm", fault, stream, {"scale_out": scale_out}
+            yield "vllm", fault, stream, {}
         for fault in (RequestFault.REPEATED_LAST, RequestFault.UNCOUNTED_LAST, RequestFault.NO_DONE,
                       RequestFault.UNASKED_ABORT, RequestFault.ABORT_UNSEEN):  # fmt: skip
             yield "sglang", fault, stream, {"incremental": stream}
@@ -375,77 +356,10 @@ async def test_cancelled_requests_leave_nothing_open(kind: str) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "plain"])
-async def test_swept_along_is_sent_again(stream: bool) -> None:
-    """With several processes one abort pauses all: a request that nobody wanted ended, without tokens, goes on."""
-    config = {"max_token_loss": 0} if stream else {}
-    async with served("vllm", processes=2, stepped=True, max_running=1, config=config) as (server, engine):
-        assert engine.capabilities.abort_means is AbortMeans.PAUSE
-        asked = [request(), request([*PROMPT, 9])]
-        readings = [asyncio.create_task(read(engine, a)) for a in asked]
-        await until(lambda: server.open_requests == 2)
-        await engine.abort([asked[0].attempt_id])
-        assert (await readings[0]).finish is EngineFinish.ABORT
-        server.go_on()
-        assert (await readings[1]).tokens == uncut([*PROMPT, 9])[0]
-
-
-class HandedOver(FakeVllmServer):
-    """Requests reach its engine once it is paused, and it goes on once the two that do have been refused."""
-
-    refused = 2
-    """Set to 0 to begin."""
-
-    async def _generate(self, request: web.Request) -> web.StreamResponse:
-        while self.refused < 2 and self.pause_mode is None:
-            await self._wait()
-        return await super()._generate(request)
-
-    async def _pause(self, request: web.Request) -> web.Response:
-        answer = await super()._pause(request)
-        self._changed.set()
-        return answer
-
-    async def _paused_answer(self, request: web.Request, run: FakeVllmRun) -> web.StreamResponse:
-        answer = await super()._paused_answer(request, run)
-        self.refused += 1
-        self._changed.set()
-        return answer
-
-    async def _resume(self, request: web.Request) -> web.Response:
-        while self.refused < 2:
-            await self._wait()
-        return await super()._resume(request)
-
-
-@pytest.mark.parametrize("stream", [True, False], ids=["stream", "plain"])
-async def test_what_its_own_pause_refuses_is_sent_again_or_aborted(stream: bool) -> None:
-    """vLLM 0.33 refuses what is just being handed over when april pauses it to end one request: that one ends without
-    a token, and the other is sent again after the pause."""
-    server = HandedOver(processes=2, release=33, max_running=8)
-    await server.start()
-    engine = await connected("vllm", server, max_token_loss=0 if stream else None)
-    server.refused = 0
-    asked = [request(), request([*PROMPT, 9])]
-    readings = [asyncio.create_task(read(engine, a)) for a in asked]
-    await until(lambda: len(engine._admission.inside) == 2)
-    await engine.abort([asked[0].attempt_id])
-    ended, other = await asyncio.gather(*readings)
-    assert (ended.finish, ended.tokens, ended.error) == (EngineFinish.ABORT, [], None)
-    assert (other.tokens, other.error) == (uncut([*PROMPT, 9])[0], None)
-    assert (server.refused, server.pauses) == (2, ["abort"])
-    await engine.close()
-    await server.close()
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("scale_out", [True, False], ids=["tokens", "completions"])
-@pytest.mark.parametrize("stream", [True, False], ids=["stream", "plain"])
-async def test_a_server_that_somebody_else_has_paused_is_busy(stream: bool, scale_out: bool, processes: int) -> None:
+async def test_a_server_that_somebody_else_has_paused_is_busy(stream: bool) -> None:
     """vLLM 0.33 says so with a status, or inside a stream that has begun: no failure, nothing refused for good."""
     config = {"max_token_loss": 0} if stream else {}
-    async with served("vllm",
-        release=33, scale_out=scale_out, processes=processes, config=config
-    ) as (server, engine):
+    async with served("vllm", release=33, config=config) as (server, engine):
         server.pause_mode = "abort"
         for _ in range(4):
             got = await read(engine, request())
@@ -453,20 +367,6 @@ async def test_a_server_that_somebody_else_has_paused_is_busy(stream: bool, scal
             assert "Generation is paused" in str(got.error)
         server.pause_mode = None
         assert (await read(engine, request())).tokens == uncut(PROMPT)[0]
-
-
-async def test_completions_say_which_weights_made_which_token() -> None:
-    """vLLM 0.33 is asked for it on the plain route too: tokens of weights that april has not put there are not kept."""
-    async with served("vllm",
-        release=33, scale_out=False, stepped=True, mean_length=LONG
-    ) as (server, engine):
-        assert engine.capabilities.version_spans
-        reading = await begun(server, read(engine, request()))
-        server.step(3)
-        server.label = "somebody's"
-        server.go_on()
-        assert "tokens of weights 'somebody's'" in str((await reading).error)
-        assert server.runs[0].params["return_weight_versions"] is True
 
 
 async def test_as_an_openai_server_one_response_has_one_label() -> None:
@@ -482,20 +382,18 @@ async def test_as_an_openai_server_one_response_has_one_label() -> None:
         got = await reading
         assert type(got.error) is WireError
         assert "somebody's" in str(got.error)
+        assert server.runs[-1].params["return_weight_versions"] is True
         await engine.close()
 
 
-@pytest.mark.parametrize("scale_out", [True, False], ids=["tokens", "completions"])
-async def test_what_a_request_says(scale_out: bool) -> None:
+async def test_what_a_request_says() -> None:
     """The route's own id, the whole range of seeds, only the sampled token's log-probability, all limits explicit."""
-    async with served("vllm", scale_out=scale_out) as (server, engine):
+    async with served("vllm") as (server, engine):
         asked = request(max_tokens=9, min_tokens=3, stop_token_ids=(5, 7), seed=2**63 - 1, top_p=0.5)
         await read(engine, asked)
         (seen,) = server.runs
-        assert seen.token_route is scale_out
-        assert engine.facts.route == (TOKENS if scale_out else COMPLETIONS)
-        name = asked.attempt_id
-        assert seen.name == (f"generate-tokens-{name}" if scale_out else f"cmpl-{name}-0")
+        assert seen.token_route
+        assert seen.name == f"generate-tokens-{asked.attempt_id}"
         wanted = {"max_tokens": 9, "min_tokens": 3, "stop_token_ids": [5, 7], "seed": 2**63 - 1, "top_p": 0.5,
                   "logprobs": 0, "temperature": 1.0, "ignore_eos": False}  # fmt: skip
         assert {key: seen.params[key] for key in wanted} == wanted

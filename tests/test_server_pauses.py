@@ -69,25 +69,6 @@ async def test_a_pause_survives_one_abort_that_fails() -> None:
 
 
 @pytest.mark.parametrize("cancelled", [True, False], ids=["cancelled", "answer lost"])
-async def test_a_sweep_that_breaks_off_leaves_no_server_paused(cancelled: bool) -> None:
-    """The server took the pause; april did not hear of it, or was told to stop: it is resumed."""
-    async with served("vllm", processes=2, stepped=True, mean_length=LONG) as (server, engine):
-        reading = await begun(server, read(engine, request()))
-        if cancelled:
-            aborting = asyncio.create_task(engine.abort())
-            await until(lambda: server.pause_mode is not None)
-            aborting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await aborting
-        else:
-            server.unanswered = {"/pause": 2}
-            with pytest.raises(EngineUnreachable):
-                await engine.abort()
-        assert server.pause_mode is None
-        assert (await reading).finish is EngineFinish.ABORT
-
-
-@pytest.mark.parametrize("cancelled", [True, False], ids=["cancelled", "answer lost"])
 @pytest.mark.parametrize(("kind", "route"), [("vllm", "/pause"), ("sglang", "/pause_generation")])
 async def test_an_update_that_breaks_off_at_its_pause_leaves_no_server_paused(
     tmp_path: Path, kind: str, route: str, cancelled: bool
@@ -112,28 +93,6 @@ async def test_an_update_that_breaks_off_at_its_pause_leaves_no_server_paused(
         assert (server.pause_mode, server.weights) == (None, "w0")
         server.go_on()
         assert (await reading).finish is EngineFinish.LENGTH
-        await other.close()
-
-
-async def test_a_sweep_waits_for_an_update() -> None:
-    """Its resumption would let the requests of others go on in the middle of the load."""
-    async with served("vllm", processes=2, stepped=True, mean_length=LONG) as (server, engine):
-        other = await beside("vllm", server)
-        reading = await begun(server, read(other, request()))
-        server.step()
-        async with engine._other_clients_paused():
-            assert server.pause_mode == "keep"
-            engine._admission.enter("a")
-            sweeping = asyncio.create_task(engine.abort(["a"]))
-            for _ in range(50):
-                await asyncio.sleep(0)
-            assert server.pauses == ["keep"]
-            assert server.pause_mode == "keep"
-        await sweeping
-        engine._admission.leave("a")
-        assert server.pauses == ["keep", "abort"]
-        assert server.pause_mode is None
-        assert (await reading).finish is EngineFinish.ABORT
         await other.close()
 
 

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_servers.base import ControlFault, PlannedControlFault
 from fake_servers.openai import MODEL, FakeOpenAIServer
 from fake_servers.sglang import FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
 from raw_servers import http, raw_server
-from server_fixtures import KINDS, begun, connected, facts_of, listening, probed, read, request, served, until
+from server_fixtures import KINDS, begun, connected, facts_of, listening, probed, read, request, served
 from socket_clock import run_with_sockets
 
 from april.core.engine_table import EngineTable
@@ -23,10 +22,7 @@ from april.core.versions import PolicyVersion
 from april.driver.command_executor import limits_of
 from april.engines.http.http_client import HttpClient, Reply
 from april.engines.http.server_probe import eos_of, model_files
-from april.engines.openai.wire import TokenShape
 from april.engines.protocol import AbortMeans
-from april.engines.sglang import probe as sglang_probe
-from april.engines.vllm.wire import TOKEN_ROUTE
 from april.errors import ConfigError, EngineError, EngineUnreachable
 
 V1 = PolicyVersion(0, 1)
@@ -39,13 +35,11 @@ V1 = PolicyVersion(0, 1)
     [
         ({"transfers": "nccl"}, AbortMeans.BY_ID, True, True, None),
         ({}, AbortMeans.BY_ID, True, True, "--weight-transfer-config"),
-        ({"developer": False}, AbortMeans.BY_ID, False, False, "VLLM_SERVER_DEV_MODE=1"),
-        ({"scale_out": False}, AbortMeans.BY_ID, False, True, "--enable-scale-out"),
-        ({"scale_out": False, "release": 33, "transfers": "nccl"}, AbortMeans.BY_ID, True, True, None),
-        ({"scale_out": False, "release": 33, "developer": False}, AbortMeans.CLOSE, False, False, "VLLM_SERVER_DEV"),
-        ({"developer": False, "scale_out": False}, AbortMeans.CLOSE, False, False, "cannot be aborted by id"),
-        ({"processes": 2}, AbortMeans.PAUSE, True, True, "--api-server-count 1"),
-        ({"processes": 2, "developer": False}, AbortMeans.CLOSE, False, False, "--api-server-count 1"),
+        ({"developer": False}, AbortMeans.CLOSE, False, False, "VLLM_SERVER_DEV_MODE=1"),
+        ({"scale_out": False}, AbortMeans.CLOSE, False, False, "--enable-scale-out"),
+        ({"without": ("/server_info",)}, AbortMeans.CLOSE, False, False, "VLLM_SERVER_DEV_MODE=1"),
+        ({"without": ("/weight_info",)}, AbortMeans.CLOSE, False, False, "VLLM_SERVER_DEV_MODE=1"),
+        ({"processes": 2}, AbortMeans.CLOSE, False, False, "--api-server-count 1"),
         ({"logprobs": "raw"}, AbortMeans.BY_ID, True, True, "--logprobs-mode processed_logprobs"),
     ],
 )
@@ -76,8 +70,7 @@ def test_sglang() -> None:
     can = said.capabilities
     assert (said.software, said.model) == ("0.5.23", "fake/model")
     assert (can.vocab_size, can.max_context, can.max_in_flight, can.streams) == (512, 4090, 64, True)
-    assert (can.version_spans, said.incremental, said.stream_interval, said.loads) == (True, True, True, True)
-    assert said.pause_modes == ("abort", "retract", "in_place")
+    assert (can.version_spans, said.incremental) == (True, True)
     assert can.logprob_kind is LogprobKind.TEMPERATURE
     assert [sentence.split(":")[0] for sentence in can.notes] == [
         "Seeds have no effect",
@@ -90,10 +83,6 @@ def test_sglang() -> None:
     ("options", "words"),
     [
         ({"incremental": False}, "--incremental-streaming-output"),
-        ({"spans": False}, "0.5.20"),
-        ({"labels": False}, "/update_weight_version is missing"),
-        ({"intervals": False}, "--stream-interval"),
-        ({"loads": False}, "/v1/loads is missing"),
         ({"logprobs": "raw"}, "SGLANG_RETURN_ORIGINAL_LOGPROB"),
     ],
     ids=str,
@@ -113,11 +102,10 @@ def test_the_configuration_of_sglang_is_believed() -> None:
     assert offered({"max_in_flight": 5}, incremental=False).capabilities.max_in_flight == 5
 
 
-@pytest.mark.parametrize("shape", list(TokenShape))
-def test_openai(shape: TokenShape) -> None:
-    """Each server is asked in its own way from then on; one that refuses unknown keys included."""
-    facts = facts_of(FakeOpenAIServer(shape))
-    assert (facts.token_shape, facts.model, facts.keeps_eos) == (shape, MODEL, True)
+def test_openai() -> None:
+    """What its list of models and a few requests show."""
+    facts = facts_of(FakeOpenAIServer())
+    assert facts.model == MODEL
     can = facts.capabilities
     assert (can.max_context, can.vocab_size, can.eos_token_ids) == (4096, 512, (2,))
     assert (can.abort_means, can.streams, can.honours_seeds) == (AbortMeans.CLOSE, True, True)
@@ -125,18 +113,18 @@ def test_openai(shape: TokenShape) -> None:
     assert any("has made but not sent" in note for note in can.notes)
 
 
-@pytest.mark.parametrize("said", [True, False], ids=["said", "seen"])
-@pytest.mark.parametrize("logprobs", ["raw", "processed", "temperature"])
-@pytest.mark.parametrize("kind", ["vllm", "openai"])
-def test_the_kind_of_log_probabilities(kind: str, logprobs: str, said: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "logprobs"),
+    [("vllm", "raw"), ("vllm", "processed"), ("openai", "raw"), ("openai", "processed"), ("openai", "temperature")],
+)
+def test_the_kind_of_log_probabilities(kind: str, logprobs: str) -> None:
     """Out of the server's settings, or seen from requests of one token each; the configuration's word goes first."""
-    tells = kind == "vllm" and said and logprobs != "temperature"  # no server says that of itself
-    options = {"kind": LogprobKind(logprobs)} if kind == "openai" else {"logprobs": logprobs, "says_logprobs": tells}
+    options = {"kind": LogprobKind(logprobs)} if kind == "openai" else {"logprobs": logprobs}
     server = KINDS[kind][0](**options)
     can = facts_of(server).capabilities
     assert can.logprob_kind is LogprobKind(logprobs)
     if kind == "vllm":
-        assert [len(r.ids) for r in server.runs] == ([] if tells else [1, 1])
+        assert not server.runs
     else:
         assert any("raw logits" in note for note in can.notes) == (logprobs == "raw")
     assert facts_of(server, logprobs="temperature").capabilities.logprob_kind is LogprobKind.TEMPERATURE
@@ -146,9 +134,9 @@ def test_the_kind_of_log_probabilities(kind: str, logprobs: str, said: bool) -> 
     ("options", "config", "seen", "words"),
     [
         ({"honours_seeds": False}, {}, {"honours_seeds": False}, "does not repeat a response for the same seed"),
-        ({}, {"eos_token_ids": None}, {"eos_token_ids": ()}, "engine.eos_token_ids is not set"),
+        ({}, {"eos_token_ids": None}, {"eos_token_ids": ()}, "The ids that end a response are unknown"),
         ({}, {"eos_token_ids": (5,)}, {}, "a response without it fails"),
-        ({"context": 2048}, {"max_len": None}, {"max_context": 2048}, ""),
+        ({"context": 2048}, {"max_len": 4096}, {"max_context": 2048}, ""),
         ({"context": 2048}, {"max_len": 1000}, {"max_context": 1000}, ""),
     ],
     ids=["seeds", "EOS is not known", "an id that ends nothing", "its context", "less than its context"],
@@ -160,7 +148,6 @@ def test_openai_says_what_is_missing(
     facts = facts_of(FakeOpenAIServer(**options), **config)
     assert {name: getattr(facts.capabilities, name) for name in seen} == seen
     assert any(words in note for note in facts.capabilities.notes)
-    assert (facts.keeps_eos is None) == ("eos_token_ids" in config)
 
 
 # ---------------------------------------------------------------- what is refused
@@ -187,20 +174,21 @@ class Uncounted(Cumulative):
     counted = False
 
 
-REPEATS = "do its events repeat earlier tokens"
+REPEATS = "does not return the id of each token once"
 
 
 @pytest.mark.parametrize(
     ("server", "config", "message"),
     [
-        (FakeOpenAIServer(None), {}, "returns no token ids with log-probabilities in any way that april knows"),
+        (FakeOpenAIServer(gives_ids=False), {}, REPEATS),
         (FakeOpenAIServer(strips=frozenset({2})), {}, r"leaves EOS \(2\) out"),
         (FakeOpenAIServer(strips=frozenset(range(512))), {}, "leaves the stop token out"),
-        (FakeOpenAIServer(), {"vocab_size": None}, r"engine.vocab_size: .* vocab_size of the model's config.json"),
-        (FakeOpenAIServer(TokenShape.DETOKENIZE), {"max_len": None}, r"engine.max_len: .* does not report its context"),
-        (FakeOpenAIServer(context=2048), {}, "engine.max_len=4096 is more than the context .* 2048 tokens"),
+        (FakeOpenAIServer(), {"vocab_size": None}, r"set engine.vocab_size .vocab_size of the model's config.json"),
+        (FakeOpenAIServer(says_context=False), {"max_len": None}, "how long a request may be; set engine.max_len"),
         (FakeOpenAIServer(), {"model": "other"}, "has no model 'other'; it serves: fake"),
         (FakeVllmServer(), {"model": "other"}, "it serves: fake"),
+        (FakeSglangServer(spans=False), {}, "which weights made which token; upgrade it to SGLang 0.5.20 or later"),
+        (FakeSglangServer(labels=False), {}, "has no /update_weight_version; upgrade it to SGLang 0.5.20 or later"),
         (Cumulative(mean_length=10**6), {}, REPEATS),
         (Uncounted(mean_length=10**6), {}, REPEATS),
     ],
@@ -272,7 +260,7 @@ async def test_key() -> None:
         with pytest.raises((ConfigError, EngineError), match="401") as caught:
             await probed(server, "wrong-secret")
         assert "wrong-secret" not in str(caught.value)
-        assert (await probed(server, "secret-key")).route == TOKEN_ROUTE
+        assert (await probed(server, "secret-key")).capabilities.version_spans
         engine = await connected("vllm", server, api_key="secret-key")
         assert "secret-key" not in repr(engine) + repr(engine.facts) + repr(vars(engine)["_client"])
         assert (await read(engine, request())).error is None
@@ -293,36 +281,13 @@ async def test_a_server_in_use_is_not_disturbed() -> None:
         assert (await reading).error is None
 
 
-@pytest.mark.parametrize("how", ["answers", "is cut off", "is silent", "says nothing"])
-async def test_asking_for_the_pause_modes_leaves_no_server_paused(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that takes any mode is continued, whatever happens to the question; one paused by others is not."""
-    monkeypatch.setattr(sglang_probe, "PAUSE_S", 0.05)
-    server = FakeSglangServer()
-    async with listening(server):
-        server.any_mode = True
-        if how != "answers":
-            kind = ControlFault.FAILS if how == "says nothing" else ControlFault.SILENT
-            fault = PlannedControlFault(kind=kind, route="/pause_generation", later=1, obeyed=True)
-            server.control_faults.append(fault)
-        probing = asyncio.create_task(probed(server))
-        if how == "is cut off":
-            await until(lambda: server.pause_mode is not None)
-            probing.cancel()
-        (result,) = await asyncio.gather(probing, return_exceptions=True)
-        assert server.pause_mode is None
-        assert isinstance(result, BaseException) == (how in ("is cut off", "is silent"))
-        server.pause_mode, server.any_mode = "retract", False
-        assert (await probed(server)).pause_modes == ("abort", "retract", "in_place")
-        assert server.pause_mode == "retract"
-
-
 # ---------------------------------------------------------------- what follows from a server's settings and files
 
 
 async def test_disk_updates_need_all_developer_routes() -> None:
     """A server that lacks one of them would be told of new weights and keep its old ones."""
     async with served("vllm", without=("/abort_requests",)) as (_, engine):
-        assert (engine.facts.developer_routes, engine.capabilities.updates_from_disk) == (False, False)
+        assert not engine.capabilities.updates_from_disk
         await engine.pause()
         with pytest.raises(EngineError, match="cannot load weights"):
             await engine.update_weights(V1, "/weights/w1")
@@ -335,25 +300,23 @@ async def test_disk_updates_need_all_developer_routes() -> None:
         (True, "cuda", True, None),
         (False, "cpu", True, None),
         (None, "cpu", True, None),
-        (True, None, True, "If the server runs on a CPU"),
         (True, "cpu", False, None),
     ],
 )
 async def test_tied_embeddings_on_a_cpu(
-    tied: bool | None, device: str | None, developer: bool, words: str | None, tmp_path: Path
+    tied: bool | None, device: str, developer: bool, words: str | None, tmp_path: Path
 ) -> None:
     """vLLM reloads such a model wrongly there: said before it happens, where weights are updated from disk at all; the
     server is not asked to load a directory then."""
     (tmp_path / "config.json").write_text(json.dumps({} if tied is None else {"tie_word_embeddings": tied}))
     (tmp_path / "model.safetensors").write_bytes(b"")
-    without = ("/server_info",) if device is None else ()
-    options = {"root": str(tmp_path), "device": device or "cpu", "developer": developer, "without": without}
+    options = {"root": str(tmp_path), "device": device, "developer": developer}
     async with served("vllm", **options) as (server, engine):
         for notes in ((await probed(server)).capabilities.notes, engine.capabilities.notes):
             said = [note for note in notes if "tied embeddings" in note]
             assert len(said) == (words is not None)
             assert words is None or said[0].startswith(words)
-        if words and device:
+        if words:
             assert not engine.capabilities.updates_from_disk
             await engine.pause()
             with pytest.raises(EngineError, match="tied embeddings"):
@@ -376,7 +339,7 @@ async def test_a_cpu_that_reads_prompts_in_chunks_gets_no_seeds() -> None:
 @pytest.mark.parametrize("developer", [True, False])
 async def test_weights_that_no_label_shows_are_unverified(developer: bool) -> None:
     """Said by the engine, and so by every batch."""
-    async with served("vllm", developer=developer, scale_out=False) as (_, engine):
+    async with served("vllm", developer=developer) as (_, engine):
         assert engine.capabilities.verifies_weights is developer
         metrics = EngineTable([limits_of(engine)], PolicyVersion(0, 0)).metrics({}, PolicyVersion(0, 0))
         assert metrics.get(f"engine/{engine.name}/unverified_weights", 0.0) == float(not developer)

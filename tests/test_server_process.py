@@ -16,9 +16,8 @@ from april.errors import EngineError
 FIRST, SECOND, THIRD = (PolicyVersion(0, n) for n in range(3))
 SILENT = [ControlFault.HTML, ControlFault.NULL, ControlFault.EMPTY, ControlFault.ERROR, ControlFault.FAILS]
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "token route": ("vllm", {"developer": False}), "plain vllm": ("vllm", {"developer": False, "scale_out": False}),
-    "openai": ("openai", {}),
-}  # fmt: skip
+    "vllm": ("vllm", {"developer": False}), "openai": ("openai", {}),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +83,7 @@ async def test_answers_wait_for_metrics_that_fail_for_a_while(kind: str) -> None
             looks += 1
             return await real()
 
-        real, engine._confirmation._check = engine._confirmation._check, look
+        real, engine._endpoint.confirmation._check = engine._endpoint.confirmation._check, look
         await until(lambda: looks >= 3)
         assert not reading.done()
         metrics(server, None)
@@ -128,7 +127,7 @@ async def test_before_the_first_update_a_new_process_has_the_right_weights(kind:
 
 async def test_a_server_that_says_nothing_of_its_process() -> None:
     """Only that its port was found closed tells of another one; after a transfer it waits for the next then."""
-    async with served("vllm", developer=False, scale_out=False, without=("/metrics",)) as (server, engine):
+    async with served("vllm", developer=False, without=("/metrics",)) as (server, engine):
         server.die()
         assert not (await engine.health()).ok
         await server.restart()
@@ -144,10 +143,9 @@ async def test_a_server_that_says_nothing_of_its_process() -> None:
         assert set((await read(engine, request())).versions) == {THIRD}
 
 
-@pytest.mark.parametrize("scale_out", [True, False], ids=["tokens", "completions"])
-async def test_a_restart_that_nobody_has_noticed_gives_no_token(scale_out: bool) -> None:
+async def test_a_restart_that_nobody_has_noticed_gives_no_token() -> None:
     """With labels too: what a stream brings is handed over once the label was seen, not when the response has ended."""
-    async with served("vllm", scale_out=scale_out, config={"max_token_loss": 0}) as (server, engine):
+    async with served("vllm", config={"max_token_loss": 0}) as (server, engine):
         await hand_over(server, engine, SECOND)
         assert set((await read(engine, request())).versions) == {SECOND}
         server._restart_at_once()

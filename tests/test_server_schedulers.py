@@ -28,7 +28,6 @@ import april
 from april.core import engine_table
 from april.core.batch import Batch
 from april.engines.http import server_process
-from april.engines.openai.wire import TokenShape
 
 MAX_LEN = 80
 STEPS = 3
@@ -109,10 +108,9 @@ def scheduler_over(kind: str, servers: list[Any], engine: dict[str, Any], **chan
 @pytest.mark.parametrize(
     ("kind", "options", "engine"),
     [
-        *(("vllm", options, {"max_token_loss": loss}) for loss in (None, 0)
-          for options in ({}, {"scale_out": False}, {"processes": 2})),
+        *(("vllm", {}, {"max_token_loss": loss}) for loss in (None, 0)),
         *(("sglang", {"incremental": incremental}, {}) for incremental in (True, False)),
-        *(("openai", {"shape": shape, "tokens_ahead": 2, **OPENAI}, {}) for shape in TokenShape),
+        ("openai", {"tokens_ahead": 2, **OPENAI}, {}),
     ],
     ids=str,
 )  # fmt: skip
@@ -205,15 +203,14 @@ def test_a_killed_server_is_lived_without(kind: str, engine: dict[str, Any], mon
         assert not servers[0].alive
 
 
-@pytest.mark.parametrize("scale_out", [True, False], ids=["tokens", "completions"])
 @pytest.mark.parametrize("well_again", [True, False], ids=["well again", "failing"])
-def test_a_restart_that_the_metrics_hide(scale_out: bool, well_again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_that_the_metrics_hide(well_again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """No batch with tokens of the start's weights: the step fails by name, and goes on after the next update."""
     monkeypatch.setattr(engine_table, "PROBE_INTERVAL_S", 0.01)
     monkeypatch.setattr(server_process, "AGAIN_S", 0.01)
     monkeypatch.setattr(server_process, "CHECKS_APART_S", 0.0)
     monkeypatch.setattr(server_process, "IDENTITY_TIMEOUT_S", 0.1)
-    server = FakeVllmServer(developer=False, scale_out=scale_out, max_running=6, turns=5)
+    server = FakeVllmServer(developer=False, max_running=6, turns=5)
 
     def until_refused() -> None:
         for _ in range(20):
@@ -242,7 +239,7 @@ def test_a_restart_that_the_metrics_hide(scale_out: bool, well_again: bool, monk
 
 def test_a_server_that_cannot_be_used_fails_the_start() -> None:
     """Nothing stays open, not even the connections to the server that could be used."""
-    servers = [FakeOpenAIServer(), FakeOpenAIServer(None)]
-    with ServerThread(*servers), pytest.raises(april.ConfigError, match="returns no token ids"):
+    servers = [FakeOpenAIServer(), FakeOpenAIServer(gives_ids=False)]
+    with ServerThread(*servers), pytest.raises(april.ConfigError, match="does not return the id of each token"):
         scheduler_over("openai", servers, {})
     assert_nothing_is_left()

@@ -179,19 +179,14 @@ async def test_a_router_that_has_just_started_is_waited_for() -> None:
         await engine.close()
 
 
-async def test_workers_must_be_alike() -> None:
-    async with fleet() as (servers, router):
-        servers[1].vocab_size = 400
-        with pytest.raises(ConfigError, match="differ in vocab_size"):
-            await connect(servers, router)
-
-
-async def test_only_what_every_worker_can_do_is_asked() -> None:
-    """A worker without a tokenizer can search neither for stop strings nor by a grammar."""
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [("vocab_size", 400, "differ in vocab_size"), ("decode", None, r"differ in stop_strings \(True and False\)")],
+)
+async def test_workers_must_be_alike(name: str, value: Any, words: str) -> None:
+    """A worker without a tokenizer, for example, can search neither for stop strings nor by a grammar."""
     async with fleet(decode=str) as (servers, router):
-        for able in (True, False):
-            servers[-1].decode = str if able else None
-            engine = await connect(servers, router)
-            found = engine.capabilities
-            await engine.close()
-            assert (found.stop_strings, found.constrains) == (able, able)
+        await (await connect(servers, router)).close()
+        setattr(servers[1], name, value)
+        with pytest.raises(ConfigError, match=words):
+            await (await connect(servers, router)).close()

@@ -116,14 +116,6 @@ async def test_a_transfer_that_somebody_has_left_open_is_ended() -> None:
         assert (server.weights, server.pause_mode, server.session) == ("w1", None, False)
 
 
-async def test_a_server_without_labels_takes_weights_too() -> None:
-    """Nothing can be marked there."""
-    async with served("sglang", labels=False, transfers=True) as (server, engine):
-        await transferred(engine, V1)
-        assert (server.weights, server.label) == ("w1", "default")
-        assert set((await read(engine, request())).versions) == {V1}
-
-
 @pytest.mark.parametrize(
     ("change", "offered"),
     [
@@ -150,10 +142,10 @@ async def test_what_is_offered(change: dict[str, Any], offered: tuple[str, ...])
 
 
 async def test_all_workers_behind_a_router_join() -> None:
-    """One behind the other, each with as many ranks as it has; what one cannot do, the engine cannot."""
-    first, second, third = FakeSglangServer(), FakeSglangServer(), FakeSglangServer(transfers=False)
+    """One behind the other, each with as many ranks as it has."""
+    first, second = FakeSglangServer(), FakeSglangServer()
     first.sizes = {"tp_size": 2}
-    async with listening(first), listening(second), listening(third):
+    async with listening(first), listening(second):
         router = FakeSglangRouter([first.url, second.url])
         async with listening(router):
             (engine,) = await open_servers(settings("sglang", first, second, router=router.url))
@@ -167,11 +159,6 @@ async def test_all_workers_behind_a_router_join() -> None:
             await engine.update_weights(V1)
             await engine.resume()
             assert [s.label[:4] for s in (first, second)] == ["v0.1"] * 2
-            await engine.close()
-        router = FakeSglangRouter([first.url, third.url])
-        async with listening(router):
-            (engine,) = await open_servers(settings("sglang", first, third, router=router.url))
-            assert engine.capabilities.collective == ()
             await engine.close()
 
 

@@ -15,7 +15,6 @@ from responses import chunks_of, openai_reader, sglang_reader
 from april.core.versions import PolicyVersion
 from april.engines.http.response_reader import ResponseReader
 from april.engines.http.weight_labels import WeightLabels
-from april.engines.openai.wire import TokenShape
 from april.engines.protocol import Chunk, EngineFinish
 from april.engines.sglang.wire import rid_of
 from april.errors import EngineBusy, EngineError, RequestRefused, WireError
@@ -127,7 +126,7 @@ SAID_SO = {"message": "said so"}
 @pytest.mark.parametrize("kind", ["sglang", "openai"])
 def test_errors_come_as_events_too(kind: str, event: Any, error: type[EngineError]) -> None:
     """By their code, as a status has one; only 400, 413 and 422 are the request's own fault."""
-    read = reader() if kind == "sglang" else openai_reader(TokenShape.RETURN_TOKEN_IDS)
+    read = reader() if kind == "sglang" else openai_reader()
     with pytest.raises(EngineError) as raised:
         chunks_of(read, json.dumps(event).encode())
     assert type(raised.value) is error

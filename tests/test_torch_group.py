@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from april.engines.groups.gloo import GlooReceiver
+from april.engines.gloo_group import GlooReceiver
 from april.engines.weight_transfer import GLOO, Handshake, TensorSpec
 from april.weights.group import open_group
 
@@ -87,7 +87,7 @@ def test_groups_of_aprils_carry_every_dtype_and_shape() -> None:
         torch.tensor([True, False, True]),
     ]  # fmt: skip
     specs = [TensorSpec(f"t{i}", str(t.dtype).removeprefix("torch."), tuple(t.shape)) for i, t in enumerate(tensors)]
-    group, meeting = open_group(GLOO, Handshake.APRIL, "127.0.0.1", 2, PATIENCE_S, 1 << 20)
+    group, meeting = open_group(GLOO, Handshake.TORCH, "127.0.0.1", 2, PATIENCE_S, 1 << 20)
     found: list[tuple[str, torch.Tensor]] = []
 
     def receive() -> None:

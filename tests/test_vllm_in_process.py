@@ -266,7 +266,7 @@ async def test_weights_that_the_trainer_sends(own_loop: bool) -> None:
     """To each of the workers by vLLM's own calls, on vLLM's own loop; then the cache is emptied and the label moves."""
     async with world(own_loop, transfers="april_gloo") as w:
         assert isinstance(w.engine, ReceivesWeights)
-        assert (w.engine.capabilities.collective, w.engine.handshake) == (("gloo",), Handshake.APRIL)
+        assert (w.engine.capabilities.collective, w.engine.handshake) == (("gloo",), Handshake.TORCH)
         assert await w.engine.ranks() == 6
         await w.engine.pause()
         await transferred(w.engine, V1)

@@ -45,7 +45,7 @@ class Receiver:
     fails: tuple[str, str, int] | None = None
     address: str = "127.0.0.1"
     capabilities: Capabilities = CAPABILITIES
-    handshake: Handshake = Handshake.APRIL
+    handshake: Handshake = Handshake.TORCH
     asked: list[str] = field(default_factory=list)
     meetings: list[GroupInvitation] = field(default_factory=list)
     got: dict[str, TensorSpec] = field(default_factory=dict)
@@ -232,9 +232,9 @@ def test_every_worker_has_a_rank_of_its_own() -> None:
 
 def test_engines_of_two_handshakes_are_in_groups_of_their_own() -> None:
     """Each gets everything."""
-    desk = Desk(Receiver("a"), Receiver("b", handshake=Handshake.TORCH))
+    desk = Desk(Receiver("a"), Receiver("b", handshake=Handshake.UNIQUE_ID))
     desk.send()
-    assert [(shake, size) for _, shake, _, size in desk.opened] == [(Handshake.APRIL, 2), (Handshake.TORCH, 2)]
+    assert [(shake, size) for _, shake, _, size in desk.opened] == [(Handshake.TORCH, 2), (Handshake.UNIQUE_ID, 2)]
     assert all(map(desk.got_all, desk.engines))
 
 

@@ -10,9 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-IT = "The server"
-"""Subject of a limit's sentence before the server's address is known."""
-
 
 class Level(StrEnum):
     """How well an engine supports one feature."""
@@ -38,8 +35,6 @@ class LimitCode(StrEnum):
         return code
 
     PAUSED = "paused"
-    NO_VERSION_SPANS = "no version spans"
-    """Replies do not say which weights made which token."""
     NO_LABELS = "no labels", "every restart of the server is noticed"
     """The server's weights have no label (version name) that april could read or set."""
     NO_DISK_UPDATES = "no disk updates", "april gives the server its new weights"
@@ -55,25 +50,16 @@ class LimitCode(StrEnum):
     """On a CPU, vLLM reloads a model with tied embeddings incorrectly."""
     UPDATES_END_ALL = "updates end all"
     """A weight update aborts the requests of other clients too."""
-    UPDATES_WAIT = "updates wait"
-    """A weight update waits for the requests of other clients."""
     NO_PARTIALS = "no partials", "responses can be cut and continued"
     NO_ABORT_BY_ID = "no abort by id", "an abort loses no token"
-    SEVERAL_PROCESSES = "several processes", "an abort loses no token, and leaves other users of the server alone"
-    """Several API processes share one port, and an abort by id reaches only one of them."""
     CUMULATIVE_STREAMS = "cumulative streams", "an abort loses no token"
     """Each event repeats the whole response, so april reads responses only at their end."""
     TOKENS_AT_END = "tokens at end"
-    LATE_STREAM_END = "late stream end"
-    """The server notices late that the client has closed a stream."""
-    NO_STREAM_INTERVAL = "no stream interval"
     RAW_LOGPROBS = "raw logprobs", "log-probabilities are right at temperatures other than 1"
     UNKNOWN_LOGPROBS = "unknown logprobs", "log-probabilities are right at temperatures other than 1"
     UNKNOWN_EOS = "unknown eos", "april stops each response at its end"
     UNSEEN_EOS = "unseen eos"
     """The EOS ids are known, but no response of the server was seen to contain one."""
-    EARLY_STOP = "early stop"
-    """Stop tokens other than EOS may end a response before min_tokens."""
     NO_SEEDS = "no seeds"
     CHUNKED_PREFILL = "chunked prefill", "the server survives the requests of other clients, and runs are reproducible"
     """A request with a seed crashes the server, so april sends no seeds."""
@@ -83,9 +69,6 @@ class LimitCode(StrEnum):
     """The server does not return the experts that the model chose for each token."""
     NO_ATTACHMENTS = "no attachments"
     """The model reads images, but april cannot send any to its server."""
-    NO_LOAD = "no load"
-    NO_START_TIME = "no start time"
-    """The server does not say when its process began."""
     OTHER = "other"
     """A limit that a user's own engine class reports."""
 

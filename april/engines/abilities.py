@@ -312,7 +312,7 @@ ABILITIES = (
     ),
     Ability(
         name="abort_means", subject="abort", shown=_abort,
-        causes=(LimitCode.SEVERAL_PROCESSES, LimitCode.NO_ABORT_BY_ID, LimitCode.CUMULATIVE_STREAMS),
+        causes=(LimitCode.NO_ABORT_BY_ID, LimitCode.CUMULATIVE_STREAMS),
     ),
     Ability(
         name="verifies_weights", causes=(LimitCode.NO_LABELS,), subject="versions",
@@ -334,9 +334,7 @@ ABILITIES = (
         ),
         subject="new weights", shown=_weights,
     ),
-    Ability(
-        name="collective", lacking="no weights can be sent to the engine from the trainer's process",
-    ),
+    Ability(name="collective", lacking="no weights can be sent to the engine from the trainer's process"),
     Ability(
         name="adapters", lacking="the engine accepts no adapters", remedy="use servers that accept adapters",
         subject="adapters", shown=_adapters,
@@ -371,8 +369,7 @@ ABILITIES = (
     Ability(
         name="in_flight_updates", unfit=_wrong_update, lacking="requests are cut at a weight update",
         causes=(
-            LimitCode.NO_VERSION_SPANS, LimitCode.NO_LABELS, LimitCode.NO_DISK_UPDATES, LimitCode.SEVERAL_PROCESSES,
-            LimitCode.SEVERAL_COPIES, LimitCode.NO_ABORT_BY_ID,
+            LimitCode.NO_LABELS, LimitCode.NO_DISK_UPDATES, LimitCode.SEVERAL_COPIES, LimitCode.NO_ABORT_BY_ID,
         ),
         subject="in flight", remark=_cut,
         shown=lambda c, config: f"on_weight_update: {_offers(c)}" if c.in_flight_updates else None,

@@ -13,15 +13,12 @@ from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
 
 GLOO, NCCL = "gloo", "nccl"
-BACKENDS = (NCCL, GLOO)
-"""Back-ends over which april sends weights, the fastest first."""
+"""Back-ends over which april sends weights."""
 
 
 class Handshake(StrEnum):
     """How the sender and an engine's workers form their process group; one group uses one way."""
 
-    APRIL = "april"
-    """The workers run april's own receiver and meet at the store at the meeting's address and port."""
     TORCH = "torch"
     """A named process group of torch.distributed, with the store at the meeting's address and port."""
     UNIQUE_ID = "unique id"

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from april.engines.weight_transfer import BACKENDS, GLOO, NCCL, GroupInvitation, Handshake, TensorSpec
-from april.errors import ConfigError
+from april.engines.weight_transfer import GroupInvitation, Handshake, TensorSpec
 
 
 class Group(Protocol):
@@ -40,19 +39,12 @@ def open_group(
         address=address, port=0, world_size=world_size, rank_offset=1, group=name, backend=backend,
         timeout_s=timeout_s, bucket_bytes=bucket_bytes,
     )  # fmt: skip
-    if (backend, handshake) == (GLOO, Handshake.APRIL):
-        from april.engines.groups.gloo import GlooSender
-
-        gloo = GlooSender(address, name, world_size, timeout_s)
-        return gloo, replace(meeting, port=gloo.port)
-    if handshake is Handshake.TORCH and backend in BACKENDS:
+    if handshake is Handshake.TORCH:
         from april.weights.torch_group import TorchSender
 
         torch_group = TorchSender(backend, address, name, world_size, timeout_s)
         return torch_group, replace(meeting, port=torch_group.port)
-    if (backend, handshake) == (NCCL, Handshake.UNIQUE_ID):
-        from april.weights.nccl import NcclSender
+    from april.weights.nccl import NcclSender
 
-        nccl = NcclSender(world_size)
-        return nccl, replace(meeting, unique_id=nccl.unique_id)
-    raise ConfigError(f"april has no group for {backend} with the handshake {handshake}")
+    nccl = NcclSender(world_size)
+    return nccl, replace(meeting, unique_id=nccl.unique_id)

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from april.engines.groups.polling import poll_until
 from april.engines.weight_transfer import TensorSpec
+from april.weights.polling import poll_until
 
 LIBRARY = "libnccl.so.2"
 UNIQUE_ID_BYTES = 128

@@ -122,11 +122,13 @@ class WeightSource(Weights):
     """
 
     def __init__(self, weights: Any, *, bucket_bytes: int = BUCKET_BYTES, dtype: str | None = None) -> None:
+        import torch
+
         if bucket_bytes < 1:
             raise ConfigError(f"weights: bucket_bytes must be at least 1, got {bucket_bytes}")
         self.bucket_bytes = bucket_bytes
         self._dtype = None if dtype is None else _dtype_of(dtype)
-        self.module = module_of(weights)
+        self.module = _unwrapped(weights) if isinstance(weights, torch.nn.Module) else None
         self._items = _items_of(weights)
         self.repeatable = self._items is not None or not isinstance(weights, Iterator)
         self._iterable: Iterable[Any] = () if self._items is not None else weights
@@ -213,13 +215,6 @@ def _dtype_of(name: str) -> torch.dtype:
 
 
 # ---------------------------------------------------------------- the argument of weight_update
-
-
-def module_of(weights: Any) -> Any:
-    """Return the model without torch's wrappers; None if the weights are not a module."""
-    import torch
-
-    return _unwrapped(weights) if isinstance(weights, torch.nn.Module) else None
 
 
 def _items_of(weights: Any) -> list[_SourceTensor] | None:

@@ -1,8 +1,8 @@
-"""Rank 0, the sender, of a named torch.distributed group that engines such as SGLang join with torch itself.
+"""Rank 0, the sender, of a named torch.distributed group that engines join.
 
-On the engines, torch makes a group from an address and a port, beside their own groups. The sender's end is made
-without torch's helpers, so the trainer's default group is neither touched nor needed. Tensors are sent one by one, as
-such engines receive them.
+SGLang makes its end of the group with torch's helpers, from an address and a port, beside its own groups; vLLM with
+april's :mod:`april.engines.gloo_group`. The sender's end is made without torch's helpers, so the trainer's default
+group is neither touched nor needed. Tensors are sent one by one, as SGLang receives them.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from april.engines.groups.gloo import listening_store
-from april.engines.groups.polling import poll_until
+from april.engines.gloo_group import bytes_of, gloo_group, group_keys, listening_store
 from april.engines.weight_transfer import GLOO, TensorSpec
+from april.weights.polling import poll_until
 
 T = TypeVar("T")
-DEVICE = {GLOO: "cpu"}
-"""Device under which torch files a back-end's keys in the store; for NCCL it is cuda."""
 LONGEST_S = 24 * 3600.0
 """Timeout in seconds that NCCL is given. When it is over, torch ends the trainer's whole process, so april's own limit
 has to come first."""
@@ -39,7 +37,8 @@ class TorchSender:
 
         dist: Any = torch.distributed
         self._backend, self._address, self._group, self._world_size = backend, address, group, world_size
-        self._limit = timedelta(seconds=timeout_s)
+        self._device = "cpu" if backend == GLOO else "cuda"
+        self._timeout_s, self._limit = timeout_s, timedelta(seconds=timeout_s)
         at = listening_store(address)
         self.port: int = at.getsockname()[1]
         self._store = dist.TCPStore(
@@ -60,14 +59,9 @@ class TorchSender:
         dist: Any = torch.distributed
         # a client of the store, whose waits end when the store's server is closed
         store = dist.TCPStore(self._address, self.port, None, False, self._limit)
-        keys: Any = dist.PrefixStore(self._group, store)
-        for prefix in (self._group, DEVICE.get(self._backend, "cuda")):
-            keys = dist.PrefixStore(f"{prefix}/", keys)
+        keys = group_keys(store, self._group, self._device)
         if self._backend == GLOO:
-            options = dist.ProcessGroupGloo._Options()
-            options._timeout = self._limit
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._address)]
-            return dist.ProcessGroupGloo(keys, 0, self._world_size, options)
+            return gloo_group(keys, 0, self._world_size, self._address, self._timeout_s)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=LONGEST_S)
         return dist.ProcessGroupNCCL(keys, 0, self._world_size, options)
@@ -79,7 +73,9 @@ class TorchSender:
         options = BroadcastOptions()
         options.rootRank, options.asyncOp = 0, True
         # NCCL sends from the current device, gloo from main memory
-        ready = [t.detach().to("cpu" if self._backend == GLOO else "cuda").contiguous() for t in tensors]
+        ready = [t.detach().to(self._device).contiguous() for t in tensors]
+        if self._backend == GLOO:
+            ready = [bytes_of(t) for t in ready]
         self._works = []
         # in a thread, because the first broadcast creates NCCL's group, which may block
         works = (self._process_group.broadcast([t], options) for t in ready)

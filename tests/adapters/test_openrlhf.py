@@ -33,8 +33,11 @@ from april.core.types import Prompt
 from april.driver.rewards import Response
 from april.engines.attachments import attachment_bytes
 from april.engines.protocol import Capabilities, Chunk, Request
+from april.engines.served.wire import CallReply
 from april.engines.simulated.engine import synthetic_response
+from april.engines.vllm.actor import capabilities_of
 from april.errors import CheckpointError, ConfigError, RolloutError
+from april.serialization.own_values import unpack
 
 SEES: dict[str, Any] = {"data__max_images_per_prompt": 2, "data__max_len": 400}
 ALL = Counter(row(i)[1] for i in range(ROWS))
@@ -541,9 +544,11 @@ async def test_the_engine_actor(modules: Any, monkeypatch: pytest.MonkeyPatch) -
     await actor.update_weight("b", "bf16", (1,), empty_cache=True)
     await actor.update_weight_cuda_ipc("b", "bf16", (1,), {}, empty_cache=True)
     assert (actor.april_pushes(), actor.written) == (2, ["a", "b", "b"])
-    assert await actor.april_update_weights([0, 2]) == ("ok", None)
-    assert (await actor.april_health())[0]
-    assert actor.april_capabilities()["max_context"] == 1000
+    assert unpack(await actor.april_update_weights([0, 2]), CallReply).failure is None
+    health = unpack(await actor.april_health(), CallReply).health
+    assert health is not None
+    assert health.ok
+    assert capabilities_of(actor.april_capabilities()).max_context == 1000
     await actor.april_abort(["unknown"])
 
     assert await actor.april_judge("q", "p", "l") == {"rewards": 2.0}

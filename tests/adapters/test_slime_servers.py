@@ -211,12 +211,12 @@ class Loop(Fleet):
     """slime's asynchronous loop: the rollout after next is asked for while one is trained on."""
 
     def __init__(
-        self, directory: Path | None = None, labels: bool = True, max_staleness: int = 3, **flags: Any
+        self, directory: Path | None = None, max_staleness: int = 3, **flags: Any
     ) -> None:  # fmt: skip
         # a few at a time: the bound is not reached before an update comes
         april = {"generation": "continuous", "max_staleness": max_staleness, "max_in_flight": 4}
         where = None if directory is None else str(directory)
-        servers = {"turns": 12, "labels": labels, "mean_length": 40}
+        servers = {"turns": 12, "mean_length": 40}
         super().__init__(servers, cap=CAP, **{"april": april, "save": where, "load": where, **flags})
         self.trained: Counter[int] = Counter()
         self.updates = 0
@@ -378,12 +378,6 @@ def test_evaluation_is_slimes_own_and_cuts_nothing() -> None:
         assert not loop.aborts
         loop.run(range(1, 4))
         loop.balance()
-
-
-def test_servers_that_do_not_name_their_weights_are_refused() -> None:
-    """Nobody could say which weights made a token."""
-    with Loop(labels=False) as loop, pytest.raises(ConfigError, match="reports which weights made a token"):
-        loop.rollout(0)
 
 
 def test_miles_is_refused() -> None:

@@ -201,8 +201,6 @@ class FakeRequest:
     MIN_TOKENS: ClassVar[str]
     MAX_TOKENS: ClassVar[str]
     """Names of these parameters."""
-    EOS_ALONE: ClassVar[bool] = False
-    """The server holds back no other stop token before the minimum."""
 
     name: str
     """As the engine knows it; an abort names exactly this."""
@@ -277,9 +275,8 @@ class FakeRequest:
         token, logprob = next_token(weights, self.prompt + self.ids, vocab_size, eos, mean_length)
         stops = {eos, *(self.params.get("stop_token_ids") or ())}
         count = len(self.ids) + 1
-        held_back = {eos} if self.EOS_ALONE else stops
         banned = {int(i) for i, bias in (self.params.get("logit_bias") or {}).items() if bias <= -100}
-        if token in held_back and (count <= self.params[self.MIN_TOKENS] or self.params.get("ignore_eos")):
+        if token in stops and (count <= self.params[self.MIN_TOKENS] or self.params.get("ignore_eos")):
             banned |= stops
         token = next_allowed(token, banned, vocab_size)
         self.ids.append(token)

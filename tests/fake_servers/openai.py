@@ -1,35 +1,20 @@
-"""Servers with the OpenAI completions route and no more, in the ways of vLLM, TensorRT-LLM and others.
+"""Servers with the OpenAI completions route and no more.
 
 Greedy tokens are those of every fake server; others follow from the seed too, where it is honoured.
 """
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from aiohttp import web
 
 from april.core.sampling import LogprobKind
-from april.engines.openai.wire import TokenShape
 
-from .base import event_stream
-from .vllm import COMPLETIONS, FakeVllmRun, FakeVllmServer
+from .vllm import FakeVllmRun, FakeVllmServer
 
 MODEL = "fake"
-VERSION = "1.3.0rc15"
-PAUSED = "AsyncLLM is paused. Call resume_generation() before submitting new requests."
-_KEYS = frozenset(
-    {
-        "detokenize", "frequency_penalty", "ignore_eos", "include_stop_str_in_output", "logit_bias", "logprobs",
-        "max_tokens", "min_p", "min_tokens", "model", "n", "presence_penalty", "priority", "prompt",
-        "repetition_penalty", "seed", "stop", "stop_token_ids", "stream", "stream_options", "temperature", "top_k",
-        "top_p", "truncate_prompt_tokens",
-    }
-)  # fmt: skip
-"""Of a completion by TensorRT-LLM, as far as april has use for them; it refuses every other."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,13 +30,10 @@ class CompletionRun(FakeVllmRun):
             self.flushed = max(self.sent, len(self.ids) - self.ahead)
 
 
-class TrtllmRun(CompletionRun):
-    EOS_ALONE = True
-
-
 class FakeOpenAIServer(FakeVllmServer):
     """Args:
-    shape: how token ids come; None: not at all.
+    gives_ids: it returns the ids of tokens.
+    says_context: its list of models has the length of its context.
     kind: of which distribution the log-probabilities are.
     tokens_ahead: how many tokens it has made and not sent, at any time.
     strips: ids that it keeps back when they end a response.
@@ -63,12 +45,13 @@ class FakeOpenAIServer(FakeVllmServer):
     RUN: ClassVar[type[FakeVllmRun]] = CompletionRun
 
     def __init__(
-        self, shape: TokenShape | None = TokenShape.RETURN_TOKEN_IDS, *, kind: LogprobKind = LogprobKind.RAW,
+        self, *, gives_ids: bool = True, says_context: bool = True, kind: LogprobKind = LogprobKind.RAW,
         tokens_ahead: int = 0, strips: frozenset[int] = frozenset(), honours_seeds: bool = True,
         owner: str | None = None, without: tuple[str, ...] = ("/version",), **common: Any,
     ) -> None:  # fmt: skip
         super().__init__(developer=False, scale_out=False, logprobs=kind.value, without=without, **common)
-        self.shape, self.tokens_ahead, self.strips, self.owner = shape, tokens_ahead, strips, owner
+        self.gives_ids, self.says_context, self.tokens_ahead = gives_ids, says_context, tokens_ahead
+        self.strips, self.owner = strips, owner
         self.honours_seeds = honours_seeds
 
     @property
@@ -100,132 +83,19 @@ class FakeOpenAIServer(FakeVllmServer):
         body, ids, scored = run.params, choice.pop("token_ids"), choice.pop("logprobs")
         if choice["finish_reason"] == "stop" and ids and self._kept_back(run):
             ids, scored = ids[:-1], {name: values[:-1] for name, values in scored.items()}
-        asked = body.get("logprobs") is not None
-        if self.shape is TokenShape.RETURN_TOKEN_IDS and body.get("return_token_ids"):
+        if self.gives_ids and body.get("return_token_ids"):
             choice["token_ids"] = ids
-        elif self.shape is TokenShape.DETOKENIZE:
-            choice |= {"token_ids": ids, "text": ""} if body.get("detokenize") is False else {}
-            asked = bool(body.get("logprobs"))
-        elif self.shape is TokenShape.STRINGS and body.get("return_tokens_as_token_ids"):
-            scored["tokens"] = [f"token_id:{i}" for i in ids]
-        if asked:
+        if body.get("logprobs") is not None:
             choice["logprobs"] = scored
         return said
 
     async def _models(self, request: web.Request) -> web.Response:
         card: dict[str, Any] = {"id": self.model, "object": "model", "owned_by": self.owner}
-        if self.shape is not TokenShape.DETOKENIZE:
+        if self.says_context:
             card["max_model_len"] = self.context
         adapters = [card | {"id": a, "parent": self.model} for a in self.adapters]
         return web.json_response({"object": "list", "data": [card, *adapters]})
 
     def _refusal(self, body: dict[str, Any], token_route: bool) -> web.Response | None:
-        unknown = sorted(set(body) - _KEYS) if self.shape is TokenShape.DETOKENIZE else []
-        if unknown:
-            return _bad_request(f"Extra inputs are not permitted: {unknown}")
         model = body["model"].rpartition(":")[2]  # SGLang has adapters under "base:adapter"
         return super()._refusal(body | {"model": model}, token_route)
-
-
-class FakeTrtllmServer(FakeOpenAIServer):
-    """Args:
-    prometheus: it was started with ``return_perf_metrics``, and has a Prometheus page.
-    seeds_alone: it honours the seed of a request that runs alone; older ones honour none.
-    common: of :class:`FakeOpenAIServer`.
-    """
-
-    RUN = TrtllmRun
-
-    def __init__(self, *, prometheus: bool = False, seeds_alone: bool = True, **common: Any) -> None:
-        without = () if prometheus else ("/prometheus/metrics",)
-        super().__init__(TokenShape.DETOKENIZE, owner="tensorrt_llm", without=without, **common)
-        self.seeds_alone = seeds_alone
-        self.paused = False
-        """Somebody has called pause_generation() of its engine."""
-        self.resumes_after: int | None = None
-        """So many requests are answered so, and then somebody resumes it."""
-        self.starting = False
-        """The engine is still being loaded."""
-        self.asked: Counter[str] = Counter()
-        """Requests by route."""
-        self.refused: list[str] = []
-        """What was wrong with requests that were refused."""
-
-    def _routes(self) -> list[web.RouteDef]:
-        return [*super()._routes(), web.get("/prometheus/metrics", self._prometheus)]
-
-    async def _early(self, request: web.Request) -> web.StreamResponse | None:
-        self.asked[request.path] += 1
-        if self.starting:
-            headers = {"x-trtllm-server-state": "starting", "Retry-After": "1"}
-            return web.json_response({"error": "the server is starting"}, status=503, headers=headers)
-        if request.path != COMPLETIONS:
-            return await super()._early(request)
-        body = await request.json()
-        if unknown := sorted(set(body) - _KEYS):
-            self.refused.append(f"extra_forbidden: {unknown}")
-            text = f"1 validation error: {{'type': 'extra_forbidden', 'loc': ('body', '{unknown[0]}')}}"
-            return web.json_response({"error": text}, status=400)
-        if self.paused:
-            if self.resumes_after is not None:
-                self.resumes_after -= 1
-                self.paused = self.resumes_after > 0
-            return _bad_request(PAUSED)
-        if not body["prompt"]:
-            self.refused.append("an empty prompt")
-            return _bad_request("prompt is empty")
-        room, most = self.context - len(body["prompt"]), max(body["prompt"])
-        if room > 0 and most < self.vocab_size:
-            return None
-        wrong = f"`default_max_tokens` ({room}) must be greater than 0" if room <= 0 else "Token ID out of range"
-        self.refused.append(wrong)
-        # the engine is in a process of its own: the stream has begun when it is heard of
-        response = await event_stream(request)
-        await response.write(f"data: {_error(wrong)}\n\ndata: [DONE]\n\ndata: [DONE]\n\n".encode())
-        return response
-
-    # ---------------------------------------------------------------- generation
-
-    def _run_of(self, body: dict[str, Any], token_route: bool, header: str | None) -> FakeVllmRun:
-        # requests that run together are drawn by one seed, that of the first of them
-        self.honours_seeds = self.seeds_alone and not self.open_requests
-        return super()._run_of(body, token_route, header)
-
-    def _kept_back(self, run: FakeVllmRun) -> bool:
-        return run.ids[-1] != self.eos and not run.params.get("include_stop_str_in_output")
-
-    def _shaped(self, run: FakeVllmRun, said: dict[str, Any]) -> dict[str, Any]:
-        said = super()._shaped(run, said)
-        (choice,) = said["choices"]
-        if choice["finish_reason"] == "stop" and run.ids[-1] != self.eos:
-            choice["stop_reason"] = run.ids[-1]
-        return said | {"choices": [choice | {"avg_decoded_tokens_per_iter": None}], "created": 1795342166}
-
-    def _said(self, run: FakeVllmRun) -> str:
-        return _error("the engine is dead") + "\n\ndata: [DONE]" if run.failed else super()._said(run)
-
-    # ---------------------------------------------------------------- what it says of itself
-
-    async def _version(self, request: web.Request) -> web.Response:
-        return web.json_response({"version": VERSION})
-
-    async def _metrics(self, request: web.Request) -> web.Response:
-        """Whoever asks is counted, and not kept waiting here."""
-        running = len(self.running)
-        return web.json_response([{"iter": 1, "numActiveRequests": running, "numQueuedRequests": 0}])
-
-    async def _prometheus(self, request: web.Request) -> web.Response:
-        return web.Response(
-            text=f'trtllm_num_requests_running{{model_name="{MODEL}"}} {len(self.running)}.0\n'
-            f'trtllm_num_requests_waiting{{model_name="{MODEL}"}} 1.0\n'
-            f'trtllm_kv_cache_utilization{{model_name="{MODEL}"}} 0.5\n'
-        )
-
-
-def _error(message: str) -> str:
-    return json.dumps({"error": {"message": message, "type": "server_error", "code": None, "param": None}})
-
-
-def _bad_request(message: str) -> web.Response:
-    said = {"object": "error", "message": message, "type": "BadRequestError", "param": None, "code": 400}
-    return web.json_response(said, status=400)

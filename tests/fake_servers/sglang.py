@@ -100,7 +100,7 @@ def answer(
 KNOWN_PARAMS = frozenset({
     "max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "frequency_penalty",
     "presence_penalty", "repetition_penalty", "ignore_eos", "stop_token_ids", "stop", "sampling_seed", "logit_bias",
-    "json_schema", "regex",
+    "json_schema", "regex", "stream_interval",
 })  # fmt: skip
 
 
@@ -110,7 +110,7 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
     Args:
         incremental: events of a stream have the new tokens only (``--incremental-streaming-output``).
         spans: answers say which weights made which token (0.5.20 and later).
-        labels, loads, intervals: whether it knows ``/update_weight_version``, ``/v1/loads``, ``stream_interval``.
+        labels: it knows ``/update_weight_version``.
         logprobs: "temperature", or "raw" (SGLANG_RETURN_ORIGINAL_LOGPROB).
         transfers: it takes weights in a session of begin and end (0.5.23 and later).
         loras: adapters that may be loaded and unloaded (``--enable-lora``).
@@ -120,15 +120,15 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
     """
 
     def __init__(
-        self, *, incremental: bool = True, spans: bool = True, labels: bool = True, loads: bool = True,
-        intervals: bool = True, logprobs: str = "temperature", transfers: bool = True,
-        loras: FakeAdapters | None = None, images: FakeImages | None = None, names_images: bool = True, **common: Any,
+        self, *, incremental: bool = True, spans: bool = True, labels: bool = True,
+        logprobs: str = "temperature", transfers: bool = True, loras: FakeAdapters | None = None,
+        images: FakeImages | None = None, names_images: bool = True, **common: Any,
     ) -> None:  # fmt: skip
         super().__init__(**common)
         self.images, self.names_images = images, names_images
-        self.incremental, self.spans, self.labels, self.loads = incremental, spans, labels, loads
+        self.incremental, self.spans, self.labels = incremental, spans, labels
         self.logprobs = logprobs
-        self.params = KNOWN_PARAMS | ({"stream_interval"} if intervals else set())
+        self.params = KNOWN_PARAMS
         self.aborts: list[dict[str, Any]] = []
         """Bodies of the calls of ``/abort_request``."""
         self.updates: list[dict[str, Any]] = []
@@ -141,8 +141,6 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         """Tokens of its key-value memory, and of one page of it."""
         self.speculation: str | None = None
         """Its ``speculative_algorithm``."""
-        self.any_mode = False
-        """It pauses whatever the mode is."""
         self.loras = loras
         self.adapters: list[str] = []
         """Names of the adapters (LoRA) that it has besides its model."""
@@ -177,7 +175,7 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
             web.post("/update_weights_from_disk", self._update), web.route("*", "/flush_cache", self._flush),
             web.get("/model_info", self._model_info), web.get("/server_info", self._server_info),
             web.get("/v1/models", self._models), web.get("/ready", self._ready),
-            web.get("/openapi.json", self._openapi),
+            web.get("/openapi.json", self._openapi), web.get("/v1/loads", self._v1_loads),
         ]  # fmt: skip
         if self.transfers:
             routes += [
@@ -193,8 +191,6 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
             ]  # fmt: skip
         if self.labels:
             routes.append(web.post("/update_weight_version", self._relabel))
-        if self.loads:
-            routes.append(web.get("/v1/loads", self._v1_loads))
         return routes
 
     # ---------------------------------------------------------------- generation
@@ -381,7 +377,7 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
 
     async def _pause(self, request: web.Request) -> web.Response:
         mode = (await request.json()).get("mode", "abort")
-        if mode not in ("abort", "retract", "in_place") and not self.any_mode:
+        if mode not in ("abort", "retract", "in_place"):
             said = f"Input should be 'abort', 'retract' or 'in_place', got {mode!r}"
             return web.json_response({"object": "error", "message": said}, status=400)
         if mode == "abort":

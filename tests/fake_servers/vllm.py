@@ -38,8 +38,6 @@ class FakeVllmRun(FakeRequest):
     logprobs_mode: str = "processed"
     under: str = ""
     """Weights that the server had when it came."""
-    process: int = 0
-    """API process that took it; an abort by id reaches process 0 only."""
 
     def as_said(self, logprob: float) -> float:
         """The log-probability under ``--logprobs-mode``; "temperature" is what no vLLM says, and others do."""
@@ -100,10 +98,9 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
             version spans where they are asked for.
         developer: VLLM_SERVER_DEV_MODE=1.
         scale_out: ``--enable-scale-out``.
-        processes: API processes behind the port; requests go round, an abort by id or of all reaches the first only.
+        processes: API processes behind the port.
         api_key: guards the generation routes, and nothing else.
         logprobs: "processed", "raw" (vLLM's default), or "temperature".
-        says_logprobs: ``/server_info`` has the mode (with ``developer``).
         root: directory of the model, as its card says it.
         chunked_prefill: prompts are read in chunks, which on a CPU kills it at the first request with a seed.
         copies: data-parallel ones, behind one API process.
@@ -120,7 +117,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
 
     def __init__(
         self, *, developer: bool = True, scale_out: bool = True, processes: int = 1, api_key: str | None = None,
-        logprobs: str = "processed", says_logprobs: bool = True, model: str = "fake", root: str = "fake/model",
+        logprobs: str = "processed", model: str = "fake", root: str = "fake/model",
         device: str = "cuda", without: tuple[str, ...] = (), chunked_prefill: bool = False, copies: int = 1,
         speculation: dict[str, Any] | None = None, release: int = 32, transfers: str | None = None, world_size: int = 1,
         loras: FakeAdapters | None = None, images: FakeImages | None = None,
@@ -131,7 +128,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         self.images, self.kv_connector = images, kv_connector
         self.model, self.release = model, release
         self.developer, self.scale_out, self.processes = developer, scale_out, processes
-        self.logprobs, self.says_logprobs = logprobs, says_logprobs
+        self.logprobs = logprobs
         self.root, self.device, self.without = root, device, without
         self.chunked_prefill, self.copies, self.speculation = chunked_prefill, copies, speculation
         self._key = api_key
@@ -175,8 +172,8 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
     def _routes(self) -> list[web.RouteDef]:
         routes = [
             web.post(TOKENS, self._generate), web.post(COMPLETIONS, self._generate),
-            web.post("/inference/v1/abort_requests", self._abort), web.get("/v1/models", self._models),
-            web.get("/version", self._version), web.get("/health", self._health), web.get("/metrics", self._metrics),
+            web.get("/v1/models", self._models), web.get("/version", self._version),
+            web.get("/health", self._health), web.get("/metrics", self._metrics),
         ]  # fmt: skip
         if self.loras is not None:
             routes += [
@@ -331,8 +328,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         run = self.RUN(
             engine_id, list(prompt), params, bool(body.get("stream")), token_route=token_route,
             usage_asked=bool((body.get("stream_options") or {}).get("include_usage")), logprobs_mode=self.logprobs,
-            says_cached=self.says_cached,
-            process=len(self.runs) % self.processes, cache_salt=body.get("cache_salt") or "", under=self.weights,
+            says_cached=self.says_cached, cache_salt=body.get("cache_salt") or "", under=self.weights,
         )  # fmt: skip
         if self.loras is not None:
             run.salt = self.loras.present.get(body.get("model", ""), "")
@@ -393,16 +389,11 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
     async def _abort(self, request: web.Request) -> web.Response:
         """The reply says "aborted" whatever the ids are."""
         body = await request.json()
-        scale_out = request.path.startswith("/inference")
-        if scale_out and not self.scale_out:
-            return _error(403, "Scale-out endpoints are disabled. Restart with --enable-scale-out.")
         ids = body.get("request_ids")
-        if scale_out and not ids:
-            return _error(400, "request_ids must not be empty")
         self.aborts.append((request.path, body))
-        for run in [r for r in self._live if r.process == 0 and (not ids or r.name in ids)]:
+        for run in [r for r in self._live if not ids or r.name in ids]:
             self._abort_run(run)
-        return web.Response() if scale_out else web.json_response({"status": "aborted", "aborted": len(ids or ())})
+        return web.json_response({"status": "aborted", "aborted": len(ids or ())})
 
     async def _pause(self, request: web.Request) -> web.Response:
         mode = request.query.get("mode", "abort")
@@ -531,8 +522,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         return web.json_response({"success": True, "new_version": self.label})
 
     async def _server_info(self, request: web.Request) -> web.Response:
-        model: dict[str, Any] = {"logprobs_mode": f"{self.logprobs}_logprobs"} if self.says_logprobs else {}
-        model["skip_tokenizer_init"] = self.decode is None
+        model = {"logprobs_mode": f"{self.logprobs}_logprobs", "skip_tokenizer_init": self.decode is None}
         gives = {"enable_return_routed_experts": self.experts is not None}
         return web.json_response({"vllm_config": {
             "model_config": model | (gives if self.release < 33 else {}),

@@ -241,8 +241,4 @@ def _append_tokens(value: Any, tokens: list[int]) -> None:
             del tokens[total:]  # an echo of the last token at an abort is no token
         return
     for choice in value.get("choices") or ():
-        ids = choice.get("token_ids")
-        if ids is None:
-            said = (choice.get("logprobs") or {}).get("tokens") or ()
-            ids = [int(t.partition("token_id:")[2]) for t in said if t.startswith("token_id:")]
-        tokens += ids
+        tokens += choice.get("token_ids") or ()

@@ -165,10 +165,9 @@ class SlimeUpdates:
         self._held = self._closed = False
         self._engines: list[SglangEngine] = []
         for engine in engines:
-            if not isinstance(engine, SglangEngine) or engine.facts.label is None:
+            if not isinstance(engine, SglangEngine):
                 raise ConfigError(
-                    "april.generation=continuous needs slime's SGLang servers, in a version that reports which weights "
-                    f"made a token (/model_info, weight_version), but {engine.name} does not; leave it out"
+                    f"april.generation=continuous needs slime's SGLang servers, and {engine.name} is none; leave it out"
                 )
             engine.on_foreign_pause = self._begin
             self._engines.append(engine)

@@ -462,6 +462,17 @@ def is_page(reply: Reply) -> bool:
     return reply.body.lstrip()[:1] == b"<"
 
 
+async def refuses_probe(client: HttpClient, *routes: str) -> str:
+    """Probe the first route that exists; returns what is wrong with the answer, or an empty text."""
+    for route in routes:
+        reply = await client.call("GET", route, retry=True)
+        if reply.status != 404:
+            break
+    if reply.ok and not is_page(reply):
+        return ""
+    return f"{client.url} answers {'a page' if reply.ok else reply.status} to a health probe"
+
+
 async def control(
     client: HttpClient, route: str, *words: Confirms, body: object = None, params: dict[str, str] | None = None
 ) -> None:

@@ -21,11 +21,11 @@ from april.engines.http.response_reader import ReadProgress, ResponseReader
 from april.engines.http.routing_key import routing_headers
 from april.engines.http.sent_attachments import SentAttachments, Urls
 from april.engines.http.server_engine import Admission
-from april.engines.http.server_process import Confirmation, OwnPauseLock
+from april.engines.http.server_process import Confirmation
 from april.engines.http.weight_labels import WeightLabels
 from april.engines.http.wire import empty_chunk
 from april.engines.protocol import AbortMeans, BufferedStream, Chunk, EngineFinish, Request
-from april.errors import EngineBusy, EngineError, EngineUnreachable, WireError
+from april.errors import EngineError, EngineUnreachable, WireError
 
 MAX_EVENT_BYTES = 4 << 20
 """Maximum bytes of one event, unless the caller sets another limit."""
@@ -142,19 +142,6 @@ class StreamState(StrEnum):
 # module names are faster than enum attributes, and these are read for every piece
 _HELD, _READING = StreamState.HELD, StreamState.READING
 _OVER = frozenset({StreamState.ENDED, StreamState.FAILED, StreamState.CLOSED})
-TRANSITIONS: dict[StreamState, tuple[StreamState, ...]] = {
-    # WAITING to ENDED: the request is aborted before it was admitted
-    StreamState.WAITING: (StreamState.SENDING, *_OVER),
-    StreamState.SENDING: (StreamState.HELD, StreamState.READING, StreamState.WAITING, *_OVER),
-    # back to SENDING: a pause meant for other requests has ended this one before its first token;
-    # back to WAITING: the request is recalled, because the server's owner has paused the server
-    StreamState.HELD: (StreamState.READING, StreamState.SENDING, StreamState.WAITING, *_OVER),
-    StreamState.READING: (StreamState.SENDING, StreamState.WAITING, *_OVER),
-    StreamState.ENDED: (StreamState.CLOSED,),
-    StreamState.FAILED: (StreamState.CLOSED,),
-    StreamState.CLOSED: (),
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRoute:
@@ -173,8 +160,6 @@ class GenerateRoute:
     sends its token count after it."""
     confirmation: Confirmation | None = None
     """Confirms which weights the server has; needed if a response does not name them before it ends."""
-    pauses: OwnPauseLock = field(default_factory=OwnPauseLock)
-    """Pauses by which april itself ends requests at this server."""
     paused_by_others: Callable[[], Awaitable[bool]] | None = None
     """Returns whether the server's owner has paused it; called when the server ends a request on its own."""
     attachments: SentAttachments = field(default_factory=SentAttachments)
@@ -209,7 +194,7 @@ class ResponseStream(BufferedStream):
     """
 
     __slots__ = (
-        "_abort_wanted", "_body", "_chunks", "_endpoint", "_failure", "_pauses_before", "_pieces", "_reader",
+        "_abort_wanted", "_body", "_chunks", "_endpoint", "_failure", "_pieces", "_reader",
         "_recalled", "_request", "_splitter", "_streamed", "_task", "state", "waiting",
     )  # fmt: skip
 
@@ -325,15 +310,11 @@ class ResponseStream(BufferedStream):
     async def aclose(self) -> None:
         """Close the stream. The server drops the tokens that it has not sent yet."""
         if self.state is not StreamState.CLOSED:
-            self._set_state(StreamState.CLOSED)
+            self.state = StreamState.CLOSED
         self._pieces, self.waiting = [], 0
         self._release()
 
     # ---------------------------------------------------------------- inside
-
-    def _set_state(self, state: StreamState) -> None:
-        assert state in TRANSITIONS[self.state], f"a stream that is {self.state} cannot be {state}"
-        self.state = state
 
     async def _send(self) -> bool:
         """Wait for admission and send the request; False if the request has ended or must be sent again."""
@@ -342,11 +323,11 @@ class ResponseStream(BufferedStream):
         if self.state is StreamState.WAITING:
             if not admission.is_open and not await admission.wait(attempt_id):
                 self._chunks.append(empty_chunk(endpoint.labels.present, EngineFinish.ABORT))
-                self._set_state(StreamState.ENDED)
+                self.state = StreamState.ENDED
                 return False
             admission.enter(attempt_id)
             endpoint.open_streams[attempt_id] = self
-            self._set_state(StreamState.SENDING)
+            self.state = StreamState.SENDING
         self._task = asyncio.current_task()
         if not request.attached:
             return await self._post({})
@@ -357,9 +338,6 @@ class ResponseStream(BufferedStream):
         endpoint, request = self._endpoint, self._request
         # stream a request with attachments: its first event shows that they have arrived; other requests wait for that
         self._streamed = self._streamed or (bool(urls) and endpoint.attachments.by_name)
-        if endpoint.pauses.in_progress:
-            await endpoint.pauses.wait_until_over()
-        self._pauses_before = endpoint.pauses.begun
         self._reader, body = endpoint.prepare(request, self._streamed, urls)
         if self._closing:
             raise EngineUnreachable(f"attempt {request.attempt_id} was ended before it was sent")
@@ -385,7 +363,7 @@ class ResponseStream(BufferedStream):
         """
         confirmation = self._endpoint.confirmation
         held = confirmation is not None and confirmation.needed() and (self._streamed or reader.labels is None)
-        self._set_state(StreamState.HELD if held else StreamState.READING)
+        self.state = StreamState.HELD if held else StreamState.READING
 
     def _read(self, *, to_the_end: bool = False) -> ResponseReader:
         """Parse the pending pieces and return the reader; ``to_the_end`` means that nothing follows them."""
@@ -409,25 +387,17 @@ class ResponseStream(BufferedStream):
         reader = self._reader
         if reader is None:
             self._failure = error
-            self._set_state(StreamState.FAILED)
+            self.state = StreamState.FAILED
             return
         self._read(to_the_end=error is None)
         self._check_complete(reader, error)
         if self._body is not None:
             self._body.close()
             self._body = None
-        if self._ended_by_pause(reader):
-            if not self._abort_wanted:
-                self._reader, self._splitter = None, None
-                if self.state is not StreamState.SENDING:
-                    self._set_state(StreamState.SENDING)
-                return
-            reader.failure = None
-            reader.cut()
         if await self._is_taken_back(reader):
             self._release()
             self._reader, self._splitter, self._recalled = None, None, False
-            self._set_state(StreamState.WAITING)
+            self.state = StreamState.WAITING
             return
         await self._confirm(reader.take(last=True), StreamState.ENDED)
 
@@ -457,13 +427,6 @@ class ResponseStream(BufferedStream):
         """Return whether april has closed the stream to end the request."""
         return self._recalled or (self._abort_wanted and self._endpoint.abort_means is AbortMeans.CLOSE)
 
-    def _ended_by_pause(self, reader: ResponseReader) -> bool:
-        """Return whether one of april's pauses has ended or refused this request before its first token."""
-        pauses, by_pauses = self._endpoint.pauses, self._endpoint.abort_means is AbortMeans.PAUSE
-        refused = isinstance(reader.failure, EngineBusy) and pauses.begun != self._pauses_before
-        ended = reader.failure is None and reader.finish is EngineFinish.ABORT
-        return by_pauses and not reader.count and (refused or ended)
-
     async def _is_taken_back(self, reader: ResponseReader) -> bool:
         """Return whether the request must wait for admission again: it has no token, and the owner paused the
         server."""
@@ -486,7 +449,7 @@ class ResponseStream(BufferedStream):
                     await confirmation.wait_since(asyncio.get_running_loop().time(), broken=self._is_broken)
                 except EngineError as error:
                     self._failure = error
-                    self._set_state(StreamState.FAILED)
+                    self.state = StreamState.FAILED
                     return
             then = then or (StreamState.READING if tokens else StreamState.HELD)
         self._chunks += chunks
@@ -500,10 +463,9 @@ class ResponseStream(BufferedStream):
     def _next(self, state: StreamState) -> None:
         """Go to ``state``, or to FAILED if the reader has found an error."""
         reader = self._reader
-        if reader is not None and reader.failure is not None and not self._ended_by_pause(reader):
+        if reader is not None and reader.failure is not None:
             self._failure, state = reader.failure, StreamState.FAILED
-        if state is not self.state:
-            self._set_state(state)
+        self.state = state
 
     def _release(self) -> None:
         """Release the connection and the place in admission."""

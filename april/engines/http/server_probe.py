@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from april.config.engines import AddressedEngineConfig, RoutingKey, ServerEngineConfig, checked_key, name_at
 from april.core.engine_limits import UNKNOWN_LOGPROBS, Limit, LimitCode, unknown_eos
 from april.core.sampling import LogprobKind
-from april.engines.http.http_client import HttpClient, Reply, is_page, json_value
+from april.engines.http.http_client import HttpClient, Reply, json_value
 from april.engines.http.loaded_adapters import is_ours
 from april.engines.http.token_rows import Routing
 from april.engines.http.weight_labels import first_weights
@@ -202,14 +202,6 @@ class ServerProbe:
     async def has_route(self, route: str) -> bool:
         """Return whether a POST route exists, by a GET that must be refused with 405 and has no effect."""
         return (await self.answer_of("GET", route, lambda reply: reply.status in REFUSES)).status == 405
-
-    async def has_page(self, route: str) -> bool:
-        """Return whether a GET route exists and april may use it."""
-
-        def is_own(reply: Reply) -> bool:
-            return reply.status in REFUSES or (reply.ok and not is_page(reply))
-
-        return (await self.answer_of("GET", route, is_own)).ok
 
     async def ask(self, route: str, body: dict[str, Any]) -> Reply:
         """Send a request without a timeout; the caller of the probe limits its whole time."""

@@ -23,31 +23,6 @@ from april.errors import EngineError
 
 log = logging.getLogger("april")
 
-class OwnPauseLock:
-    """Lock for pauses with which april ends requests: one at a time, since each resume would end the others."""
-
-    def __init__(self) -> None:
-        self._one = asyncio.Lock()
-        self.begun = 0
-        """Number of pauses begun. The latest may have ended or refused any request that was sent before it."""
-
-    @property
-    def in_progress(self) -> bool:
-        """Return whether a pause is under way."""
-        return self._one.locked()
-
-    async def wait_until_over(self) -> None:
-        """Wait until no pause is under way."""
-        async with self._one:
-            pass
-
-    @asynccontextmanager
-    async def hold(self) -> AsyncIterator[None]:
-        """Hold the lock for one pause."""
-        async with self._one:
-            self.begun += 1
-            yield
-
 
 Call = Callable[[], Coroutine[Any, Any, object]]
 
@@ -97,11 +72,8 @@ _KIND_OF = {
     "vllm:kv_cache_usage_perc": "kv_usage",
     "vllm:num_preemptions_total": "preemptions",
     "vllm:external_prefix_cache_queries_total": "connector",
-    "trtllm_num_requests_running": "running",
-    "trtllm_num_requests_waiting": "waiting",
-    "trtllm_kv_cache_utilization": "kv_usage",
 }
-"""Kinds of metrics, by their names in vLLM and TensorRT-LLM."""
+"""Kinds of metrics, by their names in vLLM."""
 
 MAX_PAGE_BYTES = 8 << 20
 """Maximum bytes of a metrics page; a server with many models sends a few hundred KB."""
@@ -118,12 +90,10 @@ class ServerMetrics:
     """True if the server has queried an external KV cache (one of vLLM's KV connectors)."""
 
 
-async def read_metrics(client: HttpClient, route: str | None = "/metrics") -> ServerMetrics:
-    """Read a metrics page; the result is empty if there is none."""
-    if route is None:
-        return ServerMetrics()
+async def read_metrics(client: HttpClient) -> ServerMetrics:
+    """Read the metrics page; the result is empty if there is none."""
     try:
-        reply = await client.call("GET", route, retry=True, limit=MAX_PAGE_BYTES)
+        reply = await client.call("GET", "/metrics", retry=True, limit=MAX_PAGE_BYTES)
     except EngineError:
         return ServerMetrics()
     return parse_metrics(reply.body.decode("utf-8", "replace").splitlines()) if reply.ok else ServerMetrics()
@@ -171,25 +141,20 @@ class ServerProcess:
     """Detects, by the start time in its metrics, whether a server's process was replaced by a new one.
 
     Args:
-        route: Route of the metrics; None means that there are none to ask.
         started_s: Start time on connection, in seconds since 1970; None if the server does not say.
-        start_is_known: True if a restarted process begins with the weights that this one had on connection.
     """
 
-    def __init__(
-        self, client: HttpClient, route: str | None, started_s: float | None, *, start_is_known: bool = True
-    ) -> None:
+    def __init__(self, client: HttpClient, started_s: float | None) -> None:
         self._client = client
-        self._route = route
         self._present = self._seen = started_s
         self._refusals = client.refusals
         self._paused: tuple[float | None, int] | None = None
-        self._start_is_known = self.keeps_weights = start_is_known
+        self.keeps_weights = True
         """True if a restarted process has the present weights too, because servers start with them."""
 
     async def check(self) -> tuple[bool | None, ServerMetrics]:
         """Return whether this process has the present weights (None if it does not say), and its metrics."""
-        metrics = await read_metrics(self._client, self._route)
+        metrics = await read_metrics(self._client)
         if self._present is None:
             return self.keeps_weights or self._client.refusals == self._refusals, metrics
         if metrics.started_s is None:
@@ -201,7 +166,7 @@ class ServerProcess:
         """Remember which process was paused, so that a restart before the trainer's weights arrive is noticed."""
         with suppress(TimeoutError):
             async with asyncio.timeout(PAUSE_CHECK_S):
-                metrics = await read_metrics(self._client, self._route)
+                metrics = await read_metrics(self._client)
                 self._seen = metrics.started_s or self._seen
         self._paused = self._seen, self._client.refusals
 
@@ -211,7 +176,7 @@ class ServerProcess:
 
     async def note_weights(self, version: PolicyVersion) -> None:
         """Record that the paused process has the weights ``version``. Raises EngineError if it was replaced."""
-        now = (await read_metrics(self._client, self._route)).started_s
+        now = (await read_metrics(self._client)).started_s
         paused, refusals = self._paused or (now or self._seen, self._client.refusals)
         gone = self._client.refusals != refusals if paused is None else now not in (None, paused)
         if gone:
@@ -221,7 +186,7 @@ class ServerProcess:
             )
         self._present = self._seen = now or paused
         self._refusals = self._client.refusals
-        self.keeps_weights = self._start_is_known and version == FIRST_VERSION
+        self.keeps_weights = version == FIRST_VERSION
 
 
 class Confirmation:

@@ -34,10 +34,10 @@ _OF_START = re.compile(rf"v{re.escape(str(FIRST_VERSION))}-[0-9a-f]{{6}}")
 
 
 class LabelledServer(Protocol):
-    """Server that may show a label of its weights. A new process has lost the label that the old one was given."""
+    """Server that shows a label of its weights. A new process has lost the label that the old one was given."""
 
-    async def label(self) -> str | None:
-        """Return the present label; None if the server has no labels. Raises EngineError if it does not answer."""
+    async def label(self) -> str:
+        """Return the present label. Raises EngineError if the server does not answer."""
         ...
 
     async def set_label(self, label: str) -> None:
@@ -134,8 +134,8 @@ class LabelOfBase:
 
 async def mark_process(
     server: LabelledServer, labels: WeightLabels, first: str | None, version: PolicyVersion | None = None
-) -> str | None:
-    """Return a label that identifies the present process and is not that of ``version``; None if it has no labels.
+) -> str:
+    """Return a label that identifies the present process and is not that of ``version``.
 
     A label that was given to this process identifies it. The label it had from its start (``first``) does not, since a
     restarted process would have it too, so it is replaced by a :meth:`WeightLabels.mark`. A label that says "weights of
@@ -146,7 +146,7 @@ async def mark_process(
     if is_of_start(shown) and labels.is_of(shown, FIRST_VERSION):
         labels.name_first(of_start=False)
         mark = labels.of(FIRST_VERSION)
-    elif shown is not None and shown in (START_LABEL, first, version and labels.of(version)):
+    elif shown in (START_LABEL, first, version and labels.of(version)):
         mark = labels.mark()
     else:
         return shown
@@ -176,7 +176,7 @@ async def require_base(
     if of_start:  # adapters do not overwrite them
         labels.name_first(of_start=True)
     shown, label = await server.label(), labels.of(base)
-    if shown in (None, label):
+    if shown == label:
         return
     fresh = shown in (START_LABEL, first) or labels.is_mark(shown) or labels.is_of(shown, base)
     if not (fresh and of_start):

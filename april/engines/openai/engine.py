@@ -10,15 +10,14 @@ from collections.abc import Sequence
 
 from april.config.engines import OpenAIEngineConfig
 from april.core.versions import PolicyVersion
-from april.engines.http.http_client import HttpClient, is_page
+from april.engines.http.http_client import HttpClient, refuses_probe
 from april.engines.http.response_reader import ResponseReader
 from april.engines.http.response_stream import GenerateRoute, ResponseStream
-from april.engines.http.sent_attachments import SentAttachments, Urls
+from april.engines.http.sent_attachments import Urls
 from april.engines.http.server_engine import ServerEngine
 from april.engines.http.server_probe import ServerFacts, connect_all
-from april.engines.http.server_process import UNSAID, Confirmation, OwnPauseLock, ServerProcess
-from april.engines.http.weight_labels import start_is_known
-from april.engines.openai.probe import OpenAIFacts, probe_openai
+from april.engines.http.server_process import UNSAID, Confirmation, ServerProcess
+from april.engines.openai.probe import probe_openai
 from april.engines.openai.wire import ROUTE, CompletionParser, completion_body
 from april.engines.protocol import Health, Request
 from april.errors import EngineError
@@ -33,31 +32,35 @@ async def connect_openai(config: OpenAIEngineConfig) -> list[OpenAIEngine]:
     return await connect_all(config, connect)
 
 
-class CompletionsEngine(ServerEngine):
-    """Base class of engines for one server whose streams end with ``[DONE]``, and whose metrics reveal a restart."""
+class OpenAIEngine(ServerEngine):
+    """Engine for one OpenAI-compatible server, whose metrics reveal a restart."""
 
-    def __init__(
-        self, client: HttpClient, facts: ServerFacts, route: str, metrics_route: str | None,
-        attachments: SentAttachments | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, client: HttpClient, facts: ServerFacts) -> None:
         super().__init__(client.name, facts.capabilities)
         self._client, self._servers, self._configured_model = client, (client,), facts.asked
-        known = start_is_known(facts.label)
-        self._process = ServerProcess(client, metrics_route, facts.started_s, start_is_known=known)
-        self._confirmation = Confirmation(self._has_weights, self.name, lambda: not self._process.keeps_weights)
-        self._pauses = OwnPauseLock()
+        self.facts = facts
+        self._process = ServerProcess(client, facts.started_s)
         self._endpoint = GenerateRoute(
-            client=client, route=route, admission=self._admission, labels=self._labels, prepare=self._prepare,
-            abort_means=facts.capabilities.abort_means, marks_end=True, confirmation=self._confirmation,
-            pauses=self._pauses, attachments=attachments or SentAttachments(), routing_key=facts.routing_key,
+            client=client, route=ROUTE, admission=self._admission, labels=self._labels, prepare=self._prepare,
+            abort_means=facts.capabilities.abort_means, marks_end=True, routing_key=facts.routing_key,
+            confirmation=Confirmation(self._has_weights, self.name, lambda: not self._process.keeps_weights),
         )  # fmt: skip
 
-    def _prepare(self, request: Request, streamed: bool, urls: Urls) -> tuple[ResponseReader, bytes]:
-        """Return the reader and the body of a request. ``urls`` holds the data URLs of its attachments.
+    def generate(self, request: Request) -> ResponseStream:
+        """Start one streamed completion. Raises RequestRefused for a request that the server must not get."""
+        return ResponseStream(self._endpoint, request, streamed=True)
 
-        Raises EngineError for a request that must not be sent.
-        """
-        raise NotImplementedError
+    def _prepare(self, request: Request, streamed: bool, urls: Urls) -> tuple[ResponseReader, bytes]:
+        self._check(request)
+        reader = ResponseReader(CompletionParser(request), self._version, None, len(request.token_ids))
+        return reader, completion_body(
+            self.facts.model, request, bans=self._capabilities.bans, seeds=self._capabilities.honours_seeds,
+            salt=self._labels.salt(self._version),
+        )  # fmt: skip
+
+    async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
+        """Close the streams of these attempts (None means all); bytes that have arrived are still read."""
+        self._endpoint.abort(self._to_abort(attempt_ids))
 
     async def _has_weights(self) -> bool | None:
         """Return whether the server has the present weights; None if it does not say."""
@@ -76,47 +79,6 @@ class CompletionsEngine(ServerEngine):
         self._process.resume()
         await super().resume()
 
-    async def _refuses_probe(self, *routes: str) -> str:
-        """Probe the first route that exists; returns what is wrong with the answer, or an empty text."""
-        for route in routes:
-            reply = await self._client.call("GET", route, retry=True)
-            if reply.status != 404:
-                break
-        if reply.ok and not is_page(reply):
-            return ""
-        return f"{self._client.url} answers {'a page' if reply.ok else reply.status} to a health probe"
-
-
-class OpenAIEngine(CompletionsEngine):
-    """Engine for one OpenAI-compatible server, made by :func:`connect_openai`."""
-
-    def __init__(self, client: HttpClient, facts: OpenAIFacts) -> None:
-        super().__init__(client, facts, ROUTE, facts.load_route)
-        self.facts = facts
-
-    def generate(self, request: Request) -> ResponseStream:
-        """Start one streamed completion. Raises RequestRefused for a request that the server must not get."""
-        return ResponseStream(self._endpoint, request, streamed=True)
-
-    def _prepare(self, request: Request, streamed: bool, urls: Urls) -> tuple[ResponseReader, bytes]:
-        self._check(request)
-        shape = self.facts.token_shape
-        reader = ResponseReader(CompletionParser(shape, request), self._version, None, len(request.token_ids))
-        return reader, completion_body(
-            self.facts.model, shape, request, bans=self._capabilities.bans, seeds=self.facts.takes_seeds,
-            salt=self._labels.salt(self._version),
-        )  # fmt: skip
-
-    async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
-        """Close the streams of these attempts (None means all); bytes that have arrived are still read."""
-        self._endpoint.abort(self._to_abort(attempt_ids))
-
-    def _require_loadable(self, path: str) -> None:
-        raise EngineError(
-            f"engine {self.name}: an OpenAI-compatible server has no route that loads weights from disk; send the "
-            "weights with weight_update(transfer=...)"
-        )
-
     async def _load_whole(self, version: PolicyVersion, path: str | None) -> None:
         """Check that the process into which the trainer has loaded the weights still runs."""
         self.require_idle()
@@ -126,7 +88,7 @@ class OpenAIEngine(CompletionsEngine):
     async def health(self) -> Health:
         """Check ``/health``, or the list of models if that route is missing; the load comes from ``/metrics``."""
         try:
-            wrong = await self._refuses_probe("/health", "/v1/models")
+            wrong = await refuses_probe(self._client, "/health", "/v1/models")
         except EngineError as error:
             wrong = str(error)
         if wrong:

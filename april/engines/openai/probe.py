@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from april.config.engines import OpenAIEngineConfig
-from april.core.engine_limits import IT, Limit, LimitCode, raw_logprobs, unknown_eos
+from april.core.engine_limits import LimitCode, raw_logprobs
 from april.core.sampling import LogprobKind, SamplingParams
 from april.core.versions import FIRST_VERSION
 from april.engines.http.http_client import HttpClient
@@ -19,228 +20,105 @@ from april.engines.http.response_reader import ResponseReader
 from april.engines.http.response_stream import GenerateRoute, ResponseStream
 from april.engines.http.server_engine import Admission
 from april.engines.http.server_probe import ROUTE as ROUTE_OF_MODELS
-from april.engines.http.server_probe import ServerFacts, ServerProbe
+from april.engines.http.server_probe import ServerFacts, ServerProbe, model_files
 from april.engines.http.server_process import read_metrics
 from april.engines.http.weight_labels import WeightLabels
-from april.engines.http.wire import NotJson, read_json
-from april.engines.openai.wire import ROUTE, CompletionParser, TokenShape, completion_body
-from april.engines.protocol import AbortMeans, Capabilities, EngineFinish, Request
+from april.engines.http.wire import positive
+from april.engines.openai.wire import ROUTE, CompletionParser, completion_body
+from april.engines.protocol import AbortMeans, EngineFinish, Request
 from april.errors import ConfigError, EngineError, RequestRefused, WireError
 from april.text.server_text import clean
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KnownServer:
-    """Properties of a kind of server that single short requests do not reveal."""
-
-    name: str
-    """Name for messages; empty for an unknown kind of server."""
-    shapes: tuple[TokenShape, ...] = tuple(TokenShape)
-    """Ways to get token ids, in the order in which they are tried."""
-    load_route: str = "/metrics"
-    """Route of the Prometheus metrics page."""
-    load_route_always: bool = True
-    """False if requests for a metrics page that does not exist may do harm. The page is then requested once, and later
-    only if it existed."""
-    adapter_name: str = "{adapter}"
-    """Format of an adapter's name in requests; under other names the base model would answer."""
-    honours_seeds: bool = True
-    """True if seeds also work for concurrent requests; the probe only tests a request that runs alone."""
-    takes_seeds: bool = True
-    """False if a seed may crash the server."""
-    limits: tuple[Limit, ...] = ()
-
-
-ANY = KnownServer(name="")
-TENSORRT_LLM = KnownServer(
-    name="TensorRT-LLM",
-    shapes=(TokenShape.DETOKENIZE,),
-    # on TensorRT-LLM, /metrics waits 2 s for iteration records and takes them away from other readers
-    load_route="/prometheus/metrics",
-    load_route_always=False,
-    honours_seeds=False,
-    limits=(
-        Limit(
-            LimitCode.NO_SEEDS,
-            "runs TensorRT-LLM, which obeys the seed of a request only while no other request runs, so runs cannot be "
-            "repeated exactly. Start it without speculative decoding, with which samples of a group may be equal",
-            server=IT,
-        ),
-        Limit(
-            LimitCode.LATE_STREAM_END,
-            "checks once a second whether a client has disconnected, so a request runs for up to 1 s after april has "
-            "closed its stream, even while the trainer begins to use a GPU that they share",
-            server=IT,
-        ),
-        Limit(
-            LimitCode.EARLY_STOP,
-            "only prevents its tokenizer's EOS before min_tokens: april refuses a response that ends earlier with "
-            "another id, and generates it again",
-            server=IT,
-        ),
-        Limit(
-            LimitCode.NO_START_TIME,
-            "does not report when its process began, so april notices a restart with other weights only if the port "
-            "was found closed in between",
-            server=IT,
-        ),
-    ),
-)
-SGLANG = KnownServer(name="SGLang", adapter_name="{base}:{adapter}")
-VLLM = KnownServer(
-    name="vLLM",
-    shapes=(TokenShape.RETURN_TOKEN_IDS, TokenShape.STRINGS),
-    honours_seeds=False,
-    takes_seeds=False,
-    limits=(
-        Limit(
-            LimitCode.NO_SEEDS,
-            "runs vLLM, which crashes on a CPU with chunked prefill when a request has a seed, so april sends no "
-            "seeds, and runs cannot be repeated. Use engine.kind vllm, which detects whether that is needed",
-            server=IT,
-        ),
-    ),
-)
-_BY_OWNER = {"tensorrt_llm": TENSORRT_LLM, "sglang": SGLANG, "vllm": VLLM}
-
-
-def known_server(owner: str | None) -> KnownServer:
-    """Return the kind of server for the ``owned_by`` of its models; ANY if it is unknown."""
-    return _BY_OWNER.get(owner or "", ANY)
-
-
 # these ids exist in every vocabulary; their choice does not matter
-_PROMPTS = ((1, 4, 7), (3, 1, 9), (5, 8, 6), (11, 2, 10))
+_PROMPT = (1, 4, 7)
 _SEED_TOKENS = 16
-_CERTAIN = 0.05
-"""Minimum distance from 0 of a log-probability that can tell a server's LogprobKind; that of a more certain token is
-nearly the same for every kind."""
-_SAME = 0.02
-"""Maximum difference between two log-probabilities of one token that were computed in bfloat16."""
 _EOS_BIAS = 100.0
-_LIMITS = (
-    Limit(
+_LACKS = (
+    (
         LimitCode.NO_ABORT_BY_ID,
         "has no route for aborts: april ends a request by closing its stream, which loses tokens that the server has "
-        "made but not sent; vLLM and SGLang servers under their own engine kinds lose none", server=IT,
+        "made but not sent; vLLM and SGLang servers under their own engine kinds lose none",
     ),
-    Limit(
+    (
         LimitCode.NO_LABELS,
         "does not report which weights made which token: tokens get the version at the request's submission, and a "
-        "weight update aborts all requests", server=IT,
+        "weight update aborts all requests",
     ),
-    Limit(
+    (
         LimitCode.NO_DISK_UPDATES,
         "does not load weights from disk for april: hand them over yourself, with weight_update(transfer=...), and "
-        "make it forget the cached keys and values of the old weights", server=IT,
+        "make it forget the cached keys and values of the old weights",
     ),
-)  # fmt: skip
-_UNKNOWN_EOS = unknown_eos(
-    "engine.eos_token_ids is not set, and the server does not report the ids: april would continue a response that is "
-    "aborted after its EOS but before the server reports its end"
+)
+"""What all these servers lack: the code of each limit and its consequence."""
+_VLLM_SEEDS = (
+    "runs vLLM, which crashes on a CPU with chunked prefill when a request has a seed, so april sends no seeds, and "
+    "runs cannot be repeated. Use engine.kind vllm, which detects whether that is needed"
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenAIFacts(ServerFacts):
-    """Results of probing an OpenAI-compatible server. Servers that omit stop ids are refused."""
-
-    token_shape: TokenShape
-    keeps_eos: bool | None
-    """True if responses include the EOS id; None if that is unknown, so that each response is checked."""
-    load_route: str | None = "/metrics"
-    """Route of the Prometheus metrics page; None if there is none that may be used."""
-    takes_seeds: bool = True
-    """False if requests must have no seed: a vLLM server on a CPU can crash on one."""
-
-
-async def probe_openai(client: HttpClient, config: OpenAIEngineConfig) -> OpenAIFacts:
+async def probe_openai(client: HttpClient, config: OpenAIEngineConfig) -> ServerFacts:
     """Probe one server, with its list of models and up to 15 requests for 1 to 16 tokens.
 
     Raises ConfigError if the server lacks something that april needs or a setting is missing, and EngineError if the
     server cannot be reached or answers with an error.
     """
     found = ServerProbe(client, config)
-    served = found.choose_model(await _models(client))
-    said_len, owner = served.card.get("max_model_len"), served.card.get("owned_by")
-    said_len = said_len if isinstance(said_len, int) else None
-    server = known_server(owner if isinstance(owner, str) else None)
-    model = served.name if served.base is None else server.adapter_name.format(base=served.base, adapter=served.name)
-    if config.vocab_size is None:
-        raise ConfigError(
-            f"engine.vocab_size: {client.url} does not report the size of its vocabulary; set it to vocab_size of the "
-            "model's config.json"
-        )
-    max_context = config.max_len or said_len
-    if max_context is None:
-        raise ConfigError(
-            f"engine.max_len: {client.url} does not report its context; set it to the value with which the server was "
-            "started (TensorRT-LLM: --max_seq_len)"
-        )
-    if said_len is not None and max_context > said_len:
-        raise ConfigError(f"engine.max_len={max_context} is more than the context of {client.url}, {said_len} tokens")
-    probe = _Probe(client, model, await _token_shape(client, model, server.shapes))
+    models = await found.get_json(ROUTE_OF_MODELS, has="data")
+    if models is None:
+        raise ConfigError(f"{client.url} has no {ROUTE_OF_MODELS}; is it an OpenAI-compatible server?")
+    card = found.choose_model(models).card
+    found.files = await asyncio.to_thread(model_files, card.get("root"))
+    return await completions_facts(
+        found, found.size_of_vocabulary(config.vocab_size, *(file.get("vocab_size") for file in found.files))
+    )
+
+
+async def completions_facts(found: ServerProbe, vocab_size: int, remedy: str = "", *flags: str) -> ServerFacts:
+    """Probe the completions route, by which the chosen model is used.
+
+    ``remedy`` and ``flags`` say how other routes of the server, which can do more, are opened.
+    """
+    client, config, served = found.client, found.config, found.served
+    assert served is not None
+    owner = served.card.get("owned_by")
+    # under the name of the adapter alone, SGLang would answer with the base model
+    model = f"{served.base}:{served.name}" if served.base is not None and owner == "sglang" else served.name
+    probe = _Probe(client, model)
+    await _refuse_without_token_ids(probe)
     await _refuse_without_stop_ids(probe)
-    eos = config.eos_token_ids or ()
-    keeps_eos = await _keeps_eos(probe, eos[0]) if eos else None
-    for limit in _LIMITS:
-        found.note(limit.of(client.url))
-    seen = LogprobKind.UNKNOWN if config.logprobs is not None else await _logprob_kind(probe)
+    for code, consequence in _LACKS:
+        found.lacks(True, code, consequence, remedy, *flags, server=client.url)
+    seen = LogprobKind.UNKNOWN if config.logprobs is not None else await _logprob_kind(found, probe)
     kind = found.logprobs(seen, raw_logprobs("set engine.logprobs if you know the right kind"))
-    for limit in server.limits:
-        found.note(limit.of(client.url))
-    seeds = server.honours_seeds and await _honours_seeds(probe)
+    no_seeds = _VLLM_SEEDS if owner == "vllm" else "" if await _honours_seeds(probe) else (
+        "does not repeat a response for the same seed, so runs cannot be repeated exactly"
+    )
+    found.lacks(no_seeds, LimitCode.NO_SEEDS, no_seeds, server=client.url)
+    eos = found.ends()
     found.lacks(
-        not seeds and server.honours_seeds, LimitCode.NO_SEEDS,
-        "does not repeat a response for the same seed, so runs cannot be repeated exactly", server=client.url,
-    )  # fmt: skip
-    found.lacks(
-        eos and keeps_eos is None, LimitCode.UNSEEN_EOS,
+        eos and not await _is_eos_returned(probe, eos[0]), LimitCode.UNSEEN_EOS,
         "could not be made to end a response at the start, so april checks with every response whether EOS is among "
         "its ids, and a response without it fails",
         server=client.url,
     )  # fmt: skip
-    found.note(_UNKNOWN_EOS, not eos)
-    has_load = server.load_route_always or await found.has_page(server.load_route)
-    load_route = server.load_route if has_load else None
-    return OpenAIFacts(
+    return ServerFacts(
         **found.common() | {"base": None},
-        model=model, software=await software_of(found, server),
-        started_s=(await read_metrics(client, load_route)).started_s,
-        token_shape=probe.shape, keeps_eos=keeps_eos, load_route=load_route, takes_seeds=server.takes_seeds,
-        capabilities=Capabilities(
-            logprob_kind=kind, vocab_size=config.vocab_size, max_context=max_context, eos_token_ids=tuple(eos),
-            max_in_flight=config.max_in_flight, abort_means=AbortMeans.CLOSE, version_spans=False, remote=True,
-            verifies_weights=False, honours_seeds=seeds, limits=found.limits(),
+        model=model, software=await _software(found, owner), started_s=(await read_metrics(client)).started_s,
+        capabilities=found.capabilities(
+            logprob_kind=kind, vocab_size=vocab_size, context=positive(served.card, "max_model_len"), places=None,
+            bans=owner == "vllm", constrains=owner == "vllm", adapters=None, eos_token_ids=eos,
+            abort_means=AbortMeans.CLOSE, version_spans=False, honours_seeds=not no_seeds,
         ),
     )  # fmt: skip
 
 
-async def software_of(probe: ServerProbe, server: KnownServer) -> str:
+async def _software(probe: ServerProbe, owner: Any) -> str:
     """Return the name and version of the server's software; empty for an unknown kind of server."""
-    if not server.name:
-        return ""
-    answer = await probe.get_json("/version", has="version")
+    name = {"sglang": "SGLang", "vllm": "vLLM"}.get(owner, "")
+    answer = await probe.get_json("/version", has="version") if name else None
     version = answer.get("version") if isinstance(answer, dict) else None
-    return f"{server.name} {clean(version, 64)}" if isinstance(version, str) else server.name
-
-
-async def _models(client: HttpClient) -> Any:
-    """Return the server's list of models. Raises ConfigError if the answer is not one."""
-    reply = await client.call("GET", ROUTE_OF_MODELS, retry=True)
-    client.require_ok(reply, ROUTE_OF_MODELS)
-    try:
-        answer = read_json(reply.body)
-    except NotJson as error:
-        raise ConfigError(
-            f"{client.url}{ROUTE_OF_MODELS} does not return a list of models: {error}; is it an OpenAI-compatible "
-            "server?"
-        ) from None
-    if not isinstance(answer, dict) or not isinstance(answer.get("data"), list):
-        raise ConfigError(
-            f"{client.url}{ROUTE_OF_MODELS} does not return a list of models; is it an OpenAI-compatible server?"
-        )
-    return answer
+    return f"{name} {clean(version, 64)}" if isinstance(version, str) else name
 
 
 SEVERAL = 4
@@ -256,19 +134,18 @@ class _Generated:
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
-    """Sends short requests to one server, in one token shape."""
+    """Sends short requests to one server."""
 
     client: HttpClient
     model: str
-    shape: TokenShape
 
-    async def ask(self, sampling: SamplingParams, prompt: int = 0, **changes: Any) -> _Generated:
+    async def ask(self, sampling: SamplingParams, prompt: Sequence[int] = _PROMPT, **changes: Any) -> _Generated:
         """Send one short request and return its whole response."""
-        request = Request(attempt_id="probe", token_ids=np.array(_PROMPTS[prompt], np.int32), sampling=sampling)
-        reader = ResponseReader(CompletionParser(self.shape, request), FIRST_VERSION, None, len(request.token_ids))
+        request = Request(attempt_id="probe", token_ids=np.array(prompt, np.int32), sampling=sampling)
+        reader = ResponseReader(CompletionParser(request), FIRST_VERSION, None, len(request.token_ids))
         endpoint = GenerateRoute(
             client=self.client, route=ROUTE, admission=Admission(), labels=WeightLabels(),
-            prepare=lambda *_: (reader, completion_body(self.model, self.shape, request, **changes)),
+            prepare=lambda *_: (reader, completion_body(self.model, request, **changes)),
             abort_means=AbortMeans.CLOSE, marks_end=False,
         )  # fmt: skip
         async with aclosing(ResponseStream(endpoint, request, streamed=True)) as stream:
@@ -280,39 +157,21 @@ class _Probe:
         )
 
 
-async def _token_shape(client: HttpClient, model: str, shapes: Iterable[TokenShape]) -> TokenShape:
-    """Return the first of ``shapes`` in which the server returns token ids with log-probabilities."""
-    said = []
-    for shape in shapes:
-        try:
-            answer = await _Probe(client, model, shape).ask(SamplingParams(1, temperature=0.0))
-        except (RequestRefused, WireError) as error:
-            said.append(f"{shape}: {error}")
-            continue
-        if len(answer.tokens) == 1:
-            await _refuse_repeated_tokens(_Probe(client, model, shape))
-            return shape
-        said.append(f"{shape}: {len(answer.tokens)} token ids for max_tokens=1")
-    raise ConfigError(
-        f"{client.url} returns no token ids with log-probabilities in any way that april knows ({'; '.join(said)}), "
-        "and april needs them; use a server that returns them, such as vLLM or trtllm-serve"
-    )
+async def _refuse_without_token_ids(probe: _Probe) -> None:
+    """Raise ConfigError unless the server returns each token once, by its id and with its log-probability.
 
-
-async def _refuse_repeated_tokens(probe: _Probe) -> None:
-    """Raise ConfigError if stream events repeat the tokens of earlier events.
-
-    In a complete response the server's token count reveals that; a stream that is cut off has no count.
+    In a complete response the server's token count reveals events that repeat earlier tokens; a stream that is cut off
+    has no count.
     """
     try:
         count = len((await probe.ask(SamplingParams(SEVERAL, temperature=0.0))).tokens)
-        wrong = f"{count} token ids for max_tokens={SEVERAL}" if count > SEVERAL else ""
-    except WireError as error:
+        wrong = "" if 0 < count <= SEVERAL else f"{count} token ids for max_tokens={SEVERAL}"
+    except (RequestRefused, WireError) as error:
         wrong = str(error)
     if wrong:
         raise ConfigError(
-            f"{probe.client.url} does not return each token once ({wrong}); do its events repeat earlier tokens? april "
-            "cannot use such a server"
+            f"{probe.client.url} does not return the id of each token once, with its log-probability "
+            f"(return_token_ids): {wrong}; april needs them, so use a server that returns them, such as vLLM"
         )
 
 
@@ -331,8 +190,8 @@ async def _refuse_without_stop_ids(probe: _Probe) -> None:
         )
 
 
-async def _keeps_eos(probe: _Probe, eos: int) -> bool | None:
-    """Make EOS almost certain and return True if the response includes it; None if that cannot be found out.
+async def _is_eos_returned(probe: _Probe, eos: int) -> bool:
+    """Make EOS almost certain and return True if the response includes it; False if that cannot be found out.
 
     Raises ConfigError if the server omits EOS.
     """
@@ -342,9 +201,9 @@ async def _keeps_eos(probe: _Probe, eos: int) -> bool | None:
     except WireError:
         answer = _Generated([], [], EngineFinish.STOP)
     except EngineError:
-        return None
+        return False
     if answer.finish is not EngineFinish.STOP:
-        return None  # the bias was ignored, or this id does not end responses here
+        return False  # the bias was ignored, or this id does not end responses here
     if answer.tokens != [eos]:
         raise ConfigError(
             f"{probe.client.url} leaves EOS ({eos}) out; a response without the token that ended it would be trained "
@@ -353,29 +212,15 @@ async def _keeps_eos(probe: _Probe, eos: int) -> bool | None:
     return True
 
 
-async def _logprob_kind(probe: _Probe) -> LogprobKind:
-    """Find out which log-probabilities the server returns, from two requests with top_k=1 and one without.
+async def _logprob_kind(found: ServerProbe, probe: _Probe) -> LogprobKind:
+    async def one_token(prompt: list[int], params: dict[str, Any]) -> tuple[int, float]:
+        answer = await probe.ask(SamplingParams(1, **params), prompt)
+        return answer.tokens[0], answer.logprobs[0]
 
-    With top_k=1 only one token can be sampled, so its log-probability in the distribution that is sampled from is 0
-    (PROCESSED). Any other value is RAW if it is the same at two temperatures, and TEMPERATURE if it differs. The
-    request without top_k shows that the token is not nearly certain anyway.
-    """
-    for prompt in range(len(_PROMPTS)):
-        try:
-            free = await probe.ask(SamplingParams(1, seed=prompt), prompt)
-            neutral = await probe.ask(SamplingParams(1, seed=1), prompt, top_k=1)
-            hot = await probe.ask(SamplingParams(1, temperature=2.0, seed=1), prompt, top_k=1)
-        except EngineError:
-            return LogprobKind.UNKNOWN
-        if not len(free.tokens) == len(neutral.tokens) == len(hot.tokens) == 1 or neutral.tokens != hot.tokens:
-            continue
-        at_1, at_2 = neutral.logprobs[0], hot.logprobs[0]
-        if at_1 > -1e-6 and at_2 > -1e-6 and free.logprobs[0] < -_CERTAIN:
-            return LogprobKind.PROCESSED
-        if at_1 > -_CERTAIN:
-            continue
-        return LogprobKind.RAW if abs(at_2 - at_1) < _SAME else LogprobKind.TEMPERATURE
-    return LogprobKind.UNKNOWN
+    try:
+        return await found.kind_of_logprobs(one_token)
+    except (EngineError, IndexError):
+        return LogprobKind.UNKNOWN
 
 
 async def _honours_seeds(probe: _Probe) -> bool:

@@ -1,13 +1,12 @@
 """Builds requests for the OpenAI completions route with token ids, and parses the events of its stream.
 
-Servers return the ids of generated tokens in one of three known ways. Unknown keys are refused by TensorRT-LLM and
-ignored by others, so each way has its own request.
+With ``return_token_ids: true`` the choices have the ids of generated tokens, and the first event repeats the prompt's
+ids.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import StrEnum
 from typing import Any
 
 import msgspec
@@ -20,29 +19,6 @@ from april.errors import EngineError
 from april.text.server_text import quoted
 
 ROUTE = "/v1/completions"
-
-
-class TokenShape(StrEnum):
-    """Way in which a server returns the ids of generated tokens."""
-
-    RETURN_TOKEN_IDS = "return_token_ids"  # noqa: S105 - a name on the wire, not a secret
-    """``return_token_ids: true`` (vLLM): choices have token_ids; the first event repeats the prompt's ids."""
-    DETOKENIZE = "detokenize"
-    """``detokenize: false`` (TensorRT-LLM): choices have token_ids in place of text."""
-    STRINGS = "return_tokens_as_token_ids"
-    """``return_tokens_as_token_ids: true`` (older vLLM): the strings in ``logprobs.tokens`` are like "token_id:400"."""
-
-
-ASK_SPANS = {"return_weight_versions": True}
-"""Request key for the weight version of each token at the end of a response (vLLM 0.33 and later; older ignore it)."""
-# Request keys for each way, besides the common ones. ``logprobs: 0`` gives the log-probability of the sampled token
-# alone; on TensorRT-LLM it gives none, so 1 is needed there.
-_EXTRA: dict[TokenShape, dict[str, Any]] = {
-    TokenShape.RETURN_TOKEN_IDS: {"return_token_ids": True, "logprobs": 0, **ASK_SPANS},
-    # without include_stop_str_in_output the returned ids lack stop ids (but always contain EOS)
-    TokenShape.DETOKENIZE: {"detokenize": False, "logprobs": 1, "include_stop_str_in_output": True},
-    TokenShape.STRINGS: {"return_tokens_as_token_ids": True, "logprobs": 1},
-}
 # set explicitly, because a server may take other defaults from the model's generation_config.json
 _NEUTRAL: dict[str, Any] = {
     "top_k": 0,
@@ -57,25 +33,25 @@ _FINISHES = {
     "length": EngineFinish.LENGTH,
     # the server ended the request for its own reasons; the tokens are valid, and april sends the rest as a new request
     "abort": EngineFinish.ABORT,
-    "cancelled": EngineFinish.ABORT,
-    "timeout": EngineFinish.ABORT,
 }
-_ID_PREFIX = "token_id:"
 
 
 def completion_body(
-    model: str, shape: TokenShape, request: Request, *, bans: bool = False, seeds: bool = True, salt: str = "",
-    **changes: Any,
-) -> bytes:  # fmt: skip
+    model: str, request: Request, *, bans: bool = False, seeds: bool = True, salt: str = "", **changes: Any
+) -> bytes:
     """Return the JSON body of one streamed request; ``changes`` are keys that override others.
 
     A server with ``cache_salt`` shares entries of its prefix cache only between requests with the same ``salt``.
     """
     params = sampling_of(request, bans=bans, seeds=seeds)
-    body = {"model": model, "prompt": request.token_ids.tolist(), "n": 1, **params, **STREAMED}
-    if salt and shape is not TokenShape.DETOKENIZE:  # TensorRT-LLM accepts salts only on its chat route
-        body["cache_salt"] = salt
-    return msgspec.json.encode({**body, **_EXTRA[shape], **changes})
+    asked = {
+        "return_token_ids": True,
+        "logprobs": 0,  # the log-probability of the sampled token alone
+        "return_weight_versions": True,  # at the end of a response (vLLM 0.33 and later; older ones ignore it)
+        **({"cache_salt": salt} if salt else {}),
+    }
+    body = {"model": model, "prompt": request.token_ids.tolist(), "n": 1, **params, **STREAMED, **asked}
+    return msgspec.json.encode({**body, **changes})
 
 
 NEVER = -100.0
@@ -122,10 +98,6 @@ class _Logprobs(msgspec.Struct):
     token_logprobs: list[float] | None = None
 
 
-class _NamedLogprobs(_Logprobs):
-    tokens: list[str] = []
-
-
 class _Choice(msgspec.Struct):
     index: int = 0
     token_ids: list[int] | None = None
@@ -134,10 +106,6 @@ class _Choice(msgspec.Struct):
     stop_reason: int | str | None = None
     prompt_token_ids: list[int] | None = None
     weight_versions: list[Span] | None = None
-
-
-class _NamedChoice(_Choice):
-    logprobs: _NamedLogprobs | None = None
 
 
 class _PromptTokensDetails(msgspec.Struct):
@@ -157,15 +125,7 @@ class _Event(msgspec.Struct):
     usage: Usage | None = None
 
 
-class _NamedEvent(msgspec.Struct):
-    choices: list[_NamedChoice] | None = None
-    usage: Usage | None = None
-
-
 _DECODERS = msgspec.json.Decoder(_Event), msgspec.json.Decoder(list[_Event])
-_NAMED_DECODERS = msgspec.json.Decoder(_NamedEvent), msgspec.json.Decoder(list[_NamedEvent])
-
-
 _NOTHING = _Choice()
 
 
@@ -185,43 +145,31 @@ def finish_of(attempt_id: str, reason: str) -> EngineFinish | EngineError:
     return known
 
 
-class CompletionParser(Parser[_Event | _NamedEvent]):
-    """Parser for the completions route. With ``spans``, the server must say which weights made which token."""
+class CompletionParser(Parser[_Event]):
+    """Parser for the completions route."""
 
-    __slots__ = ("_prompt", "_spans")
+    __slots__ = ("_prompt",)
 
-    def __init__(self, shape: TokenShape, request: Request, *, spans: bool = False) -> None:
-        super().__init__(request.attempt_id, *(_NAMED_DECODERS if shape is TokenShape.STRINGS else _DECODERS))
+    def __init__(self, request: Request) -> None:
+        super().__init__(request.attempt_id, *_DECODERS)
         self._prompt = request.token_ids
-        self._spans = spans
 
-    def piece(self, event: _Event | _NamedEvent, payload: bytes, had: int) -> ResponsePart:
+    def piece(self, event: _Event, payload: bytes, had: int) -> ResponsePart:
         """Return the content of one event; see :class:`Parser`."""
         choices, usage = event.choices, event.usage
         if choices is None and usage is None:
             raise self.failed(payload)
-        choice: _Choice = choices[0] if choices else _NOTHING
+        choice = choices[0] if choices else _NOTHING
         if choice.index or (choices and len(choices) > 1):
             raise self.wrong("has a second response, but april asked for one")
         if choice.prompt_token_ids is not None and not _equal(choice.prompt_token_ids, self._prompt):
             raise self.wrong("belongs to other prompt ids than were sent")
         logprobs = choice.logprobs.token_logprobs or [] if choice.logprobs is not None else []
-        piece = ResponsePart(self._ids(choice), logprobs)
+        piece = ResponsePart(choice.token_ids or [], logprobs)
         if choice.finish_reason is not None:
-            spans = choice.weight_versions or ([] if self._spans else None)
-            piece.end = ResponseEnd(finish_of(self.attempt_id, choice.finish_reason), choice.stop_reason, spans)
+            reason = finish_of(self.attempt_id, choice.finish_reason)
+            piece.end = ResponseEnd(reason, choice.stop_reason, choice.weight_versions)
         return piece if usage is None else counted(piece, usage)
-
-    def _ids(self, choice: _Choice) -> list[int]:
-        if isinstance(choice, _NamedChoice) and choice.logprobs is not None:
-            return [self._named_id(name) for name in choice.logprobs.tokens]
-        return choice.token_ids or []
-
-    def _named_id(self, name: str) -> int:
-        digits = name.removeprefix(_ID_PREFIX)
-        if digits == name or not digits.isdecimal():
-            raise self.wrong(f"must name a token as token_id:<number>, but has {len(name)} characters of text")
-        return int(digits)
 
 
 def _equal(ids: Sequence[int], prompt: Int32) -> bool:

@@ -3,8 +3,8 @@
 The module ``worker`` makes the control calls to one server; ``transfer`` sends weights.
 
 A label is the name of the present weights, which april sets on the server. Invariants: an HTTP call is never closed in
-order to abort its request, because the server would drop tokens. If the server has labels, april uses a response only
-after the server has confirmed the label.
+order to abort its request, because the server would drop tokens. april uses a response only after the server has
+confirmed the label.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from april.config.engines import SglangEngineConfig
 from april.core.sampling import attempt_seed
 from april.core.versions import PolicyVersion
-from april.engines.groups.gloo import local_address
+from april.engines.gloo_group import local_address
 from april.engines.http.http_client import HttpClient
 from april.engines.http.loaded_adapters import LoadedAdapter
 from april.engines.http.response_reader import ResponseReader
@@ -104,10 +104,10 @@ class SglangEngine(ServerEngine):
             routing=facts.routing if request.extras else None, extras_from=request.extras_from,
             prompt=request.token_ids if request.attached else None,
         )  # fmt: skip
-        labels = self._adapters.reading_labels if facts.label is not None else None
         adapter = self._adapters.note_request(request.attempt_id) or facts.adapter
+        labels = self._adapters.reading_labels
         reader = ResponseReader(parser, self._version, labels, len(request.token_ids), request)
-        interval = self._interval(request) if streamed and facts.stream_interval else None
+        interval = self._interval(request) if streamed else None
         body = request_body(
             request, stream=streamed, stream_interval=interval, seed=self._seed(request), adapter=adapter, urls=urls,
             label=self._labels.of(self._adapters.base), salt=self._labels.salt(self._version),
@@ -284,9 +284,8 @@ class SglangEngine(ServerEngine):
             if not isinstance(error, EngineError):
                 raise error
         well = [r for r in results if not isinstance(r, BaseException)]
-        loads = [load for _, load in well if load is not None]
-        names = [name for name, _ in well if name is not None]
-        other = next((name for name in names if not self._labels.is_of(name, self._adapters.base)), None)
+        loads = [load for _, load in well]
+        other = next((name for name, _ in well if not self._labels.is_of(name, self._adapters.base)), None)
         if other not in (None, START_LABEL) and await self._stands_still() and self.is_paused_by_others:
             # another client has paused the servers to give them new weights, so other labels do not mean lost weights
             return Health(ok=False, detail="another client is changing its weights", current=not self._why_incomplete)
@@ -371,7 +370,7 @@ async def _behind_router(config: SglangEngineConfig, url: str, engines: Sequence
     return SglangEngine(router, workers, facts, config.max_token_loss)
 
 
-async def _look_at(worker: SglangWorker) -> tuple[str | None, EngineLoad | None]:
+async def _look_at(worker: SglangWorker) -> tuple[str, EngineLoad]:
     try:
         async with asyncio.timeout(HEALTH_S):
             label, load = await asyncio.gather(worker.label(), worker.load())

@@ -13,19 +13,19 @@ from april.config.engines import SglangEngineConfig
 from april.core.engine_limits import LimitCode, no_experts, raw_logprobs
 from april.core.sampling import LogprobKind
 from april.engines.http.adapter_files import base_shapes
-from april.engines.http.http_client import HttpClient, Reply, has_value, json_value
-from april.engines.http.server_probe import AGAIN_S, NO_TOKEN, REFUSES, TRIES, ServerFacts, ServerProbe, model_files
-from april.engines.http.server_process import while_paused
+from april.engines.http.http_client import HttpClient
+from april.engines.http.server_probe import NO_TOKEN, REFUSES, ServerFacts, ServerProbe, model_files
 from april.engines.http.token_rows import NO_EXPERTS, InvalidRows, Routing, experts_of_numbers, routing_of
-from april.engines.http.wire import NotJson, error_text, positive, read_json
+from april.engines.http.wire import NotJson, positive, read_json
 from april.engines.protocol import ROUTED_EXPERTS, AdapterSite
-from april.engines.sglang.wire import FIELDS
+from april.engines.sglang.wire import FIELDS, Meta
 from april.engines.sglang.wire import Reply as GenerateReply
 from april.engines.weight_transfer import GLOO, NCCL
-from april.errors import ConfigError, EngineError, WireError
+from april.errors import ConfigError, WireError
 
 ENDS_OF_TURNS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
 """Added tokens at which SGLang stops although no model file says so (0.5.19: the first two; 0.5.23: all)."""
+NEEDED_ROUTES = ("/update_weights_from_disk", "/update_weight_version", "/pause_generation")
 TRANSFER_ROUTES = ("/init_weights_update_group", "/update_weights_from_distributed", "/begin_weight_update")
 """Routes for sending weights from the trainer's process; the last one is newer (0.5.23)."""
 ADAPTERS_NEED = (
@@ -33,8 +33,6 @@ ADAPTERS_NEED = (
 )
 EXPERTS_NEED = "start the server with --enable-return-routed-experts"
 _RAW_LOGPROBS = raw_logprobs("start the server without SGLANG_RETURN_ORIGINAL_LOGPROB")
-PAUSE_S = 3.0
-"""Seconds to wait for the answer to a pause that a server must refuse."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +41,6 @@ class SglangFacts(ServerFacts):
 
     incremental: bool
     """True if stream events contain only the new tokens."""
-    stream_interval: bool
-    """True if a request can set the number of tokens per stream event."""
-    pause_modes: tuple[str, ...]
-    loads: bool
-    """True if the server reports its load."""
     adapter: str | None = None
     """Name of the trained adapter; None if the model itself is trained."""
     routing: Routing | None = None
@@ -69,35 +62,12 @@ class _SglangProbe(ServerProbe):
     """Probes one server by its own descriptions and by requests for one token. A paused server returns no tokens."""
 
     config: SglangEngineConfig
-    _spans = False
-    """True if responses say which weights made which token."""
-    _stream_interval = False
-    """True if a request can set the number of tokens per stream event."""
 
     async def facts(self) -> SglangFacts:
         """Find out all abilities; some answers decide which questions follow."""
         await self._read()
         model, server = self.model, self.server
-        vocab_size, disk, labels = await asyncio.gather(
-            self._vocab_size(), self.has_route("/update_weights_from_disk"),
-            self.has_route("/update_weight_version"),
-        )  # fmt: skip
-        self.lacks(
-            not labels, LimitCode.NO_LABELS,
-            "Versions cannot be set (/update_weight_version is missing), so new weights are unverified, and april "
-            "cannot notice that the server was restarted with other weights",
-            "upgrade SGLang",
-        )  # fmt: skip
-        self.lacks(
-            not disk, LimitCode.NO_DISK_UPDATES,
-            "Weights cannot be loaded from a directory (/update_weights_from_disk is missing), so the trainer must "
-            "transfer them itself",
-            "upgrade SGLang",
-        )  # fmt: skip
-        self.label = None if model.get("weight_version") is None or not labels else str(model["weight_version"])
-        transfers = await asyncio.gather(*(self.has_route(route) for route in TRANSFER_ROUTES))
-        # not in parallel with other probes, because their failure must not interrupt this one halfway
-        modes = await self._pause_modes()
+        vocab_size, *transfers = await asyncio.gather(self._vocab_size(), *map(self.has_route, TRANSFER_ROUTES))
         self.files = await asyncio.to_thread(
             model_files, model["model_path"], model.get("tokenizer_path"), ENDS_OF_TURNS
         )
@@ -110,7 +80,7 @@ class _SglangProbe(ServerProbe):
             f"The server runs {copies} data-parallel copies, with which april was not tested",
             "start one server per copy, each with --dp-size 1, and list all of them in engine.urls", "--dp-size 1",
         )  # fmt: skip
-        sent = all(transfers) and "retract" in modes and copies == 1 and stages == 1 and adapter is None
+        sent = all(transfers) and copies == 1 and stages == 1 and adapter is None
         incremental = bool(server.get("incremental_streaming_output", server.get("stream_output", False)))
         self.lacks(
             not incremental, LimitCode.CUMULATIVE_STREAMS,
@@ -135,14 +105,13 @@ class _SglangProbe(ServerProbe):
         return SglangFacts(
             **self.common(),
             model=adapter or str(model["model_path"]), adapter=adapter, software=str(server.get("version", "unknown")),
-            incremental=incremental, stream_interval=self._stream_interval, pause_modes=modes,
-            loads=self.loads is not None, routing=routing,
+            incremental=incremental, routing=routing,
             capabilities=self.capabilities(
                 logprob_kind=self.logprobs(seen, _RAW_LOGPROBS), vocab_size=vocab_size,
                 context=_context(server, self.models), places=positive(server, "max_running_requests"),
-                eos_token_ids=self.ends(), updates_from_disk=disk and adapter is None,
+                eos_token_ids=self.ends(), updates_from_disk=adapter is None,
                 collective=_backends(server) if sent else (), adapters=site,
-                extras=() if routing is None else (ROUTED_EXPERTS,), version_spans=self._spans and labels,
+                extras=() if routing is None else (ROUTED_EXPERTS,),
                 # cumulative events cost more than streaming gains
                 streams=incremental or self.config.max_token_loss is not None,
                 stop_strings=server.get("skip_tokenizer_init") is False,
@@ -154,18 +123,19 @@ class _SglangProbe(ServerProbe):
     async def _read(self) -> None:
         """Read the server's descriptions of itself."""
         client = self.client
-        self.model, self.server, self.models, self.loads, ready = await asyncio.gather(
-            self.get_json("/model_info", "/get_model_info", has="model_path"),
-            self.get_json("/server_info", "/get_server_info", has="version"),
-            self.get_json("/v1/models", has="data"),
-            self.get_json("/v1/loads?include=core", has="loads"),
-            client.call("GET", "/ready", timeout_s=None, retry=True),
-        )
+        self.model, self.server, self.models, ready, *needed = await asyncio.gather(
+            self.get_json("/model_info", has="model_path"), self.get_json("/server_info", has="version"),
+            self.get_json("/v1/models", has="data"), client.call("GET", "/ready", timeout_s=None, retry=True),
+            *map(self.has_route, NEEDED_ROUTES),
+        )  # fmt: skip
         if not isinstance(self.model, dict) or "model_path" not in self.model or not isinstance(self.server, dict):
             raise ConfigError(
                 f"{client.url} is not an SGLang server (it has no /model_info); engine.urls must list SGLang servers, "
                 "not a router or another engine"
             )
+        if missing := [route for route, found in zip(NEEDED_ROUTES, needed, strict=True) if not found]:
+            raise self._too_old(f"has no {missing[0]}")
+        self.label = str(self.model.get("weight_version"))
         if self.models is not None or self.config.model is not None:
             self.choose_model(self.models)
         self.paused = ready.status == 503
@@ -174,10 +144,9 @@ class _SglangProbe(ServerProbe):
             "The server is paused: no request runs until somebody resumes it (POST /continue_generation with the body "
             "{}); whatever only a reply can show is unknown",
         )  # fmt: skip
-        self.lacks(
-            self.loads is None, LimitCode.NO_LOAD,
-            "The server does not report its load (/v1/loads is missing, SGLang below 0.5.9)", "upgrade SGLang",
-        )  # fmt: skip
+
+    def _too_old(self, why: str) -> ConfigError:
+        return ConfigError(f"{self.client.url} {why}; upgrade it to SGLang 0.5.20 or later")
 
     async def _routing(self, vocab_size: int) -> Routing | None:
         """Return the shape of a token's experts; None if the server returns none, after noting how to get them."""
@@ -203,11 +172,9 @@ class _SglangProbe(ServerProbe):
         if self.paused:
             return "resume the server, because only a reply shows them"
         prompt, where = [i % vocab_size for i in (3, 4, 5)], f"{self.client.url}/generate"
-        answer = await self._token(prompt, {"temperature": 0.0}, return_routed_experts=True)
-        if isinstance(answer, Reply):
-            raise EngineError(f"{where} answered {answer.status}: {error_text(answer.body)}")
+        meta = await self._token(prompt, {"temperature": 0.0}, return_routed_experts=True)
         try:
-            rows = experts_of_numbers(answer.meta_info.routed_experts or "", said)
+            rows = experts_of_numbers(meta.routed_experts or "", said)
         except InvalidRows as wrong:
             raise WireError(f"{where} answers with {wrong}; is engine.expert_shape right?") from None
         if len(rows) != len(prompt):
@@ -248,37 +215,6 @@ class _SglangProbe(ServerProbe):
         base = await asyncio.to_thread(base_shapes, self.model["model_path"])
         return AdapterSite(max_rank=rank, slots=slots, scales=False, base=base)
 
-    async def _pause_modes(self) -> tuple[str, ...]:
-        """Return the pause modes that the server lists when it is asked for one that does not exist.
-
-        A server that does not refuse the mode may have paused, so it is resumed, unless it was paused before.
-        """
-        said: list[str] = []
-
-        async def ask() -> None:
-            for _ in range(TRIES):
-                reply = await self.client.call("POST", "/pause_generation", {"mode": "?"}, timeout_s=PAUSE_S)
-                if reply.status in (400, 422) and b"'abort'" in reply.body:
-                    said.append(reply.body.decode("utf-8", "replace"))
-                if said or has_value("status", "ok")(json_value(reply)):
-                    return  # the server has refused the mode, or has paused
-                await asyncio.sleep(AGAIN_S)
-
-        async def undo() -> None:
-            if not said and not self.paused:
-                await self.client.call("POST", "/continue_generation", {}, retry=True)
-
-        # very old servers are not asked, because they might ignore the mode and pause
-        if self.loads is not None and await self.has_route("/pause_generation"):
-            async with while_paused(ask, undo):
-                pass
-        modes = tuple(mode for mode in ("abort", "retract", "in_place") if any(f"'{mode}'" in text for text in said))
-        self.lacks(
-            "retract" not in modes, LimitCode.UPDATES_WAIT,
-            "The server has no pause mode retract: a weight update waits for the requests of other clients to end",
-        )  # fmt: skip
-        return modes
-
     async def _vocab_size(self) -> int:
         """Take the size from the settings, or from the refusal of an impossible request. Raises ConfigError."""
         if self.config.vocab_size is not None:
@@ -291,37 +227,19 @@ class _SglangProbe(ServerProbe):
         return self.size_of_vocabulary(None if found is None else found + 1, danger=danger)
 
     async def _look_at_replies(self, vocab_size: int) -> LogprobKind:
-        """Find out from replies: version spans, support of stream intervals, and the kind of log-probabilities."""
-        self._stream_interval = True
+        """Find out the kind of log-probabilities. Raises ConfigError if replies lack the versions of their tokens."""
 
         async def ask(prompt: list[int], params: dict[str, float]) -> tuple[int, float]:
-            ids = [i % vocab_size for i in prompt]
-            answer = await self._token(ids, params | ({"stream_interval": 1} if self._stream_interval else {}))
-            if isinstance(answer, Reply) and self._stream_interval:
-                self._stream_interval = False  # unknown settings are refused
-                answer = await self._token(ids, params)
-            if isinstance(answer, Reply):
-                raise EngineError(f"{self.client.url}/generate answered {answer.status}: {error_text(answer.body)}")
-            self._spans = bool(answer.meta_info.weight_versions)
-            (only,) = answer.meta_info.output_token_logprobs
+            meta = await self._token([i % vocab_size for i in prompt], params)
+            if not meta.weight_versions:
+                raise self._too_old("does not say which weights made which token")
+            (only,) = meta.output_token_logprobs
             return only.token, only.logprob
 
-        kind = await self.kind_of_logprobs(ask)
-        self.lacks(
-            not self._spans, LimitCode.NO_VERSION_SPANS,
-            "Replies do not say which weights made which token (SGLang below 0.5.20): every token gets the version at "
-            "submission, and a weight update aborts all requests",
-            "upgrade to 0.5.20 or later",
-        )  # fmt: skip
-        self.lacks(
-            not self._stream_interval, LimitCode.NO_STREAM_INTERVAL,
-            "A request cannot set how often it gets tokens (sampling_params.stream_interval is refused)",
-            "set --stream-interval at the server instead", "--stream-interval",
-        )  # fmt: skip
-        return kind
+        return await self.kind_of_logprobs(ask)
 
-    async def _token(self, prompt: list[int], params: dict[str, Any], **asked: Any) -> Any:
-        """Generate one token; returns the :class:`Reply` if the request was refused."""
+    async def _token(self, prompt: list[int], params: dict[str, Any], **asked: Any) -> Meta:
+        """Generate one token, and return what the reply says about it."""
         body = {
             "rid": self.new_id(),
             "input_ids": prompt,
@@ -330,11 +248,9 @@ class _SglangProbe(ServerProbe):
             **asked,
         }
         reply = await self.ask("/generate", body)
-        if reply.status == 400:
-            return reply
         self.client.require_ok(reply, "/generate")
         try:
-            answer = read_json(reply.body, GenerateReply)
+            answer: GenerateReply = read_json(reply.body, GenerateReply)
         except NotJson as error:
             raise WireError(f"{self.client.url}/generate answered something that april cannot read: {error}") from None
         if answer.meta_info is None or len(answer.output_ids) != 1 or len(answer.meta_info.output_token_logprobs) != 1:
@@ -342,7 +258,7 @@ class _SglangProbe(ServerProbe):
                 f"{self.client.url}/generate was asked for one token with its log-probability, but answered with "
                 f"{len(answer.output_ids)} tokens; april needs return_logprob"
             )
-        return answer
+        return answer.meta_info
 
 
 def _backends(server: dict[str, Any]) -> tuple[str, ...]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from april.config.engines import SglangEngineConfig
-from april.engines.abilities import OF_THE_MODEL
 from april.engines.http.http_client import HttpClient
-from april.engines.http.server_probe import least
-from april.engines.protocol import AdapterSite, Capabilities, FirstWeights
+from april.engines.protocol import FirstWeights
 from april.engines.sglang.probe import SglangFacts
 from april.errors import ConfigError
 from april.text.server_text import clean
@@ -60,14 +58,14 @@ async def require_same_workers(router: HttpClient, config: SglangEngineConfig) -
 
 
 def common_facts(workers: Sequence[SglangFacts]) -> SglangFacts:
-    """Return the facts that hold for all workers, since a request may reach any of them.
+    """Return the facts of all workers together, since a request may reach any of them.
 
-    Raises ConfigError if the workers differ in something that must be equal.
+    Raises ConfigError if the workers differ in an ability.
     """
     first = workers[0]
-    ours = _equal(first)
+    ours = _abilities(first)
     for other in workers[1:]:
-        for what, theirs in _equal(other).items():
+        for what, theirs in _abilities(other).items():
             if ours[what] != theirs:
                 raise ConfigError(
                     f"the workers {first.url} and {other.url} of one router differ in {what} ({clean(ours[what])} and "
@@ -75,42 +73,26 @@ def common_facts(workers: Sequence[SglangFacts]) -> SglangFacts:
                 )
     each = [worker.capabilities for worker in workers]
     places = [c.max_in_flight for c in each if c.max_in_flight is not None]
-    labelled = all(worker.label is not None for worker in workers)
     return replace(
         first,
-        stream_interval=all(worker.stream_interval for worker in workers),
-        label=first.label if labelled else None,
         capabilities=replace(
             first.capabilities,
             max_context=min(c.max_context for c in each),
             max_in_flight=sum(places) if len(places) == len(each) else None,
-            updates_from_disk=all(c.updates_from_disk for c in each),
-            collective=tuple(b for b in first.capabilities.collective if all(b in c.collective for c in each)),
-            adapters=_common_site(each),
-            needs={field: need for c in reversed(each) for field, need in c.needs.items()},
-            honours_seeds=all(c.honours_seeds for c in each),
-            stop_strings=all(c.stop_strings for c in each),
-            constrains=all(c.constrains for c in each),
-            attachments=tuple(k for k in first.capabilities.attachments if all(k in c.attachments for c in each)),
-            verifies_weights=labelled,
             first_weights=max((c.first_weights for c in each), key=list(FirstWeights).index),
             limits=tuple(dict.fromkeys(limit for c in each for limit in c.limits)),
         ),
     )
 
 
-def _common_site(each: Sequence[Capabilities]) -> AdapterSite | None:
-    sites = [c.adapters for c in each if c.adapters is not None]
-    if len(sites) < len(each):
-        return None
-    rank, slots = (least(*(getattr(s, name) for s in sites)) for name in ("max_rank", "slots"))
-    return replace(sites[0], max_rank=rank, slots=slots)
+_MAY_DIFFER = ("max_context", "max_in_flight", "first_weights", "limits", "needs")
+"""Capabilities in which the workers of one router may differ."""
 
 
-def _equal(worker: SglangFacts) -> dict[str, object]:
+def _abilities(worker: SglangFacts) -> dict[str, object]:
     """Return the values that the workers of one router must share."""
     c = worker.capabilities
-    return {name: getattr(c, name) for name in OF_THE_MODEL} | {
-        "spans": c.version_spans, "incremental": worker.incremental, "version": worker.software,
-        "adapter": worker.adapter, "routed experts": worker.routing,
+    return {field.name: getattr(c, field.name) for field in fields(c) if field.name not in _MAY_DIFFER} | {
+        "incremental": worker.incremental, "version": worker.software, "adapter": worker.adapter,
+        "routed experts": worker.routing,
     }  # fmt: skip

@@ -38,7 +38,7 @@ class WeightTransfer:
     touched: bool = False
     """True if the server was asked to receive a bucket, so that its weights match no version."""
     mark: str | None = None
-    """Label of the partly written weights; None if none were written, or the server has no labels."""
+    """Label of the partly written weights; None if none were written."""
     paused: bool = False
     """True if the server was paused for the transfer and has not been resumed."""
 
@@ -73,7 +73,7 @@ class WeightTransfer:
         """
         assert self.meeting is not None
         self.touched = True
-        if self.mark is None and self.worker.facts.label is not None:
+        if self.mark is None:
             await self.worker.set_label(mark)
             self.mark = mark
         names = [spec.name for spec in bucket]

@@ -97,14 +97,14 @@ class SglangWorker:
         if errors:
             raise errors[0]
 
-    async def label(self) -> str | None:
-        """Return the label of the present weights; None if the server has no labels."""
-        return None if self.facts.label is None else await weight_version(self.client, "/model_info")
+    async def label(self) -> str:
+        """Return the label of the present weights."""
+        return await weight_version(self.client, "/model_info")
 
     async def is_foreign(self, labels: WeightLabels, version: PolicyVersion) -> bool:
         """Return whether another client has paused the server, or given it other weights than ``version``."""
         ready = await self.client.call("GET", "/ready", timeout_s=PAUSE_CHECK_S, retry=True)
-        return ready.status == 503 or not ((shown := await self.label()) is None or labels.is_of(shown, version))
+        return ready.status == 503 or not labels.is_of(await self.label(), version)
 
     async def go_on(self) -> None:
         """Resume the server if it is paused."""
@@ -112,8 +112,6 @@ class SglangWorker:
 
     async def set_label(self, label: str) -> None:
         """Label the present weights, also for running requests. Raises EngineError unless the server shows it."""
-        if self.facts.label is None:
-            return
         # without this flag the server would abort all its requests
         body = {"new_version": label, "abort_all_requests": False}
         await control(self.client, "/update_weight_version", has_value("success", True), body=body)
@@ -121,7 +119,7 @@ class SglangWorker:
         if now != label:
             raise PartlyUpdated(f"{self.client.url} labels its weights {clean(now)} after april set {label}")
 
-    async def mark(self, labels: WeightLabels) -> str | None:
+    async def mark(self, labels: WeightLabels) -> str:
         """Call :func:`~april.engines.http.weight_labels.mark_process` with a timeout of a few seconds."""
         async with asyncio.timeout(PAUSE_CHECK_S):
             return await mark_process(self, labels, self.facts.label)
@@ -143,20 +141,16 @@ class SglangWorker:
         """
         label, loaded = labels.of(version), path is None
         try:
-            waits = "retract" in self.facts.pause_modes and not stands_still
-            async with self._retracted() if waits else nullcontext():
+            async with nullcontext() if stands_still else self._retracted():
                 process = await self._process()
                 if path is None:
                     shown = await self.label()
-                    if paused and shown is not None and is_another_process(
-                        shown, paused_as, labels, self.facts.label
-                    ):
+                    if paused and is_another_process(shown, paused_as, labels, self.facts.label):
                         raise PartlyUpdated(self._started_anew(label))
                     await self._flush(label)
                 else:
-                    shown = paused_as if paused else None
-                    if shown in (None, label):
-                        shown = await mark_process(self, labels, self.facts.label, version)
+                    known = paused_as if paused and paused_as != label else None
+                    shown = known or await mark_process(self, labels, self.facts.label, version)
                     flushed = await self._load(label, path, shown)
                     loaded = True
                     if not flushed:
@@ -167,7 +161,8 @@ class SglangWorker:
                     raise PartlyUpdated(self._started_anew(label))
                 if now != label:
                     await self.set_label(label)
-                if await self._process() not in (None, process) and process is not None:
+                # a process that began before it was labelled would have the label, and the weights of its start
+                if await self._process() not in (None, process):
                     raise PartlyUpdated(self._started_anew(label))
         except PartlyUpdated:
             raise
@@ -184,7 +179,6 @@ class SglangWorker:
         Raises EngineError unless the server confirms and lists it.
         """
         await require_base(self, labels, self.facts.label, base)
-        process = await self._process()
         body = {"lora_name": adapter.name, "lora_path": adapter.path}
         reply = await self.client.call("POST", "/load_lora_adapter", body, timeout_s=LOAD_S)
         answer = json_value(reply)
@@ -193,8 +187,7 @@ class SglangWorker:
             said = answer.get("error_message") if isinstance(answer, dict) else None
             why = clean(said) if said else error_text(reply.body)
             raise EngineError(f"{text}: it answered {reply.status}, {why}; it keeps its old adapter")
-        now = await self._process()
-        if await self.label() not in (None, labels.of(base)) or (process is not None and now != process):
+        if await self.label() != labels.of(base):
             raise EngineError(f"{text}: it was restarted during the call; update its weights again")
 
     async def unload_adapter(self, adapter: LoadedAdapter) -> bool:
@@ -219,10 +212,8 @@ class SglangWorker:
             "update its weights again"
         )
 
-    async def load(self) -> EngineLoad | None:
-        """Return the load, summed over data-parallel copies; None if the server does not report it."""
-        if not self.facts.loads:
-            return None
+    async def load(self) -> EngineLoad:
+        """Return the load, summed over data-parallel copies."""
         reply = await self.client.call("GET", "/v1/loads", params={"include": "core"}, retry=True)
         self.client.require_ok(reply, "/v1/loads")
         try:
@@ -276,7 +267,7 @@ class SglangWorker:
         It is paused only if it has requests, because a server left paused by an april that died would serve nobody.
         """
         load = await self.load()
-        if load is not None and not load.running and not load.waiting:
+        if not load.running and not load.waiting:
             yield
             return
         # the body must be present, but may be empty

@@ -1,7 +1,8 @@
 """Connects april to a vLLM engine in an actor (of Ray), with one class on each side of the actor boundary.
 
 :class:`EngineActor` runs in the actor and wraps :class:`~april.engines.vllm.in_process.VllmInProcessEngine`;
-:class:`ActorEngine` runs beside the scheduler. Only plain values pass between them. The trainer updates the weights.
+:class:`ActorEngine` runs beside the scheduler. Only bytes pass between them, because Ray wraps exceptions, which hides
+their type. The trainer updates the weights.
 """
 
 from __future__ import annotations
@@ -10,36 +11,28 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
-import numpy as np
 from msgspec import structs
 
 from april.concurrency.worker_threads import run_in_thread
-from april.core.attachments import Attachment, Placed
-from april.core.engine_limits import Limit, LimitCode
-from april.core.sampling import LogprobKind, SamplingParams
+from april.core.attachments import Placed
 from april.core.versions import PolicyVersion
 from april.engines.attachments import attachment_bytes
 from april.engines.http.server_engine import ServerEngine
-from april.engines.http.wire import chunk_of, empty_chunk
-from april.engines.protocol import AbortMeans, Capabilities, Chunk, EngineFinish, Health, Request
+from april.engines.http.wire import empty_chunk
+from april.engines.protocol import Capabilities, Chunk, EngineFinish, Health, Request
+from april.engines.served.wire import CallReply, ChunkMessage, Failure, joined
 from april.engines.vllm.in_process import VllmInProcessEngine
-from april.errors import EngineBusy, EngineError, RequestRefused
+from april.errors import EngineError, LinkError
+from april.serialization.own_values import pack, unpack
 from april.text.server_text import clean
 
 HEALTH_DEADLINE_S = 10.0
 ACTOR_CALLS = 100_000
 """Concurrency limit for an actor; must exceed the requests in flight, or aborts wait behind them."""
-
-Result = tuple[str, Any]
-"""("ok", value), or (a key of :data:`_FAILURES`, message): Ray wraps exceptions, which hides their type."""
-_FAILURES = {"refused": RequestRefused, "busy": EngineBusy, "error": EngineError}
-
-
-def _failed(error: EngineError) -> Result:
-    return next(kind for kind, error_type in _FAILURES.items() if isinstance(error, error_type)), str(error)
+Answer = TypeVar("Answer", ChunkMessage, CallReply)
 
 
 class EngineActor:
@@ -49,50 +42,43 @@ class EngineActor:
         self._engine = VllmInProcessEngine(llm, loop=asyncio.get_running_loop())
         self._life = secrets.token_hex(8)
 
-    def capabilities(self) -> dict[str, Any]:
-        """Return the capabilities as plain values, for :func:`capabilities_of`."""
-        return asdict(self._engine.capabilities)
+    def capabilities(self) -> bytes:
+        """Return the capabilities, for :func:`capabilities_of`."""
+        return pack(self._engine.capabilities)
 
     def require_idle(self) -> None:
         """Raise EngineError while april's requests are running, because the trainer must not write weights then."""
         self._engine.require_idle()
 
-    async def generate(self, ask: dict[str, Any]) -> Result:
-        """Run one request to its end; returns tokens, log-probabilities, finish reason, stop match and version."""
-        request = request_of(ask)
+    async def generate(self, ask: bytes) -> bytes:
+        """Run one request to its end; returns a :class:`ChunkMessage`."""
+        request = unpack(ask, Request)
         try:
             chunks = [chunk async for chunk in self._engine.generate(request)]
         except EngineError as error:
-            return _failed(error)
-        tokens = np.concatenate([chunk.tokens for chunk in chunks])
-        logprobs = np.concatenate([chunk.logprobs for chunk in chunks])
-        end = chunks[-1]
-        return "ok", (tokens, logprobs, str(end.finish), end.stopped_at, list(end.version))
+            return pack(ChunkMessage(request.attempt_id, [], True, Failure.of(error)))
+        return pack(ChunkMessage(request.attempt_id, joined(chunks), True))
 
     async def abort(self, attempt_ids: Sequence[str]) -> None:
         """Abort these attempts."""
         await self._engine.abort(attempt_ids)
 
-    async def update_weights(self, version: Sequence[int], life: str | None = None) -> Result:
-        """Record that the trainer has put ``version`` into the actor process ``life`` (None if that is unknown)."""
-        if life not in (None, self._life):
-            return "error", "its actor was restarted while weights were handed over; hand them over again"
+    async def update_weights(self, version: Sequence[int], life: str = "") -> bytes:
+        """Record that the trainer has put ``version`` into the actor process ``life`` (empty if that is unknown)."""
+        answer = CallReply(session=self._life)
         try:
+            if life not in ("", self._life):
+                raise EngineError("its actor was restarted while weights were handed over; hand them over again")
             await self._engine.update_weights(PolicyVersion(*version))
         except EngineError as error:
-            return _failed(error)
-        return "ok", None
+            answer.failure = Failure.of(error)
+        return pack(answer)
 
-    async def health(self) -> tuple[bool, str, list[int], str]:
-        """Return whether vLLM is alive, what is wrong, its policy version, and the id of this actor process."""
-        health = await self._engine.health()
-        return health.ok, health.detail, list(self._engine._version), self._life
-
-
-def request_of(plain: dict[str, Any]) -> Request:
-    """Convert plain values back to a request."""
-    attached = tuple(Placed(**{**one, "attachment": Attachment(**one["attachment"])}) for one in plain["attached"])
-    return Request(**{**plain, "sampling": SamplingParams(**plain["sampling"]), "attached": attached})
+    async def health(self) -> bytes:
+        """Return a :class:`CallReply` with health, policy version, and the id of this actor process as session."""
+        return pack(CallReply(
+            session=self._life, version=self._engine._version, health=await self._engine.health()
+        ))  # fmt: skip
 
 
 async def _with_content(request: Request) -> Request:
@@ -107,15 +93,11 @@ async def _with_content(request: Request) -> Request:
     return structs.replace(request, attached=await run_in_thread(read))
 
 
-def capabilities_of(plain: dict[str, Any]) -> Capabilities:
-    """Convert :meth:`EngineActor.capabilities` back, without the abilities that do not work through an actor."""
-    known = {field.name for field in fields(Capabilities)}
-    values = {name: value for name, value in plain.items() if name in known}
-    values |= {"logprob_kind": LogprobKind(values["logprob_kind"]), "abort_means": AbortMeans(values["abort_means"])}
-    values |= {"attachments": tuple(values.get("attachments", ())), "extras": tuple(values.get("extras", ()))}
-    values["limits"] = tuple(Limit(**one | {"code": LimitCode(one["code"])}) for one in values.get("limits", ()))
-    values |= {"streams": False, "updates_from_disk": False, "collective": (), "takes_tensors": False}
-    return Capabilities(**values)
+def capabilities_of(content: bytes) -> Capabilities:
+    """Decode :meth:`EngineActor.capabilities`, without the abilities that do not work through an actor."""
+    return replace(
+        unpack(content, Capabilities), streams=False, updates_from_disk=False, collective=(), takes_tensors=False
+    )
 
 
 class ActorEngine(ServerEngine):
@@ -131,8 +113,8 @@ class ActorEngine(ServerEngine):
     def __init__(self, actor: Any, name: str, capabilities: Capabilities) -> None:
         super().__init__(name, capabilities)
         self._actor = actor
-        self._life: str | None = None
-        """Id of the actor process that was paused for an update; None if it was not asked or did not answer.
+        self._life = ""
+        """Id of the actor process that was paused for an update; empty if it was not asked or did not answer.
         Another id later means that the actor was restarted."""
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
@@ -143,24 +125,21 @@ class ActorEngine(ServerEngine):
                 yield empty_chunk(version, EngineFinish.ABORT)
                 return
             self._check(request)
-            ended = False
+            answer = None
             try:
-                sent = await _with_content(request)
-                ask = structs.asdict(sent) | {
-                    "sampling": structs.asdict(sent.sampling), "attached": tuple(map(asdict, sent.attached))
-                }  # fmt: skip
-                tokens, logprobs, finish, stopped_at, under = await self._ask("april_generate", ask)
-                ended = True
+                sent = pack(await _with_content(request))
+                answer = await self._ask(ChunkMessage, "april_generate", sent)
             finally:
-                if not ended:  # this call was cancelled, so nobody would read the result
+                if answer is None:  # this call was cancelled, so nobody would read the result
                     with suppress(Exception):
                         self._actor.april_abort.remote([request.attempt_id])
-            if tuple(under) != tuple(version):
-                raise EngineError(
-                    f"engine {self.name} generated attempt {request.attempt_id} under weights {PolicyVersion(*under)} "
-                    f"instead of {version}; was its actor restarted?"
-                )
-            yield replace(chunk_of(tokens, logprobs, version, EngineFinish(finish)), stopped_at=stopped_at)
+            for chunk in answer.chunks:
+                if chunk.version != version:
+                    raise EngineError(
+                        f"engine {self.name} generated attempt {request.attempt_id} under weights {chunk.version} "
+                        f"instead of {version}; was its actor restarted?"
+                    )
+                yield chunk
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
         """Abort these attempts (None means all); vLLM ends them with the tokens they have."""
@@ -174,14 +153,14 @@ class ActorEngine(ServerEngine):
         So a restart before the trainer has written its weights is noticed.
         """
         await super().pause()
-        self._life = None
+        self._life = ""
         with suppress(EngineError, TimeoutError):  # if it does not answer, the update will report that
             async with asyncio.timeout(HEALTH_DEADLINE_S):
-                self._life = (await self._call("april_health"))[3]
+                self._life = (await self._ask(CallReply, "april_health")).session
 
     async def resume(self) -> None:
         """Admit requests again."""
-        self._life = None
+        self._life = ""
         await super().resume()
 
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
@@ -192,23 +171,23 @@ class ActorEngine(ServerEngine):
         if path is not None:
             raise EngineError(f"engine {self.name}: only the trainer itself loads weights into its engines")
         self.require_idle()
-        await self._ask("april_update_weights", list(version), self._life)
+        await self._ask(CallReply, "april_update_weights", list(version), self._life)
         self._labels.present = version
 
     async def health(self) -> Health:
         """Return whether the actor answers and its vLLM is alive."""
         try:
             async with asyncio.timeout(HEALTH_DEADLINE_S):
-                ok, detail, version, _ = await self._call("april_health")
+                now = await self._ask(CallReply, "april_health")
         except TimeoutError:
             return Health(ok=False, detail=f"its actor has not answered within {HEALTH_DEADLINE_S:g} s")
         except EngineError as error:
             return Health(ok=False, detail=str(error))
-        current = tuple(version) == tuple(self._version)
-        told = detail if current else "its actor was restarted, with the weights of its start"
-        return Health(
-            ok=ok, detail=told, counters={"open_requests": float(len(self._admission.inside))}, current=current
-        )
+        assert now.health is not None
+        current = now.version == self._version
+        detail = now.health.detail if current else "its actor was restarted, with the weights of its start"
+        counters = {"open_requests": float(len(self._admission.inside))}
+        return Health(ok=now.health.ok, detail=detail, counters=counters, current=current)
 
     async def close(self) -> None:
         """Abort all requests. The trainer shuts down the actor."""
@@ -216,12 +195,16 @@ class ActorEngine(ServerEngine):
             with suppress(EngineError):
                 await self.abort()
 
-    async def _ask(self, method: str, *arguments: Any) -> Any:
-        """Call the actor and return the value of its :data:`Result`, or raise the error in it."""
-        outcome, value = await self._call(method, *arguments)
-        if outcome != "ok":
-            raise _FAILURES.get(outcome, EngineError)(value)
-        return value
+    async def _ask(self, kind: type[Answer], method: str, *arguments: Any) -> Answer:
+        """Call the actor and return its decoded answer, or raise the error that it reports."""
+        content = await self._call(method, *arguments)
+        try:
+            answer = unpack(content, kind)
+        except LinkError as error:
+            raise EngineError(f"engine {self.name}: {error}") from None
+        if answer.failure is not None:
+            raise answer.failure.error()
+        return answer
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         """Call the actor once; any failure is raised as EngineError."""

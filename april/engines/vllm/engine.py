@@ -1,8 +1,8 @@
-"""Engine for vLLM servers: generates over HTTP, aborts requests by id or by a pause, and loads weights from disk.
+"""Engine for vLLM servers: generates over HTTP, aborts requests by id, and loads weights from disk.
 
 A label is the name of the present weights, which april sets on the server. Invariants: an HTTP call is never closed in
-order to abort its request, because the server would drop tokens. If the server has labels, april uses a response only
-after the server has confirmed the label.
+order to abort its request, because the server would drop tokens. april uses a response only after the server has
+confirmed the label.
 """
 
 from __future__ import annotations
@@ -10,31 +10,50 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from april.config.engines import THIS_MACHINE, VllmEngineConfig
-from april.core.versions import PolicyVersion
-from april.engines.http.http_client import HttpClient, Reply, control, has_value, is_empty, json_value, weight_version
-from april.engines.http.loaded_adapters import LoadedAdapter, unload_adapter
+from april.core.versions import FIRST_VERSION, PolicyVersion
+from april.engines.gloo_group import local_address
+from april.engines.http.http_client import (
+    HttpClient,
+    Reply,
+    control,
+    has_value,
+    json_value,
+    refuses_probe,
+    require_confirmation,
+    weight_version,
+)
+from april.engines.http.loaded_adapters import LOAD_S, LoadedAdapter, unload_adapter
 from april.engines.http.response_reader import ResponseReader
-from april.engines.http.response_stream import ResponseStream
+from april.engines.http.response_stream import GenerateRoute, ResponseStream
 from april.engines.http.sent_attachments import SentAttachments, Urls
-from april.engines.http.server_probe import ServerFacts, connect_all
-from april.engines.http.server_process import PAUSE_CHECK_S, UNSAID, read_metrics, require_left_paused, while_paused
+from april.engines.http.server_probe import connect_all, is_listed
+from april.engines.http.server_process import (
+    PAUSE_CHECK_S,
+    Confirmation,
+    read_metrics,
+    require_left_paused,
+    while_paused,
+)
 from april.engines.http.weight_directories import LOAD_WEIGHTS_S, is_adapter
-from april.engines.http.weight_labels import is_another_process, mark_process, require_base, require_first_weights
-from april.engines.http.wire import error_text
+from april.engines.http.weight_labels import (
+    is_another_process,
+    mark_process,
+    require_base,
+    require_first_weights,
+    start_is_known,
+)
+from april.engines.http.wire import error_text, positive
 from april.engines.openai.engine import OpenAIEngine
-from april.engines.openai.probe import OpenAIFacts
-from april.engines.openai.wire import TokenShape
-from april.engines.protocol import AbortMeans, Engine, Health, OnWeightUpdate, Request
-from april.engines.vllm.adapters import UNLOAD, load_adapter
-from april.engines.vllm.probe import VllmFacts, probe_vllm
-from april.engines.vllm.transfer import TransferEngine
-from april.engines.vllm.wire import engine_id, misses_attachment, parser_of, request_body
-from april.errors import EngineError
+from april.engines.protocol import Engine, Health, OnWeightUpdate, Request
+from april.engines.vllm.probe import LOAD_ADAPTER, VllmFacts, probe_vllm
+from april.engines.vllm.transfer import FINISH, WORDS, Transfers
+from april.engines.vllm.wire import TOKEN_ROUTE, TokenParser, engine_id, misses_attachment, request_body
+from april.errors import EngineBusy, EngineError
 from april.text.server_text import quoted
 
 RESET_TRIES = 20
@@ -43,7 +62,7 @@ RESET_WAIT_S = 0.1
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
 
 
-class VllmEngine(TransferEngine):
+class VllmEngine(Transfers):
     """Engine for one vLLM server, made by :func:`connect_vllm`; implements :class:`april.engines.protocol.Engine`.
 
     With ``stream``, all requests are streamed. Otherwise only those are that ask for it, and those that upload an
@@ -53,13 +72,24 @@ class VllmEngine(TransferEngine):
     """
 
     def __init__(self, client: HttpClient, facts: VllmFacts, *, stream: bool = False) -> None:
-        sent = SentAttachments(misses_attachment if facts.keeps_attachments else None)
-        super().__init__(client, facts, facts.route, "/metrics", sent)
-        self.attachments = sent
+        super().__init__(client.name, facts.capabilities)
+        self._client, self._servers, self._configured_model = client, (client,), facts.asked
         self.facts, self._stream = facts, stream
+        self.attachments = SentAttachments(misses_attachment if facts.keeps_attachments else None)
+        known = start_is_known(facts.label)  # then a restarted server has the weights of the first version again
+        self._endpoint = GenerateRoute(
+            client=client, route=TOKEN_ROUTE, admission=self._admission, labels=self._labels, prepare=self._prepare,
+            abort_means=facts.capabilities.abort_means, marks_end=True, attachments=self.attachments,
+            routing_key=facts.routing_key,
+            confirmation=Confirmation(
+                self._has_weights, self.name, lambda: not known or self._version != FIRST_VERSION
+            ),
+        )  # fmt: skip
         self._keeps: OnWeightUpdate | None = None
         """How running requests go on after the present pause, during which the server keeps them. None if there is no
         such pause. Still set after a pause that failed, since the server may be paused."""
+        self._pausing = False
+        """True while this engine has paused the requests of other clients for a weight update."""
         self._paused_as: str | None = None
         """Label that the server showed when it was paused for a weight update; None if it was not asked or did not
         answer. Another label later means that the server was restarted."""
@@ -73,14 +103,12 @@ class VllmEngine(TransferEngine):
     def _prepare(self, request: Request, streamed: bool, urls: Urls) -> tuple[ResponseReader, bytes]:
         self._check(request)
         facts, capabilities = self.facts, self._capabilities
-        spans = capabilities.version_spans
-        parser = parser_of(facts.route, request, spans=spans, routing=facts.routing)
-        labels = self._adapters.reading_labels if spans else None
+        labels, parser = self._adapters.reading_labels, TokenParser(request, facts.routing)
         reader = ResponseReader(parser, self._version, labels, len(request.token_ids), request)
         model = self._adapters.note_request(request.attempt_id) or facts.model
         body = request_body(
-            facts.route, model, request, stream=streamed, priority=facts.priorities,
-            bans=capabilities.bans, seeds=capabilities.honours_seeds, spans=spans,
+            model, request, stream=streamed, priority=facts.priorities, bans=capabilities.bans,
+            seeds=capabilities.honours_seeds,
             # the salt is unique to this run and these weights, so the prefix cache returns only entries made with them
             salt=self._labels.salt(self._version), urls=urls,
         )  # fmt: skip
@@ -89,26 +117,15 @@ class VllmEngine(TransferEngine):
     # ---------------------------------------------------------------- aborts
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
-        """Abort all these requests in one call. The reply confirms nothing; only the end of each response does.
-
-        If the server has several API processes, an abort would reach only one of them, so the server is paused and
-        resumed instead, which ends every request.
-        """
-        ids = self._to_abort(attempt_ids)
-        if not ids:
-            return
-        if self._capabilities.abort_means is AbortMeans.PAUSE:
-            self._endpoint.abort(ids)  # the pause also ends other requests, so mark these as aborted
-            async with self._paused_server("abort"):
-                return
-        route = self.facts.abort_route
-        body = {"request_ids": [engine_id(self.facts.route, i) for i in ids]}
-        await control(self._client, route, has_value("status", "aborted"), is_empty, body=body)
+        """Abort all these requests in one call. The reply confirms nothing; only the end of each response does."""
+        if ids := self._to_abort(attempt_ids):
+            body = {"request_ids": list(map(engine_id, ids))}
+            await control(self._client, "/abort_requests", has_value("status", "aborted"), body=body)
 
     # ---------------------------------------------------------------- weights
 
     async def pause(self) -> None:
-        """Pause like :class:`CompletionsEngine`, and remember the label that the server shows.
+        """Pause like :class:`ServerEngine`, and remember the label that the server shows.
 
         If :meth:`pause_in_flight` has failed before, the server is resumed first.
         """
@@ -129,7 +146,6 @@ class VllmEngine(TransferEngine):
         await control(
             self._client, "/pause", has_value("status", "paused"), params={"mode": "keep", "clear_cache": clear}
         )
-        await self._process.pause()
         await self._remember()
 
     def require_idle(self) -> None:
@@ -153,42 +169,69 @@ class VllmEngine(TransferEngine):
             async with asyncio.timeout(PAUSE_CHECK_S):
                 self._paused_as = await mark_process(self, self._labels, self.facts.label)
 
+    @property
+    def sender_address(self) -> str:
+        """Return the address that this machine uses towards the server."""
+        return local_address(*self._client.address)
+
+    async def ranks(self) -> int:
+        """Return the number of workers, over all data-parallel copies."""
+        said = await self._client.json("GET", "/get_world_size", params={"include_dp": "true"}, retry=True)
+        size = positive(said, "world_size") if isinstance(said, dict) else None
+        if size is None:
+            raise EngineError(f"{self._client.url}/get_world_size does not report how many workers there are")
+        return size
+
+    async def _transfer(self, call: str, arguments: dict[str, Any] | None = None) -> None:
+        body = {} if call == FINISH else arguments
+        reply = await self._client.call("POST", call, body, timeout_s=None)
+        require_confirmation(self._client, reply, call, WORDS[call])
+
     async def _load_whole(self, version: PolicyVersion, path: str | None) -> None:
         """Load the weights, empty the cache, set the label, and check that the server shows it."""
         self.require_idle()
         await self._require_model()
         if path is None:
             await require_first_weights(self, self._labels, self.facts.label, version)
-        else:
-            await self._process.pause()  # remember the process that loads the weights, in case it is a new one
-        # a server without developer routes has no such calls: there the trainer loads the weights and empties the cache
-        if self.facts.developer_routes:
-            async with self._stands_still or self._other_clients_paused():
-                load = self._check_weights_written(version) if path is None else self._load(path, version)
-                mark = await load
-                if self._keeps is None:
-                    await self._empty_cache()
-                else:  # the prefix cache was emptied at the pause, or salts keep its old and new entries apart
-                    await self._empty_encoder_cache()
-                await self._label_as(version, mark)
-        await self._process.note_weights(version)
+        async with self._stands_still or self._other_clients_paused():
+            process = (await read_metrics(self._client)).started_s
+            mark = await (self._check_weights_written(version) if path is None else self._load(path, version))
+            if self._keeps is None:
+                await self._empty_cache()
+            else:  # the prefix cache was emptied at the pause, or salts keep its old and new entries apart
+                await self._empty_encoder_cache()
+            if await self.label() != mark:
+                raise EngineError(self._restarted_while_loading(version))
+            await self.set_label(self._labels.of(version))
+            # a process that began before it was labelled would have the label, and the weights of its start
+            if (await read_metrics(self._client)).started_s not in (None, process):
+                raise EngineError(self._restarted_while_loading(version))
 
     async def _load_adapter(self, adapter: LoadedAdapter, version: PolicyVersion) -> None:
         """Load an adapter. The prefix cache is not emptied, because its keys contain the adapter's name."""
         await require_base(self, self._labels, self.facts.label, self._adapters.base)
-        await self._process.pause()
-        await load_adapter(self._client, adapter)
-        if await self.label() not in (None, self._labels.of(self._adapters.base)):
+        body = {"lora_name": adapter.name, "lora_path": adapter.path}
+        reply = await self._client.call("POST", LOAD_ADAPTER, body, timeout_s=LOAD_S)
+        said = (
+            f"{self._client.url} could not load the adapter in {adapter.path}: it answered {reply.status}, "
+            f"{error_text(reply.body)}"
+        )
+        if reply.status in (429, 503):
+            raise EngineBusy(said, reply.retry_after_s)
+        if not reply.ok:
+            raise EngineError(f"{said}; it keeps its old adapter")
+        if await is_listed(self._client, adapter.name) is not True:
+            raise EngineError(f"{said}, and does not list the adapter; it keeps its old one")
+        if await self.label() != self._labels.of(self._adapters.base):
             raise EngineError(
                 f"{self._client.url} was restarted while it loaded {adapter.path}; update its weights again"
             )
-        await self._process.note_weights(version)
 
     async def _unload(self, adapter: LoadedAdapter) -> bool:
         async def is_gone(reply: Reply) -> bool:
             return reply.ok or reply.status == 404  # unloaded, or never loaded
 
-        return await unload_adapter(self._client, UNLOAD, adapter, is_gone)
+        return await unload_adapter(self._client, "/v1/unload_lora_adapter", adapter, is_gone)
 
     def _restarted_while_loading(self, version: PolicyVersion) -> str:
         self._why_incomplete = (
@@ -214,7 +257,7 @@ class VllmEngine(TransferEngine):
                 f"({', '.join(WEIGHT_FILES)}), and vLLM would crash; save the model there first"
             )
 
-    async def _load(self, path: str, version: PolicyVersion) -> str | None:
+    async def _load(self, path: str, version: PolicyVersion) -> str:
         """Load weights from ``path``; returns the label that marks the server's process while it loads them."""
         mark = await mark_process(self, self._labels, self.facts.label, version)
         await self.forget_transfers()
@@ -230,11 +273,11 @@ class VllmEngine(TransferEngine):
             raise EngineError(self._why_incomplete)
         return mark
 
-    async def _check_weights_written(self, version: PolicyVersion) -> str | None:
+    async def _check_weights_written(self, version: PolicyVersion) -> str:
         """Check that the server's process is the one that was paused for the trainer's weights; return its label."""
         self._why_incomplete = f"engine {self.name} is between two versions until an update to {version} succeeds"
         shown = await self.label()
-        if not self._admission.is_open and shown is not None and is_another_process(
+        if not self._admission.is_open and is_another_process(
             shown, self._paused_as, self._labels, self.facts.label
         ):  # fmt: skip
             raise EngineError(self._restarted_while_loading(version))
@@ -263,30 +306,18 @@ class VllmEngine(TransferEngine):
         workers no longer have, which crashes the server.
         """
         route = "/reset_encoder_cache"
-        reply = await self._client.call("POST", route, retry=True)
-        if reply.status != 404:  # 404 means that the server is older than the encoder cache
-            self._client.require_ok(reply, route)
-
-    async def _label_as(self, version: PolicyVersion, mark: str | None) -> None:
-        """Label the weights. Raises EngineError if the server no longer has the label ``mark`` from before the load."""
-        if mark is None:
-            return
-        if await self.label() != mark:
-            raise EngineError(self._restarted_while_loading(version))
-        await self.set_label(self._labels.of(version))
+        self._client.require_ok(await self._client.call("POST", route, retry=True), route)
 
     async def set_label(self, label: str) -> None:
         """Set the label of the present weights. Raises EngineError if the server does not show it afterwards."""
-        if self.facts.label is None:
-            return
         await control(self._client, "/update_weight_version", has_value("success", True), body={"new_version": label})
         now = await self.label()
         if now != label:
             raise EngineError(f"{self._client.url} labels its weights {quoted(now)} after april set {label}")
 
-    async def label(self) -> str | None:
-        """Return the label of the present weights; None if the server has no labels."""
-        return None if self.facts.label is None else await weight_version(self._client, "/weight_info")
+    async def label(self) -> str:
+        """Return the label of the present weights."""
+        return await weight_version(self._client, "/weight_info")
 
     @asynccontextmanager
     async def _other_clients_paused(self) -> AsyncIterator[None]:
@@ -301,51 +332,43 @@ class VllmEngine(TransferEngine):
         if load is not None and not load.running and not load.waiting:
             yield
             return
-        async with self._paused_server("keep"):
-            yield
-
-    @asynccontextmanager
-    async def _paused_server(self, mode: str) -> AsyncIterator[None]:
-        params = {"mode": mode, "clear_cache": "false"}
-        async with self._pauses.hold(), while_paused(
-            lambda: control(self._client, "/pause", has_value("status", "paused"), params=params),
-            lambda: control(self._client, "/resume", has_value("status", "resumed")),
-        ):
-            yield
+        params = {"mode": "keep", "clear_cache": "false"}
+        self._pausing = True
+        try:
+            async with while_paused(
+                lambda: control(self._client, "/pause", has_value("status", "paused"), params=params),
+                lambda: control(self._client, "/resume", has_value("status", "resumed")),
+            ):
+                yield
+        finally:
+            self._pausing = False
 
     # ---------------------------------------------------------------- the rest
 
     async def health(self) -> Health:
-        """Check ``/health``, the label of the weights (or the process's start time), and the load from ``/metrics``."""
+        """Check ``/health`` and the label of the weights; the load comes from ``/metrics``."""
         try:
-            if wrong := await self._refuses_probe("/health"):
+            if wrong := await refuses_probe(self._client, "/health"):
                 return Health(ok=False, detail=wrong)
             label = await self.label()
             paused = await self._is_paused()
             amiss, lost = await self._why_version_gone()
         except EngineError as error:
             return Health(ok=False, detail=str(error))
-        same, metrics = await self._process.check()
-        named = label is None or self._labels.is_of(label, self._adapters.base)
-        current = same is not False and named and not lost
-        known = same is not None or label is not None
-        load = metrics.load
+        current = self._labels.is_of(label, self._adapters.base) and not lost
+        load = (await read_metrics(self._client)).load
         counters = {} if load is None else {"running": float(load.running), "waiting": float(load.waiting)}
         counters |= self.attachments.counters
         told = (
             self._why_incomplete, amiss, "" if current else "the server was restarted, or has other weights",
-            "" if known else UNSAID,
             "somebody has paused the server; resume it (POST /resume)" if paused else "",
         )  # fmt: skip
         detail = "; ".join(filter(None, told))
         whole = not self._why_incomplete
-        ok = known and whole and not amiss
-        return Health(ok=ok, detail=detail, counters=counters, current=current and whole, load=load)
+        return Health(ok=whole and not amiss, detail=detail, counters=counters, current=current and whole, load=load)
 
     async def _has_weights(self) -> bool | None:
-        """Return whether the server has the present weights; None if it does not say."""
-        if self.facts.label is None:
-            return await super()._has_weights()
+        """Return whether the server has the present weights; None if it does not answer."""
         try:
             return self._labels.is_of(await self.label(), self._adapters.base)
         except EngineError:
@@ -353,10 +376,10 @@ class VllmEngine(TransferEngine):
 
     async def _is_paused(self) -> bool:
         """Return whether another client has paused the server."""
-        if not self.facts.developer_routes or self._pauses.in_progress or self._keeps is not None:
+        if self._pausing or self._keeps is not None:
             return False
         reply = await self._client.call("GET", "/is_paused", retry=True)
-        return reply.ok and has_value("is_paused", True)(json_value(reply)) and not self._pauses.in_progress
+        return reply.ok and has_value("is_paused", True)(json_value(reply)) and not self._pausing
 
     async def close(self) -> None:
         """Unload april's adapters and close the connections; calls in progress fail."""
@@ -380,24 +403,11 @@ async def connect_vllm(config: VllmEngineConfig) -> list[VllmEngine | OpenAIEngi
             require_left_paused(client.url, facts.label, load, "resume it (POST /resume)")
             await control(client, "/resume", has_value("status", "resumed"))
             facts = await probe_vllm(client, config)
-        if facts.capabilities.abort_means is AbortMeans.CLOSE:
-            return _closing_streams(client, facts)
+        if not isinstance(facts, VllmFacts):
+            return OpenAIEngine(client, facts)
         engine = VllmEngine(client, facts, stream=config.max_token_loss is not None)
         if name := engine.set_up_labels([facts.label], present=config.first_weights == "present"):
             await engine.set_label(name)
         return engine
 
     return [e for e in await connect_all(config, connect) if isinstance(e, (VllmEngine, OpenAIEngine))]
-
-
-def _closing_streams(client: HttpClient, facts: VllmFacts) -> OpenAIEngine:
-    common = {f.name: getattr(facts, f.name) for f in fields(ServerFacts)}
-    common["capabilities"] = replace(
-        facts.capabilities, updates_from_disk=False, version_spans=False, verifies_weights=False, extras=(),
-        stop_strings=False,
-    )  # fmt: skip
-    common["label"] = None  # april neither sets nor reads labels there
-    found = OpenAIFacts(
-        token_shape=TokenShape.RETURN_TOKEN_IDS, keeps_eos=None, takes_seeds=facts.capabilities.honours_seeds, **common
-    )
-    return OpenAIEngine(client, found)

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from april.engines.groups.gloo import GlooReceiver
+from april.engines.gloo_group import GlooReceiver
 from april.engines.weight_transfer import TensorSpec
 
 

@@ -4,48 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
-
-import msgspec
 
 from april.config.engines import VllmEngineConfig
 from april.core.engine_limits import LimitCode, no_experts, raw_logprobs, tied_embeddings
 from april.core.sampling import LogprobKind
 from april.engines.http.adapter_files import base_shapes
-from april.engines.http.http_client import HttpClient, Reply
-from april.engines.http.server_probe import NO_TOKEN, REFUSES, TRIES, ServedModel, ServerFacts, ServerProbe, model_files
-from april.engines.http.server_process import ServerMetrics, read_metrics
+from april.engines.http.http_client import HttpClient
+from april.engines.http.server_probe import NO_TOKEN, ServedModel, ServerFacts, ServerProbe, model_files
+from april.engines.http.server_process import read_metrics, require_left_paused
 from april.engines.http.token_rows import NO_EXPERTS, InvalidRows, Routing, experts_of_npy, routing_of
-from april.engines.http.weight_labels import Span
 from april.engines.http.wire import NotJson, error_text, positive, read_json
-from april.engines.openai.wire import ASK_SPANS
-from april.engines.protocol import ROUTED_EXPERTS, AbortMeans, AdapterSite, OnWeightUpdate
-from april.engines.vllm.adapters import LOAD, NEEDED
+from april.engines.openai.probe import completions_facts
+from april.engines.openai.wire import ROUTE as COMPLETIONS_ROUTE
+from april.engines.protocol import ROUTED_EXPERTS, AdapterSite, OnWeightUpdate
 from april.engines.vllm.kv_connectors import has_connector, refuse_hidden_connector, require_salts_kept_apart
 from april.engines.vllm.plugin import BACKEND, BACKENDS
-from april.engines.vllm.wire import COMPLETIONS_ROUTE, PARTS, TOKEN_ROUTE, TokenReply, misses_attachment
-from april.errors import ConfigError, EngineError, RequestRefused, WireError
+from april.engines.vllm.wire import PARTS, TOKEN_ROUTE, TokenReply, misses_attachment
+from april.errors import ConfigError, RequestRefused, WireError
 from april.text.server_text import clean
 
 LOGPROBS_MODES = {"raw_logprobs": LogprobKind.RAW, "processed_logprobs": LogprobKind.PROCESSED}
 EXPERTS_SETTING = "enable_return_routed_experts"
 _DEVELOPER = "VLLM_SERVER_DEV_MODE=1"
 _MODE = "--logprobs-mode processed_logprobs"
-_EXPERTS_NEED = "start the server with --enable-return-routed-experts and --enable-scale-out"
+_OPEN = f"with --enable-scale-out and {_DEVELOPER}"
+_RESUME = "resume it (POST /resume)"
+_EXPERTS_NEED = f"start the server with --enable-return-routed-experts, --enable-scale-out and {_DEVELOPER}"
+_ADAPTERS_NEED = (
+    "start the server with VLLM_SERVER_DEV_MODE=1, VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-scale-out, "
+    "--enable-lora and a --max-lora-rank of at least the adapter's rank"
+)
+LOAD_ADAPTER = "/v1/load_lora_adapter"
+DEVELOPER_ROUTES = ("/abort_requests", "/collective_rpc")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmFacts(ServerFacts):
     """Results of probing a vLLM server."""
 
-    route: str
-    """Route for requests: the token route (token ids in and out, version spans) or the completions route."""
-    developer_routes: bool
-    abort_route: str
-    """Route that aborts requests by id; empty if there is none."""
     priorities: bool
     """True if requests are scheduled by priority."""
     routing: Routing | None = None
@@ -54,30 +52,30 @@ class VllmFacts(ServerFacts):
     """True if the server keeps attachments and finds them by digest."""
 
 
-async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts:
-    """Find out what a server can do, without disturbing it. Raises EngineError, or ConfigError if it is unusable."""
-    return await _VllmProbe(client, config).facts()
+async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts | ServerFacts:
+    """Find out what a server can do, without disturbing it; VllmFacts if all routes that april uses are open.
+
+    Raises EngineError, or ConfigError if the server is unusable.
+    """
+    probe = _VllmProbe(client, config)
+    await probe.read()
+    return await (probe.facts() if probe.is_open else probe.closed_facts())
 
 
 class _VllmProbe(ServerProbe):
-    """Probes one server: reads its settings if it shows them (developer mode), otherwise tries requests."""
+    """Probes one server, which shows its settings in developer mode."""
 
     config: VllmEngineConfig
     served: ServedModel
 
     async def facts(self) -> VllmFacts:
-        """Find out all abilities; some answers decide which questions follow."""
-        await self._read()
-        abort_route, means = self._aborts()
-        attachments, keeps_attachments = await self._attachments(means)
+        """Find out all abilities of a server whose routes are all open."""
+        attachments, keeps_attachments = await self._attachments()
         vocab_size = await self._vocab_size()
-        spans = await self._spans()
-        kind = self.logprobs(await self._logprobs_seen(), raw_logprobs(f"start the server with {_MODE}", _MODE))
-        # read only now, because a KV connector was queried for the requests above, and the metrics show that
-        if not isinstance(self.shown, dict) and (await read_metrics(self.client)).asks_kv_connector:
-            refuse_hidden_connector(self.client.url, self.config.salted_kv_connectors)
+        seen = LOGPROBS_MODES.get(self.settings.get("logprobs_mode", ""), LogprobKind.UNKNOWN)
+        kind = self.logprobs(seen, raw_logprobs(f"start the server with {_MODE}", _MODE))
         eos, loads, seeds = self.ends(), self._loads(), self._seeds()
-        site, routing = await self._adapter_site(), await self._routing(means)
+        site, routing = await self._adapter_site(), await self._routing()
         copies, running = self._copies(), positive(self.settings, "max_num_seqs")
         self.lacks(
             "speculation" in self.settings, LimitCode.SPECULATION,
@@ -89,32 +87,49 @@ class _VllmProbe(ServerProbe):
         )  # fmt: skip
         return VllmFacts(
             **self.common(),
-            model=self.served.name, software=self.software, started_s=self.metrics.started_s,
-            route=TOKEN_ROUTE if self.token_route else COMPLETIONS_ROUTE,
-            developer_routes=self.developer, abort_route=abort_route,
+            model=self.served.name, software=self.software,
             priorities=self.settings.get("policy") == "priority", routing=routing, keeps_attachments=keeps_attachments,
             capabilities=self.capabilities(
                 logprob_kind=kind, vocab_size=vocab_size, context=positive(self.card, "max_model_len"),
                 places=None if running is None else running * copies, eos_token_ids=eos,
                 collective=self._collective(loads), updates_from_disk=loads, adapters=site,
-                extras=() if routing is None else (ROUTED_EXPERTS,), abort_means=means, version_spans=spans,
-                in_flight_updates=self._in_flight_updates(abort_route, spans), honours_seeds=seeds,
-                streams=self.config.max_token_loss is not None or means is AbortMeans.CLOSE, attachments=attachments,
+                extras=() if routing is None else (ROUTED_EXPERTS,), in_flight_updates=self._in_flight_updates(),
+                honours_seeds=seeds, streams=self.config.max_token_loss is not None, attachments=attachments,
                 bans="speculation" not in self.settings,  # vLLM refuses logit_bias then
                 stop_strings=self.settings.get("skip_tokenizer_init") is False,
             ),
         )  # fmt: skip
 
-    async def _read(self) -> None:
+    async def closed_facts(self) -> ServerFacts:
+        """Find out what the server can do as an OpenAI-compatible one, since routes that april needs are closed."""
+        if self.paused:
+            require_left_paused(self.client.url, None, None, _RESUME)
+        self.needs |= {"adapters": _ADAPTERS_NEED, "extras": _EXPERTS_NEED}
+        if any("vision_config" in file for file in self.files):
+            self.needs["attachments"] = f"start the server {_OPEN}"
+        several = int(self.settings.get("_api_process_count") or 1) > 1
+        facts = await completions_facts(
+            self, await self._vocab_size(),
+            "start the server with --api-server-count 1, or one server per engine, because april's calls reach only "
+            "one of its API processes" if several else (
+                f"start the server {_OPEN}, bound to a private address, because its key does not protect those routes"
+            ),
+            *(("--api-server-count 1",) if several else (_DEVELOPER, "--enable-scale-out")),
+        )  # fmt: skip
+        # read only now, because a KV connector was queried for the requests above, and the metrics show that
+        if not self.shown and (await read_metrics(self.client)).asks_kv_connector:
+            refuse_hidden_connector(self.client.url, self.config.salted_kv_connectors)
+        return replace(facts, software=self.software)
+
+    async def read(self) -> None:
         """Read the server's descriptions of itself, and find out which routes it has."""
         client = self.client
-        version, models, info, label, paused, self.metrics = await asyncio.gather(
+        version, models, info, label, paused = await asyncio.gather(
             self.get_json("/version", has="version"),
             self.get_json("/v1/models", has="data"),
             self.get_json("/server_info?config_format=json", has="vllm_config"),
             self.get_json("/weight_info", has="weight_version"),
             self.get_json("/is_paused", has="is_paused"),
-            self._metrics(),
         )
         if not isinstance(version, dict) or not isinstance(models, dict) or "data" not in models:
             raise ConfigError(
@@ -122,46 +137,30 @@ class _VllmProbe(ServerProbe):
                 "servers that were started with `vllm serve`"
             )
         self.software = str(version.get("version", "unknown"))
-        self.shown = info.get("vllm_config") if isinstance(info, dict) else None
-        if isinstance(self.shown, dict):
-            require_salts_kept_apart(client.url, self.shown, self.config.salted_kv_connectors)
+        shown = info.get("vllm_config") if isinstance(info, dict) else None
+        self.shown = shown if isinstance(shown, dict) else {}
+        require_salts_kept_apart(client.url, self.shown, self.config.salted_kv_connectors)
         self.choose_model(models)
         self.card, self.settings = self.served.card, _settings(self.shown)
-        self.token_route, self.scale_out_abort, self.developer_abort, rpc = await asyncio.gather(
-            self._offers(TOKEN_ROUTE), self._offers("/inference/v1/abort_requests"),
-            self.has_route("/abort_requests"), self.has_route("/collective_rpc"),
-        )  # fmt: skip
-        self.developer = self.developer_abort and rpc
-        self.label = label.get("weight_version") if isinstance(label, dict) else None
+        routes = await asyncio.gather(self._offers_tokens(), *map(self.has_route, DEVELOPER_ROUTES))
+        one_process = int(self.settings.get("_api_process_count") or 1) == 1
+        label = label.get("weight_version") if isinstance(label, dict) else None
+        self.is_open = all(routes) and one_process and bool(self.shown) and label is not None
+        self.label = label if self.is_open else None
         self.paused = bool(isinstance(paused, dict) and paused.get("is_paused"))
         self.files = await asyncio.to_thread(model_files, self.card.get("root"))
-        self.on_cpu = _on_cpu(self.settings, self.software)
-        self.processes = _processes(self.settings, self.metrics)
         self.lacks(
-            self.paused, LimitCode.PAUSED, "is paused: no request runs until somebody resumes it (POST /resume)",
+            self.paused, LimitCode.PAUSED, f"is paused: no request runs until somebody resumes it; {_RESUME}",
             server=client.url,
         )  # fmt: skip
-        self.lacks(
-            self.label is None, LimitCode.NO_LABELS,
-            "The server's weights have no label: every token gets the version at submission, new weights are "
-            "unverified, and april notices a restart only by the time at which the server's process began",
-            f"start the server with {_DEVELOPER}", _DEVELOPER,
-        )  # fmt: skip
 
-    async def _metrics(self) -> ServerMetrics:
-        """Read the metrics, which may be the only sign of the number of API processes."""
-        with suppress(EngineError, TimeoutError):  # the server can be used without metrics
-            async with asyncio.timeout(METRICS_S):
-                await self.answer_of("GET", "/metrics", lambda r: r.status in REFUSES or bool(_METRIC.search(r.body)))
-        return await read_metrics(self.client)
-
-    async def _offers(self, route: str) -> bool:
-        """Return whether a scale-out route exists and is open, judged by the answer to an empty request."""
-        if not await self.has_route(route):
+    async def _offers_tokens(self) -> bool:
+        """Return whether the route with token ids exists and is open, judged by the answer to an empty request."""
+        if not await self.has_route(TOKEN_ROUTE):
             return False
-        reply = await self.answer_of("POST", route, lambda r: r.status in (400, 401, 403, 404, 422), b"{}")
+        reply = await self.answer_of("POST", TOKEN_ROUTE, lambda r: r.status in (400, 401, 403, 404, 422), b"{}")
         if reply.status == 401:
-            self.client.require_ok(reply, route)
+            self.client.require_ok(reply, TOKEN_ROUTE)
         return reply.status not in (403, 404)
 
     def _copies(self) -> int:
@@ -174,62 +173,16 @@ class _VllmProbe(ServerProbe):
         )  # fmt: skip
         return copies
 
-    def _aborts(self) -> tuple[str, AbortMeans]:
-        """Return the route that aborts by id (empty if there is none), and how requests are aborted."""
-        route = (
-            # /abort_requests answers when the abort is done; the other route answers at once and aborts later
-            "/abort_requests" if self.developer_abort
-            else "/inference/v1/abort_requests" if self.scale_out_abort and self.token_route else ""
-        )  # fmt: skip
-        means = AbortMeans.BY_ID if route else AbortMeans.CLOSE
-        if self.processes > 1:
-            means = AbortMeans.PAUSE if self.developer else AbortMeans.CLOSE
-            how = (
-                "by pausing the whole server, which also ends the requests of other clients" if self.developer
-                else "by closing streams, which loses tokens that were not yet sent"
-            )  # fmt: skip
-            self.lacks(
-                True, LimitCode.SEVERAL_PROCESSES,
-                f"There are {self.processes} or more API processes behind the port, and an abort by id reaches only "
-                f"one of them: april ends requests {how}",
-                "start the server with --api-server-count 1, or one server per engine", "--api-server-count 1",
-            )  # fmt: skip
-        self.lacks(
-            not route, LimitCode.NO_ABORT_BY_ID,
-            "Requests cannot be aborted by id, so april streams every token and closes the stream, which loses tokens "
-            "that were made but not yet sent",
-            f"start the server with {_DEVELOPER}, or with --enable-scale-out", _DEVELOPER,
-        )  # fmt: skip
-        return route, means
-
-    async def _spans(self) -> bool:
-        """Return whether responses report the weights of each token, as completions do since vLLM 0.33."""
-        spans = self.label is not None and (self.token_route or (not self.paused and await self._completions_say_it()))
-        self.lacks(
-            not (self.token_route or spans), LimitCode.NO_VERSION_SPANS,
-            "The route with token ids and version spans is closed, so april uses /v1/completions, where every token "
-            "gets the version at submission and a weight update aborts all requests",
-            "start the server with --enable-scale-out", "--enable-scale-out",
-        )  # fmt: skip
-        return spans
-
-    async def _completions_say_it(self) -> bool:
-        return bool((await self._one_token([3, 4, 5], {"temperature": 0.0, **ASK_SPANS})).weight_versions)
-
     def _loads(self) -> bool:
-        """Return whether whole weights can be loaded from a directory and verified by their label."""
-        tied = self.developer and self.on_cpu is not False and _tied(self.files)
-        self.lacks(
-            not self.developer, LimitCode.NO_DISK_UPDATES,
-            "april can neither load weights from a directory nor empty the cache of this server, so the trainer must "
-            "do both",
-            f"start the server with {_DEVELOPER}, bound to a private address, because its key does not protect those "
-            "routes",
-            _DEVELOPER,
-        )  # fmt: skip
-        self.note(tied_embeddings() if self.on_cpu else tied_embeddings("If the server runs on a CPU:"), tied)
-        loads = self.developer and not (tied and self.on_cpu) and self.served.base is None
-        return loads and self.label is not None
+        """Return whether whole weights can be loaded from a directory."""
+        tied = self._on_cpu and any(file.get("tie_word_embeddings") is True for file in self.files)
+        self.note(tied_embeddings(), tied)
+        return not tied and self.served.base is None
+
+    @property
+    def _on_cpu(self) -> bool:
+        device = str(self.settings.get("device_type") or self.settings.get("device"))
+        return device.partition(":")[0] == "cpu"
 
     def _collective(self, loads: bool) -> tuple[str, ...]:
         """Return the backends for sending weights: the one that the server was started with, if april supports it."""
@@ -245,65 +198,46 @@ class _VllmProbe(ServerProbe):
 
     def _seeds(self) -> bool:
         """Return whether requests may have seeds; False if a seed may crash the server."""
-        chunks = self.on_cpu is not False and self.settings.get("enable_chunked_prefill") is not False
-        known = "enable_chunked_prefill" in self.settings
-        self.lacks(
-            chunks, LimitCode.CHUNKED_PREFILL,
-            ("The server runs" if known else "The server does not show whether it runs")
-            + (
-                " on a CPU with chunked prefill, where it crashes when it reads the prompt of a request with a seed in "
-                "chunks, so april sends no seeds, and runs cannot be repeated"
-            ),
+        return not self.lacks(
+            self._on_cpu and self.settings.get("enable_chunked_prefill") is not False, LimitCode.CHUNKED_PREFILL,
+            "The server runs on a CPU with chunked prefill, where it crashes when it reads the prompt of a request "
+            "with a seed in chunks, so april sends no seeds, and runs cannot be repeated",
             "start the server with --no-enable-chunked-prefill, and with --max-num-batched-tokens of at least its "
-            "context" if known
-            else f"start the server with {_DEVELOPER}, and on a CPU with --no-enable-chunked-prefill",
-            "--no-enable-chunked-prefill" if known else _DEVELOPER,
+            "context",
+            "--no-enable-chunked-prefill",
         )  # fmt: skip
-        return not chunks
 
-    def _in_flight_updates(self, abort_route: str, spans: bool) -> tuple[OnWeightUpdate, ...]:
+    def _in_flight_updates(self) -> tuple[OnWeightUpdate, ...]:
         """Return how requests can live through a weight update.
 
         They can only if a pause reaches every process behind the port, and responses end with the version spans of
         their tokens.
         """
-        one = self.processes == 1 and (positive(self.settings, "data_parallel_size") or 1) == 1
-        if not (one and self.developer and abort_route and spans):
+        if (positive(self.settings, "data_parallel_size") or 1) > 1:
             return ()
-        if isinstance(self.shown, dict) and has_connector(self.shown.get("kv_transfer_config")):
+        if has_connector(self.shown.get("kv_transfer_config")):
             # a prompt that is computed again keeps its old salt, so the connector would return its old keys and values
             return (OnWeightUpdate.KEEP,)
         return (OnWeightUpdate.KEEP, OnWeightUpdate.RECOMPUTE)
 
-    async def _attachments(self, means: AbortMeans) -> tuple[tuple[str, ...], bool]:
+    async def _attachments(self) -> tuple[tuple[str, ...], bool]:
         """Return the accepted kinds of attachments, and whether the server keeps them."""
         kinds, why_not, keeps = await self._attachments_taken()
-        if kinds and means is AbortMeans.CLOSE:
-            kinds, why_not = (), "requests that cannot be aborted by id go to its completions route"
-        if not why_not:
-            return kinds, keeps
-        is_open = self.token_route and means is not AbortMeans.CLOSE
-        self.needs["attachments"] = need = "start the server " + (
-            "without --language-model-only, and with --limit-mm-per-prompt above 0" if is_open
-            else "with --enable-scale-out"
-        )  # fmt: skip
-        self.lacks(
-            True, LimitCode.NO_ATTACHMENTS, (
-                f"The model accepts images, but april cannot send any to this server: {why_not}"
-            ), need,
-            *(() if is_open else ("--enable-scale-out",)),
-        )  # fmt: skip
+        if why_not:
+            need = "start the server without --language-model-only, and with --limit-mm-per-prompt above 0"
+            self.needs["attachments"] = need
+            self.lacks(
+                True, LimitCode.NO_ATTACHMENTS,
+                f"The model accepts images, but april cannot send any to this server: {why_not}", need,
+            )  # fmt: skip
         return kinds, keeps
 
     async def _attachments_taken(self) -> tuple[tuple[str, ...], str, bool]:
         """Find out whether the server accepts images, by a request that names an unknown image.
 
-        A server that accepts images answers that the image's bytes are missing. Routes without token ids would silently
-        ignore images.
+        A server that accepts images answers that the image's bytes are missing.
         """
         sees = any("vision_config" in file for file in self.files)
-        if not self.token_route:
-            return (), "it has no open route with token ids" if sees else "", False
         name = self.new_id()
         reply = await self.ask(TOKEN_ROUTE, {
             "request_id": name, "token_ids": [0], "model": self.served.name,
@@ -320,17 +254,17 @@ class _VllmProbe(ServerProbe):
         why = "it does not look at content_parts" if reply.ok else f"it says {said!r}"
         return (), why if sees else "", False
 
-    async def _routing(self, means: AbortMeans) -> Routing | None:
+    async def _routing(self) -> Routing | None:
         """Return the shape of a token's experts; None if the server returns none, after noting how to get them."""
         said = routing_of(self.files)
-        limit = no_experts(_EXPERTS_NEED, "--enable-return-routed-experts", "--enable-scale-out")
-        return self.experts(said, await self._routing_seen(said, means), limit)
+        limit = no_experts(_EXPERTS_NEED, "--enable-return-routed-experts", "--enable-scale-out", _DEVELOPER)
+        return self.experts(said, await self._routing_seen(said), limit)
 
-    async def _routing_seen(self, said: Routing | None, means: AbortMeans) -> Routing | str:
+    async def _routing_seen(self, said: Routing | None) -> Routing | str:
         """Return the shape of the experts in a reply for one token, or a sentence that says how to get experts."""
         if self.files and said is None and self.config.expert_shape is None:
             return NO_EXPERTS
-        if not self.token_route or means is AbortMeans.CLOSE or self.settings.get(ROUTED_EXPERTS) is False:
+        if not self.settings[ROUTED_EXPERTS]:
             return _EXPERTS_NEED
         if self.paused:
             return "resume the server, because only a reply shows them"
@@ -359,32 +293,12 @@ class _VllmProbe(ServerProbe):
 
     async def _adapter_site(self) -> AdapterSite | None:
         """Return which adapters the server accepts; None if it accepts none, after noting how it would."""
-        self.needs["adapters"] = NEEDED
-        if not await self.has_route(LOAD):
+        lora = self.shown.get("lora_config")
+        if not isinstance(lora, dict) or not await self.has_route(LOAD_ADAPTER):
+            self.needs["adapters"] = _ADAPTERS_NEED
             return None
-        if self.processes > 1:
-            self.needs["adapters"] = (
-                "start the server with --api-server-count 1, because only one of its processes would have the adapter"
-            )
-            return None
-        shown = self.shown if isinstance(self.shown, dict) else {}
-        lora = shown.get("lora_config", {})
-        if not isinstance(lora, dict) or not ("lora_config" in shown or await self._takes_adapters()):
-            return None
-        del self.needs["adapters"]
         base = await asyncio.to_thread(base_shapes, self.card.get("root"))
         return AdapterSite(max_rank=positive(lora, "max_lora_rank"), slots=positive(lora, "max_loras"), base=base)
-
-    async def _takes_adapters(self) -> bool:
-        """Load an adapter from a missing directory: the status is 404 if adapters are accepted, 500 if not."""
-        said: list[int] = []
-
-        def is_own(reply: Reply) -> bool:
-            said.append(reply.status)
-            return reply.status in (400, *REFUSES) or said.count(500) == TRIES  # a single 500 may be a passing error
-
-        body = {"lora_name": self.new_id(), "lora_path": f"/{self.new_id()}"}
-        return (await self.answer_of("POST", LOAD, is_own, body)).status == 404
 
     async def _vocab_size(self) -> int:
         """Take the size from the settings, a refusal, or the model's files. Raises ConfigError if none contains it."""
@@ -394,61 +308,9 @@ class _VllmProbe(ServerProbe):
         found = await self.vocabulary_in_refusal(COMPLETIONS_ROUTE, body, r"[Vv]ocabulary size: (\d+)")
         return self.size_of_vocabulary(found, *(file.get("vocab_size") for file in self.files))
 
-    async def _logprobs_seen(self) -> LogprobKind:
-        """Return the kind of log-probabilities, from the server's settings or from requests for one token."""
-        if self.settings.get("logprobs_mode") in LOGPROBS_MODES:
-            return LOGPROBS_MODES[self.settings["logprobs_mode"]]
-        if self.paused or self.config.logprobs is not None:  # a paused server answers no requests
-            return LogprobKind.UNKNOWN
-
-        async def ask(prompt: list[int], params: dict[str, Any]) -> tuple[int, float]:
-            choice = await self._one_token(prompt, params)
-            return choice.token_ids[0], choice.logprobs.token_logprobs[0]
-
-        return await self.kind_of_logprobs(ask)
-
-    async def _one_token(self, prompt: list[int], params: dict[str, Any]) -> _Choice:
-        """Generate one token with its log-probability."""
-        reply = await self.ask(COMPLETIONS_ROUTE, {
-            "model": self.served.name, "prompt": prompt, "max_tokens": 1, "logprobs": 0, "return_token_ids": True,
-            "top_k": 0, "request_id": self.new_id(), **params,
-        })  # fmt: skip
-        self.client.require_ok(reply, COMPLETIONS_ROUTE)
-        try:
-            choice: _Choice
-            (choice,) = read_json(reply.body, _OneToken).choices
-            (_,), (_,) = choice.logprobs.token_logprobs, choice.token_ids
-        except ValueError as error:
-            raise EngineError(
-                f"{self.client.url}{COMPLETIONS_ROUTE} was asked for one token with its id and log-probability, but "
-                f"its answer is wrong: {clean(error)}; april needs a vLLM that knows return_token_ids (0.11 or later)"
-            ) from None
-        return choice
-
-
-class _Logprobs(msgspec.Struct):
-    token_logprobs: list[float]
-
-
-class _Choice(msgspec.Struct):
-    token_ids: list[int]
-    logprobs: _Logprobs
-    weight_versions: list[Span] | None = None
-
-
-class _OneToken(msgspec.Struct):
-    choices: list[_Choice]
-
 
 _NOT_KEPT = re.compile(r"\bFailed to apply\b.*\[None\]")
 """Refusal of an image without its bytes, by a server that caches no processed images (--mm-processor-cache-gb 0)."""
-
-
-METRICS_S = 10.0
-"""Seconds to wait for the metrics page, which a server need not have."""
-
-
-_METRIC = re.compile(rb"^(vllm:|process_)", re.MULTILINE)
 
 
 _SETTINGS = (
@@ -457,10 +319,8 @@ _SETTINGS = (
 )  # fmt: skip
 
 
-def _settings(config: Any) -> dict[str, Any]:
-    """Return the relevant settings from the server's ``vllm_config`` as a flat mapping; empty if it is not shown."""
-    if not isinstance(config, dict):
-        return {}
+def _settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the relevant settings from the server's ``vllm_config`` as a flat mapping."""
     found: dict[str, Any] = {}
     for part in ("model_config", "scheduler_config", "parallel_config", "device_config"):
         if isinstance(values := config.get(part), dict):
@@ -474,26 +334,3 @@ def _settings(config: Any) -> dict[str, Any]:
         method = speculative.get("method") if isinstance(speculative, dict) else None
         found["speculation"] = method if isinstance(method, str) else "of some kind"
     return found
-
-
-def _processes(settings: dict[str, Any], metrics: ServerMetrics) -> int:
-    """Return the number of API processes: as shown, or at least 2 if metrics have a load but no start time."""
-    said = settings.get("_api_process_count")
-    if isinstance(said, int) and said > 0:
-        return said
-    if metrics.load is not None and metrics.started_s is None:
-        return max(2, int(settings.get("data_parallel_size") or 2))
-    return 1
-
-
-def _on_cpu(settings: dict[str, Any], version: str) -> bool | None:
-    """Return whether the server runs on a CPU; None if it does not say."""
-    for name in ("device_type", "device"):
-        if isinstance(settings.get(name), str):
-            return bool(settings[name].partition(":")[0] == "cpu")
-    return True if "cpu" in version else None
-
-
-def _tied(files: Sequence[dict[str, Any]]) -> bool:
-    """Return whether the output layer shares the embedding's weights; False if the configuration does not say."""
-    return any(file.get("tie_word_embeddings") is True for file in files)

@@ -12,21 +12,19 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from typing import Any
 
 from april.core.versions import PolicyVersion
-from april.engines.groups.gloo import local_address
-from april.engines.http.http_client import has_value, require_confirmation
+from april.engines.http.http_client import has_value
 from april.engines.http.server_engine import ServerEngine
-from april.engines.openai.engine import CompletionsEngine
-from april.engines.vllm.probe import VllmFacts
 from april.engines.weight_transfer import GLOO, GroupInvitation, Handshake, TensorSpec
 from april.errors import EngineError, EngineUnreachable
 
 INIT, START, UPDATE = "/init_weight_transfer_engine", "/start_weight_update", "/update_weights"
 FINISH = "/finish_weight_update"
 """Routes of the transfer calls; the workers' methods have the same names."""
-_WORDS = {
+WORDS = {
     INIT: has_value("message", "Weight transfer initialized"), START: has_value("message", "Weight update started"),
     UPDATE: has_value("message", "Weights updated"), FINISH: has_value("message", "Weight update finished"),
 }  # fmt: skip
+"""Answers with which a server confirms the calls."""
 
 
 class Transfers(ServerEngine):
@@ -63,7 +61,7 @@ class Transfers(ServerEngine):
     @property
     def handshake(self) -> Handshake:
         """Way in which the workers join the group: vLLM's own NCCL backend uses a unique id."""
-        return Handshake.APRIL if GLOO in self._capabilities.collective else Handshake.UNIQUE_ID
+        return Handshake.TORCH if GLOO in self._capabilities.collective else Handshake.UNIQUE_ID
 
     async def join(self, meeting: GroupInvitation) -> None:
         """Have all workers join the group."""
@@ -143,27 +141,3 @@ class Transfers(ServerEngine):
         held, self._stands_still = self._stands_still, None
         if held is not None:
             await held.aclose()
-
-
-class TransferEngine(Transfers, CompletionsEngine):
-    """Base class of vLLM server engines, where transfer calls go over HTTP."""
-
-    facts: VllmFacts
-
-    @property
-    def sender_address(self) -> str:
-        """Return the address that this machine uses towards the server."""
-        return local_address(*self._client.address)
-
-    async def ranks(self) -> int:
-        """Return the number of workers, over all data-parallel copies."""
-        said = await self._client.json("GET", "/get_world_size", params={"include_dp": "true"}, retry=True)
-        size = said.get("world_size") if isinstance(said, dict) else None
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise EngineError(f"{self._client.url}/get_world_size does not report how many workers there are")
-        return size
-
-    async def _transfer(self, call: str, arguments: dict[str, Any] | None = None) -> None:
-        body = {} if call == FINISH else arguments
-        reply = await self._client.call("POST", call, body, timeout_s=None)
-        require_confirmation(self._client, reply, call, _WORDS[call])

@@ -1,7 +1,6 @@
-"""Builds requests to vLLM servers and parses their responses, for the token route and the completions route.
+"""Builds requests for vLLM's route with token ids, and parses their responses, which name the weights of each token.
 
-The token route reports version spans, as the completions route does since vLLM 0.33. Whether a stream is complete is
-decided for all servers in ``http/response_reader.py`` and ``http/response_stream.py``.
+Whether a stream is complete is decided for all servers in ``http/response_reader.py`` and ``http/response_stream.py``.
 """
 
 from __future__ import annotations
@@ -16,26 +15,16 @@ from april.engines.http.response_reader import Parser, ResponseEnd, ResponsePart
 from april.engines.http.sent_attachments import Urls
 from april.engines.http.token_rows import InvalidRows, Routing, experts_of_npy
 from april.engines.http.weight_labels import Span
-from april.engines.openai.wire import (
-    ASK_SPANS,
-    STREAMED,
-    CompletionParser,
-    TokenShape,
-    Usage,
-    counted,
-    finish_of,
-    sampling_of,
-)
+from april.engines.openai.wire import STREAMED, Usage, counted, finish_of, sampling_of
 from april.engines.protocol import ROUTED_EXPERTS, Request
 from april.errors import RequestRefused
 
 TOKEN_ROUTE = "/inference/v1/generate"  # noqa: S105 - a path, not a secret
-COMPLETIONS_ROUTE = "/v1/completions"
 
 
-def engine_id(route: str, attempt_id: str) -> str:
+def engine_id(attempt_id: str) -> str:
     """Return the id by which vLLM's engine knows a request; it silently ignores aborts of unknown ids."""
-    return f"generate-tokens-{attempt_id}" if route == TOKEN_ROUTE else f"cmpl-{attempt_id}-0"
+    return f"generate-tokens-{attempt_id}"
 
 
 PARTS = {"image": "image_url"}
@@ -49,28 +38,26 @@ def misses_attachment(error: RequestRefused) -> bool:
 
 
 def request_body(
-    route: str, model: str, request: Request, *, stream: bool, priority: bool, bans: bool = True, seeds: bool = True,
-    spans: bool = False, salt: str, urls: Urls | None = None,
+    model: str, request: Request, *, stream: bool, priority: bool, bans: bool = True, seeds: bool = True, salt: str,
+    urls: Urls | None = None,
 ) -> bytes:  # fmt: skip
-    """Return the JSON body of a request for either route; the token route reports spans even without ``spans``.
+    """Return the JSON body of a request.
 
     Requests share entries of the prefix cache only if they have the same ``salt``. ``urls`` holds the attachments whose
     bytes the server lacks. Every attachment is named by its digest, so that the server never confuses two of them.
     """
-    # ``logprobs: 0`` returns the log-probability of the sampled token alone
-    params = sampling_of(request, bans=bans, seeds=seeds) | {"logprobs": 0, "ignore_eos": False}
-    body: dict[str, Any] = {"model": model, "request_id": request.attempt_id, "stream": False, "cache_salt": salt}
+    body: dict[str, Any] = {
+        "model": model, "request_id": request.attempt_id, "stream": False, "cache_salt": salt,
+        "token_ids": collapsed(request.token_ids, request.attached).tolist(),
+        # ``logprobs: 0`` returns the log-probability of the sampled token alone
+        "sampling_params": sampling_of(request, bans=bans, seeds=seeds) | {"logprobs": 0, "ignore_eos": False},
+    }  # fmt: skip
     body |= STREAMED if stream else {}
     if priority:
         body["priority"] = request.priority
-    if route == TOKEN_ROUTE:
-        body |= {"token_ids": collapsed(request.token_ids, request.attached).tolist(), "sampling_params": params}
-        if request.attached:
-            # makes the first event show the ids to which the server expanded the prompt
-            body |= {"content_parts": _parts(request, urls or {}), "return_token_ids": True}
-    else:
-        body |= {"prompt": request.token_ids.tolist(), "return_token_ids": True, **params}
-        body |= ASK_SPANS if spans else {}
+    if request.attached:
+        # makes the first event show the ids to which the server expanded the prompt
+        body |= {"content_parts": _parts(request, urls or {}), "return_token_ids": True}
     return msgspec.json.encode(body)
 
 
@@ -114,20 +101,12 @@ _TOKEN_LIST_DECODER = msgspec.json.Decoder(list[TokenReply])
 _NOTHING = _Choice()
 
 
-def parser_of(
-    route: str, request: Request, *, spans: bool = False, routing: Routing | None = None
-) -> Parser[Any]:
-    """Return a parser for the responses of either route; version spans come with the last event.
-
-    ``routing`` is the shape of the experts that the token route returns, if known.
-    """
-    if route == TOKEN_ROUTE:
-        return TokenParser(request, routing)
-    return CompletionParser(TokenShape.RETURN_TOKEN_IDS, request, spans=spans)
-
-
 class TokenParser(Parser[TokenReply]):
-    """Parser for the token route. If a prompt has images, the server must return the ids to which it expanded it."""
+    """Parser for the token route; version spans come with the last event.
+
+    If a prompt has images, the server must return the ids to which it expanded the prompt. ``routing`` is the shape of
+    the experts that it returns, if known.
+    """
 
     __slots__ = ("_extras_wanted", "_prompt", "_routing")
 

@@ -1,1 +1,0 @@
-"""Process groups for sending tensors, shared by april's sender and the workers of engines."""
