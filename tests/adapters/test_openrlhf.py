@@ -27,7 +27,6 @@ from tiny_vision import IMAGE_ID, encoded, picture, tiny_processor
 
 from adapters.openrlhf_stand_in import GROUPS, ROWS, SAMPLES, Engine, Loader, Run, Tokenizer, installed, namespace, row
 from april.adapters import openrlhf as launcher
-from april.adapters.openrlhf.arguments import config_of
 from april.adapters.openrlhf.rollouts import OpenRLHFRollouts, TransferThread
 from april.core.types import Prompt
 from april.driver.rewards import Response
@@ -723,9 +722,3 @@ def test_what_cannot_be_is_refused_in_a_sentence(tmp_path: Path) -> None:
     broken = Run(loader=Broken, engine=SeeingEngine, tokenizer=tiny_processor(), **SEES)
     with broken, pytest.raises(RolloutError, match="cannot be read: No such file"):
         broken.step()
-
-
-def test_limits_of_images_are_flags_of_aprils() -> None:
-    """--april.images.NAME, beside OpenRLHF's own count."""
-    config = config_of(namespace(**SEES), {"images.in_state": "value", "images": {"max_bytes": 1000}})
-    assert (config.images.max_per_prompt, config.images.in_state, config.images.max_bytes) == (2, "value", 1000)

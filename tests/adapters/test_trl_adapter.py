@@ -19,7 +19,7 @@ from tiny_models import tiny_model
 
 import april
 from april.adapters import trl as adapter
-from april.adapters.trl.checkpoint import BUFFER_FILE, STATE_FILE
+from april.adapters.trl.checkpoint import STATE_FILE, buffer_file
 from april.adapters.trl.data import ROW, DatasetPasses
 from april.adapters.trl.trainer import METRICS
 from april.errors import ConfigError
@@ -160,13 +160,13 @@ def test_a_half_trained_generation_batch_is_in_the_checkpoint(tmp_path: Path) ->
     assert after._step == 1
     for restored, part in zip(after._buffered_inputs, parts, strict=True):
         assert all(torch.equal(restored[key], part[key]) for key in part)
-    buffer = tmp_path / "checkpoint-1" / BUFFER_FILE
+    buffer = tmp_path / "checkpoint-1" / buffer_file(0)
     data = buffer.read_bytes()
     buffer.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(april.CheckpointError, match=r"april_buffer.safetensors in .* is damaged, or belongs to"):
+    with pytest.raises(april.CheckpointError, match=r"april_buffer_rank0.msgpack is damaged"):
         trainer(steps_per_generation=2)._load_optimizer_and_scheduler(str(tmp_path / "checkpoint-1"))
     buffer.unlink()
-    with pytest.raises(april.CheckpointError, match=r"april_buffer.safetensors in .* cannot be read"):
+    with pytest.raises(april.CheckpointError, match=r"april_buffer_rank0.msgpack cannot be read"):
         trainer(steps_per_generation=2)._load_optimizer_and_scheduler(str(tmp_path / "checkpoint-1"))
 
 

@@ -26,11 +26,11 @@ from areal.utils.environ import is_single_controller
 from areal.utils.recover import RecoverHandler
 
 from april.adapters.areal.rollouts import CURRENT_LLM, ArealPrompts, ArealRollouts, Trajectory
-from april.adapters.areal.settings import MAX_CONTEXT, config_of, refusals
+from april.adapters.areal.settings import DECIDED, MAX_CONTEXT, SHOWN, config_of, refusals
 from april.adapters.common.data_loader import KEY, CheckpointedLoader
 from april.adapters.common.deliveries import closing_on_error
 from april.adapters.common.placed_media import placed_media
-from april.adapters.common.refusals import refuse
+from april.adapters.common.refusals import own_settings, refuse
 from april.adapters.common.trainer_servers import ServerResult, TrainerServers
 from april.concurrency.worker_threads import run_in_thread
 from april.config.settings import Config
@@ -320,8 +320,8 @@ class PPOTrainer(ArealPPOTrainer):  # type: ignore[misc]
                 "AReaL's single-controller mode runs workflows in its own processes, which april's core cannot reach; "
                 "start the run in SPMD mode: AREAL_SPMD_MODE=1, python3 -m areal.infra.launcher.local train.py"
             )
-        self._april_settings = dict(april or {})
-        refuse(refusals(config, self._april_settings))
+        self._april_settings = april or {}
+        refuse(refusals(config, own_settings(april, "AReaL", DECIDED, shown=SHOWN)))
         self._april: AprilExecutor | None = None
         self._april_files: list[Path] = []
         super().__init__(config, train_dataset=train_dataset, valid_dataset=valid_dataset)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from april.core.batch import Batch
@@ -30,16 +30,23 @@ def mapping_of(settings: Any, where: str) -> dict[str, Any]:
     return {str(name): value for name, value in settings.items()}
 
 
-def misplaced(
-    own: Iterable[str], trainer: str, decided: Mapping[str, str], known: Sequence[str] | None = None,
-    shown: str = "april.{}",
-) -> Iterator[Refusal]:  # fmt: skip
-    """Yield refusals of april's settings that a flag of the trainer decides, and of settings that are not ``known``."""
-    for name in own:
-        flag = decided.get(name.partition(".")[0])
-        yield flag is not None, shown.format(name), f"{trainer}'s {flag} decides this", "leave it out"
-        if known is not None:
-            yield name not in known, shown.format(name), "there is no such setting", f"there are {', '.join(known)}"
+def own_settings(
+    settings: Any, trainer: str, decided: Mapping[str, str], *, where: str = "april", shown: str = "april.{}"
+) -> dict[str, Any]:
+    """Return april's own settings that are not None. Raises ConfigError for those that are not april's to decide.
+
+    Args:
+        settings: what the user gave as april's settings, or None.
+        trainer: name of the trainer, for messages.
+        decided: settings of april that the trainer decides, each with the trainer's name for it.
+        where: place of the settings, for messages.
+        shown: form in which a message names a setting.
+    """
+    own = {name: value for name, value in mapping_of(settings, where).items() if value is not None}
+    refuse((flag, shown.format(name), f"{trainer}'s {flag} decides this", "leave it out")
+           for name in own for flag in [decided.get(name)])  # fmt: skip
+    refuse(agents_sampling(own, trainer, shown))
+    return own
 
 
 def distorting(settings: Mapping[str, Any], instead: str = "") -> Iterator[Refusal]:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from april.adapters.common.refusals import Refusal, agents_sampling, greedy, mapping_of, misplaced, refuse
+from april.adapters.common.refusals import Refusal, greedy, own_settings, refuse
 from april.adapters.slime.samples import HOOK, method_of
 from april.config.settings import Config
 from april.config.values import shown_value
@@ -111,10 +111,8 @@ def warn_of(args: Any, config: Config) -> None:
 
 
 def _own_settings(args: Any) -> dict[str, Any]:
-    own = mapping_of(getattr(args, "april", None) or None, "april: in --custom-config-path")
-    refuse(misplaced(own, "slime", DECIDED))
-    refuse(agents_sampling(own, "slime"))
-    return own
+    given = getattr(args, "april", None) or None
+    return own_settings(given, "slime", DECIDED, where="april: in --custom-config-path")
 
 
 def agent_path(args: Any) -> str | None:

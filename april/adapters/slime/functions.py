@@ -7,6 +7,7 @@ the function returns; april copies the sample's tokens, to count them and to not
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import inspect
 import logging
@@ -88,7 +89,7 @@ class FunctionEngine(ServerEngine):
             known = self._standing_at(key, request.response_offset)
             before = known.response_length
             # the function gets a copy, because a call that fails may leave its sample half changed
-            call = asyncio.ensure_future(self._framework.on_its_loop(self._call(self._groups.sample(known), key.index)))
+            call = asyncio.ensure_future(self._framework.on_its_loop(self._call(copy.deepcopy(known), key.index)))
             self._calls[request.attempt_id] = call
             try:
                 sample = await call
@@ -116,7 +117,7 @@ class FunctionEngine(ServerEngine):
             raise EngineError(
                 f"the custom generate function has no state of sample {key} with the {offset} tokens that april has"
             )
-        return self._groups.sample(self._fresh[key])
+        return copy.deepcopy(self._fresh[key])
 
     async def _call(self, sample: Any, index: int) -> Any:
         args = self._args

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -27,7 +26,6 @@ from april.engines.attachments import attachment_bytes
 from april.errors import CheckpointError, ConfigError, RolloutError
 from april.images.image_reader import ImageReader
 
-log = logging.getLogger("april")
 EPSILON = 1e-4
 ROW = "row"
 """Key, in a prompt's data, of its row number in the train dataset."""
@@ -243,20 +241,6 @@ def advantages_of(batch: Batch, scale_rewards: str, rewards: Any) -> Float32:
         return batch.advantages("grpo", epsilon=EPSILON, ddof=1)
     centred = batch.advantages("dr_grpo")
     return centred / np.float32(float(rewards.std()) + EPSILON) if scale_rewards == "batch" else centred
-
-
-def warn_of_other_rewards(trainer: Any, batch: Batch) -> bool:
-    """Warn if TRL got other rewards for the whole batch than april got for single responses; return True if so."""
-    theirs, ours = trainer._metrics["train"]["reward"][-1], batch.metrics["reward_mean"]
-    if np.isclose(theirs, ours, rtol=1e-4, atol=1e-4):
-        return False
-    log.warning(
-        "batch %d has a mean reward of %g, but TRL logs %g: a reward function returns other values when it is called "
-        "again for a whole batch. The advantages use the first values, for which each response was alone; with "
-        "group_quorum below 1 reward functions must not compare responses with each other",
-        batch.id, ours, theirs,
-    )  # fmt: skip
-    return True
 
 
 # ---------------------------------------------------------------- images

@@ -218,8 +218,12 @@ class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
             # remove trajectories left over from the batch on which the saved weights were trained
             if orphans := _not_of(prompts, labels):
                 tq.kv_clear(keys=orphans, partition_id="train")
-            if folder is not None:
-                self._adopt(folder, prompts, labels)
+            if folder is not None and prompts:
+                log.warning(
+                    "%s was saved without april, so april generates responses to its %d untrained prompts again",
+                    folder, len(prompts),
+                )  # fmt: skip
+                _label(prompts, "pending", trainer.global_steps)
             return
         stored: dict[str, dict[int, list[str]]] = {uid: {} for uid in prompts}
         for key in labels:
@@ -234,16 +238,6 @@ class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
             tq.kv_clear(keys=gone, partition_id="train")
         if here:
             _label(sorted(here), HELD, trainer.global_steps)
-
-    def _adopt(self, folder: Path, prompts: list[str], labels: dict[str, Any]) -> None:
-        """Generate responses to all prompts of a checkpoint again, since it was saved without april."""
-        if not prompts:
-            return
-        log.warning(
-            "%s was saved without april, so april generates responses to its %d untrained prompts again",
-            folder, len(prompts),
-        )  # fmt: skip
-        _label(prompts, "pending", self._sampler.trainer.global_steps)
 
     def _rows(self, uids: list[str]) -> Sequence[Any]:
         """Return the rows of prompts in verl's queue, in the form in which verl's data loader yields them."""
