@@ -29,7 +29,7 @@ from april.adapters.common import installed_trainer as seams
 from april.adapters.openrlhf import main
 from april.adapters.openrlhf import samples as openrlhf_samples
 from april.adapters.openrlhf.arguments import config_of as config_of_openrlhf
-from april.adapters.openrlhf.framework import require_openrlhf, undecorated
+from april.adapters.openrlhf.framework import require_openrlhf
 from april.adapters.slime import generate_rollout, make_generate_rollout
 from april.adapters.trl.checks import require_trl
 from april.adapters.verl import settings as verl_checks
@@ -379,7 +379,6 @@ def slime_session() -> Any:
         made.close()
 
 
-PPO = "openrlhf.trainer.ppo_trainer"
 EXECUTOR = "areal.infra.workflow_executor.WorkflowExecutor"
 RM = "slime.rollout.rm_hub.async_rm"
 VERL_SEAMS = "april.adapters.verl.settings.REQUIRED_FUNCTIONS"
@@ -392,9 +391,6 @@ VERL_SEAMS = "april.adapters.verl.settings.REQUIRED_FUNCTIONS"
      "_generate_vllm of openrlhf  .. takes ( .. more .. ), but april's adapter needs"),
     ("openrlhf.utils.agent.SingleTurnAgentExecutor", Gone, require_openrlhf,
      "_fetch_rewards_via_func of  .. is not there"),
-    (f"{PPO}.PPOTrainer", Gone, lambda: undecorated(f"{PPO}.PPOTrainer"), "is not the Ray actor that april knows"),
-    (f"{PPO}.PPOTrainer", None, lambda: undecorated(f"{PPO}.PPOTrainer"),
-     f"has no {PPO}.PPOTrainer that can be imported"),
     (EXECUTOR, Changed, areal_checks.require_areal, "WorkflowExecutor.pause of areal  .. takes (self, hard)"),
     (EXECUTOR, None, areal_checks.require_areal, "is not there, but april's adapter needs"),
     (VERL_SEAMS, {"verl.stand_in:A.sample": ("self", "global_steps")}, verl_checks.require_verl,

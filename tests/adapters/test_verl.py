@@ -390,14 +390,13 @@ def test_a_cut_without_rows_is_generated_again(trainer: Make) -> None:
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32])
 def test_what_a_server_says(dtype: Any) -> None:
-    """Rows of every type that verl's servers use are held in as few bytes as they need; a cut token takes its row."""
+    """Rows of every type that verl's servers use are held in as few bytes as they need."""
     rows = np.arange(2 * 3 * 2, dtype=dtype).reshape(2, 3, 2) * dtype(20)
     output = SimpleNamespace(token_ids=[5, 6], log_probs=[-1.0, -1.0], stop_reason="completed", extra_fields={},
                              routed_experts=rows)  # fmt: skip
     result: ServerResult = result_of(1, output)
     assert result.extras["routed_experts"].dtype == np.uint8
     assert np.array_equal(result.extras["routed_experts"], rows)
-    assert len(result_of(1, output, 1).extras["routed_experts"]) == 1
     assert result_of(1, output, sampling={"stop": ["."]}).own_end  # which only verl's server sees
 
 

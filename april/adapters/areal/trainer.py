@@ -45,6 +45,8 @@ from april.text.server_text import clean
 log = logging.getLogger("april")
 
 STOP_REASONS = ("stop", "tool_calls", "length")
+PREFIX = f"april_{os.getenv('RANK', '0')}_"
+"""Prefix of the names of this rank's state files."""
 
 
 @dataclass(slots=True)
@@ -60,12 +62,8 @@ class WorkflowCall:
 class WorkflowEngine:
     """Replaces AReaL's engine for workflows: ``agenerate`` goes through april, other calls go to AReaL's engine.
 
-    Args:
-        inner: AReaL's RemoteInfEngine.
-        pauses: function that returns how often the weights may have changed so far.
-        end_all: function that ends every request at every server.
-        ends: token ids that end a response.
-        extras: names of the per-token extras that the servers return.
+    ``inner`` is AReaL's RemoteInfEngine, ``pauses`` returns how often the weights may have changed so far, and
+    ``end_all`` ends every request at every server.
     """
 
     def __init__(
@@ -178,12 +176,7 @@ class WorkflowEngine:
 class AprilExecutor(WorkflowExecutor):  # type: ignore[misc]
     """Workflow executor whose training batches come from april; ``submit``, ``wait`` and evaluations stay AReaL's.
 
-    Args:
-        config: AReaL's configuration of the servers.
-        inference_engine: AReaL's RemoteInfEngine.
-        april: april's settings for this rank.
-        ends: token ids that end a response.
-        check: True to validate april's whole state after every event (slow).
+    ``april`` has the settings for this rank, and ``ends`` are token ids that end a response.
     """
 
     _expected_trajectory_keys: set[str] | None
@@ -367,7 +360,7 @@ class PPOTrainer(ArealPPOTrainer):  # type: ignore[misc]
             return {**loader_state(), KEY: ""}
         folder = self._folder()
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{_prefix()}{uuid.uuid4().hex}.msgpack"
+        path = folder / f"{PREFIX}{uuid.uuid4().hex}.msgpack"
         theirs = self._april.rollouts.save(path, loader_state)
         self._april_files.append(path)
         while len(self._april_files) > 2:
@@ -387,12 +380,7 @@ class PPOTrainer(ArealPPOTrainer):  # type: ignore[misc]
             raise CheckpointError(f"AReaL's recover checkpoint needs april's state {path}, which does not exist")
         assert self._april is not None
         self._april.saved = path
-        for old in self._folder().glob(f"{_prefix()}*"):
+        for old in self._folder().glob(f"{PREFIX}*"):
             if old != path:
                 old.unlink()
         self._april_files.append(path)
-
-
-def _prefix() -> str:
-    """Return the prefix of the names of this rank's state files."""
-    return f"april_{os.getenv('RANK', '0')}_"

@@ -86,22 +86,16 @@ def require_count(count: int, wanted: int, unit: str = "prompts") -> None:
         raise RolloutError(f"the trainer asked for {count} {unit}, but its configuration says {wanted}")
 
 
-def why_not_one_row(batch: Batch, trainer: str, call: str = "") -> str | None:
-    """Return an error message if a sample of the batch has several rows, else None.
+def refuse_several_rows(batch: Batch, trainer: str, call: str = "") -> None:
+    """Raise RolloutError if a sample of the batch has several rows, which ``trainer`` cannot train.
 
-    ``trainer`` is the trainer's name; ``call`` names the part of its code that needs one row per sample.
+    ``call`` names the part of the trainer's code that needs one row per sample.
     """
     if batch.one_row_each:
-        return None
+        return
     (sample, rows), *_ = Counter(s.id for s in batch.samples).most_common(1)
-    return (
+    raise RolloutError(
         f"{trainer} trains one row per sample{call and f' ({call})'}, but sample {sample} of batch {batch.id} has "
         f"{rows} conversations; let its rollout function continue one conversation, or train with a loop of your own, "
         "by batch.sample_numbers"
     )
-
-
-def refuse_several_rows(batch: Batch, trainer: str, call: str = "") -> None:
-    """Raise RolloutError if a sample of the batch has several rows, which ``trainer`` cannot train."""
-    if why := why_not_one_row(batch, trainer, call):
-        raise RolloutError(why)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
-from april.adapters.common.installed_trainer import import_trainer, require_functions, undecorated_class, version_of
-from april.errors import ConfigError
+from april.adapters.common.installed_trainer import import_trainer, require_functions
 
 TESTED_VERSION = "0.11.2"
 _GENERATOR = "openrlhf.trainer.ppo_utils.samples_generator:SamplesGenerator"
@@ -34,7 +30,6 @@ REQUIRED_FUNCTIONS: dict[str, tuple[str, ...]] = {
     f"{_ENGINE}.update_weight_cuda_ipc": ("self", "name", "dtype", "shape", "ipc_handles", "empty_cache"),
 }  # fmt: skip
 """Parameters of OpenRLHF's functions that april calls or overrides."""
-_HELD = f"april's adapter was tested with openrlhf {TESTED_VERSION}: install that, or another version that has it"
 
 
 def require_openrlhf() -> None:
@@ -42,23 +37,3 @@ def require_openrlhf() -> None:
     needs = "april.adapters.openrlhf runs OpenRLHF, which is not installed here"
     import_trainer("openrlhf", needs, TESTED_VERSION, "; in a loop of your own use april.RolloutScheduler")
     require_functions("openrlhf", TESTED_VERSION, REQUIRED_FUNCTIONS)
-
-
-def find(path: str) -> Any:
-    """Import and return ``package.module.name``. Raises ConfigError if that fails."""
-    module, _, name = path.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        version = f"openrlhf {version_of('openrlhf')}"
-        raise ConfigError(
-            f"{version} has no {path} that can be imported ({type(error).__name__}: {error}); {_HELD}"
-        ) from error
-
-
-def undecorated(path: str) -> Any:
-    """Return the plain class behind one of OpenRLHF's Ray actors. Raises ConfigError if it is not such an actor."""
-    actor = find(path)
-    if (found := undecorated_class(actor)) is actor:
-        raise ConfigError(f"{path} of openrlhf {version_of('openrlhf')} is not the Ray actor that april knows; {_HELD}")
-    return found

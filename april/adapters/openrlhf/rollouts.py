@@ -101,12 +101,9 @@ class OpenRLHFRollouts:
     """Makes the training batches of one OpenRLHF trainer.
 
     Args:
-        args: OpenRLHF's namespace of flags.
-        config: april's settings.
         tokenizer: the trainer's tokenizer, or processor for a vision model.
         actors: Ray handles of the engine actors.
         open_engines: coroutine that makes april's engines from the actors, each like :class:`OpenRLHFEngine`.
-        check: True to validate april's whole state after every event (slow).
     """
 
     def __init__(

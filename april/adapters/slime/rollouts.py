@@ -83,7 +83,8 @@ class SlimeRollouts:
         self._open(self._saved(rollout_id))
         self._weights.note_update()
         if hasattr(data_source, "save"):
-            self._hook_save()
+            save = data_source.save
+            data_source.save = lambda rollout_id: self.save(rollout_id, save)
 
     # ---------------------------------------------------------------- one rollout
 
@@ -153,15 +154,11 @@ class SlimeRollouts:
 
     def _update(self, until_there: Callable[[], None]) -> None:
         """Pause, wait for the weights by calling ``until_there``, and continue under their new version."""
-        trained = self._trained()
+        out = list(self._leased)
+        trained = max(out[:-1] or out, default=None)  # the newest but one, since asynchronous trainers ask in advance
         self.scheduler.weight_update(transfer=until_there, trained=trained)
         for batch in [b for b in self._leased if trained is not None and b <= trained]:
             del self._leased[batch]
-
-    def _trained(self) -> int | None:
-        """Return the last trained batch: the newest but one, if any, since asynchronous trainers ask in advance."""
-        out = list(self._leased)
-        return max(out[:-1] or out, default=None)
 
     # ---------------------------------------------------------------- the scheduler
 
@@ -222,14 +219,6 @@ class SlimeRollouts:
             self._followed.join()
 
     # ---------------------------------------------------------------- checkpoints
-
-    def _hook_save(self) -> None:
-        save: Callable[[int], Any] = self._data_source.save
-
-        def both(rollout_id: int) -> None:
-            self.save(rollout_id, save)
-
-        self._data_source.save = both
 
     def save(self, rollout_id: int, save: Callable[[int], Any]) -> None:
         """Write slime's file with ``save``, and april's state of the same moment beside it. Raises CheckpointError."""

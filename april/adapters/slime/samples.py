@@ -72,13 +72,8 @@ def post_process_rewards(args: Any, samples: Sequence[Any], **kwargs: Any) -> tu
 class Groups:
     """Iterates over the groups of slime's data source, in order, as april's prompts.
 
-    Args:
-        data_source: slime's data source, with ``get_samples(k)``.
-        n: number of samples per group.
-        encode: function that turns text into token ids.
-        check: function that raises ConfigError for a sample that april cannot use.
-        any_prompt: True if a custom function reads the prompt; april needs its token ids for records only.
-        images: handler of images; None if samples may have none.
+    ``check`` raises ConfigError for a sample that april cannot use. With ``any_prompt`` a custom function reads the
+    prompt, and april needs its token ids for records only. ``images`` is None if samples may have no images.
     """
 
     resumes = True
@@ -195,14 +190,10 @@ def further(sample: Any, row: DeliveredSample, text: str) -> Any:
 def finish(
     sample: Any, delivered: DeliveredSample, version: PolicyVersion, advantage: float | None, *, mask_offpolicy: bool
 ) -> Any:
-    """Write loss mask, policy versions and advantage into a delivered sample and return it.
+    """Write loss mask, policy versions and advantage of april's row into a sample of slime and return the sample.
 
-    Args:
-        sample: slime's sample.
-        delivered: april's row for this sample.
-        version: policy version of the current weights.
-        advantage: april's advantage for the sample; None if the trainer computes advantages itself.
-        mask_offpolicy: True to exclude tokens older than the sample's newest policy version from the loss.
+    ``version`` is that of the current weights. ``mask_offpolicy`` excludes tokens older than the sample's newest
+    policy version from the loss.
     """
     mask = delivered.loss_mask.astype(bool)
     spans = spans_of(delivered.segments)
@@ -357,16 +348,12 @@ class SampleImages:
             return
         self.put_back(sample, delivered.prompt.attached)
         names = _names(delivered.attached)
-        if names not in made:
-            made[names] = self._train_inputs(delivered.attached)
+        if names not in made:  # the processor gets the images only, since the sample already contains their tokens
+            images = self._pictures(delivered.attached)
+            text = str(self.processor.image_token) * len(images)
+            inputs = self.processor(text=text, **self._options({"images": images}))
+            made[names] = {name: value for name, value in inputs.items() if name not in NOT_TRAINED} or None
         setattr(sample, TRAIN_INPUTS, made[names])
-
-    def _train_inputs(self, attached: Sequence[Placed]) -> dict[str, Any] | None:
-        """Run the trainer's processor on the images only, since the sample already contains their tokens."""
-        images = self._pictures(attached)
-        text = str(self.processor.image_token) * len(images)
-        made = self.processor(text=text, **self._options({"images": images}))
-        return {name: value for name, value in made.items() if name not in NOT_TRAINED} or None
 
     def _pictures(self, attached: Sequence[Placed]) -> list[Any]:
         """Return the images that were sent to the engines, opened with PIL; recently used ones are cached."""

@@ -20,12 +20,8 @@ UNLABELLED = (None, "default")
 class ServerWeights:
     """Detects whether the servers have new weights, by the labels that the trainer sets at each update.
 
-    Without labels, every rollout counts as having new weights.
-
-    Args:
-        router: address of slime's router; None if there are no servers.
-        rollout_id: number of the first rollout.
-        relabels: True if april's engines replace the trainer's labels by their own.
+    Without labels, every rollout counts as having new weights. ``router`` is None if there are no servers, and
+    ``relabels`` is True if april's engines replace the trainer's labels by their own.
     """
 
     def __init__(self, router: str | None, rollout_id: int, *, relabels: bool) -> None:
@@ -51,7 +47,11 @@ class ServerWeights:
 
     def are_served(self) -> bool:
         """Return True if all servers answer and none is paused."""
-        return asyncio.run(_all_ready(self.urls))
+
+        async def ready() -> bool:
+            return None not in await asyncio.gather(*(_answer(url, "/ready") for url in self.urls))
+
+        return asyncio.run(ready())
 
     def _ask(self) -> tuple[tuple[str, ...], tuple[str | None, ...]]:
         return ((), ()) if self._router is None else asyncio.run(servers_behind(self._router))
@@ -67,14 +67,6 @@ async def servers_behind(router: str) -> tuple[tuple[str, ...], tuple[str | None
     if not urls:
         raise EngineError(f"the router {router} has no workers yet; slime starts them before it asks for a rollout")
     return urls, tuple(await asyncio.gather(*map(_label, urls)))
-
-
-async def _all_ready(urls: Sequence[str]) -> bool:
-    return all(await asyncio.gather(*map(_ready, urls)))
-
-
-async def _ready(url: str) -> bool:
-    return await _answer(url, "/ready") is not None
 
 
 async def _label(url: str) -> str | None:
@@ -110,12 +102,8 @@ LOOK_S = 0.1
 class SlimeUpdates:
     """Starts a weight update in april, in a thread, whenever slime pauses its servers to update them.
 
-    There is one update at a time, and none while slime asks for a rollout.
-
-    Args:
-        engines: engines of april's scheduler.
-        weights: weights of the same servers.
-        update: function that updates april. It calls its argument to wait for slime's weights.
+    There is one update at a time, and none while slime asks for a rollout. ``update`` updates april, and calls its
+    argument to wait for slime's weights.
 
     Raises ConfigError for an engine that is not one of slime's servers, or whose server has no label.
     """

@@ -25,7 +25,7 @@ def buffer_file(rank: int) -> str:
 def write(folder: Path, trainer: Any, rollouts: Callable[[], dict[str, Any]]) -> None:
     """Write this rank's buffer and, on rank 0, april's state, which ``rollouts`` returns. Call it on every rank."""
     accelerator, state = trainer.accelerator, {"order": order_of_prompts(trainer), "micro": 0}
-    if trainer._step % _steps_per_generation(trainer):
+    if trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations):  # in the middle of a batch
         state |= {"micro": trainer._step, "ranks": accelerator.num_processes}
         parts = plain(list(trainer._buffered_inputs), "a generation batch")
         of_rank = {**_place(trainer), "parts": parts}
@@ -85,8 +85,3 @@ def order_of_prompts(trainer: Any) -> dict[str, int]:
     """Return the settings that decide the order in which prompts are drawn."""
     args = trainer.args
     return {"rows": len(trainer.train_dataset), "seed": args.seed, "shuffled": bool(trainer.shuffle_dataset)}
-
-
-def _steps_per_generation(trainer: Any) -> int:
-    """Return how often TRL calls ``training_step`` for each generation batch."""
-    return int(trainer.args.steps_per_generation * trainer.num_iterations)

@@ -37,16 +37,24 @@ Said = str | list[Message]
 """A completion in the form that TRL's reward functions take: text, or the messages of a conversation."""
 
 
-class Templates:
-    """Tokenizes prompts exactly as TRL does. Other threads may use it while TRL runs."""
+class DatasetPasses:
+    """Iterates over the train dataset as april's prompts; the trainer's seed decides the order of each epoch.
+
+    Prompts are tokenized exactly as TRL does it. Other threads may do this while TRL runs.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+        self._dataset = trainer.train_dataset
         self._of_environment = {}
         for name in trainer.environment_factories or ():
             # a copy of the trainer for each environment, because TRL reads the batch's environments from the trainer
             self._of_environment[name] = copy.copy(trainer)
             self._of_environment[name]._batch_environments = [name]
+        self._epoch = 0
+        self._with_images = column_of(self._dataset) is not None
+        self._last: tuple[Any, Row] | None = None
+        """Last prompt and its row, cached for the samples of one group because tokenizing images is slow."""
 
     def environment_of(self, row: Mapping[str, Any]) -> Any:
         """Return the name of a row's environment if the trainer has several environments, otherwise None."""
@@ -69,19 +77,6 @@ class Templates:
         prompt = shown(self.prompt_of(row), of_row(row))
         return list(writer._tokenize_prompts([prompt])[0][0])
 
-
-class DatasetPasses:
-    """Iterates over the train dataset as april's prompts; the trainer's seed decides the order of each epoch."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._dataset = trainer.train_dataset
-        self.templates = Templates(trainer)
-        self._epoch = 0
-        self._with_images = column_of(self._dataset) is not None
-        self._last: tuple[Any, Row] | None = None
-        """Last prompt and its row, cached for the samples of one group because tokenizing images is slow."""
-
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which decides the order of the next pass."""
         self._epoch = epoch
@@ -92,7 +87,7 @@ class DatasetPasses:
             np.random.default_rng([self._trainer.args.seed, self._epoch]).shuffle(rows)
         for row in rows.tolist():
             drawn = self._dataset[row]
-            prompt = {"token_ids": self.templates.tokens_of(drawn), ROW: row}
+            prompt = {"token_ids": self.tokens_of(drawn), ROW: row}
             yield prompt | {"images": of_row(drawn)} if self._with_images else prompt
 
     def drawn(self, prompt: Any) -> Row:
@@ -107,10 +102,10 @@ class DatasetPasses:
         if asked is None and self._last is not None and self._last[0] is prompt:
             return dict(self._last[1])
         row = self.drawn(prompt)
-        row["prompt"] = self.templates.prompt_of(row) if asked is None else asked
+        row["prompt"] = self.prompt_of(row) if asked is None else asked
         if self._with_images:
             put_back(row, prompt.attached)
-        if self.templates.tokens_of(row) != prompt.token_ids.tolist():
+        if self.tokens_of(row) != prompt.token_ids.tolist():
             raise CheckpointError(
                 f"row {prompt.data[ROW]} of train_dataset is not the prompt that was drawn before; the dataset and the "
                 "chat template must be the same after a restart"
@@ -307,10 +302,7 @@ def put_back(row: dict[str, Any], attached: Sequence[Placed]) -> None:
 def evaluated(trainer: Any, rows: Sequence[list[int]], shown: Sequence[Sequence[Any] | None]) -> list[dict[str, Any]]:
     """Return the evaluation prompts of all ranks with their images. Must be called on every rank.
 
-    Args:
-        trainer: trainer of this rank.
-        rows: token ids of the prompts of all ranks.
-        shown: images of each of this rank's rows.
+    ``rows`` are the token ids of all ranks' prompts, ``shown`` the images of this rank's rows.
     """
     reader = ImageReader(ImagesConfig())
     read = [

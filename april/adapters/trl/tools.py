@@ -66,15 +66,15 @@ class ToolLoop:
         """Generate a response, calling tools and continuing after their results. Runs in a thread."""
         number = prompt.data.get(INPUT)
         row = self._passes.drawn(prompt) if number is None else dict(self._inputs[number])
-        name, ids = self._passes.templates.environment_of(row), prompt.token_ids.tolist()
-        row, given = row | {"prompt": self._passes.templates.prompt_of(row)}, row
+        name, ids = self._passes.environment_of(row), prompt.token_ids.tolist()
+        row, given = row | {"prompt": self._passes.prompt_of(row)}, row
         environment = self._free_environment(name) if self._factories else None
         if environment is not None:
             # the environment does not get the column that contains its name
             observation = environment.reset(**{k: v for k, v in given.items() if name is None or k != "environment"})
             if observation is not None:
                 row["prompt"] = _with_observation(row["prompt"], observation)
-                ids = self._passes.templates.tokens_of(row)
+                ids = self._passes.tokens_of(row)
         note = Note(row["prompt"])
         completion_ids = self._converse(llm, ids, note, environment, name)
         if environment is not None:
@@ -98,7 +98,7 @@ class ToolLoop:
         """Do what TRL's ``_tool_call_loop`` does, for one response, and return the tokens after the prompt."""
         trainer = self._trainer
         methods = [] if environment is None else _tools_of(environment)
-        tools = {tool.__name__: tool for tool in [*self._standalone, *methods]}
+        tools = {tool.__name__: tool for tool in [*(getattr(trainer, "_standalone_tools", None) or ()), *methods]}
         written: Sequence[Any] = trainer._env_tools[name] if environment is not None else trainer.tools
         ids, rounds = prompt, 0
         while True:
@@ -118,11 +118,6 @@ class ToolLoop:
                 return generated
             note.messages += results
             rounds += 1
-
-    @property
-    def _standalone(self) -> list[Callable[..., Any]]:
-        """Tools that do not belong to an environment."""
-        return list(getattr(self._trainer, "_standalone_tools", None) or ())
 
     def _results_of(
         self, calls: Sequence[Mapping[str, Any]], tools: Mapping[str, Callable[..., Any]], note: Note
@@ -207,7 +202,7 @@ class ToolLoop:
         """Return the prompts of an evaluation from all ranks' rows. Must be called on every rank."""
         self._of_inputs.clear()
         self._inputs = [row for of_rank in of_all_ranks(self._trainer, list(inputs)) for row in of_rank]
-        tokens_of = self._passes.templates.tokens_of
+        tokens_of = self._passes.tokens_of
         return [{"token_ids": tokens_of(row), INPUT: number} for number, row in enumerate(self._inputs)]
 
     def evaluated(self) -> list[Note]:

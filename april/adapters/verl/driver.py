@@ -61,7 +61,11 @@ class Sampler(ReplayBufferAsync):  # type: ignore[misc]
         ends = {getattr(tokenizer, "eos_token_id", None), *_generation_ends(self.trainer.config)} - {None}
         send = partial(ask_servers, llm_client)
         servers = servers_of(settings, send, self._end_all, sorted(map(int, ends)))
-        self.rollouts = VerlRollouts(settings, servers, self.refill_fn, [_calls_of(worker) for worker in workers])
+        calls = [
+            SimpleNamespace(begin=w.april_begin.remote, messages=w.april_messages.remote, answer=w.april_answer.remote)
+            for w in workers
+        ]
+        self.rollouts = VerlRollouts(settings, servers, self.refill_fn, calls)
         self.scheduler = RolloutScheduler(settings.config, **self.rollouts.parts)
 
     async def _end_all(self) -> None:
@@ -122,13 +126,6 @@ class Sampler(ReplayBufferAsync):  # type: ignore[misc]
                 fields.append({"response_mask": kept, "loss_mask": kept})
         if keys:
             tq.kv_batch_put(keys=keys, partition_id="train", fields=tu.list_of_dict_to_tensordict(fields))
-
-
-def _calls_of(actor: Any) -> Any:
-    """Return the remote methods of a worker's Ray actor, under the names of :class:`.agent_calls.WorkerCalls`."""
-    return SimpleNamespace(
-        begin=actor.april_begin.remote, messages=actor.april_messages.remote, answer=actor.april_answer.remote
-    )
 
 
 def _generation_ends(config: Any) -> set[Any]:

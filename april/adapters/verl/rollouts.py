@@ -247,7 +247,9 @@ class VerlRollouts:
     async def rollout(self, prompt: Prompt, llm: LLM) -> AgentLoopResult:
         """Run the agent loop of a sample in one of verl's workers; this is the scheduler's rollout function."""
         uid = self._groups[llm.sample_id.group] = str(prompt.data["uid"])
-        worker, rollout = self._worker_of(uid), (uid, llm.sample_id.index)
+        if uid not in self._of_prompts:
+            self._of_prompts[uid] = self._workers[next(self._turn) % len(self._workers)]
+        worker, rollout = self._of_prompts[uid], (uid, llm.sample_id.index)
         session = _Session(next(self._numbers), uid, llm, self._servers, worker)
         worker.begin(session, self.prompts.rows[uid], self.stored.pop(rollout, ()))
         try:
@@ -258,11 +260,6 @@ class VerlRollouts:
         if ended.reward is None and self._settings.has_reward:
             raise RolloutError("it has no reward")
         return ended
-
-    def _worker_of(self, uid: str) -> _Worker:
-        if uid not in self._of_prompts:
-            self._of_prompts[uid] = self._workers[next(self._turn) % len(self._workers)]
-        return self._of_prompts[uid]
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
