@@ -29,7 +29,7 @@ from april.adapters.common import installed_trainer as seams
 from april.adapters.openrlhf import main
 from april.adapters.openrlhf import samples as openrlhf_samples
 from april.adapters.openrlhf.arguments import config_of as config_of_openrlhf
-from april.adapters.openrlhf.framework import require_openrlhf
+from april.adapters.openrlhf.arguments import require_openrlhf
 from april.adapters.slime import generate_rollout, make_generate_rollout
 from april.adapters.trl.checks import require_trl
 from april.adapters.verl import settings as verl_checks

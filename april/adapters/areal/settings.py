@@ -62,16 +62,10 @@ def require_areal() -> None:
 
 
 def config_of(config: Any, settings: Any, *, groups: int, ranks: int) -> Config:
-    """Return april's configuration for one data-parallel rank.
+    """Return april's configuration for one data-parallel rank, from AReaL's PPOConfig and april's own settings.
 
-    Args:
-        config: AReaL's PPOConfig.
-        settings: april's settings, a mapping or None.
-        groups: number of groups that this rank trains in each step.
-        ranks: number of data-parallel ranks, which share ``rollout.max_concurrent_rollouts``.
-
-    Raises:
-        ConfigError: settings contradict each other or are not supported.
+    The rank trains ``groups`` groups in each step, and all ``ranks`` share ``rollout.max_concurrent_rollouts``. Raises
+    ConfigError if settings contradict each other or are not supported.
     """
     values = own_settings(settings, "AReaL", DECIDED, shown=SHOWN)
     refuse(refusals(config, values))

@@ -35,12 +35,8 @@ def own_settings(
 ) -> dict[str, Any]:
     """Return april's own settings that are not None. Raises ConfigError for those that are not april's to decide.
 
-    Args:
-        settings: what the user gave as april's settings, or None.
-        trainer: name of the trainer, for messages.
-        decided: settings of april that the trainer decides, each with the trainer's name for it.
-        where: place of the settings, for messages.
-        shown: form in which a message names a setting.
+    ``decided`` has the settings of april that the trainer decides, each with the trainer's name for it. For messages,
+    ``where`` names the place of the settings, and ``shown`` is the form in which a setting is named.
     """
     own = {name: value for name, value in mapping_of(settings, where).items() if value is not None}
     refuse((flag, shown.format(name), f"{trainer}'s {flag} decides this", "leave it out")

@@ -12,8 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from april.adapters.openrlhf.arguments import config_of, split_flags
-from april.adapters.openrlhf.framework import require_openrlhf
+from april.adapters.openrlhf.arguments import config_of, require_openrlhf, split_flags
 from april.errors import AprilError, ConfigError
 
 __all__ = ["main"]

@@ -63,18 +63,10 @@ class RowQueue(queue.Queue[Any]):
 class RolloutWorker:
     """The ``rollout_worker`` and ``weight_transfer`` of an :data:`AprilAsyncGRPOTrainer`.
 
-    Args:
-        config: an :class:`april.Config`, a mapping of its settings, or the path of a YAML file. A mapping or a file may
-            leave out what AsyncGRPOConfig already sets (rows per step, samples per prompt, length, temperature,
-            staleness, seed).
-        weights_dir: directory in which the servers of ``config.engine`` read new weights; not needed for servers that
-            receive weights from the trainer's process.
-        filter: function ``(prompt, responses) -> bool``, as for :class:`april.RolloutScheduler`.
-        metrics: names of the metrics that TRL logs as ``april/NAME`` (docs/metrics.md), or "all".
-        settings: further settings, which override those of ``config``.
+    The arguments are those of :class:`april.adapters.trl.Rollout`. A mapping or a file may leave out what
+    AsyncGRPOConfig already sets (rows per step, samples per prompt, length, temperature, staleness, seed).
 
-    Raises:
-        ConfigError: the settings cannot be read. They are checked when the trainer is made.
+    Raises ConfigError if the settings cannot be read. They are checked when the trainer is made.
     """
 
     def __init__(

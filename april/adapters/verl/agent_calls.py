@@ -146,9 +146,8 @@ class AgentLoopSession:
     async def generate(self, asked: LLMCall) -> LLMResult:
         """Send a call to the scheduler and return the complete response, however many requests it took.
 
-        Raises:
-            SampleGivenUp: the sample was dropped, or continues without this agent loop.
-            RolloutError: another call is unfinished, or april rejects the conversation.
+        Raises SampleGivenUp if the sample was dropped, or continues without this agent loop; RolloutError if another
+        call is unfinished, or april rejects the conversation.
         """
         if self._left:
             raise RolloutError(GIVEN_UP)
