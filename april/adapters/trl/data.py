@@ -16,7 +16,7 @@ import numpy as np
 
 from april.adapters.common.refusals import refuse
 from april.adapters.common.samples import attached_pictures
-from april.adapters.trl.ranks import of_all_ranks
+from april.adapters.trl.ranks import rows_of_all_ranks
 from april.config.images import ImagesConfig
 from april.core.attachments import Placed
 from april.core.batch import Batch
@@ -309,6 +309,5 @@ def evaluated(trainer: Any, rows: Sequence[list[int]], shown: Sequence[Sequence[
         [reader.read(image, f"row {i}, image {j}").attachment for j, image in enumerate(images or (), 1)]
         for i, images in enumerate(shown)
     ]
-    mine = [[attachment_bytes(attachment) for attachment in row] for row in read]
-    everywhere = [images for of_rank in of_all_ranks(trainer, mine) for images in of_rank]
+    everywhere = rows_of_all_ranks(trainer, [[attachment_bytes(attachment) for attachment in row] for row in read])
     return [{"token_ids": ids, "images": images} for ids, images in zip(rows, everywhere, strict=True)]

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from april.adapters.trl.data import ROW, DatasetPasses, Message, Row, message_of, scored, scores, weighted
-from april.adapters.trl.ranks import of_all_ranks
+from april.adapters.trl.ranks import of_all_ranks, rows_of_all_ranks
 from april.core.types import Prompt
 from april.driver.llm import BlockingLLM
 from april.errors import CheckpointError, RolloutError
@@ -179,8 +179,7 @@ class ToolLoop:
 
     def notes_of(self, ids: Iterable[tuple[int, int]]) -> list[Note]:
         """Return the notes of this rank's samples. Must be called on every rank."""
-        everybodys = [tuple(i) for of_rank in of_all_ranks(self._trainer, list(ids)) for i in of_rank]
-        return self._of_this_rank([self._notes.get(i) for i in everybodys])
+        return self._of_this_rank([self._notes.get(tuple(i)) for i in rows_of_all_ranks(self._trainer, list(ids))])
 
     def _of_this_rank(self, notes: Sequence[Note | None]) -> list[Note]:
         """Return this rank's part of rank 0's ``notes``."""
@@ -201,7 +200,7 @@ class ToolLoop:
     def evaluation(self, inputs: Sequence[Row]) -> list[dict[str, Any]]:
         """Return the prompts of an evaluation from all ranks' rows. Must be called on every rank."""
         self._of_inputs.clear()
-        self._inputs = [row for of_rank in of_all_ranks(self._trainer, list(inputs)) for row in of_rank]
+        self._inputs = rows_of_all_ranks(self._trainer, list(inputs))
         tokens_of = self._passes.tokens_of
         return [{"token_ids": tokens_of(row), INPUT: number} for number, row in enumerate(self._inputs)]
 
