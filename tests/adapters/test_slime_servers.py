@@ -220,6 +220,8 @@ class Loop(Fleet):
         self.updates = 0
         self.cut = 0
         """Requests that updates have met."""
+        self.weights = {"0.0": "w0"}
+        """Weights of the servers by april's version of them."""
         self.resumed = self.oldest = 0
         """Samples that several weights wrote; most updates between a token's weights and those it was trained on."""
 
@@ -247,7 +249,14 @@ class Loop(Fleet):
         self.call(self._update())
         self.updates += 1
 
+    def note_versions(self) -> None:
+        """april's engines label the weights that they find by its version of them."""
+        for server in self.engines:
+            if server.label.startswith("v"):
+                self.weights[server.label[1:].partition("-")[0]] = server.weights
+
     async def _update(self) -> None:
+        self.note_versions()
         self.cut += sum(run.running for server in self.engines for run in server.running)
         async with aiohttp.ClientSession() as session:
             for step in ("pause_generation", "flush_cache", None, "continue_generation"):
@@ -260,13 +269,14 @@ class Loop(Fleet):
 
     def train(self, groups: list[list[Sample]]) -> None:
         """Under the weights of now: every token is one that its own version makes, and none is too old."""
+        self.note_versions()
         for group in groups:
             self.trained[group[0].group_index] += 1
             for sample in group:
                 spans = sample.metadata["april"]["spans"]
                 self.resumed += len(spans) > 1
                 self.oldest = max(self.oldest, self.updates - int(sample.weight_versions[0]))
-                is_what_its_weights_make(sample)
+                is_what_its_weights_make(sample, self.weights)
 
     def run(self, rounds: range, interval: int = 1) -> None:
         """The rollouts of ``rounds`` as train_async.py takes them."""
@@ -280,13 +290,12 @@ class Loop(Fleet):
                 self.update()
 
 
-def is_what_its_weights_make(sample: Sample) -> None:
+def is_what_its_weights_make(sample: Sample, weights: dict[str, str]) -> None:
     """Each span is what the fake server makes under the weights of its version, from what stood before it."""
     prompt = sample.tokens[: -sample.response_length]
     for start, end, version in sample.metadata["april"]["spans"]:
-        name = 1 + int(version.partition(".")[2])
         before = sample.tokens[: len(prompt) + start]
-        made, logprobs = uncut(before, weights=f"w{name}", max_tokens=CAP - start, mean_length=40)
+        made, logprobs = uncut(before, weights=weights[version], max_tokens=CAP - start, mean_length=40)
         assert made[: end - start] == sample.tokens[len(before) :][: end - start]
         assert sample.rollout_log_probs[start:end] == pytest.approx(logprobs[: end - start])
 
