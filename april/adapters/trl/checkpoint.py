@@ -26,10 +26,10 @@ def write(folder: Path, trainer: Any, rollouts: Callable[[], dict[str, Any]]) ->
     """Write this rank's buffer and, on rank 0, april's state, which ``rollouts`` returns. Call it on every rank."""
     accelerator, state = trainer.accelerator, {"order": order_of_prompts(trainer), "micro": 0}
     if trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations):  # in the middle of a batch
-        state |= {"micro": trainer._step, "ranks": accelerator.num_processes}
+        rank, step = accelerator.process_index, trainer.state.global_step
+        state |= {"micro": trainer._step, "ranks": accelerator.num_processes, "step": step}
         parts = plain(list(trainer._buffered_inputs), "a generation batch")
-        of_rank = {**_place(trainer), "parts": parts}
-        write_state(folder / buffer_file(accelerator.process_index), BUFFER_KIND, of_rank)
+        write_state(folder / buffer_file(rank), BUFFER_KIND, {"rank": rank, "step": step, "parts": parts})
         accelerator.wait_for_everyone()
     if accelerator.is_main_process:  # last, so that all buffers exist
         write_state(folder / STATE_FILE, KIND, state | rollouts())
@@ -52,33 +52,26 @@ def read(folder: Path, trainer: Any, kind: str = KIND) -> Any:
             "same order, after a restart"
         )
     if state["micro"]:
-        trainer._step, trainer._buffered_inputs = state["micro"], _parts(folder, state["ranks"], trainer)
+        trainer._step, trainer._buffered_inputs = state["micro"], _parts(folder, state, trainer.accelerator)
     return state
 
 
-def _parts(folder: Path, ranks: int, trainer: Any) -> list[dict[str, Any]]:
+def _parts(folder: Path, state: dict[str, Any], accelerator: Any) -> list[dict[str, Any]]:
     """Read this rank's buffer as TRL's ``_buffered_inputs``."""
-    accelerator = trainer.accelerator
-    if ranks != accelerator.num_processes:
+    if state["ranks"] != accelerator.num_processes:
         raise CheckpointError(
-            f"{folder} was saved in the middle of a generation batch that was spread over {ranks} processes, "
+            f"{folder} was saved in the middle of a generation batch that was spread over {state['ranks']} processes, "
             f"but now there are {accelerator.num_processes}; continue with the same number, or from a checkpoint "
             "between two generation batches"
         )
     rank = accelerator.process_index
     saved = read_state(folder / buffer_file(rank), BUFFER_KIND)
-    parts = saved.pop("parts")
-    if saved != _place(trainer):
-        raise CheckpointError(f"{buffer_file(rank)} in {folder} belongs to another rank or checkpoint: {saved}")
+    if (saved["rank"], saved["step"]) != (rank, state["step"]):
+        raise CheckpointError(f"{buffer_file(rank)} in {folder} belongs to another rank or checkpoint")
     return [
         {key: value.to(accelerator.device) if hasattr(value, "to") else value for key, value in part.items()}
-        for part in restored(parts)
+        for part in restored(saved["parts"])
     ]
-
-
-def _place(trainer: Any) -> dict[str, int]:
-    """Return the rank and the optimizer step to which a buffer belongs."""
-    return {"rank": trainer.accelerator.process_index, "step": trainer.state.global_step}
 
 
 def order_of_prompts(trainer: Any) -> dict[str, int]:
