@@ -29,12 +29,11 @@ def install(settings: Mapping[str, Any]) -> None:
     require_openrlhf()
     from april.adapters.openrlhf import actors
 
-    for module, cls in (
-        ("ppo_trainer", actors.AprilPPOTrainer),
-        ("ppo_trainer_async", actors.AprilPPOTrainerAsync),
-        ("ray.vllm_engine", actors.AprilRolloutRayActor),
+    for module, name, cls in (
+        ("ppo_trainer", "PPOTrainer", actors.AprilPPOTrainer),
+        ("ppo_trainer_async", "PPOTrainerAsync", actors.AprilPPOTrainerAsync),
+        ("ray.vllm_engine", "RolloutRayActor", actors.AprilRolloutRayActor),
     ):
-        name = cls.__name__.removeprefix("April")
         setattr(sys.modules[f"openrlhf.trainer.{module}"], name, actors.as_actor(cls))
     utils: Any = importlib.import_module("openrlhf.utils")
     get_strategy = utils.get_strategy

@@ -73,7 +73,7 @@ def config_of(args: Any, urls: Sequence[str] | None, *, own_function: bool = Fal
             "urls": list(urls),
             "max_in_flight": getattr(args, "sglang_server_concurrency", None),
             "max_len": getattr(args, "rollout_max_context_len", None),
-            "expert_shape": shape if "extras" in values and None not in shape else None,
+            "expert_shape": shape if values.get("extras") and None not in shape else None,
             **engine,
         }
     config = Config(**values, **own)
