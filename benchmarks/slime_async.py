@@ -181,10 +181,10 @@ class Loop:
     def _check_books(self) -> None:
         """Of april's: every group that was drawn is trained once, or held."""
         if hasattr(self.function, "function"):
-            (session,) = self.function.function.sessions.values()
+            (session,) = self.function.sessions.values()
             session.scheduler.validate()
             prompts = session.scheduler.ledger()["prompts"]
-            self.function.function.close()
+            self.function.close()
             assert len(self.groups) == N * self.args.num_rollout
             assert len(self.data.drawn) == len(self.groups) + prompts.held, prompts
 

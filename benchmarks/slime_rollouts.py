@@ -126,11 +126,11 @@ def run_arm(arm: str, url: str, work: Path, rounds: int, warm: int, flags: list[
 
 def _kept(function: Any, data: Any) -> tuple[int, int]:
     """Groups that april holds, and has dropped by name; its books must agree with the data source."""
-    (session,) = function.function.sessions.values()
+    (session,) = function.sessions.values()
     session.scheduler.validate()
     prompts = session.scheduler.ledger()["prompts"]
     assert prompts.observed == len(data.drawn), (prompts, len(data.drawn))
-    function.function.close()
+    function.close()
     return prompts.held, sum(prompts.dropped.values())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from april.adapters.common.kept_samples import KeptSamples
+from april.adapters.common.deliveries import KeptSamples
 from april.core.types import SampleId
 
 HELD, DROPPED = SampleId(1, 0), SampleId(2, 0)

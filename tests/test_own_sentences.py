@@ -28,7 +28,6 @@ ALLOWED = {
     ("adapters/common/deliveries.py", "response_len"): "names of metrics",
     ("adapters/areal/settings.py", "max_in_flight"): "names of settings",
     ("adapters/areal/settings.py", "vllm"): "AReaL's names of backends",
-    ("adapters/openrlhf/arguments.py", "images."): "names of settings",
     ("adapters/slime/functions.py", "evaluation"): "parameters of a user's function",
     ("adapters/trl/data.py", "images"): "columns of a data set",
     ("agents/dialects.py", "input_schema"): "keys of a request",

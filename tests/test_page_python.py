@@ -543,7 +543,7 @@ def test_metadata_of_slime(code: list[Block]) -> None:
     with real_schedulers.scheduler() as rollouts:
         batch = rollouts.next_batch()
     sample = SimpleNamespace(loss_mask=None, response_length=len(batch.samples[0].tokens), metadata=None)
-    finish(sample, batch.samples[0], batch.version, {}, None, mask_offpolicy=False)
+    finish(sample, batch.samples[0], batch.version, None, mask_offpolicy=False)
     written = sample.metadata["april"]
     assert {key: type(v) for key, v in written.items()} == {key: type(v) for key, v in shown.items()}
     assert [[type(v) for v in span] for span in written["spans"]] == [[int, int, str]]

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from virtual_rollouts import on_virtual_time
 from april import Config
 from april.adapters.common.trainer_servers import ServerResult, TrainerServers
 from april.core.tape import Int32
-from april.core.types import Prompt, Refill
+from april.core.types import DropReason, Prompt, Refill
 from april.driver.llm import LLM
 from april.errors import RolloutError
 from april.testing import rollouts
@@ -217,6 +218,23 @@ async def test_servers_that_take_nothing_are_asked_again() -> None:
         batch = await run.rollouts.next_batch()
     assert asyncio.get_running_loop().time() == pytest.approx(3.0 + 0.05 + 0.1 + 0.2 + 0.4)
     assert all(sample.attempts == 1 for sample in batch.samples)
+
+
+async def test_tokens_that_cannot_be_used_are_counted() -> None:
+    """An answer without tokens says how many it had, and the ledger has them under the reason."""
+    run = Run(lambda row: 3)
+    ask = run._ask
+
+    async def useless_at_first(asked: str, token_ids: Int32, max_tokens: int) -> ServerResult:
+        if run.asked:
+            return await ask(asked, token_ids, max_tokens)
+        run.asked += 1
+        return replace(_result([], 0, aborted=True), unused=(7, DropReason.UNKNOWN_WEIGHTS))
+
+    run.servers._send_to_server = useless_at_first
+    async with run.begun():
+        await run.rollouts.next_batch()
+        assert run.rollouts.ledger()["tokens"].dropped == {DropReason.UNKNOWN_WEIGHTS: 7}
 
 
 async def test_a_trainer_that_never_updates_is_told() -> None:

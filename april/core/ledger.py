@@ -41,8 +41,6 @@ class DropReason(StrEnum):
     """The tokens arrived after their sample had continued without the request that generated them."""
     NO_EXTRAS = "no_extras"
     """The tokens arrived without the requested extras, as the request broke off before its engine returned them."""
-    OVER_BUDGET = "over_budget"
-    """The server generated more tokens than the limit that it was given."""
     PUT_ASIDE = "put_aside"
     """The round ended before the prompt was finished, and a later round begins it again (tail batching)."""
     CUT_GRAMMAR = "cut_grammar"

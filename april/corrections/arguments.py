@@ -5,10 +5,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
+
+ArrayOrTensor = TypeVar("ArrayOrTensor", NDArray[Any], "torch.Tensor")
+"""Type of an argument whose kind, array or tensor, is that of the result."""
 
 
 def number(who: str, what: str, value: Any) -> float:

@@ -21,17 +21,12 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any, Literal, get_args, overload
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from april.corrections.arguments import array_of, number
-
-if TYPE_CHECKING:
-    import torch
-
-Float32 = NDArray[np.float32]
+from april.corrections.arguments import ArrayOrTensor, array_of, number
 
 Level = Literal["token", "sequence", "geometric"]
 LEVELS: tuple[str, ...] = get_args(Level)
@@ -60,20 +55,10 @@ even if the correlation is high: a forgotten temperature of 0.6 gives 0.31 at a 
 less than 0.06."""
 
 
-@overload
 def truncated_weights(
-    logprobs: torch.Tensor, behaviour_logprobs: Any, loss_mask: Any,
-    limit: float = ..., *, level: Level = ..., dead_zone: float = ..., keep_gradient: bool = ...,
-) -> torch.Tensor: ...  # fmt: skip
-@overload
-def truncated_weights(
-    logprobs: NDArray[Any], behaviour_logprobs: Any, loss_mask: Any,
-    limit: float = ..., *, level: Level = ..., dead_zone: float = ..., keep_gradient: bool = ...,
-) -> Float32: ...  # fmt: skip
-def truncated_weights(
-    logprobs: Any, behaviour_logprobs: Any, loss_mask: Any,
-    limit: float = LIMIT, *, level: Level = "token", dead_zone: float = 0.0, keep_gradient: bool = False,
-) -> Any:  # fmt: skip
+    logprobs: ArrayOrTensor, behaviour_logprobs: Any, loss_mask: Any, limit: float = LIMIT, *, level: Level = "token",
+    dead_zone: float = 0.0, keep_gradient: bool = False,
+) -> ArrayOrTensor:  # fmt: skip
     """Compute truncated importance weights (TIS), min(ratio, limit): float32 [B, T], 0 for tokens without loss.
 
     Args:
@@ -95,25 +80,15 @@ def truncated_weights(
     infinite, above 0), float16 and bfloat16, an unknown level, a limit not above 0 or beyond float32, and a dead zone
     that is negative or infinite.
     """
-    return truncated(
-        "truncated_weights", logprobs, behaviour_logprobs, loss_mask, limit, level, keep_gradient, dead_zone
-    )
+    who, behaviour = "truncated_weights", behaviour_logprobs
+    weights: ArrayOrTensor = truncated(who, logprobs, behaviour, loss_mask, limit, level, keep_gradient, dead_zone)
+    return weights
 
 
-@overload
 def masked_weights(
-    logprobs: torch.Tensor, behaviour_logprobs: Any, loss_mask: Any,
-    low: float = ..., high: float = ..., *, level: Level = ..., keep_gradient: bool = ...,
-) -> torch.Tensor: ...  # fmt: skip
-@overload
-def masked_weights(
-    logprobs: NDArray[Any], behaviour_logprobs: Any, loss_mask: Any,
-    low: float = ..., high: float = ..., *, level: Level = ..., keep_gradient: bool = ...,
-) -> Float32: ...  # fmt: skip
-def masked_weights(
-    logprobs: Any, behaviour_logprobs: Any, loss_mask: Any,
-    low: float = 0.5, high: float = 5.0, *, level: Level = "token", keep_gradient: bool = False,
-) -> Any:  # fmt: skip
+    logprobs: ArrayOrTensor, behaviour_logprobs: Any, loss_mask: Any, low: float = 0.5, high: float = 5.0, *,
+    level: Level = "token", keep_gradient: bool = False,
+) -> ArrayOrTensor:  # fmt: skip
     """Compute masked importance weights (IcePop): the ratio if low <= ratio <= high, else 0; float32 [B, T].
 
     As in the paper, a masked token has no loss but still counts in the number by which the loss is divided.
@@ -125,7 +100,9 @@ def masked_weights(
 
     Raises ValueError like :func:`truncated_weights`, and unless 0 <= low <= high and high is above 0.
     """
-    return masked("masked_weights", logprobs, behaviour_logprobs, loss_mask, low, high, level, keep_gradient)
+    who, behaviour = "masked_weights", behaviour_logprobs
+    weights: ArrayOrTensor = masked(who, logprobs, behaviour, loss_mask, low, high, level, keep_gradient)
+    return weights
 
 
 def masked(

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from april.corrections.advantages import Float32, Method, check_method, same_kind
-from april.corrections.arguments import array_of, number
-
-if TYPE_CHECKING:
-    import torch
+from april.corrections.advantages import Method, check_method, same_kind
+from april.corrections.arguments import ArrayOrTensor, array_of, number
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +30,10 @@ class BatchShare:
     """Number of tokens with loss mask 1 in the whole batch."""
 
 
-@overload
 def loss_weights(
-    loss_mask: torch.Tensor, method: Method = ..., *, max_response_len: int | None = ...,
-    share: BatchShare | None = ..., samples: ArrayLike | None = ...,
-) -> torch.Tensor: ...  # fmt: skip
-@overload
-def loss_weights(
-    loss_mask: NDArray[Any], method: Method = ..., *, max_response_len: int | None = ...,
-    share: BatchShare | None = ..., samples: ArrayLike | None = ...,
-) -> Float32: ...  # fmt: skip
-def loss_weights(
-    loss_mask: Any, method: Method = "grpo", *, max_response_len: int | None = None, share: BatchShare | None = None,
-    samples: ArrayLike | None = None,
-) -> Any:  # fmt: skip
+    loss_mask: ArrayOrTensor, method: Method = "grpo", *, max_response_len: int | None = None,
+    share: BatchShare | None = None, samples: ArrayLike | None = None,
+) -> ArrayOrTensor:  # fmt: skip
     """Compute the weight of every token so that ``(weights * loss).sum()`` is the method's loss: float32 [B, T].
 
     For micro-batches, compute the weights of the whole batch and take the rows of each micro-batch: the losses then add
@@ -71,29 +58,31 @@ def loss_weights(
     Raises ValueError for an unknown method or shape, and for ``dr_grpo`` without ``max_response_len``.
     """
     check_method(method)
-    loss_mask = loss_mask if hasattr(loss_mask, "detach") else array_of("loss_weights", "loss_mask", loss_mask)
-    if loss_mask.ndim != 2:
-        raise ValueError(f"loss_weights: loss_mask has the shape {list(loss_mask.shape)}; give [B, T]")
+    mask: Any = loss_mask if hasattr(loss_mask, "detach") else array_of("loss_weights", "loss_mask", loss_mask)
+    if mask.ndim != 2:
+        raise ValueError(f"loss_weights: loss_mask has the shape {list(mask.shape)}; give [B, T]")
     longest = 0.0 if max_response_len is None else number("loss_weights", "max_response_len", max_response_len)
     if method == "dr_grpo" and not 0 < longest < math.inf:
         raise ValueError(
             f"loss_weights: dr_grpo divides by a constant, the configured one; got max_response_len={max_response_len}"
         )
-    counted = loss_mask != 0
-    trained = counted.astype(np.float32) if isinstance(counted, np.ndarray) else counted.float()
+    counted: Any = mask != 0
+    trained: Any = counted.astype(np.float32) if isinstance(counted, np.ndarray) else counted.float()
     numbers = np.arange(len(trained)) if samples is None else array_of("loss_weights", "samples", samples)
     if numbers.shape != (len(trained),):
         raise ValueError(f"loss_weights: samples have the shape {list(numbers.shape)}; give one number per row")
     unique, numbers = np.unique(numbers, return_inverse=True)
     rows = max(len(unique) if share is None else share.samples, 1)
+    divisor: Any = rows
     if method == "dr_grpo":
-        return trained / (rows * longest)
-    if method == "rloo":
-        return trained / rows
-    if method == "dapo":
-        return trained / max(int(counted.sum()) if share is None else share.loss_tokens, 1)
-    lengths = trained.sum(1)
-    if samples is not None:
-        of_rows = array_of("loss_weights", "loss_mask", lengths)
-        lengths = same_kind(lengths, np.bincount(numbers, of_rows)[numbers].astype(np.float32))
-    return trained / (rows * lengths.clip(1))[:, None]
+        divisor = rows * longest
+    elif method == "dapo":
+        divisor = max(int(counted.sum()) if share is None else share.loss_tokens, 1)
+    elif method != "rloo":
+        lengths = trained.sum(1)
+        if samples is not None:
+            of_rows = array_of("loss_weights", "loss_mask", lengths)
+            lengths = same_kind(lengths, np.bincount(numbers, of_rows)[numbers].astype(np.float32))
+        divisor = (rows * lengths.clip(1))[:, None]
+    weights: ArrayOrTensor = trained / divisor
+    return weights

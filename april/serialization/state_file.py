@@ -15,7 +15,7 @@ import hashlib
 import io
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -155,11 +155,6 @@ def _read(file: BinaryIO, kind: str, where: str) -> Any:
     if split and digest.digest() != long_values:
         raise damaged
     return found
-
-
-def groups_in(state: Mapping[str, Any]) -> set[int]:
-    """Return the numbers of the groups in a saved state of the scheduler."""
-    return {group["id"] for key in ("ready", "waiting") for group in state["core"][key]}
 
 
 def checksum_of(data: bytes) -> str:

@@ -368,8 +368,7 @@ class Verl(Player):
             batches = []
             for number in range(saved + more):
                 delivery = run.step()
-                rewards = zip(delivery.rewards, delivery.baseline_rewards, strict=True)
-                advantages = [float(reward - np.nanmean(others)) for reward, others in rewards]
+                advantages = [float(s.reward - np.mean(s.baseline_rewards)) for s in delivery.batch.samples]
                 batches.append([self._response(*of) for of in zip(run.last.items(), advantages, strict=True)])
                 if number < saved:
                     self.mine = run.save(self.folder)

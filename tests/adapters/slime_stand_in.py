@@ -211,17 +211,6 @@ def evaluated(args: Namespace, rollout_id: int, data_source: Any, evaluation: bo
     return ("evaluated", rollout_id)
 
 
-class InferenceRolloutFn:
-    """miles' own rollout class, of which only the evaluation is used."""
-
-    def __init__(self, input: Any) -> None:
-        self.input = input
-
-    async def __call__(self, input: Any) -> Any:
-        assert input.evaluation
-        return ("evaluated", input.rollout_id)
-
-
 class _Loop:
     """The framework's background loop."""
 
@@ -251,6 +240,7 @@ def installed(name: str = "slime") -> Iterator[None]:
     loop = _Loop()
     contents: dict[str, dict[str, Any]] = {
         "utils.misc": {"load_function": load_function},
+        "utils.types": {"Sample": Sample},
         "utils.async_utils": {"get_async_loop": lambda: loop},
         "utils.processing_utils": {
             "load_tokenizer": load_tokenizer, "load_processor": load_processor,
@@ -262,9 +252,6 @@ def installed(name: str = "slime") -> Iterator[None]:
         "rollout.sample_hooks": {"apply_rollout_sample_hooks": apply_rollout_sample_hooks},
         "rollout.sglang_rollout": {"generate_rollout": evaluated},
     }
-    if name == "miles":
-        common = {"InferenceRolloutFn": InferenceRolloutFn}
-        contents["rollout.inference_rollout.inference_rollout_common"] = common
     made = modules({f"{name}.{path}": names for path, names in contents.items()})
     assert not any(n.partition(".")[0] == name for n in sys.modules)
     sys.modules.update(made)
@@ -352,7 +339,7 @@ class Run:
 
     def __exit__(self, *_: object) -> None:
         """As a crash: what was not saved is gone."""
-        self.function.function.close()
+        self.function.close()
 
     def __call__(self, rollout_id: int) -> list[list[Sample]]:
         self.output = self.function(self.args, rollout_id, self.data)
@@ -364,7 +351,7 @@ class Run:
 
     @property
     def session(self) -> Any:
-        return self.function.function.sessions[id(self.data)]
+        return self.function.sessions[id(self.data)]
 
     @property
     def scheduler(self) -> Any:

@@ -63,6 +63,9 @@ class RankAccelerator:
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat(self.meeting.exchange(self.process_index, tensor))
 
+    def wait_for_everyone(self) -> None:
+        self.meeting.exchange(self.process_index, None)
+
     def pad_across_processes(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         widest = max(other.size(dim) for other in self.meeting.exchange(self.process_index, tensor))
         return torch.nn.functional.pad(tensor, (0, widest - tensor.size(dim)))

@@ -77,13 +77,10 @@ class Server:
 
     Args:
         length_of: tokens of (prompt, sample).
-        own_budget: of (prompt tokens, response tokens), as TensorRT-LLM's under verl has one: it overwrites the limit
-            of every request by what these leave. None: it keeps to what it is asked for.
     """
 
-    def __init__(self, length_of: Callable[[int, int], int], own_budget: tuple[int, int] | None = None) -> None:
+    def __init__(self, length_of: Callable[[int, int], int]) -> None:
         self._length_of = length_of
-        self._own_budget = own_budget
         self.label = 0
         self.gate = asyncio.Event()
         self.gate.set()
@@ -98,8 +95,6 @@ class Server:
         """Changes to the next outputs."""
         self.experts = False
         """Outputs have the experts of their tokens."""
-        self.cut_logprobs = 0
-        """So many log-probabilities are missing in an output that was cut off."""
 
     async def generate(self, token_ids: list[int], max_tokens: int) -> Any:
         while not self.gate.is_set():
@@ -113,9 +108,6 @@ class Server:
         self.most_in_flight = max(self.most_in_flight, len(self.live))
         row, sample = token_ids[1], token_ids[2]
         held, end = len(token_ids) - 3, self._length_of(row, sample)
-        if self._own_budget is not None:
-            prompt, response = self._own_budget
-            max_tokens = min(response, prompt + response - len(token_ids))
         tokens: list[int] = []
         reason = "completed"
         try:
@@ -140,8 +132,6 @@ class Server:
 
     def _output(self, tokens: list[int], logprobs: list[float], reason: str, before: Sequence[int] = ()) -> Any:
         self.labels.append(self.label)
-        if reason == "aborted" and self.cut_logprobs:
-            logprobs = logprobs[: -self.cut_logprobs]
         made = {"token_ids": tokens, "log_probs": logprobs, "stop_reason": reason}
         made["extra_fields"] = {"global_steps": self.label}
         if self.experts and tokens:
@@ -217,9 +207,7 @@ class Trainer:
         self.loop = VirtualClockLoop()
         self.settings: RunSettings = settings_of(config(**changes, april__check=True))
         rollout = config(**changes)["actor_rollout_ref"]["rollout"]
-        lengths = rollout["prompt_length"], rollout["response_length"]
-        own_budget = lengths if rollout["name"] == "trtllm" else None
-        self.server = self._in_loop(lambda: Server(length_of, own_budget))
+        self.server = self._in_loop(lambda: Server(length_of))
         self.server.experts = bool(rollout["enable_rollout_routing_replay"])
         self.servers = servers_of(self.settings, self._send, self._abort, (EOS,))
         self.worker = self._in_loop(lambda: Worker(self))

@@ -59,14 +59,14 @@ class Fleet(ServerThread):
         self.function = make_generate_rollout(check=True)
 
     def __exit__(self, *stuff: object) -> None:
-        self.function.function.close()
+        self.function.close()
         self.call(self.router.close())
         super().__exit__(*stuff)
         assert not [v for server in self.engines for v in server.violations]
 
     @property
     def scheduler(self) -> Any:
-        (session,) = self.function.function.sessions.values()
+        (session,) = self.function.sessions.values()
         return session.scheduler
 
     def rollout(self, rollout_id: int) -> list[list[Sample]]:
@@ -88,20 +88,18 @@ def versions(samples: list[Sample]) -> set[str]:
 
 
 def test_versions_follow_the_trainers_updates() -> None:
-    """Each update is a version; tokens have the trainer's name for their weights; caches are emptied."""
+    """Each update is a version, which slime's field has too; caches are emptied."""
     with Fleet() as fleet:
-        names = {}
         for rollout_id in range(8):
             fleet.update(str(rollout_id + 1), flushed=rollout_id == 0)
             for s in fleet(rollout_id):
                 april = s.metadata["april"]
                 assert april["version"] == f"0.{rollout_id}"
-                names.update(zip((v for _, _, v in april["spans"]), s.weight_versions, strict=True))
+                assert s.weight_versions == [v[2:] for _, _, v in april["spans"]]
             for server in fleet.engines:
                 assert server.label.startswith(f"v0.{rollout_id}-")
                 assert not server.stale_cache
                 assert not server.running
-        assert all(int(name) == int(version[2:]) + 1 for version, name in names.items())
 
 
 def test_no_update_is_no_version() -> None:
@@ -153,7 +151,7 @@ def test_a_function_that_talks_to_the_servers_itself() -> None:
                     assert s.tokens.index(EOS, 2) == len(s.tokens) - 1
                 else:
                     assert s.response_length == 200
-                assert s.weight_versions == [str(int(v[2:]) + 1) for _, _, v in spans]
+                assert s.weight_versions == [v[2:] for _, _, v in spans]
             assert {server.label for server in fleet.engines} == {str(rollout_id + 1)}
             rollout_id += 1
 
@@ -222,6 +220,8 @@ class Loop(Fleet):
         self.updates = 0
         self.cut = 0
         """Requests that updates have met."""
+        self.weights = {"0.0": "w0"}
+        """Weights of the servers by april's version of them."""
         self.resumed = self.oldest = 0
         """Samples that several weights wrote; most updates between a token's weights and those it was trained on."""
 
@@ -249,7 +249,14 @@ class Loop(Fleet):
         self.call(self._update())
         self.updates += 1
 
+    def note_versions(self) -> None:
+        """april's engines label the weights that they find by its version of them."""
+        for server in self.engines:
+            if server.label.startswith("v"):
+                self.weights[server.label[1:].partition("-")[0]] = server.weights
+
     async def _update(self) -> None:
+        self.note_versions()
         self.cut += sum(run.running for server in self.engines for run in server.running)
         async with aiohttp.ClientSession() as session:
             for step in ("pause_generation", "flush_cache", None, "continue_generation"):
@@ -262,13 +269,14 @@ class Loop(Fleet):
 
     def train(self, groups: list[list[Sample]]) -> None:
         """Under the weights of now: every token is one that its own version makes, and none is too old."""
+        self.note_versions()
         for group in groups:
             self.trained[group[0].group_index] += 1
             for sample in group:
                 spans = sample.metadata["april"]["spans"]
                 self.resumed += len(spans) > 1
                 self.oldest = max(self.oldest, self.updates - int(sample.weight_versions[0]))
-                is_what_its_weights_make(sample)
+                is_what_its_weights_make(sample, self.weights)
 
     def run(self, rounds: range, interval: int = 1) -> None:
         """The rollouts of ``rounds`` as train_async.py takes them."""
@@ -282,12 +290,12 @@ class Loop(Fleet):
                 self.update()
 
 
-def is_what_its_weights_make(sample: Sample) -> None:
-    """Each span is what the fake server makes under the weights of its name, from what stood before it."""
+def is_what_its_weights_make(sample: Sample, weights: dict[str, str]) -> None:
+    """Each span is what the fake server makes under the weights of its version, from what stood before it."""
     prompt = sample.tokens[: -sample.response_length]
-    for (start, end, _), name in zip(sample.metadata["april"]["spans"], sample.weight_versions, strict=True):
+    for start, end, version in sample.metadata["april"]["spans"]:
         before = sample.tokens[: len(prompt) + start]
-        made, logprobs = uncut(before, weights=f"w{name}", max_tokens=CAP - start, mean_length=40)
+        made, logprobs = uncut(before, weights=weights[version], max_tokens=CAP - start, mean_length=40)
         assert made[: end - start] == sample.tokens[len(before) :][: end - start]
         assert sample.rollout_log_probs[start:end] == pytest.approx(logprobs[: end - start])
 
@@ -362,7 +370,7 @@ def test_a_restart_keeps_what_was_going_on(tmp_path: Path) -> None:
                 if rollout_id == start + 3:
                     loop.data.save(rollout_id)
                 loop.update()
-            loop.function.function.close()
+            loop.function.close()
         assert set(kept.values()) == {1}
         assert len(kept) == 36
         # whatever was begun before a trained group is trained, or still held

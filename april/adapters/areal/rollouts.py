@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from april.adapters.common.data_loader import RowQueue
-from april.adapters.common.deliveries import Deliveries, checkpoint_errors
+from april.adapters.common.deliveries import Deliveries, checkpoint_errors, saved_groups
 from april.adapters.common.refusals import require_count
 from april.adapters.common.samples import is_masked
 from april.adapters.common.trainer_servers import TrainerServers
@@ -79,14 +79,10 @@ class ArealRollouts:
     """Makes one rank's training batches; created when the first batch is asked for.
 
     Args:
-        config: april's settings for this rank.
-        servers: AReaL's servers, as a single engine.
         end_all: function that ends every request at the servers; they accept new ones at once.
-        prompts: iterator over AReaL's prompts.
         episode: coroutine that runs the workflow once for a row and returns its trajectory, None if rejected.
         join: function that joins the trajectories of a group.
         accepts: AReaL's filter for joined trajectories; None means no filter.
-        check: True to validate april's whole state after every event (slow).
     """
 
     def __init__(
@@ -111,9 +107,6 @@ class ArealRollouts:
         """Return the next batch, one joined trajectory per group, and its metrics.
 
         ``label`` is the trainer's version number of the weights that the servers hold.
-
-        Raises:
-            RolloutError: the step cannot continue, or ``count`` is not the configured number of groups.
         """
         require_count(count, self.config.rollout_batch_size)
         now, last = self.scheduler.version.n, self.deliveries.last
@@ -189,22 +182,19 @@ class ArealRollouts:
     # ---------------------------------------------------------------- checkpoints
 
     def save(self, path: Path, loader_state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Write april's state to ``path`` and return the loader's state of the same moment.
+        """Write april's state to ``path`` and return the loader's state of the same moment. Raises CheckpointError.
 
         All delivered batches count as trained.
-
-        Raises:
-            CheckpointError: a row or trajectory is not made of plain values, or the file cannot be written.
         """
         state = self.scheduler.state_dict(self.deliveries.last)
         theirs, ahead = self.prompts.carried.save(state["prompts"]["position"], loader_state)
-        ready, waiting = state["core"]["ready"], state["core"]["waiting"]
         outputs = {(group, index) for group, index, _ in state.get("outputs", ())}
+        ready = state["core"]["ready"]
         finished = {(g["id"], i) for g in ready for i, sample in enumerate(g["samples"]) if sample.get("finished")}
         try:
             if finished - outputs:
                 raise CheckpointError("a trajectory is not made of tensors, arrays, numbers, text, lists and mappings")
-            for group in (*ready, *waiting):
+            for group in saved_groups(state):
                 group["data"] = plain(group["data"], "a prompt")
             ahead = plain(ahead, "prompts")
         except CheckpointError as error:
@@ -220,7 +210,7 @@ class ArealRollouts:
         content = read_state(path, KIND)
         with checkpoint_errors(f"april's state in {path}"):
             state = content["state"]
-            for group in (*state["core"]["ready"], *state["core"]["waiting"]):
+            for group in saved_groups(state):
                 group["data"] = restored(group["data"])
             self.prompts.epoch = content["epoch"]
             self.prompts.carried.restore(state["prompts"]["position"], restored(content["ahead"]))

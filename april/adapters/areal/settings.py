@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from april.adapters.common.installed_trainer import import_trainer, require_functions
-from april.adapters.common.refusals import Refusal, distorting, divided_groups, greedy, misplaced, refuse
+from april.adapters.common.refusals import Refusal, distorting, divided_groups, greedy, own_settings, refuse
 from april.config.settings import Config
 from april.config.values import AUTO
 from april.core.types import Work
@@ -35,13 +35,6 @@ REQUIRED_FUNCTIONS: dict[str, tuple[str, ...]] = {
     "areal.utils.recover:RecoverHandler.recover_info_path": ("experiment_name", "trial_name", "fileroot"),
 }  # fmt: skip
 """Parameters of AReaL's functions that april calls, overrides or relies on."""
-APRIL_SETTINGS = (
-    "over_sampling_batch_size", "partial_rollout", "generation", "refill", "max_in_flight", "on_stale", "max_age",
-    "max_resumes", "max_held_tokens", "max_extras_bytes", "max_filtered_groups", "max_attempt_failures",
-    "max_failed_groups", "abort_deadline_s", "abort_resend_s", "allow_mismatch", "on_failed_sample",
-)  # fmt: skip
-"""Settings of april.Config that the keyword argument ``april`` may contain."""
-HERE = ("check", "group_quorum")
 DECIDED = {
     "rollout_batch_size": "train_dataset.batch_size",
     "n_samples_per_prompt": "gconfig.n_samples",
@@ -57,6 +50,8 @@ DECIDED = {
 MAX_CONTEXT = 1 << 30
 """Conversation length in tokens that is never reached, because workflows and servers have limits of their own."""
 NEUTRAL_TOP_K = 1_000_000
+SHOWN = "april[{!r}]"
+"""Form in which a message names one of april's settings."""
 
 
 def require_areal() -> None:
@@ -66,20 +61,15 @@ def require_areal() -> None:
     require_functions("areal", TESTED_VERSION, REQUIRED_FUNCTIONS)
 
 
-def config_of(config: Any, own: Mapping[str, Any], *, groups: int, ranks: int) -> Config:
-    """Return april's configuration for one data-parallel rank.
+def config_of(config: Any, settings: Any, *, groups: int, ranks: int) -> Config:
+    """Return april's configuration for one data-parallel rank, from AReaL's PPOConfig and april's own settings.
 
-    Args:
-        config: AReaL's PPOConfig.
-        own: settings given as the keyword argument ``april``.
-        groups: number of groups that this rank trains in each step.
-        ranks: number of data-parallel ranks, which share ``rollout.max_concurrent_rollouts``.
-
-    Raises:
-        ConfigError: settings contradict each other or are not supported.
+    The rank trains ``groups`` groups in each step, and all ``ranks`` share ``rollout.max_concurrent_rollouts``. Raises
+    ConfigError if settings contradict each other or are not supported.
     """
-    refuse(refusals(config, own))
-    values = {name: own[name] for name in APRIL_SETTINGS if own.get(name) is not None}
+    values = own_settings(settings, "AReaL", DECIDED, shown=SHOWN)
+    refuse(refusals(config, values))
+    values.pop("check", None)
     stale = int(config.rollout.max_head_offpolicyness)
     values.setdefault("generation", "stepwise" if is_colocated(config) else "continuous")
     most = config.rollout.max_concurrent_rollouts
@@ -87,17 +77,17 @@ def config_of(config: Any, own: Mapping[str, Any], *, groups: int, ranks: int) -
         values["max_in_flight"] = max(1, int(most) // ranks) * config.gconfig.n_samples
     if values["generation"] != "continuous" and values.get("partial_rollout", True):
         values.setdefault("over_sampling_batch_size", min(2, stale + 1) * groups)
+    # AReaL has its own time limits for episodes and requests
+    limits = {"function_timeout_s": None, "stall_timeout_s": None}
     return Config(
         rollout_batch_size=groups,
         n_samples_per_prompt=config.gconfig.n_samples,
         max_response_len=MAX_CONTEXT,
         max_staleness=stale,
         sampling={"temperature": config.gconfig.temperature, "top_p": config.gconfig.top_p},
-        function_timeout_s=None,  # AReaL has its own time limits for episodes and requests
-        stall_timeout_s=None,
         extras=(ROUTED_EXPERTS,) if config.rollout.return_routed_experts else (),
         # refusals() has checked the configured sampling already, and workflows choose their own for each call
-        **values | {"allow_mismatch": True},
+        **limits | values | {"allow_mismatch": True},
     )
 
 
@@ -111,10 +101,8 @@ def is_colocated(config: Any) -> bool:
 def refusals(config: Any, own: Mapping[str, Any]) -> Iterator[Refusal]:
     """Yield a refusal for each setting that april does not support."""
     rollout, actor, sampling = config.rollout, config.actor, config.gconfig
-    shown = "april[{!r}]"
     # fmt: off
-    yield from misplaced(own, "AReaL", DECIDED, (*APRIL_SETTINGS, *HERE), shown)
-    yield from divided_groups(own, "AReaL", "gconfig.n_samples rows", shown)
+    yield from divided_groups(own, "AReaL", "gconfig.n_samples rows", SHOWN)
     for name in Work:
         yield (own.get(name) == AUTO, f"april[{str(name)!r}]='auto'",
                "AReaL's ranks share their servers, and each would choose as if they were its own",

@@ -26,11 +26,11 @@ from areal.utils.environ import is_single_controller
 from areal.utils.recover import RecoverHandler
 
 from april.adapters.areal.rollouts import CURRENT_LLM, ArealPrompts, ArealRollouts, Trajectory
-from april.adapters.areal.settings import MAX_CONTEXT, config_of, refusals
+from april.adapters.areal.settings import DECIDED, MAX_CONTEXT, SHOWN, config_of, refusals
 from april.adapters.common.data_loader import KEY, CheckpointedLoader
 from april.adapters.common.deliveries import closing_on_error
 from april.adapters.common.placed_media import placed_media
-from april.adapters.common.refusals import refuse
+from april.adapters.common.refusals import own_settings, refuse
 from april.adapters.common.trainer_servers import ServerResult, TrainerServers
 from april.concurrency.worker_threads import run_in_thread
 from april.config.settings import Config
@@ -45,6 +45,8 @@ from april.text.server_text import clean
 log = logging.getLogger("april")
 
 STOP_REASONS = ("stop", "tool_calls", "length")
+PREFIX = f"april_{os.getenv('RANK', '0')}_"
+"""Prefix of the names of this rank's state files."""
 
 
 @dataclass(slots=True)
@@ -60,12 +62,8 @@ class WorkflowCall:
 class WorkflowEngine:
     """Replaces AReaL's engine for workflows: ``agenerate`` goes through april, other calls go to AReaL's engine.
 
-    Args:
-        inner: AReaL's RemoteInfEngine.
-        pauses: function that returns how often the weights may have changed so far.
-        end_all: function that ends every request at every server.
-        ends: token ids that end a response.
-        extras: names of the per-token extras that the servers return.
+    ``inner`` is AReaL's RemoteInfEngine, ``pauses`` returns how often the weights may have changed so far, and
+    ``end_all`` ends every request at every server.
     """
 
     def __init__(
@@ -178,12 +176,7 @@ class WorkflowEngine:
 class AprilExecutor(WorkflowExecutor):  # type: ignore[misc]
     """Workflow executor whose training batches come from april; ``submit``, ``wait`` and evaluations stay AReaL's.
 
-    Args:
-        config: AReaL's configuration of the servers.
-        inference_engine: AReaL's RemoteInfEngine.
-        april: april's settings for this rank.
-        ends: token ids that end a response.
-        check: True to validate april's whole state after every event (slow).
+    ``april`` has the settings for this rank, and ``ends`` are token ids that end a response.
     """
 
     _expected_trajectory_keys: set[str] | None
@@ -320,8 +313,8 @@ class PPOTrainer(ArealPPOTrainer):  # type: ignore[misc]
                 "AReaL's single-controller mode runs workflows in its own processes, which april's core cannot reach; "
                 "start the run in SPMD mode: AREAL_SPMD_MODE=1, python3 -m areal.infra.launcher.local train.py"
             )
-        self._april_settings = dict(april or {})
-        refuse(refusals(config, self._april_settings))
+        self._april_settings = april or {}
+        refuse(refusals(config, own_settings(april, "AReaL", DECIDED, shown=SHOWN)))
         self._april: AprilExecutor | None = None
         self._april_files: list[Path] = []
         super().__init__(config, train_dataset=train_dataset, valid_dataset=valid_dataset)
@@ -367,7 +360,7 @@ class PPOTrainer(ArealPPOTrainer):  # type: ignore[misc]
             return {**loader_state(), KEY: ""}
         folder = self._folder()
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{_prefix()}{uuid.uuid4().hex}.msgpack"
+        path = folder / f"{PREFIX}{uuid.uuid4().hex}.msgpack"
         theirs = self._april.rollouts.save(path, loader_state)
         self._april_files.append(path)
         while len(self._april_files) > 2:
@@ -387,12 +380,7 @@ class PPOTrainer(ArealPPOTrainer):  # type: ignore[misc]
             raise CheckpointError(f"AReaL's recover checkpoint needs april's state {path}, which does not exist")
         assert self._april is not None
         self._april.saved = path
-        for old in self._folder().glob(f"{_prefix()}*"):
+        for old in self._folder().glob(f"{PREFIX}*"):
             if old != path:
                 old.unlink()
         self._april_files.append(path)
-
-
-def _prefix() -> str:
-    """Return the prefix of the names of this rank's state files."""
-    return f"april_{os.getenv('RANK', '0')}_"

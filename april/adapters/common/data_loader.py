@@ -15,7 +15,6 @@ class CheckpointedLoader:
     """A trainer's data loader whose saved state includes april's; all other calls are passed on to the loader.
 
     Args:
-        loader: Data loader of the trainer.
         save: Function that gets a function for the loader's state, calls it, and returns the state with april's part.
         load: Function that loads april's part of a state (None if it has none); returns a true value if the prompts of
             the saved epoch had ended.
@@ -54,10 +53,8 @@ class CheckpointedLoader:
 class RowQueue:
     """A thread-safe queue of rows from a trainer's data loader, from which april draws prompts.
 
-    A saved state contains each row that came from the loader and is not in april's own state.
-
-    Args:
-        read_rows: Function that returns further rows of the loader, in order; it raises an error at their end.
+    A saved state contains each row that came from the loader and is not in april's own state. ``read_rows`` returns
+    further rows of the loader, in order, and raises an error at their end.
     """
 
     def __init__(self, read_rows: Callable[[], Iterable[Any]]) -> None:

@@ -1,12 +1,13 @@
-"""Helpers around a trainer's scheduler: metrics of batches, errors of damaged checkpoints, closing after an error."""
+"""Helpers around a trainer's scheduler: metrics of batches, values kept for samples, saved states, errors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
 from april.core.batch import Batch
+from april.core.types import SampleId
 from april.errors import CheckpointError
 from april.scheduler import RolloutScheduler
 
@@ -36,6 +37,34 @@ class Deliveries:
         """Report weights with a new ``label`` to the scheduler; all batches delivered so far count as trained."""
         if label != scheduler.version.n:
             scheduler.weight_update(trained=self.last, label=label)
+
+
+class KeptSamples:
+    """Removes the values of samples whose group was dropped, one batch after april has dropped the group.
+
+    The values are kept for one more batch because a state saved just before the drop may need them, and a reward may
+    arrive just after it.
+
+    Args:
+        tables: Dicts of values by sample. The adapter adds values and removes delivered ones, also in other threads.
+    """
+
+    def __init__(self, *tables: dict[SampleId, Any]) -> None:
+        self._tables = tables
+        self._dropped: set[SampleId] = set()
+
+    def forget_dropped(self, held_groups: Set[int]) -> None:
+        """Remove the samples whose groups are not in ``held_groups`` for the second time; called once per batch."""
+        out = {sample for table in self._tables for sample in list(table) if sample.group not in held_groups}
+        for sample in out & self._dropped:
+            for table in self._tables:
+                table.pop(sample, None)
+        self._dropped = out
+
+
+def saved_groups(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return all groups in a scheduler's saved state, each a dict that the caller may change."""
+    return [*state["core"]["ready"], *state["core"]["waiting"]]
 
 
 @contextmanager

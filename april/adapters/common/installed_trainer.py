@@ -34,10 +34,7 @@ def version_of(package: str) -> str:
 def require_functions(package: str, tested: str, functions: RequiredFunctions, owner: Any = None) -> None:
     """Raise ConfigError for the first function that is missing or has other parameters than in the tested version.
 
-    Args:
-        package: Name of the distribution.
-        tested: Version with which the adapter was tested.
-        functions: Functions to check; with an ``owner`` their paths are relative to that object.
+    With an ``owner`` the paths of ``functions`` are relative to that object.
     """
     for where, parameters in functions.items():
         found = _parameters(where, owner)

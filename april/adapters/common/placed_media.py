@@ -26,12 +26,8 @@ def placed_media(
 ) -> tuple[Placed, ...]:  # fmt: skip
     """Return the media of a conversation as attachments, each at its run of consecutive placeholder tokens.
 
-    Args:
-        token_ids: Tokens of the conversation, with one run of placeholder tokens for each item.
-        media: Items by kind, in order.
-        placeholder_ids: Ids of the placeholder tokens by kind.
-
-    A kind is left out if its number of placeholder runs is not its number of items, or if an item cannot be hashed.
+    ``media`` has the items by kind, in order. A kind is left out if its number of placeholder runs is not its number of
+    items, or if an item cannot be hashed.
     """
     placed: list[Placed] = []
     for kind, items in media.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from april.core.batch import Batch
@@ -30,16 +30,19 @@ def mapping_of(settings: Any, where: str) -> dict[str, Any]:
     return {str(name): value for name, value in settings.items()}
 
 
-def misplaced(
-    own: Iterable[str], trainer: str, decided: Mapping[str, str], known: Sequence[str] | None = None,
-    shown: str = "april.{}",
-) -> Iterator[Refusal]:  # fmt: skip
-    """Yield refusals of april's settings that a flag of the trainer decides, and of settings that are not ``known``."""
-    for name in own:
-        flag = decided.get(name.partition(".")[0])
-        yield flag is not None, shown.format(name), f"{trainer}'s {flag} decides this", "leave it out"
-        if known is not None:
-            yield name not in known, shown.format(name), "there is no such setting", f"there are {', '.join(known)}"
+def own_settings(
+    settings: Any, trainer: str, decided: Mapping[str, str], *, where: str = "april", shown: str = "april.{}"
+) -> dict[str, Any]:
+    """Return april's own settings that are not None. Raises ConfigError for those that are not april's to decide.
+
+    ``decided`` has the settings of april that the trainer decides, each with the trainer's name for it. For messages,
+    ``where`` names the place of the settings, and ``shown`` is the form in which a setting is named.
+    """
+    own = {name: value for name, value in mapping_of(settings, where).items() if value is not None}
+    refuse((flag, shown.format(name), f"{trainer}'s {flag} decides this", "leave it out")
+           for name in own for flag in [decided.get(name)])  # fmt: skip
+    refuse(agents_sampling(own, trainer, shown))
+    return own
 
 
 def distorting(settings: Mapping[str, Any], instead: str = "") -> Iterator[Refusal]:
@@ -79,22 +82,16 @@ def require_count(count: int, wanted: int, unit: str = "prompts") -> None:
         raise RolloutError(f"the trainer asked for {count} {unit}, but its configuration says {wanted}")
 
 
-def why_not_one_row(batch: Batch, trainer: str, call: str = "") -> str | None:
-    """Return an error message if a sample of the batch has several rows, else None.
+def refuse_several_rows(batch: Batch, trainer: str, call: str = "") -> None:
+    """Raise RolloutError if a sample of the batch has several rows, which ``trainer`` cannot train.
 
-    ``trainer`` is the trainer's name; ``call`` names the part of its code that needs one row per sample.
+    ``call`` names the part of the trainer's code that needs one row per sample.
     """
     if batch.one_row_each:
-        return None
+        return
     (sample, rows), *_ = Counter(s.id for s in batch.samples).most_common(1)
-    return (
+    raise RolloutError(
         f"{trainer} trains one row per sample{call and f' ({call})'}, but sample {sample} of batch {batch.id} has "
         f"{rows} conversations; let its rollout function continue one conversation, or train with a loop of your own, "
         "by batch.sample_numbers"
     )
-
-
-def refuse_several_rows(batch: Batch, trainer: str, call: str = "") -> None:
-    """Raise RolloutError if a sample of the batch has several rows, which ``trainer`` cannot train."""
-    if why := why_not_one_row(batch, trainer, call):
-        raise RolloutError(why)

@@ -6,13 +6,13 @@ It replaces OpenRLHF's trainers and engine actor by subclasses, in memory, and t
 
 from __future__ import annotations
 
+import importlib
 import runpy
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from april.adapters.openrlhf.arguments import config_of, split_flags
-from april.adapters.openrlhf.framework import find, require_openrlhf
+from april.adapters.openrlhf.arguments import config_of, require_openrlhf, split_flags
 from april.errors import AprilError, ConfigError
 
 __all__ = ["main"]
@@ -29,14 +29,14 @@ def install(settings: Mapping[str, Any]) -> None:
     require_openrlhf()
     from april.adapters.openrlhf import actors
 
-    for path, cls in (
-        ("openrlhf.trainer.ppo_trainer.PPOTrainer", actors.AprilPPOTrainer),
-        ("openrlhf.trainer.ppo_trainer_async.PPOTrainerAsync", actors.AprilPPOTrainerAsync),
-        ("openrlhf.trainer.ray.vllm_engine.RolloutRayActor", actors.AprilRolloutRayActor),
+    for module, name, cls in (
+        ("ppo_trainer", "PPOTrainer", actors.AprilPPOTrainer),
+        ("ppo_trainer_async", "PPOTrainerAsync", actors.AprilPPOTrainerAsync),
+        ("ray.vllm_engine", "RolloutRayActor", actors.AprilRolloutRayActor),
     ):
-        module, _, name = path.rpartition(".")
-        setattr(sys.modules[module], name, actors.as_actor(cls))
-    get_strategy = find("openrlhf.utils.get_strategy")
+        setattr(sys.modules[f"openrlhf.trainer.{module}"], name, actors.as_actor(cls))
+    utils: Any = importlib.import_module("openrlhf.utils")
+    get_strategy = utils.get_strategy
 
     def checked_strategy(args: Any) -> Any:
         """Check april's settings. OpenRLHF's train() calls this with its checked flags before it starts any actor."""
@@ -44,7 +44,7 @@ def install(settings: Mapping[str, Any]) -> None:
         args.april = dict(settings)  # is sent to the actors with the other flags
         return get_strategy(args)
 
-    sys.modules["openrlhf.utils"].get_strategy = checked_strategy  # type: ignore[attr-defined]
+    utils.get_strategy = checked_strategy
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -9,20 +9,24 @@ import logging
 import sys
 from typing import Any
 
+import ray
+from openrlhf.trainer import ppo_trainer, ppo_trainer_async
+from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
+from openrlhf.trainer.ray.vllm_engine import RolloutRayActor as EngineRayActor
+
 from april.adapters.common.data_loader import CheckpointedLoader
+from april.adapters.common.installed_trainer import undecorated_class
 from april.adapters.common.refusals import require_count
 from april.adapters.openrlhf.arguments import config_of
-from april.adapters.openrlhf.framework import find, undecorated
 from april.adapters.openrlhf.rollouts import OpenRLHFRollouts, TransferThread
 from april.engines.vllm.actor import ACTOR_CALLS, EngineActor
 
-SamplesGenerator: Any = find("openrlhf.trainer.ppo_utils.samples_generator.SamplesGenerator")
-PPOTrainer: Any = undecorated("openrlhf.trainer.ppo_trainer.PPOTrainer")
-PPOTrainerAsync: Any = undecorated("openrlhf.trainer.ppo_trainer_async.PPOTrainerAsync")
-GenerateSamplesActor: Any = undecorated("openrlhf.trainer.ppo_trainer_async.GenerateSamplesActor")
-BasePPOTrainer: Any = find("openrlhf.trainer.ppo_trainer.BasePPOTrainer")
-TrainingActor: Any = undecorated("openrlhf.trainer.ppo_trainer_async.TrainingActor")
-RolloutRayActor: Any = undecorated("openrlhf.trainer.ray.vllm_engine.RolloutRayActor")
+BasePPOTrainer: Any = ppo_trainer.BasePPOTrainer
+PPOTrainer: Any = undecorated_class(ppo_trainer.PPOTrainer)
+PPOTrainerAsync: Any = undecorated_class(ppo_trainer_async.PPOTrainerAsync)
+GenerateSamplesActor: Any = undecorated_class(ppo_trainer_async.GenerateSamplesActor)
+TrainingActor: Any = undecorated_class(ppo_trainer_async.TrainingActor)
+RolloutRayActor: Any = undecorated_class(EngineRayActor)
 
 
 class GeneratesByApril:
@@ -115,11 +119,11 @@ class NotifiesGenerator(BasePPOTrainer):  # type: ignore[misc]
 
     def broadcast_to_vllm(self) -> None:
         """Broadcast the weights while no engine has a request from april."""
-        generator, ray_get = self.april_generator, find("ray.get")
+        generator = self.april_generator
         if generator is None:
             super().broadcast_to_vllm()
             return
-        ray_get(generator.april_begin_transfer.remote())
+        ray.get(generator.april_begin_transfer.remote())
         written = False
         try:
             super().broadcast_to_vllm()
@@ -127,7 +131,7 @@ class NotifiesGenerator(BasePPOTrainer):  # type: ignore[misc]
         finally:
             ended = generator.april_end_transfer.remote(written)
             if written:
-                ray_get(ended)
+                ray.get(ended)
 
 
 class AprilTrainingActor(TrainingActor, NotifiesGenerator):  # type: ignore[misc]
@@ -154,11 +158,10 @@ class AprilPPOTrainerAsync(PPOTrainerAsync):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # __init__ of the base looks the actor classes up in its module
-        its_module: Any = sys.modules[PPOTrainerAsync.__module__]
-        its_module.GenerateSamplesActor = as_actor(AprilGenerateSamplesActor)
-        its_module.TrainingActor = as_actor(AprilTrainingActor)
+        ppo_trainer_async.GenerateSamplesActor = as_actor(AprilGenerateSamplesActor)
+        ppo_trainer_async.TrainingActor = as_actor(AprilTrainingActor)
         super().__init__(*args, **kwargs)
-        find("ray.get")(self.trainer_actor.april_meets.remote(self.generator_actor))
+        ray.get(self.trainer_actor.april_meets.remote(self.generator_actor))
 
 
 class AprilRolloutRayActor(RolloutRayActor):  # type: ignore[misc]
@@ -215,12 +218,11 @@ class AprilRolloutRayActor(RolloutRayActor):  # type: ignore[misc]
 
 def as_actor(cls: type) -> Any:
     """Turn a class into a Ray actor class, as OpenRLHF's decorator does."""
-    remote = find("ray.remote")
     if issubclass(cls, RolloutRayActor):
-        return remote(max_concurrency=ACTOR_CALLS)(cls)
+        return ray.remote(max_concurrency=ACTOR_CALLS)(cls)
     if issubclass(cls, GenerateSamplesActor):
-        return remote(max_concurrency=2)(cls)  # a transfer is announced to this actor while it generates
-    return remote(cls)
+        return ray.remote(max_concurrency=2)(cls)  # a transfer is announced to this actor while it generates
+    return ray.remote(cls)
 
 
 def _show_log() -> None:

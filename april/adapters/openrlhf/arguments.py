@@ -1,24 +1,42 @@
-"""Turns OpenRLHF's flags into april's configuration."""
+"""Checks that the installed OpenRLHF fits, and turns OpenRLHF's flags into april's configuration."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from april.adapters.common.refusals import (
-    Refusal,
-    agents_sampling,
-    distorting,
-    divided_groups,
-    greedy,
-    mapping_of,
-    misplaced,
-    refuse,
-)
+from april.adapters.common.installed_trainer import import_trainer, require_functions
+from april.adapters.common.refusals import Refusal, distorting, divided_groups, greedy, mapping_of, own_settings, refuse
 from april.config.settings import Config, read_yaml
 from april.core.types import GenerationMode, OnStale
 from april.errors import ConfigError
 
+TESTED_VERSION = "0.11.2"
+_GENERATOR = "openrlhf.trainer.ppo_utils.samples_generator:SamplesGenerator"
+_EXECUTOR = "openrlhf.utils.agent:SingleTurnAgentExecutor"
+_ASYNC = "openrlhf.trainer.ppo_trainer_async"
+_ENGINE = "openrlhf.trainer.ray.vllm_engine:RolloutRayActor"
+REQUIRED_FUNCTIONS: dict[str, tuple[str, ...]] = {
+    f"{_GENERATOR}.__init__": (
+        "self", "strategy", "prompts_dataloader", "eval_dataloader", "tokenizer", "vllm_engines",
+    ),
+    f"{_GENERATOR}.generate_samples": ("self", "generate_kwargs"),
+    f"{_GENERATOR}.generate_eval_samples": ("self", "generate_kwargs"),
+    f"{_GENERATOR}._generate_vllm": ("self", "dataloader_iter", "num_prompts", "dynamic_filtering", "generate_kwargs"),
+    f"{_GENERATOR}._process_response_into_experience": ("self", "response", "generate_kwargs"),
+    "openrlhf.trainer.ppo_trainer:BasePPOTrainer.broadcast_to_vllm": ("self",),
+    f"{_EXECUTOR}._fetch_rewards_via_func": ("self", "queries_list", "prompts_list", "labels_list"),
+    f"{_EXECUTOR}._fetch_rewards_via_http": ("self", "queries_list", "prompts_list", "labels_list"),
+    "openrlhf.trainer.ppo_trainer:PPOTrainer.fit": ("self", "global_step"),
+    "openrlhf.trainer.ppo_trainer:PPOTrainer.broadcast_to_vllm": ("self",),
+    f"{_ASYNC}:GenerateSamplesActor.fit": ("self", "episode", "total_consumed_prompts"),
+    f"{_ASYNC}:GenerateSamplesActor.load_state_dict": ("self", "state_dict"),
+    f"{_ASYNC}:TrainingActor.broadcast_to_vllm": ("self",),
+    f"{_ASYNC}:PPOTrainerAsync.fit": ("self",),
+    f"{_ENGINE}.update_weight": ("self", "name", "dtype", "shape", "empty_cache"),
+    f"{_ENGINE}.update_weight_cuda_ipc": ("self", "name", "dtype", "shape", "ipc_handles", "empty_cache"),
+}  # fmt: skip
+"""Parameters of OpenRLHF's functions that april calls or overrides."""
 PREFIX = "--april."
 DECIDED = {
     "rollout_batch_size": "--rollout.batch_size",
@@ -33,6 +51,13 @@ DECIDED = {
 """Settings of april.Config, each with the OpenRLHF flag that decides it."""
 
 
+def require_openrlhf() -> None:
+    """Raise ConfigError if OpenRLHF, or a function that april needs, is missing or has other parameters."""
+    needs = "april.adapters.openrlhf runs OpenRLHF, which is not installed here"
+    import_trainer("openrlhf", needs, TESTED_VERSION, "; in a loop of your own use april.RolloutScheduler")
+    require_functions("openrlhf", TESTED_VERSION, REQUIRED_FUNCTIONS)
+
+
 def split_flags(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """Split a command line into OpenRLHF's words and april's settings. Raises ConfigError if a value is missing.
 
@@ -40,7 +65,7 @@ def split_flags(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """
     theirs: list[str] = []
     ours: dict[str, Any] = {}
-    files: list[str] = []
+    settings: dict[str, Any] = {}
     rest = iter(words)
     for word in rest:
         if not word.startswith(PREFIX):
@@ -50,12 +75,9 @@ def split_flags(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
         if not given and (value := next(rest, "--")).startswith("--"):
             raise ConfigError(f"{PREFIX}{name} needs a value")
         if name == "config":
-            files.append(value)
+            settings |= mapping_of(read_yaml(value), value)
         else:
             ours[name] = _read(value)
-    settings: dict[str, Any] = {}
-    for file in files:
-        settings |= mapping_of(read_yaml(file), file)
     return theirs, settings | ours
 
 
@@ -74,13 +96,12 @@ def config_of(args: Any, own: Mapping[str, Any]) -> Config:
 
     Raises ConfigError, naming OpenRLHF's flags, if they contradict each other or april does not support them.
     """
-    own = dict(own)
+    own = own_settings(own, "OpenRLHF", DECIDED)
     refuse(_refusals(args, own))
     most = args.rollout.max_new_tokens
-    flags = {name.partition(".")[2]: own.pop(name) for name in list(own) if name.startswith("images.")}
     shown = getattr(args.data, "max_images_per_prompt", 0)
-    if (flags or shown) and isinstance(own.get("images", {}), Mapping):
-        own["images"] = {**({"max_per_prompt": shown} if shown else {}), **own.get("images", {}), **flags}
+    if shown and isinstance(own.get("images", {}), Mapping):
+        own["images"] = {"max_per_prompt": shown, **own.get("images", {})}
     config = Config(
         rollout_batch_size=args.rollout.batch_size,
         n_samples_per_prompt=args.rollout.n_samples_per_prompt,
@@ -99,12 +120,8 @@ def _refusals(args: Any, own: Mapping[str, Any]) -> Iterator[Refusal]:
     rollout, agent, most = args.rollout, args.train.agent_func_path, args.rollout.max_new_tokens
     level = getattr(args.algo.advantage, "is_correction_level", None)
     # fmt: off
-    yield from misplaced(own, "OpenRLHF", DECIDED)
-    yield from agents_sampling(own, "OpenRLHF")
     yield (not args.vllm.num_engines, "--vllm.num_engines is missing or 0",
            "april generates on OpenRLHF's vLLM engines", "give their number")
-    yield (agent and not agent.endswith(".py"), f"--train.agent_func_path {agent}",
-           "expected a Python file with a class AgentExecutor", "name one")
     yield (getattr(args.data, "max_images_per_prompt", 0) and agent,
            "--data.max_images_per_prompt with --train.agent_func_path",
            "april does not keep what an agent makes of images for training over aborts and "
@@ -136,10 +153,8 @@ def _refusals(args: Any, own: Mapping[str, Any]) -> Iterator[Refusal]:
 
 def _refusals_together(args: Any, config: Config) -> Iterator[Refusal]:
     """Yield refusals that depend on several settings together."""
-    queued, separate = (
-        int(getattr(args.train, "async_queue_size", None) or 1),
-        getattr(args.train, "async_enable", False),
-    )
+    queued = int(getattr(args.train, "async_queue_size", None) or 1)
+    separate = getattr(args.train, "async_enable", False)
     continuous = config.generation is GenerationMode.CONTINUOUS
     # fmt: off
     yield (config.on_stale is OnStale.MASK, "april.on_stale: mask",

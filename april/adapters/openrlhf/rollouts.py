@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from april.adapters.common.data_loader import KEY
-from april.adapters.common.deliveries import checkpoint_errors, closing_on_error
-from april.adapters.common.kept_samples import KeptSamples
+from april.adapters.common.deliveries import KeptSamples, checkpoint_errors, closing_on_error, saved_groups
 from april.adapters.openrlhf.agents import Agents
 from april.adapters.openrlhf.samples import (
     Held,
@@ -39,7 +38,7 @@ from april.driver.rewards import Response
 from april.engines.vllm.actor import ActorEngine, capabilities_of
 from april.errors import DataExhausted, RolloutError
 from april.scheduler import RolloutScheduler
-from april.serialization.state_file import groups_in, pack, unpack
+from april.serialization.state_file import pack, unpack
 
 
 class OpenRLHFEngine(ActorEngine):
@@ -102,12 +101,9 @@ class OpenRLHFRollouts:
     """Makes the training batches of one OpenRLHF trainer.
 
     Args:
-        args: OpenRLHF's namespace of flags.
-        config: april's settings.
         tokenizer: the trainer's tokenizer, or processor for a vision model.
         actors: Ray handles of the engine actors.
         open_engines: coroutine that makes april's engines from the actors, each like :class:`OpenRLHFEngine`.
-        check: True to validate april's whole state after every event (slow).
     """
 
     def __init__(
@@ -283,7 +279,7 @@ class OpenRLHFRollouts:
         through = None if self.batch is None else self.batch.id
         state = self.scheduler.state_dict(through)
         theirs, drawn = self._prompts.save(state["prompts"]["position"], loader_state)
-        groups = groups_in(state)
+        groups = {group["id"] for group in saved_groups(state)}
         scored = {i: s for i, s in self._scored.copy().items() if i.group in groups}
         content = {
             "state": state, "prompts": drawn,

@@ -67,11 +67,7 @@ Held = dict[SampleId, RewardResult]
 def prompt_ids(tokenizer: Any, text: str, max_len: int, max_new_tokens: int | None) -> list[int]:
     """Tokenize a prompt without special tokens, cutting off the beginning of a long one as OpenRLHF does.
 
-    Args:
-        tokenizer: Hugging Face tokenizer.
-        text: prompt text, with its template applied.
-        max_len: maximum length of prompt and response together, in tokens.
-        max_new_tokens: number of tokens reserved for the response; None reserves one.
+    Of ``max_len`` tokens for prompt and response, ``max_new_tokens`` are for the response; None means at least one.
     """
     ids = tokenizer(text=text, add_special_tokens=False)["input_ids"]
     room = max(1, max_len - len(ids)) if max_new_tokens is None else max_new_tokens
@@ -150,11 +146,9 @@ def trained_ranges(mask: Sequence[int], offset: int) -> list[tuple[int, int]]:
 
 def provenance(sample: DeliveredSample) -> dict[str, float]:
     """Return metrics of a sample's policy versions, as numbers that OpenRLHF can average."""
-    versions = [s.version.n for s in generated_segments(sample.segments)]
+    versions = {s.version for s in generated_segments(sample.segments)}
     return {
-        "april/versions": float(len(set(versions))),
-        "april/version_first": float(min(versions, default=0)),
-        "april/version_last": float(max(versions, default=0)),
+        "april/versions": float(len(versions)),
         "april/staleness": float(sample.staleness),
         "april/resumes": float(sample.resumes),
     }
@@ -163,9 +157,8 @@ def provenance(sample: DeliveredSample) -> dict[str, float]:
 class OpenRLHFPrompts:
     """Iterates over the prompts of the current episode, in april's own thread.
 
-    Args:
-        encode: function ``(text, whole)`` that returns token ids, cut off at the limit unless ``whole`` is true.
-        images: function that makes a prompt's images storable in a checkpoint; None if prompts have no images.
+    ``encode(text, whole)`` returns token ids, cut off at the limit unless ``whole`` is true. ``images`` makes a
+    prompt's images storable in a checkpoint; it is None if prompts have no images.
     """
 
     resumes = True

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from april.adapters.common.refusals import Refusal, agents_sampling, greedy, mapping_of, misplaced, refuse
+from april.adapters.common.refusals import Refusal, greedy, own_settings, refuse
 from april.adapters.slime.samples import HOOK, method_of
 from april.config.settings import Config
 from april.config.values import shown_value
@@ -42,10 +42,7 @@ OWN_GENERATE = "slime.rollout.sglang_rollout.generate"
 def config_of(args: Any, urls: Sequence[str] | None, *, own_function: bool = False) -> Config:
     """Return april's configuration, from slime's flags and ``april:`` in the file of --custom-config-path.
 
-    Args:
-        args: slime's namespace of flags.
-        urls: addresses of the SGLang servers behind slime's router; None if engine objects are used.
-        own_function: True if a custom generate function talks to the servers.
+    ``urls`` is None if engine objects are used. With ``own_function`` a custom generate function talks to the servers.
 
     Raises ConfigError, naming slime's flags, if they contradict each other or april does not support them.
     """
@@ -66,6 +63,7 @@ def config_of(args: Any, urls: Sequence[str] | None, *, own_function: bool = Fal
     }
     if getattr(args, "use_rollout_routing_replay", False) and not own_function:
         values["extras"] = ROUTED_EXPERTS
+    shape = getattr(args, "num_layers", None), getattr(args, "moe_router_topk", None)
     engine = dict(own.pop("engine", {}))
     if urls is not None and not own_function:
         values["engine"] = {
@@ -75,19 +73,12 @@ def config_of(args: Any, urls: Sequence[str] | None, *, own_function: bool = Fal
             "urls": list(urls),
             "max_in_flight": getattr(args, "sglang_server_concurrency", None),
             "max_len": getattr(args, "rollout_max_context_len", None),
-            "expert_shape": _expert_shape(args),
+            "expert_shape": shape if values.get("extras") and None not in shape else None,
             **engine,
         }
     config = Config(**values, **own)
     refuse(_refusals_together(args, config, own_function))
     return config
-
-
-def _expert_shape(args: Any) -> tuple[int, int] | None:
-    """Return the model's (layers, experts per token) if routing replay is on and both are known, else None."""
-    shape = getattr(args, "num_layers", None), getattr(args, "moe_router_topk", None)
-    asked = getattr(args, "use_rollout_routing_replay", False) and None not in shape
-    return (int(shape[0] or 0), int(shape[1] or 0)) if asked else None
 
 
 def router_url(args: Any) -> str:
@@ -111,10 +102,8 @@ def warn_of(args: Any, config: Config) -> None:
 
 
 def _own_settings(args: Any) -> dict[str, Any]:
-    own = mapping_of(getattr(args, "april", None) or None, "april: in --custom-config-path")
-    refuse(misplaced(own, "slime", DECIDED))
-    refuse(agents_sampling(own, "slime"))
-    return own
+    given = getattr(args, "april", None) or None
+    return own_settings(given, "slime", DECIDED, where="april: in --custom-config-path")
 
 
 def agent_path(args: Any) -> str | None:

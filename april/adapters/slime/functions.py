@@ -7,6 +7,7 @@ the function returns; april copies the sample's tokens, to count them and to not
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import inspect
 import logging
@@ -38,13 +39,8 @@ MAX_CONTEXT = 1 << 30
 class FunctionEngine(ServerEngine):
     """Engine that answers each request by one call of ``function`` (see :class:`april.engines.protocol.Engine`).
 
-    Args:
-        args: slime's namespace of flags.
-        framework: slime or miles.
-        function: coroutine ``(args, sample, sampling_params[, evaluation]) -> sample``, like slime's ``generate``.
-        groups: source of new samples.
-        samples: table that receives the latest state of each sample from the function.
-        urls: addresses of the servers, for aborts.
+    ``function`` is a coroutine ``(args, sample, sampling_params[, evaluation]) -> sample``, like slime's ``generate``,
+    and ``samples`` receives the latest state of each sample from it.
     """
 
     def __init__(
@@ -88,7 +84,7 @@ class FunctionEngine(ServerEngine):
             known = self._standing_at(key, request.response_offset)
             before = known.response_length
             # the function gets a copy, because a call that fails may leave its sample half changed
-            call = asyncio.ensure_future(self._framework.on_its_loop(self._call(self._groups.sample(known), key.index)))
+            call = asyncio.ensure_future(self._framework.on_its_loop(self._call(copy.deepcopy(known), key.index)))
             self._calls[request.attempt_id] = call
             try:
                 sample = await call
@@ -104,11 +100,7 @@ class FunctionEngine(ServerEngine):
             yield self._chunk(sample, before)
 
     def _standing_at(self, key: SampleId, offset: int) -> Any:
-        """Return a copy of a sample in a state with exactly ``offset`` response tokens.
-
-        This is its latest state, its state before the last call, or for offset 0 a new sample. Raises EngineError if no
-        state has that many tokens.
-        """
+        """Return a sample's latest state, or that before its last call, with exactly ``offset`` response tokens."""
         for known in (self._samples.get(key), self._before.get(key)):
             if known is not None and known.response_length == offset:
                 return known
@@ -116,7 +108,7 @@ class FunctionEngine(ServerEngine):
             raise EngineError(
                 f"the custom generate function has no state of sample {key} with the {offset} tokens that april has"
             )
-        return self._groups.sample(self._fresh[key])
+        return copy.deepcopy(self._fresh[key])
 
     async def _call(self, sample: Any, index: int) -> Any:
         args = self._args

@@ -14,8 +14,7 @@ from contextlib import nullcontext
 from itertools import groupby, islice
 from typing import Any
 
-from april.adapters.common.deliveries import checkpoint_errors, closing_on_error
-from april.adapters.common.kept_samples import KeptSamples
+from april.adapters.common.deliveries import KeptSamples, checkpoint_errors, closing_on_error, saved_groups
 from april.adapters.common.refusals import refuse
 from april.adapters.slime.arguments import agent_path, config_of, router_url, warn_of
 from april.adapters.slime.framework import Framework
@@ -30,23 +29,19 @@ from april.adapters.slime.samples import (
     carry_path,
     finish,
     further,
-    id_of,
-    key_of,
     method_of,
+    unpacked,
     with_sample,
-    without_experts,
-    without_objects,
-)
+)  # fmt: skip
 from april.adapters.slime.servers import ServerWeights, SlimeUpdates
 from april.core.batch import Batch, DeliveredSample
-from april.core.types import GenerationMode
-from april.core.versions import PolicyVersion
+from april.core.types import GenerationMode, SampleId
 from april.driver.llm import single_turn
 from april.driver.user_code import check_function
 from april.engines.protocol import Engine
 from april.errors import CheckpointError
 from april.scheduler import RolloutScheduler
-from april.serialization.state_file import groups_in, read_state, write_state
+from april.serialization.state_file import read_state, write_state
 
 log = logging.getLogger("april")
 
@@ -86,20 +81,19 @@ class SlimeRollouts:
         # april's engines set their own weight labels; with a custom generate function slime's labels stay
         self._weights = ServerWeights(router, rollout_id, relabels=self._function is None)
         self._open(self._saved(rollout_id))
-        self._weights.name(self.scheduler.version, rollout_id)
+        self._weights.note_update()
         if hasattr(data_source, "save"):
-            self._hook_save()
+            save = data_source.save
+            data_source.save = lambda rollout_id: self.save(rollout_id, save)
 
     # ---------------------------------------------------------------- one rollout
 
-    def rollout(self, rollout_id: int, weight_version: int | None = None) -> Any:
+    def rollout(self, rollout_id: int) -> Any:
         """Return N groups of n samples in slime's form. With ``group_quorum`` below 1, groups may be incomplete, but
         there are N * n samples.
-
-        ``weight_version`` is the servers' version of the weights, if the trainer passes it.
         """
         with nullcontext() if self._followed is None else self._followed.caught_up():
-            self._follow_weights(rollout_id, weight_version)
+            self._follow_weights(rollout_id)
         self._hooks.begin()
         batch = self.scheduler.next_batch()
         self._batches[rollout_id] = batch.id
@@ -138,7 +132,7 @@ class SlimeRollouts:
                     sample.rollout_id = sample.index  # by this id slime finds the rows of one response
                 made = [(further(sample, row, self._text(row)), row) for row, _ in others]
                 for one, row in [(sample, first), *made]:
-                    group.append(finish(one, row, batch.version, self._weights.names, advantage, mask_offpolicy=mask))
+                    group.append(finish(one, row, batch.version, advantage, mask_offpolicy=mask))
                     if self._images is not None:
                         self._images.finish(one, row, seen)
             groups.append(group)
@@ -147,29 +141,24 @@ class SlimeRollouts:
     def _text(self, row: DeliveredSample) -> str:
         return str(self._tokenizer.decode(row.tokens.tolist(), self._args.rollout_skip_special_tokens))
 
-    def _follow_weights(self, rollout_id: int, weight_version: int | None) -> None:
+    def _follow_weights(self, rollout_id: int) -> None:
         """Switch to servers and weights that are new since the last call."""
         before = self._weights.urls
-        updated = self._weights.updated(rollout_id, weight_version)
+        updated = self._weights.updated(rollout_id)
         if moved := self._weights.urls != before:
             self._move(before)
         elif updated:
             self._update(lambda: None)
         if moved or updated:
-            self._weights.name(self.scheduler.version, rollout_id)
+            self._weights.note_update()
 
-    def _update(self, until_there: Callable[[], None]) -> PolicyVersion:
-        """Pause, wait for the weights by calling ``until_there``, and return their new version."""
-        trained = self._trained()
-        version = self.scheduler.weight_update(transfer=until_there, trained=trained)
+    def _update(self, until_there: Callable[[], None]) -> None:
+        """Pause, wait for the weights by calling ``until_there``, and continue under their new version."""
+        out = list(self._leased)
+        trained = max(out[:-1] or out, default=None)  # the newest but one, since asynchronous trainers ask in advance
+        self.scheduler.weight_update(transfer=until_there, trained=trained)
         for batch in [b for b in self._leased if trained is not None and b <= trained]:
             del self._leased[batch]
-        return version
-
-    def _trained(self) -> int | None:
-        """Return the last trained batch: the newest but one, if any, since asynchronous trainers ask in advance."""
-        out = list(self._leased)
-        return max(out[:-1] or out, default=None)
 
     # ---------------------------------------------------------------- the scheduler
 
@@ -207,10 +196,7 @@ class SlimeRollouts:
             if config.generation is GenerationMode.CONTINUOUS:
                 other, name = framework.name != "slime", framework.name
                 refuse([(other, "april.generation=continuous", f"it was not tested with {name}", "leave it out")])
-                self._followed = SlimeUpdates(
-                    self.scheduler.engines, self._weights, self._update,
-                    lambda version: self._weights.name(version, self._weights.next_rollout),
-                )  # fmt: skip
+                self._followed = SlimeUpdates(self.scheduler.engines, self._weights, self._update)
         warn_of(args, config)
 
     def _encode(self, text: str) -> list[int]:
@@ -233,14 +219,6 @@ class SlimeRollouts:
             self._followed.join()
 
     # ---------------------------------------------------------------- checkpoints
-
-    def _hook_save(self) -> None:
-        save: Callable[[int], Any] = self._data_source.save
-
-        def both(rollout_id: int) -> None:
-            self.save(rollout_id, save)
-
-        self._data_source.save = both
 
     def save(self, rollout_id: int, save: Callable[[int], Any]) -> None:
         """Write slime's file with ``save``, and april's state of the same moment beside it. Raises CheckpointError."""
@@ -268,22 +246,20 @@ class SlimeRollouts:
             threading.Event().wait(STEADY_S)
         else:
             raise CheckpointError(f"the data source has returned the same prompt for {STEADY_S * STEADY_TRIES:g} s")
-        inside = groups_in(state)
-        held = self._hooks.held.copy()
-        for leased in list(self._leased.values()):
-            held |= leased if self._function is not None else {i: without_experts(s) for i, s in leased.items()}
+        inside = {group["id"] for group in saved_groups(state)}
         theirs = self._function is not None  # april's state has no images of samples that a custom function fills
-        kept = {"held": held, "finished": (self._finished or {}).copy()}
-        return {
-            "state": without_objects(state),
-            "lag": 0,
-            "names": [[*version, *name] for version, name in self._weights.names.items()],
-            "ahead": [[as_dict(s, images=True) for s in group] for group in self._groups.ahead],
-            **{
-                what: {key_of(i): as_dict(s, images=theirs) for i, s in samples.items() if i.group in inside}
-                for what, samples in kept.items()
-            },
-        }
+
+        def plain(samples: Held, *, experts: bool = True) -> list[list[Any]]:
+            rows = [(i, s) for i, s in samples.copy().items() if i.group in inside]
+            return [[*i, as_dict(s, images=theirs, experts=experts)] for i, s in rows]
+
+        held = plain(self._hooks.held)
+        for leased in list(self._leased.values()):  # april's state has the experts of samples that are delivered again
+            held += plain(leased, experts=theirs)
+        for group in saved_groups(state):
+            group["data"] = {"group": [as_dict(s, images=True) for s in group["data"]["group"]]}
+        ahead = [[as_dict(s, images=True) for s in group] for group in self._groups.ahead]
+        return {"state": state, "lag": 0, "ahead": ahead, "held": held, "finished": plain(self._finished or {})}
 
     def _saved(self, rollout_id: int) -> dict[str, Any] | None:
         directory = getattr(self._args, "load", None)
@@ -299,13 +275,19 @@ class SlimeRollouts:
         return read_state(path, KIND)
 
     def _restore(self, saved: dict[str, Any]) -> None:
+        from_dict, state = self._framework.get("utils.types.Sample").from_dict, saved["state"]
+
+        def samples(entries: Sequence[Any]) -> list[Any]:
+            return [from_dict(unpacked(entry)) for entry in entries]
+
         with checkpoint_errors("april's carry"):
-            self._groups.go_on(saved["state"]["prompts"]["position"], saved["ahead"])
+            self._groups.go_on(state["prompts"]["position"], [samples(group) for group in saved["ahead"]])
+            for group in saved_groups(state):
+                group["data"] = {"group": samples(group["data"]["group"])}
             lag = int(saved["lag"])
-            self._weights.names = {PolicyVersion(i, n): (label, began) for i, n, label, began in saved["names"]}
             for kept, key in ((self._hooks.held, "held"), (self._finished, "finished")):
                 if kept is not None:
-                    kept.update({id_of(k): self._groups.sample(s) for k, s in saved[key].items()})
-        self.scheduler.load_state_dict(saved["state"], transfer=lambda: None)  # slime has loaded the weights
+                    kept |= {SampleId(group, index): from_dict(unpacked(s)) for group, index, s in saved[key]}
+        self.scheduler.load_state_dict(state, transfer=lambda: None)  # slime has loaded the weights
         for _ in range(lag):
             self.scheduler.weight_update(transfer=lambda: None)

@@ -12,7 +12,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +40,6 @@ INPUTS, TRAIN_INPUTS, EXPERTS = "multimodal_inputs", "multimodal_train_inputs", 
 KIND = "slime"
 _MOST_OPEN = 16
 """Number of groups whose opened images are cached, because the samples of a group are scored one by one."""
-Names = Mapping[PolicyVersion, tuple[str, int]]
-"""For each policy version, slime's name of the weights and the number of the rollout that began with them."""
 Held = dict[SampleId, Any]
 """Samples that are not delivered yet, by id."""
 
@@ -75,13 +72,8 @@ def post_process_rewards(args: Any, samples: Sequence[Any], **kwargs: Any) -> tu
 class Groups:
     """Iterates over the groups of slime's data source, in order, as april's prompts.
 
-    Args:
-        data_source: slime's data source, with ``get_samples(k)``.
-        n: number of samples per group.
-        encode: function that turns text into token ids.
-        check: function that raises ConfigError for a sample that april cannot use.
-        any_prompt: True if a custom function reads the prompt; april needs its token ids for records only.
-        images: handler of images; None if samples may have none.
+    ``check`` raises ConfigError for a sample that april cannot use. With ``any_prompt`` a custom function reads the
+    prompt, and april needs its token ids for records only. ``images`` is None if samples may have no images.
     """
 
     resumes = True
@@ -91,18 +83,13 @@ class Groups:
         self, data_source: Any, n: int, encode: Callable[[str], Sequence[int]], check: Callable[[Any], None], *,
         any_prompt: bool = False, images: SampleImages | None = None,
     ) -> None:  # fmt: skip
-        self._data_source = data_source
-        self._images = images
-        self._n = n
-        self._encode = encode
-        self._check = check
-        self._any_prompt = any_prompt
-        self._type: Any = None
-        self._warned = False
+        self._data_source, self._n, self._encode, self._check = data_source, n, encode, check
+        self._any_prompt, self._images = any_prompt, images
+        self._checked = False
         self.begun = self.drawn = 0
         """Number of groups that were asked for, and number handed out, since the beginning of the run."""
         self.ahead: list[Any] = []
-        """Groups that came from the data source and that april has not drawn yet."""
+        """Groups that came from the data source before a restart and that april has not drawn yet."""
 
     def __iter__(self) -> Groups:
         return self
@@ -111,7 +98,7 @@ class Groups:
         self.begun += 1
         try:
             group = self.ahead[0] if self.ahead else self._draw()
-            prompt = {"token_ids": self._prompt_ids(group), "group": group, **self._with_images(group)}
+            prompt = {"token_ids": self._prompt_ids(group[0]), "group": group, **self._with_images(group)}
             if self.ahead:
                 self.ahead.pop(0)
             self.drawn += 1
@@ -124,21 +111,13 @@ class Groups:
         self.begun = self.drawn = drawn
         self.ahead = ahead
 
-    def sample(self, entry: Any) -> Any:
-        """Return a new sample that may be changed: a copy of a drawn one, or one made from saved values."""
-        if not isinstance(entry, Mapping):
-            return copy.deepcopy(entry)
-        if self._type is None:  # after a restart, draw a sample to learn its class
-            self.ahead.append(self._draw())
-        return self._type.from_dict(unpacked(entry))
-
     def begin(self, prompt: Prompt, sample_id: SampleId) -> Any:
         """Return a new sample without a response, for ``sample_id``.
 
         A replacement gets a negative index, because miles counts samples of the same index only once.
         """
         group = prompt.data["group"]
-        sample = self.sample(group[sample_id.index % len(group)])
+        sample = copy.deepcopy(group[sample_id.index % len(group)])
         if self._images is not None:
             self._images.put_back(sample, prompt.attached)
         if sample_id.index >= len(group):
@@ -156,37 +135,27 @@ class Groups:
             raise RolloutError(
                 f"the data source returned a group of {len(group)} samples, but --n-samples-per-prompt is {self._n}"
             )
-        if self._type is None:
+        if not self._checked:
             self._check(group[0])
-            self._type = type(group[0])
-        if group[0].response_length and not self._warned:
-            self._warned = True
-            log.warning(
-                "samples of the data source contain a response; april does not know how it was made and generates it "
-                "again"
-            )  # fmt: skip
+            self._checked = True
         return list(group)
-
-    def _first(self, group: Sequence[Any]) -> Any:
-        """Return a group's first sample; it must not be changed."""
-        return self.sample(group[0]) if isinstance(group[0], Mapping) else group[0]
 
     def _with_images(self, group: Sequence[Any]) -> dict[str, Any]:
         """Take the images out of a group's samples and return them as a field of the prompt."""
         if self._any_prompt:
             return {}
-        sample = self._first(group)
-        images = images_of(sample)
+        images = images_of(group[0])
         if images and self._images is None:
             raise ConfigError(
-                f"sample {sample.index} has images, but no column of the data set is declared for them; name it in "
+                f"sample {group[0].index} has images, but no column of the data set is declared for them; name it in "
                 "--multimodal-keys"
             )
-        take_out(group)
+        for sample in group:
+            if given := getattr(sample, INPUTS, None):
+                setattr(sample, INPUTS, dict.fromkeys(given))
         return {"images": images} if images else {}
 
-    def _prompt_ids(self, group: Sequence[Any]) -> Sequence[int]:
-        sample = self._first(group)
+    def _prompt_ids(self, sample: Any) -> Sequence[int]:
         ids = sample.tokens[: len(sample.tokens) - sample.response_length]
         if ids:
             return list(ids)
@@ -219,18 +188,12 @@ def further(sample: Any, row: DeliveredSample, text: str) -> Any:
 
 
 def finish(
-    sample: Any, delivered: DeliveredSample, version: PolicyVersion, names: Names, advantage: float | None, *,
-    mask_offpolicy: bool,
-) -> Any:  # fmt: skip
-    """Write loss mask, policy versions and advantage into a delivered sample and return it.
+    sample: Any, delivered: DeliveredSample, version: PolicyVersion, advantage: float | None, *, mask_offpolicy: bool
+) -> Any:
+    """Write loss mask, policy versions and advantage of april's row into a sample of slime and return the sample.
 
-    Args:
-        sample: slime's sample.
-        delivered: april's row for this sample.
-        version: policy version of the current weights.
-        names: slime's names of policy versions.
-        advantage: april's advantage for the sample; None if the trainer computes advantages itself.
-        mask_offpolicy: True to exclude tokens older than the sample's newest policy version from the loss.
+    ``version`` is that of the current weights. ``mask_offpolicy`` excludes tokens older than the sample's newest
+    policy version from the loss.
     """
     mask = delivered.loss_mask.astype(bool)
     spans = spans_of(delivered.segments)
@@ -244,8 +207,7 @@ def finish(
         was = [1] * sample.response_length
     if len(was) == len(mask):  # if not, a hook has rewritten the response
         sample.loss_mask = (np.asarray(was, bool) & mask).astype(int).tolist()
-    sample.weight_versions = [names[v][0] if v in names else str(v) for v in generated]
-    oldest = min(generated, default=version)
+    sample.weight_versions = [str(v.n) for v in generated]
     provenance: dict[str, Any] = {
         "spans": [[start, end, None if v is None else str(v)] for start, end, v in spans],
         "version": str(version), "staleness": delivered.staleness, "resumes": delivered.resumes,
@@ -254,10 +216,7 @@ def finish(
         provenance["advantage"] = advantage
     # slime sends train_metadata to the trainer together with the tokens, but does not send metadata
     sample.train_metadata = {**(getattr(sample, "train_metadata", None) or {}), "april": provenance}
-    metadata = {**(sample.metadata or {}), "april": provenance}
-    if oldest != version and oldest in names:
-        metadata.setdefault("start_rollout_id", names[oldest][1])
-    sample.metadata = metadata
+    sample.metadata = {**(sample.metadata or {}), "april": provenance}
     add_experts(sample, delivered)
     return sample
 
@@ -283,21 +242,8 @@ def carry_path(directory: str, rollout_id: int) -> Path:
     return Path(directory) / "rollout" / f"april_carry_{rollout_id}.msgpack"
 
 
-def without_objects(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a scheduler's state in which the samples of prompts are replaced by plain values."""
-    core = dict(state["core"])
-    for key in ("ready", "waiting"):
-        core[key] = [
-            {**group, "data": {"group": [as_dict(s, images=True) for s in group["data"]["group"]]}}
-            for group in core[key]
-        ]
-    return {**state, "core": core}
-
-
-def as_dict(sample: Any, *, images: bool = False) -> dict[str, Any]:
-    """Return a sample as plain values; its images are included if ``images`` is true."""
-    if isinstance(sample, Mapping):  # already plain, from a file
-        return dict(sample)
+def as_dict(sample: Any, *, images: bool = False, experts: bool = True) -> dict[str, Any]:
+    """Return a sample as plain values, with its images and its routed experts if these are wanted."""
     values = dict(sample.to_dict())
     if INPUTS in values:  # april's own state has the images already, with its prompts
         given = values[INPUTS]
@@ -307,18 +253,13 @@ def as_dict(sample: Any, *, images: bool = False) -> dict[str, Any]:
         values.pop(TRAIN_INPUTS, None)
     if (rows := values.get(EXPERTS)) is not None:  # from a custom generate function: array, lists or tensor
         rows = np.asarray(rows, "<i4")
-        values[EXPERTS] = [list(rows.shape), rows.tobytes()]
+        values[EXPERTS] = [list(rows.shape), rows.tobytes()] if experts else None
     return values
 
 
-def without_experts(sample: Any) -> Any:
-    """Return a sample without experts, for a file: april's state has them for samples that are delivered again."""
-    return {**as_dict(sample), EXPERTS: None} if getattr(sample, EXPERTS, None) is not None else sample
-
-
 def unpacked(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved sample's values in the form that the sample's ``from_dict`` takes."""
-    values = copy.deepcopy(dict(entry))
+    """Return the values of :func:`as_dict` in the form that the sample's ``from_dict`` takes."""
+    values = dict(entry)
     if (rows := values.get(EXPERTS)) is not None:
         values[EXPERTS] = np.frombuffer(rows[1], "<i4").reshape(rows[0]).astype(np.int32)
     if values.get(INPUTS) is not None:
@@ -343,17 +284,6 @@ def with_sample(function: Any, groups: Groups) -> Any:
     return rollout
 
 
-def key_of(sample_id: SampleId) -> str:
-    """Return the key of a sample in april's file."""
-    return f"{sample_id.group}.{sample_id.index}"
-
-
-def id_of(key: str) -> SampleId:
-    """Return the sample id for a key in april's file; the inverse of :func:`key_of`."""
-    group, _, index = key.partition(".")
-    return SampleId(int(group), int(index))
-
-
 # ---------------------------------------------------------------- images
 
 
@@ -366,14 +296,6 @@ def images_of(sample: Any) -> list[Any]:
             "talk to the servers: --custom-generate-function-path slime.rollout.sglang_rollout.generate"
         )
     return list(given.get("images") or ())
-
-
-def take_out(group: Sequence[Any]) -> None:
-    """Set all media in a group's samples to None; their names stay."""
-    for sample in group:
-        given = sample.get(INPUTS) if isinstance(sample, Mapping) else getattr(sample, INPUTS, None)
-        put = sample.__setitem__ if isinstance(sample, dict) else partial(setattr, sample)
-        put(INPUTS, dict.fromkeys(given) if given else given)
 
 
 def _with_images(given: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
@@ -426,16 +348,12 @@ class SampleImages:
             return
         self.put_back(sample, delivered.prompt.attached)
         names = _names(delivered.attached)
-        if names not in made:
-            made[names] = self._train_inputs(delivered.attached)
+        if names not in made:  # the processor gets the images only, since the sample already contains their tokens
+            images = self._pictures(delivered.attached)
+            text = str(self.processor.image_token) * len(images)
+            inputs = self.processor(text=text, **self._options({"images": images}))
+            made[names] = {name: value for name, value in inputs.items() if name not in NOT_TRAINED} or None
         setattr(sample, TRAIN_INPUTS, made[names])
-
-    def _train_inputs(self, attached: Sequence[Placed]) -> dict[str, Any] | None:
-        """Run the trainer's processor on the images only, since the sample already contains their tokens."""
-        images = self._pictures(attached)
-        text = str(self.processor.image_token) * len(images)
-        made = self.processor(text=text, **self._options({"images": images}))
-        return {name: value for name, value in made.items() if name not in NOT_TRAINED} or None
 
     def _pictures(self, attached: Sequence[Placed]) -> list[Any]:
         """Return the images that were sent to the engines, opened with PIL; recently used ones are cached."""

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from april.core.versions import PolicyVersion
 from april.engines.http.http_client import HttpClient
 from april.engines.http.wire import NotJson, read_json
 from april.engines.protocol import Engine
@@ -17,72 +16,42 @@ from april.errors import ConfigError, EngineError
 
 UNLABELLED = (None, "default")
 """Values that a server reports if its weights have no label."""
-NAMED_VERSIONS = 1000
-"""Number of policy versions whose names are remembered."""
-
 
 class ServerWeights:
     """Detects whether the servers have new weights, by the labels that the trainer sets at each update.
 
-    Without labels, every rollout counts as having new weights.
-
-    Args:
-        router: address of slime's router; None if there are no servers.
-        rollout_id: number of the first rollout.
-        relabels: True if april's engines replace the trainer's labels by their own.
+    Without labels, every rollout counts as having new weights. ``router`` is None if there are no servers, and
+    ``relabels`` is True if april's engines replace the trainer's labels by their own.
     """
 
     def __init__(self, router: str | None, rollout_id: int, *, relabels: bool) -> None:
         self._router, self._relabels = router, relabels
         self._last_id = rollout_id
-        self._given: int | None = None
-        """Last version that the trainer passed; None if it passes none."""
-        self.names: dict[PolicyVersion, tuple[str, int]] = {}
-        """For each policy version, slime's name of the weights and the number of the rollout that began with them."""
         self.urls, self._seen = self._ask()
         """Addresses of the servers, and the labels that they report now."""
-        self._said, self._known = self._seen, self._seen
-        """Labels that the trainer has set, and labels after april's last update."""
+        self._known = self._seen
+        """Labels after april's last update."""
         self.labelled = any(label not in UNLABELLED for label in self._seen)
         """True if the trainer labels its weights, so that an unchanged label means unchanged weights."""
 
-    def updated(self, rollout_id: int, given: int | None) -> bool:
-        """Look up the servers, and return True if the trainer has updated weights since the last rollout.
-
-        ``given`` is the version of the weights if the trainer passes it; with None, the labels decide.
-        """
-        self.look()
-        if given is not None:
-            self._said = (str(given),)
-        last, self._last_id, before, self._given = self._last_id, rollout_id, self._given, given
-        if rollout_id == last:
-            return False
-        if given is not None:
-            return given != before
-        return not self.labelled or self._seen != self._known
-
-    def look(self) -> None:
-        """Ask the router for its servers, and each server for its label."""
+    def updated(self, rollout_id: int) -> bool:
+        """Look up the servers, and return True if the trainer has updated weights since the last rollout."""
         self.urls, self._seen = self._ask()
-        self._said = self._seen
         self.labelled |= any(label not in (*UNLABELLED, *self._known) for label in self._seen)
+        last, self._last_id = self._last_id, rollout_id
+        return rollout_id != last and (not self.labelled or self._seen != self._known)
+
+    def note_update(self) -> None:
+        """Remember the labels to which the trainer, or april's engines after it, have set the weights of now."""
+        self._known = self._ask()[1] if self._relabels else self._seen
 
     def are_served(self) -> bool:
         """Return True if all servers answer and none is paused."""
-        return asyncio.run(_all_ready(self.urls))
 
-    @property
-    def next_rollout(self) -> int:
-        """Number of the next rollout."""
-        return self._last_id + 1
+        async def ready() -> bool:
+            return None not in await asyncio.gather(*(_answer(url, "/ready") for url in self.urls))
 
-    def name(self, version: PolicyVersion, rollout_id: int) -> None:
-        """Remember the trainer's label as the name of ``version``, to which april's engines have just switched."""
-        named = [label for label in self._said if label not in UNLABELLED]
-        self.names[version] = (str(named[0] if named else rollout_id), rollout_id)
-        for old in sorted(self.names)[:-NAMED_VERSIONS]:
-            del self.names[old]
-        self._known = self._ask()[1] if self._relabels else self._seen
+        return asyncio.run(ready())
 
     def _ask(self) -> tuple[tuple[str, ...], tuple[str | None, ...]]:
         return ((), ()) if self._router is None else asyncio.run(servers_behind(self._router))
@@ -98,14 +67,6 @@ async def servers_behind(router: str) -> tuple[tuple[str, ...], tuple[str | None
     if not urls:
         raise EngineError(f"the router {router} has no workers yet; slime starts them before it asks for a rollout")
     return urls, tuple(await asyncio.gather(*map(_label, urls)))
-
-
-async def _all_ready(urls: Sequence[str]) -> bool:
-    return all(await asyncio.gather(*map(_ready, urls)))
-
-
-async def _ready(url: str) -> bool:
-    return await _answer(url, "/ready") is not None
 
 
 async def _label(url: str) -> str | None:
@@ -141,22 +102,16 @@ LOOK_S = 0.1
 class SlimeUpdates:
     """Starts a weight update in april, in a thread, whenever slime pauses its servers to update them.
 
-    There is one update at a time, and none while slime asks for a rollout.
-
-    Args:
-        engines: engines of april's scheduler.
-        weights: weights of the same servers.
-        update: function that updates april and returns the version. It calls its argument to wait for slime's weights.
-        done: callback that is called with the version after each update.
+    There is one update at a time, and none while slime asks for a rollout. ``update`` updates april, and calls its
+    argument to wait for slime's weights.
 
     Raises ConfigError for an engine that is not one of slime's servers, or whose server has no label.
     """
 
     def __init__(
-        self, engines: Sequence[Engine], weights: ServerWeights, update: Callable[[Callable[[], None]], PolicyVersion],
-        done: Callable[[PolicyVersion], None],
-    ) -> None:  # fmt: skip
-        self._weights, self._update, self._done = weights, update, done
+        self, engines: Sequence[Engine], weights: ServerWeights, update: Callable[[Callable[[], None]], None]
+    ) -> None:
+        self._weights, self._update = weights, update
         weights.labelled = True
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -211,7 +166,8 @@ class SlimeUpdates:
 
     def _follow(self) -> None:
         try:
-            self._done(self._update(self._until_over))
+            self._update(self._until_over)
+            self._weights.note_update()
         except BaseException as error:
             self._error = error
 
@@ -219,4 +175,3 @@ class SlimeUpdates:
         """Wait until all servers run again, or until slime asks for a rollout although some servers do not run."""
         while not self._weights.are_served() and not self._over.wait(LOOK_S):
             pass
-        self._weights.look()

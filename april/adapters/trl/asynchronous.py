@@ -63,18 +63,10 @@ class RowQueue(queue.Queue[Any]):
 class RolloutWorker:
     """The ``rollout_worker`` and ``weight_transfer`` of an :data:`AprilAsyncGRPOTrainer`.
 
-    Args:
-        config: an :class:`april.Config`, a mapping of its settings, or the path of a YAML file. A mapping or a file may
-            leave out what AsyncGRPOConfig already sets (rows per step, samples per prompt, length, temperature,
-            staleness, seed).
-        weights_dir: directory in which the servers of ``config.engine`` read new weights; not needed for servers that
-            receive weights from the trainer's process.
-        filter: function ``(prompt, responses) -> bool``, as for :class:`april.RolloutScheduler`.
-        metrics: names of the metrics that TRL logs as ``april/NAME`` (docs/metrics.md), or "all".
-        settings: further settings, which override those of ``config``.
+    The arguments are those of :class:`april.adapters.trl.Rollout`. A mapping or a file may leave out what
+    AsyncGRPOConfig already sets (rows per step, samples per prompt, length, temperature, staleness, seed).
 
-    Raises:
-        ConfigError: the settings cannot be read. They are checked when the trainer is made.
+    Raises ConfigError if the settings cannot be read. They are checked when the trainer is made.
     """
 
     def __init__(
@@ -298,8 +290,10 @@ def april_async_trainer(base: Any) -> Any:
             self.reward_funcs = [function for function in functions if function is not None]
             self.reward_weights = [1.0] * len(self.reward_funcs)
             self._rollouts = rollout_worker
-            with suppress(ValueError):  # TRL knows no way to parse this chat template; messages then hold the text
-                _add_response_schema(self.processing_class)
+            schemas = ("response_template", "response_schema")
+            if all(getattr(self.processing_class, name, None) is None for name in schemas):
+                with suppress(ValueError):  # TRL knows no way to parse this chat template; messages then hold the text
+                    importlib.import_module("trl.chat_template_utils").add_response_schema(self.processing_class)
             given = {
                 "tools": tools, "environment_factory": environment_factory, "weight_transfer": weight_transfer,
             }  # fmt: skip
@@ -328,13 +322,6 @@ def april_async_trainer(base: Any) -> Any:
 
     AprilTrainer.__name__ = AprilTrainer.__qualname__ = f"April{base.__name__}"
     return AprilTrainer
-
-
-def _add_response_schema(tokenizer: Any) -> None:
-    from trl.chat_template_utils import add_response_schema
-
-    if getattr(tokenizer, "response_template", None) is None and getattr(tokenizer, "response_schema", None) is None:
-        add_response_schema(tokenizer)
 
 
 def require_async_trainer() -> Any:

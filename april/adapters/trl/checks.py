@@ -50,11 +50,8 @@ def config_for(
 ) -> Config:  # fmt: skip
     """Return april's settings, completed from the trainer's. Raises ConfigError if the two contradict each other.
 
-    Args:
-        given: april's settings.
-        trainer: the trainer, with its settings in ``args``.
-        decided: settings that the trainer decides, (name there, value) by april's name; None means GRPOTrainer's.
-        defaults: april's settings where none are given.
+    ``decided`` has the settings that the trainer decides, (name there, value) by april's name; None means
+    GRPOTrainer's. ``defaults`` are april's settings where none are given.
     """
     args = trainer.args
     refuse([greedy(args.temperature == 0, "GRPOConfig.temperature=0")])
@@ -103,7 +100,7 @@ def given_settings(
 
 # fmt: off
 def _refused_of_both(trainer: Any, config: Config, *, servers: bool) -> Iterator[Refusal]:
-    """Yield the refusals that GRPOTrainer and AsyncGRPOTrainer share; the arguments are those of :func:`refusals`."""
+    """Yield the refusals that GRPOTrainer and AsyncGRPOTrainer share."""
     args, dataset = trainer.args, trainer.train_dataset
     embedded = isinstance(config.engine, TransformersEngineConfig)
     yield from distorting({f"GRPOConfig.{name}={getattr(args, name)}": getattr(args, name) not in neutral
@@ -130,11 +127,7 @@ def async_refusals(trainer: Any, config: Config, *, servers: bool, rows: int, gi
                    ) -> Iterator[Refusal]:
     """Yield a refusal for each setting that AsyncGRPOTrainer and april cannot have together.
 
-    Args:
-        trainer: an AsyncGRPOTrainer.
-        config, servers: as for :func:`refusals`.
-        rows: number of rows that an optimizer step trains.
-        given: further arguments of the trainer, by name; None for those that were not given.
+    An optimizer step trains ``rows`` rows. ``given`` has further arguments of the trainer, None if not given.
     """
     args = trainer.args
     yield from _refused_of_both(trainer, config, servers=servers)
@@ -165,13 +158,9 @@ def async_refusals(trainer: Any, config: Config, *, servers: bool, rows: int, gi
 
 
 def refusals(trainer: Any, config: Config, *, servers: bool, filters: bool) -> Iterator[Refusal]:
-    """Yield a refusal for each setting with which rollouts or their log-probabilities would be wrong.
+    """Yield a refusal for each setting of GRPOTrainer with which rollouts or their log-probabilities would be wrong.
 
-    Args:
-        trainer: a GRPOTrainer.
-        config: april's settings.
-        servers: True if servers read new weights from a directory (``weights_dir``).
-        filters: True if a filter may reject groups.
+    ``servers`` is true if servers read new weights from a directory, and ``filters`` if a filter may reject groups.
     """
     args = trainer.args
     parallel, sharding = getattr(trainer.accelerator, "parallelism_config", None), sharding_of(trainer)

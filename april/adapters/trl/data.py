@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ import numpy as np
 
 from april.adapters.common.refusals import refuse
 from april.adapters.common.samples import attached_pictures
-from april.adapters.trl.ranks import of_all_ranks
+from april.adapters.trl.ranks import rows_of_all_ranks
 from april.config.images import ImagesConfig
 from april.core.attachments import Placed
 from april.core.batch import Batch
@@ -27,7 +26,6 @@ from april.engines.attachments import attachment_bytes
 from april.errors import CheckpointError, ConfigError, RolloutError
 from april.images.image_reader import ImageReader
 
-log = logging.getLogger("april")
 EPSILON = 1e-4
 ROW = "row"
 """Key, in a prompt's data, of its row number in the train dataset."""
@@ -39,16 +37,24 @@ Said = str | list[Message]
 """A completion in the form that TRL's reward functions take: text, or the messages of a conversation."""
 
 
-class Templates:
-    """Tokenizes prompts exactly as TRL does. Other threads may use it while TRL runs."""
+class DatasetPasses:
+    """Iterates over the train dataset as april's prompts; the trainer's seed decides the order of each epoch.
+
+    Prompts are tokenized exactly as TRL does it. Other threads may do this while TRL runs.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+        self._dataset = trainer.train_dataset
         self._of_environment = {}
         for name in trainer.environment_factories or ():
             # a copy of the trainer for each environment, because TRL reads the batch's environments from the trainer
             self._of_environment[name] = copy.copy(trainer)
             self._of_environment[name]._batch_environments = [name]
+        self._epoch = 0
+        self._with_images = column_of(self._dataset) is not None
+        self._last: tuple[Any, Row] | None = None
+        """Last prompt and its row, cached for the samples of one group because tokenizing images is slow."""
 
     def environment_of(self, row: Mapping[str, Any]) -> Any:
         """Return the name of a row's environment if the trainer has several environments, otherwise None."""
@@ -71,19 +77,6 @@ class Templates:
         prompt = shown(self.prompt_of(row), of_row(row))
         return list(writer._tokenize_prompts([prompt])[0][0])
 
-
-class DatasetPasses:
-    """Iterates over the train dataset as april's prompts; the trainer's seed decides the order of each epoch."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._dataset = trainer.train_dataset
-        self.templates = Templates(trainer)
-        self._epoch = 0
-        self._with_images = column_of(self._dataset) is not None
-        self._last: tuple[Any, Row] | None = None
-        """Last prompt and its row, cached for the samples of one group because tokenizing images is slow."""
-
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which decides the order of the next pass."""
         self._epoch = epoch
@@ -94,7 +87,7 @@ class DatasetPasses:
             np.random.default_rng([self._trainer.args.seed, self._epoch]).shuffle(rows)
         for row in rows.tolist():
             drawn = self._dataset[row]
-            prompt = {"token_ids": self.templates.tokens_of(drawn), ROW: row}
+            prompt = {"token_ids": self.tokens_of(drawn), ROW: row}
             yield prompt | {"images": of_row(drawn)} if self._with_images else prompt
 
     def drawn(self, prompt: Any) -> Row:
@@ -109,10 +102,10 @@ class DatasetPasses:
         if asked is None and self._last is not None and self._last[0] is prompt:
             return dict(self._last[1])
         row = self.drawn(prompt)
-        row["prompt"] = self.templates.prompt_of(row) if asked is None else asked
+        row["prompt"] = self.prompt_of(row) if asked is None else asked
         if self._with_images:
             put_back(row, prompt.attached)
-        if self.templates.tokens_of(row) != prompt.token_ids.tolist():
+        if self.tokens_of(row) != prompt.token_ids.tolist():
             raise CheckpointError(
                 f"row {prompt.data[ROW]} of train_dataset is not the prompt that was drawn before; the dataset and the "
                 "chat template must be the same after a restart"
@@ -245,20 +238,6 @@ def advantages_of(batch: Batch, scale_rewards: str, rewards: Any) -> Float32:
     return centred / np.float32(float(rewards.std()) + EPSILON) if scale_rewards == "batch" else centred
 
 
-def warn_of_other_rewards(trainer: Any, batch: Batch) -> bool:
-    """Warn if TRL got other rewards for the whole batch than april got for single responses; return True if so."""
-    theirs, ours = trainer._metrics["train"]["reward"][-1], batch.metrics["reward_mean"]
-    if np.isclose(theirs, ours, rtol=1e-4, atol=1e-4):
-        return False
-    log.warning(
-        "batch %d has a mean reward of %g, but TRL logs %g: a reward function returns other values when it is called "
-        "again for a whole batch. The advantages use the first values, for which each response was alone; with "
-        "group_quorum below 1 reward functions must not compare responses with each other",
-        batch.id, ours, theirs,
-    )  # fmt: skip
-    return True
-
-
 # ---------------------------------------------------------------- images
 
 COLUMNS = ("images", "image")
@@ -323,16 +302,12 @@ def put_back(row: dict[str, Any], attached: Sequence[Placed]) -> None:
 def evaluated(trainer: Any, rows: Sequence[list[int]], shown: Sequence[Sequence[Any] | None]) -> list[dict[str, Any]]:
     """Return the evaluation prompts of all ranks with their images. Must be called on every rank.
 
-    Args:
-        trainer: trainer of this rank.
-        rows: token ids of the prompts of all ranks.
-        shown: images of each of this rank's rows.
+    ``rows`` are the token ids of all ranks' prompts, ``shown`` the images of this rank's rows.
     """
     reader = ImageReader(ImagesConfig())
     read = [
         [reader.read(image, f"row {i}, image {j}").attachment for j, image in enumerate(images or (), 1)]
         for i, images in enumerate(shown)
     ]
-    mine = [[attachment_bytes(attachment) for attachment in row] for row in read]
-    everywhere = [images for of_rank in of_all_ranks(trainer, mine) for images in of_rank]
+    everywhere = rows_of_all_ranks(trainer, [[attachment_bytes(attachment) for attachment in row] for row in read])
     return [{"token_ids": ids, "images": images} for ids, images in zip(rows, everywhere, strict=True)]

@@ -37,31 +37,28 @@ def scheduler_of(trainer: Any, config: Config, address: str | None, **arguments:
     return RankScheduler(config, ranks=ranks, **arguments)
 
 
-def rows_of_all_ranks(trainer: Any, rows: list[list[int]]) -> list[list[int]]:
-    """Gather the token ids of all ranks, in rank order; each rank must have the same number of rows."""
-    import torch
-
-    accelerator = trainer.accelerator
-    lengths = torch.tensor([len(row) for row in rows], device=accelerator.device)
-    padded = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64, device=accelerator.device)
-    for place, ids in zip(padded, rows, strict=True):
-        place[: len(ids)] = torch.tensor(ids)
-    everywhere = accelerator.gather(accelerator.pad_across_processes(padded, dim=1)).tolist()
-    counts = accelerator.gather(lengths).tolist()
-    return [row[:count] for row, count in zip(everywhere, counts, strict=True)]
-
-
 def of_all_ranks(trainer: Any, value: Any) -> list[Any]:
     """Gather a value from each rank, in rank order. Call it on every rank; RolloutError if msgpack cannot encode it."""
-    if trainer.accelerator.num_processes == 1:
+    accelerator = trainer.accelerator
+    if accelerator.num_processes == 1:
         return [value]
+    import torch
+
     try:
-        data = msgspec.msgpack.encode(value)
+        data = bytearray(msgspec.msgpack.encode(value))
     except TypeError as error:
         raise RolloutError(
             f"tools on several ranks: columns and messages are sent between the ranks, but {error}"
         ) from error
-    return [msgspec.msgpack.decode(bytes(row)) for row in rows_of_all_ranks(trainer, [list(data)])]
+    here = torch.frombuffer(data, dtype=torch.uint8).to(accelerator.device)[None]
+    everywhere = accelerator.gather(accelerator.pad_across_processes(here, dim=1)).tolist()
+    lengths = accelerator.gather(torch.tensor([len(data)], device=accelerator.device)).tolist()
+    return [msgspec.msgpack.decode(bytes(row[:n])) for row, n in zip(everywhere, lengths, strict=True)]
+
+
+def rows_of_all_ranks(trainer: Any, rows: list[Any]) -> list[Any]:
+    """Gather the rows of all ranks as one list, in rank order. Call it on every rank."""
+    return [row for of_rank in of_all_ranks(trainer, rows) for row in of_rank]
 
 
 UNREADABLE = ("FSDP1", "ZeRO-3")

@@ -15,13 +15,12 @@ import inspect
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from april.adapters.trl.data import ROW, DatasetPasses, Message, Row, message_of, scored, scores, weighted
-from april.adapters.trl.ranks import of_all_ranks
+from april.adapters.trl.ranks import of_all_ranks, rows_of_all_ranks
 from april.core.types import Prompt
 from april.driver.llm import BlockingLLM
 from april.errors import CheckpointError, RolloutError
@@ -35,24 +34,12 @@ class Note(msgspec.Struct, array_like=True):
 
     prompt: list[Message]
     """Messages of the prompt, with the environment's first observation."""
-    messages: list[Message]
-    calls: int
-    failures: int
-    rewards: list[float]
-    """One reward per function, NaN if it gave none. Empty without an environment, because TRL then calls the functions.
-    """
-
-
-@dataclass(slots=True)
-class ToolConversation:
-    """State of a response while its turns are generated."""
-
-    ids: list[int]
-    """Token ids of the prompt."""
-    messages: list[Message] = field(default_factory=list)
-    completion_ids: list[int] = field(default_factory=list)
+    messages: list[Message] = msgspec.field(default_factory=list)
     calls: int = 0
     failures: int = 0
+    rewards: list[float] = msgspec.field(default_factory=list)
+    """One reward per function, NaN if it gave none. Empty without an environment, because TRL then calls the functions.
+    """
 
 
 class ToolLoop:
@@ -79,24 +66,23 @@ class ToolLoop:
         """Generate a response, calling tools and continuing after their results. Runs in a thread."""
         number = prompt.data.get(INPUT)
         row = self._passes.drawn(prompt) if number is None else dict(self._inputs[number])
-        name, turns = self._passes.templates.environment_of(row), ToolConversation(prompt.token_ids.tolist())
-        row, given = row | {"prompt": self._passes.templates.prompt_of(row)}, row
+        name, ids = self._passes.environment_of(row), prompt.token_ids.tolist()
+        row, given = row | {"prompt": self._passes.prompt_of(row)}, row
         environment = self._free_environment(name) if self._factories else None
         if environment is not None:
             # the environment does not get the column that contains its name
             observation = environment.reset(**{k: v for k, v in given.items() if name is None or k != "environment"})
             if observation is not None:
                 row["prompt"] = _with_observation(row["prompt"], observation)
-                turns.ids = self._passes.templates.tokens_of(row)
-        self._converse(llm, turns, environment, name)
-        rewards: list[float] = []
+                ids = self._passes.tokens_of(row)
+        note = Note(row["prompt"])
+        completion_ids = self._converse(llm, ids, note, environment, name)
         if environment is not None:
-            (rewards,) = scores(
-                self._trainer, row, [turns.messages], [turns.completion_ids], environments=[environment],
+            (note.rewards,) = scores(
+                self._trainer, row, [note.messages], [completion_ids], environments=[environment],
                 log_metric=getattr(self._trainer, "_log_metric", None),
             )  # fmt: skip
             self._idle[name].append(environment)
-        note = Note(row["prompt"], turns.messages, turns.calls, turns.failures, rewards)
         if number is None:
             self._notes[llm.sample_id] = note
         else:
@@ -108,46 +94,41 @@ class ToolLoop:
         except IndexError:
             return self._factories[name]()
 
-    def _converse(self, llm: BlockingLLM, turns: ToolConversation, environment: Any, name: Any) -> None:
-        """Do what TRL's ``_tool_call_loop`` does, for one response."""
+    def _converse(self, llm: BlockingLLM, prompt: list[int], note: Note, environment: Any, name: Any) -> list[int]:
+        """Do what TRL's ``_tool_call_loop`` does, for one response, and return the tokens after the prompt."""
         trainer = self._trainer
         methods = [] if environment is None else _tools_of(environment)
-        tools = {tool.__name__: tool for tool in [*self._standalone, *methods]}
+        tools = {tool.__name__: tool for tool in [*(getattr(trainer, "_standalone_tools", None) or ()), *methods]}
         written: Sequence[Any] = trainer._env_tools[name] if environment is not None else trainer.tools
-        ids, rounds = turns.ids, 0
+        ids, rounds = prompt, 0
         while True:
             completion = llm.generate(ids, any_conversation=True)
-            turns.completion_ids = completion.conversation[len(turns.ids) :].tolist()
+            generated: list[int] = completion.conversation[len(prompt) :].tolist()
             if not len(completion.tokens):
-                return  # the tool results have left no room
+                return generated  # the tool results have left no room
             message = message_of(trainer, completion.tokens.tolist(), ids, written)
-            turns.messages.append(message)
+            note.messages.append(message)
             calls = message.get("tool_calls")
             if not calls or rounds >= trainer.max_tool_calling_iterations:
-                return
-            results = self._results_of(calls, tools, turns)
+                return generated
+            results = self._results_of(calls, tools, note)
             ids = [*completion.conversation.tolist(), *trainer._get_tool_suffix_ids(results)]
             longest = trainer.model.config.max_position_embeddings
-            if len(ids) - len(turns.ids) > trainer.max_completion_length or len(ids) >= longest:
-                return
-            turns.messages += results
+            if len(ids) - len(prompt) > trainer.max_completion_length or len(ids) >= longest:
+                return generated
+            note.messages += results
             rounds += 1
 
-    @property
-    def _standalone(self) -> list[Callable[..., Any]]:
-        """Tools that do not belong to an environment."""
-        return list(getattr(self._trainer, "_standalone_tools", None) or ())
-
     def _results_of(
-        self, calls: Sequence[Mapping[str, Any]], tools: Mapping[str, Callable[..., Any]], turns: ToolConversation
+        self, calls: Sequence[Mapping[str, Any]], tools: Mapping[str, Callable[..., Any]], note: Note
     ) -> list[Message]:
         """Call the tools and return their results as messages. As in TRL, results of async tools come last."""
         results: list[tuple[str, Any]] = []
         running: list[tuple[str, Any]] = []
         for call in calls:
-            turns.calls += 1
+            note.calls += 1
             if call["type"] != "function":
-                turns.failures += 1
+                note.failures += 1
                 error = {"error": f"Unsupported tool call type: {call['type']}"}
                 results.append((call.get("name", "unknown"), error))
                 continue
@@ -158,11 +139,11 @@ class ToolLoop:
                 value = tools[name](**arguments)
                 (running if inspect.iscoroutinefunction(tools[name]) else results).append((name, value))
             except Exception as error:  # the model gets the error's text, as with TRL
-                turns.failures += 1
+                note.failures += 1
                 results.append((name, {"error": str(error)}))
         for (name, _), value in zip(running, self._awaited([value for _, value in running]), strict=True):
             if isinstance(value, Exception):
-                turns.failures += 1
+                note.failures += 1
                 value = {"error": str(value)}
             results.append((name, value))
         return [
@@ -198,8 +179,7 @@ class ToolLoop:
 
     def notes_of(self, ids: Iterable[tuple[int, int]]) -> list[Note]:
         """Return the notes of this rank's samples. Must be called on every rank."""
-        everybodys = [tuple(i) for of_rank in of_all_ranks(self._trainer, list(ids)) for i in of_rank]
-        return self._of_this_rank([self._notes.get(i) for i in everybodys])
+        return self._of_this_rank([self._notes.get(tuple(i)) for i in rows_of_all_ranks(self._trainer, list(ids))])
 
     def _of_this_rank(self, notes: Sequence[Note | None]) -> list[Note]:
         """Return this rank's part of rank 0's ``notes``."""
@@ -220,8 +200,8 @@ class ToolLoop:
     def evaluation(self, inputs: Sequence[Row]) -> list[dict[str, Any]]:
         """Return the prompts of an evaluation from all ranks' rows. Must be called on every rank."""
         self._of_inputs.clear()
-        self._inputs = [row for of_rank in of_all_ranks(self._trainer, list(inputs)) for row in of_rank]
-        tokens_of = self._passes.templates.tokens_of
+        self._inputs = rows_of_all_ranks(self._trainer, list(inputs))
+        tokens_of = self._passes.tokens_of
         return [{"token_ids": tokens_of(row), INPUT: number} for number, row in enumerate(self._inputs)]
 
     def evaluated(self) -> list[Note]:

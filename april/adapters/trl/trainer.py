@@ -32,7 +32,6 @@ from april.adapters.trl.data import (
     put_advantages,
     sample_reward,
     tokenizer_of,
-    warn_of_other_rewards,
 )  # fmt: skip
 from april.adapters.trl.ranks import (
     rows_of_all_ranks,
@@ -117,8 +116,6 @@ class Rollout:
         self._masks: list[list[int]] = []
         """Loss masks of the same rows: 1 where the policy wrote the token and it is not too old."""
         self._last_batch: Batch | None = None
-        self._warned = False
-        """True once april has warned that reward functions return other values when they are called again."""
         self._saved: dict[str, Any] | None = None
         self._as_adapter: bool | None = None
         """True if servers get the PEFT adapter alone, False if the merged model; None until it is decided."""
@@ -240,7 +237,6 @@ class Rollout:
         batch = self._last_batch
         if batch is not None and self.config.delivers_parts:
             put_advantages(trainer, batch, output)
-            self._warned = self._warned or warn_of_other_rewards(trainer, batch)
 
     def _evaluate(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """Generate an evaluation response for each row with the current weights; training rollouts are not affected."""

@@ -14,7 +14,6 @@ from verl.trainer.ppo.core_algos import register_adv_est
 
 from april.adapters.verl.rollouts import DeliveredRows
 from april.adapters.verl.settings import ESTIMATOR
-from april.corrections.advantages import Method, group_advantages
 from april.errors import RolloutError
 
 PADDING = "pad"
@@ -30,8 +29,7 @@ def name_of(uid: str, rollout: int) -> str:
 
 def leave(delivery: DeliveredRows, *, scaled: bool) -> None:
     """Store advantages for the next call of :func:`april_grpo`; if ``scaled``, divided by the deviation as in GRPO."""
-    method: Method = "grpo" if scaled else "dr_grpo"
-    values = group_advantages(delivery.rewards, delivery.baseline_rewards, method, ddof=1)
+    values = delivery.batch.advantages("grpo" if scaled else "dr_grpo", ddof=1)
     _given.clear()
     _given.update(zip((name_of(*rollout) for rollout in delivery.rollouts), values.tolist(), strict=True))
 

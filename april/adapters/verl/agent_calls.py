@@ -18,7 +18,6 @@ import numpy as np
 from april.adapters.common.trainer_servers import ServerResult
 from april.core.attachments import NO_EXTRAS, Extras, Placed
 from april.core.tape import Float32, Int32
-from april.core.types import DropReason
 from april.driver.user_code import FailureLog, describe_with_place, kind_of, place_of
 from april.engines.http.token_rows import narrow_ids
 from april.engines.protocol import ROUTED_EXPERTS
@@ -27,34 +26,19 @@ from april.errors import RolloutError
 _failures = FailureLog()
 
 
-def result_of(
-    offset: int, output: Any, cut_at: int | None = None, sampling: Mapping[str, Any] = MappingProxyType({})
-) -> ServerResult:
+def result_of(offset: int, output: Any, sampling: Mapping[str, Any] = MappingProxyType({})) -> ServerResult:
     """Convert a server's TokenOutput to a ServerResult; the label of its weights is the trainer's global step.
 
-    ``offset`` is the number of tokens that were sent, and ``sampling`` the request's sampling parameters. ``cut_at`` is
-    the token limit for servers that exceed it: tokens beyond it are cut off and counted; None for all others.
+    ``offset`` is the number of tokens that were sent, and ``sampling`` the request's sampling parameters.
     """
     label = output.extra_fields.get("global_steps")
     tokens = np.asarray(output.token_ids, np.int32)
-    logprobs = np.asarray(output.log_probs if output.log_probs is not None else [], np.float32)
-    aborted = output.stop_reason in ("abort", "aborted")
-    unused = None
-    if len(tokens) != len(logprobs):
-        # an aborted TensorRT-LLM may return fewer log-probabilities than tokens, without saying which are missing
-        if aborted:
-            unused = len(tokens), DropReason.CORRUPT
-            tokens, logprobs = tokens[:0], logprobs[:0]
-    elif cut_at is not None and len(tokens) > cut_at:
-        unused = len(tokens) - cut_at, DropReason.OVER_BUDGET
-        tokens, logprobs = tokens[:cut_at], logprobs[:cut_at]
     rows = getattr(output, "routed_experts", None)
     return ServerResult(
         tokens=tokens,
-        logprobs=logprobs,
+        logprobs=np.asarray(output.log_probs if output.log_probs is not None else [], np.float32),
         label=None if label is None else int(label),
-        aborted=aborted,
-        unused=unused,
+        aborted=output.stop_reason in ("abort", "aborted"),
         own_end=bool(sampling.get("stop") or sampling.get("ignore_eos")),
         extras={} if rows is None or not len(tokens) else {ROUTED_EXPERTS: _rows(rows, offset + len(tokens) - 1)},
     )
@@ -74,8 +58,7 @@ Span = tuple[int, int, int, int]
 class LLMResult:
     """Complete response of a call, from all its requests: ``tokens`` int32 [k] and ``logprobs`` float32 [k].
 
-    ``extras`` has one row for each token of the conversation so far except the last. ``preempted`` and ``cached`` are
-    counts that verl's servers report, None if they report none.
+    ``extras`` has one row for each token of the conversation so far except the last.
     """
 
     tokens: Int32
@@ -84,8 +67,6 @@ class LLMResult:
     resumes: int
     by_length: bool
     extras: Extras = field(default_factory=lambda: NO_EXTRAS)
-    preempted: int | None = None
-    cached: int | None = None
 
 
 def fields_of(done: LLMResult, spans: tuple[Span, ...]) -> dict[str, Any]:
@@ -95,19 +76,18 @@ def fields_of(done: LLMResult, spans: tuple[Span, ...]) -> dict[str, Any]:
         "token_ids": done.tokens.tolist(),
         "log_probs": done.logprobs.tolist(),
         "stop_reason": "length" if done.by_length else "completed",
-        "num_preempted": done.preempted,
         # int16, for all tokens of the conversation except the last, like verl's own client
         "routed_experts": None if (rows := done.extras.get(ROUTED_EXPERTS)) is None else rows.astype(np.int16),
         "extra_fields": {
             "global_steps": max(steps, default=None),
             "min_global_steps": min(steps, default=None),
             "max_global_steps": max(steps, default=None),
-            "num_cached_tokens": done.cached,
+            "num_cached_tokens": None,
         },
     }
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LLMCall:
     """An agent loop's call for the response to ``token_ids``.
 
@@ -122,17 +102,6 @@ class LLMCall:
     request_id: str = ""
     media: Mapping[str, Any] = field(default_factory=dict)
     attached: tuple[Placed, ...] = ()
-    preempted: int | None = None
-    cached: int | None = None
-    requests: int = 0
-
-    def note(self, output: Any) -> None:
-        """Add up the preemptions of the call's outputs, and keep the cached-token count of the first one."""
-        if not self.requests:
-            self.cached = output.extra_fields.get("num_cached_tokens")
-        self.requests += 1
-        if (count := getattr(output, "num_preempted", None)) is not None:
-            self.preempted = (self.preempted or 0) + count
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +146,8 @@ class AgentLoopSession:
     async def generate(self, asked: LLMCall) -> LLMResult:
         """Send a call to the scheduler and return the complete response, however many requests it took.
 
-        Raises:
-            SampleGivenUp: the sample was dropped, or continues without this agent loop.
-            RolloutError: another call is unfinished, or april rejects the conversation.
+        Raises SampleGivenUp if the sample was dropped, or continues without this agent loop; RolloutError if another
+        call is unfinished, or april rejects the conversation.
         """
         if self._left:
             raise RolloutError(GIVEN_UP)

@@ -61,7 +61,11 @@ class Sampler(ReplayBufferAsync):  # type: ignore[misc]
         ends = {getattr(tokenizer, "eos_token_id", None), *_generation_ends(self.trainer.config)} - {None}
         send = partial(ask_servers, llm_client)
         servers = servers_of(settings, send, self._end_all, sorted(map(int, ends)))
-        self.rollouts = VerlRollouts(settings, servers, self.refill_fn, [_calls_of(worker) for worker in workers])
+        calls = [
+            SimpleNamespace(begin=w.april_begin.remote, messages=w.april_messages.remote, answer=w.april_answer.remote)
+            for w in workers
+        ]
+        self.rollouts = VerlRollouts(settings, servers, self.refill_fn, calls)
         self.scheduler = RolloutScheduler(settings.config, **self.rollouts.parts)
 
     async def _end_all(self) -> None:
@@ -122,13 +126,6 @@ class Sampler(ReplayBufferAsync):  # type: ignore[misc]
                 fields.append({"response_mask": kept, "loss_mask": kept})
         if keys:
             tq.kv_batch_put(keys=keys, partition_id="train", fields=tu.list_of_dict_to_tensordict(fields))
-
-
-def _calls_of(actor: Any) -> Any:
-    """Return the remote methods of a worker's Ray actor, under the names of :class:`.agent_calls.WorkerCalls`."""
-    return SimpleNamespace(
-        begin=actor.april_begin.remote, messages=actor.april_messages.remote, answer=actor.april_answer.remote
-    )
 
 
 def _generation_ends(config: Any) -> set[Any]:
@@ -218,8 +215,12 @@ class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
             # remove trajectories left over from the batch on which the saved weights were trained
             if orphans := _not_of(prompts, labels):
                 tq.kv_clear(keys=orphans, partition_id="train")
-            if folder is not None:
-                self._adopt(folder, prompts, labels)
+            if folder is not None and prompts:
+                log.warning(
+                    "%s was saved without april, so april generates responses to its %d untrained prompts again",
+                    folder, len(prompts),
+                )  # fmt: skip
+                _label(prompts, "pending", trainer.global_steps)
             return
         stored: dict[str, dict[int, list[str]]] = {uid: {} for uid in prompts}
         for key in labels:
@@ -234,16 +235,6 @@ class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
             tq.kv_clear(keys=gone, partition_id="train")
         if here:
             _label(sorted(here), HELD, trainer.global_steps)
-
-    def _adopt(self, folder: Path, prompts: list[str], labels: dict[str, Any]) -> None:
-        """Generate responses to all prompts of a checkpoint again, since it was saved without april."""
-        if not prompts:
-            return
-        log.warning(
-            "%s was saved without april, so april generates responses to its %d untrained prompts again",
-            folder, len(prompts),
-        )  # fmt: skip
-        _label(prompts, "pending", self._sampler.trainer.global_steps)
 
     def _rows(self, uids: list[str]) -> Sequence[Any]:
         """Return the rows of prompts in verl's queue, in the form in which verl's data loader yields them."""

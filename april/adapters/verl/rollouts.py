@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from april.adapters.common.deliveries import Deliveries, checkpoint_errors
+from april.adapters.common.deliveries import Deliveries, checkpoint_errors, saved_groups
 from april.adapters.common.placed_media import MEDIA_KINDS
 from april.adapters.common.samples import is_masked
 from april.adapters.common.trainer_servers import ServerResult, TrainerServers
@@ -25,10 +24,9 @@ from april.adapters.verl.agent_calls import AgentLoopResult, LLMCall, LLMResult,
 from april.adapters.verl.settings import RunSettings
 from april.core.batch import Batch
 from april.core.state_checksum import seal, verify_checksum
-from april.core.tape import Float32, Int32
+from april.core.tape import Int32
 from april.core.types import FinishReason, Prompt, Work
 from april.core.value_checks import float32_reward, wrong_reward
-from april.corrections.advantages import first_others_of
 from april.driver.llm import LLM, Completion
 from april.driver.rewards import Response
 from april.driver.rollout_driver import KIND
@@ -51,8 +49,7 @@ def servers_of(
 
     async def ask(asked: LLMCall, token_ids: Int32, max_tokens: int) -> ServerResult:
         output = await send(asked, token_ids.tolist(), max_tokens)
-        asked.note(output)
-        return result_of(len(token_ids), output, max_tokens if settings.overruns else None, asked.options)
+        return result_of(len(token_ids), output, asked.options)
 
     return TrainerServers(
         "verl", ask, end_all, max_context=settings.context - 1, max_in_flight=settings.places,
@@ -173,7 +170,7 @@ class _Session:
         self._servers.requests[self.llm.sample_id] = asked
         try:
             completion = await self.llm.forward(asked.token_ids, asked.sampling, asked.attached)
-            answer: LLMResult | str = _done(completion, asked)
+            answer: LLMResult | str = _done(completion)
         except Exception as error:
             answer = describe(error)
         self._worker.answer(self.number, answer)
@@ -188,7 +185,7 @@ class _Session:
         self._servers.forget(self.llm.sample_id)
 
 
-def _done(completion: Completion, asked: LLMCall) -> LLMResult:
+def _done(completion: Completion) -> LLMResult:
     at = len(completion.conversation) - len(completion.tokens)
     changes = np.flatnonzero(np.any(np.diff(completion.versions, axis=0), axis=1)) + 1
     ends = [0, *changes.tolist(), len(completion.tokens)]
@@ -198,8 +195,7 @@ def _done(completion: Completion, asked: LLMCall) -> LLMResult:
     )  # fmt: skip
     return LLMResult(
         tokens=completion.tokens, logprobs=completion.logprobs, spans=spans, resumes=completion.resumes,
-        by_length=completion.finish is FinishReason.LENGTH, extras=completion.extras, preempted=asked.preempted,
-        cached=asked.cached,
+        by_length=completion.finish is FinishReason.LENGTH, extras=completion.extras,
     )  # fmt: skip
 
 
@@ -207,7 +203,7 @@ def _done(completion: Completion, asked: LLMCall) -> LLMResult:
 class DeliveredRows:
     """Description of a batch of B samples; verl's queue holds the trajectories themselves."""
 
-    batch: int
+    batch: Batch
     rollouts: tuple[Rollout, ...]
     """Samples of the batch, group by group, the oldest completion first."""
     settled: tuple[str, ...]
@@ -217,14 +213,6 @@ class DeliveredRows:
     metrics: dict[str, float]
     masked: dict[Rollout, Any]
     """Loss masks, uint8 [T], of those responses in which april excludes generated tokens from the loss."""
-    rewards: Float32
-    """Rewards, float32 [B]."""
-    baseline_rewards: NDArray[np.float64]
-    """Rewards for each sample's baseline, float64 [B, K], padded with NaN; see ``april.group_advantages``."""
-
-    @property
-    def uids(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(uid for uid, _ in self.rollouts))
 
 
 class VerlRollouts:
@@ -259,7 +247,9 @@ class VerlRollouts:
     async def rollout(self, prompt: Prompt, llm: LLM) -> AgentLoopResult:
         """Run the agent loop of a sample in one of verl's workers; this is the scheduler's rollout function."""
         uid = self._groups[llm.sample_id.group] = str(prompt.data["uid"])
-        worker, rollout = self._worker_of(uid), (uid, llm.sample_id.index)
+        if uid not in self._of_prompts:
+            self._of_prompts[uid] = self._workers[next(self._turn) % len(self._workers)]
+        worker, rollout = self._of_prompts[uid], (uid, llm.sample_id.index)
         session = _Session(next(self._numbers), uid, llm, self._servers, worker)
         worker.begin(session, self.prompts.rows[uid], self.stored.pop(rollout, ()))
         try:
@@ -270,11 +260,6 @@ class VerlRollouts:
         if ended.reward is None and self._settings.has_reward:
             raise RolloutError("it has no reward")
         return ended
-
-    def _worker_of(self, uid: str) -> _Worker:
-        if uid not in self._of_prompts:
-            self._of_prompts[uid] = self._workers[next(self._turn) % len(self._workers)]
-        return self._of_prompts[uid]
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
@@ -309,9 +294,8 @@ class VerlRollouts:
         held = set(self._groups.values())
         self.stored = {rollout: keys for rollout, keys in self.stored.items() if rollout[0] in held}
         return DeliveredRows(
-            batch=batch.id, rollouts=tuple(rollouts), settled=settled, held=held, masked=masked,
-            metrics=self.deliveries.metrics(batch, scheduler.ledger()), rewards=batch.rewards,
-            baseline_rewards=first_others_of(batch.sample_indices, [s.cohort for s in batch.samples]),
+            batch=batch, rollouts=tuple(rollouts), settled=settled, held=held, masked=masked,
+            metrics=self.deliveries.metrics(batch, scheduler.ledger()),
         )  # fmt: skip
 
     # ---------------------------------------------------------------- checkpoints
@@ -319,7 +303,7 @@ class VerlRollouts:
     def save(self, folder: Path, scheduler: Any) -> None:
         """Write april's state into the folder of verl's checkpoint. Raises CheckpointError if that fails."""
         state = scheduler.state_dict(self.deliveries.last)
-        known = {*self._groups.values(), *(group["data"]["uid"] for group in _groups_in(state))}
+        known = {*self._groups.values(), *(group["data"]["uid"] for group in saved_groups(state))}
         waiting = [uid for uid in self.prompts.rows if uid not in known]
         waiting += [uid for uid, _ in self.prompts.offered]
         late = self._servers.late_responses()
@@ -336,7 +320,7 @@ class VerlRollouts:
         saved = read_state(folder / STATE_FILE, FILE_KIND)
         with checkpoint_errors("the state"):
             verify_checksum(KIND, saved["state"])
-            core, groups = saved["state"]["core"], _groups_in(saved["state"])
+            core, groups = saved["state"]["core"], saved_groups(saved["state"])
             if missing := [uid for g in groups if (uid := g["data"]["uid"]) not in stored]:
                 raise CheckpointError(
                     f"{len(missing)} prompts of april's state (the first is {missing[0]}) are not in the trainer's "
@@ -368,8 +352,3 @@ class VerlRollouts:
         self.deliveries.skip_dropped(scheduler.ledger())
         log.info("april continues with %d prompts", len(held))
         return held
-
-
-def _groups_in(state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return all groups in a scheduler's saved state."""
-    return [*state["core"]["ready"], *state["core"]["waiting"]]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from april.adapters.common import installed_trainer as seams
-from april.adapters.common.refusals import Refusal, distorting, greedy, mapping_of, misplaced, refuse
+from april.adapters.common.refusals import Refusal, distorting, greedy, own_settings, refuse
 from april.config.settings import Config
 from april.engines.protocol import ROUTED_EXPERTS
 
@@ -38,14 +38,6 @@ REQUIRED_FUNCTIONS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 """Parameters of verl's functions that april calls, overrides or relies on."""
-OURS = (
-    "over_sampling_batch_size", "partial_rollout", "refill", "max_in_flight", "max_staleness", "max_off_policy_share",
-    "on_stale", "max_age", "max_resumes", "max_held_tokens", "max_extras_bytes", "max_filtered_groups",
-    "max_attempt_failures", "max_failed_groups", "abort_deadline_s", "abort_resend_s", "group_quorum",
-    "on_failed_sample", "min_group_size",
-)  # fmt: skip
-"""Settings of april.Config that ``april:`` in verl's configuration may contain."""
-HERE = ("max_in_flight_per_replica", "check")
 DECIDED = {
     "rollout_batch_size": "data.train_batch_size",
     "n_samples_per_prompt": "actor_rollout_ref.rollout.n",
@@ -57,14 +49,12 @@ DECIDED = {
     "generation": "trainer.v1.trainer_mode",
     "seed": "data.seed",
     "extras": "actor_rollout_ref.rollout.enable_rollout_routing_replay",
+    "max_chains": "rows, one per sample,",
 }
 ESTIMATOR = "april_grpo"
 """Value of algorithm.adv_estimator that selects april's own estimator."""
 WITHOUT_GROUPS = ("gae", "reinforce_plus_plus")
 """Estimators of verl that compute a row's advantage from that row alone."""
-OVERRUNNING = ("trtllm",)
-"""``rollout.name`` of servers that replace a request's token limit by their own, which is prompt_length +
-response_length minus the tokens sent."""
 UNBANNED = ("sglang",)
 """``rollout.name`` of servers that generate placeholder ids of images unless a logit bias prevents it."""
 RAY_CALLS = 960
@@ -79,16 +69,8 @@ def require_verl() -> None:
     version = seams.version_of("verl")
     numbers = tuple(int(part) if part.isdecimal() else -1 for part in version.split(".")[:3])
     fitting = f"april.adapters.verl needs verl {TESTED_VERSION} or a later 0.9.x"
-    refuse(
-        [
-            (
-                not OLDEST <= numbers < TOO_NEW,
-                f"verl {version} is installed",
-                fitting,
-                f"pip install verl=={TESTED_VERSION}",
-            )
-        ]
-    )
+    wrong = not OLDEST <= numbers < TOO_NEW
+    refuse([(wrong, f"verl {version} is installed", fitting, f"pip install verl=={TESTED_VERSION}")])
     seams.require_functions("verl", TESTED_VERSION, REQUIRED_FUNCTIONS)
 
 
@@ -107,27 +89,27 @@ class RunSettings:
     check: bool
     scaled: bool | None
     """True if april's advantages are divided by the standard deviation; None if verl computes advantages."""
-    overruns: bool
-    """True if servers may generate more tokens than a request allows."""
     places: int
     """Maximum number of requests in flight, over all servers."""
 
 
 def settings_of(config: Any) -> RunSettings:
     """Read verl's whole configuration (OmegaConf or mappings). Raises ConfigError if april does not support it."""
-    own = mapping_of(select(config, "april"), "april")
-    refuse(refusals(config, own))
+    own = own_settings(select(config, "april"), "verl", DECIDED)
+    refuse(refusals(config, own.get("group_quorum", 1)))
     rollout = "actor_rollout_ref.rollout"
     n, samples = select(config, "data.train_batch_size"), select(config, f"{rollout}.n")
     length = int(select(config, f"{rollout}.response_length", select(config, "data.max_response_length")))
     prompt = int(select(config, f"{rollout}.prompt_length", select(config, "data.max_prompt_length")))
-    values = {name: own[name] for name in OURS if own.get(name) is not None}
-    partial = values.get("partial_rollout", True)
-    values.setdefault("over_sampling_batch_size", 2 * n if partial else n)
-    overruns = select(config, f"{rollout}.name") in OVERRUNNING
+    per_replica = own.pop("max_in_flight_per_replica", None) or select(config, f"{rollout}.max_num_seqs", 256)
+    check = bool(own.pop("check", False))
     context = int(select(config, f"{rollout}.max_model_len") or prompt + length)
-    if overruns:
-        context = min(context, prompt + length)
+    defaults = {
+        "over_sampling_batch_size": 2 * n if own.get("partial_rollout", True) else n,
+        "abort_deadline_s": ABORT_DEADLINE_S,
+        # verl's agent loops have no time limit, and its servers do not stream
+        "function_timeout_s": None, "stall_timeout_s": None,
+    }  # fmt: skip
     april = Config(
         rollout_batch_size=n,
         n_samples_per_prompt=samples,
@@ -135,37 +117,30 @@ def settings_of(config: Any) -> RunSettings:
         max_chains=1,  # verl has one row per sample
         sampling={"temperature": select(config, f"{rollout}.temperature", 1.0)},
         extras=(ROUTED_EXPERTS,) if select(config, f"{rollout}.enable_rollout_routing_replay", False) else (),
-        # verl's agent loops have no time limit, and its servers do not stream
-        function_timeout_s=None,
-        stall_timeout_s=None,
-        **{"abort_deadline_s": ABORT_DEADLINE_S, **values},
+        **defaults | own,
     )
-    per_replica = own.get("max_in_flight_per_replica") or select(config, f"{rollout}.max_num_seqs", 256)
-    cap = min(int(per_replica), RAY_CALLS) * replicas(config)
     return RunSettings(
         config=april,
         has_reward=not _scored_later(config),
         context=context,
         max_tokens=length,
         filter_metric=_filter_metric(config),
-        check=bool(own.get("check", False)),
+        check=check,
         scaled=bool(select(config, "algorithm.norm_adv_by_std_in_grpo", True)) if _own_estimator(config) else None,
-        overruns=overruns,
-        places=cap,
+        places=min(int(per_replica), RAY_CALLS) * replicas(config),
     )
 
 
-def refusals(config: Any, own: dict[str, Any]) -> Iterator[Refusal]:
-    """Yield a refusal for each setting that april does not support."""
+def refusals(config: Any, quorum: Any) -> Iterator[Refusal]:
+    """Yield a refusal for each setting of verl that april does not support."""
     rollout, correction = "actor_rollout_ref.rollout", "algorithm.rollout_correction"
     estimator, temperature = select(config, "algorithm.adv_estimator"), select(config, f"{rollout}.temperature", 1.0)
-    quorum, mode = own.get("group_quorum"), select(config, "trainer.v1.trainer_mode")
+    mode = select(config, "trainer.v1.trainer_mode")
     v1, name = select(config, "trainer.use_v1", True), select(config, f"{rollout}.name")
     april_grpo, scored_later, filters = _own_estimator(config), _scored_later(config), _filter_metric(config)
     own_reward_gpus = "set reward.reward_model.enable_resource_pool=True"
     # fmt: off
-    yield from misplaced(own, "verl", DECIDED, (*OURS, *HERE))
-    yield (quorum not in (None, 1) and not april_grpo and estimator not in WITHOUT_GROUPS,
+    yield (quorum != 1 and not april_grpo and estimator not in WITHOUT_GROUPS,
            f"april.group_quorum={quorum}",
            f"it delivers groups in parts, but algorithm.adv_estimator={estimator} compares rows of the same batch",
            f"set that to {ESTIMATOR}, which compares with the first finishers of the group")
@@ -192,9 +167,8 @@ def refusals(config: Any, own: dict[str, Any]) -> Iterator[Refusal]:
     yield (select(config, f"{rollout}.logprobs_mode") == "raw_logprobs" and temperature != 1.0,
            f"{rollout}.logprobs_mode=raw_logprobs", "it ignores the temperature, which verl's actor does not",
            "leave it at processed_logprobs")
-    yield (name == "trtllm" and temperature != 1.0, f"{rollout}.temperature={temperature} with {rollout}.name=trtllm",
-           "verl's logprobs_mode does not reach this server, whose TorchSampler ignores the temperature in "
-           "log-probabilities, and its other sampler was not tested", "set it to 1, or use vllm or sglang")
+    yield (name == "trtllm", f"{rollout}.name=trtllm", "verl's TensorRT-LLM servers replace the token limit of every "
+           "request by their own", "use vllm or sglang")
     uncorrected = select(config, f"{correction}.rollout_is") is None
     yield (uncorrected and not select(config, f"{correction}.bypass_mode", False), f"{correction}.rollout_is=null",
            "verl recomputes old log-probabilities with the current weights, so tokens of older weights would be "
@@ -203,12 +177,6 @@ def refusals(config: Any, own: dict[str, Any]) -> Iterator[Refusal]:
            "it replays stored rollouts instead of making new ones", "leave out one of the two")
     yield (estimator == "remax", "algorithm.adv_estimator=remax",
            "it mixes greedy samples into each group, which april cannot tell apart", "use another estimator")
-    yield (not select(config, "trainer.checkpoint_callback_class"), "trainer.checkpoint_callback_class is empty",
-           "checkpoints would lose unfinished responses",
-           "leave it to +april=verl, or name a subclass of april.adapters.verl.Checkpoints")
-    yield (not select(config, f"{rollout}.agent.agent_loop_manager_class"),
-           f"{rollout}.agent.agent_loop_manager_class is empty", "april would not see a request",
-           "leave it to +april=verl")
     yield (filters is not None and scored_later, "algorithm.filter_groups", (
         "it needs rewards as soon as a group is finished, but a reward model on the training GPUs returns them later"
     ),

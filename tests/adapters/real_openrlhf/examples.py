@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,6 @@ sys.path.insert(0, str(short_runs.HERE / "on_cpu"))  # stands in for flash-attn
 
 from april.adapters import openrlhf as launcher
 from april.adapters.openrlhf.arguments import config_of
-from april.adapters.openrlhf.framework import find
 
 EXAMPLES = short_runs.ROOT / "examples" / "openrlhf"
 
@@ -46,7 +46,7 @@ def parse(words: list[str]) -> Any:
 
     with pytest.MonkeyPatch.context() as patch:
         for path in PLACES:
-            patch.setattr(path, find(path))
+            patch.setattr(path, pkgutil.resolve_name(path))
         patch.setattr(ray, "is_initialized", lambda: True)
         patch.setattr(openrlhf.utils, "get_strategy", strategy)
         patch.setattr(sys, "argv", ["x"])

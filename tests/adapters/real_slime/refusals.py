@@ -37,7 +37,7 @@ def ask(surroundings: tuple[str, Path], *flags: str, **settings: Any) -> Any:
     try:
         return function(args, 0, trainer.data_source(args))
     finally:
-        function.function.close()
+        function.close()
 
 
 @pytest.mark.parametrize(("flags", "settings", "said"), [

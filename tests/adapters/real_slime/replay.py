@@ -73,7 +73,7 @@ def test_rows_reach_the_actors_data(name: str, servers: tuple[FakeSglangServer, 
                 compared += len(replayed)
                 continued += len(spans) > 1
     finally:
-        function.function.close()
+        function.close()
     print(f"{name}: {compared} rows compared, {continued} samples of several versions")
     assert continued >= 3
     assert not worker.violations

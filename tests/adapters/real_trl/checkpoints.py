@@ -12,7 +12,7 @@ import tiny
 import torch
 from transformers import TrainerCallback
 
-from april.adapters.trl.checkpoint import BUFFER_FILE, KIND, STATE_FILE
+from april.adapters.trl.checkpoint import KIND, STATE_FILE, buffer_file
 from april.errors import CheckpointError
 from april.serialization.state_file import unpack
 
@@ -61,7 +61,7 @@ def test_a_resumed_training_loses_nothing_and_trains_nothing_twice(mode: str, sa
     assert {count % times for count in trained.values()} == {0}
     assert max(after.logprob_errors) <= 1e-3
     assert after.state.global_step == times * times * short_runs.ROWS // short_runs.GROUPS
-    assert (checkpoint / BUFFER_FILE).exists() == ("middle" in mode)
+    assert (checkpoint / buffer_file(0)).exists() == ("middle" in mode)
     print(f"\n{mode}, cut after step {saved_at}: {sum(before.delivered.values())} groups before, {len(held)} held")
 
 

@@ -16,7 +16,7 @@ from peft import LoraConfig
 
 import april
 from april.adapters.trl import rollout
-from april.adapters.trl.checkpoint import BUFFER_FILE
+from april.adapters.trl.checkpoint import buffer_file
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -142,7 +142,7 @@ def test_a_resumed_training_loses_nothing_and_mixes_up_no_images(saved_at: int, 
     before.add_callback(StopAfter(saved_at))
     before.train()
     checkpoint = tmp_path / f"checkpoint-{saved_at}"
-    assert (checkpoint / BUFFER_FILE).exists() is (saved_at == 3)
+    assert (checkpoint / buffer_file(0)).exists() is (saved_at == 3)
     after = trainer(tmp_path, **saving)
     after.rows = dict(before.rows)  # of what is left of a batch
     after.train(resume_from_checkpoint=str(checkpoint))

@@ -262,8 +262,7 @@ def test_without_a_quorum_the_estimator_is_verls_grpo() -> None:
     from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 
     from april.adapters.verl import advantages
-    from april.adapters.verl.rollouts import DeliveredRows
-    from april.corrections.advantages import first_others_of
+    from april.corrections.advantages import first_others_of, group_advantages
 
     rewards = torch.rand(12, generator=torch.Generator().manual_seed(1))
     mask = torch.ones(12, 5)
@@ -272,10 +271,12 @@ def test_without_a_quorum_the_estimator_is_verls_grpo() -> None:
     scores[:, 1] = rewards
     rollouts = [(f"u{i // 4}", i % 4) for i in range(12)]
     cohorts = [tuple((j, float(rewards[4 * (i // 4) + j])) for j in range(4)) for i in range(12)]
-    delivery = DeliveredRows(
-        batch=0, rollouts=tuple(rollouts), settled=(), held=(), metrics={}, masked={}, rewards=rewards.numpy(),
-        baseline_rewards=first_others_of([i for _, i in rollouts], cohorts),
-    )  # fmt: skip
+    baseline_rewards = first_others_of([i for _, i in rollouts], cohorts)
+
+    def advantages_of_batch(method: Any, ddof: int) -> Any:
+        return group_advantages(rewards.numpy(), baseline_rewards, method, ddof=ddof)
+
+    delivery: Any = SimpleNamespace(rollouts=rollouts, batch=SimpleNamespace(advantages=advantages_of_batch))
     keys = [f"{uid}_{i}_0" for uid, i in rollouts]
     for scaled in (True, False):
         found = []
