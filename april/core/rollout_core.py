@@ -482,7 +482,8 @@ class RolloutCore:
             sample.group.delivered += 1
             self.lifecycle.settle_sample(sample.group)
         context.tokens.deliver(sum(lengths))
-        context.lengths.trained.add_all(lengths)
+        context.lengths.trained.samples += len(lengths)
+        context.lengths.trained.tokens += sum(lengths)
         metrics = batch_metrics(len(groups), samples, age) | self.leases.recorded()
         metrics |= context.lengths.metrics(lengths)
         metrics |= step.metrics(self.counters, self.observed_tokens())

@@ -189,8 +189,8 @@ def validate(context: CoreContext, updates: WeightUpdates) -> None:
     if context.prompts.held != len(context.buffer):
         fail(f"ledger: {context.prompts.held} prompts held, but a recount finds {len(context.buffer)}")
     finished = (s.generated for s in context.buffer.samples() if s.state is FINISHED)
-    if wrong := context.lengths.wrong(finished):
-        fail(wrong)
+    if (accounted := context.lengths.accounted(finished)) != (made := context.lengths.generated):
+        fail(f"lengths generated: {made}; trained, held or dropped: {accounted}")
     if context.lengths.trained.tokens > context.tokens.delivered:
         fail(f"{context.lengths.trained.tokens} tokens are trained, but {context.tokens.delivered} were delivered")
     for name, ledger in (("tokens", context.tokens), ("prompts", context.prompts)):

@@ -30,6 +30,7 @@ from april.core.event_pump import EventPump, Observer, RequestLog
 from april.core.rollout_core import RolloutCore
 from april.core.run_times import Fits, RunTimes, bottleneck
 from april.core.sampling import LogprobKind, SamplingParams
+from april.core.saved_state import SavedCore
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state_checksum import State, seal, verify_checksum
 from april.core.types import AttemptFailure, DropReason, FinishReason, Prompt, SampleId, SampleState
@@ -559,7 +560,7 @@ class RolloutDriver:
                 with self.long_waits.waiting_for("load_state_dict", again):
                     rest = await self._rest_from(prompts)
                 refuse_undrawn(trial, rest.position)
-                log_changes(trial, core)
+                log_changes(trial, loaded.saved)
 
                 def restore() -> None:
                     self._source.continue_with(rest)
@@ -568,7 +569,7 @@ class RolloutDriver:
                         if sample.state is SampleState.FINISHED and sample.id in outputs:
                             self.executor.samples.restore_output(sample, outputs[sample.id])
                     if self.recorder is not None:
-                        self.recorder.record_state(core)
+                        self.recorder.record_state(loaded.saved)
 
                 update.restore = restore
                 content = await self._content_of(path)
@@ -902,7 +903,7 @@ def refuse_undrawn(core: RolloutCore, stand: Position) -> None:
         )
 
 
-def log_changes(core: RolloutCore, state: dict[str, Any]) -> None:
+def log_changes(core: RolloutCore, state: SavedCore) -> None:
     """Log the settings that differ from those in the saved state."""
     if changes := snapshot.changed_settings(core, state):
         said = "; ".join(f"{name} was {saved}, now {now}" for name, (saved, now) in changes.items())
