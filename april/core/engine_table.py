@@ -395,12 +395,6 @@ class EngineTable:
         kinds = {e.logprob_kind for e in engines}
         self.logprob_kind = kinds.pop() if len(kinds) == 1 else "mixed"
 
-    def ends_of(self, engine: str) -> frozenset[int]:
-        """Return the end-of-sequence tokens of an engine; if it has left, those that all present engines share."""
-        if engine in self.states:
-            return frozenset(self.states[engine].limits.eos_token_ids)
-        return self.eos_token_ids.intersection(*(s.limits.eos_token_ids for s in self.states.values()))
-
     # ---------------------------------------------------------------- joining and leaving engines
 
     def unfit(self, engine: EngineLimits) -> str | None:

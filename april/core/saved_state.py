@@ -118,8 +118,8 @@ class SavedGroup(msgspec.Struct, kw_only=True, gc=False):
     position: int
     prompt: Tokens
     attached: tuple[Placed, ...]
-    data: Any
-    unchecked: list[str]
+    data: Any = {}
+    unchecked: list[str] = []
     drawn_under: PolicyVersion
     bound: int
     samples: list[SavedSample]

@@ -464,7 +464,7 @@ def _count_in(core: RolloutCore, saved: Sequence[SampleId]) -> None:
 
 def _ledger_in(ledger: Ledger, saved: Ledger, held: int) -> None:
     ledger.observed, ledger.delivered, ledger.held = saved.observed, saved.delivered, held
-    ledger.dropped.update(saved.dropped)
+    ledger.dropped.update(+saved.dropped)  # without counts of 0
 
 
 def _attached_in(
