@@ -65,9 +65,6 @@ class AdmissionCap:
         self._measured = measured
         self.value = min((most for most in (measured, self.ceiling) if most is not None), default=None)
 
-    def admits(self, in_flight: int) -> bool:
-        return self.value is None or in_flight < self.value
-
     def report(self, in_flight: int, running: int, waiting: int, kv_usage: float, preemptions: int) -> bool:
         """Adjust the cap to a load report of the engine; return True if the cap was lowered."""
         before, self._preemptions = self._preemptions, preemptions

@@ -3,8 +3,7 @@
 It connects the four parts (over-sampler, completion monitor, abort controller, partial-rollout buffer), runs the steps,
 and decides when training, evaluations, weight updates and pauses take their turns. What happens to samples is decided
 in ``sample_calls`` (calls of ``llm.generate``), ``attempt_results`` (engine requests), ``function_results`` (results of
-the user's functions), ``function_bugs``, ``lost_functions`` (functions whose process died), ``group_completion`` and
-``sample_lifecycle`` (retries and drops).
+the user's functions), ``function_bugs``, ``group_completion`` and ``sample_lifecycle`` (retries and drops).
 
 Invariants, checked by :meth:`RolloutCore.validate`: each sample is in exactly one state; tokens and prompts
 are delivered, held, or dropped for a named reason; every attempt in flight belongs to exactly one sample.
@@ -29,7 +28,6 @@ from april.core.engine_recovery import EngineRecovery
 from april.core.evaluation import Evaluations
 from april.core.function_results import FunctionResults
 from april.core.group_completion import GroupCompletion
-from april.core.lost_functions import LostFunctions
 from april.core.sample_calls import SampleCalls
 from april.core.sample_lifecycle import SampleLifecycle
 from april.core.settings import CoreSettings, EngineLimits
@@ -170,8 +168,7 @@ class RolloutCore:
         self._recovery = recovery = EngineRecovery(context, engine_calls, updates)
         groups = GroupCompletion(context)
         self.lifecycle = lifecycle = SampleLifecycle(context, groups)
-        lost_functions = LostFunctions(context, lifecycle)
-        self.calls = calls = SampleCalls(context, lifecycle, lost_functions)
+        self.calls = calls = SampleCalls(context, lifecycle)
         self._attempt_results = attempt_results = AttemptResults(context, calls, lifecycle)
         self._function_results = function_results = FunctionResults(context, groups, lifecycle, calls)
         self._evaluations = Evaluations(context, lifecycle)
@@ -189,7 +186,7 @@ class RolloutCore:
             ev.SampleReturned: function_results.sample_returned,
             ev.TokensUnused: self._tokens_unused,
             ev.SampleFailed: self._sample_failed,
-            ev.FunctionLost: lost_functions.function_lost,
+            ev.FunctionLost: calls.function_lost,
             ev.Scored: function_results.scored,
             ev.GroupJudged: self._group_judged,
             ev.TimerFired: self._timer_fired,

@@ -527,8 +527,8 @@ def _chain_in(
     chain = Chain(
         sample, saved.number, prompt.token_ids if saved.prompt is None else saved.prompt.whole,
         prompt.attached if saved.attached is None else _attached_in(core, attachments, saved.attached),
+        TokenTape(saved.tokens.whole, saved.logprobs.whole, saved.segments),
     )  # fmt: skip
-    chain.tape = TokenTape(saved.tokens.whole, saved.logprobs.whole, saved.segments)
     for ids in (chain.prompt, chain.tape.tokens):
         if wrong := wrong_ids(ids, core.engines.vocab_size):
             raise CheckpointError(f"{sample.id} of the state does not fit these engines: {wrong}")

@@ -28,7 +28,7 @@ from april.core import snapshot
 from april.core.batch import Batch
 from april.core.event_pump import EventPump, Observer, RequestLog
 from april.core.rollout_core import RolloutCore
-from april.core.run_times import Fits, RunTimes, bottleneck
+from april.core.run_times import RunTimes, bottleneck
 from april.core.sampling import LogprobKind, SamplingParams
 from april.core.saved_state import SavedCore
 from april.core.settings import CoreSettings, EngineLimits
@@ -95,7 +95,6 @@ class DriverOptions:
     blocked: Callable[[], tuple[float, str]] = lambda: (0.0, "")
     """Callback that returns for how many seconds user functions have blocked the loop since the last call, and the name
     of the function that blocked it longest."""
-    fits: Fits | None = None
 
 
 class RolloutDriver:
@@ -711,7 +710,7 @@ class RolloutDriver:
         blocked_s, blocking = self._options.blocked()
         times |= {"loop_blocked_s": blocked_s}
         unasked = {"unasked_extras": float(self.executor.streams.unrequested_extras.total())}
-        why = bottleneck(times, self.core.settings, self._options.fits, blocking, first=self._times.batches == 1)
+        why = bottleneck(times, self.core.settings, blocking, first=self._times.batches == 1)
         metrics = {**batch.metrics, **times, **unasked}
         metrics |= self._limit.metrics(metrics, self._times.places)
         batch = replace(batch, metrics=metrics, bottleneck=why)

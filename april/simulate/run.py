@@ -103,7 +103,7 @@ def _idle_times(settings: CoreSettings, steps: list[dict[str, float]]) -> dict[s
     return {
         "trainer_idle_share": times[TrainerTime.WAITS] / times["step_s"],
         "idle_shares": {str(cause): share for cause in IdleCause if (share := times[f"idle_{cause}"])},
-        "bottleneck": bottleneck(times, settings, lambda **_: True),
+        "bottleneck": bottleneck(times, settings),
     }
 
 
