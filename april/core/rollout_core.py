@@ -684,17 +684,6 @@ class RolloutCore:
             )
             self._long_in_a_row = 0
 
-    def _drop_without_room(self) -> None:
-        """Drop restored samples that no longer fit the engines' context; groups not yet READY are dropped whole."""
-        samples, self.context.without_room = self.context.without_room, []
-        for sample in samples:
-            why = f"the engines' context of {self.engines.max_context} has no room to finish it"
-            if sample.group.ready:
-                self.lifecycle.drop_sample(sample, DropReason.TOO_LONG, why)
-            elif sample.state is not SampleState.DROPPED:  # not dropped with its group in this loop
-                self.counters["prompts_too_long"] += 1
-                self.lifecycle.drop_group(sample.group, DropReason.TOO_LONG, why)
-
     # ---------------------------------------------------------------- bugs in the user's functions
 
     def _sample_failed(self, event: ev.SampleFailed) -> None:
@@ -735,7 +724,6 @@ class RolloutCore:
         if trained is not None:
             self._commit(self.leases.delivered_through(trained))
         self.clock.current = version
-        self._drop_without_room()
         self.lifecycle.restart_or_drop_stale()
         self._replan()
 

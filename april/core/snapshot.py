@@ -45,7 +45,6 @@ from april.core.types import (
     FinishReason,
     Group,
     GroupState,
-    OnLongPrompt,
     OnStale,
     Prompt,
     RecordedCall,
@@ -449,7 +448,7 @@ def _put(core: RolloutCore, restored: Restored) -> None:
     if context.tokens.held and saved.logprob_kind != core.engines.logprob_kind:
         core.engines.logprob_kind = "mixed"  # batches may now contain tokens of both kinds
     _require_rewards(core, had_reward=saved.settings.has_reward)
-    context.without_room = _without_room(core, saved.max_context)
+    _require_room(core, saved.max_context)
 
 
 def _count_in(core: RolloutCore, saved: Sequence[SampleId]) -> None:
@@ -580,22 +579,14 @@ def _require_rewards(core: RolloutCore, *, had_reward: bool) -> None:
         )
 
 
-def _without_room(core: RolloutCore, before: int) -> list[Sample]:
-    """Return the samples that no longer fit a smaller engine context; with on_long_prompt: error, refuse the state."""
+def _require_room(core: RolloutCore, before: int) -> None:
+    """Refuse a state with unfinished responses that no longer fit in a smaller engine context."""
     now = core.engines.max_context
-    if before <= now:
-        return []
-    lengths = {
-        sample: length
-        for sample in core.buffer.samples()
-        if sample.state is not SampleState.FINISHED
-        and (length := max(len(chain.prompt) + len(chain.tape) for chain in sample.chains)) >= now
-    }
-    if lengths and core.settings.on_long_prompt is OnLongPrompt.ERROR:
-        groups, longest = {sample.id.group for sample in lengths}, max(lengths.values())
+    samples = [s for s in core.buffer.samples() if s.state is not SampleState.FINISHED] if now < before else []
+    lengths = {s: max(len(chain.prompt) + len(chain.tape) for chain in s.chains) for s in samples}
+    if (longest := max(lengths.values(), default=0)) >= max(now, 1):
+        groups = {sample.id.group for sample, length in lengths.items() if length >= now}
         raise CheckpointError(
             f"{len(groups)} unfinished groups of the state do not fit in the engines' context of {now} tokens, which "
-            f"was {before} (the longest prompt and response have {longest} tokens); give the engines a larger context, "
-            "or set on_long_prompt: skip, which drops these groups"
+            f"was {before} (the longest prompt and response have {longest} tokens); give the engines a larger context"
         )
-    return list(lengths)
