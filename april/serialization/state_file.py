@@ -26,7 +26,6 @@ from april.core.state_checksum import FORMAT
 from april.errors import CheckpointError
 
 MAGIC = b"april %d\n" % FORMAT
-"""First bytes of a file."""
 LONG = 1024
 """``bytes`` values of at least this length are long: they are written before the map."""
 _CHECKED, _SEALED = 1, 2
@@ -88,12 +87,10 @@ def _write(file: BinaryIO, kind: str, content: Any) -> None:
 
 
 class _Head(msgspec.Struct):
-    """The part of a file that everything else is read from."""
+    """The last part of a file: its kind of state, and the checksum of ``content`` and ``long``."""
 
     april: str
-    """Kind of the state."""
     checksum: str
-    """Checksum of ``content`` and ``long``."""
     long: bytes
     """Digest of the long values that no sealed state's own checksum covers."""
     content: bytes
