@@ -340,14 +340,13 @@ def test_a_function_that_blocks_the_loop_is_the_bottleneck() -> None:
 
 def test_nothing_is_advised_that_april_chooses_itself() -> None:
     """Settings that are auto are not named; limits only where they can have been reached."""
-    idle = {"step_s": 14.0, "trainer_wait_s": 14.0}
     for auto, advice in (
         ((), "raise over_sampling_batch_size or set refill: sample"), (("refill",), "raise over_sampling_batch_size"),
         (("over_sampling_batch_size",), "set refill: sample"),
     ):  # fmt: skip
-        said = sentence({"auto": tuple(map(Work, auto))}, **idle, idle_over_sampling=0.5)
+        said = sentence({"auto": tuple(map(Work, auto))}, step_s=14, trainer_wait_s=14, idle_over_sampling=0.5)
         assert said.rpartition("; ")[2] == advice
     for settings, advice in (
         ({"max_held_tokens": 1000}, "raise max_held_tokens"), ({"extras": ("experts",)}, "raise max_extras_bytes"),
     ):  # fmt: skip
-        assert sentence(settings, **idle, idle_held=0.5).rpartition("; ")[2] == advice
+        assert sentence(settings, step_s=14, trainer_wait_s=14, idle_held=0.5).rpartition("; ")[2] == advice
