@@ -81,7 +81,7 @@ def check_group(group: Group, *, whole: bool) -> str | None:
     unfinished = len(members) - len(finished)
     if (unfinished, len(members)) != (group.unfinished, group.held):
         return f"it has {unfinished} unfinished samples of {len(members)}"
-    if finished | leased != set(group.finishers) or len(leased) != group.delivered:
+    if sorted(finished | leased) != sorted(group.finishers) or len(leased) != group.delivered:
         return f"{sorted(finished | leased)} are finished, but its finishers are {group.finishers}"
     if whole and group.quorum != len(members):
         return f"a quorum of {group.quorum} of {len(members)}"
