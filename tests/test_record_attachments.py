@@ -83,10 +83,10 @@ def test_a_state_in_a_record_has_no_image_and_no_row() -> None:
     assert (again, again.data, again.path) == (attachment, None, "")
     chain = SavedChain(
         tokens=Tokens(np.arange(3)), logprobs=Logprobs(np.zeros(3)), segments=[], calls=[],
-        attached=bare([Placed(attachment, 1, 2, (7,))]), extras={"read": np.ones((7, 2), np.int32)},
+        attached=bare([Placed(attachment, 1, 2, (7,))]), extras={"read": np.ones((7, 2), np.uint8)},
     )  # fmt: skip
     left = json.loads(json.dumps(to_plain(chain)))
-    assert (left["tokens"], left["extras"]) == ({"length": 3}, {"read": {"length": 7}})
+    assert (left["tokens"], left["extras"]) == ({"length": 3}, {"read": {"length": 7, "sum": 14}})
     found = from_plain(left, SavedChain)
     assert found.attached == chain.attached
     assert found.tokens.whole.tolist() == [0] * 3

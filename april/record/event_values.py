@@ -59,7 +59,7 @@ def exception_name(text: str) -> str:
 def to_plain(value: Any, convert_text: ConvertText = omit_text, *, is_name: bool = False) -> Any:
     """Convert a value to plain JSON values.
 
-    An array becomes its length, a mask its sum, a sample or group its id.
+    An array becomes its length, a mask its length and sum, a sample or group its id.
 
     ``convert_text`` is applied to text unless ``is_name`` is true. Raises TypeError for an unknown type.
     """
@@ -79,7 +79,9 @@ def _converter(kind: type) -> Converter:
     if issubclass(kind, GenerateCall):
         return lambda value, of, named: value.owner
     if issubclass(kind, np.ndarray):
-        return lambda value, of, named: int(value.sum()) if value.dtype == np.uint8 else {"length": len(value)}
+        return lambda value, of, named: (
+            {"length": len(value), "sum": int(value.sum())} if value.dtype == np.uint8 else {"length": len(value)}
+        )
     if issubclass(kind, Packed):
         return lambda value, of, named: {"length": len(value)}
     if issubclass(kind, np.generic):
