@@ -38,7 +38,7 @@ from april.driver.tracebacks import shorten
 from april.driver.user_calls import WorkerThreads
 from april.driver.user_code import PARAMETERS, check_function, check_signatures, refuse_inside_user_code
 from april.driver.weight_update import TrainerUpdate
-from april.engines.fit import check_engines, fits, warnings_of
+from april.engines.fit import check_engines, warnings_of
 from april.engines.kinds.factory import create_engines
 from april.engines.protocol import Engine
 from april.errors import AprilError, ConfigError, DataExhausted, RolloutError, SchedulerClosed
@@ -249,7 +249,7 @@ class RolloutScheduler(BatchIterator):
             if engines is None:
                 seen_by = None if images is None else images.processor
                 engines = made = create_engines(config.engine, model, config.seed, self._thread.run, seen_by)
-            present = self._engines = list(engines)
+            self._engines = list(engines)
             kinds = settings.attachments
             check_engines(config, self._engines, gathers=self._gathers, attachments=kinds)
             self._vocab_size: int = min(engine.capabilities.vocab_size for engine in self._engines)
@@ -268,7 +268,6 @@ class RolloutScheduler(BatchIterator):
                         check=check, draw_in_thread=self._thread.threads_wake_it, config=config.to_mapping(),
                         record=record if record is None or isinstance(record, RunRecord) else RunRecord(record),
                         delivered=self._observers.delivered, blocked=self._thread.blocked,
-                        fits=lambda **changes: fits(config, {e.name: e.capabilities for e in present}, **changes),
                     ),
                 )
             )  # fmt: skip

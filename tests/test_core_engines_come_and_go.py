@@ -110,9 +110,6 @@ def test_an_engine_that_has_more_joins_and_promises_stay() -> None:
     table.leave("a")
     promised = table.max_context, table.vocab_size, table.eos_token_ids, table.logprob_kind
     assert promised == (4096, 2**31 - 1, frozenset((1, 2)), "raw")
-    assert (table.ends_of("b"), table.ends_of("a")) == (frozenset((1,)), frozenset((1,)))
-    table.leave("b")
-    assert table.ends_of("a") == frozenset((1, 2))
 
 
 def test_where_kinds_are_mixed_any_joins() -> None:

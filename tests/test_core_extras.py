@@ -135,7 +135,7 @@ def test_wrong_rows_of_a_state_are_refused(change: Any, why: str) -> None:
     m = giving()
     m.end(m.only.id, 7)
     state = msgspec.msgpack.decode(msgspec.msgpack.encode(snapshot.take(m.core, None)))
-    change(state["waiting"][0]["samples"][0]["extras"])
+    change(state["waiting"][0]["samples"][0]["chains"][0]["extras"])
     again = Giving(settings(n=1, samples=1, extras=("experts",)), 20, engines=(GIVES,))
     with pytest.raises(CheckpointError, match=why):
         snapshot.restore(again.core, state)
@@ -154,7 +154,7 @@ def test_rows_after_a_restart_have_the_layout_of_those_before() -> None:
     floats = {"experts": np.zeros((5, 2), np.float32)}
     assert wrong_rows(floats, ("experts",), 5, layout) == "rows of experts of type float32, after rows of type int32"
     assert wrong_rows({"experts": np.zeros((5, 2), np.int64)}, ("experts",), 5, layout) is None
-    state["waiting"][0]["samples"][1]["extras"]["experts"][0] = "<f4"
+    state["waiting"][0]["samples"][1]["chains"][0]["extras"]["experts"][0] = "<f4"
     other = Giving(settings(n=1, samples=2, extras=("experts",)), 20, engines=(GIVES,))
     with pytest.raises(CheckpointError, match=r"damaged.*of type float32, after rows of type int32"):
         snapshot.restore(other.core, state)

@@ -13,7 +13,6 @@ from core_machine import EOS, CoreMachine, asked, settings
 from april.core import commands as do
 from april.core import events as ev
 from april.core import snapshot
-from april.core.engine_table import EngineTable
 from april.core.ledger import DropReason
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
@@ -312,7 +311,7 @@ def test_state_taken_during_a_replay_is_as_good_as_the_first() -> None:
     first = save(two_turns()[0])
     m, talk = begin_anew(first)
     talk.call()
-    (before,), (after,) = (state["waiting"][0]["samples"] for state in (first, save(m)))
+    (before,), (after,) = (state["waiting"][0]["samples"][0]["chains"] for state in (first, save(m)))
     assert (after["calls"], after["open_call"], after["tokens"]) == (before["calls"], 7, before["tokens"])
 
 
@@ -402,41 +401,6 @@ def test_settings_that_do_not_fit_are_named(changes: dict[str, Any], words: str)
         load(saved(), **changes)
 
 
-@pytest.mark.parametrize("state", [None, 7, [], {}, {"core": {}}])
-def test_what_is_no_state_is_refused(state: Any) -> None:
-    """Something else altogether."""
-    with pytest.raises(CheckpointError, match="not a state that april's"):
-        load(state)
-
-
-@pytest.mark.parametrize("engine", ["e0", "another"])
-def test_nothing_is_generated_behind_the_end_of_a_response(engine: str) -> None:
-    """EOS in the middle of a call cannot be, also where its engine is gone; as the last token of a call it can."""
-    m, _ = two_turns()
-    state = save(m)
-    (sample,) = state["waiting"][0]["samples"]
-    tokens = np.frombuffer(sample["tokens"], "<i4").copy()
-    assert sample["calls"] == [[0, 6, "length"]]
-    for place, refused in ((5, False), (8, False), (4, True), (7, True)):
-        changed = tokens.copy()
-        changed[place] = EOS
-        sample["tokens"] = changed.tobytes()
-        for segment in sample["segments"]:
-            segment[5] = engine if segment[3] == "generated" else ""
-        if refused:
-            with pytest.raises(CheckpointError, match=f"tokens after the end-of-sequence token at {place}"):
-                restored(state, ALONE)
-        else:
-            restored(state, ALONE)
-
-
-def test_ends_of_an_engine_that_is_gone_are_those_on_which_all_agree() -> None:
-    """Another server may end responses by more tokens than the one that had generated these."""
-    table = EngineTable([EngineLimits("a", 99, None, (1, 2)), EngineLimits("b", 99, None, (2, 3))], PolicyVersion(0, 0))
-
-    assert [set(table.ends_of(name)) for name in ("a", "b", "gone")] == [{1, 2}, {2, 3}, {2}]
-
-
 def test_engines_with_other_log_probabilities() -> None:
     """What is held has the old kind: batches say that theirs are mixed; without held tokens they are the new ones."""
     engines = (EngineLimits("e1", 4096, None, (EOS,), "processed"),)
@@ -471,9 +435,10 @@ def put(state: State, path: tuple[Any, ...], value: Any) -> None:
         state[path[-1]] = value
 
 
-@pytest.mark.parametrize("damage", [..., None, "nonsense", -3, [[1, 2, 3]], b"\x01\x02\x03", float("nan")], ids=repr)
+@pytest.mark.parametrize("damage", [..., None, "nonsense", [[1, 2, 3]], b"\x01\x02\x03", float("nan")], ids=repr)
 def test_damage_anywhere_is_refused_or_harmless(damage: Any) -> None:
-    """Any value removed or replaced: one named error before anything runs, or a core that validates and goes on."""
+    """Any value removed, or of another type: one named error before anything runs, or a core that goes on. The checksum
+    of a state shows changes of other kinds."""
     good = saved()
     refused = 0
     for path in places(good):
@@ -492,11 +457,7 @@ def test_damage_anywhere_is_refused_or_harmless(damage: Any) -> None:
     assert refused > 100
 
 
-def test_groups_and_tokens_out_of_nowhere_are_refused() -> None:
-    """A group that was never drawn would be drawn again under its number; tokens need the call that asked for them."""
+def test_groups_out_of_nowhere_are_refused() -> None:
+    """A group that was never drawn would be drawn again under its number."""
     with pytest.raises(CheckpointError, match="the state is damaged: ValueError: group 1 of 1"):
         load(saved() | {"groups_drawn": 1})
-    state = saved()
-    state["waiting"][0]["samples"][0]["open_call"] = None
-    with pytest.raises(CheckpointError, match="has tokens that no call asked for"):
-        load(state)

@@ -5,19 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from core_machine import EOS, CoreMachine, asked, timers
+from core_machine import CoreMachine, asked, timers
 
 from april.core import commands as do
 from april.core import events as ev
-from april.core import snapshot
-from april.core.settings import EngineLimits
 from april.core.types import (
     AttemptFailure,
     DropReason,
     EngineFinish,
     GroupState,
     OnFailedSample,
-    OnLongPrompt,
     OnStale,
     SampleId,
     SampleState,
@@ -140,28 +137,6 @@ def test_what_takes_the_place_of_an_urgent_sample_is_urgent() -> None:
     m.update()
     m.ask()
     assert all(group.id != 1 for group in m.core.context.urgent.values())
-
-
-def test_a_straggler_without_room_after_a_restart_leaves_alone() -> None:
-    """The engines' context is smaller now: what counts is delivered without it, what does not goes with it."""
-    how = {"samples": 4, "over": 3, "group_quorum": 0.75, "on_long_prompt": OnLongPrompt.SKIP, "max_in_flight": 64}
-    m = asked(lambda g, i: 60 if i == 3 else 9, **how)
-    for key in [(0, 3), (1, 3)]:
-        m.tokens(m.attempt(*key).id, 40)
-    m.finish((0, 0), (0, 1), (0, 2), (1, 0))
-    state = snapshot.take(m.core, None)
-    smaller = (EngineLimits("e0", 30, None, (EOS,)),)
-    again = CoreMachine(m.core.settings, lambda g, i: 9, engines=smaller, prompts=0)
-    snapshot.restore(again.core, state)
-    again.restored()
-    assert again.core.buffer.groups[0].held == 3
-    assert 1 not in again.core.buffer.groups
-    assert again.core.prompts.dropped == {DropReason.TOO_LONG: 1}
-    assert again.core.counters["prompts_too_long"] == again.core.counters["groups_dropped_too_long"] == 1
-    again.ask()
-    again.finish((2, 0), (2, 1), (2, 2))
-    again.finish_aborts()
-    assert of(again) == [(0, 0), (0, 1), (0, 2), (2, 0)]
 
 
 # ---------------------------------------------------------------- nothing but failures

@@ -23,7 +23,7 @@ from seeds import seeds
 from virtual_rollouts import EOS, VOCAB, RecordingEngine, Rollouts, on_virtual_time, prompt_ids
 
 from april.core.batch import Batch, DeliveredSample
-from april.core.ledger import bucket_of
+from april.core.ledger import Lengths
 from april.core.tape import SegmentKind
 from april.core.types import (
     DropReason,
@@ -266,9 +266,9 @@ class World:
         assert books.observed == books.delivered + books.held + sum(books.dropped.values())
         assert prompts.observed == prompts.delivered + prompts.held + sum(prompts.dropped.values())
         assert +prompts.dropped == Counter(reason for _, reason in self.drops)
-        trained = Counter(bucket_of(len(s.tokens)) for batch in self.trained for s in batch)
-        out = Counter(bucket_of(s.chains[0].tape.generated) for batch in core.leased.values() for s in batch)
-        assert +core.context.lengths.trained.buckets == trained + out
+        lengths = [len(s.tokens) for batch in self.trained for s in batch]
+        lengths += [s.chains[0].tape.generated for batch in core.leased.values() for s in batch]
+        assert core.context.lengths.trained == Lengths(len(lengths), sum(lengths))
         core.validate()
 
     def settled(self) -> list[Key]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -12,8 +14,9 @@ from virtual_rollouts import on_virtual_time
 
 import april
 from april.core.attachments import Attachment, Placed
+from april.core.saved_state import Logprobs, SavedChain, Tokens, bare
 from april.core.types import Prompt
-from april.record.event_values import with_blank_content, without_content
+from april.record.event_values import from_plain, to_plain
 from april.record.replay import replay
 from april.testing import FaultScript, rollouts
 from april.testing.fault_script import ROW_FAULTS, STREAM_FAULTS
@@ -73,16 +76,18 @@ async def test_the_report_tells_of_tokens_without_rows(tmp_path: Path) -> None:
 
 def test_a_state_in_a_record_has_no_image_and_no_row() -> None:
     """Hashes, sizes and numbers of rows are left of it, which a replay can begin with."""
-    image = IMAGES[0]
-    saved = {
-        "attachments": {image.digest: {"kind": "image", "size": 100, "data": image.data, "path": "/home/me/a.png"}},
-        "waiting": [{"samples": [{"extras": {"read": ["<i8", [7, 2], bytes(112)]}, "tokens": bytes(12)}]}],
-    }
-    left = without_content(saved)
-    assert left == {
-        "attachments": {image.digest: ["image", 100]},
-        "waiting": [{"samples": [{"extras": {"read": 7}, "tokens": {"length": 3}}]}],
-    }
-    again = with_blank_content(msgspec.json.decode(msgspec.json.encode(left)))
-    assert again["attachments"][image.digest]["data"] is None
-    assert again["waiting"][0]["samples"][0] == {"extras": {"read": ["|u1", [7, 0], b""]}, "tokens": bytes(12)}
+    attachment = replace(IMAGES[0], path="/home/me/a.png")
+    left = json.loads(json.dumps(to_plain(attachment)))
+    assert left == {"kind": "image", "digest": attachment.digest, "size": 100}
+    again = from_plain(left, Attachment)
+    assert (again, again.data, again.path) == (attachment, None, "")
+    chain = SavedChain(
+        tokens=Tokens(np.arange(3)), logprobs=Logprobs(np.zeros(3)), segments=[], calls=[],
+        attached=bare([Placed(attachment, 1, 2, (7,))]), extras={"read": np.ones((7, 2), np.uint8)},
+    )  # fmt: skip
+    left = json.loads(json.dumps(to_plain(chain)))
+    assert (left["tokens"], left["extras"]) == ({"length": 3}, {"read": {"length": 7, "sum": 14}})
+    found = from_plain(left, SavedChain)
+    assert found.attached == chain.attached
+    assert found.tokens.whole.tolist() == [0] * 3
+    assert found.extras["read"].shape == (7, 0)

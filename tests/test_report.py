@@ -292,7 +292,7 @@ def test_what_is_no_record(record: Path, tmp_path: Path, what: str, who: str) ->
         change, sentence[what] = FOREIGN[what]
         path.write_bytes(change(record.read_bytes()))
     elif what == "a newer april":
-        sentence[what] = "{path} cannot be read: april 9.0 has written it in format 9, this april reads format 5"
+        sentence[what] = "{path} cannot be read: april 9.0 has written it in format 9, this april reads format 6"
         rewritten(record, path, lambda line: [*line[:2], line[2] | {"format": 9, "april": "9.0"}, line[3]])
     elif what == "a directory":
         path.mkdir()

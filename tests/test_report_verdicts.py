@@ -134,4 +134,4 @@ def test_a_trainer_puts_it_into_the_record(tmp_path: Path) -> None:
     (found,) = read_run(path).reports
     assert (found.id, found.report) == (batch.id, pytest.approx(report, rel=1e-5))
     assert replay(path).checks
-    assert read_run(path).head["format"] == 5
+    assert read_run(path).head["format"] == 6

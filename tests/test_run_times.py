@@ -17,7 +17,6 @@ from seeds import seeds
 from virtual_rollouts import RecordingEngine, Rollouts, now, on_virtual_time, prompt_ids, table
 
 from april.core.batch import Batch
-from april.core.partial_buffer import IdleCause
 from april.core.run_times import (
     SECONDS,
     SHARES,
@@ -29,7 +28,7 @@ from april.core.run_times import (
     whole,
 )
 from april.core.settings import CoreSettings
-from april.core.types import GenerationMode, Prompt, Refill
+from april.core.types import GenerationMode, Prompt, Refill, Work
 from april.errors import EngineError
 from april.record.file import RunRecord
 from april.record.replay import replay
@@ -247,17 +246,16 @@ PAGE = (Path(__file__).parent.parent / "docs" / "metrics.md").read_text("utf-8")
 
 
 def sentence(
-    settings: dict[str, Any] | None = None, refused: tuple[str, ...] = (), blocking: str = "", first: bool = False,
-    **times: float,
-) -> str:  # fmt: skip
-    """Of a step with these times, all others 0; what is left of the places is busy. ``refused``: settings."""
+    settings: dict[str, Any] | None = None, blocking: str = "", first: bool = False, **times: float
+) -> str:
+    """Of a step with these times, all others 0; what is left of the places is busy."""
     core = CoreSettings(
         rollout_batch_size=8, n_samples_per_prompt=8, over_sampling_batch_size=16, max_response_len=400,
         **({"max_in_flight": 128, "max_staleness": 1} | (settings or {})),
     )  # fmt: skip
     idle = sum(share for name, share in times.items() if name.startswith("idle_"))
     times = dict.fromkeys((*SECONDS, *SHARES), 0.0) | {"engines_busy": 1.0 - idle} | times
-    return bottleneck(times, core, lambda **change: change.keys().isdisjoint(refused), blocking, first=first)
+    return bottleneck(times, core, blocking, first=first)
 
 
 SENTENCES = {
@@ -340,24 +338,15 @@ def test_a_function_that_blocks_the_loop_is_the_bottleneck() -> None:
     assert sentence(step_s=15.7, loop_blocked_s=12.0).startswith("a function (its name is in the log) is the")
 
 
-REFUSABLE = {
-    IdleCause.TRAINER: ("generation",),
-    IdleCause.BOUND: ("max_staleness",),
-    IdleCause.HELD: ("max_held_tokens", "max_extras_bytes"),
-    IdleCause.OVER_SAMPLING: ("over_sampling_batch_size", "refill"),
-}
-"""Settings that are advised, by what keeps places empty."""
-
-
-@pytest.mark.parametrize("cause", IdleCause)
-def test_nothing_is_advised_that_would_be_refused(cause: IdleCause) -> None:
-    """Of each piece of advice: it is there where it would be taken, and not where it would not."""
-    settings, idle = {"max_held_tokens": 1000, "extras": ("experts",)}, {f"idle_{cause}": 0.5}
-    names = REFUSABLE.get(cause, ())
-    allowed = sentence(settings, step_s=14, trainer_wait_s=14, **idle)
-    assert all(f"{name}" in allowed or name == "max_staleness" for name in names)
-    for name in names:
-        words = "raise it" if name == "max_staleness" else "refill: sample" if name == "refill" else f"{name}"
-        advice = sentence(settings, (name,), step_s=14, trainer_wait_s=14, **idle).rpartition("; ")[2]
-        assert words in allowed.rpartition("; ")[2]
-        assert words not in advice
+def test_nothing_is_advised_that_april_chooses_itself() -> None:
+    """Settings that are auto are not named; limits only where they can have been reached."""
+    for auto, advice in (
+        ((), "raise over_sampling_batch_size or set refill: sample"), (("refill",), "raise over_sampling_batch_size"),
+        (("over_sampling_batch_size",), "set refill: sample"),
+    ):  # fmt: skip
+        said = sentence({"auto": tuple(map(Work, auto))}, step_s=14, trainer_wait_s=14, idle_over_sampling=0.5)
+        assert said.rpartition("; ")[2] == advice
+    for settings, advice in (
+        ({"max_held_tokens": 1000}, "raise max_held_tokens"), ({"extras": ("experts",)}, "raise max_extras_bytes"),
+    ):  # fmt: skip
+        assert sentence(settings, step_s=14, trainer_wait_s=14, idle_held=0.5).rpartition("; ")[2] == advice

@@ -85,7 +85,7 @@ def test_a_state_taken_while_requests_run() -> None:
     waiter.join()
     rollouts.close()
     held = {
-        (group["id"], index): sample["tokens"]
+        (group["id"], index): sample["chains"][0]["tokens"]
         for group in (*state["core"]["waiting"], *state["core"]["ready"])
         for index, sample in enumerate(group["samples"])
     }

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 
 from april.core.batch import Batch, DeliveredSample
-from april.core.ledger import bucket_of
 from april.core.settings import CoreSettings
 from april.core.tape import SegmentKind
 from april.core.types import OnStale
@@ -90,7 +89,7 @@ class Books:
     sent: int = 0
     delivered: int = 0
     lengths: Counter[int] = field(default_factory=Counter)
-    """Lengths of the samples that were delivered, by their bucket."""
+    """Number of samples that were delivered, by their length."""
     dropped: Counter[str] = field(default_factory=Counter)
     version: Version = (0, 0)
     weights: dict[Version, str] = field(default_factory=lambda: {(0, 0): "start"})
@@ -226,7 +225,7 @@ class Books:
             self.groups[key[0]].delivered.add(key[1])
             self._left(key, "delivered")
             self.delivered += len(generated(leased[key]))
-            self.lengths[bucket_of(len(generated(leased[key])))] += 1
+            self.lengths[len(generated(leased[key]))] += 1
         self.out[batch] = leased
         self.batches += 1
 
@@ -288,7 +287,7 @@ class Books:
                 books.tapes[key] = list(tape)
                 books.finished.add(key)
                 books.delivered -= len(generated(tape))
-                books.lengths[bucket_of(len(generated(tape)))] -= 1
+                books.lengths[len(generated(tape))] -= 1
         books.version = (self.version[0] + 1, self.version[1] + trained)
         return books
 

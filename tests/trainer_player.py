@@ -17,6 +17,7 @@ from trainer_books import Books, Key, Token, check_batch, number_of
 from april.core import commands as do
 from april.core import events as ev
 from april.core.event_pump import EventPump
+from april.core.ledger import Lengths
 from april.core.rollout_core import RolloutCore
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
@@ -253,7 +254,8 @@ class TrainerPlayer:
         training = [r for r in self.running.values() if r.key[0] >= 0]
         assert core.observed_tokens() == books.sent
         assert core.tokens.delivered == books.delivered
-        assert +core.context.lengths.trained.buckets == +books.lengths
+        tokens = sum(length * count for length, count in books.lengths.items())
+        assert core.context.lengths.trained == Lengths(books.lengths.total(), tokens)
         assert list(core.leased) == list(books.out)
         assert {group.id: group.cohort for group in core.buffer} == {g: books.groups[g].cohort for g in books.held}
         settled = Counter(books.settled.values())

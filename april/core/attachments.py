@@ -146,17 +146,3 @@ def wrong_rows(extras: Extras, names: Sequence[str], count: int, layout: Extras 
         if earlier is not None and rows.dtype.kind != earlier.dtype.kind:
             return f"rows of {name} of type {rows.dtype}, after rows of type {earlier.dtype}"
     return None
-
-
-def wrong_places(attached: Sequence[Placed], length: int, kinds: Sequence[str], vocab_size: int) -> str | None:
-    """Describe why these attachments do not fit ``length`` tokens; None if they do."""
-    end = 0
-    for placed in attached:
-        if placed.at < end or placed.count < 1 or placed.end > length:
-            return f"an attachment at tokens {placed.at} to {placed.end} of {length}, from {end} on"
-        if placed.attachment.kind not in kinds:
-            return f"an attachment of a kind other than {', '.join(kinds) or 'none'}"
-        if not placed.stands or not all(0 <= token < vocab_size for token in placed.stands):
-            return f"an attachment whose placeholder ids are outside the vocabulary of {vocab_size}"
-        end = placed.end
-    return None

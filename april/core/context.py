@@ -82,8 +82,6 @@ class CoreContext:
         """Reason why the step cannot continue; None if it can."""
         self.reward_layout: RewardLayout = {}
         """Names and shapes that all rewards of the run have; empty before the first reward."""
-        self.without_room: list[Sample] = []
-        """Restored samples that will be dropped, as the engines' context is now too small for them."""
         self.evaluations: dict[int, Evaluation] = {}
         self.evaluation_groups: dict[int, Group] = {}
         """Groups of running evaluations by number."""

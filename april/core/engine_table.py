@@ -65,9 +65,6 @@ class AdmissionCap:
         self._measured = measured
         self.value = min((most for most in (measured, self.ceiling) if most is not None), default=None)
 
-    def admits(self, in_flight: int) -> bool:
-        return self.value is None or in_flight < self.value
-
     def report(self, in_flight: int, running: int, waiting: int, kv_usage: float, preemptions: int) -> bool:
         """Adjust the cap to a load report of the engine; return True if the cap was lowered."""
         before, self._preemptions = self._preemptions, preemptions
@@ -394,12 +391,6 @@ class EngineTable:
         self.eos_token_ids = frozenset(i for e in engines for i in e.eos_token_ids)
         kinds = {e.logprob_kind for e in engines}
         self.logprob_kind = kinds.pop() if len(kinds) == 1 else "mixed"
-
-    def ends_of(self, engine: str) -> frozenset[int]:
-        """Return the end-of-sequence tokens of an engine; if it has left, those that all present engines share."""
-        if engine in self.states:
-            return frozenset(self.states[engine].limits.eos_token_ids)
-        return self.eos_token_ids.intersection(*(s.limits.eos_token_ids for s in self.states.values()))
 
     # ---------------------------------------------------------------- joining and leaving engines
 

@@ -1,7 +1,7 @@
 """Handles the results and failures of the user's functions (rollout function, reward function, filter).
 
 A failed sample is retried, replaced or dropped by ``SampleLifecycle`` (``retry_or_give_up``); ``function_bugs`` decides
-whether the failure is a bug that would fail all samples; ``lost_functions`` handles functions whose process died.
+whether the failure is a bug that would fail all samples; ``sample_calls`` handles functions whose process died.
 """
 
 from __future__ import annotations

@@ -8,12 +8,9 @@ delivered.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
-
-from april.core.value_checks import count_of
 
 
 class DropReason(StrEnum):
@@ -86,66 +83,22 @@ class Ledger:
         }
 
 
-FINEST = 3
-"""Number of leading bits of a length that select its bucket. Lengths up to 7 have a bucket each; from then on, lengths
-from one power of two to the next share four buckets."""
-LONGEST = 1 << 40
-"""Longest response that a snapshot may contain, in tokens."""
-
-
-def bucket_of(length: int) -> int:
-    """Return the number of the bucket of a length (0 or more); buckets are in the order of lengths, without gaps."""
-    shift = max(length.bit_length() - FINEST, 0)
-    return (shift << (FINEST - 1)) + (length >> shift)
-
-
-def shortest_of(bucket: int) -> int:
-    """Return the shortest length in a bucket; the longest is one less than the shortest of the next bucket."""
-    shift = max((bucket >> (FINEST - 1)) - 1, 0)
-    return (bucket - (shift << (FINEST - 1))) << shift
-
-
 @dataclass(slots=True)
 class Lengths:
-    """Histogram of response lengths: number of responses per bucket (:func:`bucket_of`), and their total tokens."""
+    """Number of responses, and their total tokens."""
 
-    buckets: Counter[int] = field(default_factory=Counter)
+    samples: int = 0
     tokens: int = 0
 
     def add(self, length: int, count: int = 1) -> None:
         """Add ``count`` responses of this length; a negative count removes them."""
-        self.buckets[bucket_of(length)] += count
+        self.samples += count
         self.tokens += count * length
-
-    def add_all(self, lengths: Iterable[int]) -> None:
-        """Add a response of each of these lengths."""
-        self.buckets.update(map(bucket_of, lengths))
-        self.tokens += sum(lengths)
-
-    @property
-    def samples(self) -> int:
-        """Number of responses."""
-        return self.buckets.total()
 
     @property
     def mean(self) -> float:
         """Mean number of generated tokens per response; 0 without responses."""
-        return self.tokens / samples if (samples := self.samples) else 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the histogram as plain values."""
-        return {"tokens": self.tokens, "buckets": {str(b): n for b, n in sorted(self.buckets.items()) if n}}
-
-    @classmethod
-    def from_dict(cls, state: Mapping[str, Any]) -> Lengths:
-        """Return the histogram of a snapshot; raises ValueError, TypeError or LookupError for impossible values."""
-        buckets, tokens = {int(b): count_of(n) for b, n in state["buckets"].items()}, count_of(state["tokens"])
-        if any(not 0 <= b <= bucket_of(LONGEST) for b in buckets):
-            raise ValueError(f"lengths in the buckets {sorted(buckets)}")
-        least = sum(shortest_of(b) * n for b, n in buckets.items())
-        if not least <= tokens <= sum((shortest_of(b + 1) - 1) * n for b, n in buckets.items()):
-            raise ValueError(f"{sum(buckets.values())} responses cannot have {tokens} tokens")
-        return cls(Counter(buckets), tokens)
+        return self.tokens / self.samples if self.samples else 0.0
 
 
 @dataclass(slots=True)
@@ -156,8 +109,8 @@ class LengthLedger:
     not change its count, so only drops make trained and generated lengths differ. Responses that were dropped before
     they were complete have no known length and are counted separately. Evaluations do not count.
 
-    Invariant, for every bucket of lengths: ``generated == trained + held + sum(dropped)``, where ``held``
-    counts finished responses that are not delivered yet.
+    Invariant, for responses and for their tokens: ``generated == trained + held + sum(dropped)``, where ``held`` counts
+    finished responses that are not delivered yet.
     """
 
     generated: Lengths = field(default_factory=Lengths)
@@ -187,35 +140,14 @@ class LengthLedger:
             "length_unknown": unknown / (unknown + self.generated.samples),
         }
 
-    def wrong(self, finished: Iterable[int]) -> str | None:
-        """Describe a violation of the invariant, given the lengths of finished and held responses; None if it holds."""
-        accounted = self._accounted(finished)
-        if accounted == self.generated:  # counters that differ in buckets without responses are equal
-            return None
-        return f"lengths generated: {self.generated.as_dict()}; trained, held or dropped: {accounted.as_dict()}"
+    def accounted(self, finished: Iterable[int]) -> Lengths:
+        """Return trained, held and dropped responses together, given the lengths of finished and held responses."""
+        parts, held = (self.trained, *self.dropped.values()), list(finished)
+        return Lengths(
+            sum(part.samples for part in parts) + len(held), sum(part.tokens for part in parts) + sum(held)
+        )
 
-    def _accounted(self, finished: Iterable[int]) -> Lengths:
-        lengths = Lengths(self.trained.buckets.copy(), self.trained.tokens)
-        for dropped in self.dropped.values():
-            lengths.buckets.update(dropped.buckets)
-            lengths.tokens += dropped.tokens
-        for length in finished:
-            lengths.add(length)
-        return lengths
-
-    # ---------------------------------------------------------------- snapshots
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the counts as plain values, without ``generated``, which :meth:`restore` computes again."""
-        dropped = {str(reason): lengths.as_dict() for reason, lengths in self.dropped.items()}
-        unfinished = {str(reason): count for reason, count in self.unfinished.items()}
-        return {"trained": self.trained.as_dict(), "dropped": dropped, "unfinished": unfinished}
-
-    def restore(self, state: Mapping[str, Any], finished: Iterable[int]) -> None:
-        """Restore the counts of a snapshot, given the lengths of its finished and held responses; an empty ``state`` is
-        allowed, as old snapshots had none. Raises like :meth:`Lengths.from_dict`."""
-        if state:
-            self.trained = Lengths.from_dict(state["trained"])
-            self.dropped = {DropReason(reason): Lengths.from_dict(part) for reason, part in state["dropped"].items()}
-            self.unfinished.update({DropReason(r): count_of(n) for r, n in state["unfinished"].items()})
-        self.generated = self._accounted(finished)
+    def restore(self, saved: LengthLedger, finished: Iterable[int]) -> None:
+        """Restore the counts of a saved core, given the lengths of its finished and held responses."""
+        self.trained, self.dropped, self.unfinished = saved.trained, saved.dropped, saved.unfinished
+        self.generated = self.accounted(finished)

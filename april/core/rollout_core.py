@@ -3,8 +3,7 @@
 It connects the four parts (over-sampler, completion monitor, abort controller, partial-rollout buffer), runs the steps,
 and decides when training, evaluations, weight updates and pauses take their turns. What happens to samples is decided
 in ``sample_calls`` (calls of ``llm.generate``), ``attempt_results`` (engine requests), ``function_results`` (results of
-the user's functions), ``function_bugs``, ``lost_functions`` (functions whose process died), ``group_completion`` and
-``sample_lifecycle`` (retries and drops).
+the user's functions), ``function_bugs``, ``group_completion`` and ``sample_lifecycle`` (retries and drops).
 
 Invariants, checked by :meth:`RolloutCore.validate`: each sample is in exactly one state; tokens and prompts
 are delivered, held, or dropped for a named reason; every attempt in flight belongs to exactly one sample.
@@ -37,7 +36,6 @@ from april.core.engine_recovery import EngineRecovery
 from april.core.evaluation import Evaluations
 from april.core.function_results import FunctionResults
 from april.core.group_completion import GroupCompletion
-from april.core.lost_functions import LostFunctions
 from april.core.sample_calls import SampleCalls
 from april.core.sample_lifecycle import SampleLifecycle
 from april.core.settings import CoreSettings, EngineLimits
@@ -180,8 +178,7 @@ class RolloutCore:
         self._recovery = recovery = EngineRecovery(context, engine_calls, updates)
         groups = GroupCompletion(context)
         self.lifecycle = lifecycle = SampleLifecycle(context, groups)
-        lost_functions = LostFunctions(context, lifecycle)
-        self.calls = calls = SampleCalls(context, lifecycle, lost_functions)
+        self.calls = calls = SampleCalls(context, lifecycle)
         self._attempt_results = attempt_results = AttemptResults(context, calls, lifecycle)
         self._function_results = function_results = FunctionResults(context, groups, lifecycle, calls)
         self._evaluations = Evaluations(context, lifecycle)
@@ -199,7 +196,7 @@ class RolloutCore:
             ev.SampleReturned: function_results.sample_returned,
             ev.TokensUnused: self._tokens_unused,
             ev.SampleFailed: self._sample_failed,
-            ev.FunctionLost: lost_functions.function_lost,
+            ev.FunctionLost: calls.function_lost,
             ev.Scored: function_results.scored,
             ev.GroupJudged: self._group_judged,
             ev.TimerFired: self._timer_fired,
@@ -496,7 +493,8 @@ class RolloutCore:
                 self.lifecycle.settle_sample(sample.group)
         lengths = [of_rows.generated for of_rows in figures]
         context.tokens.deliver(sum(lengths))
-        context.lengths.trained.add_all(lengths)
+        context.lengths.trained.samples += len(lengths)
+        context.lengths.trained.tokens += sum(lengths)
         metrics = batch_metrics(len(groups), samples, figures) | self.leases.recorded()
         metrics |= context.lengths.metrics(lengths)
         metrics |= step.metrics(self.counters, self.observed_tokens())
@@ -700,17 +698,6 @@ class RolloutCore:
             )
             self._long_in_a_row = 0
 
-    def _drop_without_room(self) -> None:
-        """Drop restored samples that no longer fit the engines' context; groups not yet READY are dropped whole."""
-        samples, self.context.without_room = self.context.without_room, []
-        for sample in samples:
-            why = f"the engines' context of {self.engines.max_context} has no room to finish it"
-            if sample.group.ready:
-                self.lifecycle.drop_sample(sample, DropReason.TOO_LONG, why)
-            elif sample.state is not SampleState.DROPPED:  # not dropped with its group in this loop
-                self.counters["prompts_too_long"] += 1
-                self.lifecycle.drop_group(sample.group, DropReason.TOO_LONG, why)
-
     # ---------------------------------------------------------------- bugs in the user's functions
 
     def _sample_failed(self, event: ev.SampleFailed) -> None:
@@ -751,7 +738,6 @@ class RolloutCore:
         if trained is not None:
             self._commit(self.leases.delivered_through(trained))
         self.clock.current = version
-        self._drop_without_room()
         self.lifecycle.restart_or_drop_stale()
         self._replan()
 

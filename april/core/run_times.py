@@ -7,15 +7,14 @@ and what to change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from statistics import fmean, median
-from typing import NamedTuple
 
 from april.core.partial_buffer import IdleCause
 from april.core.rollout_core import RolloutCore
 from april.core.settings import CoreSettings
-from april.core.types import GenerationMode
+from april.core.types import GenerationMode, Work
 from april.core.weight_updates import Phase
 
 
@@ -270,10 +269,6 @@ PARTS = {
 """Text for the parts of a weight update, by metric."""
 
 
-Fits = Callable[..., bool]
-"""Returns True if the run would accept the settings that are passed by name with new values."""
-
-
 def bottleneck_of(steps: Sequence[Mapping[str, float]], settings: CoreSettings) -> str:
     """Return the bottleneck of several steps as a sentence.
 
@@ -283,14 +278,13 @@ def bottleneck_of(steps: Sequence[Mapping[str, float]], settings: CoreSettings) 
 
 
 def bottleneck(
-    times: Mapping[str, float], settings: CoreSettings, fits: Fits | None = None, blocking: str = "", *,
-    first: bool = False,
-) -> str:  # fmt: skip
+    times: Mapping[str, float], settings: CoreSettings, blocking: str = "", *, first: bool = False
+) -> str:
     """Return a sentence on what a step waited for and what to change; empty if the step took no time.
 
-    ``times`` come from :class:`RunTimes`, or from :func:`whole` for several steps. Settings that ``fits`` refuses are
-    not advised; None means that the engines' abilities are unknown. ``blocking`` names the function that blocked the
-    event loop for most of ``loop_blocked_s``. ``first`` is True for the first batch, which includes the start-up.
+    ``times`` come from :class:`RunTimes`, or from :func:`whole` for several steps. ``blocking`` names the function that
+    blocked the event loop for most of ``loop_blocked_s``. ``first`` is True for the first batch, which includes the
+    start-up.
     """
     step = times["step_s"]
     if step <= 0.0:
@@ -325,7 +319,7 @@ def bottleneck(
         side = f"generation is the bottleneck: a batch requested ahead of training was not ready for {_of(ahead, step)}"
     else:
         side = f"generation is the bottleneck: the trainer waited {_of(waited, step)} for rollouts"
-    return f"{side}; {_engines(times, _Advice(settings, fits), starved=starved)}"
+    return f"{side}; {_engines(times, settings, starved=starved)}"
 
 
 def _trainer_side(times: Mapping[str, float]) -> str:
@@ -346,22 +340,7 @@ def _trainer_side(times: Mapping[str, float]) -> str:
     return f"{what} {took}; {waited}"
 
 
-class _Advice(NamedTuple):
-    """Filters advice: leaves out changes that the run would refuse or that april makes by itself."""
-
-    settings: CoreSettings
-    fits: Fits | None
-
-    def of(self, words: str, *, known: bool = False, **change: object) -> str:
-        """Return ``words`` if the change is possible and april does not choose the setting (``auto``); else "".
-
-        ``known`` says that the change depends on the engines' abilities; with ``fits`` None it is then not advised.
-        """
-        refused = known if self.fits is None else not self.fits(**change)
-        return "" if refused or change.keys() & set(self.settings.auto) else words
-
-
-def _engines(times: Mapping[str, float], advice: _Advice, *, starved: bool) -> str:
+def _engines(times: Mapping[str, float], settings: CoreSettings, *, starved: bool) -> str:
     """Return how busy the engines were and why they were idle, with advice if the trainer ``starved`` for batches."""
     idle = {cause: times[f"idle_{cause}"] for cause in IdleCause}
     total = sum(idle.values())
@@ -370,17 +349,23 @@ def _engines(times: Mapping[str, float], advice: _Advice, *, starved: bool) -> s
         busy = f"engines were busy {times['engines_busy']:.0%} of the time"
         return busy + ("; only more or faster engines would help" if starved else "")
     others = "" if idle[cause] > 0.9 * total else f", {idle[cause]:.0%}"
-    because, change = _reason(cause, advice)
+    because, change = _reason(cause, settings)
     if cause is IdleCause.BOUND and not starved:
-        change = "" if advice.settings.generation is GenerationMode.STEPWISE else "fewer engines would do"
+        change = "" if settings.generation is GenerationMode.STEPWISE else "fewer engines would do"
     said = f"engines stood idle {total:.0%} of the time{others} because {because}"
     return f"{said}; {change}" if change else said
 
 
-def _reason(cause: IdleCause, advice: _Advice) -> tuple[str, str]:
-    """Return the text for why places were unused, and advice on what to change (may be empty)."""
-    s, more = advice.settings, advice.of
-    held = s.max_held_tokens
+def _reason(cause: IdleCause, s: CoreSettings) -> tuple[str, str]:
+    """Return the text for why places were unused, and advice on what to change (may be empty).
+
+    The advice does not name settings that april chooses itself (``auto``).
+    """
+    limits = {"max_held_tokens": s.max_held_tokens is not None, "max_extras_bytes": bool(s.extras)}
+    more = {
+        "raise over_sampling_batch_size": Work.OVER_SAMPLING not in s.auto,
+        "set refill: sample": Work.REFILL not in s.auto,
+    }
     return {
         IdleCause.UPDATE: ("weights were updated", ""),
         IdleCause.PAUSE: ("generation was paused", ""),
@@ -388,11 +373,10 @@ def _reason(cause: IdleCause, advice: _Advice) -> tuple[str, str]:
         IdleCause.TRAINER: (
             "no batch was asked for",
             "engines with GPUs of their own could continue (generation: continuous)"
-            if s.generation is GenerationMode.STEPWISE and more("yes", known=True, generation="continuous") else "",
+            if s.generation is GenerationMode.STEPWISE else "",
         ),
         IdleCause.BOUND: (
-            f"max_staleness {s.max_staleness} allows no more work",
-            " or ".join(filter(None, (more("raise it", max_staleness=s.max_staleness + 1), "train faster"))),
+            f"max_staleness {s.max_staleness} allows no more work", "raise it or train faster",
         ),
         IdleCause.STOP: ("aborted requests took long to end", ""),
         IdleCause.ENGINES: ("no engine accepted the waiting work", "see engine/NAME/cap and the log"),
@@ -400,19 +384,13 @@ def _reason(cause: IdleCause, advice: _Advice) -> tuple[str, str]:
         IdleCause.PROMPTS: ("prompts were being drawn or have ended", ""),
         IdleCause.HELD: (
             "the limit of held tokens or extras is reached",
-            " or ".join(filter(None, (
-                "" if held is None else more("raise max_held_tokens", max_held_tokens=2 * held),
-                more("raise max_extras_bytes", max_extras_bytes=2 * (s.max_extras_bytes or 1)) if s.extras else "",
-            ))),
+            " or ".join(f"raise {name}" for name, applies in limits.items() if applies),
         ),
         IdleCause.OVER_SAMPLING: (
-            "rounds waited for their longest responses", more("set partial_rollout: true", partial_rollout=True)
+            "rounds waited for their longest responses", "set partial_rollout: true"
         ) if s.tail_batching else (
             f"only {s.groups_wanted} groups were in progress (refill: {s.refill})",
-            " or ".join(filter(None, (
-                more("raise over_sampling_batch_size", over_sampling_batch_size=2 * s.groups_wanted),
-                more("set refill: sample", refill="sample"),
-            ))),
+            " or ".join(words for words, fixed in more.items() if fixed),
         ),
     }[cause]  # fmt: skip
 

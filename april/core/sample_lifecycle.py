@@ -1,6 +1,6 @@
 """Decides whether a sample that failed or is too old is retried, restarted, replaced or dropped, alone or as a group.
 
-``function_results``, ``lost_functions`` and ``attempt_results`` report the failures; ``max_attempt_failures`` and
+``function_results``, ``sample_calls`` and ``attempt_results`` report the failures; ``max_attempt_failures`` and
 ``on_failed_sample`` are applied here. Invariant: tokens and prompts are dropped only under a named reason.
 """
 

@@ -14,10 +14,8 @@ from typing import Any
 
 from april.errors import CheckpointError
 
-FORMAT = 3
-"""Format number of everything that april saves; it grows when older versions cannot read the new format."""
-FORMATS_READ = (2, 3)
-"""Formats that this version reads; in format 2 the tokens of a sample are one ``bytes`` object."""
+FORMAT = 4
+"""Format number of everything that april saves; only states of this format can be read."""
 PIECES = (b"tokens", b"logprobs")
 """Keys whose value may be a list of ``bytes``, which has the checksum of the joined ``bytes``."""
 LARGEST_ARRAY = 1 << 20
@@ -39,9 +37,9 @@ def verify_checksum(kind: str, state: Any) -> None:
     """Raise CheckpointError unless ``state`` is an unchanged state of this kind that :func:`seal` returned."""
     if not isinstance(state, Mapping) or "april" not in state:
         raise CheckpointError("this is not a state that april's state_dict() returned")
-    if state.get("format") not in FORMATS_READ:
+    if state.get("format") != FORMAT:
         raise CheckpointError(
-            f"the state has format {state.get('format')!r}; this version of april reads the formats 2 and 3"
+            f"the state has format {state.get('format')!r}; this version of april reads format {FORMAT}"
         )
     if state["april"] != kind:
         raise CheckpointError(f"this is a state of april's {state['april']!r}, but a state of {kind!r} is needed")

@@ -44,7 +44,7 @@ class SegmentKind(StrEnum):
 GENERATED = SegmentKind.GENERATED
 
 
-class Segment(msgspec.Struct, frozen=True):
+class Segment(msgspec.Struct, frozen=True, array_like=True):
     """Tokens [start, start + count) of a response, from one attempt and one policy version or from the environment."""
 
     start: int

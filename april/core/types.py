@@ -277,6 +277,7 @@ class Replay:
         return self.calls[0].start if self.calls else self.open_start
 
 
+@dataclass(slots=True, eq=False)
 class Chain:
     """A token sequence of a sample: the prompt of its first call and all tokens that followed.
 
@@ -284,37 +285,23 @@ class Chain:
     becomes a row of the batch; a call continues the chain that its tokens extend.
     """
 
-    __slots__ = (
-        "attached",
-        "cache_key",
-        "cached_on",
-        "calls",
-        "extras",
-        "number",
-        "prompt",
-        "replay",
-        "sample",
-        "tape",
-    )  # fmt: skip
-
-    def __init__(self, sample: Sample, number: int, prompt: Int32, attached: tuple[Placed, ...] = ()) -> None:
-        self.sample = sample
-        self.number = number
-        self.prompt = prompt
-        """int32 [P]: the prompt of the group; in a later chain, the tokens of its first call."""
-        self.tape = TokenTape()
-        self.attached = attached
-        """Attachments of the prompt and of the tokens that followed, in order."""
-        self.extras: Extras = NO_EXTRAS
-        """Extras of the conversation: one row per token, from the second to the last generated token; may be empty."""
-        self.calls: list[GenerateCall] = []
-        """Calls that the function has made since it was last started, in order; the last one may be open."""
-        self.replay: Replay | None = None
-        """Calls to be answered from the tape after a restart; None if there are none. A finished sample with such calls
-        has lost the return value of its function."""
-        self.cached_on = ""
-        """Name of the engine with the chain's keys and values, valid while ``EngineState.cache_key == cache_key``."""
-        self.cache_key: tuple[PolicyVersion | None, int] | None = None
+    sample: Sample
+    number: int
+    prompt: Int32
+    """int32 [P]: the prompt of the group; in a later chain, the tokens of its first call."""
+    attached: tuple[Placed, ...] = ()
+    """Attachments of the prompt and of the tokens that followed, in order."""
+    tape: TokenTape = field(default_factory=TokenTape)
+    extras: Extras = NO_EXTRAS
+    """Extras of the conversation: one row per token, from the second to the last generated token; may be empty."""
+    calls: list[GenerateCall] = field(default_factory=list)
+    """Calls that the function has made since it was last started, in order; the last one may be open."""
+    replay: Replay | None = None
+    """Calls to be answered from the tape after a restart; None if there are none. A finished sample with such calls has
+    lost the return value of its function."""
+    cached_on: str = ""
+    """Name of the engine with the chain's keys and values, valid while ``EngineState.cache_key == cache_key``."""
+    cache_key: tuple[PolicyVersion | None, int] | None = None
 
     @property
     def open_call(self) -> GenerateCall | None:

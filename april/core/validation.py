@@ -81,7 +81,7 @@ def check_group(group: Group, *, whole: bool) -> str | None:
     unfinished = len(members) - len(finished)
     if (unfinished, len(members)) != (group.unfinished, group.held):
         return f"it has {unfinished} unfinished samples of {len(members)}"
-    if finished | leased != set(group.finishers) or len(leased) != group.delivered:
+    if sorted(finished | leased) != sorted(group.finishers) or len(leased) != group.delivered:
         return f"{sorted(finished | leased)} are finished, but its finishers are {group.finishers}"
     if whole and group.quorum != len(members):
         return f"a quorum of {group.quorum} of {len(members)}"
@@ -189,8 +189,8 @@ def validate(context: CoreContext, updates: WeightUpdates) -> None:
     if context.prompts.held != len(context.buffer):
         fail(f"ledger: {context.prompts.held} prompts held, but a recount finds {len(context.buffer)}")
     finished = (s.generated for s in context.buffer.samples() if s.state is FINISHED)
-    if wrong := context.lengths.wrong(finished):
-        fail(wrong)
+    if (accounted := context.lengths.accounted(finished)) != (made := context.lengths.generated):
+        fail(f"lengths generated: {made}; trained, held or dropped: {accounted}")
     if context.lengths.trained.tokens > context.tokens.delivered:
         fail(f"{context.lengths.trained.tokens} tokens are trained, but {context.tokens.delivered} were delivered")
     for name, ledger in (("tokens", context.tokens), ("prompts", context.prompts)):

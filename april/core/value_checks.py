@@ -1,9 +1,8 @@
-"""Checks of numbers from engines, users and snapshots: token ids, log-probabilities, rewards and counts."""
+"""Checks of numbers from engines, users and snapshots: token ids, log-probabilities and rewards."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
@@ -56,10 +55,3 @@ def wrong_reward(reward: float) -> str | None:
 def float32_reward(reward: float) -> float:
     """Return a valid reward rounded to float32, as batches hold it; filters and baselines use this number, too."""
     return float(np.float32(reward))
-
-
-def count_of(value: Any) -> int:
-    """Return ``value`` if it is an integer of at least 0; raises ValueError otherwise."""
-    if type(value) is not int or value < 0:
-        raise ValueError(f"expected a count, found {value!r}")
-    return value

@@ -28,8 +28,9 @@ from april.core import snapshot
 from april.core.batch import Batch
 from april.core.event_pump import EventPump, Observer, RequestLog
 from april.core.rollout_core import RolloutCore
-from april.core.run_times import Fits, RunTimes, bottleneck
+from april.core.run_times import RunTimes, bottleneck
 from april.core.sampling import LogprobKind, SamplingParams
+from april.core.saved_state import SavedCore
 from april.core.settings import CoreSettings
 from april.core.state_checksum import State, seal, verify_checksum
 from april.core.types import AttemptFailure, DropReason, FinishReason, Prompt, SampleId, SampleState
@@ -92,7 +93,6 @@ class DriverOptions:
     blocked: Callable[[], tuple[float, str]] = lambda: (0.0, "")
     """Callback that returns for how many seconds user functions have blocked the loop since the last call, and the name
     of the function that blocked it longest."""
-    fits: Fits | None = None
 
 
 class RolloutDriver:
@@ -535,7 +535,7 @@ class RolloutDriver:
                 with self.long_waits.waiting_for("load_state_dict", again):
                     rest = await self._rest_from(prompts)
                 refuse_undrawn(trial, rest.position)
-                log_changes(trial, core)
+                log_changes(trial, loaded.saved)
 
                 def restore() -> None:
                     self._source.continue_with(rest)
@@ -544,7 +544,7 @@ class RolloutDriver:
                         if sample.state is SampleState.FINISHED and sample.id in outputs:
                             self.executor.samples.restore_output(sample, outputs[sample.id])
                     if self.recorder is not None:
-                        self.recorder.record_state(core)
+                        self.recorder.record_state(loaded.saved)
 
                 update.restore = restore
                 content = await self._content_of(path)
@@ -687,7 +687,7 @@ class RolloutDriver:
         blocked_s, blocking = self._options.blocked()
         times |= {"loop_blocked_s": blocked_s}
         unasked = {"unasked_extras": float(self.executor.streams.unrequested_extras.total())}
-        why = bottleneck(times, self.core.settings, self._options.fits, blocking, first=self._times.batches == 1)
+        why = bottleneck(times, self.core.settings, blocking, first=self._times.batches == 1)
         metrics = {**batch.metrics, **times, **unasked}
         metrics |= self._limit.metrics(metrics, self._times.places)
         batch = replace(batch, metrics=metrics, bottleneck=why)
@@ -879,7 +879,7 @@ def refuse_undrawn(core: RolloutCore, stand: Position) -> None:
         )
 
 
-def log_changes(core: RolloutCore, state: dict[str, Any]) -> None:
+def log_changes(core: RolloutCore, state: SavedCore) -> None:
     """Log the settings that differ from those in the saved state."""
     if changes := snapshot.changed_settings(core, state):
         said = "; ".join(f"{name} was {saved}, now {now}" for name, (saved, now) in changes.items())

@@ -42,19 +42,6 @@ def check_engines(config: Config, engines: Sequence[Engine], *, gathers: bool, a
         raise ConfigError(sentence)
 
 
-def fits(config: Config, engines: Mapping[str, Capabilities], **changes: object) -> bool:
-    """Return True if the configuration with these changes is valid and fits the engines."""
-    try:
-        changed = type(config)(**(config.model_dump(exclude_unset=True) | changes))
-    except ConfigError:
-        return False
-    different: list[Capabilities] = []  # engines with equal abilities are checked once: every delivery waits for this
-    for capabilities in engines.values():
-        if capabilities not in different:
-            different.append(capabilities)
-    return not any(why_unfit(changed, {str(i): c for i, c in enumerate(different)}))
-
-
 def warnings_of(config: Config) -> Iterator[str]:
     """Yield a warning for each setting that is allowed but may not be intended."""
     n, over = config.rollout_batch_size, config.groups_in_work

@@ -7,16 +7,19 @@ needs no code here. Text is left out unless its field is known to hold april's o
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, TypeVar, get_args, get_origin
 
 import msgspec
 import numpy as np
 
 from april.core.attachments import Attachment
 from april.core.batch import DeliveredSample
+from april.core.saved_state import Packed
 from april.core.types import GenerateCall, Group, Sample
 
 NAME_FIELDS = frozenset(
@@ -26,12 +29,12 @@ NAME_FIELDS = frozenset(
     }
 )  # fmt: skip
 """Fields whose text is kept: names of attempts, engines, kinds and parts of rewards, and hashes made by april."""
-OMITTED_FIELDS = frozenset({"data", "end_ids", "eos_token_ids", "metrics", "note", "stop", "stop_token_ids", "tape"})
+OMITTED_FIELDS = frozenset(
+    {"data", "end_ids", "eos_token_ids", "metrics", "note", "stop", "stop_token_ids", "tape", "unchecked"}
+)
 """Fields that are left out: they hold user data or token ids, or can be derived from other fields."""
 OMITTED_OF_ROWS = OMITTED_FIELDS | {"cohort_values", "extras", "row_reward", "turns"}
 """Fields of delivered rows that are left out: other events and the calls of the samples have what the replay needs."""
-NAMED_BY_USERS = frozenset({"cohort_values", "parts", "per_token", "per_turn"})
-"""Mappings of a state whose keys are names that a reward function has given, which may be those of fields."""
 OMITTED_TEXT = "(left out)"
 _EXCEPTION_NAME = re.compile(r"(?:^|: )([A-Za-z_]\w{0,60}(?:Error|Exception|Timeout|Interrupt|Exit))(?=: |$)")
 
@@ -56,7 +59,7 @@ def exception_name(text: str) -> str:
 def to_plain(value: Any, convert_text: ConvertText = omit_text, *, is_name: bool = False) -> Any:
     """Convert a value to plain JSON values.
 
-    An array becomes its length, a mask its sum, a sample or group its id.
+    An array becomes its length, a mask its length and sum, a sample or group its id.
 
     ``convert_text`` is applied to text unless ``is_name`` is true. Raises TypeError for an unknown type.
     """
@@ -76,7 +79,11 @@ def _converter(kind: type) -> Converter:
     if issubclass(kind, GenerateCall):
         return lambda value, of, named: value.owner
     if issubclass(kind, np.ndarray):
-        return lambda value, of, named: int(value.sum()) if value.dtype == np.uint8 else {"length": len(value)}
+        return lambda value, of, named: (
+            {"length": len(value), "sum": int(value.sum())} if value.dtype == np.uint8 else {"length": len(value)}
+        )
+    if issubclass(kind, Packed):
+        return lambda value, of, named: {"length": len(value)}
     if issubclass(kind, np.generic):
         return lambda value, of, named: value.item()
     if issubclass(kind, Mapping):
@@ -87,17 +94,27 @@ def _converter(kind: type) -> Converter:
             "digest": of(value.digest) if value.digest.strip("0123456789abcdef") else value.digest,
             "size": value.size,
         }
+    if names := names_in_list(kind):
+        are_names = [name in NAME_FIELDS for name in names]
+        return lambda value, of, named: [
+            _CONVERTERS[type(part)](part, of, is_name)
+            for part, is_name in zip(map(partial(getattr, value), names), are_names, strict=True)
+        ]
     if is_dataclass(kind) or issubclass(kind, msgspec.Struct):
         all_of_them = fields(kind) if is_dataclass(kind) else msgspec.structs.fields(kind)
         left_out = OMITTED_OF_ROWS if issubclass(kind, DeliveredSample) else OMITTED_FIELDS
         parts = [(f.name, f.default, f.name in NAME_FIELDS) for f in all_of_them if f.name not in left_out]
         return lambda value, of, named: _plain_fields(value, of, parts)
-    if names := getattr(kind, "_fields", None):
-        are_names = [name in NAME_FIELDS for name in names]
-        return lambda value, of, named: [_CONVERTERS[type(v)](v, of, n) for v, n in zip(value, are_names, strict=True)]
     if issubclass(kind, (list, tuple)):
         return lambda value, of, named: [_CONVERTERS[type(item)](item, of, named) for item in value]
     raise TypeError(f"a {kind.__name__} cannot be recorded")
+
+
+def names_in_list(kind: type) -> tuple[str, ...]:
+    """Return the field names of a named tuple, or of a struct that is encoded as a list; else an empty tuple."""
+    if issubclass(kind, msgspec.Struct):
+        return kind.__struct_fields__ if kind.__struct_config__.array_like else ()
+    return getattr(kind, "_fields", ())
 
 
 class _Converters(dict[type, Converter]):
@@ -131,59 +148,23 @@ def from_plain(parts: Any, kind: type[T]) -> T:
     Raises:
         ValueError: the parts do not describe a value of this type.
     """
-    return msgspec.convert(parts, kind, dec_hook=_array)
-
-
-def without_content(state: Any) -> Any:
-    """Return a copy of a snapshot without prompts, tokens, user data, and contents of attachments and extras."""
-    if isinstance(state, bytes):
-        return {"length": len(state) // 4}
-    if isinstance(state, Mapping):
-        return {key: _item_without_content(key, item) for key, item in state.items()}
-    return [without_content(item) for item in state] if isinstance(state, (list, tuple)) else state
-
-
-def _item_without_content(key: str, item: Any) -> Any:
-    if key in ("data", "note", "unchecked"):
-        return None
-    if key == "attachments" and isinstance(item, Mapping):
-        return {digest: [saved["kind"], saved["size"]] for digest, saved in item.items()}
-    if key == "extras" and isinstance(item, Mapping):
-        return {name: shape[0] for name, (_, shape, _) in item.items()}
-    if key in NAMED_BY_USERS:
-        return {name: without_content(value) for name, value in item.items()}
-    return without_content(item)
-
-
-def with_blank_content(state: Any) -> Any:
-    """Undo :func:`without_content`: return a snapshot whose tokens and log-probabilities are 0 and extras are empty."""
-    if isinstance(state, dict):
-        if state.keys() == {"length"}:
-            return bytes(4 * state["length"])
-        return {key: _item_with_blank_content(key, item) for key, item in state.items()}
-    return [with_blank_content(item) for item in state] if isinstance(state, list) else state
-
-
-def _item_with_blank_content(key: str, item: Any) -> Any:
-    if key == "data":
-        return {}
-    if key == "attachments" and isinstance(item, dict):
-        saved = {"data": None, "path": OMITTED_TEXT}
-        return {digest: {"kind": kind, "size": size, **saved} for digest, (kind, size) in item.items()}
-    if key == "extras" and isinstance(item, dict):
-        return {name: ["|u1", [rows, 0], b""] for name, rows in item.items()}
-    if key in NAMED_BY_USERS:
-        return {name: with_blank_content(value) for name, value in item.items()}
-    return with_blank_content(item)
+    return msgspec.convert(parts, kind, dec_hook=_array, str_keys=True)
 
 
 def blank_extras(names: Iterable[str], rows: int) -> dict[str, Any]:
     """Return arrays [rows, 0] for the named extras, as a replay knows their number of rows, but no values."""
-    return {name: np.zeros((rows, 0), np.uint8) for name in names}
+    return {name: np.zeros((rows, 0), np.float32) for name in names}
 
 
 def _array(kind: Any, parts: Any) -> Any:
+    base = get_origin(kind) or kind
+    if base is Counter:
+        return Counter(msgspec.convert(parts, dict[get_args(kind)[0], int], str_keys=True))  # type: ignore[misc]
     length = parts["length"]
+    if base is not np.ndarray:  # tokens or log-probabilities of a saved core
+        return base(np.zeros(length, base.dtype[1:]))
+    if get_args(get_args(kind)[1]) == (Any,):
+        return np.zeros((length, 0), np.float32)
     array = np.zeros(length, np.int32)
     array[parts.get("differs_at", length) :] = 1
     return array

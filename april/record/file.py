@@ -28,10 +28,8 @@ from april.serialization.state_file import make_directory
 
 log = logging.getLogger("april")
 
-FORMAT = 5
-"""Format of records; it is increased when an older april could not replay new records."""
-OLDEST_FORMAT = 4
-"""Oldest format that this april can read."""
+FORMAT = 6
+"""Format of records; only records of this format can be read."""
 HEAD, STATE, CUT_OFF, CLOSED, BATCH, STATUS = "Record", "State", "Over", "Closed", "Batch", "Standing"
 REPORT = "Learning"
 """Kinds of lines that do not hold an event of the core."""
@@ -276,7 +274,7 @@ def lines_of(path: Path, only: Collection[str] = ()) -> Iterator[Line]:
 
 def refuse_other_formats(path: Path, head: dict[str, Any]) -> None:
     """Raise RecordError if a record has a format that this version of april cannot read."""
-    if head.get("format") not in range(OLDEST_FORMAT, FORMAT + 1):
+    if head.get("format") != FORMAT:
         by = f"april {head.get('april')} has written it in format {head.get('format')}"
         raise RecordError(f"{path} cannot be read: {by}, this april reads format {FORMAT}")
 

@@ -23,10 +23,11 @@ from april.core.batch import Batch, rows_by_sample
 from april.core.commands import Command
 from april.core.event_pump import RequestLog
 from april.core.rollout_core import RolloutCore
+from april.core.saved_state import SavedCore
 from april.core.tape import SegmentKind
 from april.core.types import Chain
 from april.core.versions import VersionClock
-from april.record.event_values import exception_name, to_plain, without_content
+from april.record.event_values import exception_name, to_plain
 from april.record.file import BATCH, CLOSED, CUT_OFF, FORMAT, HEAD, REPORT, STATE, STATUS, RecordFile, RunRecord
 from april.record.run_status import run_status
 from april.version import __version__
@@ -142,9 +143,9 @@ class Recorder:
             self._next_status_s = now + STATUS_EVERY_S
             self._lines.add(STATUS, lambda: asdict(run_status(self._core, waited_s)))
 
-    def record_state(self, state: Any) -> None:
+    def record_state(self, state: SavedCore) -> None:
         """Record the snapshot from which the core was restored."""
-        self._lines.add(STATE, lambda: without_content(state))
+        self._lines.add(STATE, lambda: to_plain(state))
 
     def record_batch(self, batch: Batch) -> None:
         """Record a batch and its metrics for readers of the record; a replay ignores this line."""

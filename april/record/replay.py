@@ -16,10 +16,11 @@ from april.core import snapshot
 from april.core.commands import Command, Deliver
 from april.core.rollout_core import RolloutCore
 from april.core.run_times import RunTimes, bottleneck_of
+from april.core.saved_state import SavedCore
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.tape import AttemptTape
 from april.errors import CheckpointError, InvariantError, RecordError
-from april.record.event_values import blank_extras, from_plain, with_blank_content
+from april.record.event_values import blank_extras, from_plain
 from april.record.file import (
     BATCH,
     CLOSED,
@@ -133,7 +134,7 @@ def _replay_line(run: Replay, time_s: float, kind: str, fields: Any, watch: Even
         core.validate()
         return
     if kind == STATE:
-        snapshot.restore(core, with_blank_content(fields))
+        snapshot.restore(core, from_plain(fields, SavedCore))
         return
     run.events[kind] += 1
     for of_others in ("ran", "generated"):

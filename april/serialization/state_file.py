@@ -25,8 +25,7 @@ import msgspec
 from april.core.state_checksum import FORMAT
 from april.errors import CheckpointError
 
-MAGIC = b"april 3\n"
-"""First bytes of a file; files of format 2 begin with a MessagePack map."""
+MAGIC = b"april %d\n" % FORMAT
 LONG = 1024
 """``bytes`` values of at least this length are long: they are written before the map."""
 _CHECKED, _SEALED = 1, 2
@@ -61,7 +60,7 @@ def write_state(path: Path, kind: str, content: Any) -> None:
 
 
 def read_state(path: Path, kind: str) -> dict[str, Any]:
-    """Read a file that :func:`write_state` wrote, also one of format 2.
+    """Read a file that :func:`write_state` wrote.
 
     Raises:
         CheckpointError: the file was changed, is of another kind, or was written by another version of april.
@@ -82,10 +81,23 @@ def _write(file: BinaryIO, kind: str, content: Any) -> None:
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"april's state cannot be saved: {error}") from error
     long_values, data = writer.digest.digest(), bytes(writer.plain)
-    head = {"april": kind, "format": FORMAT, "checksum": checksum_of(data + long_values), "long": long_values}
-    end = msgspec.msgpack.encode({**head, "content": data})
+    end = msgspec.msgpack.encode(_Head(kind, checksum_of(data + long_values), long_values, data))
     file.write(end)
     file.write(len(end).to_bytes(8, "big"))
+
+
+class _Head(msgspec.Struct):
+    """The last part of a file: its kind of state, and the checksum of ``content`` and ``long``."""
+
+    april: str
+    checksum: str
+    long: bytes
+    """Digest of the long values that no sealed state's own checksum covers."""
+    content: bytes
+    """MessagePack of everything except the long values."""
+
+
+_decode_head = msgspec.msgpack.Decoder(_Head).decode
 
 
 class _Writer:
@@ -121,27 +133,21 @@ class _Writer:
 
 
 def _read(file: BinaryIO, kind: str, where: str) -> Any:
-    split = file.read(len(MAGIC)) == MAGIC
+    other = CheckpointError(f"april's state in {where} was not written by this version of april")
+    if file.read(len(MAGIC)) != MAGIC:
+        raise other
     try:
-        if split:
-            file.seek(-8, os.SEEK_END)
-            end = file.tell() - int.from_bytes(file.read(8), "big")
-            file.seek(end)
-            outer = msgspec.msgpack.decode(file.read()[:-8])
-        else:
-            file.seek(0)
-            outer = msgspec.msgpack.decode(file.read())
+        file.seek(-8, os.SEEK_END)
+        end = file.tell() - int.from_bytes(file.read(8), "big")
+        file.seek(end)
+        head = _decode_head(file.read()[:-8])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, MemoryError, OSError, ValueError) as error:
         raise CheckpointError(f"april's state in {where} cannot be read: {error}") from error
-    if not isinstance(outer, dict) or outer.get("format") != (FORMAT if split else 2) or outer.get("april") != kind:
-        raise CheckpointError(f"april's state in {where} was not written by this version of april")
+    if head.april != kind:
+        raise other
     damaged = CheckpointError(f"april's state in {where} is damaged: its checksum does not fit its content")
-    content, long_values = outer.get("content"), outer.get("long", b"")
-    if not (isinstance(content, bytes) and isinstance(long_values, bytes)):
+    if checksum_of(head.content + head.long) != head.checksum:
         raise damaged
-    if checksum_of(content + long_values) != outer.get("checksum") or split != bool(long_values):
-        raise damaged
-    del outer
     file.seek(len(MAGIC))
     digest = hashlib.blake2b(digest_size=16)
 
@@ -151,8 +157,8 @@ def _read(file: BinaryIO, kind: str, where: str) -> Any:
             digest.update(value)
         return value
 
-    found = msgspec.msgpack.decode(content, ext_hook=long_value)
-    if split and digest.digest() != long_values:
+    found = msgspec.msgpack.decode(head.content, ext_hook=long_value)
+    if digest.digest() != head.long:
         raise damaged
     return found
 

@@ -115,7 +115,7 @@ def _figures(
         "preemptions": preemptions - preemptions_before,
         "trainer_idle_share": times[TrainerTime.WAITS] / times["step_s"],
         "idle_shares": {str(cause): share for cause in IdleCause if (share := times[f"idle_{cause}"])},
-        "bottleneck": bottleneck(times, simulation.core.settings, lambda **_: True),
+        "bottleneck": bottleneck(times, simulation.core.settings),
         "digest": simulation.result.digest,
     }
 

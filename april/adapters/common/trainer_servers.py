@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from april.core import snapshot
 from april.core.attachments import NO_EXTRAS, Extras
+from april.core.saved_state import rows_in, rows_out
 from april.core.tape import Float32, Int32
 from april.core.types import DropReason, EngineFinish, SampleId
 from april.core.versions import FIRST_VERSION, PolicyVersion
@@ -197,7 +197,7 @@ class TrainerServers(VersionedEngine):
         """Return the responses that no attempt has received yet, as plain data for a saved state."""
         return [
             [*key, s.offset, r.tokens.tolist(), r.logprobs.tolist(), list(s.version), r.aborted, r.own_end,
-             snapshot.rows_out(r.extras)]
+             {name: rows_out(rows) for name, rows in r.extras.items()}]
             for key, s in self._sent.copy().items() if (r := s.result) is not None and len(r.tokens)
         ]  # fmt: skip
 
@@ -207,7 +207,7 @@ class TrainerServers(VersionedEngine):
             result = ServerResult(
                 tokens=np.array(tokens, np.int32), logprobs=np.array(logprobs, np.float32), label=None,
                 aborted=aborted, own_end=own_end,
-                extras={name: snapshot.rows_in(rows) for name, rows in extras.items()},
+                extras={name: rows_in(rows) for name, rows in extras.items()},
             )  # fmt: skip
             self._sent[SampleId(group, index)] = _SentRequest(offset, result=result, version=PolicyVersion(*version))
 

@@ -1,0 +1,235 @@
+"""Defines the types of a saved core, and converts them to plain values (numbers, text, bytes, lists, dicts) and back.
+
+Arrays of tokens and log-probabilities become little-endian bytes, or lists of such bytes; other arrays become
+[number type, shape, bytes]. None stands for empty bytes, as ``torch.load`` cannot read these.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Self, TypeVar, get_args, get_origin
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from april.core.attachments import NO_EXTRAS, Attachment, Extras, Placed, Rows
+from april.core.ledger import Ledger, LengthLedger
+from april.core.row_rewards import RowReward
+from april.core.settings import CoreSettings
+from april.core.state_checksum import State
+from april.core.tape import Segment, content_of
+from april.core.types import FinishReason, RecordedCall, SampleId, SampleState
+from april.core.versions import PolicyVersion
+
+T = TypeVar("T")
+SHORT = 4096
+"""Bytes up to which the arrays of one tape are copied into one ``bytes`` object."""
+
+
+class Packed:
+    """Numbers of one type in one or several arrays, which are joined only if they are short."""
+
+    dtype: ClassVar[str]
+
+    def __init__(self, *arrays: NDArray[Any]) -> None:
+        self.arrays = list(arrays)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.arrays))
+
+    @property
+    def whole(self) -> Any:
+        """All numbers as one array."""
+        return self.arrays[0] if len(self.arrays) == 1 else np.concatenate(self.arrays)
+
+    def plain(self) -> bytes | list[bytes] | None:
+        """Return the content as bytes, without a copy of arrays that are views of ``bytes`` objects."""
+        little = [np.asarray(array, self.dtype) for array in self.arrays if len(array)]
+        if len(little) > 1 and sum(array.nbytes for array in little) <= SHORT:
+            return content_of(little)
+        parts = [_bytes_of(array) for array in little]
+        return parts if len(parts) > 1 else parts[0] if parts else None
+
+    @classmethod
+    def of_plain(cls, value: Any) -> Self:
+        """Return numbers over the memory of these bytes; a list of bytes is replaced by its joined bytes."""
+        if isinstance(value, (list, tuple)):
+            content = b"".join(value)
+            if isinstance(value, list):  # the state need not hold the pieces any longer
+                value[:] = [content]
+        elif value is None or isinstance(value, bytes):
+            content = value or b""
+        else:
+            raise TypeError(f"expected bytes, found a {type(value).__name__}")
+        return cls(np.frombuffer(content, cls.dtype).astype(cls.dtype[1:], copy=False))
+
+
+class Tokens(Packed):
+    """Token ids, int32."""
+
+    dtype = "<i4"
+
+
+class Logprobs(Packed):
+    """Log-probabilities, float32."""
+
+    dtype = "<f4"
+
+
+class SavedChain(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
+    """A conversation, with the calls that its restarted function will repeat."""
+
+    number: int = 0
+    prompt: Tokens | None = None
+    """None if it is the prompt of the group."""
+    tokens: Tokens
+    logprobs: Logprobs
+    segments: list[Segment]
+    calls: list[RecordedCall]
+    open_call: int | None = None
+    attached: tuple[Placed, ...] | None = None
+    """None if these are the attachments of the group's prompt."""
+    extras: Extras = NO_EXTRAS
+
+
+class SavedSample(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
+    """A response. One that is settled, and will not be delivered again, has no chains."""
+
+    settled: SampleState | None = None
+    finished: bool = False
+    chains: list[SavedChain] = []
+    finish: FinishReason | None = None
+    reward: float = 0.0
+    row_rewards: tuple[RowReward, ...] = ()
+    attempts: int = 0
+    resumes: int = 0
+    failures: int = 0
+    restarts: int = 0
+
+
+class SavedGroup(msgspec.Struct, kw_only=True, gc=False):
+    """A prompt with its samples; ``data`` is stored as it was given, beside the names that have no checksum."""
+
+    id: int
+    epoch: int
+    position: int
+    prompt: Tokens
+    attached: tuple[Placed, ...]
+    data: Any = {}
+    unchecked: list[str] = []
+    drawn_under: PolicyVersion
+    bound: int
+    samples: list[SavedSample]
+    finishers: list[int]
+    cohort: tuple[tuple[int, float], ...]
+    cohort_values: Mapping[str, Any]
+    """Lists of numbers, None for NaN; records keep them, as they keep all rewards."""
+
+
+class SavedCore(msgspec.Struct, kw_only=True, gc=False):
+    """All that a core holds: ``ready`` groups can be delivered, in this order, and the others are ``waiting``."""
+
+    settings: CoreSettings
+    max_context: int
+    logprob_kind: str
+    version: PolicyVersion
+    branches: dict[int, int]
+    groups_drawn: int
+    batches: int
+    staleness_bound: int
+    counters: dict[str, int]
+    aside: list[int]
+    unbegun: list[int]
+    long_round: list[int]
+    tokens: Ledger
+    prompts: Ledger
+    lengths: LengthLedger
+    """``generated`` is counted anew when the core is restored."""
+    attachments: list[Attachment]
+    """All attachments with their content; those of prompts and chains have only its digest."""
+    ready: list[SavedGroup]
+    waiting: list[SavedGroup]
+    order: list[SampleId]
+    """Complete samples in the order in which they will be delivered."""
+
+
+def to_state(saved: SavedCore) -> State:
+    """Return the saved core as plain values; the data of prompts stays as it is."""
+    groups = {part: [_group_out(group) for group in getattr(saved, part)] for part in ("ready", "waiting")}
+    rest = msgspec.structs.replace(saved, ready=[], waiting=[])
+    return {**_builtins(rest), **groups}
+
+
+def _group_out(group: SavedGroup) -> State:
+    return {**_builtins(msgspec.structs.replace(group, data=None)), "data": group.data}
+
+
+def _builtins(value: Any) -> State:
+    state: State = msgspec.to_builtins(value, builtin_types=(bytes,), enc_hook=_plain)
+    return state
+
+
+def from_state(state: Any, kind: type[T]) -> T:
+    """Return the value that :func:`to_state` converted; raises ValueError or TypeError if it is none of this type."""
+    return msgspec.convert(state, kind, dec_hook=_typed, str_keys=True)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Packed):
+        return value.plain()
+    if isinstance(value, np.ndarray):
+        return rows_out(value)
+    raise TypeError(f"a {type(value).__name__} cannot be saved")
+
+
+def _typed(kind: Any, value: Any) -> Any:
+    base = get_origin(kind) or kind
+    if base is Counter:
+        return Counter(msgspec.convert(value, dict[get_args(kind)[0], int]))  # type: ignore[misc]
+    if issubclass(base, Packed):
+        return base.of_plain(value)
+    if base is np.ndarray:
+        return rows_in(value)
+    raise ValueError(f"a {base.__name__} cannot be restored")
+
+
+def rows_out(rows: Rows) -> list[Any]:
+    """Return an array as plain values: [number type, shape, bytes]."""
+    little = rows.astype(rows.dtype.newbyteorder("<"), copy=False)
+    return [little.dtype.str, list(little.shape), _bytes_of(little) or None]
+
+
+def rows_in(state: Sequence[Any]) -> Rows:
+    """Return the array of :func:`rows_out`; raises ValueError if it has no numbers."""
+    name, shape, data = state
+    kind = np.dtype(name)
+    if kind.kind not in "iuf":
+        raise ValueError("rows that are no numbers")
+    return np.frombuffer(data or b"", kind).reshape(shape).astype(kind.newbyteorder("="), copy=False)
+
+
+def _bytes_of(array: NDArray[Any]) -> bytes:
+    """Return the content of an array: the ``bytes`` object that has exactly this content, or else a copy."""
+    base: object = array.base
+    while isinstance(base, np.ndarray):
+        base = base.base
+    shared = isinstance(base, bytes) and len(base) == array.nbytes and array.flags.c_contiguous
+    return base if isinstance(base, bytes) and shared else array.tobytes()
+
+
+def values_out(values: Extras) -> dict[str, Any]:
+    """Return the values of a cohort as lists of numbers."""
+    return {name: np.where(np.isnan(table), np.array(None), table).tolist() for name, table in values.items()}
+
+
+def values_in(values: Mapping[str, Any]) -> Extras:
+    """Return the values of a cohort that :func:`values_out` converted."""
+    return {name: np.array(table, np.float32) for name, table in values.items()}
+
+
+def bare(attached: Iterable[Placed]) -> tuple[Placed, ...]:
+    """Return the attachments without their contents."""
+    return tuple(replace(p, attachment=replace(p.attachment, data=None, path="")) for p in attached)
