@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 from saved_rollouts import resealed
 from virtual_rollouts import on_virtual_time
@@ -102,6 +101,15 @@ MUST_NOT: list[tuple[dict[str, Any], str]] = [
     ({"max_response_len": 20},
      r"the state holds \d+ tokens of g\d+.s\d, but the configuration has max_response_len=20"),
     (
+        {"rollout_batch_size": 2, "over_sampling_batch_size": 2},
+        r"\d+ of the 24 groups of the state could not be delivered in time with rollout_batch_size=2, max_staleness=5 "
+        r".*saved with rollout_batch_size=6\); set rollout_batch_size to at least \d, or max_staleness as it was",
+    ),
+    (
+        {"max_staleness": 0, "over_sampling_batch_size": 6},
+        r"could not be delivered in time with .*max_staleness=0 .*saved with max_staleness=5.*; set max_st",
+    ),
+    (
         {"sampling": {"temperature": 0.5}},
         r"holds \d+ tokens that were sampled with temperature=1.0, but the configuration has 0.5; set "
         r"sampling.temperature",
@@ -130,23 +138,45 @@ async def test_settings_that_must_not_change(changes: dict[str, Any], words: str
     assert seen == dict.fromkeys(range(60), 1)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"rollout_batch_size": 1, "over_sampling_batch_size": 1}, {"max_staleness": 0, "over_sampling_batch_size": 6}],
-    ids=str,
-)
 @on_virtual_time
-async def test_what_cannot_be_delivered_in_time_is_masked(changes: dict[str, Any]) -> None:
-    """Each prompt is trained on once, and no token beyond the bound."""
+async def test_the_smallest_batch_that_the_message_names_is_enough() -> None:
+    """With that N the same state is gone on from, and nothing is masked; with one less it is refused."""
     state, seen = await saved()
-    async with started(**changes) as run:
-        await run.load_state_dict(state)
-        batches = await to_the_end(run, seen)
-    assert seen == dict.fromkeys(range(60), 1)
-    bound = changes.get("max_staleness", 5)
-    for batch in batches:
-        assert not np.concatenate([s.loss_mask for s in batch.samples])[batch.token_ages > bound].any()
-    assert sum(b.metrics["masked_tokens"] for b in batches) > 0
+
+    async def load(n: int) -> Any:
+        async with started(rollout_batch_size=n, over_sampling_batch_size=n) as run:
+            await run.load_state_dict(state)
+            return await to_the_end(run, seen.copy())
+
+    with pytest.raises(CheckpointError, match="to at least") as caught:
+        await load(1)
+    enough = int(str(caught.value).partition("to at least ")[2].partition(",")[0])
+    with pytest.raises(CheckpointError, match="could not be delivered in time"):
+        await load(enough - 1)
+    batches = await load(enough)
+    assert sum(b.metrics["masked_tokens"] for b in batches) == 0
+    assert max(b.metrics["staleness_max"] for b in batches) <= 5
+
+
+@pytest.mark.parametrize("before", ["mask", "finish"])
+@on_virtual_time
+async def test_what_was_late_before_the_restart(before: str) -> None:
+    """A trainer that updates twice per batch has too old groups, and may go on as it did; mask promised nothing of
+    them, so finish takes no such state over."""
+    how = {"max_staleness": 1, "over_sampling_batch_size": 12}
+    async with started(**how, on_stale=before) as run:
+        for _ in range(3):
+            await run.next_batch()
+            for _ in range(3):
+                await run.weight_update()
+        state = run.state_dict()
+    async with started(**how) as run:
+        if before == "mask":
+            with pytest.raises(CheckpointError, match=r"in time with .*, as on_stale: finish requires .*=mask\)"):
+                await run.load_state_dict(state)
+        else:
+            await run.load_state_dict(state)
+            await run.next_batch()
 
 
 # ---------------------------------------------------------------- engines

@@ -294,15 +294,12 @@ class UpdatingPlayer(TrainerPlayer):
             loaded = snapshot.restore(RolloutCore(settings, self.limits), state)
         except CheckpointError:
             self.seen["other settings refused"] += 1
-            assert in_part, "refused for no reason"
+            assert settings.on_stale is OnStale.FINISH or in_part, "refused for no reason"
             settings = saved.settings
             loaded = snapshot.restore(RolloutCore(settings, self.limits), state)
         else:
             assert not in_part, "what counts in part is to be delivered whole"
-        was = saved.settings
-        as_before = settings.max_staleness >= was.max_staleness and settings.group_quorum == was.group_quorum
-        as_before &= settings.rollout_batch_size >= was.rollout_batch_size
-        books.as_promised &= settings.on_stale is OnStale.FINISH and as_before
+        books.as_promised &= settings.on_stale is OnStale.FINISH
         books.quorum = settings.group_quorum
         if settings.max_staleness != saved.settings.max_staleness:
             books.bound = math.inf

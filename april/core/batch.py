@@ -585,7 +585,7 @@ def batch_metrics(
     lengths, ages, rewards, resumes, *counts = table.T
     generated, stale, kept, trained = (float(column.sum()) for column in counts)
     like = samples[0].row_reward if samples else None
-    numbers = sample_numbers(samples) if like is not None else None
+    numbers = sample_numbers(samples if like is not None else ())
 
     def mean(name: str) -> float:
         """Return the mean over samples of the means of a part of their rows' rewards."""

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from april.core.attachments import Attachment, Placed, joined, note_layout, rows_of, wrong_rows
 from april.core.events import WorkChanged
 from april.core.ledger import Ledger
+from april.core.partial_buffer import PartialBuffer
 from april.core.rollout_core import RolloutCore
 from april.core.row_rewards import wrong_row_rewards
 from april.core.saved_state import (
@@ -449,6 +450,7 @@ def _put(core: RolloutCore, restored: Restored) -> None:
         core.engines.logprob_kind = "mixed"  # batches may now contain tokens of both kinds
     _require_rewards(core, had_reward=saved.settings.has_reward)
     _require_room(core, saved.max_context)
+    _require_in_time(core, saved.settings)
 
 
 def _count_in(core: RolloutCore, saved: Sequence[SampleId]) -> None:
@@ -590,3 +592,42 @@ def _require_room(core: RolloutCore, before: int) -> None:
             f"{len(groups)} unfinished groups of the state do not fit in the engines' context of {now} tokens, which "
             f"was {before} (the longest prompt and response have {longest} tokens); give the engines a larger context"
         )
+
+
+PLANNED = ("rollout_batch_size", "max_staleness", "max_age", "max_resumes", "on_stale", "group_quorum")
+"""Settings that determine which held samples can still be delivered in time."""
+
+
+def _require_in_time(core: RolloutCore, before: CoreSettings) -> None:
+    """Refuse a state if, with on_stale: finish, changed settings would make held samples too old."""
+    settings = core.settings
+    changed = {name: was for name in PLANNED if (was := getattr(before, name)) != getattr(settings, name)}
+    late = _late(core, settings) if changed and settings.on_stale is OnStale.FINISH else 0
+    if before.on_stale is OnStale.FINISH:  # what was late before the restart is no reason to refuse
+        late -= _late(core, before) * max(1, settings.units_per_group // before.units_per_group)
+    if late <= 0:
+        return
+    slacks, per_batch = _slacks(core, settings), settings.units_per_group
+    least = [-(-count // (slack + 1) // per_batch) for count, slack in enumerate(slacks, 1)] if slacks[0] >= 0 else [0]
+    enough = max(least)
+    raises = f"rollout_batch_size to at least {enough}, or " if enough else ""
+    kept = "group_quorum" if settings.whole_groups and "group_quorum" in changed else "max_staleness"
+    raise CheckpointError(
+        f"{_late(core, settings)} of the {core.buffer.units} {'groups' if settings.whole_groups else 'samples'} of the "
+        f"state could not be delivered in time with rollout_batch_size={settings.rollout_batch_size}, "
+        f"max_staleness={settings.max_staleness} and max_age={settings.max_age}, as on_stale: finish requires (the "
+        f"state was saved with {', '.join(f'{name}={was}' for name, was in changed.items())}); set {raises}{kept} as "
+        "it was, or on_stale to restart, drop or mask"
+    )
+
+
+def _late(core: RolloutCore, settings: CoreSettings) -> int:
+    """Return the number of held units that cannot be delivered in time in any order (see the completion monitor)."""
+    late = (count - max(0, slack + 1) * settings.target for count, slack in enumerate(_slacks(core, settings), 1))
+    return max(0, max(late, default=0))
+
+
+def _slacks(core: RolloutCore, settings: CoreSettings) -> list[int]:
+    buffer = PartialBuffer(settings, core.leases)
+    buffer.groups = core.buffer.groups
+    return sorted(slack for _, slack in buffer.slacks())
