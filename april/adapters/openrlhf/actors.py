@@ -198,7 +198,7 @@ class AprilRolloutRayActor(RolloutRayActor):  # type: ignore[misc]
     async def april_abort(self, attempt_ids: Any) -> None:
         await self._april.abort(attempt_ids)
 
-    async def april_update_weights(self, version: Any, life: Any = None) -> Any:
+    async def april_update_weights(self, version: Any, life: Any = "") -> Any:
         return await self._april.update_weights(version, life)
 
     async def april_health(self) -> Any:
