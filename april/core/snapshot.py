@@ -611,7 +611,7 @@ def _require_in_time(core: RolloutCore, before: CoreSettings) -> None:
     least = [-(-count // (slack + 1) // per_batch) for count, slack in enumerate(slacks, 1)] if slacks[0] >= 0 else [0]
     enough = max(least)
     raises = f"rollout_batch_size to at least {enough}, or " if enough else ""
-    kept = "group_quorum" if settings.whole_groups and "group_quorum" in changed else "max_staleness"
+    kept = "max_staleness" if before.whole_groups or not settings.whole_groups else "group_quorum"
     raise CheckpointError(
         f"{_late(core, settings)} of the {core.buffer.units} {'groups' if settings.whole_groups else 'samples'} of the "
         f"state could not be delivered in time with rollout_batch_size={settings.rollout_batch_size}, "
