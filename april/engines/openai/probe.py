@@ -19,8 +19,8 @@ from april.engines.http.http_client import HttpClient
 from april.engines.http.response_reader import ResponseReader
 from april.engines.http.response_stream import GenerateRoute, ResponseStream
 from april.engines.http.server_engine import Admission
-from april.engines.http.server_probe import ROUTE as ROUTE_OF_MODELS
 from april.engines.http.server_probe import REFUSES, ServerFacts, ServerProbe, model_files
+from april.engines.http.server_probe import ROUTE as ROUTE_OF_MODELS
 from april.engines.http.server_process import read_metrics
 from april.engines.http.weight_labels import WeightLabels
 from april.engines.http.wire import positive
