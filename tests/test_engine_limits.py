@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_servers.openai import FakeOpenAIServer
+from fake_servers.openai import FakeOpenAIServer, FakeTrtllmServer
 from fake_servers.sglang import FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
 from server_fixtures import connected, facts_of, listening
@@ -55,6 +55,7 @@ OPENAI: list[dict[str, Any]] = [{}, {"kind": LogprobKind.PROCESSED, "honours_see
         *((FakeVllmServer, options) for options in VLLM),
         *((FakeSglangServer, options) for options in SGLANG),
         *((FakeOpenAIServer, options) for options in OPENAI),
+        (FakeTrtllmServer, {}),
     ],
 )
 @pytest.mark.parametrize("eos", [None, (2,)], ids=["eos unknown", "eos known"])

@@ -37,6 +37,7 @@ ALLOWED = {
     ("core/state_checksum.py", "april"): "keys of a state",
     ("driver/prompt_reader.py", "attention_mask"): "keys of a user's row",
     ("driver/prompt_reader.py", "prompt"): "keys of a user's row",
+    ("engines/http/wire.py", r"\bis (?:paused|asleep|sleeping)\b"): "what a server says",
     ("images/image_reader.py", "base64"): "what a client sends",
     ("engines/kinds/identify.py", "/v1/models"): "routes that answered",
     ("engines/vllm/probe.py", "data"): "keys of an answer",

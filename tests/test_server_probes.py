@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_servers.openai import MODEL, FakeOpenAIServer
+from fake_servers.openai import MODEL, FakeOpenAIServer, FakeTrtllmServer
 from fake_servers.sglang import FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
 from raw_servers import http, raw_server
@@ -184,7 +184,7 @@ REPEATS = "does not return the id of each token once"
         (FakeOpenAIServer(strips=frozenset({2})), {}, r"leaves EOS \(2\) out"),
         (FakeOpenAIServer(strips=frozenset(range(512))), {}, "leaves the stop token out"),
         (FakeOpenAIServer(), {"vocab_size": None}, r"set engine.vocab_size .vocab_size of the model's config.json"),
-        (FakeOpenAIServer(says_context=False), {"max_len": None}, "how long a request may be; set engine.max_len"),
+        (FakeTrtllmServer(), {"max_len": None}, "set engine.max_len .trtllm-serve: its --max_seq_len"),
         (FakeOpenAIServer(), {"model": "other"}, "has no model 'other'; it serves: fake"),
         (FakeVllmServer(), {"model": "other"}, "it serves: fake"),
         (FakeSglangServer(spans=False), {}, "which weights made which token; upgrade it to SGLang 0.5.20 or later"),

@@ -239,7 +239,7 @@ class SglangEngineConfig(ServerEngineConfig):
 
 
 class OpenAIEngineConfig(ServerEngineConfig):
-    """Settings of servers whose OpenAI completions route accepts and returns token ids."""
+    """Settings of servers whose OpenAI completions route accepts and returns token ids, such as TensorRT-LLM's."""
 
     kind: Literal["openai"] = "openai"
 

@@ -63,7 +63,10 @@ def paused_finding(url: str, kind: ServerKind, said: str) -> Finding:
 
 def resting_finding(url: str, said: str) -> Finding:
     """Return a finding for a server that rejects requests for now."""
-    advice = "wait until it does, and run april doctor again"
+    advice = (
+        "wait until it does, and run april doctor again; resume a paused TensorRT-LLM with resume_generation() of its "
+        "AsyncLLM, and a sleeping one with /resume_memory"
+    )
     return missing("busy", f"{url} accepts no requests at the moment ({said})", advice)
 
 

@@ -201,6 +201,8 @@ class FakeRequest:
     MIN_TOKENS: ClassVar[str]
     MAX_TOKENS: ClassVar[str]
     """Names of these parameters."""
+    EOS_ALONE: ClassVar[bool] = False
+    """The server holds back no other stop token before the minimum."""
 
     name: str
     """As the engine knows it; an abort names exactly this."""
@@ -276,7 +278,8 @@ class FakeRequest:
         stops = {eos, *(self.params.get("stop_token_ids") or ())}
         count = len(self.ids) + 1
         banned = {int(i) for i, bias in (self.params.get("logit_bias") or {}).items() if bias <= -100}
-        if token in stops and (count <= self.params[self.MIN_TOKENS] or self.params.get("ignore_eos")):
+        held_back = {eos} if self.EOS_ALONE else stops
+        if token in held_back and (count <= self.params[self.MIN_TOKENS] or self.params.get("ignore_eos")):
             banned |= stops
         token = next_allowed(token, banned, vocab_size)
         self.ids.append(token)

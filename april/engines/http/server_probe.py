@@ -284,7 +284,10 @@ class ServerProbe:
         """
         longest = least(context, self.config.max_len)
         if longest is None:
-            raise ConfigError(f"{self.client.url} does not report how long a request may be; set engine.max_len")
+            raise ConfigError(
+                f"{self.client.url} does not report how long a request may be; set engine.max_len "
+                "(trtllm-serve: its --max_seq_len)"
+            )
         return Capabilities(
             max_context=longest, max_in_flight=least(places, self.config.max_in_flight), remote=True, bans=bans,
             verifies_weights=self.label is not None,

@@ -72,8 +72,11 @@ _KIND_OF = {
     "vllm:kv_cache_usage_perc": "kv_usage",
     "vllm:num_preemptions_total": "preemptions",
     "vllm:external_prefix_cache_queries_total": "connector",
+    "trtllm_num_requests_running": "running",
+    "trtllm_num_requests_waiting": "waiting",
+    "trtllm_kv_cache_utilization": "kv_usage",
 }
-"""Kinds of metrics, by their names in vLLM."""
+"""Kinds of metrics, by their names in vLLM and TensorRT-LLM."""
 
 MAX_PAGE_BYTES = 8 << 20
 """Maximum bytes of a metrics page; a server with many models sends a few hundred KB."""
@@ -90,10 +93,12 @@ class ServerMetrics:
     """True if the server has queried an external KV cache (one of vLLM's KV connectors)."""
 
 
-async def read_metrics(client: HttpClient) -> ServerMetrics:
+async def read_metrics(client: HttpClient, route: str | None = "/metrics") -> ServerMetrics:
     """Read the metrics page; the result is empty if there is none."""
+    if route is None:
+        return ServerMetrics()
     try:
-        reply = await client.call("GET", "/metrics", retry=True, limit=MAX_PAGE_BYTES)
+        reply = await client.call("GET", route, retry=True, limit=MAX_PAGE_BYTES)
     except EngineError:
         return ServerMetrics()
     return parse_metrics(reply.body.decode("utf-8", "replace").splitlines()) if reply.ok else ServerMetrics()
@@ -142,10 +147,11 @@ class ServerProcess:
 
     Args:
         started_s: Start time on connection, in seconds since 1970; None if the server does not say.
+        metrics_route: Route of the metrics; None if the server has none.
     """
 
-    def __init__(self, client: HttpClient, started_s: float | None) -> None:
-        self._client = client
+    def __init__(self, client: HttpClient, started_s: float | None, metrics_route: str | None) -> None:
+        self._client, self._metrics_route = client, metrics_route
         self._present = self._seen = started_s
         self._refusals = client.refusals
         self._paused: tuple[float | None, int] | None = None
@@ -154,7 +160,7 @@ class ServerProcess:
 
     async def check(self) -> tuple[bool | None, ServerMetrics]:
         """Return whether this process has the present weights (None if it does not say), and its metrics."""
-        metrics = await read_metrics(self._client)
+        metrics = await read_metrics(self._client, self._metrics_route)
         if self._present is None:
             return self.keeps_weights or self._client.refusals == self._refusals, metrics
         if metrics.started_s is None:
@@ -166,7 +172,7 @@ class ServerProcess:
         """Remember which process was paused, so that a restart before the trainer's weights arrive is noticed."""
         with suppress(TimeoutError):
             async with asyncio.timeout(PAUSE_CHECK_S):
-                metrics = await read_metrics(self._client)
+                metrics = await read_metrics(self._client, self._metrics_route)
                 self._seen = metrics.started_s or self._seen
         self._paused = self._seen, self._client.refusals
 
@@ -176,7 +182,7 @@ class ServerProcess:
 
     async def note_weights(self, version: PolicyVersion) -> None:
         """Record that the paused process has the weights ``version``. Raises EngineError if it was replaced."""
-        now = (await read_metrics(self._client)).started_s
+        now = (await read_metrics(self._client, self._metrics_route)).started_s
         paused, refusals = self._paused or (now or self._seen, self._client.refusals)
         gone = self._client.refusals != refusals if paused is None else now not in (None, paused)
         if gone:

@@ -47,6 +47,9 @@ def positive(values: dict[str, Any], key: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
+_AT_REST = re.compile(r"\bis (?:paused|asleep|sleeping)\b", re.IGNORECASE)
+"""Text with which TensorRT-LLM says, under a status for a faulty request, that it accepts no requests now."""
+
 _ADAPTER_GONE = re.compile(r"\bLoRA (?:adapters are not loaded|is not enabled|adapter that has never been loaded)\b")
 """Text with which SGLang says, under a status for a faulty request, that it no longer has the adapter it was started
 with."""
@@ -54,7 +57,7 @@ with."""
 
 def failure_of(status: int, text: str, retry_after_s: float | None = None) -> EngineError:
     """Return the error for a status. Only 400, 413 and 422 mean that other requests would not fail as well."""
-    if status in (429, 503):
+    if status in (429, 503) or (status in (400, 500) and _AT_REST.search(text)):
         return EngineBusy(text, retry_after_s)
     refused = status in (400, 413, 422) and not _ADAPTER_GONE.search(text)
     return RequestRefused(text) if refused else EngineError(text)

@@ -16,7 +16,7 @@ from typing import Any
 from april.config.engines import OpenAIEngineConfig, ServerEngineConfig, SglangEngineConfig, VllmEngineConfig
 from april.engines.http.http_client import HttpClient, Reply, has_value, json_value
 from april.engines.http.server_probe import ServerFacts
-from april.engines.openai.probe import probe_openai
+from april.engines.openai.probe import SOFTWARE, probe_openai
 from april.engines.sglang.probe import probe_sglang
 from april.engines.vllm.probe import probe_vllm
 from april.text.server_text import clean
@@ -47,7 +47,7 @@ class Identity:
 
     kind: ServerKind
     version: str | None = None
-    """Version of the server's software."""
+    """Version of the server's software; for kind OPENAI with its name, if april knows that."""
     models: tuple[str, ...] = ()
     workers: tuple[str, ...] = ()
     """Addresses of a router's workers, as the router reports them."""
@@ -108,6 +108,8 @@ def _judge(replies: dict[str, Reply]) -> Identity:
     if any(m.get("owned_by") == "vllm" for m in listed) or (version is not None and models_locked):
         return found(ServerKind.VLLM)
     if models:
+        name = SOFTWARE.get(_text(listed[0], "owned_by") or "")
+        version = " ".join(part for part in (name, version) if part) or None
         return found(ServerKind.OPENAI)
     if locked:
         return found(ServerKind.NEEDS_KEY)

@@ -15,9 +15,9 @@ from april.engines.http.response_reader import ResponseReader
 from april.engines.http.response_stream import GenerateRoute, ResponseStream
 from april.engines.http.sent_attachments import Urls
 from april.engines.http.server_engine import ServerEngine
-from april.engines.http.server_probe import ServerFacts, connect_all
+from april.engines.http.server_probe import connect_all
 from april.engines.http.server_process import UNSAID, Confirmation, ServerProcess
-from april.engines.openai.probe import probe_openai
+from april.engines.openai.probe import OpenAIFacts, probe_openai
 from april.engines.openai.wire import ROUTE, CompletionParser, completion_body
 from april.engines.protocol import Health, Request
 from april.errors import EngineError
@@ -35,11 +35,11 @@ async def connect_openai(config: OpenAIEngineConfig) -> list[OpenAIEngine]:
 class OpenAIEngine(ServerEngine):
     """Engine for one OpenAI-compatible server, whose metrics reveal a restart."""
 
-    def __init__(self, client: HttpClient, facts: ServerFacts) -> None:
+    def __init__(self, client: HttpClient, facts: OpenAIFacts) -> None:
         super().__init__(client.name, facts.capabilities)
         self._client, self._servers, self._configured_model = client, (client,), facts.asked
         self.facts = facts
-        self._process = ServerProcess(client, facts.started_s)
+        self._process = ServerProcess(client, facts.started_s, facts.metrics_route)
         self._endpoint = GenerateRoute(
             client=client, route=ROUTE, admission=self._admission, labels=self._labels, prepare=self._prepare,
             abort_means=facts.capabilities.abort_means, marks_end=True, routing_key=facts.routing_key,
@@ -53,9 +53,10 @@ class OpenAIEngine(ServerEngine):
     def _prepare(self, request: Request, streamed: bool, urls: Urls) -> tuple[ResponseReader, bytes]:
         self._check(request)
         reader = ResponseReader(CompletionParser(request), self._version, None, len(request.token_ids))
+        # TensorRT-LLM gets seeds too: requests without seeds may share one random stream there
         return reader, completion_body(
-            self.facts.model, request, bans=self._capabilities.bans, seeds=self._capabilities.honours_seeds,
-            salt=self._labels.salt(self._version),
+            self.facts.model, request, is_trtllm=self.facts.is_trtllm, bans=self._capabilities.bans,
+            seeds=self._capabilities.honours_seeds or self.facts.is_trtllm, salt=self._labels.salt(self._version),
         )  # fmt: skip
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
@@ -86,7 +87,7 @@ class OpenAIEngine(ServerEngine):
         await self._process.note_weights(version)
 
     async def health(self) -> Health:
-        """Check ``/health``, or the list of models if that route is missing; the load comes from ``/metrics``."""
+        """Check ``/health``, or the list of models if that route is missing; the load comes from the metrics."""
         try:
             wrong = await refuses_probe(self._client, "/health", "/v1/models")
         except EngineError as error:

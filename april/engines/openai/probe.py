@@ -19,8 +19,8 @@ from april.engines.http.http_client import HttpClient
 from april.engines.http.response_reader import ResponseReader
 from april.engines.http.response_stream import GenerateRoute, ResponseStream
 from april.engines.http.server_engine import Admission
+from april.engines.http.server_probe import REFUSES, ServerFacts, ServerProbe, model_files
 from april.engines.http.server_probe import ROUTE as ROUTE_OF_MODELS
-from april.engines.http.server_probe import ServerFacts, ServerProbe, model_files
 from april.engines.http.server_process import read_metrics
 from april.engines.http.weight_labels import WeightLabels
 from april.engines.http.wire import positive
@@ -51,13 +51,57 @@ _LACKS = (
     ),
 )
 """What all these servers lack: the code of each limit and its consequence."""
-_VLLM_SEEDS = (
-    "runs vLLM, which crashes on a CPU with chunked prefill when a request has a seed, so april sends no seeds, and "
-    "runs cannot be repeated. Use engine.kind vllm, which detects whether that is needed"
+_SEEDS_DIFFER = (
+    (LimitCode.NO_SEEDS, "does not repeat a response for the same seed, so runs cannot be repeated exactly"),
 )
+_VLLM_LACKS = (
+    (
+        LimitCode.NO_SEEDS,
+        "runs vLLM, which crashes on a CPU with chunked prefill when a request has a seed, so april sends no seeds, "
+        "and runs cannot be repeated. Use engine.kind vllm, which detects whether that is needed",
+    ),
+)
+_TRTLLM_LACKS = (
+    (
+        LimitCode.NO_SEEDS,
+        "runs TensorRT-LLM, which obeys the seed of a request only while no other request runs, so runs cannot be "
+        "repeated exactly. Start it without speculative decoding, with which samples of a group may be equal",
+    ),
+    (
+        LimitCode.LATE_STREAM_END,
+        "checks once a second whether a client has disconnected, so a request runs for up to 1 s after april has "
+        "closed its stream, even while the trainer begins to use a GPU that they share",
+    ),
+    (
+        LimitCode.EARLY_STOP,
+        "only prevents its tokenizer's EOS before min_tokens: april refuses a response that ends earlier with another "
+        "id, and generates it again",
+    ),
+    (
+        LimitCode.NO_START_TIME,
+        "does not report when its process began, so april notices a restart with other weights only if the port was "
+        "found closed in between",
+    ),
+)
+_TRTLLM = "tensorrt_llm"
+_TRTLLM_METRICS = "/prometheus/metrics"
+_LACKS_BY_OWNER = {"vllm": _VLLM_LACKS, _TRTLLM: _TRTLLM_LACKS}
+"""What a server lacks although short requests do not show that, by the owner of its models."""
+SOFTWARE = {"sglang": "SGLang", _TRTLLM: "TensorRT-LLM", "vllm": "vLLM"}
+"""Name of a server's software, by the owner of its models."""
 
 
-async def probe_openai(client: HttpClient, config: OpenAIEngineConfig) -> ServerFacts:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenAIFacts(ServerFacts):
+    """Results of probing an OpenAI-compatible server."""
+
+    is_trtllm: bool
+    """True if the server runs TensorRT-LLM, which is asked for token ids in a way of its own."""
+    metrics_route: str | None
+    """Route of the Prometheus metrics; None if april must not ask for any."""
+
+
+async def probe_openai(client: HttpClient, config: OpenAIEngineConfig) -> OpenAIFacts:
     """Probe one server, with its list of models and up to 15 requests for 1 to 16 tokens.
 
     Raises ConfigError if the server lacks something that april needs or a setting is missing, and EngineError if the
@@ -74,27 +118,27 @@ async def probe_openai(client: HttpClient, config: OpenAIEngineConfig) -> Server
     )
 
 
-async def completions_facts(found: ServerProbe, vocab_size: int, remedy: str = "", *flags: str) -> ServerFacts:
+async def completions_facts(found: ServerProbe, vocab_size: int, remedy: str = "", *flags: str) -> OpenAIFacts:
     """Probe the completions route, by which the chosen model is used.
 
     ``remedy`` and ``flags`` say how other routes of the server, which can do more, are opened.
     """
     client, config, served = found.client, found.config, found.served
     assert served is not None
-    owner = served.card.get("owned_by")
+    owner = str(served.card.get("owned_by"))
+    is_trtllm = owner == _TRTLLM
     # under the name of the adapter alone, SGLang would answer with the base model
     model = f"{served.base}:{served.name}" if served.base is not None and owner == "sglang" else served.name
-    probe = _Probe(client, model)
+    probe = _Probe(client, model, is_trtllm)
     await _refuse_without_token_ids(probe)
     await _refuse_without_stop_ids(probe)
     for code, consequence in _LACKS:
         found.lacks(True, code, consequence, remedy, *flags, server=client.url)
     seen = LogprobKind.UNKNOWN if config.logprobs is not None else await _logprob_kind(found, probe)
     kind = found.logprobs(seen, raw_logprobs("set engine.logprobs if you know the right kind"))
-    no_seeds = _VLLM_SEEDS if owner == "vllm" else "" if await _honours_seeds(probe) else (
-        "does not repeat a response for the same seed, so runs cannot be repeated exactly"
-    )
-    found.lacks(no_seeds, LimitCode.NO_SEEDS, no_seeds, server=client.url)
+    lacks = _LACKS_BY_OWNER.get(owner) or (() if await _honours_seeds(probe) else _SEEDS_DIFFER)
+    for code, consequence in lacks:
+        found.lacks(True, code, consequence, server=client.url)
     eos = found.ends()
     found.lacks(
         eos and not await _is_eos_returned(probe, eos[0]), LimitCode.UNSEEN_EOS,
@@ -102,20 +146,25 @@ async def completions_facts(found: ServerProbe, vocab_size: int, remedy: str = "
         "its ids, and a response without it fails",
         server=client.url,
     )  # fmt: skip
-    return ServerFacts(
+    metrics_route: str | None = "/metrics"
+    if is_trtllm:  # its /metrics waits 2 s for records of its iterations, and takes them away from other readers
+        page = await found.answer_of("GET", _TRTLLM_METRICS, lambda reply: reply.ok or reply.status in REFUSES)
+        metrics_route = _TRTLLM_METRICS if page.ok else None
+    return OpenAIFacts(
         **found.common() | {"base": None},
-        model=model, software=await _software(found, owner), started_s=(await read_metrics(client)).started_s,
+        model=model, software=await _software(found, owner), is_trtllm=is_trtllm, metrics_route=metrics_route,
+        started_s=(await read_metrics(client, metrics_route)).started_s,
         capabilities=found.capabilities(
             logprob_kind=kind, vocab_size=vocab_size, context=positive(served.card, "max_model_len"), places=None,
             bans=owner == "vllm", constrains=owner == "vllm", adapters=None, eos_token_ids=eos,
-            abort_means=AbortMeans.CLOSE, version_spans=False, honours_seeds=not no_seeds,
+            abort_means=AbortMeans.CLOSE, version_spans=False, honours_seeds=not lacks,
         ),
     )  # fmt: skip
 
 
-async def _software(probe: ServerProbe, owner: Any) -> str:
+async def _software(probe: ServerProbe, owner: str) -> str:
     """Return the name and version of the server's software; empty for an unknown kind of server."""
-    name = {"sglang": "SGLang", "vllm": "vLLM"}.get(owner, "")
+    name = SOFTWARE.get(owner, "")
     answer = await probe.get_json("/version", has="version") if name else None
     version = answer.get("version") if isinstance(answer, dict) else None
     return f"{name} {clean(version, 64)}" if isinstance(version, str) else name
@@ -138,6 +187,7 @@ class _Probe:
 
     client: HttpClient
     model: str
+    is_trtllm: bool
 
     async def ask(self, sampling: SamplingParams, prompt: Sequence[int] = _PROMPT, **changes: Any) -> _Generated:
         """Send one short request and return its whole response."""
@@ -145,7 +195,7 @@ class _Probe:
         reader = ResponseReader(CompletionParser(request), FIRST_VERSION, None, len(request.token_ids))
         endpoint = GenerateRoute(
             client=self.client, route=ROUTE, admission=Admission(), labels=WeightLabels(),
-            prepare=lambda *_: (reader, completion_body(self.model, request, **changes)),
+            prepare=lambda *_: (reader, completion_body(self.model, request, is_trtllm=self.is_trtllm, **changes)),
             abort_means=AbortMeans.CLOSE, marks_end=False,
         )  # fmt: skip
         async with aclosing(ResponseStream(endpoint, request, streamed=True)) as stream:
@@ -171,7 +221,8 @@ async def _refuse_without_token_ids(probe: _Probe) -> None:
     if wrong:
         raise ConfigError(
             f"{probe.client.url} does not return the id of each token once, with its log-probability "
-            f"(return_token_ids): {wrong}; april needs them, so use a server that returns them, such as vLLM"
+            f"({'detokenize: false' if probe.is_trtllm else 'return_token_ids: true'}): {wrong}; april needs them, so "
+            "use a server that returns them, such as vLLM or trtllm-serve"
         )
 
 

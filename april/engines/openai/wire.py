@@ -1,7 +1,7 @@
 """Builds requests for the OpenAI completions route with token ids, and parses the events of its stream.
 
-With ``return_token_ids: true`` the choices have the ids of generated tokens, and the first event repeats the prompt's
-ids.
+The choices have the ids of generated tokens with ``return_token_ids: true``, where the first event repeats the prompt's
+ids, and on TensorRT-LLM with ``detokenize: false``.
 """
 
 from __future__ import annotations
@@ -33,23 +33,33 @@ _FINISHES = {
     "length": EngineFinish.LENGTH,
     # the server ended the request for its own reasons; the tokens are valid, and april sends the rest as a new request
     "abort": EngineFinish.ABORT,
+    "cancelled": EngineFinish.ABORT,
+    "timeout": EngineFinish.ABORT,
 }
+_TRTLLM: dict[str, Any] = {
+    "detokenize": False,
+    "logprobs": 1,  # 0 would return no log-probabilities
+    "include_stop_str_in_output": True,  # otherwise the ids lack the stop id at which a response ended
+}
+"""Request keys for token ids from TensorRT-LLM, which refuses unknown keys such as ``return_token_ids``."""
 
 
 def completion_body(
-    model: str, request: Request, *, bans: bool = False, seeds: bool = True, salt: str = "", **changes: Any
-) -> bytes:
+    model: str, request: Request, *, is_trtllm: bool = False, bans: bool = False, seeds: bool = True, salt: str = "",
+    **changes: Any,
+) -> bytes:  # fmt: skip
     """Return the JSON body of one streamed request; ``changes`` are keys that override others.
 
-    A server with ``cache_salt`` shares entries of its prefix cache only between requests with the same ``salt``.
+    A server with ``cache_salt`` shares entries of its prefix cache only between requests with the same ``salt``;
+    TensorRT-LLM does not accept salts on this route.
     """
     params = sampling_of(request, bans=bans, seeds=seeds)
-    asked = {
+    asked = _TRTLLM if is_trtllm else {
         "return_token_ids": True,
         "logprobs": 0,  # the log-probability of the sampled token alone
         "return_weight_versions": True,  # at the end of a response (vLLM 0.33 and later; older ones ignore it)
         **({"cache_salt": salt} if salt else {}),
-    }
+    }  # fmt: skip
     body = {"model": model, "prompt": request.token_ids.tolist(), "n": 1, **params, **STREAMED, **asked}
     return msgspec.json.encode({**body, **changes})
 

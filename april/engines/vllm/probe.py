@@ -16,7 +16,7 @@ from april.engines.http.server_probe import NO_TOKEN, ServedModel, ServerFacts, 
 from april.engines.http.server_process import read_metrics, require_left_paused
 from april.engines.http.token_rows import NO_EXPERTS, InvalidRows, Routing, experts_of_npy, routing_of
 from april.engines.http.wire import NotJson, error_text, positive, read_json
-from april.engines.openai.probe import completions_facts
+from april.engines.openai.probe import OpenAIFacts, completions_facts
 from april.engines.openai.wire import ROUTE as COMPLETIONS_ROUTE
 from april.engines.protocol import ROUTED_EXPERTS, AdapterSite, OnWeightUpdate
 from april.engines.vllm.kv_connectors import has_connector, refuse_hidden_connector, require_salts_kept_apart
@@ -52,7 +52,7 @@ class VllmFacts(ServerFacts):
     """True if the server keeps attachments and finds them by digest."""
 
 
-async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts | ServerFacts:
+async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts | OpenAIFacts:
     """Find out what a server can do, without disturbing it; VllmFacts if all routes that april uses are open.
 
     Raises EngineError, or ConfigError if the server is unusable.
@@ -100,7 +100,7 @@ class _VllmProbe(ServerProbe):
             ),
         )  # fmt: skip
 
-    async def closed_facts(self) -> ServerFacts:
+    async def closed_facts(self) -> OpenAIFacts:
         """Find out what the server can do as an OpenAI-compatible one, since routes that april needs are closed."""
         if self.paused:
             require_left_paused(self.client.url, None, None, _RESUME)
