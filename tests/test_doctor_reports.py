@@ -134,7 +134,7 @@ def test_the_worst_server_decides() -> None:
     assert Report([good, limited]).verdict is Verdict.LIMITED
     assert Report([good, limited, bad]).verdict is Verdict.UNUSABLE
     assert Report([good], [Finding("x", Level.MISSING, "x")]).verdict is Verdict.UNUSABLE
-    assert not Report([bad]).verdict.usable
+    assert Report([bad]).verdict is Verdict.UNUSABLE
 
 
 # ---------------------------------------------------------------- several servers, and the configuration
