@@ -77,11 +77,15 @@ class RecordingProxy:
         """Address of the proxy."""
 
     def answers(self, request: Request) -> Sequence[Exchange]:
-        """Return the answers to this request; if requests carry no id, those to the same prompt with the same seed."""
+        """Return the answers to this request; if requests carry no id, those to the same prompt with the same seed.
+
+        If requests carry no seed either, these are the answers to the same prompt.
+        """
         named = self._by_id.get(request.attempt_id)
         if named is not None:
             return named
-        return self._nameless.get((request.token_ids.astype("<i4").tobytes(), request.sampling.seed), ())
+        prompt = request.token_ids.astype("<i4").tobytes()
+        return self._nameless.get((prompt, request.sampling.seed)) or self._nameless.get((prompt, None), ())
 
     # ---------------------------------------------------------------- start and stop
 
