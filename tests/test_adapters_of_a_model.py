@@ -130,7 +130,7 @@ def test_a_server_that_takes_no_adapters() -> None:
     with ServerThread(server), april.RolloutScheduler(
         run_of(server), prompts=[[3, 7, 9]] * 9, reward=lambda p, r: 1.0
     ) as scheduler:
-        sentence = r"engine .* accepts none; start the server with VLLM_ALLOW_RUNTIME"
+        sentence = r"engine .* accepts none; start the server with VLLM_SERVER_DEV_MODE=1, VLLM_ALLOW"
         with pytest.raises(april.ConfigError, match=sentence):
             scheduler.weight_update(weights=Adapted())
         assert scheduler.version == PolicyVersion(0, 0)

@@ -168,8 +168,15 @@ def _group_out(group: SavedGroup) -> State:
 
 
 def _builtins(value: Any) -> State:
-    state: State = msgspec.to_builtins(value, builtin_types=(bytes,), enc_hook=_plain)
+    state: State = _with_lists(msgspec.to_builtins(value, builtin_types=(bytes,), enc_hook=_plain))
     return state
+
+
+def _with_lists(value: Any) -> Any:
+    """Replace all tuples by lists, so that a state is equal to itself after it has been a file or a message."""
+    if isinstance(value, dict):
+        return {name: _with_lists(part) for name, part in value.items()}
+    return [_with_lists(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def from_state(state: Any, kind: type[T]) -> T:
