@@ -491,28 +491,25 @@ def _group_in(core: RolloutCore, saved: SavedGroup, attachments: Mapping[str, At
     # a filter or a group reward needs the return values of rollout functions, which are not saved
     keeps_finished = ready or not (core.settings.group_reward or core.settings.has_filter)
     for index, part in enumerate(saved.samples):
-        sample = Sample(SampleId(saved.id, index), group)
-        if part.settled is not None:
-            sample.state = part.settled
-            group.delivered += part.settled is SampleState.LEASED
-        else:
-            _sample_in(core, sample, part, attachments, keeps_finished=keeps_finished)
+        present = SampleState.FINISHED if part.finished and keeps_finished else SampleState.NEW
+        sample = Sample(SampleId(saved.id, index), group, part.settled or present)
+        if part.settled is None:
+            _sample_in(core, sample, part, attachments)
+        group.delivered += part.settled is SampleState.LEASED
         group.samples.append(sample)
     _completed(core.settings, group, saved, ready=ready)
     return group
 
 
 def _sample_in(
-    core: RolloutCore, sample: Sample, saved: SavedSample, attachments: Mapping[str, Attachment], *,
-    keeps_finished: bool,
-) -> None:  # fmt: skip
-    """Restore a sample: as finished if it was and ``keeps_finished``, otherwise as new with calls to replay."""
+    core: RolloutCore, sample: Sample, saved: SavedSample, attachments: Mapping[str, Attachment]
+) -> None:
+    """Restore what a sample has: its reward if it is finished, otherwise calls to replay."""
     sample.attempts, sample.resumes = saved.attempts, saved.resumes
     sample.failures, sample.restarts = saved.failures, saved.restarts
     sample.chains = tuple(_chain_in(core, sample, part, attachments) for part in saved.chains)
-    if saved.finished and keeps_finished:
-        sample.state, sample.finish, sample.reward = SampleState.FINISHED, saved.finish, saved.reward
-        sample.row_rewards = saved.row_rewards
+    if sample.state is SampleState.FINISHED:
+        sample.finish, sample.reward, sample.row_rewards = saved.finish, saved.reward, saved.row_rewards
     longest, most = max(len(chain.tape) for chain in sample.chains), core.settings.max_response_len
     if longest > most:
         raise CheckpointError(
