@@ -55,14 +55,14 @@ async def test_an_evaluation_beside_training_takes_about_as_long_as_alone(slots:
             assert await seconds(run, 24) <= 1.3 * alone
             await run.weight_update()
         assert not run.ledger()["tokens"].dropped
-        run.driver.core.validate()
+        run.validate()
 
 
 async def test_an_evaluation_larger_than_its_share_leaves_training_the_rest_of_full_engines() -> None:
     """Training gives up 32 of 64 slots once, and is not cut again for each answer."""
     async with opened(32) as run:
         await run.next_batch()
-        core = run.driver.core
+        core = run.scheduler._driver.core
         before = core.counters["aborted_attempts"]
         evaluation = asyncio.create_task(seconds(run, 160))
         await asyncio.sleep(10)

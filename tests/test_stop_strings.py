@@ -279,7 +279,7 @@ def test_text_is_not_cleaned_up() -> None:
     detokenizer = Detokenizer(Cleaning())
 
     assert detokenizer.text([0, 1, 2, 3]) == "a .<eos>"
-    assert detokenizer.text_of(np.array([0, 1, 2, 3], np.int32), special_tokens=False) == "a ."
+    assert detokenizer.text([0, 1, 2, 3], special_tokens=False) == "a ."
 
 
 @pytest.mark.parametrize("tokenizer", ["gpt2", 5, {}.get, type("T", (), {"decode": lambda self, ids: "x"})()])

@@ -222,15 +222,15 @@ class LoopThread:
         finally:
             self.request_stop(None if ended else at_interrupt)
 
-    def stop(self, *, answers: bool = True) -> None:
-        """Cancel all tasks, and end the loop and its thread; idempotent. In a forked child it does nothing.
+    def stop(self, *, answers: bool = True, last: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Cancel all tasks, await ``last``, and end the loop and its thread; idempotent. In a forked child do nothing.
 
         Tasks, and then threads of asyncio.to_thread, have STOP_PATIENCE_S to end; after that they are left running. A
         blocked loop is left running after ANSWER_PATIENCE_S, or at once if ``answers`` is False.
         """
         if not self.in_own_process:
             return
-        self.request_stop()
+        self.request_stop(last)
         self._thread.join(ANSWER_PATIENCE_S if answers else 0.0)
         if self._ending is not None:
             self._thread.join(STOP_PATIENCE_S)

@@ -166,7 +166,7 @@ class RankClient:
         try:
             self.thread.end_with(end, end)
         finally:
-            self.thread.stop()
+            self.thread.stop(last=end)  # in case of an interrupt before the loop knew it
 
     # ---------------------------------------------------------------- calls and queries
 
