@@ -12,11 +12,13 @@ from msgspec import structs
 
 from april.core.sampling import LogprobKind
 from april.core.versions import PolicyVersion
-from april.engines.protocol import Capabilities, Chunk, EngineFinish, Request
+from april.engines.protocol import AbortMeans, Capabilities, Chunk, EngineFinish, Request
 from april.errors import EngineError
 from april.testing import FakeEngine
+from april.testing.conformance.subject import ClientTokens, Figures
 from april.testing.recording_engine import RecordingEngine
 from april.testing.records import AttemptRecord, conversation
+from tests.real_engines.recording_proxy import compare_with_wire
 
 
 class Sound(RecordingEngine):
@@ -317,3 +319,6 @@ class FakeWitness:
         assert self.engine is not None
         record = self.engine.attempts.get(request.attempt_id)
         return [] if record is None else [self._answers.setdefault(request.attempt_id, RecordOf(record))]
+
+    def compare(self, held: Sequence[ClientTokens], means: AbortMeans) -> Figures:
+        return compare_with_wire(self.answers, held, means)

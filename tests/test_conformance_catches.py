@@ -57,7 +57,7 @@ def spoilt(defect: type[Sound], **changes: Any) -> Subject:
         witness.engine = fake()
         return defect(witness.engine)
 
-    return fake_subject(make, wire=witness, **changes)
+    return fake_subject(make, compare_with_wire=witness.compare, **changes)
 
 
 def verdict_on(name: str, subject: Subject) -> Verdict:

@@ -7,11 +7,11 @@ with the engines' clients, so its record is independent evidence.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import aiohttp
 import msgspec
@@ -20,7 +20,9 @@ from aiohttp import web
 
 from april.concurrency.http_listener import HttpListener
 from april.config.engines import checked_url
-from april.engines.protocol import Request
+from april.engines.protocol import AbortMeans, EngineFinish, Int32, Request
+from april.testing.conformance import Broken
+from april.testing.conformance.subject import ClientTokens, Figures
 
 _HOP_BY_HOP = frozenset(
     ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
@@ -58,11 +60,74 @@ class Exchange:
         return tokens
 
 
+class Answer(Protocol):
+    """An answer that was sent for one request."""
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """Token ids, in order."""
+        ...
+
+    @property
+    def closed_early(self) -> bool:
+        """True if the client disconnected before the answer was complete."""
+        ...
+
+
+def compare_with_wire(
+    answers_to: Callable[[Request], Sequence[Answer]], held: Sequence[ClientTokens], means: AbortMeans
+) -> Figures:
+    """Compare the tokens that the client has with those that were sent; ``answers_to`` returns a request's answers.
+
+    ``lost`` counts tokens of answers that the client had to read to the end, but does not have. ``never read`` counts
+    tokens that were sent to a client that had disconnected, which is how some engines abort (``means``).
+
+    Raises:
+        Broken: a token is lost, or the client has tokens that were not sent.
+    """
+    count: dict[int, int] = {}
+    for request, tokens, _ in held:
+        if len(tokens):
+            answer = _answer_of(answers_to(request), tokens, count)
+            if answer is None:
+                sent = max((len(a.tokens) for a in answers_to(request)), default=0)
+                raise Broken(
+                    f"request {request.attempt_id} holds {len(tokens)} tokens that are not the {sent} that were sent"
+                )
+            count[id(answer)] = len(tokens)
+    seen = lost = never_read = 0
+    looked_at: set[int] = set()
+    for request, _, finish in held:
+        for answer in answers_to(request):
+            if id(answer) in looked_at:
+                continue
+            looked_at.add(id(answer))
+            seen += len(answer.tokens)
+            more = len(answer.tokens) - count.get(id(answer), 0)
+            if answer.closed_early or (means is AbortMeans.CLOSE and finish is EngineFinish.ABORT):
+                never_read += more
+            else:
+                lost += more
+    if lost:
+        raise Broken(f"{lost} of {seen} tokens are lost: the server sent them, but the engine does not hold them")
+    return {"lost": 0, "never read": never_read, "seen on the wire": seen}
+
+
+def _answer_of(answers: Iterable[Answer], tokens: Int32, taken: dict[int, int]) -> Answer | None:
+    """Find the shortest unused answer that begins with these tokens; None if there is none."""
+    fits = [
+        answer
+        for answer in answers
+        if id(answer) not in taken and np.array_equal(np.asarray(answer.tokens[: len(tokens)], np.int32), tokens)
+    ]
+    return min(fits, key=lambda answer: len(answer.tokens), default=None)
+
+
 class RecordingProxy:
     """Records the answers of one server.
 
-    Use ``async with RecordingProxy("http://host:port") as proxy`` and give the engine ``proxy.url``. It implements
-    :class:`april.testing.conformance.Witness`.
+    Use ``async with RecordingProxy("http://host:port") as proxy`` and give the engine ``proxy.url``, and the suite
+    :meth:`compare`.
     """
 
     def __init__(self, server: str) -> None:
@@ -86,6 +151,10 @@ class RecordingProxy:
             return named
         prompt = request.token_ids.astype("<i4").tobytes()
         return self._nameless.get((prompt, request.sampling.seed)) or self._nameless.get((prompt, None), ())
+
+    def compare(self, held: Sequence[ClientTokens], means: AbortMeans) -> Figures:
+        """Compare the tokens that the client has with those that passed the proxy."""
+        return compare_with_wire(self.answers, held, means)
 
     # ---------------------------------------------------------------- start and stop
 

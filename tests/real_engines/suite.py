@@ -76,7 +76,8 @@ async def test_column(column: Column, models: dict[str, Path], aborts: int) -> R
             return (await open_servers(config))[0]
 
         return await run(Subject(
-            open=opened, name=column.name, version=column.version, wire=proxy, now=now, other=other, kill=kill,
+            open=opened, name=column.name, version=column.version, now=now, other=other, kill=kill,
+            compare_with_wire=proxy.compare,
             aborts=aborts, long_tokens=LONG_TOKENS[column.kind], patience_s=PATIENCE_S,
         ), watch=tell)  # fmt: skip
 

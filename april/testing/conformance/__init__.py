@@ -10,7 +10,7 @@ from april.testing.conformance.bench import Check
 from april.testing.conformance.reference import hugging_face
 from april.testing.conformance.run import CHECKS, check_named, run
 from april.testing.conformance.subject import (
-    Answer,
+    Broken,
     Outcome,
     Reference,
     Report,
@@ -18,12 +18,11 @@ from april.testing.conformance.subject import (
     Subject,
     Verdict,
     Weights,
-    Witness,
 )
 
 __all__ = [
     "CHECKS",
-    "Answer",
+    "Broken",
     "Check",
     "Outcome",
     "Reference",
@@ -32,7 +31,6 @@ __all__ = [
     "Subject",
     "Verdict",
     "Weights",
-    "Witness",
     "check_named",
     "hugging_face",
     "run",

@@ -23,10 +23,9 @@ from msgspec import structs
 from april.core.sampling import SamplingParams
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.driver.wire_checks import check_chunk, check_end
-from april.engines.protocol import AbortMeans, Capabilities, Chunk, Engine, EngineFinish, Int32, Request
+from april.engines.protocol import Capabilities, Chunk, Engine, EngineFinish, Int32, Request
 from april.errors import AprilError, EngineError, WireError
 from april.testing.conformance.subject import (
-    Answer,
     Broken,
     Figures,
     NotOffered,
@@ -35,65 +34,10 @@ from april.testing.conformance.subject import (
     Subject,
     Verdict,
     Weights,
-    Witness,
 )
 from april.testing.records import YieldedChunks
 from april.weights.sender import WeightSender
 from april.weights.source import weight_source
-
-ClientTokens = tuple[Request, Int32, EngineFinish | None]
-"""A request, the tokens that the client has of it, and how it ended."""
-
-
-def compare_with_wire(wire: Witness | None, held: Iterable[ClientTokens], means: AbortMeans) -> Figures:
-    """Compare the tokens that the client has with those that the proxy (the witness) saw; no figures without a proxy.
-
-    ``lost`` counts tokens of answers that the client had to read to the end, but does not have. ``never read`` counts
-    tokens that were sent to a client that had disconnected, which is how some engines abort (``means``).
-
-    Raises:
-        Broken: a token is lost, or the client has tokens that were not sent.
-    """
-    if wire is None:
-        return {}
-    all_held = list(held)
-    count: dict[int, int] = {}
-    for request, tokens, _ in all_held:
-        if len(tokens):
-            answer = _answer_of(wire.answers(request), tokens, count)
-            if answer is None:
-                sent = max((len(a.tokens) for a in wire.answers(request)), default=0)
-                raise Broken(
-                    f"request {request.attempt_id} holds {len(tokens)} tokens that are not the {sent} that were sent"
-                )
-            count[id(answer)] = len(tokens)
-    seen = lost = never_read = 0
-    looked_at: set[int] = set()
-    for request, _, finish in all_held:
-        for answer in wire.answers(request):
-            if id(answer) in looked_at:
-                continue
-            looked_at.add(id(answer))
-            seen += len(answer.tokens)
-            more = len(answer.tokens) - count.get(id(answer), 0)
-            if answer.closed_early or (means is AbortMeans.CLOSE and finish is EngineFinish.ABORT):
-                never_read += more
-            else:
-                lost += more
-    if lost:
-        raise Broken(f"{lost} of {seen} tokens are lost: the server sent them, but the engine does not hold them")
-    return {"lost": 0, "never read": never_read, "seen on the wire": seen}
-
-
-def _answer_of(answers: Iterable[Answer], tokens: Int32, taken: dict[int, int]) -> Answer | None:
-    """Find the shortest unused answer that begins with these tokens; None if there is none."""
-    fits = [
-        answer
-        for answer in answers
-        if id(answer) not in taken and np.array_equal(np.asarray(answer.tokens[: len(tokens)], np.int32), tokens)
-    ]
-    return min(fits, key=lambda answer: len(answer.tokens), default=None)
-
 
 T = TypeVar("T")
 
@@ -377,9 +321,10 @@ class Bench:
     # ---------------------------------------------------------------- expectations
 
     def compare_with_wire(self, readings: Iterable[ReadRequest]) -> Figures:
-        """Compare the responses with the record of the proxy between engine and server, if there is one."""
-        held = [(r.request, r.tokens, r.finish) for r in readings]
-        return compare_with_wire(self.subject.wire, held, self.engine.capabilities.abort_means)
+        """Compare the responses with the tokens that left the server, if the subject can do that."""
+        compare = self.subject.compare_with_wire
+        means = self.engine.capabilities.abort_means
+        return {} if compare is None else compare([(r.request, r.tokens, r.finish) for r in readings], means)
 
     def require_no_errors(self, readings: Iterable[ReadRequest]) -> None:
         """Raise Broken if one of the requests failed."""

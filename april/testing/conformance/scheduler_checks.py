@@ -16,7 +16,7 @@ from april.core.versions import PolicyVersion
 from april.driver.llm import LLM
 from april.engines.protocol import Chunk, Engine, EngineFinish, Int32, Request
 from april.errors import EngineError
-from april.testing.conformance.bench import Bench, check, compare_with_wire
+from april.testing.conformance.bench import Bench, check
 from april.testing.conformance.subject import Broken, Figures, NotTested
 from april.testing.recording_engine import RecordingEngine
 from april.testing.same_loop import Rollouts, rollouts
@@ -106,12 +106,14 @@ async def thousand_aborts(bench: Bench) -> Figures:
         corrupt = {str(k): v for k, v in ledger.dropped.items() if v and k is not DropReason.AFTER_STOP}
         if corrupt:
             raise Broken(f"april dropped tokens: {corrupt}")
-    held = [(request, engine.got(i), engine.ends[i]) for i, request in engine.requests.items()]
     figures: Figures = {
-        "aborted": engine.aborted, "requests": len(held), "weight updates": updates,
+        "aborted": engine.aborted, "requests": len(engine.requests), "weight updates": updates,
         "tokens handed over": engine.tokens, "delivered": given,
     }  # fmt: skip
-    return figures | compare_with_wire(subject.wire, held, engine.capabilities.abort_means)
+    if subject.compare_with_wire is not None:
+        held = [(request, engine.got(i), engine.ends[i]) for i, request in engine.requests.items()]
+        figures |= subject.compare_with_wire(held, engine.capabilities.abort_means)
+    return figures
 
 
 async def _update(bench: Bench, run: Rollouts, from_disk: bool) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
 
 import msgspec
 
 from april.core.attachments import Placed
-from april.engines.protocol import Engine, Float32, Request
+from april.engines.protocol import AbortMeans, Engine, EngineFinish, Float32, Int32, Request
 
 
 class Broken(Exception):
@@ -30,30 +29,14 @@ Reference = Callable[[list[int], list[int]], Float32]
 a full forward pass in fp32. The suite computes from them log-probabilities of the kind that the engine declares."""
 
 
-class Answer(Protocol):
-    """An answer that was sent for one request."""
-
-    @property
-    def tokens(self) -> Sequence[int]:
-        """Token ids, in order."""
-        ...
-
-    @property
-    def closed_early(self) -> bool:
-        """True if the client disconnected before the answer was complete."""
-        ...
-
-
-class Witness(Protocol):
-    """Records the answers of a server, independently of the engine's client."""
-
-    def answers(self, request: Request) -> Sequence[Answer]:
-        """Return the answers to this request; if the wire has no ids, to all requests that look the same there."""
-        ...
-
-
 Seen = Callable[[Request, list[int]], Float32]
 """Function (request with attachments, response ids [T]) -> logits [T, V], otherwise like :data:`Reference`."""
+
+
+ClientTokens = tuple[Request, Int32, EngineFinish | None]
+"""A request, the tokens that the client has of it, and how it ended."""
+Figures = dict[str, float | int | str]
+"""Named numbers of a check, in the order in which they are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +89,9 @@ class Subject:
     """Two adapters (LoRA) for ``now``: directories, and as reference the model with the adapter."""
     tolerance: float = 1e-4
     """Largest difference of log-probabilities from the reference, in nats."""
-    wire: Witness | None = None
-    """Recorder between engine and server."""
+    compare_with_wire: Callable[[Sequence[ClientTokens], AbortMeans], Figures] | None = None
+    """Function that compares the clients' tokens with those that a recorder between engine and server has seen, and
+    raises :class:`Broken` if tokens were lost."""
     kill: Callable[[], Awaitable[None]] | None = None
     """Function that kills the server; the last check uses it."""
     in_flight: int = 80
@@ -118,10 +102,6 @@ class Subject:
     """Promises that the engine's documentation excludes: name of the check -> sentence that says why."""
     patience_s: float = 60.0
     """Longest wait for a single event, in seconds; an engine that takes longer fails."""
-
-
-Figures = dict[str, float | int | str]
-"""Named numbers of a check, in the order in which they are shown."""
 
 
 class Outcome(StrEnum):
