@@ -44,7 +44,6 @@ ALLOWED = {
     ("engines/vllm/probe.py", "speculation"): "keys of a server's settings",
     ("serialization/plain_values.py", "torch."): "names of dtypes",
     ("serialization/torch_arrays.py", "_mask"): "names of arrays",
-    ("view/report_figures.py", "CAUSE"): "names of colours",
     ("serialization/own_values.py", "digest"): "the field of an attachment that has travelled",
 }
 """(file, what it looks for): in whose words."""

@@ -18,23 +18,22 @@ from april.text.server_text import printable
 from april.version import __version__
 from april.view import report_figures
 from april.view.off_policy_summary import DRIFT, OffPolicySummary, off_policy_summary
-from april.view.report_figures import HALF, WIDE, Colour, css
+from april.view.report_figures import HALF, WIDE, Colour
 from april.view.run_data import RunData, RunDistance, limit_distance_of
 from april.view.speed_up import SpeedUp, speed_up_of
 from april.view.units import short_time
 
 STYLE = """
 *{box-sizing:border-box}
-:root{--page:#ffffff;--card:#f7f8fa}
-@media (prefers-color-scheme: dark){:root{--page:#16191d;--card:#1d2126}}
-body{margin:0;background:var(--page);color:var(--text);font:15px/1.5 system-ui,sans-serif}
+:root{--card:#f7f8fa;--text:#1f2328;--soft:#6a737d;--faint:#d5d9de}
+body{margin:0;background:#ffffff;color:var(--text);font:15px/1.5 system-ui,sans-serif}
 main{max-width:1080px;margin:0 auto;padding:20px 20px 60px}
 main.two{max-width:none}
 h1{font-size:22px;margin:8px 0 2px}
 h2{font-size:16px;margin:34px 0 4px}
 p{margin:4px 0 10px;max-width:75ch}
 .soft,footer{color:var(--soft)}
-.advice{background:var(--card);border-left:4px solid var(--age0);padding:10px 14px;border-radius:4px;margin:14px 0}
+.advice{background:var(--card);border-left:4px solid #2f7fb8;padding:10px 14px;border-radius:4px;margin:14px 0}
 .runs{display:grid;gap:28px;grid-template-columns:repeat(auto-fit,minmax(min(100%,460px),1fr))}
 .run{min-width:0}
 .facts{display:grid;grid-template-columns:repeat(auto-fit,minmax(128px,1fr));gap:8px;margin:14px 0;padding:0}
@@ -100,8 +99,8 @@ def page(runs: Sequence[RunData], found: Sequence[ReportFigures] | None = None) 
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        f'<meta name="color-scheme" content="light dark"><title>{_text(title)}</title>'
-        f"<style>{css()}{STYLE}</style></head>"
+        f"<title>{_text(title)}</title>"
+        f"<style>{STYLE}</style></head>"
         f'<body><main class="{"two" if len(runs) > 1 else "one"}">{_comparison(runs, found)}{body}'
         f'<footer>Made by april {_text(__version__)} from the record{"s" if len(runs) > 1 else ""} of the run'
         f'{"s" if len(runs) > 1 else ""}.</footer></main></body></html>\n'
@@ -286,7 +285,9 @@ def _limit(run: RunData, found: RunDistance | None) -> str:
             f"<p>This record does not show how far the run was from the limit of its engines: {_text(found.doubt)}. An "
             f"estimate is that the limit takes {of.at_limit:.0%} of the time.</p>"
         )
-    parts = [("at the limit", of.at_limit, Colour.AGE0), ("prefilled again", of.reprefill, Colour.AGE2)]
+    parts: list[tuple[str, float, str]] = [
+        ("at the limit", of.at_limit, Colour.AGE0), ("prefilled again", of.reprefill, Colour.AGE2)
+    ]  # fmt: skip
     parts += [
         (report_figures.cause_label(cause), share, report_figures.IDLE[cause][1])
         for cause in IdleCause if (share := of.causes.get(cause, 0.0)) >= 0.005
@@ -301,9 +302,9 @@ def _limit(run: RunData, found: RunDistance | None) -> str:
         first, second = sorted(found.halves)
         halves = f"{first:.0%} and {second:.0%} by halves of the requests"
         words = f"<b>{of.at_limit:.0%} of the limit</b> ({halves}). {words}"
-    bar = "".join(f'<div style="flex:{share:.4f};background:var({ink.variable})"></div>' for _, share, ink in parts)
+    bar = "".join(f'<div style="flex:{share:.4f};background:{ink}"></div>' for _, share, ink in parts)
     key = "".join(
-        f'<li><i style="background:var({ink.variable})"></i>{_text(name)} {share:.0%}</li>'
+        f'<li><i style="background:{ink}"></i>{_text(name)} {share:.0%}</li>'
         for name, share, ink in parts
     )
     return f'<p>{words}</p><div class="bar">{bar}</div><ul class="key">{key}</ul>'

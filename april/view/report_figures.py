@@ -1,7 +1,6 @@
 """Draws the pictures of ``april report`` as SVG.
 
-matplotlib draws with a unique placeholder colour for each :class:`Colour`. The placeholders are then replaced by CSS
-variables, so one picture serves a light and a dark page. A place is a request slot of an engine.
+A place is a request slot of an engine.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Sequence
-from enum import Enum
+from enum import StrEnum
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -33,54 +32,31 @@ INCHES_PER_COLUMN = 1.6
 """Width of a column of a legend, in inches."""
 
 
-class Colour(Enum):
-    """A colour: (placeholder, colour on a light page, colour on a dark page)."""
+class Colour(StrEnum):
+    """A colour of the page."""
 
-    TEXT = ("#010100", "#1f2328", "#e6e8eb")
-    FAINT = ("#010200", "#d5d9de", "#3a4048")
-    SOFT = ("#010300", "#6a737d", "#9aa4af")
-    AGE0 = ("#020100", "#2f7fb8", "#4fa3dd")
-    AGE1 = ("#020200", "#f2b544", "#f2b544")
-    AGE2 = ("#020300", "#e07b39", "#ea8a4a")
-    AGE3 = ("#020400", "#c1402f", "#dd5a48")
-    AGE4 = ("#020500", "#7d1f4b", "#b0477a")
-    EVALUATION = ("#020600", "#8a8fd1", "#9aa0e8")
-    EMPTY = ("#020700", "#eceff2", "#262b31")
-    CAUSE0 = ("#030100", "#9aa4af", "#77818c")
-    CAUSE1 = ("#030200", "#c58bb8", "#b57aa8")
-    CAUSE2 = ("#030300", "#7fb7a5", "#6aa592")
-    CAUSE3 = ("#030400", "#d9c37a", "#bfa95f")
-    CAUSE4 = ("#030500", "#8f9fd9", "#7d8dca")
-    CAUSE5 = ("#030600", "#d98f7a", "#c97c66")
-    CAUSE6 = ("#030700", "#6f7f99", "#5f6f89")
-    CAUSE7 = ("#030800", "#b5c97a", "#9bb05f")
-    CAUSE8 = ("#030900", "#a98f6f", "#937a5c")
-    CAUSE9 = ("#031000", "#7ab8d9", "#5fa0c4")
-
-    @property
-    def hex(self) -> str:
-        """The placeholder colour with which matplotlib draws."""
-        return self.value[0]
-
-    @property
-    def variable(self) -> str:
-        """The name of the CSS variable."""
-        return f"--{self.name.lower().replace('_', '-')}"
+    TEXT = "#1f2328"
+    FAINT = "#d5d9de"
+    SOFT = "#6a737d"
+    AGE0 = "#2f7fb8"
+    AGE1 = "#f2b544"
+    AGE2 = "#e07b39"
+    AGE3 = "#c1402f"
+    AGE4 = "#7d1f4b"
+    EVALUATION = "#8a8fd1"
+    EMPTY = "#eceff2"
 
 
 AGES = (Colour.AGE0, Colour.AGE1, Colour.AGE2, Colour.AGE3, Colour.AGE4)
-CAUSES = tuple(ink for ink in Colour if ink.name.startswith("CAUSE"))
 BELOW_AXES = -0.42
 """Offset of the legend from the bottom of the axes, in inches; leaves room for tick labels and axis label."""
-_HEX = re.compile("|".join(ink.hex for ink in Colour))
-_BY_HEX = {ink.hex: f"var({ink.variable})" for ink in Colour}
 IDLE = {
-    IdleCause.OVER_SAMPLING: ("N' are in work", CAUSES[0]), IdleCause.TRAINER: ("no batch asked for", CAUSES[1]),
-    IdleCause.UPDATE: ("new weights", CAUSES[2]), IdleCause.BOUND: ("max_staleness", CAUSES[3]),
-    IdleCause.FUNCTIONS: ("only functions run", CAUSES[4]), IdleCause.ENGINES: ("none takes work", CAUSES[5]),
-    IdleCause.EVALUATION: ("", Colour.EVALUATION), IdleCause.STOP: ("the rest is stopped", CAUSES[6]),
-    IdleCause.PROMPTS: ("drawn, or ended", CAUSES[7]), IdleCause.HELD: ("max_held_tokens", CAUSES[8]),
-    IdleCause.PAUSE: ("", CAUSES[9]),
+    IdleCause.OVER_SAMPLING: ("N' are in work", "#9aa4af"), IdleCause.TRAINER: ("no batch asked for", "#c58bb8"),
+    IdleCause.UPDATE: ("new weights", "#7fb7a5"), IdleCause.BOUND: ("max_staleness", "#d9c37a"),
+    IdleCause.FUNCTIONS: ("only functions run", "#8f9fd9"), IdleCause.ENGINES: ("none takes work", "#d98f7a"),
+    IdleCause.EVALUATION: ("", Colour.EVALUATION), IdleCause.STOP: ("the rest is stopped", "#6f7f99"),
+    IdleCause.PROMPTS: ("drawn, or ended", "#b5c97a"), IdleCause.HELD: ("max_held_tokens", "#a98f6f"),
+    IdleCause.PAUSE: ("", "#7ab8d9"),
 }  # fmt: skip
 """Label and colour of each reason why places (slots for requests) may be idle."""
 MARKED = 24
@@ -108,11 +84,11 @@ def busy_places(run: RunData, name: str, width: float) -> str:
     edges = np.linspace(0.0, max(run.seconds, 1e-6), points + 1)
     there, below = run.engine_history, np.zeros(points)
     ends = [*there.since_s, max(float(edges[-1]), there.since_s[-1])]
-    axes.stairs(there.places, ends, fill=True, color=Colour.EMPTY.hex, linewidth=0)
+    axes.stairs(there.places, ends, fill=True, color=Colour.EMPTY, linewidth=0)
     for label, ink, rows in _by_age(run):
         top = below + mean_busy(run.began_s[rows], run.ended_s[rows], edges)
         if (top > below).any() or label == "fresh":
-            axes.stairs(top, edges, baseline=below, fill=True, color=ink.hex, linewidth=0, label=label)
+            axes.stairs(top, edges, baseline=below, fill=True, color=ink, linewidth=0, label=label)
         below = top
     axes.set_xlim(0.0, float(edges[-1]))
     axes.set_ylim(0, 1.04 * max(run.places, float(below.max(initial=0.0))))
@@ -159,7 +135,7 @@ def time_shares(run: RunData, name: str, width: float) -> str:
     axes = figure.add_subplot()
     points = _points(width) // 2
     steps, busy = _over_steps(batches, "engines_busy", points)
-    layers = [("busy", Colour.AGE0, busy)]
+    layers: list[tuple[str, str, Floats]] = [("busy", Colour.AGE0, busy)]
     for cause, (_, ink) in IDLE.items():
         if any(batch.metrics.get(f"idle_{cause}") for batch in batches):
             layers.append((cause_label(cause), ink, _over_steps(batches, f"idle_{cause}", points)[1]))
@@ -167,7 +143,7 @@ def time_shares(run: RunData, name: str, width: float) -> str:
     edges = _edges(steps)
     for label, ink, values in layers:
         top = below + np.nan_to_num(values)
-        axes.stairs(top, edges, baseline=below, fill=True, color=ink.hex, linewidth=0, label=label)
+        axes.stairs(top, edges, baseline=below, fill=True, color=ink, linewidth=0, label=label)
         below = top
     axes.set_xlim(edges[0], edges[-1])
     axes.set_ylim(0, 1)
@@ -178,7 +154,7 @@ def time_shares(run: RunData, name: str, width: float) -> str:
     return svg_of(figure, name, "share of places and time, batch by batch: busy, or empty and why")
 
 
-PARTS = (Colour.AGE2, Colour.CAUSE2, Colour.EVALUATION, Colour.AGE4, Colour.CAUSE3, Colour.CAUSE8)
+PARTS = (Colour.AGE2, "#7fb7a5", Colour.EVALUATION, Colour.AGE4, "#d9c37a", "#a98f6f")
 """Colours of the parts of rewards; further parts are not drawn."""
 
 
@@ -193,13 +169,13 @@ def rewards(run: RunData, name: str, width: float) -> str:
     steps, values = _over_steps(run.batches, "reward_mean", _points(width) // 2)
     window = max(1, len(values) // 10)
     smooth = _trailing_mean(values, window)
-    axes.plot(steps, values, color=Colour.AGE0.hex, linewidth=1.0, alpha=0.55 if window > 1 else 1.0,
+    axes.plot(steps, values, color=Colour.AGE0, linewidth=1.0, alpha=0.55 if window > 1 else 1.0,
               marker="o" if len(values) <= MARKED else "", markersize=3, label="mean of a batch")  # fmt: skip
     if window > 1:
-        axes.plot(steps, smooth, color=Colour.AGE3.hex, linewidth=1.8, label="running mean")
+        axes.plot(steps, smooth, color=Colour.AGE3, linewidth=1.8, label="running mean")
     for part, ink in zip(parts, PARTS, strict=False):
         values = _trailing_mean(_over_steps(run.batches, part, _points(width) // 2)[1], window)
-        axes.plot(steps, values, color=ink.hex, linewidth=1.0, linestyle="--", label=part.partition("/")[2])
+        axes.plot(steps, values, color=ink, linewidth=1.0, linestyle="--", label=part.partition("/")[2])
     style_axes(axes, "", "batch", "reward")
     whole_numbers(axes.xaxis)
     legend(axes, _columns(width))
@@ -224,7 +200,7 @@ def staleness(run: RunData, name: str, width: float) -> str:
     points = _points(width) // 2
     steps, share = _over_steps(run.batches, "off_policy_share", points)
     mark = "o" if len(steps) <= MARKED else ""
-    left.plot(steps, share, color=Colour.AGE2.hex, linewidth=1.4, marker=mark, markersize=3)
+    left.plot(steps, share, color=Colour.AGE2, linewidth=1.4, marker=mark, markersize=3)
     left.set_ylim(0, 1)
     left.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     style_axes(left, "off-policy share of the trained tokens", "batch")
@@ -232,11 +208,11 @@ def staleness(run: RunData, name: str, width: float) -> str:
         ("staleness_max", "oldest", Colour.AGE4), ("staleness_mean", "mean of the responses", Colour.AGE1)
     ):
         steps, values = _over_steps(run.batches, metric, points)
-        right.plot(steps, values, color=ink.hex, linewidth=1.4, label=words, marker=mark, markersize=3)
+        right.plot(steps, values, color=ink, linewidth=1.4, label=words, marker=mark, markersize=3)
     bounds = [run.settings_at(batch).max_staleness for batch in run.batches]
     right.stairs(
         bounds, _edges(np.array([batch.id for batch in run.batches], np.float64)), baseline=None,
-        color=Colour.SOFT.hex, linewidth=0.9, linestyle=":", label="max_staleness",
+        color=Colour.SOFT, linewidth=0.9, linestyle=":", label="max_staleness",
     )  # fmt: skip
     right.set_ylim(bottom=0)
     style_axes(right, "staleness, in weight updates", "batch")
@@ -263,7 +239,7 @@ def lengths(run: RunData, name: str, width: float) -> str:
         if len(values):
             share = np.histogram(values, edges)[0] / len(values)
             label, width = f"{words}: {len(values):,}", 0 if fill else 1.6
-            axes.stairs(share, edges, fill=fill, color=ink.hex, linewidth=width, label=label)
+            axes.stairs(share, edges, fill=fill, color=ink, linewidth=width, label=label)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.xaxis.set_minor_formatter(lambda value, _: f"{value:,.0f}" if f"{value:.0e}"[0] in "25" else "")
@@ -274,13 +250,6 @@ def lengths(run: RunData, name: str, width: float) -> str:
 
 
 # ---------------------------------------------------------------- figures as SVG
-
-
-def css() -> str:
-    """Return the CSS that defines the colours of a light and a dark page."""
-    light = "".join(f"{ink.variable}:{ink.value[1]};" for ink in Colour)
-    dark = "".join(f"{ink.variable}:{ink.value[2]};" for ink in Colour)
-    return f":root{{{light}}}\n@media (prefers-color-scheme: dark){{:root{{{dark}}}}}"
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -295,13 +264,13 @@ def new_figure(width: float, height: float) -> Figure:
 def style_axes(axes: Axes, title: str = "", x: str = "", y: str = "") -> None:
     """Set the title and labels of axes, and draw text and lines in the page's colours."""
     axes.patch.set_visible(False)
-    axes.set_title(title, loc="left", fontsize=10, color=Colour.TEXT.hex)
-    axes.set_xlabel(x, fontsize=9, color=Colour.SOFT.hex)
-    axes.set_ylabel(y, fontsize=9, color=Colour.SOFT.hex)
-    axes.tick_params(which="both", labelsize=8, color=Colour.FAINT.hex, labelcolor=Colour.SOFT.hex)
+    axes.set_title(title, loc="left", fontsize=10, color=Colour.TEXT)
+    axes.set_xlabel(x, fontsize=9, color=Colour.SOFT)
+    axes.set_ylabel(y, fontsize=9, color=Colour.SOFT)
+    axes.tick_params(which="both", labelsize=8, color=Colour.FAINT, labelcolor=Colour.SOFT)
     for name, spine in axes.spines.items():
         spine.set_visible(name in ("left", "bottom"))
-        spine.set_color(Colour.FAINT.hex)
+        spine.set_color(Colour.FAINT)
 
 
 def whole_numbers(axis: Axis) -> None:
@@ -321,7 +290,7 @@ def legend(axes: Axes, columns: int) -> None:
     below = axes.transAxes + ScaledTranslation(0.0, BELOW_AXES, figure.dpi_scale_trans)
     axes.legend(
         handles=handles, ncols=columns, loc="upper left", bbox_to_anchor=(0.0, 0.0), bbox_transform=below,
-        borderaxespad=0.0, fontsize=8, frameon=False, labelcolor=Colour.TEXT.hex, handlelength=1.1, columnspacing=1.2,
+        borderaxespad=0.0, fontsize=8, frameon=False, labelcolor=Colour.TEXT, handlelength=1.1, columnspacing=1.2,
     )  # fmt: skip
 
 
@@ -341,7 +310,6 @@ def svg_of(figure: Figure, name: str, what: str) -> str:
     text = re.sub(r"<!--.*?-->\s*", "", text, flags=re.DOTALL)
     text = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{name}-", text)
     text = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", text)
-    text = _HEX.sub(lambda found: _BY_HEX[found[0]], text)
     head, _, rest = text.partition(">")
     box = re.search(r'viewBox="[^"]*"', head)
     assert box is not None
