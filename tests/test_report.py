@@ -96,12 +96,10 @@ def test_places_by_hand() -> None:
     assert there.engine_s(50.0, 99.0) == 3 * 10
     assert there.place_s(7.0, 7.0) == there.engine_s(30.0, 20.0) == 0.0
     assert max(there.places) == 5
-    assert [there.median_count(until) for until in (0.0, 15.0, 99.0, 999.0)] == [0, 1, 1, 0]
     assert list(there.names) == ["a", "b", "c"]
     more = EngineHistory([RecordedEngine("a"), RecordedEngine("b", 3)], 9)
     assert more.places == [9]
     more.joined(10.0, [RecordedEngine("c"), RecordedEngine("d")])
-    assert [more.median_count(until) for until in (19.0, 21.0)] == [2, 4]
 
 
 def test_the_distance_from_the_limit_adds_up(run: tuple[Path, Simulation]) -> None:

@@ -24,25 +24,6 @@ from april.errors import CheckpointError, ConfigError
 
 log = logging.getLogger("april")
 
-
-QUICK_DRAW_S = 0.25
-"""Largest budget of seconds for which the event loop may block for draws; once it is 0, the loop never blocks again."""
-DRAW_ALLOWANCE_S = 0.005
-"""Seconds that each draw adds to the budget, so that the loop can wait for quick draws during the whole run."""
-
-
-class DrawBudget:
-    """Budget of the time that the event loop may block while a thread draws prompts."""
-
-    def __init__(self) -> None:
-        self.left_s = QUICK_DRAW_S
-
-    def record_wait(self, seconds: float, *, found: bool) -> None:
-        """Subtract a wait from the budget; a draw that was not ready in time (``found`` False) uses up the rest."""
-        left_s = min(QUICK_DRAW_S, self.left_s + DRAW_ALLOWANCE_S - seconds) if found and self.left_s else 0.0
-        self.left_s = max(0.0, left_s)
-
-
 NOTHING_DRAWN = b""
 
 

@@ -37,7 +37,7 @@ from april.core.types import AttemptFailure, DropReason, FinishReason, Prompt, S
 from april.core.versions import PolicyVersion
 from april.driver.command_executor import CommandExecutor, limits_of
 from april.driver.long_waits import LongWaits
-from april.driver.prompt_source import DrawBudget, Position, PromptSource, RemainingPrompts, warn_of_equal_rollouts
+from april.driver.prompt_source import Position, PromptSource, RemainingPrompts, warn_of_equal_rollouts
 from april.driver.rewards import EvaluationResult
 from april.driver.sample_functions import RolloutSettings, UserFunctions
 from april.driver.step_limit import StepLimit
@@ -65,6 +65,11 @@ log = logging.getLogger("april")
 
 T = TypeVar("T")
 EvaluationEnd = do.EvaluationDone | do.EvaluationFailed
+QUICK_DRAW_S = 0.25
+"""Longest time in seconds for which the event loop blocks while a thread draws prompts. The waits of all draws share
+this time; once it is used up, the loop never blocks again."""
+DRAW_ALLOWANCE_S = 0.005
+"""Seconds that each draw adds to that time, so that the loop can wait for quick draws during the whole run."""
 MAX_WITHOUT_END = 16
 """A warning is logged if this many responses from the start of the run have no end-of-sequence token."""
 HANDLED_PER_COLLECTION = 1000
@@ -124,7 +129,7 @@ class RolloutDriver:
         self._settings = replace(rollouts, any_temperature=follows)
         self.sampling = rollouts.sampling
         self._source = source
-        self._patience = DrawBudget()
+        self._draw_patience_s = QUICK_DRAW_S
         self._drawing = False
         self._broken: AprilError | None = None
         self._loading = False
@@ -643,8 +648,9 @@ class RolloutDriver:
         # wait for quick draws here, before any other event, so that such runs are reproducible
         now = asyncio.get_running_loop().time
         began = now()
-        quick = bool(wait([job], self._patience.left_s).done) and job.result().error is None
-        self._patience.record_wait(now() - began, found=quick)
+        quick = bool(wait([job], self._draw_patience_s).done) and job.result().error is None
+        left_s = min(QUICK_DRAW_S, self._draw_patience_s + DRAW_ALLOWANCE_S - (now() - began))
+        self._draw_patience_s = max(0.0, left_s) if quick and self._draw_patience_s else 0.0
         if quick:
             self.post(ev.PromptsDrawn(*source.hand_over(job.result().take())))
         else:

@@ -41,8 +41,6 @@ class Audit:
     """Number of tokens that delivered samples lack: dropped when the sample began again, or lost."""
     duplicated: int
     """Number of tokens delivered more than once; not part of ``handed_over``."""
-    repeated: int
-    """Number of tokens that an engine yielded twice (abort_repeats), which nothing above an engine can detect."""
     samples: int
     """Number of delivered samples."""
     problems: tuple[str, ...]
@@ -164,10 +162,7 @@ class _Auditor:
             self.nothing_is_lost(seen)
         else:
             self.compare(ledger, handed_over, delivered, rejected, lost)
-        repeated = sum(record.repeated for record in self.records.values())
-        return Audit(
-            handed_over, delivered, waiting, rejected, lost, duplicated, repeated, len(seen), tuple(self.problems)
-        )
+        return Audit(handed_over, delivered, waiting, rejected, lost, duplicated, len(seen), tuple(self.problems))
 
     def wrong(self, sample: DeliveredSample, what: str) -> None:
         self.problems.append(f"sample {sample.id} {what}")

@@ -166,7 +166,6 @@ class FakeEngine(WithoutWeights):
         seconds_per_token: Time per token and request.
         chunk_tokens: Tokens per chunk; None means one chunk at the end, and one at a pause.
         max_running: Number of requests served at the same time; further ones wait inside.
-        prefix_abort: Let an abort end every request whose id begins with a given id, as in SGLang.
         weight_update_s: Duration of ``update_weights`` in seconds. A path is accepted, recorded and not read.
         extras: Names of the arrays returned with tokens, see :mod:`april.engines.simulated.synthetic_rows`.
         vocab_size, eos_token_id, max_context, version: as in :class:`april.engines.protocol.Capabilities`.
@@ -185,7 +184,6 @@ class FakeEngine(WithoutWeights):
         seconds_per_token: float = 1.0,
         chunk_tokens: int | None = None,
         max_running: int = 64,
-        prefix_abort: bool = False,
         weight_update_s: float = 0.0,
         vocab_size: int = 1000,
         eos_token_id: int = 0,
@@ -213,7 +211,6 @@ class FakeEngine(WithoutWeights):
         self.faults = faults if faults is not None else FaultScript()
         self._token_s = seconds_per_token
         self._chunk_tokens = chunk_tokens
-        self._prefix_abort = prefix_abort
         self._weight_update_s = weight_update_s
         self._streams: dict[str, FakeStream] = {}
         self._queue: deque[FakeStream] = deque()
@@ -291,9 +288,7 @@ class FakeEngine(WithoutWeights):
         self.aborts.append(AbortRecord(now, None if attempt_ids is None else tuple(attempt_ids)))
         self._raise_if_dead("abort")
         for attempt_id, stream in list(self._streams.items()):
-            if attempt_ids is None or any(
-                attempt_id == i or (self._prefix_abort and attempt_id.startswith(i)) for i in attempt_ids
-            ):
+            if attempt_ids is None or attempt_id in attempt_ids:
                 self._abort(stream, now)
 
     async def pause(self) -> None:
@@ -635,9 +630,4 @@ class FakeEngine(WithoutWeights):
         else:
             finish = stream.finish if stream.sent == len(stream.tokens) else EngineFinish.ABORT
             stream.record.end = str(finish)
-            if finish is EngineFinish.ABORT and stream.sent and self._due_fault(stream, FaultKind.ABORT_REPEATS):
-                if not len(tokens):
-                    version = stream.record.chunks[-1].version
-                tokens = np.append(tokens, stream.tokens[stream.sent - 1 : stream.sent]).astype(np.int32)
-                stream.record.repeated += 1
         return Chunk(tokens, fake_logprobs(tokens, version), version, finish)

@@ -29,7 +29,6 @@ class FaultKind(StrEnum):
     ABORT_LATE = "abort_late"
     ABORT_MISSED = "abort_missed"
     ABORT_EMPTY = "abort_empty"
-    ABORT_REPEATS = "abort_repeats"
     NAN_LOGPROB = "nan_logprob"
     POSITIVE_LOGPROB = "positive_logprob"
     CLAMPED_LOGPROB = "clamped_logprob"
@@ -79,11 +78,8 @@ _SECONDS = {
 }
 ALL_FAULTS = tuple(FaultKind)
 """All kinds."""
-STREAM_FAULTS = tuple(
-    kind for kind in FaultKind if kind not in (*_ABOUT_THE_ENGINE, *ROW_FAULTS, FaultKind.ABORT_REPEATS)
-)
-"""Kinds that april handles by itself: if they hit a few times, no call of the trainer raises and no response changes.
-abort_repeats is not one of them: april cannot tell a token that was yielded twice from one that was sampled twice."""
+STREAM_FAULTS = tuple(kind for kind in FaultKind if kind not in (*_ABOUT_THE_ENGINE, *ROW_FAULTS))
+"""Kinds that april handles by itself: if they hit a few times, no call raises and no response changes."""
 
 
 @dataclass(frozen=True, slots=True)

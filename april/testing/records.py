@@ -111,8 +111,6 @@ class AttemptRecord(YieldedChunks):
     """Kind of the fault that made a chunk invalid; april must not deliver any token of this attempt."""
     withheld: int = 0
     """Number of tokens that were generated but not yielded."""
-    repeated: int = 0
-    """Number of tokens that were yielded twice."""
 
     @property
     def attempt_id(self) -> str:

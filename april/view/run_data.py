@@ -118,13 +118,6 @@ class EngineHistory:
         """Return engine-seconds between two times: the number of engines, integrated over time."""
         return float(self._seconds_in_force(since, until) @ np.array(self._engines, np.float64))
 
-    def median_count(self, until: float) -> int:
-        """Return the median number of engines from the start to ``until``, weighted by time."""
-        engines = np.array(self._engines)
-        order = np.argsort(engines, kind="stable")
-        passed = np.cumsum(self._seconds_in_force(0.0, until)[order])
-        return int(engines[order][np.searchsorted(passed, passed[-1] / 2)])
-
     def _seconds_in_force(self, since: float, until: float) -> Floats:
         """Return, for each entry of ``since_s``, for how many seconds between the two times it was in force."""
         began = np.array(self.since_s)
@@ -240,8 +233,8 @@ class RunData:
 
     @property
     def engine_count(self) -> int:
-        """The median number of engines over the run; at least 1."""
-        return max(1, self.engine_history.median_count(self.seconds))
+        """The number of engines at the last delivery; at least 1."""
+        return max(1, self.engine_history.at(self.batches[-1].time_s if self.batches else self.seconds)[0])
 
     def requests_of(self, engine: int, last: int) -> Requests:
         """Return at most ``last`` of the latest requests of an engine; ``engine`` is an index into ``engines``."""

@@ -27,7 +27,6 @@ class AdapterUpdates:
         self._remote_urls = [] if directory is not None or not isinstance(config.engine, AddressedEngineConfig) else [
             url for url in config.engine.urls if urlsplit(url).hostname not in THIS_MACHINE
         ]  # fmt: skip
-        self._shared = directory is not None
         self._warned = False
 
     def prepare(self, caller: str, weights: Any, engines: Sequence[Engine]) -> tuple[str | None, Any]:
@@ -55,7 +54,7 @@ class AdapterUpdates:
                 )  # fmt: skip
             self._warned = True
             return None, merged_copy(weights)
-        if self._remote_urls and not self._shared:
+        if self._remote_urls:
             raise ConfigError(
                 f"{caller}: {self._remote_urls[0]} is on another machine and loads an adapter from a directory; set "
                 "adapters_dir to one that all servers can read"
