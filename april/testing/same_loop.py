@@ -99,7 +99,7 @@ class _SameLoop(LoopThread):
         if self._open:
             function()
 
-    def stop(self, *, answers: bool = True) -> None:
+    def stop(self, *, answers: bool = True, last: Callable[[], Awaitable[None]] | None = None) -> None:
         self._open = False
 
     def request_stop(self, last: Callable[[], Awaitable[None]] | None = None) -> None:
