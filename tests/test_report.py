@@ -100,6 +100,7 @@ def test_places_by_hand() -> None:
     more = EngineHistory([RecordedEngine("a"), RecordedEngine("b", 3)], 9)
     assert more.places == [9]
     more.joined(10.0, [RecordedEngine("c"), RecordedEngine("d")])
+    assert (more.at(9.0), more.at(21.0)) == ((2, 9), (4, 9))
 
 
 def test_the_distance_from_the_limit_adds_up(run: tuple[Path, Simulation]) -> None:

@@ -155,12 +155,15 @@ class _Auditor:
                     self.problems.append(f"{_name(record)} had a wrong chunk ({record.wrong}), and was delivered")
             elif record.request.sample_key in seen:
                 lost += missing
+                if missing and ledger is None:
+                    self.problems.append(
+                        f"{_name(record)} handed over {record.count} tokens, but {missing} of them are not in the "
+                        "delivered sample (pass ledger= if samples may begin again)"
+                    )
             else:
                 waiting += missing
         handed_over = sum(record.count for record in self.records.values())
-        if ledger is None:
-            self.nothing_is_lost(seen)
-        else:
+        if ledger is not None:
             self.compare(ledger, handed_over, delivered, rejected, lost)
         return Audit(handed_over, delivered, waiting, rejected, lost, duplicated, len(seen), tuple(self.problems))
 
@@ -278,16 +281,6 @@ class _Auditor:
             if first != start:
                 self.problems.append(
                     f"{_name(record)} has the seed of {other.attempt_id}, which began at another token"
-                )
-
-    def nothing_is_lost(self, seen: set[tuple[int, int]]) -> None:
-        """Check that every valid attempt of a delivered sample is in it completely."""
-        for record in self.records.values():
-            missing = record.count - self.used[record.attempt_id]
-            if record.request.sample_key in seen and not record.wrong and missing:
-                self.problems.append(
-                    f"{_name(record)} handed over {record.count} tokens, but {missing} of them are not in the "
-                    "delivered sample (pass ledger= if samples may begin again)"
                 )
 
     def compare(self, ledger: Ledger, handed_over: int, delivered: int, rejected: int, lost: int) -> None:

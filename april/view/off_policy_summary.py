@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,12 +80,9 @@ def _figures(name: str, prefix: str, reports: Sequence[RecordedReport]) -> Token
     said = [report.report for report in reports]
 
     def mean(of: str) -> float | None:
-        return _mean((r[prefix + of], r.get(f"{prefix}tokens", 0.0)) for r in said if prefix + of in r)
+        pairs = [(r[prefix + of], r.get(f"{prefix}tokens", 0.0)) for r in said if prefix + of in r]
+        values, weights = np.array(pairs, np.float64).reshape(-1, 2).T
+        return float(np.average(values, weights=weights)) if weights.sum() > 0 else None
 
     tokens = sum(report.get(f"{prefix}tokens", 0.0) for report in said)
     return TokenClassMeans(name, tokens, mean("kl_k3"), mean("ess_token"), mean("clip_share"))
-
-
-def _mean(pairs: Iterable[tuple[float, float]]) -> float | None:
-    values, weights = np.array(list(pairs), np.float64).reshape(-1, 2).T
-    return float(np.average(values, weights=weights)) if weights.sum() > 0 else None

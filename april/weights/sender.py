@@ -78,8 +78,6 @@ class _PhaseCalls:
     phase: str
     """Name of the phase, for an error message of the form "engine E failed <phase>"."""
     pending: dict[str, PendingCall]
-    first_failed: frozenset[str] = frozenset()
-    """Engines whose calls had failed when the failure of the round was noticed."""
 
     def errors(self) -> dict[str, Exception]:
         """Return the errors that have arrived so far, by engine."""
@@ -281,8 +279,6 @@ class _Round:
             local_work(check)
         except (_RoundFailed, EngineUnreachable, RuntimeError) as error:
             # if a worker fails, the sender's group fails too; the call to the worker's engine then reports the cause
-            calls.first_failed = frozenset(calls.errors())
-            self._close_groups()
             self._find_failed_engines()
             if not self.failed_engines:
                 raise
@@ -290,24 +286,24 @@ class _Round:
         for answer in calls.pending.values():
             answer.wait()
         if calls.errors():
-            calls.first_failed = frozenset(calls.errors())
-            self._close_groups()
             self._find_failed_engines()
             raise _RoundFailed
         return {name: answer.result()[0] for name, answer in calls.pending.items()}
 
     def _find_failed_engines(self) -> None:
-        """Wait for the calls that are still running, and find the engines that made the round fail.
+        """Close the groups, wait for the calls that are still running, and find the engines that made the round fail.
 
         These are the engines that do not answer. If all answer, these are the engines whose calls had failed before the
         sender gave up, because later errors come from workers that waited for the failed engines.
         """
         calls = self._calls
+        first_failed = calls.errors()
+        self._close_groups()
         for answer in calls.pending.values():
             answer.wait()
         failed = calls.errors()
         gone = [name for name, error in failed.items() if isinstance(error, EngineUnreachable)]
-        self.failed_engines = gone or [name for name in failed if name in calls.first_failed] or list(failed)
+        self.failed_engines = gone or [name for name in failed if name in first_failed] or list(failed)
         self._errors = {name: f"engine {name} failed {calls.phase}: {_error_text(e)}" for name, e in failed.items()}
 
     def _close_groups(self) -> None:
