@@ -150,7 +150,8 @@ class RecordingProxy:
         if named is not None:
             return named
         prompt = request.token_ids.astype("<i4").tobytes()
-        return self._nameless.get((prompt, request.sampling.seed)) or self._nameless.get((prompt, None), ())
+        seeded = self._nameless.get((prompt, request.sampling.seed))
+        return seeded if seeded is not None else self._nameless.get((prompt, None), ())
 
     def compare(self, held: Sequence[ClientTokens], means: AbortMeans) -> Figures:
         """Compare the tokens that the client has with those that passed the proxy."""
