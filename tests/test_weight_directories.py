@@ -261,7 +261,7 @@ def test_the_weights_of_a_directory_are_the_same_on_every_machine(tmp_path: Path
 
 @pytest.mark.parametrize("right", ["one of them", "neither"])
 async def test_engines_that_loaded_different_weights_are_not_of_one_version(
-    tmp_path: Path, right: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, right: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A directory is written over exactly between two loads: each of them sees nothing wrong.
 
@@ -291,7 +291,7 @@ async def test_engines_that_loaded_different_weights_are_not_of_one_version(
                 gate.set()
             return str(content)
 
-        calls._content_of = read
+        monkeypatch.setattr(type(calls), "_content_of", lambda _, engine, path: read(engine, path))
         batch = await run.next_batch()
         update = run.weight_update(path=save(tmp_path / "1", "w1"), trained=batch.id)
         if right == "neither":

@@ -28,8 +28,8 @@ NEGLIGIBLE_SHARE = 0.02
 """If less than this share of the place-time was empty, empty places do not explain the lost time."""
 FITS_AT_A_TIME = 2
 """Maximum number of engines whose cost is fitted again at one delivery."""
-QUICK_FIT = 128
-"""Maximum number of requests that are fitted at a delivery, in some 2 ms; larger fits are made between events."""
+QUICK_FIT = 512
+"""Maximum number of requests that are fitted at a delivery, in some 3 ms; larger fits are made between events."""
 
 
 @dataclass(frozen=True, slots=True)
