@@ -78,15 +78,14 @@ class _SourceTensor:
     def dtype(self) -> str:
         return dtype_name(self.tensor.dtype)
 
-    def size_as(self, dtype: torch.dtype | None) -> int:
-        sent_as = self.tensor.dtype if dtype is None or not self.tensor.is_floating_point() else dtype
-        return int(self.tensor.numel()) * sent_as.itemsize
+    @property
+    def size(self) -> int:
+        """Size of the whole tensor in bytes."""
+        return int(self.tensor.numel()) * self.tensor.dtype.itemsize
 
-    def full_tensor(self, dtype: torch.dtype | None) -> Tensor:
+    def full_tensor(self) -> Tensor:
         """Return the whole tensor; a collective call if the tensor is sharded over ranks."""
         tensor: Any = self.tensor.detach()
-        if dtype is not None and tensor.is_floating_point():
-            tensor = tensor.to(dtype)  # convert the shard before it is sent
         if self.sharded:
             tensor = tensor.full_tensor()
             tensor = tensor.wait() if hasattr(tensor, "wait") else tensor
@@ -114,20 +113,18 @@ class WeightSource(Weights):
     Args:
         weights: a torch module, a mapping from name to tensor, or an iterable of (name, tensor).
         bucket_bytes: largest size of a bucket in bytes; a larger tensor is a bucket by itself.
-        dtype: dtype in which floating-point tensors are sent, such as "bfloat16"; None keeps the dtype of each.
 
     Raises:
         ConfigError: the object is not weights, or has weights that no engine could load. An iterator is checked only
             while it is read.
     """
 
-    def __init__(self, weights: Any, *, bucket_bytes: int = BUCKET_BYTES, dtype: str | None = None) -> None:
+    def __init__(self, weights: Any, *, bucket_bytes: int = BUCKET_BYTES) -> None:
         import torch
 
         if bucket_bytes < 1:
             raise ConfigError(f"weights: bucket_bytes must be at least 1, got {bucket_bytes}")
         self.bucket_bytes = bucket_bytes
-        self._dtype = None if dtype is None else _dtype_of(dtype)
         self.module = _unwrapped(weights) if isinstance(weights, torch.nn.Module) else None
         self._items = _items_of(weights)
         self.repeatable = self._items is not None or not isinstance(weights, Iterator)
@@ -156,10 +153,10 @@ class WeightSource(Weights):
         if next_item is None:
             raise ConfigError(f"weights: there are no tensors; {WHAT_TO_GIVE}")
         while next_item is not None:
-            items_taken, size = [next_item], next_item.size_as(self._dtype)
+            items_taken, size = [next_item], next_item.size
             next_item = next(items, None)
-            while next_item is not None and size + next_item.size_as(self._dtype) <= self.bucket_bytes:
-                size += next_item.size_as(self._dtype)
+            while next_item is not None and size + next_item.size <= self.bucket_bytes:
+                size += next_item.size
                 items_taken.append(next_item)
                 next_item = next(items, None)
             yield UngatheredBucket(items_taken, next_item is None)
@@ -170,7 +167,7 @@ class WeightSource(Weights):
         specs: list[TensorSpec] = []
         tensors: list[Tensor] = []
         for item in portion.items:
-            whole = item.full_tensor(self._dtype)
+            whole = item.full_tensor()
             parts = {item.name: whole} if item.split is None else item.split(item.name, whole)
             for name, part in parts.items():
                 specs.append(TensorSpec(name, dtype_name(part.dtype), tuple(part.shape)))
@@ -182,7 +179,7 @@ class WeightSource(Weights):
         """Take part in gathering a portion for another rank, and keep nothing. Collective as :meth:`gather`."""
         for item in portion.items:
             if item.sharded:
-                item.full_tensor(self._dtype)
+                item.full_tensor()
 
     def buckets(self) -> Iterator[Bucket]:
         """Yield all buckets, on a rank that sends; the tensors of each are dropped when the next one is requested."""
@@ -193,25 +190,14 @@ class WeightSource(Weights):
             bucket.tensors.clear()
 
 
-def weight_source(weights: Any, *, bucket_bytes: int = BUCKET_BYTES, dtype: str | None = None) -> Weights:
+def weight_source(weights: Any) -> Weights:
     """Return the argument of ``weight_update(weights=...)`` as :class:`Weights`; Weights are returned unchanged."""
-    if isinstance(weights, Weights):
-        return weights
-    return WeightSource(weights, bucket_bytes=bucket_bytes, dtype=dtype)
+    return weights if isinstance(weights, Weights) else WeightSource(weights)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype as servers take it, such as ``bfloat16``."""
     return str(dtype).rpartition(".")[2]
-
-
-def _dtype_of(name: str) -> torch.dtype:
-    import torch
-
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ConfigError(f"weights: {name!r} is not a floating-point dtype of torch, such as bfloat16")
-    return dtype
 
 
 # ---------------------------------------------------------------- the argument of weight_update
