@@ -501,9 +501,7 @@ def _group_in(core: RolloutCore, saved: SavedGroup, attachments: Mapping[str, At
     return group
 
 
-def _sample_in(
-    core: RolloutCore, sample: Sample, saved: SavedSample, attachments: Mapping[str, Attachment]
-) -> None:
+def _sample_in(core: RolloutCore, sample: Sample, saved: SavedSample, attachments: Mapping[str, Attachment]) -> None:
     """Restore what a sample has: its reward if it is finished, otherwise calls to replay."""
     sample.attempts, sample.resumes = saved.attempts, saved.resumes
     sample.failures, sample.restarts = saved.failures, saved.restarts

@@ -207,20 +207,11 @@ class LoopThread:
             if not alive.done():
                 return False
 
-    def end_with(
-        self, last: Callable[[], Coroutine[Any, Any, None]], at_interrupt: Callable[[], Awaitable[None]]
-    ) -> None:
-        """Run ``last`` on the loop and tell the loop to stop; idempotent.
-
-        An interrupt ends only the wait: ``at_interrupt`` is then awaited in place of ``last``.
-        """
-        ended = False
-        try:
-            if self.alive and self.in_own_process:
-                self.wait_for(last)
-                ended = True
-        finally:
-            self.request_stop(None if ended else at_interrupt)
+    def end_with(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run ``last`` on the loop and tell the loop to stop; idempotent. Call :meth:`stop` after an interrupt, too."""
+        if self.alive and self.in_own_process:
+            self.wait_for(last)
+        self.request_stop()
 
     def stop(self, *, answers: bool = True, last: Callable[[], Awaitable[None]] | None = None) -> None:
         """Cancel all tasks, await ``last``, and end the loop and its thread; idempotent. In a forked child do nothing.

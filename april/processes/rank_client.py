@@ -164,9 +164,9 @@ class RankClient:
             await self._disconnect()
 
         try:
-            self.thread.end_with(end, end)
-        finally:
-            self.thread.stop(last=end)  # in case of an interrupt before the loop knew it
+            self.thread.end_with(end)
+        finally:  # an interrupt ends only the wait; the connection is still closed
+            self.thread.stop(last=end)
 
     # ---------------------------------------------------------------- calls and queries
 

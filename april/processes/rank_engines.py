@@ -64,11 +64,10 @@ class RankEngines:
 
     def close(self, release_timeout_s: float = 0.0) -> None:
         """Close the engines once the scheduler has released them, or after ``release_timeout_s``; idempotent."""
-        at_once = partial(self._end, 0.0)
         try:
-            self._thread.end_with(partial(self._end, release_timeout_s), at_once)
-        finally:
-            self._thread.stop(last=at_once)  # in case of an interrupt before the loop knew it
+            self._thread.end_with(partial(self._end, release_timeout_s))
+        finally:  # an interrupt ends only the wait, not the closing
+            self._thread.stop(last=partial(self._end, 0.0))
 
     async def _end(self, release_timeout_s: float) -> None:
         with suppress(TimeoutError):

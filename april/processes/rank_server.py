@@ -179,7 +179,10 @@ class RankServer:
                         await self._wait_until(lambda: self._closed_ranks >= self._all_ranks)
             await self._end()
 
-        self.thread.end_with(end, self._end)
+        try:
+            self.thread.end_with(end)
+        finally:  # an interrupt ends only the wait: the other ranks are told at once
+            self.thread.request_stop(self._end)
 
     def stop(self) -> None:
         """Wait for the server's threads to end; called once the scheduler is closed, as a thread may wait for it."""
