@@ -132,6 +132,17 @@ def test_batch_that_was_not_trained_is_delivered_again() -> None:
     assert sample.logprobs.tolist() == first.logprobs.tolist()
 
 
+def test_a_batch_that_is_out_is_collected_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the last moment, which holds the loop, no group is left; the state is that of one moment all the same."""
+    m = one_step()
+    state = snapshot.take(m.core, -1)
+    freezer = snapshot.Freezer(m.core, at_once=1)
+    while freezer.advance():
+        pass
+    monkeypatch.setattr(snapshot, "_frozen", lambda group: pytest.fail(f"group {group.id} is collected at the end"))
+    assert freezer.finish(-1)() == state
+
+
 def test_batch_that_was_trained_is_not_delivered_again() -> None:
     """trained_through names a leased batch: it is settled, and the version is that of the update that follows it."""
     m = one_step()

@@ -95,21 +95,27 @@ class Freezer:
         self._changed: set[int] = set()
         """Numbers of the groups that have changed since they were collected."""
         self._groups: dict[int, _Frozen] = {}
-        self._left = deque(core.buffer.groups)
+        self._left = deque(self._present)
         self._rounds = 1
         core.context.changed.append(self._changed)
 
+    @property
+    def _present(self) -> list[Group]:
+        """All groups that the core holds, and those of delivered batches that are not committed."""
+        leased = {s.id.group: s.group for batch in self._core.leased.values() for s in batch}
+        return list((self._core.buffer.groups | leased).values())
+
     def advance(self) -> bool:
         """Collect some of the groups; returns False once the rest can be collected at the end."""
-        groups, left, samples = self._core.buffer.groups, self._left, 0
+        left, samples = self._left, 0
         while left and samples < self._at_once:
-            if (group := groups.get(left.popleft())) is not None:
-                self._changed.discard(group.id)
-                self._groups[group.id] = _frozen(group)
-                samples += len(group.samples)
+            group = left.popleft()
+            self._changed.discard(group.id)
+            self._groups[group.id] = _frozen(group)
+            samples += len(group.samples)
         if not left and self._rounds < MOST_ROUNDS:
-            missing = [number for number in groups if number in self._changed or number not in self._groups]
-            if sum(len(groups[number].samples) for number in missing) > self._at_once:
+            missing = [group for group in self._present if group.id in self._changed or group.id not in self._groups]
+            if sum(len(group.samples) for group in missing) > self._at_once:
                 self._rounds += 1
                 left.extend(missing)
         return bool(left)

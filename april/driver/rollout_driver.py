@@ -486,9 +486,7 @@ class RolloutDriver:
             await asyncio.sleep(0)
         freezer = snapshot.Freezer(self.core)
         try:
-            more = True
-            while more:
-                more = freezer.advance()
+            while freezer.advance():
                 await asyncio.sleep(0)
             self._refuse_while_loading()
             frozen = self._frozen(freezer, trained_through, copies)
