@@ -486,7 +486,9 @@ class RolloutDriver:
             await asyncio.sleep(0)
         freezer = snapshot.Freezer(self.core)
         try:
-            while freezer.advance():
+            more = True
+            while more:
+                more = freezer.advance()
                 await asyncio.sleep(0)
             self._refuse_while_loading()
             frozen = self._frozen(freezer, trained_through, copies)
