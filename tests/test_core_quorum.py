@@ -15,7 +15,7 @@ from april.core.batch import Batch
 from april.core.completion_monitor import CompletionMonitor
 from april.core.rollout_core import RolloutCore
 from april.core.settings import quorum_of
-from april.core.types import Group, OnFailedSample, Prompt, SampleState
+from april.core.types import Group, OnFailedSample, Prompt, Refill, SampleState, Work
 from april.errors import CheckpointError
 
 
@@ -148,6 +148,38 @@ def test_restoring_into_whole_groups_is_refused_where_a_part_was_delivered() -> 
     m.update()
     with pytest.raises(CheckpointError, match="is delivered in parts"):
         restored(m, over=3)
+
+
+@pytest.mark.parametrize("auto", [(), (Work.QUORUM,)], ids=["0.99", "auto"])
+def test_restoring_into_whole_groups_is_refused_where_they_would_be_late(auto: tuple[Work, ...]) -> None:
+    """As many samples as can be delivered in time may be of more groups than can, where groups have shrunk."""
+    fails: dict[str, Any] = {"on_failed_sample": OnFailedSample.SHRINK, "max_attempt_failures": 1}
+    changes: dict[str, Any] = {"n": 2, "over": 4, "max_staleness": 1, "refill": Refill.SAMPLE} | fails
+    m = machine(1.0 if auto else 0.99, auto=auto, **changes)
+    for _ in range(6):
+        for attempt in list(m.in_flight.values()):
+            if attempt.sample.id.index:
+                m.post(ev.SampleFailed(attempt.sample.id, "the judge was away"))
+        m.finish_aborts()
+    for attempt_id in m.in_flight:
+        m.tokens(attempt_id, 3)
+    with pytest.raises(CheckpointError, match=r"of the 13 groups .* saved with .*; set .* or group_quorum as it was"):
+        restored(m, **changes)
+    restored(m, group_quorum=0.75, **changes)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_restoring_whole_groups_by_samples_is_never_in_the_way(late: bool) -> None:
+    """Not even where groups were late before, as by a trainer that updates twice for a batch: a late group is
+    n late samples."""
+    m = machine(1.0, over=2, max_staleness=1)
+    for attempt_id in m.in_flight:
+        m.tokens(attempt_id, 3)
+    m.post(ev.PauseRequested())
+    m.finish_aborts()
+    for _ in range(3 * late):
+        m.update()
+    assert restored(m, over=2, group_quorum=0.75, max_staleness=1).buffer.units == 8
 
 
 def test_a_group_that_counts_since_a_restart_has_its_cohort_in_the_order_of_finishing() -> None:

@@ -595,7 +595,7 @@ def _require_room(core: RolloutCore, before: int) -> None:
         )
 
 
-PLANNED = ("rollout_batch_size", "max_staleness", "max_age", "max_resumes", "on_stale", "group_quorum")
+PLANNED = ("rollout_batch_size", "max_staleness", "max_age", "max_resumes", "on_stale", "group_quorum", "auto")
 """Settings that determine which held samples can still be delivered in time."""
 
 
