@@ -1,7 +1,8 @@
 """Decides when a run asks for better ``auto`` settings, and whether it keeps the settings that it gets.
 
 A change is a trial: the speeds of the batches before and after it are compared, and the change is taken back if the run
-is not faster. So at equal speed the settings stay that leave tokens less stale. This module uses no clock and no I/O.
+is not faster. So of two settings with equal speed, the one with fewer stale tokens is kept. This module uses no clock
+and no I/O.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from april.auto.batch_windows import LATEST_BATCHES as SEEN
+from april.auto.batch_windows import LATEST_BATCHES as SPEED_BATCHES
 from april.auto.batch_windows import LengthWindow, Speeds
 from april.auto.question import GAIN, SMALLEST_QUORUM, TuningAnswer, TuningQuestion, WorkSettings
 from april.core.batch import Batch, rows_by_sample
@@ -97,14 +98,14 @@ class AutoTuner:
         self._speeds_before_trial: Speeds | None = None
         """Speeds from before a trial that was taken back; the same settings should reach them again."""
         self._in_flight_bound: int | None = None
-        """Number of samples in flight from which on more of them bring no gain, as a trial has shown; else None."""
+        """Trials stay below this number of samples in flight, as a trial with more brought no gain; None: no bound."""
         self._rejected: set[WorkSettings] = set()
         """Settings that were tried and taken back."""
         self._wait, self._since_asked, self._since_changed = FIRST_WAIT, 0, SETTLING_BATCHES
         self._answer: TuningAnswer | None = None
         self._nothing_better = False
-        """True if the latest answer had nothing better although too many tokens were stale, so that the next question
-        is not asked early."""
+        """True if too many tokens were stale and the latest answer had no better settings. Then no question is asked
+        early."""
         self._changes = self._taken_back = 0
 
     def add_batch(self, batch: Batch) -> Decision | None:
@@ -126,7 +127,7 @@ class AutoTuner:
                 self._reset()
         if self._trial is not None:
             return self._decide_trial(self._trial)
-        again = self._speeds_before_trial if len(self._speeds) == SEEN else None
+        again = self._speeds_before_trial if len(self._speeds) == SPEED_BATCHES else None
         if self._speeds.changed or (again is not None and self._speeds.differs_from(again)):
             self._reset()
         return None

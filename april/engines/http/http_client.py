@@ -78,7 +78,7 @@ class HttpClient:
         """Tasks that wait for the server to answer; tasks that read a streamed response are not included."""
         self._open: set[ResponseBytes] = set()
         self._cut: dict[asyncio.Task[Any], int] = {}
-        """Tasks that this client has cancelled, with the number of cancellations they had before."""
+        """Tasks that this client has cancelled, each with the value of ``Task.cancelling()`` before that."""
 
     def __repr__(self) -> str:
         return f"<HttpClient {self.name} {self.url}>"
@@ -121,7 +121,7 @@ class HttpClient:
                         "or hung?"
                     ) from None
                 if not retry:
-                    # not chained: aiohttp's error repeats what the server has sent
+                    # from None: a traceback would show aiohttp's error, which repeats what the server has sent
                     raise self._unreachable(method, route, error) from None
                 retry = False
 
@@ -159,7 +159,10 @@ class HttpClient:
         self, method: str, route: str, body: Any = None, *, params: Mapping[str, str] | None = None,
         timeout_s: float | None = CONTROL_TIMEOUT_S, retry: bool = False,
     ) -> Any:  # fmt: skip
-        """Make a :meth:`call` and return its JSON, or None if it is empty. Raises EngineError unless it is a 200."""
+        """Make a :meth:`call` and return the JSON of the response, or None if the body is empty.
+
+        Raises EngineError unless the status is 200.
+        """
         reply = await self.call(method, route, body, params=params, timeout_s=timeout_s, retry=retry)
         self.require_ok(reply, route)
         if not reply.body:
@@ -170,7 +173,7 @@ class HttpClient:
             raise WireError(f"{self.url}{route} answered with invalid JSON: {error}") from None
 
     async def post(self, route: str, body: bytes, headers: Mapping[str, str] = NO_HEADERS) -> ResponseBytes:
-        """POST JSON and return the streamed response, to be closed. Raises EngineError unless its status is 200."""
+        """POST JSON and return the streamed response; the caller closes it. Raises EngineError unless it is a 200."""
         task = asyncio.current_task()
         assert task is not None
         self._callers.add(task)
@@ -275,7 +278,7 @@ class HttpClient:
         return self._session
 
     async def _read(self, response: aiohttp.ClientResponse, limit: int, route: str) -> bytes:
-        """Return the body if it has at most ``limit`` bytes. Error texts are cut at the limit and stripped of keys."""
+        """Return the body if it has at most ``limit`` bytes. Error texts are cut at the limit, without API keys."""
         length = response.content_length
         if response.status == 200 and length is not None and length > limit:
             raise self._too_large(route, limit)
@@ -446,11 +449,11 @@ def is_empty(said: Any) -> bool:
     return said is None
 
 
-def require_confirmation(client: HttpClient, reply: Reply, route: str, *words: Confirms) -> None:
-    """Raise an error unless the status is 200 and one of ``words`` accepts the body."""
+def require_confirmation(client: HttpClient, reply: Reply, route: str, *checks: Confirms) -> None:
+    """Raise an error unless the status is 200 and one of ``checks`` accepts the JSON value of the body."""
     client.require_ok(reply, route)
     said = json_value(reply)
-    if not any(word(said) for word in words):
+    if not any(check(said) for check in checks):
         raise EngineError(
             f"{client.url}{route} answered with status 200, but did not confirm success: {error_text(reply.body)}; is "
             "there a proxy or another server in between?"
@@ -474,10 +477,10 @@ async def refuses_probe(client: HttpClient, *routes: str) -> str:
 
 
 async def control(
-    client: HttpClient, route: str, *words: Confirms, body: object = None, params: dict[str, str] | None = None
+    client: HttpClient, route: str, *checks: Confirms, body: object = None, params: dict[str, str] | None = None
 ) -> None:
-    """POST a control call that may safely run twice. Raises EngineError unless one of ``words`` accepts it."""
-    require_confirmation(client, await client.call("POST", route, body, params=params, retry=True), route, *words)
+    """POST a control call that may safely run twice. Raises EngineError unless one of ``checks`` accepts the reply."""
+    require_confirmation(client, await client.call("POST", route, body, params=params, retry=True), route, *checks)
 
 
 async def weight_version(client: HttpClient, route: str) -> str:
