@@ -1,9 +1,8 @@
-"""Brings engines back into use: decides when they rest or are probed, and gives them the present weights if needed.
+"""Brings engines back into use: decides when they rest (get no requests because they are busy) or are probed, and gives
+them the present weights if needed. ``EngineTable.count_failure`` decides which failures quarantine an engine.
 
-``EngineTable.count_failure`` decides which failures quarantine an engine.
-
-Invariant: a quarantined engine is used again only after a probe, during which no weights changed, has found it healthy,
-not paused, and with the weights of the version for which it will be used.
+Invariant: a quarantined engine is used again only after a probe has found it healthy, not paused, and with the weights
+of the version for which it will be used, and no weights changed between the probe and its answer.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class EngineRecovery:
     # ---------------------------------------------------------------- load and rests
 
     def adjust_cap(self, event: ev.LoadReported) -> None:
-        """Adjust an engine's cap to the load that it reports."""
+        """Adjust the limit of an engine's concurrent requests to the load that the engine reports."""
         state = self._context.engines.states[event.engine]
         state.kv_usage = event.kv_usage
         if state.cap.report(state.in_flight, event.running, event.waiting, event.kv_usage, event.preemptions):
@@ -122,7 +121,10 @@ class EngineRecovery:
     # ---------------------------------------------------------------- answers to probes
 
     def probed(self, event: ev.EngineProbed) -> None:
-        """Handle the answer to a probe; it is ignored if weights changed since the probe was sent."""
+        """Handle the answer to a probe.
+
+        If weights changed since the probe was sent, the answer is used only by an update that waits for it.
+        """
         name, state = event.engine, self._context.engines.state_of(event.engine)
         if event.probe != state.open_probe:
             self._context.counters["late_events"] += 1
@@ -130,12 +132,12 @@ class EngineRecovery:
         same_weights, same_step = self._calls.probe_answered(event)
         if self._updates.checks(name):
             self._updates.checked(event)
-            if state.quarantined and not state.probe_timer:  # the update has taken the answer, so probe once more
+            if state.quarantined and not state.probe_timer:  # the answer was for the update only, so probe once more
                 self._probe_later(name)
         elif state.quarantined:
             if not event.answered:
                 self._context.out.append(do.Warn(f"probe of engine {name} failed: {event.detail}"))
-            # an engine with incomplete or other weights (current=False) need not be ok, as it is given the weights next
+            # an engine with incomplete or other weights (current=False) need not be healthy: it gets weights next
             found = event.answered and (event.ok or not event.current)
             if found and same_weights and not self._updates.running:
                 self._readmit(name, state, current=event.current)
@@ -179,7 +181,7 @@ class EngineRecovery:
             self._continue_recovery(name, state)
 
     def _continue_recovery(self, name: str, state: EngineState) -> None:
-        """Take the next step to give an engine the present weights and open its gate: pause or resume it."""
+        """Pause an engine to load the present weights, or resume it if it has them; otherwise end its recovery."""
         context, version = self._context, self._context.clock.current
         state.recovering = True
         if version in state.loaded and state.gate is not EngineGate.OPEN:
@@ -207,7 +209,7 @@ class EngineRecovery:
         return f": april cannot read here whether {path} still holds the current weights" if path and unread else ""
 
     def call_ended(self, event: ev.EngineCallEnded, was: tuple[EngineGate, EngineWeights]) -> None:
-        """Handle the answer to a call to a recovering engine; ``was`` has its gate and weights during the call."""
+        """Handle the end of a call to a recovering engine; ``was`` has its gate and weights before the call ended."""
         name, state = event.engine, self._context.engines.states[event.engine]
         gate, weights = was
         if event.result is not ev.CallResult.DONE:

@@ -2,9 +2,11 @@
 
 A file consists of MAGIC, the long ``bytes`` values one after the other, a MessagePack map with everything else and with
 references to the long values, and the length of that map. So a state is written, and read, without a second copy of its
-tokens in memory. A sealed state is a mapping with a checksum of its own (key ``checksum``), which ``load_state_dict``
-checks. This checksum covers the state's long values, except those in the prompts' data; the file's checksum covers
-everything else.
+tokens in memory.
+
+Two checksums protect a file. A sealed state is a mapping with its own checksum (key ``checksum``), which
+``load_state_dict`` checks; it covers the long values in the state, except those in the prompts' data (key ``data``).
+The file's checksum covers everything else.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ MAGIC = b"april %d\n" % FORMAT
 LONG = 1024
 """``bytes`` values of at least this length are long: they are written before the map."""
 _CHECKED, _SEALED = 1, 2
-"""MessagePack extension types of references to long values: covered by the file's checksum, or a sealed state's own."""
+"""MessagePack extension types of references to long values, by the checksum that covers the value: the file's, or that
+of a sealed state."""
 
 
 def pack(kind: str, content: Any) -> bytes:
@@ -110,7 +113,7 @@ class _Writer:
         self._file = file
 
     def add(self, value: Any, *, sealed: bool | None = None) -> None:
-        """Add a value; ``sealed`` is None outside sealed states, True inside one, and False in its prompts' data."""
+        """Add a value; ``sealed`` is None outside sealed states, True inside one, False in its prompts' ``data``."""
         if isinstance(value, dict):
             self.plain += b"\xdf" + len(value).to_bytes(4, "big")
             if sealed is None and value.keys() >= {"april", "format", "checksum"}:

@@ -1,10 +1,10 @@
 """Sends one set of weights to all engines, in phases with time limits, and records the outcome for each engine.
 
-A transfer sends to all engines at once, in rounds. If an engine fails, the round ends for all of them, and the next
-round sends everything again through a new group without that engine. So every round except the last leaves out an
-engine, and an engine that fails costs the others only time.
+A transfer sends to all engines at once, in rounds. If an engine fails, the round ends for all engines, and the next
+round sends everything again, through a new group without the engine that failed. The transfer ends with the first round
+in which no engine fails, so an engine that fails costs the others only time.
 
-Invariant: no wait is longer than the limit, and every call to an engine has ended before the next round begins.
+Invariant: no wait is longer than ``WeightSender.limit_s``, and all calls to engines end before the next round begins.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from april.weights.source import Bucket, Weights
 
 WORKER_LIMIT_SHARE = 0.75
 """Share of the limit after which a worker stops waiting for others. The worker's error then arrives before the limit of
-its engine's call. So if an engine does not answer in time, it hangs itself and does not wait for another one."""
+its engine's call. So an engine that does not answer within its limit is stuck itself; it does not wait for another."""
 
 
 class PendingCall(Protocol):
@@ -322,7 +322,7 @@ class _Round:
         for name, answer in zip(asked, answers, strict=True):
             answer.wait()
             self._left_group[name] = answer.result()[0] is True
-        # kept for later rounds: an engine that receives nothing in a round reports only that the round changed nothing
+        # added to those of earlier rounds: an engine that got no weights in this round reports it as unchanged
         self._sender.partially_updated |= {name for name in self._names if self._is_partially_updated(name)}
 
     def _is_partially_updated(self, name: str) -> bool:

@@ -151,7 +151,7 @@ class WorkflowEngine:
         return ServerResult(
             tokens=tokens, logprobs=logprobs, label=label, unused=unused,
             aborted=made.stop_reason == "abort" or unused is not None,
-            # the server may have a lower token limit of its own, which is unknown here
+            # ends that april cannot check by the last token: the server may have a lower token limit of its own
             own_end=bool(getattr(sampling, "stop", None)) or made.stop_reason in ("length", "tool_calls"),
             extras={} if experts is None or not len(tokens) else {ROUTED_EXPERTS: narrow_ids(experts, None)},
         )  # fmt: skip

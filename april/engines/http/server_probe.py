@@ -27,7 +27,7 @@ from april.text.server_text import clean
 NO_TOKEN = 2**31 - 2
 """Token id outside every vocabulary; sent only where the server checks ids before the model sees them."""
 _NARROW = {"temperature": 0.5, "top_p": 1e-6}
-"""Sampling settings that leave only the greedy token, at another temperature than the greedy request."""
+"""Sampling settings under which only the most likely token can be sampled, at a temperature other than 0 and 1."""
 _SAME_LOGPROB = 0.02
 """Two log-probabilities of one token count as the same if they differ by less (nats; allows for half precision)."""
 
@@ -42,7 +42,7 @@ class ServerFacts:
     asked: str | None = None
     """Model name from the settings; None means the server's only model."""
     routing_key: RoutingKey = "off"
-    """The setting of that name."""
+    """Setting ``engine.routing_key``."""
     base: str | None = None
     """Base model, if ``model`` is an adapter."""
     software: str = ""
@@ -178,7 +178,7 @@ class ServerProbe:
         """Return the JSON answer of the first GET route that exists; None if none does.
 
         With ``has``, the answer must be an object with that key. Raises ConfigError if the answer is not JSON, and
-        EngineError if it is something else.
+        EngineError for an error status, or if the answer seems to come from another server.
         """
 
         def is_own(reply: Reply) -> bool:
@@ -242,9 +242,10 @@ class ServerProbe:
         return kind
 
     def experts(self, said: Routing | None, seen: Routing | str, limit: Limit) -> Routing | None:
-        """Return the shape of a token's experts, or None after noting the limit and what is needed to get experts.
+        """Return the shape of a token's experts. If it was not seen, return None and note what the user should do.
 
-        ``said`` is the shape in the model's files, ``seen`` the shape in a reply, or what is needed to see one.
+        ``said`` is the shape in the model's files: if it is known and the server is not paused, ``limit`` is noted.
+        ``seen`` is the shape in a reply, or what is needed to see one.
         """
         if isinstance(seen, Routing):
             return seen
@@ -298,9 +299,10 @@ class ServerProbe:
 
 
 def _kind_seen(greedy: tuple[int, float], narrow: tuple[int, float]) -> LogprobKind:
-    """Tell the kind from the log-probabilities of one token that was sampled greedily and under _NARROW.
+    """Tell the kind from (token, log-probability) of one greedy token, and of one under ``_NARROW``.
 
-    The second value equals the first (raw), is 0 (processed), or is neither (temperature).
+    Raw log-probabilities ignore the sampling settings, so both are equal. Processed ones are 0 under ``_NARROW``, as
+    ``top_p`` leaves one token. If only the temperature is applied, the second is neither.
     """
     (token, raw), (other, said) = greedy, narrow
     if token != other or raw > -5 * _SAME_LOGPROB:

@@ -104,7 +104,7 @@ def _judge(replies: dict[str, Reply]) -> Identity:
         return found(ServerKind.SGLANG)
     if any(m.get("owned_by") == "sglang" for m in listed):
         return found(ServerKind.SGLANG)
-    # with a key, vLLM hides its models but not its version
+    # vLLM that requires a key hides its models from callers without it, but not its version
     if any(m.get("owned_by") == "vllm" for m in listed) or (version is not None and models_locked):
         return found(ServerKind.VLLM)
     if models:

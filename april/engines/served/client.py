@@ -67,8 +67,7 @@ class ServedEngine(ServerEngine):
             raise WireError(f"{client.url} does not report what its engine can do")
         present = config.first_weights == "present"
         self._of_start = began.untouched or present or can.shares_weights
-        """True if the weights that the server had when this client connected count as the first version. A restarted
-        server then counts as having the first version again."""
+        """True if the weights that the server had at the start of the session count as the first version."""
         super().__init__(
             client.name,
             replace(
@@ -245,9 +244,9 @@ class ServedEngine(ServerEngine):
         """Make the engine load ``path``, or activate the tensors that it has received, as this version.
 
         Raises:
-            WeightsGone: the version means weights of a server process that has ended.
-            EngineError: whatever the engine raises. Unless the engine still has its previous weights, it then gets no
-                requests until an update succeeds.
+            WeightsGone: the weights of the version were lost when a server was restarted.
+            EngineError: whatever the engine raises. The engine then gets no requests until an update succeeds, unless
+                it still has its previous weights.
         """
         if path is not None:
             self._require_loadable(path)

@@ -7,9 +7,10 @@ dropped, it returns to the head of the queue and is prefilled again later); the 
 served, as slots and KV allow, and the prefill of the admitted requests delays the next step. A request added or aborted
 during a step changes the batch from the next step on; an aborted sequence gets no token of the step in progress.
 
-Invariant: only whole steps yield tokens, and token counts equal those of a loop over single steps. Time jumps from one
-change of the batch to the next in closed form. All active sequences gain tokens together, so the order in which they
-end never changes: a heap by last step gives the next one, and no operation visits all of them (except ``abort(None)``).
+Invariant: only whole steps yield tokens, and token counts equal those of a loop over single steps. The model does not
+loop: it computes the time of the next change of the batch with a formula. All active sequences gain a token at the same
+time, so the order in which they end never changes. A heap, ordered by last step, gives the sequence that ends next, and
+no operation visits all sequences (except ``abort(None)``).
 
 Not modelled: prompt KV shared by the samples of a group, the token that a real prefill yields, CPU time per request.
 """
@@ -108,7 +109,7 @@ class SimulatedDecoder:
         self._tie_breaker = 0
         # A stretch is a run of steps with the same batch; the anchor is the step boundary at which it begins.
         self._steps = 0  # whole steps up to the anchor
-        self._kv_offsets = 0  # sum over running; the resident KV at the anchor is this + running * steps
+        self._kv_offsets = 0  # sum of kv_offset over _running; KV at the anchor: this + len(_running) * _steps
         self._stepping = False
         self._first_end = 0.0  # time at which the first step of the stretch ends
         self._target = 0  # steps from the anchor until a sequence ends or the KV cache is full
@@ -254,7 +255,7 @@ class SimulatedDecoder:
             change = self._next_change()
             at = self._end_of(change)
             if at > to_time:
-                # Requests may join the batch if a step ends exactly at to_time.
+                # If a step ends exactly at to_time, requests that are added at that time can join the next step.
                 self._done = self._steps_at(to_time)
                 if self._done and self._end_of(self._done) == to_time:
                     self._end_stretch(self._done, to_time, finished)
@@ -317,7 +318,7 @@ class SimulatedDecoder:
             ends.clear()
             self._target = 1
             return
-        if len(ends) > 2 * n + 64:  # most entries are stale: remove them, in time proportional to the aborts
+        if len(ends) > 2 * n + 64:  # most entries are stale: aborted or preempted sequences
             self._ends = ends = [entry for entry in ends if entry[0] == entry[2].last_step]
             heapify(ends)
         while ends[0][0] != ends[0][2].last_step:

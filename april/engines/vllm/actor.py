@@ -64,7 +64,10 @@ class EngineActor:
         await self._engine.abort(attempt_ids)
 
     async def update_weights(self, version: Sequence[int], life: str = "") -> bytes:
-        """Record that the trainer has put ``version`` into the actor process ``life`` (empty if that is unknown)."""
+        """Record that the trainer has put ``version`` into the actor process with the id ``life``.
+
+        An empty ``life`` means that the id is unknown. For another process than this one, the reply has an error.
+        """
         answer = CallReply(session=self._life)
         try:
             if life not in ("", self._life):
@@ -114,7 +117,7 @@ class ActorEngine(ServerEngine):
         super().__init__(name, capabilities)
         self._actor = actor
         self._life = ""
-        """Id of the actor process that was paused for an update; empty if it was not asked or did not answer.
+        """Id of the actor process when it was paused for an update; empty outside a pause, or if it did not answer.
         Another id later means that the actor was restarted."""
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:

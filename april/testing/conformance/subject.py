@@ -1,4 +1,4 @@
-"""The suite's input (the engine under test and optional equipment) and output (verdicts and reports)."""
+"""Input of the conformance suite (the engine under test, optional equipment) and its output (verdicts, reports)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Seen = Callable[[Request, list[int]], Float32]
 
 
 ClientTokens = tuple[Request, Int32, EngineFinish | None]
-"""A request, the tokens that the client has of it, and how it ended."""
+"""A request, the tokens that the client received for it, and how the request ended (None if it has not)."""
 Figures = dict[str, float | int | str]
 """Named numbers of a check, in the order in which they are shown."""
 
@@ -86,7 +86,7 @@ class Subject:
     shown: Sequence[Shown] = ()
     """Two or more prompts with attachments; the first two have the same tokens but other attachments."""
     adapters: Sequence[Weights] = ()
-    """Two adapters (LoRA) for ``now``: directories, and as reference the model with the adapter."""
+    """Two adapters (LoRA) for ``now``, each with its directory; ``reference`` is of the model with the adapter."""
     tolerance: float = 1e-4
     """Largest difference of log-probabilities from the reference, in nats."""
     compare_with_wire: Callable[[Sequence[ClientTokens], AbortMeans], Figures] | None = None
@@ -95,9 +95,9 @@ class Subject:
     kill: Callable[[], Awaitable[None]] | None = None
     """Function that kills the server; the last check uses it."""
     in_flight: int = 80
-    """Number of concurrent requests in the checks with many; the bursts have 300."""
+    """Number of concurrent requests in the check that aborts and resumes many. Bursts always have 300 requests."""
     aborts: int = 1000
-    """Number of aborted requests after which lost tokens are counted."""
+    """Number of requests that are aborted in the check that no token is lost."""
     gives_up: Mapping[str, str] = field(default_factory=dict)
     """Promises that the engine's documentation excludes: name of the check -> sentence that says why."""
     patience_s: float = 60.0
