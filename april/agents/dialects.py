@@ -68,7 +68,7 @@ def read_message(i: int, given: Any) -> Json:
 
 
 class ExactArguments(dict[str, Any]):
-    """Arguments of a call that a client gives as an object. Equal if the JSON is: Python takes 1 for true."""
+    """Arguments of a tool call that a client gives as an object. Compared as JSON, because in Python 1 equals True."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ExactArguments) and json.dumps(self) == json.dumps(other)
@@ -253,7 +253,7 @@ class OpenAIText(OpenAIChat):
 
 
 def refuse_image_marks(i: int, blocks: Iterable[Any]) -> None:
-    """Raise RequestError for an image block without a source: in Anthropic's format, its image was lost."""
+    """Raise RequestError for an image block without a source, which in Anthropic's format must hold the image."""
     if any(block == MARK for block in blocks):
         raise RequestError(f"messages[{i}]: an image has no source; give its content in base64 in source")
 

@@ -73,17 +73,17 @@ class Verifiers:
 
         kind = type(self.environment.taskset).task_type()
         task = kind(kind.data_type().model_validate(prompt.data["task"]), self.environment.config.taskset.task)
-        door = cast(ServedSession, llm.endpoint())
-        url, key = door.shared_address()
+        served = cast(ServedSession, llm.endpoint())
+        url, key = served.shared_address()
         # one config for all samples, as verifiers keeps a client per config; the endpoint tells samples apart by name
         client = EvalClientConfig(base_url=url, headers={"Authorization": f"Bearer {key}", "x-api-key": key})
-        context = ModelContext(door.endpoint.model, client, self._sampling or Sampling())
+        context = ModelContext(served.endpoint.model, client, self._sampling or Sampling())
 
         def on_trace(trace: Any) -> None:
             # the policy must not learn from the answers of other agents
-            door.register_name(trace.id, "" if trace.agent.trainable else NO_MODEL.format(trace.agent.name))
+            served.register_name(trace.id, "" if trace.agent.trainable else NO_MODEL.format(trace.agent.name))
 
-        slow_start = asyncio.get_running_loop().call_later(SLOW_START_S, self._name_slow_start, door)
+        slow_start = asyncio.get_running_loop().call_later(SLOW_START_S, self._name_slow_start, served)
         try:
             await self._start_servers()
             episode = await self.environment.run_episode(task, context, on_trace=on_trace)
@@ -105,7 +105,7 @@ class Verifiers:
         await asyncio.shield(self._started)
 
     async def _serve(self, started: asyncio.Future[None]) -> None:
-        """Run the servers until the event loop ends: the task that acquired their resources must release them."""
+        """Run the servers until the event loop ends; the task that started them must stop them."""
         try:
             async with self.environment.serving():
                 started.set_result(None)
@@ -116,9 +116,9 @@ class Verifiers:
             else:
                 started.set_exception(error)
 
-    def _name_slow_start(self, door: ServedSession) -> None:
-        """Warn once of an episode that has asked nothing yet: uv is silent while it waits for the network."""
-        if not self._slow_start_named and not door.session.requests:
+    def _name_slow_start(self, served: ServedSession) -> None:
+        """Warn, only once, if an episode has sent no request: uv shows nothing while it waits for the network."""
+        if not self._slow_start_named and not served.session.requests:
             self._slow_start_named = True
             log.warning(SLOW_START, SLOW_START_S)
 

@@ -210,7 +210,7 @@ class RequestLog:
         taken, self._sums = self._sums, {}
         there = self._core.engines.states
         for name in there:
-            if name not in taken:  # an idle engine counts, as its time has passed, too
+            if name not in taken:  # an idle engine has sums of 0, so that its idle time counts
                 taken[name] = RequestSums()
         # without this, the records of engines that come and go would pile up
         for gone in self._ended.keys() - there.keys() - taken.keys():

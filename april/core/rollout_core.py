@@ -107,7 +107,7 @@ _Rows = tuple[list[DeliveredSample], SampleFigures]
 """Rows of one sample, and the figures of the rows."""
 NO_REFILL = Refill.NONE
 NEWEST_REQUESTS = 64
-"""Number of requests in flight, beyond those that are needed, among which the requests to be cut are chosen."""
+"""To make room for n requests of evaluations, the newest n + NEWEST_REQUESTS requests of training are considered."""
 TOO_LONG_IN_A_ROW = 1000
 """Number of skipped prompts in a row after which the step fails, as the data does not suit these engines."""
 MOST_COMMANDS = 64
@@ -317,7 +317,7 @@ class RolloutCore:
             step.in_flight_at_stop = Counter(a.engine for a in self.attempts.values())
         if stops and not step.stopping:
             self._stop_everything()
-        step.stopping = stops  # a weight update may take ready groups away until all attempts have ended
+        step.stopping = stops  # may be False again: until all attempts have ended, an update may drop ready groups
         if stops and self.attempts:
             return
         if enough:
@@ -348,8 +348,8 @@ class RolloutCore:
             return True
         if self.monitor.ready < self.buffer.units or self.attempts:
             return False
-        # with a quorum, failures may leave fewer samples than the target; the batch is then delivered short if further
-        # prompts could only be delivered when they are too old
+        # with a quorum, failures may leave fewer samples than the target; if samples of new prompts would be too old at
+        # their delivery (fits is 0), the batch is delivered with the samples that are ready
         exhausted = self.over_sampler.exhausted and not (self.buffer.aside or self.buffer.unbegun)
         return exhausted or (self.monitor.ready > 0 and not self.buffer.fits)
 
@@ -430,13 +430,13 @@ class RolloutCore:
         out = self.context.out
         for group in groups:
             self.lifecycle.put_aside(group)
-        # functions that were just cancelled must not get answers of this event, as they would return
+        # the functions of these samples are cancelled; an answer that this event has already sent would let them return
         out[:] = [c for c in out if not (isinstance(c, do.CallCompleted) and c.call.sample.state is SampleState.NEW)]
 
     def _make_rows(self) -> bool:
         """Make rows of the next batch, a portion at each event; return True once less than a portion is missing.
 
-        Samples that finish meanwhile may take the place of others, so their rows are made at the delivery.
+        Rows that are still missing, as their samples finished meanwhile and replace others, are made at the delivery.
         """
         settings = self.settings
         if settings.rollout_batch_size * settings.n_samples_per_prompt <= MOST_DELIVERED:
@@ -469,7 +469,7 @@ class RolloutCore:
         return rows if depends_on == self._depends_on(sample) else None
 
     def _depends_on(self, sample: Sample) -> Any:
-        """Return a value that changes with everything that the rows of a finished sample show."""
+        """Return a value that changes whenever rows of a finished sample, made again, could differ."""
         return self.clock.current, len(self.leases), sample.restarts, sample.group.since
 
     def _deliver(self, units: list[Unit], step: Step) -> None:
@@ -556,7 +556,7 @@ class RolloutCore:
             self._start_waiting(training=True)
         step = self.step
         assert step is not None
-        # without refill nothing is drawn after the beginning of a step, except for groups that were given up
+        # without refill, prompts are drawn at the beginning of a step, and later only to replace dropped groups
         if step.filled and self.context.settings.refill is NO_REFILL and self.buffer.units >= self.buffer.batch:
             return
         if self._continues:
@@ -582,8 +582,8 @@ class RolloutCore:
     def _begin_waiting_groups(self) -> None:
         """Queue groups that wait for a later round (tail batching).
 
-        A long round, and every round once the prompts have ended, has N groups in work; a short one has N', and none
-        that was put aside.
+        A long round, and every round once the prompts have ended, has up to ``rollout_batch_size`` groups in work,
+        first those that were put aside. A short round has up to ``over_sampling_batch_size``, none of them put aside.
         """
         assert self.step is not None
         long = self.step.long_round or self.over_sampler.exhausted
@@ -623,10 +623,10 @@ class RolloutCore:
                 self._recovery.start_checks(engine.limits.name)
 
     def _make_room(self, work: Sample | GenerateCall) -> Sample | GenerateCall | None:
-        """Cut the newest requests of training for calls of evaluations below their share, as the engines are full.
+        """Interrupt requests of training for evaluations that have less than their share of the full engines.
 
-        The cut requests are continued later; the newest ones have generated least since their prefill. Return a
-        function of an evaluation that may start now, so that its call waits when a request has ended.
+        The newest are interrupted, as they have generated least since their prefill, and are continued later. Return a
+        sample of an evaluation to start now, so that its call waits when a place becomes free; None if there is none.
         """
         context, states, places = self.context, self.engines.states, self.context.places
         queue, pending = self.over_sampler.evaluations, context.aborts.pending
@@ -744,10 +744,10 @@ class RolloutCore:
     def _plan_deadlines(self) -> None:
         """Give priority to the groups or samples that this step must deliver, so that they do not get too old."""
         before, urgent = self.context.urgent, dict[int, Unit]()
-        if self.settings.tail_batching:  # nothing is carried over weights, so nothing gets too old
+        if self.settings.tail_batching:  # no sample is continued under newer weights, so none gets too old
             return
         for unit in self.monitor.plan(self.buffer.slacks(), self.buffer.horizon):
-            # a finished sample can only be delivered once as many samples of its group as the quorum asks for are
+            # an open group has not reached its quorum yet, and none of its samples can be delivered before
             group = unit.group if isinstance(unit, Sample) else unit
             first = group if group.state is OPEN else unit
             urgent[id(first)] = first

@@ -96,8 +96,9 @@ class SampleCalls:
     def find_chain(self, sample: Sample, token_ids: Int32, attached: Sequence[Placed] = ()) -> Chain | None:
         """Return the chain (token sequence) that a call with these tokens continues; None if it begins a new chain.
 
-        The first choice is a chain that is replayed and has recorded this call, or the calls before it. The second
-        choice is a chain without an open call whose tokens are a prefix of ``token_ids``; the longest one is taken.
+        There are two candidates: a replayed chain that has recorded this call or all calls before it, and the longest
+        chain without replay and open call whose tokens are a prefix of ``token_ids``. The first is taken, unless these
+        tokens contain answers of both and the second is at least as long.
         """
         lost_ones = [chain for chain in sample.chains if chain.replay is not None]
         claims = [(chain, self._answers_received(chain, token_ids, attached)) for chain in lost_ones]
@@ -111,8 +112,7 @@ class SampleCalls:
         longest, _, chain = max(extended, default=(-1, 0, None))
         if claimed:
             heard, _, lost = min(claimed)
-            # if the tokens contain answers of both chains, the longer chain is taken; if they are equally long, the
-            # chain that is not replayed, as calls have already used it since the restart
+            # of two equally long chains, the call continues the one that calls have used since the restart
             if not heard or chain is None or self._length_after_answers(lost, heard) > longest:
                 return lost
         return chain
@@ -140,9 +140,9 @@ class SampleCalls:
         return None
 
     def _repeats_call_at(self, chain: Chain, token_ids: Int32, start: int, attached: Sequence[Placed]) -> bool:
-        """Return True if a call with these tokens repeats the call that began at response token ``start``.
+        """Return True if a call with these tokens repeats the recorded call that began at response token ``start``.
 
-        The tokens, cut to the longest conversation that fits, must then equal the chain up to this token.
+        It does if the tokens, cut to the chain's maximum length, equal the prompt and that many response tokens.
         """
         asked = token_ids[: self._max_length(chain, attached)]
         return len(asked) == len(chain.prompt) + start and chain.is_prefix_of(asked, start, attached)
@@ -169,7 +169,7 @@ class SampleCalls:
     def _open(self, chain: Chain, event: ev.CallMade, start: int) -> None:
         call = GenerateCall(chain, event.sampling, start, event.number)
         chain.calls.append(call)
-        # a call from a saved state may be complete already, if it was saved after its last token, before its end
+        # a saved state may hold all tokens of a call, but not its end; the call is complete then
         stopped = self._context.attempts.ends_in_stop(call)
         cut = bool(event.attached) and self._is_cut(chain, event)
         if not self.complete_if_ended(call, stopped=stopped, length=cut):
@@ -224,7 +224,7 @@ class SampleCalls:
         self._open(chain, event, len(chain.tape) if start is None else start)
 
     def restart_diverged(self, sample: Sample) -> None:
-        """Begin a sample again, without its tokens, whose restarted function made other calls than before."""
+        """Restart a sample without its tokens, because its function made other calls than before its restart."""
         self._context.counters["replays_diverged"] += 1
         self._lifecycle.restart(sample, DropReason.REPLAY_DIVERGED)
 
@@ -239,7 +239,7 @@ class SampleCalls:
         sample.chains = tuple(chain for chain in sample.chains if chain.number == 0 or chain.calls)
 
     def answer_checked(self, event: ev.AnswerChecked) -> None:
-        """Count an answer of which a client demanded a form."""
+        """Count an answer that a client wanted in a certain form, and whether it has that form."""
         self._context.counters["constrained_answers"] += 1
         self._context.counters["broken_constraints"] += not event.kept
 
@@ -275,7 +275,7 @@ class SampleCalls:
         sample.finish = max(answered)[1] if answered else None
 
     def complete_if_out_of_budget(self, call: GenerateCall) -> bool:
-        """Complete a queued call if other calls of its sample used up ``max_sample_tokens``; return True if it is."""
+        """Complete a queued call if its sample has used up ``max_sample_tokens``; return whether it is complete."""
         return self._context.settings.max_sample_tokens is not None and self.complete_if_ended(call, stopped=False)
 
     def complete_if_ended(self, call: GenerateCall, *, stopped: bool, length: bool = False) -> bool:

@@ -40,7 +40,7 @@ PLAIN_FUNCTIONS_AT_ONCE = min(32, (os.cpu_count() or 1) + 4)
 count."""
 
 WARN_AGAIN = 10
-"""Multiple of the warning time after which another warning may name the same function."""
+"""After a warning, the same function is not named again for this many times the warning time."""
 
 ResultCallback = Callable[[Any, BaseException | None], None]
 Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
@@ -78,7 +78,7 @@ class UserCall:
         answered(value, error)
 
     def on_timeout(self) -> float | None:
-        """Handle a timeout: the first may only cause a warning; at the last, the call is answered with an error."""
+        """Answer the call with an error; if there is a warning time and no warning yet, only warn."""
         limits = self._calls.limits
         if limits.warn_s is not None and not self._warned:
             self._warned = True
@@ -126,12 +126,12 @@ class UserCalls:
         self._context = copy_context()
         self._closed = False
         self._warned: dict[str, float] = {}
-        """Loop time before which no further warning names a function, by its name."""
+        """For each function that a warning has named, the loop time from which a warning may name it again."""
         self._free_threads = PLAIN_FUNCTIONS_AT_ONCE
         self._waiting: deque[tuple[UserCall, Callable[..., Any], tuple[Any, ...]]] = deque()
         """Queue of plain functions for which no thread is allowed yet."""
         self._in_threads: dict[UserCall, asyncio.Future[None] | None] = {}
-        """Running plain functions; while the scheduler closes, each has a future that ends with it."""
+        """Running plain functions. After :meth:`close`, each has a future that is done when the function ends."""
 
     def begin(
         self, function: Callable[..., Any], args: tuple[Any, ...], where: object, answered: ResultCallback
@@ -176,7 +176,7 @@ class UserCalls:
             self._start_threads()
 
     def close(self) -> dict[asyncio.Future[None], str]:
-        """Start and answer no more calls; returns the name of each running plain function, by a future of its end."""
+        """Start and answer no more calls. Returns a future of the end of each running plain function, with its name."""
         self._closed = True
         self.limits.close()
         self._waiting.clear()

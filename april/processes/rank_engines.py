@@ -19,7 +19,7 @@ POLL_S = 0.05
 
 
 def shares_trainer_weights(engine: Engine) -> bool:
-    """Return True for an engine whose weights its own process writes, so that they need not be sent to it."""
+    """Return True if this process writes the engine's weights, so that the scheduler need not send them."""
     return not (engine.capabilities.remote or engine.capabilities.own_weights)
 
 

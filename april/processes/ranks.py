@@ -15,7 +15,7 @@ from april.processes.addresses import new_token, split_address
 
 LOOPBACK = "127.0.0.1:0"
 _rendezvous_numbers = itertools.count()
-"""Counts the groups of this process, so that each has a key of its own in torch's store."""
+"""Numbers the Rendezvous objects of this process, so that each has a key of its own in torch's store."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Ranks:
     token: str = ""
     """64 hexadecimal digits that all ranks know and nobody else, from :func:`april.new_token`"""
     rank_timeout_s: float = 1800.0
-    """seconds that ranks which have made a call wait for the others to make it"""
+    """seconds that a rank which has made a call waits for the other ranks to make the same call"""
     rank_deadline_s: float = 60.0
     """seconds without a heartbeat after which a rank counts as dead; the exit of its process is noticed at once"""
     store: Any = None
@@ -137,7 +137,7 @@ class Rendezvous:
         self.token = ranks.token or (new_token() if ranks.rank == 0 else "")
         """The token; empty on other ranks if it comes through the store."""
         self.server_listens = ranks.store is not None
-        """True if the server listens as soon as its address is found."""
+        """True if the server listens before its address can be found, so that a failed connection is not retried."""
 
     def publish(self, address: str) -> None:
         """Publish the address at which rank 0 listens; "" means that it could not listen."""

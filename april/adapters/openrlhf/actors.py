@@ -97,7 +97,7 @@ class AprilGenerateSamplesActor(WithApril, GenerateSamplesActor):  # type: ignor
         assert self.april is not None
         self._transfer = TransferThread(self.april.hand_over)
         if self.april.continuous:
-            self._partial_rollout = True  # OpenRLHF then takes the lock for evaluations only
+            self._partial_rollout = True  # then OpenRLHF locks the engines for evaluations only
 
     def april_begin_transfer(self) -> None:
         """Wait until weights may be written. Called by the training actor."""
@@ -111,7 +111,7 @@ class AprilGenerateSamplesActor(WithApril, GenerateSamplesActor):  # type: ignor
 class NotifiesGenerator(BasePPOTrainer):  # type: ignore[misc]
     """Base class of AprilTrainingActor that announces each weight transfer to the generating actor.
 
-    Its method runs inside TrainingActor's, under the lock that keeps evaluations and transfers apart.
+    TrainingActor's method takes the lock that keeps evaluations and transfers apart, and then calls the one below.
     """
 
     april_generator: Any = None
@@ -148,7 +148,7 @@ class AprilTrainingActor(TrainingActor, NotifiesGenerator):  # type: ignore[misc
         """Broadcast the weights to the engines, holding OpenRLHF's lock."""
         super().broadcast_to_vllm()
 
-    def april_meets(self, generator: Any) -> None:
+    def april_set_generator(self, generator: Any) -> None:
         """Set the generating actor, to which every transfer is announced from now on."""
         self.april_generator = generator
 
@@ -161,7 +161,7 @@ class AprilPPOTrainerAsync(PPOTrainerAsync):  # type: ignore[misc]
         ppo_trainer_async.GenerateSamplesActor = as_actor(AprilGenerateSamplesActor)
         ppo_trainer_async.TrainingActor = as_actor(AprilTrainingActor)
         super().__init__(*args, **kwargs)
-        ray.get(self.trainer_actor.april_meets.remote(self.generator_actor))
+        ray.get(self.trainer_actor.april_set_generator.remote(self.generator_actor))
 
 
 class AprilRolloutRayActor(RolloutRayActor):  # type: ignore[misc]

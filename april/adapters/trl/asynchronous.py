@@ -53,7 +53,7 @@ class RowQueue(queue.Queue[Any]):
         self._fetch = fetch
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """Return the next row; waits for april's next batch however long that takes, as april reports failures."""
+        """Return the next row. ``timeout`` is ignored: april's next batch may take long, and failures are raised."""
         if self.empty():
             for row in self._fetch():
                 self.put_nowait(row)
@@ -88,7 +88,7 @@ class RolloutWorker:
         self.ledger: dict[str, Ledger] = {}
         """april's ledgers at the end of the last training."""
         self._saved: dict[str, Any] | None = None
-        """April's state of the checkpoint from which the training goes on, until the servers have its weights."""
+        """april's state in the checkpoint that is resumed, until the first weight transfer restores it; else None."""
         self._first_step = 0
         self._batches: list[tuple[int, frozenset[int]]] = []
         """Number and groups of each batch, by optimizer step from ``_first_step`` on."""
@@ -97,7 +97,7 @@ class RolloutWorker:
         self._written: Path | None = None
 
     def attach(self, trainer: Any, given: Mapping[str, Any]) -> None:
-        """Attach this worker to a trainer with its further arguments. Raises ConfigError if they do not fit april's."""
+        """Attach this worker to a trainer with these further arguments. Raises ConfigError if april cannot use them."""
         args = trainer.args
         rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * trainer.accelerator.num_processes
         decided = {
@@ -107,7 +107,7 @@ class RolloutWorker:
         defaults = {"generation": GenerationMode.CONTINUOUS, "on_data_end": OnDataEnd.WRAP}
         config = config_for(self._settings, trainer, decided, defaults)
         refuse(async_refusals(trainer, config, servers=self._weights_dir is not None, rows=rows, given=given))
-        args.token_budget = 0  # None would ask a server, and let the number of rows per step vary
+        args.token_budget = 0  # with None, TRL asks a server for a budget, and the number of rows per step varies
         self._trainer, self._config, self._passes = trainer, config, DatasetPasses(trainer)
 
     # ---------------------------------------------------------------- what TRL calls in a rollout worker
@@ -226,9 +226,9 @@ class RolloutWorker:
         return made
 
     def _route(self, iterator: Iterator[tuple[str, Any]]) -> dict[str, Any]:
-        """Return the arguments of ``weight_update`` for the current weights; writes them if servers read files.
+        """Return the arguments of ``weight_update`` for the current weights; writes the weights if servers read files.
 
-        Only the iterator gathers a sharded model, on all ranks at once, so it is read once and to its end.
+        Only ``iterator`` gathers a sharded model, with all ranks, so it must be read exactly once, to its end.
         """
         trainer, directory = self._trainer, self._weights_dir
         model = trainer.accelerator.unwrap_model(trainer.model)

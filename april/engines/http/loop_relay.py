@@ -30,11 +30,11 @@ async def result_from(there: asyncio.AbstractEventLoop, work: Coroutine[Any, Any
 async def _stopped(there: asyncio.AbstractEventLoop) -> bool:
     """Return whether the loop ``there`` has stopped.
 
-    If it has, all callbacks that it had queued on the present loop have run when this returns.
+    If it has, first let the present loop run all callbacks that code on ``there`` has queued here.
     """
     if there.is_running():
         return False
-    await asyncio.sleep(0)  # callbacks run in their order, and this comes after those that it queued
+    await asyncio.sleep(0)  # continues after all callbacks that are queued now
     return True
 
 
@@ -107,7 +107,7 @@ class LoopRelay:
         except Exception as error:
             self._call_consumer(self._finish, error)
         else:
-            self._call_consumer(self._finish, None)  # sent here: if the loop stops now, the task's callback never runs
+            self._call_consumer(self._finish, None)  # not left to _done, which never runs if this loop stops now
 
     def _done(self, task: asyncio.Task[None]) -> None:
         """Report the end if :meth:`_run` could not, because it was cancelled, perhaps before it began."""
@@ -115,10 +115,10 @@ class LoopRelay:
         self._call_consumer(self._finish, error or RuntimeError("the request was cancelled on its event loop"))
 
     def _call_consumer(self, function: Callable[[Any], None], value: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # this loop is closed: nobody is waiting
+        with contextlib.suppress(RuntimeError):  # the consumer's loop is closed, so nobody is waiting
             self._consumer_loop.call_soon_threadsafe(function, value)
 
-    # ---------------------------------------------------------------- on the reader's loop
+    # ---------------------------------------------------------------- on the consumer's loop
 
     def _receive(self, item: Any) -> None:
         self._items.append(item)

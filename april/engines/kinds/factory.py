@@ -73,7 +73,7 @@ async def open_servers(
 
 
 async def open_server(config: EngineConfig, url: str, api_key: str | None = None) -> Engine:
-    """Open one more server with the settings of ``config``; if its kind of engine has no servers, as an april server.
+    """Open one more server, with the settings of ``config`` if its engines are servers, else as an april server.
 
     Raises:
         ConfigError: the server cannot be used, or ``config`` has a router, to which the server must be added instead.

@@ -149,7 +149,7 @@ class _SglangProbe(ServerProbe):
         return ConfigError(f"{self.client.url} {why}; upgrade it to SGLang 0.5.20 or later")
 
     async def _routing(self, vocab_size: int) -> Routing | None:
-        """Return the shape of a token's experts; None if the server returns none, after noting how to get them."""
+        """Return the shape of a token's experts. If the server returns none, note how to get them; return None."""
         said, limit = routing_of(self.files), no_experts(EXPERTS_NEED, "--enable-return-routed-experts")
         return self.experts(said, await self._routing_seen(said, vocab_size), limit)
 
@@ -202,7 +202,7 @@ class _SglangProbe(ServerProbe):
         return tuple(FIELDS) if named else ()
 
     async def _adapter_site(self, copies: int) -> AdapterSite | None:
-        """Return which adapters the server accepts; None if it accepts none, after noting how it would."""
+        """Return which adapters the server accepts. If it accepts none, note what it needs; return None."""
         if not self.server.get("enable_lora") or not await self.has_route("/load_lora_adapter"):
             self.needs["adapters"] = ADAPTERS_NEED
             return None
@@ -219,7 +219,7 @@ class _SglangProbe(ServerProbe):
         """Take the size from the settings, or from the refusal of an impossible request. Raises ConfigError."""
         if self.config.vocab_size is not None:
             return self.config.vocab_size
-        # two grammars are always refused, in case the server does not check the bias
+        # SGLang always refuses two grammars, so nothing is generated even if it does not check the id in logit_bias
         params = {"max_new_tokens": 1, "logit_bias": {str(NO_TOKEN): 1.0}, "json_schema": "{}", "regex": "a"}
         body = {"rid": self.new_id(), "input_ids": [0], "sampling_params": params}
         found = await self.vocabulary_in_refusal("/generate", body, r"in \[0, (\d+)\]")
@@ -262,19 +262,19 @@ class _SglangProbe(ServerProbe):
 
 
 def _backends(server: dict[str, Any]) -> tuple[str, ...]:
-    """Return the backends over which its workers can join a group: those of torch for their device."""
+    """Return the backends over which the server's workers can join a group of torch.distributed, by their device."""
     device = str(server.get("device") or "cuda")
     return (GLOO,) if device == "cpu" else (NCCL, GLOO) if device == "cuda" else ()
 
 
 def _context(server: dict[str, Any], models: Any) -> int | None:
-    """Return the maximum tokens of a request; None if unknown.
+    """Return the maximum tokens of a request, response included; None if unknown.
 
-    The server refuses inputs that are a few tokens shorter than its context, and silently stops two tokens before it.
-    Memory is a limit as well, less two pages: one for the unused rest of the input's last page, and another one.
+    SGLang accepts only inputs a few tokens shorter than its context, and silently ends responses two tokens before it.
+    Memory is a limit as well, less two pages, one of them because the input's last page may be partly unused.
     """
     longest, memory = positive(server, "max_req_input_len"), positive(server, "max_total_num_tokens")
-    if longest is not None and memory is not None and longest < memory:  # otherwise it is the memory of one shard
+    if longest is not None and memory is not None and longest < memory:  # else memory is that of one shard
         longest = min(longest, memory - 2 * (positive(server, "page_size") or 1))
     if longest is None:
         try:

@@ -1,4 +1,4 @@
-"""Builds requests for vLLM's route with token ids, and parses their responses, which name the weights of each token.
+"""Builds requests for vLLM's route with token ids, and parses responses, which say which weights made which tokens.
 
 Whether a stream is complete is decided for all servers in ``http/response_reader.py`` and ``http/response_stream.py``.
 """
@@ -83,7 +83,7 @@ class _Choice(msgspec.Struct):
     weight_versions: list[Span] | None = None
     logprobs: _Logprobs | None = None
     routed_experts: str | None = None
-    """Numpy file in base64 with rows for all tokens of the conversation but the last; only with the end."""
+    """Numpy file in base64, with one row per token of the conversation but the last. Only the last event has it."""
 
 
 class TokenReply(msgspec.Struct):
@@ -102,10 +102,10 @@ _NOTHING = _Choice()
 
 
 class TokenParser(Parser[TokenReply]):
-    """Parser for the token route; version spans come with the last event.
+    """Parser for the token route. The last event says which weights generated which tokens (``weight_versions``).
 
-    If a prompt has images, the server must return the ids to which it expanded the prompt. ``routing`` is the shape of
-    the experts that it returns, if known.
+    If a prompt has images, the server must return the ids to which it expanded the prompt. ``routing`` is the shape
+    that routed experts must have; None if unknown.
     """
 
     __slots__ = ("_extras_wanted", "_prompt", "_routing")
@@ -143,7 +143,7 @@ class TokenParser(Parser[TokenReply]):
         return piece if usage is None else counted(piece, usage)
 
     def _extras(self, choice: _Choice) -> Extras:
-        """Return the rows of the response, from the conversation's first token on; some servers send them unasked."""
+        """Return the conversation's routed experts; nothing if not asked for, as some servers send them anyway."""
         if not self._extras_wanted or choice.routed_experts is None:
             return NO_EXTRAS
         try:

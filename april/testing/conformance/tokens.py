@@ -104,7 +104,7 @@ def _stopped_at(bench: Bench, ended: ReadRequest, tokens: list[int], stop: int) 
     if got.count(tokens[stop]) > 1:
         raise Broken(f"the response continued after the stop token {tokens[stop]}")
     if got != tokens[: stop + 1]:
-        # only engines whose tokens depend on the stop ids may differ here; they too must end with the stop token
+        # greedy tokens must not depend on the stop ids
         raise Broken(f"the response is not the greedy one up to the stop token: {len(got)} tokens, not {stop + 1}")
 
 
@@ -191,7 +191,7 @@ async def duplicate_id(bench: Bench) -> Figures:
 SAMPLES = 8
 LENGTH = 48
 TIE = 1e-5
-"""If the probability mass at the edge of a nucleus is nearer than this to top-p, its last token may be in it or not."""
+"""If the mass of the k most probable tokens is nearer to top-p than this, the nucleus may have k or k + 1 tokens."""
 
 
 def expected(kind: LogprobKind, logits: Float32, tokens: Int32, temperature: float, top_p: float) -> Float32:
@@ -207,13 +207,13 @@ def expected(kind: LogprobKind, logits: Float32, tokens: Int32, temperature: flo
     if kind is not LogprobKind.PROCESSED or top_p >= 1.0:
         return own[None].astype(np.float32)
     mass = np.cumsum(np.sort(np.exp(logs), axis=1)[:, ::-1], axis=1)
-    # the smallest set with at least top_p: everything before the edge, and the token at it
+    # mass of the nucleus: of the fewest most probable tokens that together have at least top_p
     nuclei = [mass[rows, np.argmax(mass >= min(top_p + shift, 1.0 - 1e-9), axis=1)] for shift in (-TIE, TIE)]
     return np.stack([own - np.log(nucleus) for nucleus in nuclei]).astype(np.float32)
 
 
 def asked_kind(bench: Bench) -> LogprobKind:
-    """Return the kind that log-probabilities at temperature 1 must have."""
+    """Return the declared kind; RAW if it is unknown, as all kinds are equal at temperature 1 without top-p."""
     kind = bench.engine.capabilities.logprob_kind
     return LogprobKind.RAW if kind is LogprobKind.UNKNOWN else kind
 
