@@ -13,12 +13,14 @@ import pytest
 from fake_servers.adapters import FakeAdapters, salt_of, write_adapter
 from fake_servers.base import SAYS_NOTHING, ControlFault, PlannedControlFault, uncut
 from fake_servers.sglang import FakeSglangRouter, FakeSglangServer
+from fake_servers.vllm import FakeVllmServer
 from server_fixtures import (
     BOTH,
     KINDS,
     PROMPT,
     ServerThread,
     connected,
+    facts_of,
     listening,
     read,
     request,
@@ -337,6 +339,13 @@ async def test_workers_of_a_router_have_one_name(tmp_path: Path) -> None:
         await router.close()
         for worker in workers:
             await worker.close()
+
+
+def test_several_api_processes_take_no_adapters() -> None:
+    """A load reaches one of them, and the requests of the others would not find it."""
+    can = facts_of(FakeVllmServer(loras=FakeAdapters(), processes=2)).capabilities
+    assert can.adapters is None
+    assert "--api-server-count 1" in can.needs["adapters"]
 
 
 # ---------------------------------------------------------------- names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,12 +24,14 @@ pytest.importorskip("PIL")
 
 import april
 from april.config.images import ImagesConfig
-from april.core.attachments import collapsed
+from april.core.attachments import Attachment, Placed, collapsed
+from april.core.sampling import SamplingParams
 from april.core.types import Prompt
+from april.driver.attempt_streams import refuse_attached
 from april.driver.prompt_reader import PromptReader
 from april.driver.prompt_source import PromptSource
-from april.engines.protocol import Capabilities
-from april.errors import CheckpointError, ConfigError
+from april.engines.protocol import Capabilities, Request
+from april.errors import CheckpointError, ConfigError, RequestRefused
 from april.images.image_placer import ImagePlacer
 from april.testing import FakeEngine, rollouts, run_virtual
 
@@ -357,6 +360,19 @@ def test_images_that_do_not_fit_a_call(ask: Any, sentence: str) -> None:
 
     batch_of([{"messages": SAID, "images": [RED]}], rollout)
     assert len(errors) == 2
+
+
+def test_requests_that_an_engine_would_read_otherwise_are_refused() -> None:
+    """An attachment of a kind that it does not take, and a placeholder without one, which it would read as text."""
+    sound = Placed(Attachment.of("audio", b"la"), 1, 1, (IMAGE_ID,))
+    for attached, sentence in (((sound,), "engine e accepts no audios"), ((), f"token {IMAGE_ID} at position 1 ")):
+        asked = Request(
+            attempt_id="a", token_ids=np.array([3, IMAGE_ID], np.int32), attached=attached,
+            sampling=SamplingParams(5, banned_ids=(IMAGE_ID,)),
+        )  # fmt: skip
+        attempt: Any = SimpleNamespace(engine="e", request=asked)
+        with pytest.raises(RequestRefused, match=sentence):
+            refuse_attached(attempt, {"image"})
 
 
 def test_engines_that_take_no_images_are_named_at_the_start() -> None:

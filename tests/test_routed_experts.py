@@ -240,7 +240,7 @@ def test_a_server_without_the_flag(kind: str, tmp_path: Path) -> None:
     [
         (server("sglang"), {}, "set engine.expert_shape"),
         (server("vllm", scale_out=False), {}, "--enable-scale-out"),
-        (server("vllm", processes=2), {}, "--enable-return-routed-experts"),
+        (server("vllm", processes=2), {}, "--api-server-count 1"),
     ],
 )
 def test_a_server_that_april_cannot_have_them_from(made: Any, config: dict[str, Any], words: str) -> None:

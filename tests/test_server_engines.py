@@ -355,11 +355,12 @@ async def test_cancelled_requests_leave_nothing_open(kind: str) -> None:
 # ---------------------------------------------------------------- vLLM alone
 
 
+@pytest.mark.parametrize("options", [{}, {"scale_out": False}, {"processes": 2}], ids=str)
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "plain"])
-async def test_a_server_that_somebody_else_has_paused_is_busy(stream: bool) -> None:
+async def test_a_server_that_somebody_else_has_paused_is_busy(stream: bool, options: dict[str, Any]) -> None:
     """vLLM 0.33 says so with a status, or inside a stream that has begun: no failure, nothing refused for good."""
     config = {"max_token_loss": 0} if stream else {}
-    async with served("vllm", release=33, config=config) as (server, engine):
+    async with served("vllm", release=33, config=config, **options) as (server, engine):
         server.pause_mode = "abort"
         for _ in range(4):
             got = await read(engine, request())

@@ -253,7 +253,7 @@ def sees(directory: Path) -> str:
 
 def test_a_model_that_sees_behind_a_route_that_does_not_is_named(tmp_path: Path) -> None:
     """vLLM's completions route answers without the image; the limit says what to start the server with."""
-    for options, flag in (({"scale_out": False}, "--enable-scale-out"), ({"processes": 2}, "")):
+    for options, flag in (({"scale_out": False}, "--enable-scale-out"), ({"processes": 2}, "--api-server-count 1")):
         can = facts_of(FakeVllmServer(images=FakeImages(), root=sees(tmp_path), **options)).capabilities
         assert can.attachments == ()
         assert flag in can.needs["attachments"]

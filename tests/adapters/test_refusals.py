@@ -144,6 +144,7 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
          "over_sampling_batch_size=400 is too large: with max_staleness=5 april can deliver 24 groups in time"),
         ({}, {"rollout_batch_size": 4}, "april.rollout_batch_size: OpenRLHF's --rollout.batch_size decides this"),
         ({}, {"sampling": {"top_p": 0.9}}, "april.sampling: OpenRLHF's --rollout.temperature decides"),
+        ({}, {"sampling.top_p": 0.9}, "april.sampling.top_p: OpenRLHF's --rollout.temperature"),
         ({}, {"engine": {"kind": "vllm"}}, "april.engine: OpenRLHF's --vllm.num_engines"),
         ({}, {"epochs": 2}, "april.epochs: OpenRLHF's --train.num_episodes"),
         ({}, {"max_stalenes": 2}, "max_stalenes: unknown setting; do you mean max_staleness"),

@@ -408,8 +408,8 @@ def test_with_a_quorum_each_response_is_compared_with_the_first_others(scale: st
     assert made.rollout_func.ledger["prompts"].delivered == 8
 
 
-def test_with_a_quorum_rewards_are_of_single_responses() -> None:
-    """Each needs one, for which it is alone; evaluations are TRL's to score."""
+def test_with_a_quorum_rewards_are_of_single_responses(caplog: pytest.LogCaptureFixture) -> None:
+    """Each needs one, for which it is alone; functions that compare are told of, once; TRL scores evaluations."""
 
     def unscored(completion_ids: Any, **others: Any) -> list[float | None]:
         return [None for _ in completion_ids]
@@ -420,11 +420,14 @@ def test_with_a_quorum_rewards_are_of_single_responses() -> None:
     none, _ = with_quorum([unscored], settings={"max_failed_groups": 1, "max_attempt_failures": 1})
     with pytest.raises(april.RolloutError, match=r"every reward function returned None or NaN for a response to row"):
         none.train(steps=1)
+    caplog.clear()
     comparing, batches = with_quorum([longest])
     rows = [dict(row) for row in trl.prompts(4)]
     comparing.optimizer_step = lambda output: comparing.evaluate(rows)
     comparing.train(steps=3)
     assert {sample.reward for batch in batches for sample in batch.samples} == {1.0}
+    (told,) = [r.getMessage() for r in caplog.records if "must not compare responses with each other" in r.getMessage()]
+    assert told.startswith("batch 0 has a mean reward of 1, but TRL logs 0.")
 
 
 def test_with_a_quorum_a_filter_judges_the_first_k() -> None:

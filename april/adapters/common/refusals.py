@@ -40,7 +40,7 @@ def own_settings(
     """
     own = {name: value for name, value in mapping_of(settings, where).items() if value is not None}
     refuse((flag, shown.format(name), f"{trainer}'s {flag} decides this", "leave it out")
-           for name in own for flag in [decided.get(name)])  # fmt: skip
+           for name in own for flag in [decided.get(name.partition(".")[0])])  # fmt: skip
     refuse(agents_sampling(own, trainer, shown))
     return own
 

@@ -116,6 +116,7 @@ class Rollout:
         self._masks: list[list[int]] = []
         """Loss masks of the same rows: 1 where the policy wrote the token and it is not too old."""
         self._last_batch: Batch | None = None
+        self._warned_of_rewards = False
         self._saved: dict[str, Any] | None = None
         self._as_adapter: bool | None = None
         """True if servers get the PEFT adapter alone, False if the merged model; None until it is decided."""
@@ -237,6 +238,14 @@ class Rollout:
         batch = self._last_batch
         if batch is not None and self.config.delivers_parts:
             put_advantages(trainer, batch, output)
+            theirs, ours = trainer._metrics["train"]["reward"][-1], batch.metrics["reward_mean"]
+            if not self._warned_of_rewards and abs(theirs - ours) > 1e-4 * (1.0 + abs(ours)):
+                self._warned_of_rewards = True
+                log.warning(
+                    "batch %d has a mean reward of %g, but TRL logs %g: with group_quorum below 1 each "
+                    "response is scored alone, so reward functions must not compare responses with each other",
+                    batch.id, ours, theirs,
+                )  # fmt: skip
 
     def _evaluate(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """Generate an evaluation response for each row with the current weights; training rollouts are not affected."""

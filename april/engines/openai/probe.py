@@ -37,7 +37,7 @@ _LACKS = (
     (
         LimitCode.NO_ABORT_BY_ID,
         "has no route for aborts: april ends a request by closing its stream, which loses tokens that the server has "
-        "made but not sent; vLLM and SGLang servers under their own engine kinds lose none",
+        "made but not sent; with engine.kind sglang, or vllm and all its routes open, none are lost",
     ),
     (
         LimitCode.NO_LABELS,
@@ -58,7 +58,7 @@ _VLLM_LACKS = (
     (
         LimitCode.NO_SEEDS,
         "runs vLLM, which crashes on a CPU with chunked prefill when a request has a seed, so april sends no seeds, "
-        "and runs cannot be repeated. Use engine.kind vllm, which detects whether that is needed",
+        "and runs cannot be repeated. With all routes open, engine.kind vllm detects whether that is needed",
     ),
 )
 _TRTLLM_LACKS = (

@@ -104,10 +104,11 @@ class _VllmProbe(ServerProbe):
         """Find out what the server can do as an OpenAI-compatible one, since routes that april needs are closed."""
         if self.paused:
             require_left_paused(self.client.url, None, None, _RESUME)
-        self.needs |= {"adapters": _ADAPTERS_NEED, "extras": _EXPERTS_NEED}
-        if any("vision_config" in file for file in self.files):
-            self.needs["attachments"] = f"start the server {_OPEN}"
         several = int(self.settings.get("_api_process_count") or 1) > 1
+        one = ", and --api-server-count 1" if several else ""
+        self.needs |= {"adapters": _ADAPTERS_NEED + one, "extras": _EXPERTS_NEED + one}
+        if any("vision_config" in file for file in self.files):
+            self.needs["attachments"] = f"start the server {_OPEN}{one}"
         facts = await completions_facts(
             self, await self._vocab_size(),
             "start the server with --api-server-count 1, or one server per engine, because april's calls reach only "

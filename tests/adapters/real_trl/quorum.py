@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -210,3 +211,15 @@ def test_dynamic_sampling_judges_the_first_k(tmp_path: Path) -> None:
     logged = [row for row in made.state.log_history if "frac_reward_zero_std" in row]
     alike = [np.mean([len({s.reward, *s.baseline_rewards.tolist()}) == 1 for s in b.samples]) for b in made.batches]
     assert [float(row["frac_reward_zero_std"]) for row in logged] == pytest.approx(alike)
+
+
+def test_rewards_that_compare_responses_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One warning: alone, a response is no better than the average."""
+
+    def best(completion_ids: Any, **others: Any) -> list[float]:
+        lengths = [len(ids) for ids in completion_ids]
+        return [float(count == max(lengths)) for count in lengths]
+
+    with caplog.at_level(logging.WARNING, "april"):
+        trainer(tmp_path, reward_funcs=best, reward_weights=None, max_steps=2).train()
+    assert sum("must not compare responses with each other" in record.getMessage() for record in caplog.records) == 1
