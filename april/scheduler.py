@@ -12,7 +12,6 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from enum import Enum
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 from msgspec.structs import replace
@@ -85,17 +84,13 @@ class BatchIterator:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._close(error)
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         await asyncio.to_thread(self._close, error)
 
     def __iter__(self) -> Self:

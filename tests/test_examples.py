@@ -85,15 +85,23 @@ def test_the_loop_of_ones_own_learns(
     assert len([line for line in lines if line.startswith("step ")]) == steps
 
 
-def test_the_real_models_loop_trains_and_writes_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """examples/real_model.py on a tiny model: chats as prompts, stop strings, verified answers, held-out questions."""
+@pytest.mark.parametrize(
+    "how", [{}, {"--task": "gcd", "--layers": 0}, {"--mode": "quorum"}], ids=["sums", "gcd", "quorum"]
+)
+def test_the_real_models_loop_trains_and_writes_its_figures(
+    how: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """examples/real_model.py on a tiny model: both tasks, stop strings, verified answers, held-out questions.
+
+    Only the layers that it is told are trained.
+    """
     example, out = loaded("real_model"), tmp_path / "figures" / "april.json"
     model, tokenizer = tiny_qwen3(), tiny_tokenizer()
     before = [p.detach().clone() for p in model.parameters()]
     monkeypatch.setattr(example, "load", lambda: (model, tokenizer))
     rewards = iter(range(10**6))
     monkeypatch.setattr(example, "reward", lambda prompt, response: float(next(rewards) % 3 == 0))
-    asked = {"--steps": 3, "--every": 2, "--held-out": 2, "--longest": 12, "--out": out}
+    asked = {"--steps": 3, "--every": 2, "--held-out": 2, "--longest": 12, "--out": out, **how}
 
     figures = example.main([str(part) for pair in asked.items() for part in pair])
 
@@ -101,7 +109,10 @@ def test_the_real_models_loop_trains_and_writes_its_figures(tmp_path: Path, monk
     assert [("held_out" in row, "reward" in row) for row in figures] == [
         (True, True), (False, True), (True, True), (False, False),
     ]  # fmt: skip
-    assert any(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    changed = [not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)]
+    in_layers = [name.startswith("model.layers.") for name, _ in model.named_parameters()]
+    trained = {layer for layer, other in zip(in_layers, changed, strict=True) if other}
+    assert trained == ({True, False} if how.get("--layers") == 0 else {True})
     task = next(iter(example.Questions(0)))
     right = SimpleNamespace(text=lambda: f"It is 3, or rather {task['answer']}.")
     wrong = SimpleNamespace(text=lambda: "I do not know")
@@ -128,7 +139,7 @@ def test_the_real_models_trainer_moves_all_tensors_to_the_models_device(monkeypa
     arrays["logprobs"] = np.full((2, 3), -1.0, np.float32)
     batch = MagicMock(spec=april.Batch)
     batch.padded.return_value, batch.advantages.return_value = arrays, np.array([1.0, -1.0], np.float32)
-    batch.__len__.return_value = 2
+    batch.__len__.return_value, batch.lengths = 2, np.array([3, 3])
     model: Any = tiny_qwen3()
     model.to("meta")
     model.set_attn_implementation("eager")  # it asks no tensor for its values

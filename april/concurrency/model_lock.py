@@ -15,7 +15,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
-from types import TracebackType
 from typing import Any, Self
 
 from april.errors import ConfigError, RolloutError, UsageError
@@ -169,9 +168,7 @@ class hold_model:
         _held.set((*_held.get(), (self._turns, owner)))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         held = _held.get()
         at = max(i for i, (turns, _) in enumerate(held) if turns is self._turns)
         _held.set((*held[:at], *held[at + 1 :]))
@@ -187,9 +184,7 @@ class hold_model:
         _held.set((*_held.get(), (self._turns, owner)))
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.__exit__(kind, error, trace)
 
     def _mine(self) -> object | None:

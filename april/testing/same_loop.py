@@ -9,7 +9,6 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial, wraps
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from april.config.settings import Config
@@ -199,9 +198,7 @@ class Rollouts:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         await self.close()
 
 

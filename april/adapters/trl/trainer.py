@@ -15,7 +15,6 @@ import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from april.adapters.common.deliveries import closing_on_error
@@ -345,9 +344,7 @@ class Rollout:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close the scheduler; after an error, end the schedulers of the other ranks too."""
         scheduler, self.scheduler = self.scheduler, None
         self._forget()
