@@ -114,7 +114,6 @@ class TimedSglangServer(FakeSglangServer):
         return [
             *super()._routes(), web.get("/workers", self._workers), web.get("/readiness", self._ready),
             web.post("/trainer", self._trainer), web.get("/figures", self._figures),
-            web.post("/update_weights_from_distributed", self._broadcast),
         ]  # fmt: skip
 
     def _length_of(self, request: Request) -> int:
@@ -207,7 +206,7 @@ class TimedSglangServer(FakeSglangServer):
         self._goes_on.set()
         return await super()._continue(request)
 
-    async def _broadcast(self, request: web.Request) -> web.Response:
+    async def _receive(self, request: web.Request) -> web.Response:
         """The trainer's update of paused servers; its names count the weights from 1 on."""
         body = await request.json()
         if self._served or self.pause_mode is None:

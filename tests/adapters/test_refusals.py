@@ -126,6 +126,7 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({"vllm__num_engines": None}, {}, "--vllm.num_engines is missing or 0"),
         ({"data__max_images_per_prompt": 1, "train__agent_func_path": "a.py"}, {},
          "--data.max_images_per_prompt with --train.agent_func_path:"),
+        ({"train__agent_func_path": "agent.txt"}, {}, "--train.agent_func_path agent.txt: expected a Python file"),
         ({"train__partial_rollout_enable": True}, {}, "--train.partial_rollout_enable: it changes weights in the"),
         ({"rollout__vllm_generate_batch_size": 8}, {}, "vllm_generate_batch_size is not --rollout.batch_size"),
         ({"rollout__vllm_generate_batch_size": 2}, {}, "vllm_generate_batch_size is not --rollout.batch_size"),

@@ -122,6 +122,8 @@ def _refusals(args: Any, own: Mapping[str, Any]) -> Iterator[Refusal]:
     # fmt: off
     yield (not args.vllm.num_engines, "--vllm.num_engines is missing or 0",
            "april generates on OpenRLHF's vLLM engines", "give their number")
+    yield (agent and not agent.endswith(".py"), f"--train.agent_func_path {agent}",
+           "expected a Python file with a class AgentExecutor", "name one")
     yield (getattr(args.data, "max_images_per_prompt", 0) and agent,
            "--data.max_images_per_prompt with --train.agent_func_path",
            "april does not keep what an agent makes of images for training over aborts and "

@@ -223,7 +223,7 @@ def test_mistakes() -> None:
     with start("mistakes", driver):
         with pytest.raises(april.ConfigError, match="a run named 'mistakes' exists already in this cluster"):
             start("mistakes", driver)
-        with pytest.raises(april.RankError, match="rank 5 is none of 2"):
+        with pytest.raises(april.RankError, match="rank 5 is not one of 2 ranks"):
             april.ray.attach("mistakes", 5)
     with pytest.raises(april.ConfigError, match="there is no run 'mistakes'"):
         april.ray.attach("mistakes", 0)

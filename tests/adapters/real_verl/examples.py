@@ -40,7 +40,7 @@ def test_each_workload(model: str, algorithm: str) -> None:
         made = settings_of(config)
         assert (made.config.rollout_batch_size, made.config.n_samples_per_prompt) == (32, 8)
         assert made.config.over_sampling_batch_size == 64
-        assert (made.config.max_response_len, made.config.sampling.temperature) == (16384, 0.8)
+        assert (made.max_tokens, made.context, made.config.sampling.temperature) == (16384, 2048 + 16384, 0.8)
         assert made.config.samples_in_flight == 512
         assert (made.filter_metric == "reward") == (algorithm == "dapo")
         actor = config.actor_rollout_ref.actor
