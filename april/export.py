@@ -173,9 +173,6 @@ class WandB:
             self._run.finish()
 
 
-# ---------------------------------------------------------------- sample texts
-
-
 def sample_texts(batch: Batch, tokenizer: Any, k: int = 4, *, longest: int = MAX_TEXT_CHARS) -> list[SampleText]:
     """Return ``k`` responses of a batch as text, from the lowest reward to the highest; the choice is deterministic.
 

@@ -44,8 +44,6 @@ class CompletionMonitor:
     def __iter__(self) -> Iterator[Unit]:
         return iter(self._ready.values())
 
-    # ---------------------------------------------------------------- deadlines
-
     def plan(self, slacks: Iterable[tuple[Unit, int]], horizon: int) -> list[Unit]:
         """Record each held unit's slack, and return the units with priority.
 
@@ -79,8 +77,6 @@ class CompletionMonitor:
             if ready < owed:
                 return False
         return True
-
-    # ---------------------------------------------------------------- units
 
     def accept(self, unit: Unit) -> None:
         """Count a unit that has become complete."""

@@ -118,8 +118,6 @@ class Limit:
         return replace(self, server=server) if self.server else self
 
 
-# ---------------------------------------------------------------- limits that engines of several kinds share
-
 UNKNOWN_LOGPROBS = Limit(
     LimitCode.UNKNOWN_LOGPROBS,
     "april could not find out from which distribution the log-probabilities come",

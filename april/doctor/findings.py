@@ -135,8 +135,6 @@ def verdict_of(findings: Sequence[Finding]) -> Verdict:
     return Verdict.LIMITED if Level.LIMITED in levels else Verdict.EXACT
 
 
-# ---------------------------------------------------------------- what a server can do
-
 NO_REMEDY = "servers of this kind do not return it; vLLM and SGLang servers under their own engine.kind do"
 _OTHER_SUBJECTS = {
     LimitCode.SEVERAL_COPIES: "copies", LimitCode.SPECULATION: "speculation", LimitCode.CHUNKED_PREFILL: "chunks",

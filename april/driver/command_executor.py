@@ -101,8 +101,6 @@ class CommandExecutor:
             if engine.capabilities.shares_weights and isinstance(engine, SharesModel):
                 await engine.quiet()
 
-    # ---------------------------------------------------------------- background tasks
-
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start a background task, in its own copy of the context, so that samples do not share context variables."""
         task = asyncio.get_running_loop().create_task(coroutine, context=self._context.copy())

@@ -74,8 +74,6 @@ class RankClient:
         assert self._websocket is not None
         return str(self._websocket.get_extra_info("sockname")[0])
 
-    # ---------------------------------------------------------------- the beginning and the end
-
     def join(self, rendezvous: Rendezvous) -> None:
         """Join the other ranks at the server; raises RankError if it does not listen in time."""
         rank, share, deadline_s = self._ranks.rank, self._ranks.share, self._ranks.rank_deadline_s
@@ -167,8 +165,6 @@ class RankClient:
             self.thread.end_with(end)
         finally:  # an interrupt ends only the wait; the connection is still closed
             self.thread.stop(last=end)
-
-    # ---------------------------------------------------------------- calls and queries
 
     def exchange(
         self, call_number: int, call_text: str, steps_done: int, arguments: bytes = b"", step_result: bytes = b""

@@ -120,8 +120,6 @@ def _figures(
     }
 
 
-# ---------------------------------------------------------------- all schedules, side by side
-
 PERCENTILES = (90, 99)
 
 

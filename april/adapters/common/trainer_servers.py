@@ -169,8 +169,6 @@ class TrainerServers(VersionedEngine):
         self.requests.pop(key, None)
         self._discard(key)
 
-    # ---------------------------------------------------------------- the rest of an engine
-
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
         """Abort all requests at the servers. For single requests, only stop waiting: servers cannot abort one."""
         if attempt_ids is None:
@@ -190,8 +188,6 @@ class TrainerServers(VersionedEngine):
         """Cancel the waits for all responses."""
         for task in self._running:
             task.cancel()
-
-    # ---------------------------------------------------------------- checkpoints
 
     def late_responses(self) -> list[list[Any]]:
         """Return the responses that no attempt has received yet, as plain data for a saved state."""

@@ -142,8 +142,6 @@ class FunctionEngine(ServerEngine):
         finish = EngineFinish.ABORT if sample.status is sample.Status.ABORTED else EngineFinish.STOP
         return Chunk(tokens, logprobs, self._version, finish)
 
-    # ---------------------------------------------------------------- aborts and weights
-
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
         """End attempts, that is, calls of the custom generate function.
 

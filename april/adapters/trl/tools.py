@@ -60,8 +60,6 @@ class ToolLoop:
         self._of_inputs: dict[int, Note] = {}
         """Notes of an evaluation's responses by row number."""
 
-    # ---------------------------------------------------------------- one response
-
     def rollout(self, prompt: Prompt, llm: BlockingLLM) -> None:
         """Generate a response, calling tools and continuing after their results. Runs in a thread."""
         number = prompt.data.get(INPUT)
@@ -160,8 +158,6 @@ class ToolLoop:
             return await asyncio.gather(*running, return_exceptions=True)
 
         return asyncio.run_coroutine_threadsafe(together(), self._trainer.async_loop).result()
-
-    # ---------------------------------------------------------------- notes
 
     def said_of(self, response: Any) -> list[Message] | None:
         """Return the messages of a training response, or None if it has no note."""

@@ -64,9 +64,6 @@ class Failure(msgspec.Struct, array_like=True):
         return kind(self.message, self.unsound) if issubclass(kind, WeightsInUse) else kind(self.message)
 
 
-# ---------------------------------------------------------------- requests and answers
-
-
 class Start(msgspec.Struct, array_like=True, tag=True):
     """Begin a request; its attachments are given by their digests only."""
 
@@ -158,9 +155,6 @@ def _as_one(run: Sequence[Chunk]) -> Chunk:
         last.stopped_at, last.sure, last.versions, last.extras, last.own_end,
         last.cached_tokens,
     )  # fmt: skip
-
-
-# ---------------------------------------------------------------- control calls
 
 
 class EngineCall(msgspec.Struct):
