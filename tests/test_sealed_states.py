@@ -18,7 +18,7 @@ from virtual_rollouts import prompt_ids, virtual
 
 from april.core.state_checksum import LARGEST_ARRAY, checksum, data_out, is_plain, seal, verify_checksum
 from april.errors import CheckpointError
-from april.serialization.state_file import pack, unpack
+from april.serialization.state_file import LONG, MAGIC, _Head, checksum_of, pack, unpack
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text() | st.binary(),
@@ -191,3 +191,19 @@ def test_no_bit_of_a_file_can_be_changed() -> None:
                 unpack("slime", bytes(bits), "x")
     with pytest.raises(CheckpointError, match="cannot be saved: a object is not a plain value"):
         pack("slime", {"image": object()})
+
+
+def test_a_file_that_ends_too_early_is_refused() -> None:
+    """Wherever it ends: its last bytes are then any number, such as one that no file has as its length."""
+    data = pack("openrlhf", {"held": b"\xff" * LONG})
+    for end in range(len(data)):
+        with pytest.raises(CheckpointError, match="april's state in x "):
+            unpack("openrlhf", data[:end], "x")
+
+
+def test_a_file_that_no_april_wrote_is_refused() -> None:
+    """Its checksum fits, and its content is no state: a list in a list a hundred thousand times, or a huge value."""
+    for content in (b"\x91" * 100_000 + b"\xc0", msgspec.msgpack.encode(msgspec.msgpack.Ext(1, b"\xff" * 8)), b""):
+        end = msgspec.msgpack.encode(_Head("verl", checksum_of(content), b"", content))
+        with pytest.raises(CheckpointError, match="april's state in x cannot be read"):
+            unpack("verl", MAGIC + end + len(end).to_bytes(8, "big"), "x")
