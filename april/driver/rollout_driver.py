@@ -821,7 +821,7 @@ def copy_outputs(outputs: Mapping[SampleId, Any], copies: OutputCopies) -> dict[
     for name, output in outputs.items():
         if name not in copies or copies[name][0] is not output:
             copy: list[Any] = []
-            with suppress(CheckpointError):
+            with suppress(Exception):  # objects of the user raise errors of their own
                 copy.append(plain(output))
             copies[name] = output, copy
     return {name: copy for name in outputs for copy in copies[name][1]}
