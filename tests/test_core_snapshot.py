@@ -472,3 +472,22 @@ def test_groups_out_of_nowhere_are_refused() -> None:
     """A group that was never drawn would be drawn again under its number."""
     with pytest.raises(CheckpointError, match="the state is damaged: ValueError: group 1 of 1"):
         load(saved() | {"groups_drawn": 1})
+
+
+@pytest.mark.parametrize(("version", "segment"), [((0, 0), (7, 0)), ((0, 0), (-1, 0)), ((3, 0), (0, 0))])
+def test_versions_that_never_were_are_refused(version: tuple[int, int], segment: tuple[int, int]) -> None:
+    """Their age is unknown, and the core would find that in the middle of a step."""
+    state = saved()
+    sample = next(s for group in state["waiting"] for s in group["samples"] if s["chains"][0]["tokens"])
+    sample["chains"][0]["segments"][0][2], state["version"] = list(segment), list(version)
+    state["branches"], state["settings"]["on_stale"] = {}, "mask"
+    with pytest.raises(CheckpointError, match="the state is damaged"):
+        load(state, on_stale=OnStale.MASK)
+
+
+def test_a_finished_sample_has_an_end() -> None:
+    """The batch in which it is delivered says how it ended."""
+    state = save(one_step())
+    state["ready"][0]["samples"][0]["finish"] = None
+    with pytest.raises(CheckpointError, match=r"g1\.s0 is finished without an end"):
+        restored(state)
