@@ -94,6 +94,14 @@ def test_tokens_of_an_attempt_that_was_given_up_are_dropped_in_the_state() -> No
     assert tokens.as_dict() == {"observed": 9, "delivered": 0, "held": 0, "dropped": {"failed": 9}}
 
 
+def test_numbers_of_an_engine_may_be_those_of_numpy() -> None:
+    """An engine object of a user counts as it likes, and its checkpoints are written all the same."""
+    m = asked(LONG, (EngineLimits("a", np.int64(4096), None, (EOS,)),), over=2)  # type: ignore[arg-type]
+    m.core.counters["cached_tokens"] += np.int64(7)  # type: ignore[assignment]
+    state = save(m)
+    assert (state["max_context"], state["counters"]["cached_tokens"]) == (4096, 7)
+
+
 @pytest.mark.parametrize("index", range(2))
 def test_ids_of_the_two_processes_never_meet(index: int) -> None:
     """Attempts of a later incarnation have other ids, also when the same state is loaded twice by runs of their own."""
