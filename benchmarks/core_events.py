@@ -19,7 +19,7 @@ from contextlib import nullcontext
 
 import numpy as np
 
-from april.concurrency.garbage import collect_young_objects, collecting_less
+from april.concurrency.garbage import collect_garbage, collecting_less
 from april.core import commands as do
 from april.core import events as ev
 from april.core.event_pump import ObservedCore, RequestLog
@@ -91,7 +91,7 @@ class Pump:
                 self._times.update(self._events_s)
             if self.core.context.event_number >= self._collect_at:
                 self._collect_at += EVENTS_PER_COLLECTION
-                collect_young_objects()
+                collect_garbage()
 
     @property
     def _events_s(self) -> float:

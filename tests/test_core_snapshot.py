@@ -94,6 +94,14 @@ def test_tokens_of_an_attempt_that_was_given_up_are_dropped_in_the_state() -> No
     assert tokens.as_dict() == {"observed": 9, "delivered": 0, "held": 0, "dropped": {"failed": 9}}
 
 
+def test_numbers_of_an_engine_may_be_those_of_numpy() -> None:
+    """An engine object of a user counts as it likes, and its checkpoints are written all the same."""
+    m = asked(LONG, (EngineLimits("a", np.int64(4096), None, (EOS,)),), over=2)  # type: ignore[arg-type]
+    m.core.counters["cached_tokens"] += np.int64(7)  # type: ignore[assignment]
+    state = save(m)
+    assert (state["max_context"], state["counters"]["cached_tokens"]) == (4096, 7)
+
+
 @pytest.mark.parametrize("index", range(2))
 def test_ids_of_the_two_processes_never_meet(index: int) -> None:
     """Attempts of a later incarnation have other ids, also when the same state is loaded twice by runs of their own."""
@@ -472,3 +480,22 @@ def test_groups_out_of_nowhere_are_refused() -> None:
     """A group that was never drawn would be drawn again under its number."""
     with pytest.raises(CheckpointError, match="the state is damaged: ValueError: group 1 of 1"):
         load(saved() | {"groups_drawn": 1})
+
+
+@pytest.mark.parametrize(("version", "segment"), [((0, 0), (7, 0)), ((0, 0), (-1, 0)), ((3, 0), (0, 0))])
+def test_versions_that_never_were_are_refused(version: tuple[int, int], segment: tuple[int, int]) -> None:
+    """Their age is unknown, and the core would find that in the middle of a step."""
+    state = saved()
+    sample = next(s for group in state["waiting"] for s in group["samples"] if s["chains"][0]["tokens"])
+    sample["chains"][0]["segments"][0][2], state["version"] = list(segment), list(version)
+    state["branches"], state["settings"]["on_stale"] = {}, "mask"
+    with pytest.raises(CheckpointError, match="the state is damaged"):
+        load(state, on_stale=OnStale.MASK)
+
+
+def test_a_finished_sample_has_an_end() -> None:
+    """The batch in which it is delivered says how it ended."""
+    state = save(one_step())
+    state["ready"][0]["samples"][0]["finish"] = None
+    with pytest.raises(CheckpointError, match=r"g1\.s0 is finished without an end"):
+        restored(state)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import os
+import weakref
 from collections.abc import Iterator
+from itertools import count
 
 import pytest
 from real_schedulers import config, scheduler
 
-from april.concurrency.garbage import THRESHOLDS, collect_young_objects, collecting_less
+from april.concurrency import garbage
+from april.concurrency.garbage import THRESHOLDS, collect_garbage, collecting_less
 
 OWN = (900, 9, 8)
 
@@ -56,7 +60,7 @@ def test_young_objects_are_collected_only_under_the_thresholds_of_april() -> Non
     def collects() -> bool:
         gc.collect()
         found: list[list[int]] = [[] for _ in range(500)]
-        collect_young_objects()
+        collect_garbage()
         return gc.get_count()[0] < len(found)
 
     assert not collects()
@@ -64,6 +68,42 @@ def test_young_objects_are_collected_only_under_the_thresholds_of_april() -> Non
         assert collects()
         gc.disable()
         assert not collects()
+
+
+class Environment:
+    """Refers to itself, as an object whose parts know it does."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def test_cycles_that_are_dropped_after_they_have_grown_old_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a run of weeks would keep whatever a rollout function had held in a cycle; not at once each time."""
+    seconds = count()
+    monkeypatch.setattr(garbage.time, "monotonic", lambda: float(next(seconds)))
+    monkeypatch.setattr(garbage, "_old_due_s", 0.0)
+    after = []
+    with collecting_less():
+        for _ in range(2):
+            environment = Environment()
+            gc.collect()
+            there, calls = weakref.ref(environment), 0
+            del environment
+            while there() is not None and calls < 1000:
+                collect_garbage()
+                calls += 1
+            after.append(calls)
+    assert after == [1, garbage.OLD_EVERY]
+
+
+def test_a_forked_process_has_the_thresholds_of_its_program() -> None:
+    """No loop of april runs in it, such as a worker that loads data: nothing there would collect old objects."""
+    with collecting_less():
+        child = os.fork()
+        if not child:
+            os._exit(gc.get_threshold() != OWN)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert gc.get_threshold() == THRESHOLDS
 
 
 @pytest.mark.parametrize("relax_gc", [True, False])

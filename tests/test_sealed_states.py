@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from datetime import date
+from enum import IntEnum, StrEnum
 from typing import Any
 
 import msgspec
@@ -17,8 +18,12 @@ from saved_rollouts import by_torch, new, plain
 from virtual_rollouts import prompt_ids, virtual
 
 from april.core.state_checksum import LARGEST_ARRAY, checksum, data_out, is_plain, seal, verify_checksum
+from april.core.types import SampleId
+from april.driver.rollout_driver import copy_outputs
 from april.errors import CheckpointError
-from april.serialization.state_file import pack, unpack
+from april.serialization.plain_values import plain as as_plain
+from april.serialization.plain_values import restored
+from april.serialization.state_file import LONG, MAGIC, _Head, checksum_of, pack, unpack
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text() | st.binary(),
@@ -175,6 +180,36 @@ def test_no_bit_of_a_state_can_be_changed() -> None:
     assert refused > 1000
 
 
+class Verdict(StrEnum):
+    RIGHT = "right"
+
+
+class Level(IntEnum):
+    HARD = 3
+
+
+def test_what_functions_return_can_be_read_again_wherever_it_was_saved() -> None:
+    """NumPy's float64 is a float, and torch.load refuses it with the whole checkpoint; a tool's output may be any."""
+    returned = {
+        "mean": np.float64(0.5), "verdict": Verdict.RIGHT, "level": Level.HARD, "yes": True, "seen": {np.int64(7): b""},
+        Verdict.RIGHT: -(2**70), "output of a tool": "caf\udce9", ("a", 1): None,
+    }  # fmt: skip
+    sealed = seal("rollouts", {"outputs": as_plain(returned)})
+    for state in (by_torch(sealed), plain(sealed), unpack("verl", pack("verl", sealed), "x")):
+        verify_checksum("rollouts", state)
+        found = restored(state["outputs"])
+        assert found == returned | {"seen": {7: b""}}
+        assert [type(value) for value in found.values()] == [float, str, int, bool, dict, int, str, type(None)]
+
+
+def test_a_function_that_returns_what_has_no_plain_form_stops_no_checkpoint() -> None:
+    """An object that holds itself, a tensor of another layout, a key that is no value."""
+    around: list[Any] = []
+    around.append(around)
+    odd = {SampleId(0, i): value for i, value in enumerate((around, torch.zeros(3).to_sparse(), {object(): 1}, 5))}
+    assert copy_outputs(odd, {}) == {SampleId(0, 3): 5}
+
+
 # ---------------------------------------------------------------- files of adapters
 
 
@@ -191,3 +226,19 @@ def test_no_bit_of_a_file_can_be_changed() -> None:
                 unpack("slime", bytes(bits), "x")
     with pytest.raises(CheckpointError, match="cannot be saved: a object is not a plain value"):
         pack("slime", {"image": object()})
+
+
+def test_a_file_that_ends_too_early_is_refused() -> None:
+    """Wherever it ends: its last bytes are then any number, such as one that no file has as its length."""
+    data = pack("openrlhf", {"held": b"\xff" * LONG})
+    for end in range(len(data)):
+        with pytest.raises(CheckpointError, match="april's state in x "):
+            unpack("openrlhf", data[:end], "x")
+
+
+def test_a_file_that_no_april_wrote_is_refused() -> None:
+    """Its checksum fits, and its content is no state: a list in a list a hundred thousand times, or a huge value."""
+    for content in (b"\x91" * 100_000 + b"\xc0", msgspec.msgpack.encode(msgspec.msgpack.Ext(1, b"\xff" * 8)), b""):
+        end = msgspec.msgpack.encode(_Head("verl", checksum_of(content), b"", content))
+        with pytest.raises(CheckpointError, match="april's state in x cannot be read"):
+            unpack("verl", MAGIC + end + len(end).to_bytes(8, "big"), "x")

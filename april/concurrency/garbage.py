@@ -7,27 +7,39 @@ Python's own thresholds, about a fifth of the loop's CPU time goes into looking 
 from __future__ import annotations
 
 import gc
+import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 THRESHOLDS = (5_000, 2, 200_000)
 """Thresholds for ``gc.set_threshold`` while a loop runs. Those of Python 3.11 are 700, 10 and 10.
 
-The third one makes collections of all objects rare, which take a second per few million objects."""
+With the third one Python itself never collects old objects, which takes a second per few million objects."""
+OLD_EVERY = 50
+"""Old objects are collected again after this many times the time that their last collection took."""
+_old_due_s = 0.0
 _loops: list[object] = []
 """One entry for each loop that runs now."""
 _before: list[tuple[int, int, int]] = []
 """Thresholds to restore when the last loop ends; empty if april has changed none."""
 
 
-def collect_young_objects() -> None:
-    """Collect the objects that were made since the last collection, if april's thresholds are in force.
+def collect_garbage() -> None:
+    """Collect the objects that were made since the last collection, and sometimes all, if april's thresholds hold.
 
     Python counts the objects that were made minus those that were freed. While many requests end and as many begin,
-    this number stays small and the number of young objects grows into millions, whose collection takes a second.
+    this number stays small and the number of young objects grows into millions, whose collection takes a second. Cycles
+    that users' functions drop after they have grown old are found only among all objects.
     """
-    if gc.isenabled() and gc.get_threshold() == THRESHOLDS:
-        gc.collect(1)
+    global _old_due_s
+    if not gc.isenabled() or gc.get_threshold() != THRESHOLDS:
+        return
+    began_s = time.monotonic()
+    gc.collect(2 if began_s >= _old_due_s else 1)
+    if began_s >= _old_due_s:
+        now_s = time.monotonic()
+        _old_due_s = now_s + OLD_EVERY * (now_s - began_s)
 
 
 @contextmanager
@@ -47,7 +59,19 @@ def collecting_less() -> Iterator[None]:
         yield
     finally:
         _loops.remove(loop)
-        if not _loops and _before:
-            found = _before.pop()
-            if gc.get_threshold() == THRESHOLDS:
-                gc.set_threshold(*found)
+        _restore()
+
+
+def _restore() -> None:
+    if not _loops and _before:
+        found = _before.pop()
+        if gc.get_threshold() == THRESHOLDS:
+            gc.set_threshold(*found)
+
+
+def _restore_in_child() -> None:
+    _loops.clear()  # their threads do not survive a fork
+    _restore()
+
+
+os.register_at_fork(after_in_child=_restore_in_child)

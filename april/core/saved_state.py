@@ -189,6 +189,8 @@ def _plain(value: Any) -> Any:
         return value.plain()
     if isinstance(value, np.ndarray):
         return rows_out(value)
+    if isinstance(value, np.generic):  # an engine object counted by NumPy
+        return value.item()
     raise TypeError(f"a {type(value).__name__} cannot be saved")
 
 

@@ -456,6 +456,9 @@ def _put(core: RolloutCore, restored: Restored) -> None:
         core.engines.logprob_kind = "mixed"  # batches may now contain tokens of both kinds
     _require_rewards(core, had_reward=saved.settings.has_reward)
     _require_room(core, saved.max_context)
+    segments = (s for sample in core.buffer.samples() for chain in sample.chains for s in chain.tape.segments)
+    for version in {group.drawn_under for group in core.buffer}.union(s.version for s in segments):
+        core.clock.staleness(version)  # raises for a version that never was
     _require_in_time(core, saved.settings)
 
 
@@ -513,6 +516,8 @@ def _sample_in(core: RolloutCore, sample: Sample, saved: SavedSample, attachment
     sample.failures, sample.restarts = saved.failures, saved.restarts
     sample.chains = tuple(_chain_in(core, sample, part, attachments) for part in saved.chains)
     if sample.state is SampleState.FINISHED:
+        if saved.finish is None:
+            raise ValueError(f"{sample.id} is finished without an end")
         sample.finish, sample.reward, sample.row_rewards = saved.finish, saved.reward, saved.row_rewards
     longest, most = max(len(chain.tape) for chain in sample.chains), core.settings.max_response_len
     if longest > most:

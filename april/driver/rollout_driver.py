@@ -21,7 +21,7 @@ import numpy as np
 from msgspec import structs
 
 from april.auto.run_tuning import RunTuning
-from april.concurrency.garbage import collect_young_objects
+from april.concurrency.garbage import collect_garbage
 from april.core import commands as do
 from april.core import events as ev
 from april.core import snapshot
@@ -600,7 +600,7 @@ class RolloutDriver:
                 self._remove_idle_engines()
                 if self._pump.handled >= self._collect_at:
                     self._collect_at = self._pump.handled + HANDLED_PER_COLLECTION
-                    collect_young_objects()
+                    collect_garbage()
                     self._limit.costs.look()
         except Exception as error:
             # the core's state may be inconsistent, so no later result could be trusted
@@ -821,7 +821,7 @@ def copy_outputs(outputs: Mapping[SampleId, Any], copies: OutputCopies) -> dict[
     for name, output in outputs.items():
         if name not in copies or copies[name][0] is not output:
             copy: list[Any] = []
-            with suppress(CheckpointError):
+            with suppress(Exception):  # objects of the user raise errors of their own
                 copy.append(plain(output))
             copies[name] = output, copy
     return {name: copy for name in outputs for copy in copies[name][1]}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,12 @@ from april.errors import CheckpointError
 
 ARRAY = "__array__"
 """Key of an encoded array, [library, dtype, shape, bytes]; empty bytes are None, as ``torch.load`` cannot read them."""
+_OTHERS: dict[str, Callable[[bytes], Any]] = {
+    "bytes": bytes, "int": partial(int, base=16), "text": partial(bytes.decode, errors="surrogatepass"),
+}  # fmt: skip
+"""In place of the library of an array: how other values are read that ``torch.load`` or MessagePack does not have."""
+_EXACT = {str: str.__str__, bytes: bytes.__bytes__, int: int.__int__, float: float.__float__}
+"""How a value of a subclass, such as an enum's or NumPy's float64, becomes one of the type; readers know no others."""
 
 
 def plain(value: Any, where: str = "it") -> Any:
@@ -20,10 +26,13 @@ def plain(value: Any, where: str = "it") -> Any:
     Raises:
         CheckpointError: the value contains an object that is neither plain nor an array.
     """
-    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+    for kind, exact in _EXACT.items():
+        if isinstance(value, kind) and type(value) is not bool:
+            return _scalar(exact(value))
+    if value is None or type(value) is bool:
         return value
     if isinstance(value, dict) and ARRAY not in value:
-        return {key: plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+        return {_key(key, where): plain(item, f"{where}[{key!r}]") for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
     if hasattr(value, "detach"):  # a tensor, without importing torch
@@ -41,6 +50,24 @@ def plain(value: Any, where: str = "it") -> Any:
     return {ARRAY: ["numpy", array.dtype.str, list(array.shape), array.tobytes() or None]}
 
 
+def _scalar(value: Any) -> Any:
+    if value != b"" and why_not_plain(value, "") is None:
+        return value
+    if isinstance(value, int):
+        return {ARRAY: ["int", "", [], b"%x" % value]}
+    return {ARRAY: ["text", "", [], value.encode(errors="surrogatepass")] if value else ["bytes", "", [], None]}
+
+
+def _key(key: Any, where: str) -> Any:
+    """Return a mapping's key as a value that readers know, and that can be a key."""
+    if isinstance(key, tuple):
+        return tuple(_key(part, where) for part in key)
+    found = plain(key.item() if isinstance(key, np.generic) else key, where)
+    if isinstance(found, (dict, list)):
+        raise CheckpointError(f"{where} has a key that cannot be saved, of type {type(key).__name__}")
+    return found
+
+
 def restored(value: Any) -> Any:
     """Decode a value that :func:`plain` encoded; tuples stay lists. Raises CheckpointError for an invalid array."""
     if isinstance(value, list):
@@ -51,13 +78,15 @@ def restored(value: Any) -> Any:
         return {key: restored(item) for key, item in value.items()}
     try:
         library, name, shape, content = value[ARRAY]
+        if library in _OTHERS:
+            return _OTHERS[library](content or b"")
         if library == "numpy":
             return np.frombuffer(bytearray(content or b""), np.dtype(name)).reshape(shape)
         import torch
 
         of_bytes = partial(torch.tensor, []) if content is None else partial(torch.frombuffer, bytearray(content))
         return of_bytes(dtype=torch.uint8).view(getattr(torch, name)).reshape(shape)
-    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except (TypeError, ValueError, AttributeError, RuntimeError, SyntaxError) as error:
         raise CheckpointError(f"the state is damaged: an array in it cannot be decoded: {error}") from error
 
 

@@ -139,19 +139,7 @@ def _read(file: BinaryIO, kind: str, where: str) -> Any:
     other = CheckpointError(f"april's state in {where} was not written by this version of april")
     if file.read(len(MAGIC)) != MAGIC:
         raise other
-    try:
-        file.seek(-8, os.SEEK_END)
-        end = file.tell() - int.from_bytes(file.read(8), "big")
-        file.seek(end)
-        head = _decode_head(file.read()[:-8])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, MemoryError, OSError, ValueError) as error:
-        raise CheckpointError(f"april's state in {where} cannot be read: {error}") from error
-    if head.april != kind:
-        raise other
     damaged = CheckpointError(f"april's state in {where} is damaged: its checksum does not fit its content")
-    if checksum_of(head.content + head.long) != head.checksum:
-        raise damaged
-    file.seek(len(MAGIC))
     digest = hashlib.blake2b(digest_size=16)
 
     def long_value(code: int, length: memoryview) -> bytes:
@@ -160,7 +148,21 @@ def _read(file: BinaryIO, kind: str, where: str) -> Any:
             digest.update(value)
         return value
 
-    found = msgspec.msgpack.decode(head.content, ext_hook=long_value)
+    try:
+        file.seek(-8, os.SEEK_END)
+        end = file.tell() - int.from_bytes(file.read(8), "big")
+        file.seek(end)
+        head = _decode_head(file.read()[:-8])
+        if head.april != kind:
+            raise other
+        if checksum_of(head.content + head.long) != head.checksum:
+            raise damaged
+        file.seek(len(MAGIC))
+        found = msgspec.msgpack.decode(head.content, ext_hook=long_value)
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
+        raise CheckpointError(f"april's state in {where} cannot be read: {error}") from error
     if digest.digest() != head.long:
         raise damaged
     return found
