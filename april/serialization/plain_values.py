@@ -28,7 +28,10 @@ def plain(value: Any, where: str = "it") -> Any:
     Raises:
         CheckpointError: the value contains an object that is neither plain nor an array.
     """
-    if value is None or type(value) is bool:
+    own = type(value)
+    if own is float or (own is int and -(2**63) <= value < 2**63) or (own is str and value.isascii()):
+        return value  # most values, at once, since the event loop waits
+    if value is None or own is bool:
         return value
     for kind, exact in _EXACT.items():
         if isinstance(value, kind):
