@@ -6,7 +6,6 @@ import gc
 import os
 import weakref
 from collections.abc import Iterator
-from itertools import count
 
 import pytest
 from real_schedulers import config, scheduler
@@ -78,22 +77,23 @@ class Environment:
 
 
 def test_cycles_that_are_dropped_after_they_have_grown_old_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a run of weeks would keep whatever a rollout function had held in a cycle; not at once each time."""
-    seconds = count()
-    monkeypatch.setattr(garbage.time, "monotonic", lambda: float(next(seconds)))
-    monkeypatch.setattr(garbage, "_old_due_s", 0.0)
-    after = []
+    """Else a run of weeks would keep whatever a rollout function had held in a cycle; only when memory has grown."""
+    peak = 8 * garbage.GROWTH_BYTES
+    monkeypatch.setattr(garbage, "peak_memory", lambda: peak)
+    monkeypatch.setattr(garbage, "_collect_old_at", 0)
     with collecting_less():
-        for _ in range(2):
-            environment = Environment()
-            gc.collect()
-            there, calls = weakref.ref(environment), 0
-            del environment
-            while there() is not None and calls < 1000:
-                collect_garbage()
-                calls += 1
-            after.append(calls)
-    assert after == [1, garbage.OLD_EVERY]
+        collect_garbage()
+        environment = Environment()
+        gc.collect()
+        there = weakref.ref(environment)
+        del environment
+        for growth in (1, 2 * garbage.GROWTH_BYTES - 2):
+            peak += growth
+            collect_garbage()
+            assert there() is not None
+        peak += 1
+        collect_garbage()
+        assert there() is None
 
 
 def test_a_forked_process_has_the_thresholds_of_its_program() -> None:

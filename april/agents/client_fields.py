@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from april.agents.chat import DISTRIBUTION, RequestError
+from april.agents.chat import DISTRIBUTION, ChatRequest, RequestError
 
 log = logging.getLogger("april")
 
@@ -145,7 +145,7 @@ _named: set[tuple[str, str]] = set()
 
 
 class RequestBody:
-    """The fields of a request body. Its reader takes the fields that are USED; :meth:`finish` deals with the others."""
+    """The fields of a request body. Its reader takes the fields that are USED; :meth:`request` does the rest."""
 
     def __init__(self, body: Any, route: str) -> None:
         if not isinstance(body, dict):
@@ -180,8 +180,12 @@ class RequestBody:
         }
         return {name: value for name, value in found.items() if value is not None}
 
-    def finish(self) -> None:
-        """Ignore or refuse the fields that were not taken, as the table says; raises RequestError."""
+    def request(self, **fields: Any) -> ChatRequest:
+        """Return the request with these fields and those that each dialect has.
+
+        Fields that were not taken are ignored or refused, as the table says. Raises RequestError.
+        """
+        request = ChatRequest(stream=self.take("stream", bool, False), model=self.take("model", str, ""), **fields)
         unknown = []
         for name, value in self._unread.items():
             row = BY_ROUTE[self._route].get(name)
@@ -194,3 +198,4 @@ class RequestBody:
                 log.debug("%s: clients give %s, which april ignores: %s", self._route, name, row.why)
         if unknown:
             raise RequestError(f"unknown or unsupported parameters: {', '.join(sorted(unknown))}")
+        return request

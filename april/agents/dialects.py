@@ -128,19 +128,15 @@ class OpenAIChat:
         tools, demanded = read_tool_choice(b.take("tool_choice", (str, dict)), read_tools(b.take("tools", list)))
         limit, older_limit = b.take("max_completion_tokens", int), b.take("max_tokens", int)
         options = b.take("stream_options", dict, {})
-        request = ChatRequest(
+        return b.request(
             messages=messages,
             tools=tools,
             sampling=b.sampling(older_limit if limit is None else limit, "stop"),
             constraint=constraint_of(demanded, read_format(b.take("response_format", dict), "response_format")),
-            stream=b.take("stream", bool, False),
             usage=bool(options.get("include_usage")),
             logprobs=b.take("logprobs", bool, False),
             return_token_ids=b.take("return_token_ids", bool, False),
-            model=b.take("model", str, ""),
         )
-        b.finish()
-        return request
 
     def response_body(self, answer: Answer, request: ChatRequest) -> Json:
         """Return the body of a ``chat.completion``."""
@@ -211,19 +207,15 @@ class OpenAIText(OpenAIChat):
         if logprobs is not None and logprobs > 1:
             raise RequestError("logprobs: only the log-probabilities of the sampled tokens are available (0 or 1)")
         options = b.take("stream_options", dict, {})
-        request = ChatRequest(
+        return b.request(
             messages=() if ids else ({"role": "user", "content": prompt},),
             token_ids=prompt if ids else (),
             sampling=b.sampling(b.take("max_tokens", int, 16), "stop"),
             constraint=constraint_of((), read_format(b.take("response_format", dict), "response_format")),
-            stream=b.take("stream", bool, False),
             usage=bool(options.get("include_usage")),
             logprobs=logprobs is not None,
             return_token_ids=b.take("return_token_ids", bool, False),
-            model=b.take("model", str, ""),
         )
-        b.finish()
-        return request
 
     def response_body(self, answer: Answer, request: ChatRequest) -> Json:
         """Return the body of a ``text_completion``."""
@@ -281,16 +273,12 @@ class Anthropic:
         tools = [self._tool(i, tool) for i, tool in enumerate(b.take("tools", list, []))]
         tools, demanded = read_tool_choice(b.take("tool_choice", dict), read_tools(tools))
         older, config = b.take("output_format", dict), b.take("output_config", dict, {})
-        request = ChatRequest(
+        return b.request(
             messages=read_messages(messages),
             tools=tools,
             sampling=b.sampling(b.take("max_tokens", int), "stop_sequences"),
             constraint=constraint_of(demanded, read_format(config.get("format") or older, "output_config.format")),
-            stream=b.take("stream", bool, False),
-            model=b.take("model", str, ""),
         )
-        b.finish()
-        return request
 
     @staticmethod
     def _tool(i: int, tool: Any) -> Json:

@@ -26,16 +26,12 @@ class OpenAIResponses(OpenAIChat):
         messages += self._messages(items)
         tools = [self._tool(i, tool) for i, tool in enumerate(b.take("tools", list, []))]
         tools, demanded = read_tool_choice(b.take("tool_choice", (str, dict)), read_tools(tools))
-        request = ChatRequest(
+        return b.request(
             messages=read_messages(messages),
             tools=tools,
             sampling=b.sampling(b.take("max_output_tokens", int), "stop"),
             constraint=constraint_of(demanded, read_format(b.take("text", dict, {}).get("format"), "text.format")),
-            stream=b.take("stream", bool, False),
-            model=b.take("model", str, ""),
         )
-        b.finish()
-        return request
 
     @staticmethod
     def _tool(i: int, tool: Any) -> Json:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 import os
-import time
+import resource
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,9 +17,11 @@ THRESHOLDS = (5_000, 2, 200_000)
 """Thresholds for ``gc.set_threshold`` while a loop runs. Those of Python 3.11 are 700, 10 and 10.
 
 With the third one Python itself never collects old objects, which takes a second per few million objects."""
-OLD_EVERY = 50
-"""Old objects are collected again after this many times the time that their last collection took."""
-_old_due_s = 0.0
+GROWTH_BYTES = 1 << 30
+"""Old objects are collected whenever the process has grown by this much and by a quarter. Else a large run, which needs
+a part of a second for them, would never answer in time."""
+_collect_old_at = 0
+"""Peak of the process's memory, in bytes, from which on old objects are collected."""
 _loops: list[object] = []
 """One entry for each loop that runs now."""
 _before: list[tuple[int, int, int]] = []
@@ -32,14 +35,18 @@ def collect_garbage() -> None:
     this number stays small and the number of young objects grows into millions, whose collection takes a second. Cycles
     that users' functions drop after they have grown old are found only among all objects.
     """
-    global _old_due_s
+    global _collect_old_at
     if not gc.isenabled() or gc.get_threshold() != THRESHOLDS:
         return
-    began_s = time.monotonic()
-    gc.collect(2 if began_s >= _old_due_s else 1)
-    if began_s >= _old_due_s:
-        now_s = time.monotonic()
-        _old_due_s = now_s + OLD_EVERY * (now_s - began_s)
+    peak = peak_memory()
+    gc.collect(2 if peak >= _collect_old_at else 1)
+    if peak >= _collect_old_at:
+        _collect_old_at = peak + max(GROWTH_BYTES, peak // 4)
+
+
+def peak_memory() -> int:
+    """Return the most memory that the process has had, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 @contextmanager

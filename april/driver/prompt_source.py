@@ -186,7 +186,11 @@ class PromptSource:
                 self._failed = False
             except StopIteration:
                 if self._failed and not self._source_error:
-                    self._source_error = _ended_with_a_failure(self.epoch, self.position)
+                    self._source_error = (
+                        f"the prompt source failed after {self.position} prompts of epoch {self.epoch}, and it cannot "
+                        "start over; give a list or a data set whose __iter__ starts over, or add the remaining "
+                        "prompts with extend()"
+                    )
                 if self._extensions:
                     self._iterator, self._extended = self._extensions.pop(0), True
                     self._failed, self._source_error = False, ""
@@ -382,13 +386,6 @@ def _others(epoch: int, drawn: int, after: str = "the restart") -> str:
     return (
         f"the first {drawn} prompts of epoch {epoch} differ from those drawn before {after}, or are in another order; "
         "give the same prompts again"
-    )
-
-
-def _ended_with_a_failure(epoch: int, drawn: int) -> str:
-    return (
-        f"the prompt source failed after {drawn} prompts of epoch {epoch}, and it cannot start over; give a list or a "
-        "data set whose __iter__ starts over, or add the remaining prompts with extend()"
     )
 
 

@@ -103,18 +103,13 @@ def _quorum_verdict(report: dict[str, Any]) -> list[str]:
     quorum, modes = report["workload"]["group_quorum"], report["modes"]
     if quorum == 1.0:
         return []
+    pairs = [(name, modes[name], modes[with_quorum(name, quorum)]) for name in ("april", "refill")]
     return [
-        f"a group quorum of {quorum:g} takes {name} {_from_to(modes[name], modes[with_quorum(name, quorum)])}"
-        for name in ("april", "refill")
+        f"a group quorum of {quorum:g} takes {name} from {one['speed_up']:.2f}x to {other['speed_up']:.2f}x, from "
+        f"{one['off_policy_share']:.0%} to {other['off_policy_share']:.0%} off-policy, from "
+        f"{one['staleness_mean']:.2f} to {other['staleness_mean']:.2f} mean staleness"
+        for name, one, other in pairs
     ]
-
-
-def _from_to(one: dict[str, Any], other: dict[str, Any]) -> str:
-    return (
-        f"from {one['speed_up']:.2f}x to {other['speed_up']:.2f}x, from {one['off_policy_share']:.0%} to "
-        f"{other['off_policy_share']:.0%} off-policy, from {one['staleness_mean']:.2f} to "
-        f"{other['staleness_mean']:.2f} mean staleness"
-    )
 
 
 def _loop_verdict(report: dict[str, Any]) -> list[str]:

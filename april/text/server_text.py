@@ -125,7 +125,7 @@ def _spans(text: str, key: _Key, cut: bool) -> list[tuple[int, int]]:
     layer, origin = text, None
     for _ in range(_LAYERS):
         plain = _plain(layer)
-        if cut or _has_piece(plain, key):
+        if cut or any(plain[i : i + n] in of for n, of in key.pieces.items() for i in range(len(plain) - n + 1)):
             found += _found(layer, origin, key, cut)
         if _ESCAPE.search(layer) is None:
             break
@@ -135,12 +135,6 @@ def _spans(text: str, key: _Key, cut: bool) -> list[tuple[int, int]]:
             break
         layer, origin = following, [(start, end) for _, start, end in undone]
     return found
-
-
-def _has_piece(plain: str, key: _Key) -> bool:
-    return any(
-        plain[i : i + size] in pieces for size, pieces in key.pieces.items() for i in range(len(plain) - size + 1)
-    )
 
 
 def _found(
