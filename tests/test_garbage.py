@@ -76,10 +76,16 @@ class Environment:
         self.me = self
 
 
-def test_cycles_that_are_dropped_after_they_have_grown_old_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a run of weeks would keep whatever a rollout function had held in a cycle; only when memory has grown."""
-    peak = 8 * garbage.GROWTH_BYTES
+@pytest.mark.parametrize("what", ["memory", "time"])
+def test_cycles_that_are_dropped_after_they_have_grown_old_are_found(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a run of weeks would keep whatever a rollout function had held in a cycle; only when memory has grown, or
+    after minutes, as garbage that fills the memory up to its old peak raises no peak.
+    """
+    peak, now_s = 8 * garbage.GROWTH_BYTES, 100.0
     monkeypatch.setattr(garbage, "peak_memory", lambda: peak)
+    monkeypatch.setattr(garbage.time, "monotonic", lambda: now_s)
     monkeypatch.setattr(garbage, "_collect_old_at", 0)
     with collecting_less():
         collect_garbage()
@@ -87,11 +93,11 @@ def test_cycles_that_are_dropped_after_they_have_grown_old_are_found(monkeypatch
         gc.collect()
         there = weakref.ref(environment)
         del environment
-        for growth in (1, 2 * garbage.GROWTH_BYTES - 2):
-            peak += growth
+        for growth, seconds in ((1, 1.0), (2 * garbage.GROWTH_BYTES - 2, garbage.OLD_EVERY_S - 2.0)):
+            peak, now_s = peak + growth, now_s + seconds
             collect_garbage()
             assert there() is not None
-        peak += 1
+        peak, now_s = (peak + 1, now_s) if what == "memory" else (peak, now_s + 1.0)
         collect_garbage()
         assert there() is None
 

@@ -10,6 +10,7 @@ import gc
 import os
 import resource
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,8 +21,11 @@ With the third one Python itself never collects old objects, which takes a secon
 GROWTH_BYTES = 1 << 30
 """Old objects are collected whenever the process has grown by this much and by a quarter. Else a large run, which needs
 a part of a second for them, would never answer in time."""
-_collect_old_at = 0
-"""Peak of the process's memory, in bytes, from which on old objects are collected."""
+OLD_EVERY_S = 300.0
+"""Old objects are collected after this time at the latest: the peak of memory never falls, so that garbage alone would
+raise it by as much again each time; and what a cycle holds on a GPU is not in the process's memory."""
+_collect_old_at, _old_due_s = 0, 0.0
+"""Peak of the process's memory, in bytes, and time, from which on old objects are collected."""
 _loops: list[object] = []
 """One entry for each loop that runs now."""
 _before: list[tuple[int, int, int]] = []
@@ -35,13 +39,14 @@ def collect_garbage() -> None:
     this number stays small and the number of young objects grows into millions, whose collection takes a second. Cycles
     that users' functions drop after they have grown old are found only among all objects.
     """
-    global _collect_old_at
+    global _collect_old_at, _old_due_s
     if not gc.isenabled() or gc.get_threshold() != THRESHOLDS:
         return
-    peak = peak_memory()
-    gc.collect(2 if peak >= _collect_old_at else 1)
-    if peak >= _collect_old_at:
-        _collect_old_at = peak + max(GROWTH_BYTES, peak // 4)
+    peak, now_s = peak_memory(), time.monotonic()
+    old = peak >= _collect_old_at or now_s >= _old_due_s
+    gc.collect(2 if old else 1)
+    if old:
+        _collect_old_at, _old_due_s = peak + max(GROWTH_BYTES, peak // 4), now_s + OLD_EVERY_S
 
 
 def peak_memory() -> int:

@@ -16,7 +16,9 @@ _OTHERS: dict[str, Callable[[bytes], Any]] = {
     "bytes": bytes, "int": partial(int, base=16), "text": partial(bytes.decode, errors="surrogatepass"),
 }  # fmt: skip
 """In place of the library of an array: how other values are read that ``torch.load`` or MessagePack does not have."""
-_EXACT = {str: str.__str__, bytes: bytes.__bytes__, int: int.__int__, float: float.__float__}
+_EXACT: dict[type, Callable[[Any], Any]] = {
+    str: str.__str__, bytes: bytes.__bytes__, int: int.__int__, float: float.__float__
+}  # fmt: skip
 """How a value of a subclass, such as an enum's or NumPy's float64, becomes one of the type; readers know no others."""
 
 
@@ -26,11 +28,14 @@ def plain(value: Any, where: str = "it") -> Any:
     Raises:
         CheckpointError: the value contains an object that is neither plain nor an array.
     """
-    for kind, exact in _EXACT.items():
-        if isinstance(value, kind) and type(value) is not bool:
-            return _scalar(exact(value))
-    if value is None or type(value) is bool:
+    own = type(value)
+    if own is float or (own is int and -(2**63) <= value < 2**63) or (own is str and value.isascii()):
+        return value  # most values, at once, since the event loop waits
+    if value is None or own is bool:
         return value
+    for kind, exact in _EXACT.items():
+        if isinstance(value, kind):
+            return _scalar(exact(value))
     if isinstance(value, dict) and ARRAY not in value:
         return {_key(key, where): plain(item, f"{where}[{key!r}]") for key, item in value.items()}
     if isinstance(value, (list, tuple)):
