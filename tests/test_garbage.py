@@ -80,24 +80,25 @@ class Environment:
 def test_cycles_that_are_dropped_after_they_have_grown_old_are_found(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a run of weeks would keep whatever a rollout function had held in a cycle; only when memory has grown, or
-    after minutes, as garbage that fills the memory up to its old peak raises no peak.
+    """Else a run of weeks would keep whatever a rollout function had held in a cycle; only when the process has grown
+    since the last time, or long after it.
     """
-    peak, now_s = 8 * garbage.GROWTH_BYTES, 100.0
-    monkeypatch.setattr(garbage, "peak_memory", lambda: peak)
+    size, now_s = 8 * garbage.GROWTH_BYTES, 100.0
+    monkeypatch.setattr(garbage, "memory", lambda: size)
     monkeypatch.setattr(garbage.time, "monotonic", lambda: now_s)
-    monkeypatch.setattr(garbage, "_collect_old_at", 0)
     with collecting_less():
+        gc.collect()
+        monkeypatch.setattr(garbage, "_old_due_s", 0.0)
         collect_garbage()
         environment = Environment()
         gc.collect()
         there = weakref.ref(environment)
         del environment
-        for growth, seconds in ((1, 1.0), (2 * garbage.GROWTH_BYTES - 2, garbage.OLD_EVERY_S - 2.0)):
-            peak, now_s = peak + growth, now_s + seconds
+        for growth, seconds in ((1, 1.0), (2 * garbage.GROWTH_BYTES - 1, garbage.OLD_EVERY_S - 2.0)):
+            size, now_s = size + growth, now_s + seconds
             collect_garbage()
             assert there() is not None
-        peak, now_s = (peak + 1, now_s) if what == "memory" else (peak, now_s + 1.0)
+        size, now_s = (size + 1, now_s) if what == "memory" else (size, now_s + 1.0)
         collect_garbage()
         assert there() is None
 

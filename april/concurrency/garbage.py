@@ -9,10 +9,10 @@ from __future__ import annotations
 import gc
 import os
 import resource
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 THRESHOLDS = (5_000, 2, 200_000)
 """Thresholds for ``gc.set_threshold`` while a loop runs. Those of Python 3.11 are 700, 10 and 10.
@@ -21,11 +21,10 @@ With the third one Python itself never collects old objects, which takes a secon
 GROWTH_BYTES = 1 << 30
 """Old objects are collected whenever the process has grown by this much and by a quarter. Else a large run, which needs
 a part of a second for them, would never answer in time."""
-OLD_EVERY_S = 300.0
-"""Old objects are collected after this time at the latest: the peak of memory never falls, so that garbage alone would
-raise it by as much again each time; and what a cycle holds on a GPU is not in the process's memory."""
+OLD_EVERY_S = 1800.0
+"""Old objects are collected after this time at the latest, as the size of the process leaves out a GPU's memory."""
 _collect_old_at, _old_due_s = 0, 0.0
-"""Peak of the process's memory, in bytes, and time, from which on old objects are collected."""
+"""Size of the process, in bytes, and time, from which on old objects are collected."""
 _loops: list[object] = []
 """One entry for each loop that runs now."""
 _before: list[tuple[int, int, int]] = []
@@ -42,16 +41,20 @@ def collect_garbage() -> None:
     global _collect_old_at, _old_due_s
     if not gc.isenabled() or gc.get_threshold() != THRESHOLDS:
         return
-    peak, now_s = peak_memory(), time.monotonic()
-    old = peak >= _collect_old_at or now_s >= _old_due_s
+    now_s = time.monotonic()
+    old = memory() > _collect_old_at or now_s >= _old_due_s
     gc.collect(2 if old else 1)
     if old:
-        _collect_old_at, _old_due_s = peak + max(GROWTH_BYTES, peak // 4), now_s + OLD_EVERY_S
+        left = memory()
+        _collect_old_at, _old_due_s = left + max(GROWTH_BYTES, left // 4), now_s + OLD_EVERY_S
 
 
-def peak_memory() -> int:
-    """Return the most memory that the process has had, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+def memory() -> int:
+    """Return the resident memory of the process, in bytes; 0 where it is not known, so that time alone counts."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0
 
 
 @contextmanager

@@ -246,7 +246,7 @@ class Config(Model):
     relax_gc: bool = True
     """Let Python's garbage collector run less often in this process while the scheduler is open (thresholds 5,000, 2
     and 200,000). april then collects new objects often, and all objects when memory has grown by a quarter and
-    by 1 GiB, or after 5 minutes. A collector that the program has disabled or relaxed further is left alone."""
+    by 1 GiB, or after half an hour. A collector that the program has disabled or relaxed further is left alone."""
     images: ImagesConfig = ImagesConfig()
     agents: AgentsConfig = AgentsConfig()
     engine: EngineConfig = TransformersEngineConfig()
@@ -550,7 +550,7 @@ def _mistake(item: Any) -> Mistake:
             meant = f"; do you mean {near[0]}?" if near else ""
             return Mistake(_KIND, f": april has no engine '{ctx['tag']}'; it has {ctx['expected_tags']}{meant}")
         case "model_attributes_type" | "model_type" | "dict_type":
-            hint = f"; write engine: {{kind: {item['input']}}}" if _is_kind(item["input"]) else ""
+            hint = f"; write engine: {{kind: {item['input']}}}" if str(item["input"]) in _ENGINES else ""
             return Mistake(where, f": expected a mapping of settings{got}{hint}")
         case "union_tag_not_found":
             return Mistake(_KIND, ": is required")
@@ -564,10 +564,6 @@ def _mistake(item: Any) -> Mistake:
 _KIND = SettingName("engine.kind")
 _REQUIRED = "the addresses of the servers, such as http://127.0.0.1:8000"
 """Description of engine.urls, the only required setting of any engine."""
-
-
-def _is_kind(value: Any) -> bool:
-    return isinstance(value, str) and value in _ENGINES
 
 
 _ENGINE_NAMES = dict.fromkeys(("base_url", "api_base", "server_url", "host", "endpoint", "endpoints"), "urls") | {

@@ -158,13 +158,12 @@ class SavedCore(msgspec.Struct, kw_only=True, gc=False):
 
 def to_state(saved: SavedCore) -> State:
     """Return the saved core as plain values; the data of prompts stays as it is."""
-    groups = {part: [_group_out(group) for group in getattr(saved, part)] for part in ("ready", "waiting")}
+    groups = {
+        part: [{**_builtins(msgspec.structs.replace(group, data=None)), "data": group.data} for group in of]
+        for part, of in (("ready", saved.ready), ("waiting", saved.waiting))
+    }
     rest = msgspec.structs.replace(saved, ready=[], waiting=[])
     return {**_builtins(rest), **groups}
-
-
-def _group_out(group: SavedGroup) -> State:
-    return {**_builtins(msgspec.structs.replace(group, data=None)), "data": group.data}
 
 
 def _builtins(value: Any) -> State:

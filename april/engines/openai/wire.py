@@ -14,7 +14,7 @@ import numpy as np
 
 from april.engines.http.response_reader import Parser, ResponseEnd, ResponsePart
 from april.engines.http.weight_labels import Span
-from april.engines.protocol import EngineFinish, Int32, Request
+from april.engines.protocol import EngineFinish, Request
 from april.errors import EngineError
 from april.text.server_text import quoted
 
@@ -172,7 +172,7 @@ class CompletionParser(Parser[_Event]):
         choice = choices[0] if choices else _NOTHING
         if choice.index or (choices and len(choices) > 1):
             raise self.wrong("has a second response, but april asked for one")
-        if choice.prompt_token_ids is not None and not _equal(choice.prompt_token_ids, self._prompt):
+        if choice.prompt_token_ids is not None and not np.array_equal(choice.prompt_token_ids, self._prompt):
             raise self.wrong("belongs to other prompt ids than were sent")
         logprobs = choice.logprobs.token_logprobs or [] if choice.logprobs is not None else []
         piece = ResponsePart(choice.token_ids or [], logprobs)
@@ -180,7 +180,3 @@ class CompletionParser(Parser[_Event]):
             reason = finish_of(self.attempt_id, choice.finish_reason)
             piece.end = ResponseEnd(reason, choice.stop_reason, choice.weight_versions)
         return piece if usage is None else counted(piece, usage)
-
-
-def _equal(ids: Sequence[int], prompt: Int32) -> bool:
-    return len(ids) == len(prompt) and bool(np.array_equal(np.asarray(ids), prompt))

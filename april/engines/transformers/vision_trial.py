@@ -46,7 +46,7 @@ def prompts_with_images(model: Any, vision: Vision, longest: int) -> list[TrialP
 
     Raises ConfigError if they are longer than ``longest``.
     """
-    first, *others = _pictures()
+    first, *others = (_picture(height, width, seed) for seed, (height, width) in enumerate(_SIZES))
     prompts = [_prompt(vision, images) for images in ([first], others, [_picture(*_SIZES[0], seed=9)])]
     if (needed := max(prompt.tokens.size for prompt in prompts)) > longest:
         raise ConfigError(
@@ -86,10 +86,6 @@ def _placed(tokens: Int32, image_id: int, images: Sequence[bytes]) -> tuple[Plac
         Placed(Attachment.of(IMAGE, data), begin, end - begin, (image_id,))
         for data, (begin, end) in zip(images, edges, strict=True)
     )
-
-
-def _pictures() -> list[bytes]:
-    return [_picture(height, width, seed) for seed, (height, width) in enumerate(_SIZES)]
 
 
 def _picture(height: int, width: int, seed: int) -> bytes:

@@ -202,7 +202,10 @@ async def cut_and_resume(bench: Bench) -> Figures:
             have[i] = np.concatenate((have[i], reading.tokens))
             require_prefix(have[i], uncut[i].tokens, f"response {i}, cut {attempts} times")
             cuts += reading.finish is EngineFinish.ABORT
-        open_ones = [i for i, r in readings.items() if _unfinished(r)]
+        open_ones = [
+            i for i, r in readings.items()
+            if r.finish is EngineFinish.ABORT and r.count < r.request.sampling.max_tokens
+        ]  # fmt: skip
         if not open_ones:
             break
     for i in range(count):
@@ -210,10 +213,6 @@ async def cut_and_resume(bench: Bench) -> Figures:
     if not cuts:
         raise NotTested("all requests were complete before their abort; raise Subject.long_tokens")
     return {"responses": count, "cuts": cuts, "tokens": sum(map(len, have))}
-
-
-def _unfinished(reading: ReadRequest) -> bool:
-    return reading.finish is EngineFinish.ABORT and reading.count < reading.request.sampling.max_tokens
 
 
 @check("If the reader of a request leaves, the engine drops the request too, and other requests go on.")
