@@ -86,8 +86,9 @@ class Loss:
 class Noise:
     """A noise on log-probabilities at sampling, as an engine has that rounds to bfloat16.
 
-    The standard deviation of a token's noise grows with sqrt(1 - q) + 0.1, as rounding moves uncertain tokens most; the
-    ratio p / q that the noise alone makes has the mean 1.
+    The standard deviation of a token's noise grows with sqrt(1 - q) + 0.1, as rounding moves uncertain tokens most. The
+    ratio p / q that the noise alone makes has the mean 1 before q is cut at probability 1, which cuts 38 % of the
+    study's tokens and raises the mean to 1.008: weights per response shrink less than with bfloat16 itself.
 
     Attributes:
         kl: mean KL divergence in nats per token; 0 means no noise.
