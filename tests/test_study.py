@@ -457,10 +457,10 @@ def test_what_other_pages_say_of_the_study_is_so() -> None:
          )),
         ("corrections.md", "A mean per response ended synchronous training itself 0.02 lower",
          round(ends("sync-samplemean", "tail")[0], 2) == -0.02),
-        ("corrections.md", "in time for 34 of 55 falls of the reward, and in 43 of 412 trainings [that did "
-         "not fall](study.md#guards); with april's own schedules for 2 of 8, and in 7 of 297.",
+        ("corrections.md", "in time for 34 of 55 falls of the reward, and in 44 of 448 trainings [that did "
+         "not fall](study.md#guards); with april's own schedules for 2 of 8, and in 8 of 333.",
          [[of[name] for name in ("in_time", "falls", "false", "sound")] for of in (guard, own)]
-         == [[34, 55, 43, 412], [2, 8, 7, 297]]),
+         == [[34, 55, 44, 448], [2, 8, 8, 333]]),
         ("corrections.md", "it ended on `tail` nearer to sync than the loss without it at each of five delays, by 0.01 "
          "(±0.02) without a delay and 0.05 (±0.06) at D = 20. None of these differences is beyond chance; their mean, "
          "0.026 (±0.024), was looked at afterwards; as many trainings fell. Without rounding it ended 0.015 (±0.033) "

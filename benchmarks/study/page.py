@@ -279,7 +279,7 @@ def _over_delays_lines(compared: Mapping[str, Compared]) -> list[str]:
     found = [(other, _over_delays(compared, "dead-zone", other)) for other in ("sequence", "bounded")]
     if any(difference.n < 2 for _, difference in found):
         return []
-    said = " and ".join(f"`{other}` by {shown(difference)}" for other, difference in found)
+    said = " and from ".join(f"`{other}` by {shown(difference)}" for other, difference in found)
     seeds = found[0][1].n
     return [f"With rounding, `dead-zone` differs from {said}: means over all D, {seeds} seeds, seen afterwards.", ""]
 
