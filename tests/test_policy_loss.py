@@ -157,7 +157,8 @@ def test_it_is_the_loss_that_the_study_tried(name: str, batch: tuple[Rows, Rows,
     now, p, q, mask, advantages = (torch.tensor(rows) for rows in batch)
     tried = LOSSES[name]
     reference = q if tried.to_behaviour else p
-    weights = np.ones(p.shape) if tried.weights is None else tried.weights(p.numpy(), q.numpy(), mask.numpy())
+    arrays = p.numpy(), q.numpy(), mask.numpy(), advantages.numpy()
+    weights = np.ones(p.shape) if tried.weights is None else tried.weights(*arrays)
     gain = tried.objective(now, reference, torch.from_numpy(weights), mask != 0, advantages)
     expected = -float((gain * april.loss_weights(mask, "dapo")).sum())
     loss = april.policy_loss(now, q, mask, advantages, proximal_logprobs=reference, negative_bound=None)

@@ -142,7 +142,8 @@ class RankTrainer:
         weights = torch.ones_like(p)
         if self.loss.weights is not None:
             # of arrays, as everywhere in the study; padding is no log-probability
-            found = self.loss.weights(*(x.cpu().numpy() for x in (torch.where(mask, p, 0.0), q, mask)))
+            given = torch.where(mask, p, 0.0), q, mask, part["advantages"]
+            found = self.loss.weights(*(x.cpu().numpy() for x in given))
             weights = torch.as_tensor(found, device=self.device)
         reference = q if self.loss.to_behaviour else p
         objective = self.loss.objective(now, reference, weights, mask, part["advantages"][:, None])

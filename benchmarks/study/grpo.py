@@ -44,8 +44,8 @@ CLIP = (0.2, 0.28)
 DEAD_ZONE = 0.4
 """Size in nats up to which a log ratio counts as 0 in the products of the loss with a dead zone."""
 
-Weights = Callable[[Float32, Float32, NDArray[Any]], Float32]
-"""(log p, log q, loss mask), each [B, T], to the weights."""
+Weights = Callable[[Float32, Float32, NDArray[Any], Float32], Float32]
+"""(log p, log q, loss mask), each [B, T], and advantages, [B], to the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,7 @@ class Loss:
         per_response: whether it is the geometric mean over the response.
         clip: bounds of the ratio.
         negative_bound: largest ratio that counts where the advantage is negative (dual clip, arXiv 1912.09729).
+        product: whether a weight is a product over its response, so that it depends on how long the response is.
     """
 
     weights: Weights | None = None
@@ -65,6 +66,7 @@ class Loss:
     per_response: bool = False
     clip: tuple[float, float] = CLIP
     negative_bound: float | None = None
+    product: bool = False
 
     def objective(self, now: Tensor, reference: Tensor, weights: Tensor, mask: Tensor, advantages: Tensor) -> Tensor:
         """Return what is maximised, [rows, T]; ``reference`` is log q or log p, as ``to_behaviour`` says."""
@@ -87,37 +89,48 @@ class Noise:
     """A noise on log-probabilities at sampling, as an engine has that rounds to bfloat16.
 
     The standard deviation of a token's noise grows with sqrt(1 - q) + 0.1, as rounding moves uncertain tokens most. The
-    ratio p / q that the noise alone makes has the mean 1 before q is cut at probability 1, which cuts 38 % of the
-    study's tokens and raises the mean to 1.008: weights per response shrink less than with bfloat16 itself.
+    ratio p / q that the noise alone makes has the mean 1. So some noisy q are above 1; only their ratios are used.
 
     Attributes:
         kl: mean KL divergence in nats per token; 0 means no noise.
-        length: responses count as long as this: the noise of the tokens that they lack enters their weights.
+        length: responses count as long as this in products: the noise of the tokens that they lack enters the weights.
     """
 
     kl: float = 0.0
     length: int = 0
 
-    def added(self, p: Float32, q: Float32, mask: NDArray[Any], rng: np.random.Generator) -> tuple[Any, Any, Any]:
-        """Return p, noisy q and mask with a column per token that the longest response lacks: float32 [B, >= T]."""
+    def added(
+        self, p: Float32, q: Float32, mask: NDArray[Any], rng: np.random.Generator, lengthened: bool
+    ) -> tuple[Float32, tuple[Float32, Float32, NDArray[Any]]]:
+        """Return noisy q, float32 [B, T], and p, noisy q and mask for the weights, with lacking tokens if wanted.
+
+        For the weights both p and q of a token are divided by its q where that is above 1.
+        """
         variance = np.where(mask, np.sqrt(np.clip(1 - np.exp(q), 0, 1)) + 0.1, 0.0) ** 2
         variance *= 2 * self.kl / variance[mask].mean()
-        lacking = np.maximum(0, self.length - mask.sum(1))
+        noisy = q - _noise(variance, rng)
+        lacking = np.maximum(0, self.length - mask.sum(1)) * lengthened
         more = np.arange(lacking.max(initial=0)) < lacking[:, None]
-        spread = np.concatenate([variance, np.where(more, rng.choice(variance[mask], more.shape), 0.0)], 1)
-        noise = rng.normal(size=spread.shape) * np.sqrt(spread) - spread / 2
-        # tokens that are added stand for some with p = 1/e: only their ratio is of meaning
+        drawn = _noise(np.where(more, rng.choice(variance[mask], more.shape), 0.0), rng)
+        # tokens that are lacking have p = 1/e: only their ratio is of meaning
         wide_p = np.concatenate([p, np.where(more, -1.0, 0.0)], 1)
-        wide_q = np.concatenate([q, np.where(more, -1.0, 0.0)], 1) - noise
-        return wide_p.astype(np.float32), np.minimum(wide_q, 0.0).astype(np.float32), np.concatenate([mask, more], 1)
+        wide_q = np.concatenate([noisy, np.where(more, -1.0, 0.0) - drawn], 1)
+        above = np.maximum(wide_q, 0.0)
+        given = (wide_p - above).astype(np.float32), (wide_q - above).astype(np.float32)
+        return noisy.astype(np.float32), (*given, np.concatenate([mask, more], 1))
+
+
+def _noise(variance: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.float64]:
+    """Draw noise of log(p / q) whose exponential has the mean 1."""
+    return rng.normal(size=variance.shape) * np.sqrt(variance) - variance / 2
 
 
 def truncated(limit: float, level: Level, dead_zone: float = 0.0) -> Weights:
     """Return :func:`april.truncated_weights` with a limit, per token or per response."""
-    return lambda p, q, mask: truncated_weights(p, q, mask, limit, level=level, dead_zone=dead_zone)
+    return lambda p, q, mask, _: truncated_weights(p, q, mask, limit, level=level, dead_zone=dead_zone)
 
 
-SEQUENCE = Loss(truncated(2.0, "sequence"))
+SEQUENCE = Loss(truncated(2.0, "sequence"), product=True)
 """The weight of the whole response, at most 2: the demo's."""
 
 
@@ -166,18 +179,17 @@ class Trainer:
         for row, found in zip(p, response_logprobs(self.model, prompts, responses), strict=True):
             row[: len(found)] = found
         report = off_policy_report(batch, p)
-        given_p, given_q, given_mask = p, q, mask
+        given = p, q, mask
         if self.noise.kl and mask.any():
             rng = np.random.default_rng([self.seed, self.updates, 1])
-            given_p, given_q, given_mask = self.noise.added(p, q, mask, rng)
-            q = given_q[:, : q.shape[1]]
+            q, given = self.noise.added(p, q, mask, rng, self.loss.product)
+        advantages = batch.advantages("grpo", epsilon=EPSILON)
         weights = np.ones_like(p)
         if self.loss.weights is not None:
-            weights = self.loss.weights(given_p, given_q, given_mask)[:, : p.shape[1]]
+            weights = self.loss.weights(*given, advantages)[:, : p.shape[1]]
         mean: Method = "gspo" if self.loss.per_response else "dapo" if self.token_mean else "grpo"
         share = loss_weights(mask, mean)
         reference = q if self.loss.to_behaviour else p
-        advantages = batch.advantages("grpo", epsilon=EPSILON)
         active = np.flatnonzero((advantages != 0) & mask.any(1))
         parts = [active]
         if self.minibatches > 1:

@@ -6,6 +6,7 @@ was interrupted changes no outcome.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import multiprocessing
 import os
@@ -104,8 +105,10 @@ def make_outcome(out: Path, name: str, settings: Settings, train: Train = train)
     task = TASKS[settings.task]()
     model = task.untrained(settings.seed, bool(settings.served))
     start = start_path(out, settings)
-    load_weights(model, start.read_bytes(), start)
-    outcome = msgspec.structs.replace(train(settings, task, model), made_with=versions())
+    weights = start.read_bytes()
+    load_weights(model, weights, start)
+    made_with = versions() | {"start": hashlib.sha256(weights).hexdigest()[:16]}
+    outcome = msgspec.structs.replace(train(settings, task, model), made_with=made_with)
     path = outcome_path(out, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, msgspec.json.encode(outcome) + b"\n")

@@ -107,7 +107,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     places: float
     """Mean number of samples in flight, over decode steps."""
     made_with: dict[str, str] = {}
-    """Versions of the packages."""
+    """Versions of the packages, and ``start``, the begin of the SHA-256 of the weights from which it began."""
 
 
 def train(settings: Settings, task: Task, start: PreTrainedModel) -> Outcome:
