@@ -210,7 +210,9 @@ class Trainer:
             self._step()
         self.updates += 1
         kept = {key: report[key] for key in ("ess_token", "ess_response", "kl_k3")}
-        kept["weight_response"] = float(weights[mask].mean()) if mask.any() else 1.0
+        counted = weights[mask].astype(np.float64) if mask.any() else np.ones(1)
+        kept["weight_response"] = float(counted.mean())
+        kept["weight_effective"] = float(counted.sum() ** 2 / max(1e-300, len(counted) * (counted**2).sum()))
         return kept | kl_of_responses(p, q, mask) | {"taught": len(active) / len(mask)}
 
     def _logprobs(self, prompts: list[Int32], responses: list[Int32]) -> Tensor:

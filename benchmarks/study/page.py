@@ -220,12 +220,13 @@ def page(design: Design, outcomes: Mapping[str, Outcome]) -> str:
         " log-probabilities at sampling have a noise of 0.0014 nats per token, as engines in bfloat16 have it, and"
         " weights per response count that of 1,000 tokens. `dead-zone` is the recommended loss with `dead_zone=0.4`,"
         " `behaviour` a clipped ratio to q, `bounded` the same with `negative_bound=3`, `geo-mask` weights per token"
-        " without the responses whose geometric mean is outside 0.98 to 1.02. *Weight*: mean over the trained tokens.",
+        " without the responses whose geometric mean is outside 0.98 to 1.02. *Weight* is the mean over the trained"
+        " tokens; *effective* the effective sample size of these weights, as a share of the tokens.",
         "",
-        "The model of rounding has faults, found afterwards. Noisy probabilities are cut at 1, in 38% of the tokens,"
-        " so weights per response shrink less than in bfloat16 (1.00 at D = 0; without the cut, 0.55). The tokens"
-        " that are added have noise and no drift. They bring every geometric mean near to 1, so rounded `geo-mask`"
-        " masks nothing: it is weights per token alone.",
+        "The noise of a token multiplies p / q by a number with the mean 1, so some noisy q are above 1; only ratios"
+        " are used. Tokens that a response lacks to 1,000 have noise and no drift, and enter products alone. The first"
+        " model of rounding cut q at 1 and so left products as they were; all its trainings were run again, with the"
+        " same seeds and claims.",
         "",
         *_late_rows(compared),
         "",
@@ -405,14 +406,16 @@ def _loss_table(compared: Mapping[str, Compared]) -> list[str]:
 
 def _late_rows(compared: Mapping[str, Compared]) -> list[str]:
     """Return a row per loss, delay and kind of log-probabilities of the tasks for late tokens."""
-    rows = ["|task, loss|D|rounded|the end, minus sync's|fell|weight|", "|---|---|---|---|---|---|"]
+    rows = ["|task, loss|D|rounded|the end, minus sync's|fell|weight|effective|", "|---|---|---|---|---|---|---|"]
     late = [found for found in compared.values() if found.kind.task.startswith(LATE)]
     order = sorted(late, key=lambda f: (f.kind.task, f.kind.delay, f.kind.noise > 0, f.kind.loss))
     for kind, found in ((found.kind, found) for found in order):
-        weights = [sum(o.weight_response) / len(o.weight_response) for o in found.seeds.values() if o.weight_response]
-        cells = f"{kind.delay}|{'yes' if kind.noise else ''}|{shown(found.end)}"
-        fell, weight = analysis.falls(found.seeds), f"{_mean(weights):.2f}" if weights else ""
-        rows.append(f"|{kind.task}, {kind.loss}{found.part}|{cells}|{fell} of {len(found.seeds)}|{weight}|")
+        cells = [str(kind.delay), "yes" if kind.noise else "", shown(found.end)]
+        cells += [f"{analysis.falls(found.seeds)} of {len(found.seeds)}"]
+        for of in ("weight_response", "weight_effective"):
+            means = [float(np.mean(kept)) for o in found.seeds.values() if (kept := getattr(o, of))]
+            cells += [f"{_mean(means):.2f}" if means else ""]
+        rows.append(f"|{kind.task}, {kind.loss}{found.part}|{'|'.join(cells)}|")
     return rows
 
 

@@ -32,7 +32,7 @@ QUARTERLY = ("ess_response", "staleness", "batch_reward", "length", "longest", "
 """Effective sample size of the responses; of the batch: mean age of its tokens, mean reward, mean and longest response,
 share of the responses with an advantage that is not 0."""
 
-PER_RESPONSE = ("kl_response", "kl_response_far", "weight_response")
+PER_RESPONSE = ("kl_response", "kl_response_far", "weight_response", "weight_effective")
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,6 +99,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """The same without the tokens whose log ratio is within the dead zone."""
     weight_response: list[float] = []
     """Mean weight of the loss over the trained tokens."""
+    weight_effective: list[float] = []
+    """Effective sample size of these weights as a share of the tokens; empty where it was not kept."""
     quarters: dict[str, list[float]]
     """Means over each quarter of the training steps, of what QUARTERLY names."""
     old_share: float
