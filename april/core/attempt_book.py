@@ -22,7 +22,7 @@ from april.core.types import Attempt, Chain, GenerateCall, OnWeightUpdate, Reque
 from april.core.versions import PolicyVersion
 
 EVALUATION_MARK = 0xFFFF
-"""Number in the attempt ids of evaluations where those of training have the incarnation (number of restarts)."""
+"""Number in attempt ids of evaluations, in place of the incarnation (number of restarts) in those of training."""
 
 
 class AttemptBook:

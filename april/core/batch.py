@@ -68,8 +68,8 @@ class DeliveredSample:
     reward: float
     cohort: tuple[tuple[int, float], ...]
     """(sample index, reward) of the first k samples of the group to finish, in that order. k is the group's quorum, by
-    default all samples of the group. If the reward function returned one reward per row, these are the rewards of the
-    row with the same number, in those of the samples that have this row"""
+    default all samples of the group. If the reward function returned one reward per row, the cohort has the rewards of
+    this row only, and only of samples that have it"""
     finish: FinishReason
     attempts: int
     """number of requests to engines"""
