@@ -1,8 +1,8 @@
 """Aborts attempts (engine requests): sends the abort of each attempt again and again until the attempt has ended.
 
 An engine may acknowledge an abort and still generate, so the abort is sent again every ``resend_s`` seconds until the
-attempt has ended. An attempt that is late (past the deadline by up to one interval) is *fenced*: april keeps its tokens
-so far and accepts no more. The engine of a fenced attempt is not used until a health probe succeeds.
+attempt has ended. An attempt that has not ended at the deadline, or at most one interval later, is *fenced*: april
+keeps its tokens so far and accepts no more. The engine of a fenced attempt is not used until a health probe succeeds.
 
 ``rollout_core`` (``_advance`` and ``_stop_everything``) decides which attempts end when a batch is delivered.
 """
@@ -17,7 +17,7 @@ from april.core.types import Attempt, Timer, TimerKind
 
 
 class AbortController:
-    """Tracks the attempts whose abort was sent until they have ended; one timer serves all of them."""
+    """Tracks attempts from their first abort to their end; one timer serves all of them."""
 
     def __init__(self, deadline_s: float, resend_s: float) -> None:
         self._rounds = max(1, round(deadline_s / resend_s))
@@ -29,7 +29,7 @@ class AbortController:
 
     @property
     def pending(self) -> int:
-        """Number of attempts whose abort was sent and that have not ended."""
+        """Number of attempts whose abort was sent and whose end is awaited."""
         return len(self._pending)
 
     def __contains__(self, attempt_id: str) -> bool:
@@ -43,8 +43,8 @@ class AbortController:
     def stop(self, new: list[Attempt], in_flight: dict[str, int]) -> list[Command]:
         """Return the commands that abort ``new`` attempts, and track these attempts.
 
-        ``in_flight`` has the number of all attempts per engine. If all of them are aborted, one abort of everything is
-        sent. Pass an empty mapping if attempts may start meanwhile, as this abort would end them, too.
+        ``in_flight`` has the number of all attempts per engine. An engine all of whose attempts are aborted gets one
+        abort of everything. Pass an empty mapping if attempts may start meanwhile, as that abort would end them, too.
         """
         last = self._timer + self._rounds  # a running timer does not count, as part of its interval has passed
         self._pending.update({attempt.id: (attempt, last) for attempt in new})

@@ -124,7 +124,7 @@ def note_layout(layout: dict[str, Rows], extras: Extras, names: Sequence[str]) -
 
 
 def wrong_rows(extras: Extras, names: Sequence[str], count: int, layout: Extras = NO_EXTRAS) -> str | None:
-    """Describe why ``extras`` are not the ``count`` rows that were requested; None if they are.
+    """Return what is wrong with ``extras``, which must have ``count`` valid rows for each name; None if nothing is.
 
     ``layout`` has the layout of the run's earlier rows. New rows must have the same shape and kind of number, so that
     all fit into one array; the bytes per value may differ, as an engine may send small ids as single bytes.

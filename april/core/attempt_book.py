@@ -116,7 +116,7 @@ class AttemptBook:
         return attempt
 
     def ends_in_stop(self, call: GenerateCall) -> bool:
-        """Return True if the call's tokens, which a saved state may have held, already end in EOS or a stop token."""
+        """Return True if the call's tokens, perhaps restored from a saved state, already end in EOS or a stop token."""
         tape = call.chain.tape
         if len(tape) - call.start <= call.sampling.min_tokens:
             return False

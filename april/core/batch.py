@@ -48,8 +48,8 @@ _warned_of: set[str] = set()
 class DeliveredSample:
     """One row of a batch: a finished response.
 
-    If a rollout function used several conversations, each of them with generated tokens is a row. These rows have the
-    same ``id``, and the same reward and cohort unless the reward function returned one reward per row.
+    If a rollout function used several conversations, each one with generated tokens is a row. These rows have the same
+    ``id``, and the same reward and cohort unless the reward function returned one reward per row.
     """
 
     id: SampleId
@@ -81,8 +81,8 @@ class DeliveredSample:
     """attachments of the conversation, such as images: those of ``prompt`` and of later tool results"""
     extras: Extras = field(default=NO_EXTRAS, compare=False)
     """per-token arrays from engines by name, such as routed experts: [P + T - 1, ...], read-only. Row i was computed
-    when the model read token i of prompt and response, to predict token i + 1. Rows after the last generated token
-    repeat the row before"""
+    when the model read token i of prompt and response, to predict token i + 1. Rows beyond the last generated token
+    repeat the last row before it"""
     turns: tuple[tuple[int, int], ...] = ()
     """(start, end) of each turn in the response; a turn is a call of ``llm.generate`` that generated tokens"""
     row_reward: RowReward | None = field(default=None, compare=False)
@@ -129,7 +129,7 @@ class DeliveredSample:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The batch that a step delivers to the trainer; april keeps the samples until the batch is committed."""
+    """The batch that a step delivers to the trainer; april keeps the samples until the trainer commits it."""
 
     id: int
     version: PolicyVersion
@@ -159,7 +159,7 @@ class Batch:
     _no_rows: Extras = field(default=NO_EXTRAS, repr=False, compare=False)
     """extras with 0 rows, set by :meth:`split`, so that a share without samples knows their shapes and types"""
     _no_values: RowReward | None = field(default=None, repr=False, compare=False)
-    """reward whose arrays have no rows, set by :meth:`split` for the same purpose"""
+    """reward whose arrays have 0 rows, set by :meth:`split`, so that a share without samples knows their layout"""
 
     def __len__(self) -> int:
         return len(self.samples)

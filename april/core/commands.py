@@ -94,7 +94,7 @@ class StartTimer(Command, frozen=True):
 
 
 class Fence(Command, frozen=True):
-    """Close the streams of attempts that did not end in time; answer each with AttemptEnded, ``fenced`` being True."""
+    """Close the streams of attempts that did not end in time; answer with AttemptEnded(fenced=True) for each."""
 
     engine: str
     attempt_ids: tuple[str, ...]
@@ -185,7 +185,7 @@ class Deliver(Command, frozen=True):
 
 
 class EndOfData(Command, frozen=True):
-    """Tell the trainer that there are no more prompts; ``kept`` complete groups (or samples) wait until there are."""
+    """Tell the trainer that the prompts have ended; ``kept`` complete groups (or samples) wait for more prompts."""
 
     kept: int = 0
 

@@ -44,7 +44,7 @@ class CompletionMonitor:
         return iter(self._ready.values())
 
     def plan(self, slacks: Iterable[tuple[Unit, int]], horizon: int) -> list[Unit]:
-        """Record each held unit's slack, and return the units with priority: this step must deliver some of them.
+        """Record each held unit's slack, and return the units with priority, as the step must deliver some of them.
 
         A slack of ``horizon`` or more sets no deadline.
         """

@@ -74,7 +74,7 @@ class CoreContext:
         self.out: list[Command] = []
         self.last_timer = 0
         self.retries: dict[int, Sample | tuple[Group, int]] = {}
-        """What each retry timer, by number, asks for again: a sample's reward, or judgement (number) of a group."""
+        """By number of the retry timer: the sample to score again, or (group, judgement number) to judge again."""
         self.urgent: dict[int, Group | Sample] = {}
         """Groups and samples that the latest plan made urgent, and later replacements of such samples, by ``id()``."""
         self.failure: str | None = None

@@ -24,12 +24,12 @@ class Level(StrEnum):
 
 
 class LimitCode(StrEnum):
-    """Code of a limit, with the promise that april cannot keep because of the limit; empty if all promises hold."""
+    """Code of a limit; ``promise`` is what april cannot promise because of the limit, or empty if all promises hold."""
 
     promise: str
 
     def __new__(cls, value: str, promise: str = "") -> LimitCode:
-        """Make a member that equals ``value`` as text."""
+        """Make a member that equals the text ``value``."""
         code = str.__new__(cls, value)
         code._value_, code.promise = value, promise
         return code

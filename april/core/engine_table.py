@@ -355,7 +355,7 @@ class EngineState:
 class EngineTable:
     """Holds the state of all engines: first those of the configuration, then others in the order of joining.
 
-    Samples rely on what the first engines have in common (context, vocabulary, ...); engines that join later need as much.
+    Samples rely on what the first engines have in common (context, vocabulary, ...); engines that join need as much.
 
     Args:
         engines: limits of the first engines, at least one.

@@ -77,7 +77,7 @@ class EventPump:
         """True while events are handled and commands executed."""
 
     def post(self, event: Event) -> None:
-        """Handle an event and its commands, then the events that executors post meanwhile (which are only queued).
+        """Handle an event and its commands, then all events that executors post meanwhile, which are queued.
 
         If the core or an executor raises an error, the queued events are dropped.
         """

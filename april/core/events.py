@@ -157,8 +157,8 @@ class SampleFailed(Event, frozen=True):
 class FunctionLost(Event, frozen=True):
     """A rollout function was lost, because the process in which it ran died.
 
-    StartSample starts it again, and it repeats its calls. In training, these calls get the recorded tokens; in an
-    evaluation, their tokens are generated again.
+    StartSample starts the function again. In training, the calls that it then repeats get the recorded tokens; in an
+    evaluation, the tokens of these calls are generated again.
     """
 
     sample: SampleId
@@ -171,7 +171,7 @@ class Scored(Event, frozen=True):
     rewards: Sequence[tuple[int, float]]
     """(sample index, reward) pairs; rewards are rounded to float32, as in batches."""
     row_rewards: Sequence[tuple[RowReward, ...]] = ()
-    """For each pair, the full rewards if they are more than numbers (``Sample.row_rewards``); otherwise empty."""
+    """For each pair, the full rewards (``Sample.row_rewards``); empty if all rewards are plain numbers."""
 
 
 class GroupJudged(Event, frozen=True, kw_only=True):
