@@ -1,8 +1,7 @@
 """Accounts for every token and every prompt of a run, and for the lengths of its responses.
 
 Invariant: ``observed == delivered + held + sum(dropped)`` for tokens, and
-``drawn == delivered + held + sum(dropped)`` for prompts. Batches that are delivered and not yet trained count as
-delivered.
+``drawn == delivered + held + sum(dropped)`` for prompts. Batches count as delivered even before they are trained.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class DropReason(StrEnum):
     UNHEARD = "unheard"
     """The rollout function ended, or its client left, before the answer was read."""
     LATE = "late"
-    """The tokens arrived after their sample had continued without the request that generated them."""
+    """The tokens arrived from a request after their sample had continued without this request."""
     NO_EXTRAS = "no_extras"
     """The tokens arrived without the requested extras, as the request broke off before its engine returned them."""
     PUT_ASIDE = "put_aside"
@@ -46,7 +45,7 @@ class DropReason(StrEnum):
 
 @dataclass(slots=True)
 class Ledger:
-    """Counts tokens or prompts; ``held`` is counted apart from the other numbers, so that a lost token is noticed."""
+    """Counts tokens or prompts; ``held`` is counted by itself, not computed, so that a lost token is noticed."""
 
     observed: int = 0
     delivered: int = 0
@@ -105,9 +104,9 @@ class Lengths:
 class LengthLedger:
     """Counts the lengths of the run's responses, to show whether trained and generated responses differ in length.
 
-    A response counts once: when it is finished, or dropped while it waits for its reward. Being carried over steps does
-    not change its count, so only drops make trained and generated lengths differ. Responses that were dropped before
-    they were complete have no known length and are counted separately. Evaluations do not count.
+    A response counts once, however many steps it takes: when it is finished, or dropped while it waits for its reward.
+    So only drops make trained and generated lengths differ. Responses that were dropped before they were complete have
+    no known length and are counted separately. Evaluations do not count.
 
     Invariant, for responses and for their tokens: ``generated == trained + held + sum(dropped)``, where ``held`` counts
     finished responses that are not delivered yet.
@@ -116,7 +115,7 @@ class LengthLedger:
     generated: Lengths = field(default_factory=Lengths)
     """Lengths of all complete responses."""
     trained: Lengths = field(default_factory=Lengths)
-    """Lengths of delivered responses, those in untrained batches included."""
+    """Lengths of delivered responses, including those in batches that were not trained."""
     dropped: dict[DropReason, Lengths] = field(default_factory=dict)
     """Lengths of responses that were dropped after they were complete."""
     unfinished: Counter[DropReason] = field(default_factory=Counter)
@@ -141,13 +140,13 @@ class LengthLedger:
         }
 
     def accounted(self, finished: Iterable[int]) -> Lengths:
-        """Return trained, held and dropped responses together, given the lengths of finished and held responses."""
+        """Return all trained, dropped and held responses; ``finished`` has the lengths of those held."""
         parts, held = (self.trained, *self.dropped.values()), list(finished)
         return Lengths(
             sum(part.samples for part in parts) + len(held), sum(part.tokens for part in parts) + sum(held)
         )
 
     def restore(self, saved: LengthLedger, finished: Iterable[int]) -> None:
-        """Restore the counts of a saved core, given the lengths of its finished and held responses."""
+        """Restore the counts of a saved core; ``finished`` has the lengths of its responses that are not delivered."""
         self.trained, self.dropped, self.unfinished = saved.trained, saved.dropped, saved.unfinished
         self.generated = self.accounted(finished)
