@@ -141,7 +141,7 @@ def validate(context: CoreContext, updates: WeightUpdates) -> None:
             wrong = check_calls(sample)
             if wrong:
                 fail(f"{sample}: {wrong}", sample)
-        if training and (wrong := context.buffer.why_not_oldest(group)):
+        if training and (wrong := context.buffer.wrong_oldest(group)):
             fail(f"{group}: {wrong}", group.samples[0])
 
     for attempt in context.attempts:
