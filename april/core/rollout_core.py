@@ -626,7 +626,7 @@ class RolloutCore:
         """Interrupt requests of training for evaluations that have less than their share of the full engines.
 
         The newest requests are interrupted, as they have generated least since their prefill; they are continued later.
-        Return a sample of an evaluation to start now, so that its call is queued before an engine becomes free, or None.
+        Return a sample of an evaluation to start now, so that its call is queued before an engine is free, or None.
         """
         context, states, places = self.context, self.engines.states, self.context.places
         queue, pending = self.over_sampler.evaluations, context.aborts.pending

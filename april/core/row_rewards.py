@@ -49,8 +49,8 @@ class RowReward:
 
 
 RewardLayout = dict[str, tuple[Any, ...]]
-"""(Kind, row shape, type of number) of each part and array of a run's rewards, by name; kinds are ``part``, ``per turn``
-and ``per token``. The entry "" says whether rewards belong to responses or to conversations."""
+"""(Kind, row shape, type of number) of each part and array of the rewards, by name; a kind is ``part``, ``per turn`` or
+``per token``. The entry "" says whether rewards belong to responses or to conversations."""
 
 
 def wrong_row_rewards(
