@@ -135,8 +135,9 @@ class IdleCause(StrEnum):
 class PartialBuffer:
     """Holds the undelivered groups by number, in the order of drawing, and limits their number.
 
-    A unit of a batch is a group or, with a group quorum below 1, a sample. With tail batching, a group that a round
-    (step) did not finish is put aside; it begins again in a *long round*, which generates only such groups.
+    A unit of a batch is a group or, with a group quorum below 1, a sample. With tail batching, a group that has
+    begun and is not delivered at the end of its round (step) is put aside: it loses its tokens and begins again in a
+    *long round*, which generates only such groups.
     """
 
     def __init__(self, settings: CoreSettings, leases: Leases) -> None:

@@ -1,8 +1,7 @@
 """Decides whether a sample that failed or is too old is retried, restarted, replaced or dropped, alone or as a group.
 
-``function_results``, ``sample_calls`` and ``attempt_results`` report the failures; the settings
-``max_attempt_failures`` and ``on_failed_sample`` decide. Invariant: tokens and prompts are dropped only for a named
-reason.
+The settings ``max_attempt_failures`` and ``on_failed_sample`` decide; ``function_results``, ``sample_calls`` and
+``attempt_results`` report the failures. Invariant: tokens and prompts are dropped only for a named reason.
 """
 
 from __future__ import annotations
@@ -204,7 +203,7 @@ class SampleLifecycle:
         self.settle_sample(sample.group, reason)
 
     def settle_sample(self, group: Group, reason: DropReason | None = None) -> None:
-        """Count a sample that was delivered (``reason`` None) or dropped; after a group's last sample, count its prompt.
+        """Count a sample that was delivered (``reason`` None) or dropped; after the last sample, count the prompt.
 
         A prompt counts as delivered if at least one of its samples was delivered.
         """

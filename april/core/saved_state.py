@@ -130,7 +130,7 @@ class SavedGroup(msgspec.Struct, kw_only=True, gc=False):
 
 
 class SavedCore(msgspec.Struct, kw_only=True, gc=False):
-    """Everything that a core holds; ``ready`` has the groups that can be delivered, in order, ``waiting`` the others."""
+    """Everything that a core holds; ``ready`` has the groups to be delivered, in order, ``waiting`` the others."""
 
     settings: CoreSettings
     max_context: int

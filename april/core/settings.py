@@ -110,13 +110,14 @@ class CoreSettings:
 
     @property
     def groups_wanted(self) -> int:
-        """Number of groups in progress when a step starts: the multiple of ``over_sampling_batch_size`` for a batch."""
+        """Number of groups in progress when a step starts: the smallest multiple of ``over_sampling_batch_size`` that
+        is at least ``rollout_batch_size``."""
         portion = self.over_sampling_batch_size
         return -(-self.rollout_batch_size // portion) * portion
 
     @property
     def tail_batching(self) -> bool:
-        """True if groups that an over-sampling step did not finish lose their tokens and begin again in a later step."""
+        """True if groups that an over-sampling step did not deliver begin again later, without their tokens."""
         return not self.partial_rollout and self.groups_wanted > self.rollout_batch_size
 
     @property
