@@ -61,7 +61,7 @@ def weights_of(content: str) -> str:
     return content[:-MACHINE_DIGITS]
 
 
-def name_engines(names: Sequence[str]) -> str:
+def list_engines(names: Sequence[str]) -> str:
     """Return the first few engine names and the number of further engines, for a message."""
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return f"{'engine' if len(names) == 1 else 'engines'} {', '.join(names[:MAX_NAMED])}{more}"
@@ -195,7 +195,7 @@ class WeightUpdates:
         self.contents: tuple[str, ...] = ()
         """Content hashes of the directory ``path`` with the present weights; empty if they are unknown."""
         self._reloadable = True
-        """True if an engine can be given the present weights again: from ``path`` with known content, or because they are
+        """True if engines can be given the present weights again: from ``path`` with known content, or because they are
         still the weights with which the servers started."""
         self._requests: list[ev.UpdateRequested] = []
         self._update = ev.UpdateRequested(update=0)
@@ -229,9 +229,9 @@ class WeightUpdates:
         if not all(state.limits.written for state in states.values()):
             return None
         return (
-            f"{name_engines(list(states))} may have the weights of an earlier run, which belong to no version of this run; "
-            "call weight_update or load_state_dict with path=, weights= or transfer= to load this run's weights, or "
-            "restart the servers, or set engine.first_weights: present if the run begins with the weights that they "
+            f"{list_engines(list(states))} may have the weights of an earlier run, which belong to no version of this "
+            "run; call weight_update or load_state_dict with path=, weights= or transfer= to load this run's weights, "
+            "or restart the servers, or set engine.first_weights: present if the run begins with the weights that they "
             "have"
         )
 
@@ -263,8 +263,8 @@ class WeightUpdates:
     @property
     def waits_for(self) -> str:
         """Text for users: what the running update (or the next update, if none runs) is waiting for."""
-        engines, in_flight = name_engines(sorted(self._awaited)), len(self._context.attempts.in_flight)
-        given = name_engines([name for name, state in self._context.engines.states.items() if state.recovering])
+        engines, in_flight = list_engines(sorted(self._awaited)), len(self._context.attempts.in_flight)
+        given = list_engines([name for name, state in self._context.engines.states.items() if state.recovering])
         return {
             Phase.IDLE: "the end of an evaluation or of a pause",
             Phase.STOPPING: f"{in_flight} requests to end" if in_flight else f"{given} to get the current weights",
