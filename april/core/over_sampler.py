@@ -97,8 +97,8 @@ class OverSampler:
     def first(self, places: Places, *, training: bool = True) -> Sample | GenerateCall | None:
         """Return the next sample or call of both queues, as :meth:`WorkQueue.first` does for one queue.
 
-        Evaluations go before training until they have their share of the requests in flight, and after it from then
-        on. ``training`` is False if training may start nothing now.
+        Evaluations go before training until they have their share of the requests in flight, and after that they go
+        last. ``training`` is False if training may start nothing now.
         """
         evaluation = None
         if self.evaluations.waiting:

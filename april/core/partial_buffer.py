@@ -101,8 +101,8 @@ class Leases:
 AHEAD = 8
 """Limit on held groups, as a multiple of ``groups_at_a_time``, even if ``max_staleness`` allows more."""
 ROWS_COUNTED_AGAIN = 16
-"""The bytes of extras (per-token arrays) are recounted only once the number of held tokens has changed by 1 / this
-number, as a recount visits every sample."""
+"""The bytes of extras (per-token arrays) are recounted once the number of held tokens has changed by a share of
+1 / ROWS_COUNTED_AGAIN, and not more often, as a recount visits every sample."""
 
 
 class IdleCause(StrEnum):
@@ -357,8 +357,8 @@ class PartialBuffer:
             in_time = s.max_age - age(group.drawn_under)
             for unit in (group,) if whole else group.members:
                 slack, by_tokens = in_time, self.slack(unit, age)
-                # the age of tokens sets no deadline with drop, which discards old samples instead of waiting for them,
-                # and for samples that are too old already if the settings accept the loss of some work
+                # on_stale: drop discards old samples instead of waiting for them; if the settings accept the loss of
+                # some work, samples that are already too old set no deadline
                 if s.on_stale is not OnStale.DROP and (by_tokens >= 0 or not self._overbooked):
                     slack = min(slack, by_tokens)
                 if s.on_stale is not OnStale.FINISH and any(x.resumes > s.max_resumes for x in unit.members):

@@ -167,7 +167,7 @@ class RolloutCore:
         self._rows: dict[SampleId, tuple[Any, _Rows]] = {}
         """Rows made ahead of the next delivery, by sample, with the state they were made from (:meth:`_depends_on`)."""
         self._without_rows: deque[Sample] = deque()
-        """Samples of the next batch whose rows are to be made."""
+        """Samples of the next batch whose rows are still to be made."""
         self._unmarked: dict[int, Unit] = {}
         """Groups and samples in ``context.urgent`` whose samples are not marked as urgent yet."""
         self._long_in_a_row = 0
@@ -356,7 +356,7 @@ class RolloutCore:
     def _advance_others(self) -> None:
         """Advance evaluations, weight updates and pauses.
 
-        Training waits for them, and they may have to wait until the running attempts of training have ended.
+        Training may have to wait for these, and these may wait until the running requests of training have ended.
         """
         evaluations, updates = self._evaluations, self.updates
         first = min(updates.numbers, default=0)
@@ -392,9 +392,9 @@ class RolloutCore:
         self.context.stop(list(self.attempts.values()), sweep=True)
 
     def _end_step(self) -> None:
-        """End the step with a delivery.
+        """End the step and deliver the batch.
 
-        If the data has ended and less than a batch is left, ``on_data_end: wait`` keeps the rest and delivers nothing.
+        Nothing is delivered if the data has ended and less than a batch is left, with ``on_data_end: wait``.
         """
         ended = self.over_sampler.exhausted and self.monitor.ready < self.settings.target
         waits = ended and self.settings.on_data_end is OnDataEnd.WAIT
@@ -436,7 +436,7 @@ class RolloutCore:
     def _make_rows(self) -> bool:
         """Make rows of the next batch, a portion at each event; return True once less than a portion is missing.
 
-        Missing rows (samples that finish meanwhile may replace others in the batch) are made at the delivery.
+        Samples that finish meanwhile may replace others in the batch; their rows are made at the delivery.
         """
         settings = self.settings
         if settings.rollout_batch_size * settings.n_samples_per_prompt <= MOST_DELIVERED:
@@ -458,7 +458,7 @@ class RolloutCore:
         return False
 
     def _rows_of(self, sample: Sample, age: Callable[[PolicyVersion], int]) -> _Rows:
-        """Return the rows of a finished sample, and their figures."""
+        """Return the rows of a finished sample, and what the batch's metrics need of them."""
         masks = self.settings.on_stale in (OnStale.MASK, OnStale.FINISH)
         rows = deliver_sample(sample, age, self.buffer.bound(sample) if masks else None)
         return rows, figures_of(rows, age)

@@ -56,7 +56,7 @@ RewardLayout = dict[str, tuple[Any, ...]]
 def wrong_row_rewards(
     rows: Sequence[RowReward], sizes: Sequence[tuple[int, int]], layout: RewardLayout
 ) -> str | None:
-    """Describe why the rewards of one response are invalid, as a text after "the reward"; None if they are valid.
+    """Describe why the rewards of one response are invalid, as the rest of a sentence on "the reward"; else None.
 
     If ``layout`` is empty (before a run's first reward), the layout of a valid reward is written into it.
 

@@ -80,7 +80,7 @@ class RunTimes:
         self._engines_changed()
 
     def _engines_changed(self) -> None:
-        """Update the number of places after engines or limits changed; time before that counts with the old number."""
+        """Update the number of places after engines or limits changed; earlier time counts with the old number."""
         core, before = self._core, self.places
         most = self._most = self._places.total
         self.places = min(most, sum(s.limits.max_in_flight or most for s in core.engines.states.values()))
@@ -106,7 +106,7 @@ class RunTimes:
         self._update_cell = self._updating[self._phase] if self._trainer is UPDATES else None
 
     def update(self, now_s: float) -> None:
-        """Count the time since the last call for the state until now, then read the present state of the core."""
+        """Count the time since the last call for the state that was read then; then read the present state."""
         core = self._core
         if self._began is not None:
             self._count(now_s)
@@ -298,7 +298,7 @@ def bottleneck(
         )
     waited, ahead = times[TrainerTime.WAITS], times[TrainerTime.AHEAD]
     stepwise = settings.generation is GenerationMode.STEPWISE
-    if ahead > waited:  # the trainer may train meanwhile, but a short TRAINS shows that no batch waited for it
+    if ahead > waited:  # the trainer may train meanwhile, but a short TRAINS shows that no batch had to wait
         starved = times[TrainerTime.TRAINS] < LITTLE * step
     else:  # stepwise, the trainer always waits while the engines work
         starved = waited >= (0.5 if stepwise else LITTLE) * step

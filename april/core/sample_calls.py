@@ -99,7 +99,7 @@ class SampleCalls:
         """
         replayed = [chain for chain in sample.chains if chain.replay is not None]
         claims = [(chain, self._answers_received(chain, token_ids, attached)) for chain in replayed]
-        claimed = [(heard, chain.number, chain) for chain, heard in claims if heard is not None]
+        claimed = [(received, chain.number, chain) for chain, received in claims if received is not None]
         free = (c for c in sample.chains if c.replay is None and c.open_call is None and c.calls)
         extended = [
             (len(c.prompt) + len(c.tape), -c.number, c)
@@ -108,16 +108,16 @@ class SampleCalls:
         ]
         longest, _, chain = max(extended, default=(-1, 0, None))
         if claimed:
-            heard, _, lost = min(claimed)
+            received, _, lost = min(claimed)
             # of two equally long chains, prefer the other chain, which calls have used since the restart
-            if not heard or chain is None or self._length_after_answers(lost, heard) > longest:
+            if not received or chain is None or self._length_after_answers(lost, received) > longest:
                 return lost
         return chain
 
-    def _length_after_answers(self, chain: Chain, heard: int) -> int:
-        """Return the length of the conversation (prompt included) after the first ``heard`` replayed answers."""
+    def _length_after_answers(self, chain: Chain, received: int) -> int:
+        """Return the length of the conversation (prompt included) after the first ``received`` replayed answers."""
         assert chain.replay is not None
-        return len(chain.prompt) + chain.replay.calls[heard - 1].end
+        return len(chain.prompt) + chain.replay.calls[received - 1].end
 
     def _answers_received(self, chain: Chain, token_ids: Int32, attached: Sequence[Placed]) -> int | None:
         """Return how many recorded answers of the chain these tokens contain; None if they belong to another chain.
@@ -129,9 +129,9 @@ class SampleCalls:
         assert replay is not None
         starts = [call.start for call in replay.calls]
         starts += [] if replay.open_start is None else [replay.open_start]
-        for heard, start in enumerate(starts):
+        for received, start in enumerate(starts):
             if self._repeats_call_at(chain, token_ids, start, attached):
-                return heard
+                return received
         if replay.open_start is None and replay.calls and chain.is_prefix_of(token_ids, replay.calls[-1].end, attached):
             return len(starts)
         return None
@@ -195,13 +195,13 @@ class SampleCalls:
         assert replay is not None
         ids = event.token_ids
         if ids is not None:
-            heard = self._answers_received(chain, ids, event.attached)
+            received = self._answers_received(chain, ids, event.attached)
         else:
-            heard = 0 if replay.next_start == chain.seen_tokens else None
-        if heard is None or (heard and not event.any_chain):
+            received = 0 if replay.next_start == chain.seen_tokens else None
+        if received is None or (received and not event.any_chain):
             self.restart_diverged(chain.sample)
             return
-        for _ in range(heard):
+        for _ in range(received):
             call = GenerateCall(chain, event.sampling, replay.next_start or 0, state=CallState.DONE)
             _, call.end, call.finish = replay.calls.popleft()
             chain.calls.append(call)

@@ -1,6 +1,6 @@
 """Decides whether a sample that failed or is too old is retried, restarted, replaced or dropped, alone or as a group.
 
-The settings ``max_attempt_failures`` and ``on_failed_sample`` decide; ``function_results``, ``sample_calls`` and
+The settings ``max_attempt_failures`` and ``on_failed_sample`` decide this; ``function_results``, ``sample_calls`` and
 ``attempt_results`` report the failures. Invariant: tokens and prompts are dropped only for a named reason.
 """
 

@@ -58,8 +58,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
         stop: strings that end the response once its text contains one of them. april searches for them, except in a
             request that the engine can search itself; only such a request is sent with them.
         grammar: form that the response must have, as JSON text of {"json_schema": schema} or {"structural_tag": tag};
-            empty if any is allowed. The log-probabilities are those of the tokens that the grammar allows. An engine
-            begins the grammar at the first token of a request, so a request that is cut cannot be continued.
+            empty if there is none. The log-probabilities are those of the tokens that the grammar allows. An engine
+            begins the grammar at the first token of a request, so no request can continue another one.
     """
 
     max_tokens: int

@@ -26,7 +26,7 @@ from april.core.versions import PolicyVersion
 
 T = TypeVar("T")
 SHORT = 4096
-"""Maximum size in bytes at which the arrays of one tape are copied into one ``bytes`` object."""
+"""Size in bytes up to which the arrays of one tape are joined into one ``bytes`` object."""
 
 
 class Packed:

@@ -59,7 +59,7 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
     update; None if all entries are of the segment's own version."""
     constrained: bool = False
     """True if a grammar decided which tokens could be sampled. The log-probabilities are then of the kind ``processed``
-    (only allowed tokens have a probability above 0), even if the engine's others are of another kind."""
+    (only allowed tokens have a probability above 0), whatever kind the engine returns otherwise."""
 
 
 def kept_mask(segments: Sequence[Segment]) -> NDArray[np.uint8]:

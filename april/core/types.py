@@ -27,7 +27,7 @@ from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.core.versions import OnStale as OnStale
 
 NO_DEADLINE = 1 << 30
-"""Slack (number of batches until it is too old) of a group without a deadline, such as a newly drawn group."""
+"""Slack (batches until a unit is too old) of a group without a deadline, such as a newly drawn group."""
 WHOLE_GROUP = -1
 """Sample index that stands for the whole group."""
 
@@ -37,7 +37,7 @@ class Event(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=False)
 
 
 class SampleId(NamedTuple):
-    """Identifies a response: ``group`` is numbered in the order of drawing, ``index`` counts within the group."""
+    """Identifies a response: number of its group, in the order of drawing, and index within the group."""
 
     group: int
     index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
@@ -222,7 +222,7 @@ class Refill(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt: ``token_ids`` int32 [P], and ``data`` for rewards and rollout functions, which april does not read.
+    """A prompt: ``token_ids`` int32 [P], and ``data``, which april passes on to reward and rollout functions.
 
     ``epoch`` and ``position`` (within the epoch) are set when april draws the prompt; together they identify it.
     ``attached`` lists its attachments, such as images, in order; ``token_ids`` contains for each attachment as many
@@ -293,7 +293,7 @@ class Chain:
     """Attachments of the prompt and of the tokens that followed, in order."""
     tape: TokenTape = field(default_factory=TokenTape)
     extras: Extras = NO_EXTRAS
-    """Extras of the conversation: one row per token, from the second to the last generated token; may be empty."""
+    """Extras of the conversation: one row for each token from the second to the last generated one; may be empty."""
     calls: list[GenerateCall] = field(default_factory=list)
     """Calls that the function has made since it was last started, in order; the last one may be open."""
     replay: Replay | None = None

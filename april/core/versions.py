@@ -40,10 +40,10 @@ class OnStale(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class VersionClock:
-    """Holds the current version, and computes how many weight updates an older version lies back.
+    """Holds the current version, and computes how many weight updates have passed since an older version.
 
-    A restart from a checkpoint at ``n = b`` abandons the updates after ``b``. Tokens generated after ``b`` and before
-    the restart are as old as the number of updates from ``b`` to their version, plus the updates since the restart.
+    A restart from a checkpoint at ``n = b`` abandons the updates after ``b``. The age of tokens generated
+    between ``b`` and the restart is the number of updates from ``b`` to their version plus those since the restart.
     """
 
     current: PolicyVersion = FIRST_VERSION

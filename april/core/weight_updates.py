@@ -489,26 +489,27 @@ class WeightUpdates:
         self._failed, self._why = TRANSFER, ""
         self._resume()
 
-    def _leave_out_unsent(self, fates: Sequence[ev.TransferFailure]) -> None:
+    def _leave_out_unsent(self, failures: Sequence[ev.TransferFailure]) -> None:
         """Leave out the engines that did not get the weights that all others got."""
         states = self._context.engines.states
-        for fate in [fate for fate in fates if fate.engine in states and fate.engine not in self._left_out]:
-            self._context.out.append(do.Warn(f"engine {fate.engine} is left out of the weight update: {fate.why}"))
-            self._mark_partially_updated(fate)
-            self._context.engine_failed(fate.engine)
-            self._context.stop(self._attempts_at([fate.engine]))
-            self._left_out.add(fate.engine)
+        for failure in [f for f in failures if f.engine in states and f.engine not in self._left_out]:
+            name = failure.engine
+            self._context.out.append(do.Warn(f"engine {name} is left out of the weight update: {failure.why}"))
+            self._mark_partially_updated(failure)
+            self._context.engine_failed(name)
+            self._context.stop(self._attempts_at([name]))
+            self._left_out.add(name)
 
-    def _sent_to_none(self, why: str, fates: Sequence[ev.TransferFailure]) -> None:
+    def _sent_to_none(self, why: str, failures: Sequence[ev.TransferFailure]) -> None:
         """End an update that reached no engine; engines that hold a part of the new weights must not generate."""
         states, current = self._context.engines.states, self._context.clock.current
-        torn = [fate for fate in fates if fate.torn]
-        for fate in torn:
-            self._mark_partially_updated(fate)
-        if torn:  # an engine that joined meanwhile may be one of these servers under another name
+        partial = [failure for failure in failures if failure.torn]
+        for failure in partial:
+            self._mark_partially_updated(failure)
+        if partial:  # an engine that joined meanwhile may be one of these servers under another name
             for state in (state for name, state in states.items() if name not in self._transfer_engines):
                 state.lose_weights(EngineWeights.HALF)
-        if torn and not any(current in state.loaded for state in states.values()):
+        if partial and not any(current in state.loaded for state in states.values()):
             self.half_updated = (
                 f"the last transfer of weights was interrupted ({why}), and no engine has complete weights; call "
                 "weight_update again before the next batch"
@@ -516,10 +517,10 @@ class WeightUpdates:
         self._failed, self._why = TRANSFER, ""
         self._resume()
 
-    def _mark_partially_updated(self, fate: ev.TransferFailure) -> None:
-        if fate.torn:
+    def _mark_partially_updated(self, failure: ev.TransferFailure) -> None:
+        if failure.torn:
             self._written = True
-            if (state := self._context.engines.states.get(fate.engine)) is not None:
+            if (state := self._context.engines.states.get(failure.engine)) is not None:
                 state.lose_weights(EngineWeights.HALF)
 
     @property
@@ -565,7 +566,7 @@ class WeightUpdates:
                 self._take_over()
             return
         done = [name for name, e in self._answers.items() if e.result is ev.CallResult.DONE]
-        for name in done:  # the next update will give this version to other weights
+        for name in done:  # the next update will use this version for other weights
             self._context.engines.states[name].lose_weights(EngineWeights.HALF)
         if done or self._update.transfers:
             why = "; ".join(f"{name}: {event.error}" for name, event in failed.items())
@@ -622,8 +623,8 @@ class WeightUpdates:
 
     def _resume(self) -> None:
         states = self._context.engines.states.items()
-        torn = [name for name, state in states if not state.loaded and name not in self._left_out]
-        self._recall(self._attempts_at(torn), opens=True)
+        incomplete = [name for name, state in states if not state.loaded and name not in self._left_out]
+        self._recall(self._attempts_at(incomplete), opens=True)
 
     def _resume_engines(self) -> None:
         for name in self._enter_phase(Phase.RESUMING):
