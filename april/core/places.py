@@ -16,10 +16,9 @@ class Places:
 
     Each attempt (engine request) takes a place until it has ended. A started rollout function reserves a place until
     its first call or its end, so that no more functions are started than can generate. Reservations only limit how many
-    functions start; calls ignore them, so a function that waits for a tool or a client delays no call.
-
-    Evaluations ignore the reservations of training. They have places of their own in addition to training's ``total``,
-    and may also use the places that training leaves free.
+    functions start; calls ignore them, so a function that waits for a tool or a client delays no call. Evaluations
+    ignore the reservations of training. They have places of their own in addition to training's ``total``, and may also
+    use the places that training leaves free.
 
     Args:
         total: number of places of training.

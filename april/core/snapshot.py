@@ -308,7 +308,7 @@ def _add_attempt(sample: SavedSample, attempt: Attempt, came: AttemptTape) -> No
 
 
 def _detach(group: SavedGroup, attachments: dict[str, Attachment]) -> None:
-    """Remove settled samples' conversations, and move the contents of attachments to ``attachments``, by digest."""
+    """Remove what delivered and dropped samples held, and move attachments' contents to ``attachments``, by digest."""
     for sample in group.samples:
         if sample.settled is not None:
             sample.chains, sample.row_rewards = [], ()
