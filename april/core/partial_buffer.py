@@ -192,7 +192,7 @@ class PartialBuffer:
         return group.id not in self._waiting_like(group)
 
     def next_waiting(self, *, long: bool, most: int) -> Group | None:
-        """Move a waiting group into the present round and return it; None if none waits or ``most`` units are there.
+        """Move a waiting group into the present round and return it; None if none waits or it has ``most`` units.
 
         Groups that were put aside are used only if ``long`` is True.
         """

@@ -59,7 +59,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
             request that the engine can search itself; only such a request is sent with them.
         grammar: form that the response must have, as JSON text of {"json_schema": schema} or {"structural_tag": tag};
             empty if there is none. The log-probabilities are those of the tokens that the grammar allows. An engine
-            begins the grammar at the first token of a request, so no request can continue another one.
+            begins the grammar at the first token of a request, so an interrupted request cannot be continued.
     """
 
     max_tokens: int
