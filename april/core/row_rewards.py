@@ -1,4 +1,4 @@
-"""Defines what a reward function may return beside a number: parts, values per turn and per token, and a note.
+"""Defines what a reward function may return besides a number: parts, values per turn and per token, and a note.
 
 A :class:`RowReward` belongs to a whole response or to one of its conversations, which become rows of the batch. All
 rewards of a run have the same names with the same shapes (the *layout*), so that a batch can have arrays of them.
@@ -24,7 +24,7 @@ RESERVED = frozenset(
         "turn_numbers", "turn_offsets", "version_incarnation", "version_n",
     }
 )  # fmt: skip
-"""Names of a batch's own arrays, of extras, and ``total``; no part or array of a reward may have one of these."""
+"""Names that rewards' parts and arrays may not have: those of a batch's own arrays, of extras, and ``total``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class RowReward:
     """
 
     reward: float
-    """the number that is trained"""
+    """the number from which advantages are computed"""
     row: int | None = None
     """index of the conversation that the reward belongs to; None if it belongs to the whole response"""
     parts: Mapping[str, float] = field(default=NO_PARTS)
@@ -45,25 +45,25 @@ class RowReward:
     per_token: Extras = field(default=NO_EXTRAS, compare=False)
     """arrays by name, [T, ...]: one row for each token of the response, those of the environment included"""
     note: Any = field(default=None, compare=False)
-    """plain values for people or for the trainer: text, numbers, lists and mappings"""
+    """value for logs or for the trainer, made of text, numbers, lists and mappings"""
 
 
 RewardLayout = dict[str, tuple[Any, ...]]
-"""What rewards have, by name: (``part``, ``per turn`` or ``per token``, row shape, type of number). The name "" says
-whether rewards belong to responses or to conversations; the mapping is empty before the first reward."""
+"""(Kind, row shape, type of number) of each part and array of the rewards, by name; a kind is ``part``, ``per turn`` or
+``per token``. The entry "" says whether rewards belong to responses or to conversations."""
 
 
 def wrong_row_rewards(
     rows: Sequence[RowReward], sizes: Sequence[tuple[int, int]], layout: RewardLayout
 ) -> str | None:
-    """Describe why the rewards of one response are invalid, as what ``the reward`` has or is; None if they are valid.
+    """Describe why the rewards of one response are invalid, as the rest of a sentence on "the reward"; else None.
 
-    A valid reward becomes the layout of the run if ``layout`` is empty.
+    If ``layout`` is empty (before a run's first reward), the layout of a valid reward is written into it.
 
     Args:
         rows: the rewards; empty if the reward function returned a number.
         sizes: (number of turns, number of tokens) of each conversation.
-        layout: what earlier rewards of the run had.
+        layout: layout of the earlier rewards of the run.
     """
     by_row = bool(rows) and rows[0].row is not None
     if by_row and len(rows) != len(sizes):
@@ -92,7 +92,7 @@ def _wrong_numbers(row: RowReward) -> str | None:
     if len({*names}) < len(names):
         twice = next(name for i, name in enumerate(names) if name in names[:i])
         return f"has the name {twice} twice; parts, per_turn and per_token need different names"
-    # parts first: a sum of parts is wrong because of one of these
+    # parts first, since a wrong part also makes their sum wrong
     wrong_part = next(((n, wrong) for n, value in row.parts.items() if (wrong := wrong_reward(value))), None)
     if wrong_part is not None:
         return f"has a part {wrong_part[0]} that is {wrong_part[1]}"
@@ -135,10 +135,10 @@ def _difference(found: RewardLayout, layout: RewardLayout, before: str) -> str:
 
 
 def cohort_values(members: Iterable[Sequence[RowReward]]) -> Extras:
-    """Return what advantages need of the rewards of k samples: float32 [k, rows, values] by name, padded with NaN.
+    """Return the rewards of k samples for computing advantages: float32 [k, rows, values] by name, padded with NaN.
 
-    A part has one value, an array per turn has one per turn. The name "" has the rewards of conversations, if rewards
-    belong to these. Arrays per turn with further dimensions, and arrays per token, are left out.
+    A part has one value per row, and an array per turn one value per turn. If rewards belong to conversations, the
+    entry "" has these rewards. Arrays per turn with further dimensions, and arrays per token, are left out.
     """
     rewards = [list(rows) for rows in members]
     if not all(rewards):
