@@ -2,8 +2,8 @@
 
 Invariants:
 
-* An image is identified by the digest of its bytes. In the prompt it has one placeholder token per image feature, and
-  no other token stands for a part of an image.
+* An image is identified by the digest of its bytes. In a conversation it has one placeholder token per image feature,
+  and no other token stands for a part of an image.
 * Nothing computed from weights is cached. Pixels are cached up to a limit; the vision tower runs in every prefill.
 """
 
