@@ -448,7 +448,7 @@ class _ClientConnection:
 
 
 async def _in_portions(chunks: Any, enough: int) -> AsyncGenerator[list[Chunk], None]:
-    """Yield the engine's chunks, copied if necessary; a buffered stream's once ``enough`` pieces arrived or it ended."""
+    """Yield copies of the chunks; a buffered stream yields when ``enough`` pieces have arrived, or all of them."""
     if isinstance(chunks, BufferedStream):
         while await chunks.arrived():
             if chunks.waiting >= enough or chunks.over:

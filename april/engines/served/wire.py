@@ -48,7 +48,7 @@ class Failure(msgspec.Struct, array_like=True):
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """Describe an error; any error but an EngineError becomes an EngineError whose message names its class."""
+        """Describe an error; an error of another type becomes an EngineError whose message names that type."""
         if isinstance(error, EngineError):
             kind = next(c.__name__ for c in type(error).__mro__ if c.__module__ == errors.__name__)
             return cls(kind, str(error), getattr(error, "retry_after_s", None), getattr(error, "unsound", 0))

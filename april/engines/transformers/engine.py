@@ -77,10 +77,10 @@ class _Stream:
 class TransformersEngine(EngineBase):
     """Continuous batching over any Hugging Face causal model with plain key-value attention.
 
-    ``optimizer.step()`` is the weight update: the parameters are read in place. Pause the engine (or let it run idle)
-    before the optimizer writes, then call :meth:`update_weights` with the new version. An optimizer step while the
-    engine generates raises :class:`~april.errors.WeightsInUse`. Writes without an optimizer are detected after the
-    tick, by the version counters, the addresses and a few values of the tensors. Then every request ends with
+    The engine reads the parameters in place, so ``optimizer.step()`` changes its weights. Pause the engine (or let it
+    run idle) before the optimizer writes, then call :meth:`update_weights` with the new version. An optimizer step
+    while the engine generates raises :class:`~april.errors.WeightsInUse`. Writes without an optimizer are detected
+    after the tick, by the version counters, the addresses and a few values of the tensors. Then every request ends with
     WeightsInUse and without the tokens of that tick, and nothing is generated before the next :meth:`update_weights`.
     Writes through ``.data`` may be missed, because they change neither counter nor address.
 
@@ -194,7 +194,7 @@ class TransformersEngine(EngineBase):
         """Version and write counter of the weights that generated last; the counter is None after a warning."""
         self._dtypes = {parameter.dtype for parameter in model.parameters()}
         self._unchanged = 0
-        """Number of successive updates that followed generation but no write to the weights."""
+        """Number of successive updates without a write to the weights, among updates after generating."""
         self._remove_optimizer_guard = guard_optimizers(self, self._weights)
 
     @classmethod
@@ -474,7 +474,7 @@ class TransformersEngine(EngineBase):
         the weights again and raises ConfigError.
         """
         if self._weights.sharded:
-            self.release()  # even gathered weights are gathered again: other ranks may need it, and it is collective
+            self.release()  # then gather even if this rank has the weights, because other ranks may wait for it
             self._weights.gather()
             self._with_trainer = True
             try:

@@ -6,7 +6,7 @@ plausible text with wrong log-probabilities. The check refuses such models befor
 Some models change their arithmetic at a certain length (windows, chunks, scaled positions), and each model family names
 that setting differently. So the check is repeated at every number in the model's configuration that may be such a
 length (``named_lengths``). One sequence grows beyond the length token by token, one starts beyond it, and short ones
-are in the same batch. If it costs little, a long sequence is also checked for lengths that the configuration lacks.
+are in the same batch. If it costs little, a long sequence is checked too, in case the length is not in the configuration.
 
 Decoded and recomputed results may differ by rounding: about 1e-5 nats in float32 on a CPU, but tenths of a nat in
 bfloat16 when the shape of the batch changes. Except in float32 on a CPU, this noise of the model is measured: the same
@@ -55,7 +55,7 @@ _EARLY_TOKENS = 2
 _SHORT_NEIGHBOURS = (3, 5)
 _SHORTEST = max(_PROMPT_LENGTHS) + _NEW_TOKENS
 _CHEAP_TOKENS, _CHEAP, _CHEAP_ELSEWHERE = 1024, {"cpu": 10**9}, 10**13
-"""Limits of the check with a long sequence, for half a second at most: tokens; parameters x tokens, by device type."""
+"""Limits of the check with a long sequence (half a second): tokens; parameters x tokens on a CPU; on other devices."""
 _LOGGED_COST = 10**11
 """Number of parameters x tokens above which a check is logged: about ten seconds on a CPU."""
 EXACT_NATS = 1e-4
@@ -63,13 +63,13 @@ EXACT_NATS = 1e-4
 _NOISE = 1.5
 """Factor by which the decoder's difference may exceed the model's noise: the decoder adds one more batch shape."""
 _MOST_NATS, _MOST_NATS_HALF = 2e-2, 0.5
-"""Largest accepted difference, however large the noise: in float32 on a GPU (TF32 may be on), and below float32."""
+"""Largest accepted difference even if there is more noise: in float32 on a GPU (perhaps TF32), in lower precision."""
 
 
 def recompute(
     model: Any, tokens: Tensor, last: int | None = None, images: Mapping[str, Tensor] | None = None
 ) -> Tensor:
-    """Return log-probabilities float32 [last, V], without the decoder, at the last ``last`` of ``tokens`` int64 [T].
+    """Return the model's log-probabilities float32 [last, V] for the final ``last`` tokens in ``tokens`` int64 [T].
 
     ``last`` None means all tokens but the first. ``images`` is the processor's output for the prompt, without tokens.
     """
@@ -106,7 +106,7 @@ class _RecordingDecoder(SlotDecoder):
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """Dtypes of the weights and of the cache; the keys show an autocast around the model."""
+        """Dtypes of the weights and of the cache; the cached keys have the dtype of an autocast around the model."""
         return {p.dtype for p in self._model.parameters() if p.dtype.is_floating_point} | self._cache.stored_dtypes
 
 

@@ -35,7 +35,7 @@ HOLD_IT = (
 
 
 def guard_optimizers(engine: Any, weights: Any) -> weakref.finalize[Any, Any]:
-    """Make ``step()`` of optimizers of these weights raise WeightsInUse while ``engine.generating``.
+    """Make ``step()`` of optimizers of these weights raise WeightsInUse while ``engine.generating`` is True.
 
     Steps are refused before they begin, because write counters would be too late: they move after a write, a fused step
     is one long write, and some writes are not counted. Calling the result, or deleting ``engine``, removes the guard.
@@ -138,7 +138,7 @@ class ModelState:
         return self._torn or self.changed_setting()
 
     def changed_error(self, name: str, torn: str, requests: int, unsound: int) -> WeightsInUse:
-        """Build engine ``name``'s error for a tick in which ``torn`` changed (empty or WRITTEN: the weights)."""
+        """Build the error for a tick of engine ``name``; ``torn`` names what changed, or is empty for the weights."""
         switched = torn not in ("", WRITTEN)
         return WeightsInUse(
             f"{name}: {f'the model was switched ({torn})' if switched else 'the weights were changed'} while "
@@ -163,7 +163,7 @@ class ModelState:
             await asyncio.sleep(POLL_S)
 
     def _look(self, *_: object) -> None:
-        """Hook that runs at each call of the model, by any thread."""
+        """Look for changes; this hook runs at each call of the model by any thread."""
         if not self._torn and threading.get_ident() != self._decoding_thread:
             self._torn = self.changed_setting() or (WRITTEN if self.weights_written() else "")
 

@@ -34,7 +34,7 @@ _PATTERN_SIZE = {
     "chunked_attention": "attention_chunk_size",
 }
 _MOST_COST, _MOST_COST_ELSEWHERE = {"cpu": 3 * 10**11}, 10**14
-"""Highest :func:`cost_of_trial` of a check without a ``max_len`` from the user: by device type, and on other types."""
+"""Highest :func:`cost_of_trial` if the user did not set ``max_len``: by device type, and on other devices."""
 _MASKED_ATTENTION = ("sdpa", "eager")
 # Words in the names of settings that count something other than positions: layer sizes, numbers of layers, ids.
 _OTHER_COUNTS = {
@@ -48,7 +48,7 @@ _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class AttentionPattern:
-    """Earlier positions that layers of one type attend to: all (size None), the last ``size``, or their own chunk's."""
+    """Earlier positions that layers of one type attend to: all (size None), the last ``size``, or the same chunk's."""
 
     name: str
     size: int | None
@@ -192,7 +192,7 @@ def context_of(model: Any) -> int:
 
 
 def affordable_context(model: Any) -> int:
-    """Return the default ``max_len`` with a check: the context, or less if its check would take over half a minute."""
+    """Return the default ``max_len`` of a checked model: the context, or less if checking takes over half a minute."""
     context = context_of(model)
     for length, name in sorted(named_lengths(model, context).items()):
         if cost_of_trial(model, length) > _MOST_COST.get(next(model.parameters()).device.type, _MOST_COST_ELSEWHERE):
@@ -252,7 +252,7 @@ def _warn_of_dropout(training: list[Any]) -> None:
 def generation_mode(model: Any) -> Iterator[None]:
     """Inside the block, switch dropout off and use an attention implementation that takes masks.
 
-    Flash and flex attention take no mask per row, so ``sdpa`` (or else ``eager``) replaces them inside the block.
+    Flash and flex attention take no mask per row, so ``sdpa`` (or else ``eager``) replaces them.
     """
     training = [module for module in model.modules() if module.training]
     if training and model not in _checked_for_dropout:

@@ -150,7 +150,7 @@ def inner_model(model: Any) -> Any:
 
 
 def refuse_shards(model: Any, kind: str) -> None:
-    """Raise ConfigError if the weights are sharded over ranks, unless by FSDP2 in a way that was tested."""
+    """Raise ConfigError if the weights are sharded over ranks, except by FSDP2 with tested options."""
     parameters = list(model.parameters())
     units = _fsdp_modules(model)
     how = ""
@@ -263,7 +263,7 @@ class ModelWriter:
     def take(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], last: bool) -> None:
         """Copy these tensors into the model, in place.
 
-        Raises EngineError for an unknown name or another shape, and with ``last`` if the model lacks a tensor then.
+        Raises EngineError for an unknown name or another shape, and with ``last`` if a tensor of the model is missing.
         """
         for spec, tensor in zip(specs, tensors, strict=True):
             place = self._places.get(spec.name)

@@ -40,7 +40,7 @@ PREFILL_SEQUENCES = 16
 PREFILL_TOKENS = 16_384
 """Largest number of tokens per prefill call, padding included; only a single sequence may be longer."""
 _FIRST_COLUMNS = 128
-# Uniform numbers are made for this many steps ahead: few at first, because the slots of short runs change often.
+# Number of steps for which uniform numbers are made ahead: few at first, because a change of the slots discards them.
 _NOISE_AHEAD, _NOISE_AHEAD_LATER = 8, 32
 
 # Rows of the slot matrix. The first five are also on the device and grow by one per decode step. The next token goes

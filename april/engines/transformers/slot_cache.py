@@ -57,7 +57,7 @@ class SlotCache(Cache):
     # ------------------------------------------------------------------ announcing the next model call
 
     def begin_prefill(self, first: int, count: int, length: int, source: Tensor | None) -> None:
-        """Prepare a model call that prefills rows ``first .. first + count`` with sequences padded to ``length``.
+        """Prepare a model call that prefills ``count`` rows, from ``first`` on, with sequences padded to ``length``.
 
         Args:
             first: Number of rows that are already active.
@@ -76,7 +76,7 @@ class SlotCache(Cache):
         self._first, self._count, self._window, self._seen = first, count, length, 0
 
     def begin_decode(self, count: int, columns: int, cells: Tensor) -> int:
-        """Prepare a model call that appends one token to each of the first ``count`` rows; return the window.
+        """Prepare a model call that appends a token to the first ``count`` rows; return how many columns it reads.
 
         Args:
             count: Number of active rows.

@@ -49,7 +49,7 @@ class SamplingRows:
     nucleus_rows: Tensor | None
     """Indices of the rows with top_p < 1, int64 [k]."""
     nucleus_mass: Tensor | None
-    """The top_p of these rows, float64 [k, 1]."""
+    """The top_p of ``nucleus_rows``, float64 [k, 1]."""
 
     @classmethod
     def of(cls, temperature: NDArray[np.float64], top_p: NDArray[np.float64], device: torch.device) -> SamplingRows:

@@ -104,7 +104,7 @@ class Vision:
         return None
 
     def process(self, tokens: NDArray[np.int32], attached: Sequence[Placed]) -> ProcessedImages:
-        """Process a conversation's images; AttachmentError if one is broken or does not match its tokens."""
+        """Process a conversation's images; AttachmentError if an image is broken or does not match its tokens."""
         pixels = []
         for placed in attached:
             of_one = self._pixels_of(placed.attachment)

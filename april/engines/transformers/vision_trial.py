@@ -42,7 +42,7 @@ class TrialPrompt:
 
 
 def prompts_with_images(model: Any, vision: Vision, longest: int) -> list[TrialPrompt]:
-    """Make prompts with one image, with two images of other sizes, and with the first one's tokens but another image.
+    """Make three prompts: one image, two images of other sizes, and the first prompt's tokens with another image.
 
     Raises ConfigError if a prompt is longer than ``longest`` tokens.
     """
