@@ -474,7 +474,7 @@ class TransformersEngine(EngineBase):
         the weights again and raises ConfigError.
         """
         if self._weights.sharded:
-            self.release()  # then gather even if this rank has the weights, because other ranks may wait for it
+            self.release()  # then gather again in any case: gathering is collective, and other ranks may need it
             self._weights.gather()
             self._with_trainer = True
             try:

@@ -6,7 +6,7 @@ plausible text with wrong log-probabilities. The check refuses such models befor
 Some models change their arithmetic at a certain length (windows, chunks, scaled positions), and each model family names
 that setting differently. So the check is repeated at every number in the model's configuration that may be such a
 length (``named_lengths``). One sequence grows beyond the length token by token, one starts beyond it, and short ones
-are in the same batch. If it costs little, a long sequence is checked too, in case the length is not in the configuration.
+are in the same batch. If cheap, a long sequence is checked too, for lengths that are not in the configuration.
 
 Decoded and recomputed results may differ by rounding: about 1e-5 nats in float32 on a CPU, but tenths of a nat in
 bfloat16 when the shape of the batch changes. Except in float32 on a CPU, this noise of the model is measured: the same
