@@ -64,7 +64,7 @@ class Capabilities:
     vocab_size: int
     """Size of the vocabulary; token ids are in [0, vocab_size)."""
     max_context: int
-    """Largest number of tokens of prompt plus response."""
+    """Maximum number of tokens in the prompt and the response together."""
     eos_token_ids: tuple[int, ...] = ()
     """Token ids that end every response, in addition to the stop ids of a request."""
     max_in_flight: int | None = None
@@ -74,21 +74,21 @@ class Capabilities:
     """True if an aborted request returns the tokens generated so far."""
     shares_weights: bool = False
     """True if the engine generates with the trainer's own parameters, so it must be idle while the optimizer runs.
-    Such an engine implements :class:`~april.engines.protocol.SharesModel`."""
+    The engine then implements :class:`~april.engines.protocol.SharesModel`."""
     gathers_weights: bool = False
     """True if the parameters are sharded over ranks, so the engine generates only between ``gather`` and ``release``.
-    Such an engine implements :class:`~april.engines.protocol.GathersWeights`."""
+    The engine then implements :class:`~april.engines.protocol.GathersWeights`."""
     updates_from_disk: bool = False
-    """True if ``update_weights`` accepts a path."""
+    """True if ``update_weights`` accepts the path of a directory with the weights."""
     adapters: AdapterSite | None = None
-    """How ``update_weights`` accepts the directory of an adapter (LoRA); None if it does not."""
+    """Which LoRA adapters ``update_weights`` can load from a directory; None if it loads no adapters."""
     collective: tuple[str, ...] = ()
     """Back-ends ("nccl", "gloo") over which the trainer's process can send weights. Unless this is empty, the engine
     implements :class:`~april.engines.weight_transfer.ReceivesWeights`."""
     takes_tensors: bool = False
     """True if the engine copies tensors of this process (:class:`~april.engines.weight_transfer.TakesTensors`)."""
     abort_means: AbortMeans = AbortMeans.BY_ID
-    """How ``abort`` works on this engine."""
+    """How ``abort`` ends requests on this engine."""
     version_spans: bool = True
     """True if responses say which weights made which token. If False, tokens get the version at which their request was
     sent, and april ends all requests before a weight update."""
@@ -103,8 +103,8 @@ class Capabilities:
     """True if the engine ends a request once the text that it generated contains one of ``sampling.stop``, and returns
     all tokens of that text; april searches the text again. If False, the engine is sent no stop strings."""
     remote: bool = False
-    """True if the engine is a server, which may restart or get weights from others. While it has requests, april
-    regularly checks its load and its weights."""
+    """True if the engine is a server, which may restart or get weights from others. While the engine has requests,
+    april regularly checks its load and its weights."""
     own_weights: bool = False
     """True if the engine is not a server but has its own copy of the weights, into which the trainer writes. After an
     interrupted transfer, its weights are unknown."""

@@ -11,8 +11,8 @@ Every engine keeps this contract (an *attempt* is one request to an engine):
 * The version on a chunk is the version of the weights that generated its tokens.
 * While paused, no token is generated and new requests wait.
 * No token of ``sampling.banned_ids`` is generated.
-* Attachments of a request are identified by their digest only, and tokens that stand for them say where the model
-  reads them. Whatever the engine caches for attachments is discarded at a weight update.
+* Attachments (images) of a request are identified by their digest only; placeholder tokens in the prompt say where the
+  model reads them. Whatever the engine caches for attachments is discarded at a weight update.
 
 :class:`Capabilities` says which parts of the contract an engine cannot keep; ``april.testing.conformance`` tests all
 other parts.
@@ -42,8 +42,8 @@ from april.engines.abilities import FirstWeights as FirstWeights
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
 ROUTED_EXPERTS = "routed_experts"
-"""Name of the array with the experts that each token was routed to: [tokens, layers, experts per token], uint8 or
-uint16."""
+"""Name of the array with the experts that each token was routed to, uint8 or uint16, of shape [tokens, layers, experts
+per token]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """Answer to a health probe."""
+    """Result of a health check of an engine."""
 
     ok: bool
     detail: str = ""
