@@ -51,7 +51,7 @@ class EngineActor:
         self._engine.require_idle()
 
     async def generate(self, ask: bytes) -> bytes:
-        """Run one request to its end; returns a :class:`ChunkMessage`."""
+        """Run one request to its end, and return an encoded :class:`ChunkMessage`."""
         request = unpack(ask, Request)
         try:
             chunks = [chunk async for chunk in self._engine.generate(request)]
@@ -78,7 +78,7 @@ class EngineActor:
         return pack(answer)
 
     async def health(self) -> bytes:
-        """Return a :class:`CallReply` with health, policy version, and the id of this actor process as session."""
+        """Return an encoded :class:`CallReply` with health, policy version, and the id of this process as session."""
         return pack(CallReply(
             session=self._process_id, version=self._engine._version, health=await self._engine.health()
         ))  # fmt: skip

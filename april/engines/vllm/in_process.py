@@ -138,7 +138,7 @@ class VllmInProcessEngine(Transfers):
                 raise EngineError(f"engine {self._name}: the output ended without a finish reason")
 
     def _failure(self, error: Exception) -> EngineError:
-        """Convert an exception of vLLM; in newer versions, the exception has the HTTP status for vLLM's server."""
+        """Convert an exception of vLLM to one of april's, by the HTTP status that newer versions of vLLM attach."""
         refused = isinstance(error, ValueError) or any(kind.__name__ == _REFUSED for kind in type(error).__mro__)
         status = getattr(error, "status_code", getattr(error, "http_status", None))
         if not isinstance(status, int):
@@ -252,7 +252,7 @@ class VllmInProcessEngine(Transfers):
         await super().resume()
 
     async def _load_whole(self, version: PolicyVersion, path: str | None) -> None:
-        """Load weights from ``path`` if given, drop what is cached of the old weights, and label the new weights."""
+        """Load weights from ``path`` if given, drop what was cached under the old weights, and label the new ones."""
         self.require_idle()
         self._why_incomplete = f"engine {self._name}: {_BETWEEN}"
         if path is not None:
@@ -392,7 +392,7 @@ def _capabilities(llm: Any, stream: bool, eos_token_ids: Sequence[int] | None, l
 
 
 def _returns_experts(llm: Any) -> bool:
-    """Return whether the AsyncLLM returns the experts of tokens, a setting that has moved in vLLM 0.33."""
+    """Return whether the AsyncLLM returns the experts of tokens; vLLM 0.33 moved this setting to another config."""
     config = llm.vllm_config
     parts = (config.model_config, getattr(config, "aux_output_config", None))
     return any(getattr(part, EXPERTS_SETTING, False) is True for part in parts)

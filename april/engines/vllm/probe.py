@@ -233,7 +233,7 @@ class _VllmProbe(ServerProbe):
         return kinds, keeps
 
     async def _attachments_taken(self) -> tuple[tuple[str, ...], str, bool]:
-        """Return the accepted kinds of attachments, why there are none if the model sees, and whether they are kept.
+        """Return the accepted kinds of attachments, why a model with vision gets none, and whether they are kept.
 
         The request names an unknown image; a server that accepts images answers that the image's bytes are missing.
         """
