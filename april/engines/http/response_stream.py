@@ -159,7 +159,7 @@ class GenerateRoute:
     """True if a stream is complete only with its end mark ([DONE]), because the server sends its token count between
     the finish reason and the mark."""
     confirmation: Confirmation | None = None
-    """Check of the server's weights; None if the responses name them from the beginning."""
+    """Check of the server's weights, for responses that do not name them before they end; None if not needed."""
     paused_by_others: Callable[[], Awaitable[bool]] | None = None
     """Function that returns whether somebody else paused the server, for requests that the server ends on its own."""
     attachments: SentAttachments = field(default_factory=SentAttachments)
