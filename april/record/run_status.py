@@ -51,7 +51,7 @@ class RunStatus:
         target: number of groups or samples that a batch needs.
         whole_groups: whether ``ready`` and ``target`` count groups.
         in_flight: number of training requests at engines.
-        partials: number of unfinished responses with tokens that older weights than the current ones generated.
+        partials: number of unfinished responses with tokens from older weights than the current ones.
         oldest: number of weight updates between the oldest of these tokens and the training of the next batch; 0 if
             there are no such tokens.
         observed: number of response tokens received so far.

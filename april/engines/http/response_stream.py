@@ -161,11 +161,11 @@ class GenerateRoute:
     confirmation: Confirmation | None = None
     """Check of the server's weights, for responses that do not name them before they end; None if not needed."""
     paused_by_others: Callable[[], Awaitable[bool]] | None = None
-    """Function that returns whether somebody else paused the server, for requests that the server ends on its own."""
+    """Function that returns whether somebody else has paused the server; called if the server ends a request."""
     attachments: SentAttachments = field(default_factory=SentAttachments)
     """Record of the attachments that the server has received."""
     routing_key: RoutingKey = "off"
-    """Setting which requests share a routing key, so that a router before the servers sends them to the same server."""
+    """Rule for which requests share a routing key, by which a router before the servers sends them to one server."""
     open_streams: dict[str, ResponseStream] = field(default_factory=dict)
     """Streams that were admitted and have not ended, by attempt id."""
 
@@ -336,7 +336,7 @@ class ResponseStream(BufferedStream):
     async def _post(self, urls: Urls) -> bool:
         """Send the request with the attachments in ``urls``; False if it has already ended."""
         endpoint, request = self._endpoint, self._request
-        # stream a request with attachments: its first event shows that they have arrived; other requests wait for that
+        # stream if attachments are sent: the first event shows that they have arrived, for which other requests wait
         self._streamed = self._streamed or (bool(urls) and endpoint.attachments.by_name)
         self._reader, body = endpoint.prepare(request, self._streamed, urls)
         if self._closing:

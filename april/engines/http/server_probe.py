@@ -245,7 +245,7 @@ class ServerProbe:
         """Return the shape of a token's routed experts; None if no reply has shown it.
 
         ``seen`` is the shape in a reply, or a text on what the user must do to get it, which is noted in ``needs``.
-        ``said`` is the shape in the model's files; if it was not seen on a server that runs, ``limit`` is noted.
+        ``said`` is the shape in the model's files; if known but not seen, and unless paused, ``limit`` is noted.
         """
         if isinstance(seen, Routing):
             return seen

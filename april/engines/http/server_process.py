@@ -1,8 +1,7 @@
 """Checks that responses come from the server process that holds the present weights, and not from a restarted one.
 
-A restarted server has the weights it was started with. A server with weight labels then shows another label. For other
-servers, april compares the process start time in their metrics; without that, april only knows if it found the port
-closed.
+A restarted server has the weights it was started with. A server with weight labels then shows another label; of others,
+april compares the start time in their metrics. Without that, april notices a restart only if it found the port closed.
 """
 
 from __future__ import annotations
@@ -160,8 +159,7 @@ class ServerProcess:
         """True if a restarted process has the present weights too, because the server starts with them."""
 
     async def check(self) -> tuple[bool | None, ServerMetrics]:
-        """Return whether the server has the present weights (None if it does not say which process it is), and its
-        metrics."""
+        """Return whether the server has the present weights (None if that cannot be told), and its metrics."""
         metrics = await read_metrics(self._client, self._metrics_route)
         if self._present is None:
             return self.keeps_weights or self._client.refusals == self._refusals, metrics

@@ -27,6 +27,7 @@ class Span(msgspec.Struct, gc=False):
 START_LABEL = "default"
 """Label that servers give to the weights they were started with."""
 MARK = "between-"
+"""Prefix of labels that name no policy version."""
 GIVEN = "-given"
 """Suffix of the first version's label once the weights may differ from those that the server was started with."""
 _OURS = re.compile(rf"(v\d+\.\d+|{MARK}[0-9a-f]{{8}})-[0-9a-f]{{6}}({GIVEN})?")
