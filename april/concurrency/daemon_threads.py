@@ -31,7 +31,7 @@ EXIT_PATIENCE_S, TELL_S, INTERRUPT_S = 10.0, 2.0, 2.0
 """Seconds that the exit handler waits for functions: in total, before it logs a warning, and after it has interrupted
 them."""
 _running: dict[int, Callable[..., Any]] = {}
-"""Functions that run in april's threads, by thread identifier."""
+"""Functions that run in april's threads now, by thread identifier."""
 _over = threading.Event()
 """Set once the exit handler interrupts functions; no other function starts after that."""
 
@@ -70,7 +70,7 @@ class DaemonPool(ThreadPoolExecutor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Accept no more jobs; threads end after the queued jobs, and with ``wait`` this waits for them."""
+        """Accept no more jobs. The threads end after the queued jobs; ``wait`` means to wait for their end."""
         with self._taking:
             self._over = True
             if cancel_futures:
