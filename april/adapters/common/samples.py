@@ -1,4 +1,4 @@
-"""Reads the values that a trainer needs from delivered samples: generated segments, spans of versions, images."""
+"""Extracts what trainers need from delivered samples: generated segments, spans of policy versions, images."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def generated_segments(segments: Sequence[Segment]) -> list[Segment]:
 
 
 def spans_of(segments: Sequence[Segment]) -> list[tuple[int, int, PolicyVersion | None]]:
-    """Return (start, end, policy version) spans of a response, merged across attempts; None for the environment."""
+    """Return spans (start, end, policy version) of a response, across requests; tool results have the version None."""
     spans: list[tuple[int, int, PolicyVersion | None]] = []
     for s in segments:
         version = s.version if s.kind is SegmentKind.GENERATED else None
@@ -41,7 +41,7 @@ def spans_of(segments: Sequence[Segment]) -> list[tuple[int, int, PolicyVersion 
 
 
 def attached_pictures(attached: Sequence[Placed], mode: str | None = "RGB") -> list[Any]:
-    """Open the images that were sent to the engines with PIL, converted to ``mode`` (None means not converted)."""
+    """Return the images that were sent to the engines as PIL images, converted to ``mode`` unless it is None."""
     from PIL import Image
 
     opened = (Image.open(io.BytesIO(attachment_bytes(placed.attachment))) for placed in attached)

@@ -29,7 +29,7 @@ class SlimeHooks:
         self.dropped: Counter[str] = Counter()
         """Number of groups that the filter has rejected since the last batch, by reason."""
         self.judged: list[list[Any]] = []
-        """Groups scored since the last batch, also rejected ones; empty if no hook of slime asks for them."""
+        """Groups scored since the last batch, also rejected ones; only for --rollout-all-samples-process-path."""
         self._remaining = 0
         path = getattr(args, "dynamic_sampling_filter_path", None)
         self._filter = framework.load_function(path) if path else None
@@ -122,7 +122,7 @@ class SlimeHooks:
                 f"the reward of sample {sample.index} is {value!r}, which is not a number; if there are several, "
                 "choose one with --reward-key"
             ) from None
-        if wrong_reward(number) is None:  # so that slime's filter sees the same number as april's batch
+        if wrong_reward(number) is None:  # round, so that slime's filter sees the same number as april's batch
             number = float32_reward(number)
             sample.reward = {**sample.reward, key: number} if key else number
         return number

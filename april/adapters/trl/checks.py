@@ -1,4 +1,4 @@
-"""Checks that the installed TRL fits, and turns GRPOConfig's settings into april's."""
+"""Checks TRL's version and settings, and converts GRPOConfig's settings to april's."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def config_for(
 ) -> Config:  # fmt: skip
     """Return april's settings, completed from the trainer's. Raises ConfigError if the two contradict each other.
 
-    ``decided`` has the settings that the trainer decides, (name there, value) by april's name; None means
-    GRPOTrainer's. ``defaults`` are april's settings where none are given.
+    ``decided`` maps april's names of settings that the trainer decides to (TRL's name, value); None means those of
+    GRPOTrainer. ``defaults`` are used for settings that the user has not given.
     """
     args = trainer.args
     refuse([greedy(args.temperature == 0, "GRPOConfig.temperature=0")])
@@ -78,7 +78,7 @@ def config_for(
                 f"{name}={ours[name]} of april contradicts {their_name}={value} of GRPOConfig; leave it out, or make "
                 "them equal"
             )
-    # TRL takes these tokens for the end of a completion, so generation must stop at them
+    # TRL ends a completion at any of these tokens, so generation must stop there too
     stop = tuple(sorted({*config.sampling.stop_token_ids, *trainer.eos_token_ids}))
     return config.model_copy(update={"sampling": config.sampling.model_copy(update={"stop_token_ids": stop})})
 
@@ -86,7 +86,7 @@ def config_for(
 def given_settings(
     config: Config | Mapping[str, Any] | str | Path | None, settings: Mapping[str, Any], metrics: Any
 ) -> Config | dict[str, Any]:
-    """Return the settings that a user gives to ``rollout(...)``; raises ConfigError if they cannot be read."""
+    """Return the settings that a user has given to ``rollout(...)``. Raises ConfigError if they cannot be read."""
     if metrics != "all" and (isinstance(metrics, str) or not all(isinstance(name, str) for name in metrics)):
         raise ConfigError(f'rollout: metrics must be a list of names, or "all", got {metrics!r}')
     if isinstance(config, Config):
@@ -125,9 +125,10 @@ def _refused_of_both(trainer: Any, config: Config, *, servers: bool) -> Iterator
 
 def async_refusals(trainer: Any, config: Config, *, servers: bool, rows: int, given: Mapping[str, Any]
                    ) -> Iterator[Refusal]:
-    """Yield a refusal for each setting that AsyncGRPOTrainer and april cannot have together.
+    """Yield a refusal for each setting with which april cannot run in AsyncGRPOTrainer.
 
-    An optimizer step trains ``rows`` rows. ``given`` has further arguments of the trainer, None if not given.
+    ``servers`` is true if servers read weights from a directory. ``rows`` is the number of rows per optimizer step.
+    ``given`` has further arguments of the trainer, with None for those not given.
     """
     args = trainer.args
     yield from _refused_of_both(trainer, config, servers=servers)
@@ -160,7 +161,7 @@ def async_refusals(trainer: Any, config: Config, *, servers: bool, rows: int, gi
 def refusals(trainer: Any, config: Config, *, servers: bool, filters: bool) -> Iterator[Refusal]:
     """Yield a refusal for each setting of GRPOTrainer with which rollouts or their log-probabilities would be wrong.
 
-    ``servers`` is true if servers read new weights from a directory, and ``filters`` if a filter may reject groups.
+    ``servers`` is true if servers read weights from a directory, and ``filters`` if a filter may reject groups.
     """
     args = trainer.args
     parallel, sharding = getattr(trainer.accelerator, "parallelism_config", None), sharding_of(trainer)
@@ -212,7 +213,7 @@ def _refused_images(trainer: Any) -> Iterator[Refusal]:
 
 
 def _refused_adapters(trainer: Any, engine: EngineConfig) -> Iterator[Refusal]:
-    """Yield refusals about PEFT adapters; raises ConfigError if a model that must be merged cannot be."""
+    """Yield refusals about PEFT adapters. Raises ConfigError if they must be merged for the servers but cannot be."""
     model = trainer.model
     adapters = getattr(model, "peft_config", None)
     if adapters is None:
@@ -223,8 +224,8 @@ def _refused_adapters(trainer: Any, engine: EngineConfig) -> Iterator[Refusal]:
         yield (getattr(adapter, "is_prompt_learning", False),
                f"PEFT adapter {name} is of the kind prompt learning, which puts virtual tokens before every prompt",
                "april resumes from real tokens only", "use LoRA")
-    # other servers may load the adapter itself, if some rank has its whole tensors
-    alone = isinstance(engine, OpenAIEngineConfig) or sharding_of(trainer) in UNREADABLE
-    if not isinstance(engine, TransformersEngineConfig) and alone and (why := why_unmerged(trainer)):
+    # otherwise the servers may load the adapter itself, unmerged
+    must_merge = isinstance(engine, OpenAIEngineConfig) or sharding_of(trainer) in UNREADABLE
+    if not isinstance(engine, TransformersEngineConfig) and must_merge and (why := why_unmerged(trainer)):
         raise ConfigError(why)
 # fmt: on
