@@ -3,7 +3,7 @@
 Invariants:
 
 * an optimizer step trains exactly the rows of one batch of april, in the order in which the trainer fetches them;
-* a row's ``model_version`` is the version of its oldest trained token, so TRL's staleness limit holds for all its tokens;
+* a row's ``model_version`` is the version of its oldest trained token, so TRL's staleness limit holds for each token;
 * april's state in a checkpoint of the trainer includes the rows that were fetched but not yet trained.
 """
 
@@ -63,8 +63,8 @@ class RowQueue(queue.Queue[Any]):
 class RolloutWorker:
     """The ``rollout_worker`` and ``weight_transfer`` of an :data:`AprilAsyncGRPOTrainer`.
 
-    The arguments are those of :class:`april.adapters.trl.Rollout`. ``config`` may leave out what AsyncGRPOConfig already
-    sets (rows per step, samples per prompt, length, temperature, staleness, seed), unless it is an april.Config.
+    The arguments are those of :class:`april.adapters.trl.Rollout`. A mapping or file as ``config`` may leave out what
+    AsyncGRPOConfig already sets (rows per step, samples per prompt, length, temperature, staleness, seed).
 
     Raises ConfigError if the settings cannot be read. Their values are checked when the trainer is made.
     """
@@ -88,7 +88,7 @@ class RolloutWorker:
         self.ledger: dict[str, Ledger] = {}
         """april's counts of prompts and tokens (delivered, dropped, held) at the end of the last training."""
         self._saved: dict[str, Any] | None = None
-        """april's state from a checkpoint, which the first weight transfer restores; None if there is none to restore."""
+        """april's state from a checkpoint, which the first weight transfer restores; None without a checkpoint."""
         self._first_step = 0
         self._batches: list[tuple[int, frozenset[int]]] = []
         """Batch id and group numbers for each optimizer step from ``_first_step`` on."""
@@ -300,7 +300,7 @@ def april_async_trainer(base: Any) -> Any:
             rollout_worker.attach(self, given)
 
         def _tokenize_prompts(self, prompts: list[Any]) -> Any:
-            """Tokenize as AsyncGRPOTrainer's own worker does, but return the tuple that GRPOTrainer's method returns."""
+            """Tokenize like AsyncGRPOTrainer's own worker, but return the tuple that GRPOTrainer's method returns."""
             template = self.args.chat_template_kwargs or {}
             ids = [
                 self.processing_class.apply_chat_template(

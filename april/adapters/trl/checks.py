@@ -1,4 +1,4 @@
-"""Checks TRL's version and settings, and converts GRPOConfig's settings to april's."""
+"""Imports TRL, checks the settings of its trainers, and converts GRPOConfig's settings to april's."""
 
 from __future__ import annotations
 

@@ -28,8 +28,7 @@ from april.images.image_reader import ImageReader
 
 EPSILON = 1e-4
 ROW = "row"
-"""Key, in a prompt's data, of its row number in the train dataset."""
-
+"""Key of the row number in the train dataset, in the data of a prompt."""
 
 Row = dict[str, Any]
 Message = dict[str, Any]
@@ -40,7 +39,7 @@ Said = str | list[Message]
 class DatasetPasses:
     """Iterates over the train dataset as april's prompts; the trainer's seed decides the order of each epoch.
 
-    Prompts are tokenized exactly as TRL does it. Other threads may do this while TRL runs.
+    Prompts are tokenized exactly as in TRL, possibly in other threads while TRL runs.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -61,7 +60,7 @@ class DatasetPasses:
         return row.get("environment") if getattr(self._trainer, "_multi_environment", False) else None
 
     def prompt_of(self, row: Mapping[str, Any]) -> Any:
-        """Return a row's prompt. With environments it may be missing, which means an empty user message."""
+        """Return a row's prompt: with environments, an empty user message if the row has none."""
         return row.get("prompt", [{"role": "user", "content": ""}]) if self._of_environment else row["prompt"]
 
     def tokens_of(self, row: Mapping[str, Any]) -> list[int]:
@@ -97,7 +96,7 @@ class DatasetPasses:
     def row_of(self, prompt: Any, asked: Any = None) -> Row:
         """Return a copy of a prompt's row for TRL. Raises CheckpointError if the data set has another prompt now.
 
-        ``asked`` is the prompt as an environment has changed it; None means that the prompt is unchanged.
+        ``asked`` is the prompt after an environment has changed it; None if the prompt is unchanged.
         """
         if asked is None and self._last is not None and self._last[0] is prompt:
             return dict(self._last[1])
@@ -164,7 +163,7 @@ Ask = Callable[[Any, Sequence[Any]], list[float]]
 
 
 def asking(trainer: Any, said_of: Callable[[Any], list[Message] | None]) -> Ask:
-    """Wrap the trainer's reward functions for april. Their logs are dropped, as TRL calls them again for trained rows.
+    """Wrap the trainer's reward functions for april, and drop what they log: TRL calls them again for trained rows.
 
     ``said_of`` returns the messages of a multi-turn response, or None for a single turn.
     """
@@ -223,7 +222,7 @@ def put_advantages(trainer: Any, batch: Batch, output: dict[str, Any]) -> None:
     everywhere, like = trainer.accelerator.gather, output["advantages"]
     found = like.new_tensor(advantages_of(batch, trainer.scale_rewards, everywhere(like.new_tensor(batch.rewards))))
     output["advantages"] = found
-    # this deque holds one batch, so april's values push out those that TRL has logged
+    # this deque has room for one batch, so april's values push out those that TRL has logged
     trainer._logs["advantages"].extend(everywhere(found).tolist())
     if trainer.scale_rewards != "batch":
         alike = [bool((sample.baseline_rewards == np.float32(sample.reward)).all()) for sample in batch.samples]
@@ -231,7 +230,7 @@ def put_advantages(trainer: Any, batch: Batch, output: dict[str, Any]) -> None:
 
 
 def advantages_of(batch: Batch, scale_rewards: str, rewards: Any) -> Float32:
-    """Return advantages, float32 [B], scaled as GRPOConfig.scale_rewards says; ``rewards`` come from all ranks."""
+    """Return advantages, float32 [B], scaled by GRPOConfig.scale_rewards; ``rewards`` are those of all ranks."""
     if scale_rewards == "group":
         return batch.advantages("grpo", epsilon=EPSILON, ddof=1)
     centred = batch.advantages("dr_grpo")
@@ -263,7 +262,7 @@ def of_row(row: Mapping[str, Any]) -> list[Any]:
 
 
 def shown(prompt: Any, images: Sequence[Any]) -> Any:
-    """Return a prompt with its images inserted into its messages, as TRL gives it to rewards and templates."""
+    """Return a prompt with images in its messages, as TRL passes it to reward functions and chat templates."""
     require_shown(prompt, images)
     if not images:
         return prompt
@@ -289,7 +288,7 @@ def require_shown(prompt: Any, images: Sequence[Any]) -> None:
 
 
 def put_back(row: dict[str, Any], attached: Sequence[Placed]) -> None:
-    """Replace a row's images by the ones from which its responses were generated, as april has read them."""
+    """Replace a row's images by those that april read and from which the responses were generated."""
     if not attached:
         return
     opened = attached_pictures(attached, None)
