@@ -34,7 +34,7 @@ CURRENT_LLM: ContextVar[LLM | None] = ContextVar("april_llm", default=None)
 
 
 class ArealPrompts:
-    """Iterates endlessly over the rows of AReaL's loader, as prompts without tokens.
+    """Iterates endlessly over the rows of AReaL's loader, as prompts without tokens (workflows tokenize them).
 
     Each epoch has its own order, which stays the same after a restart.
     """
@@ -215,4 +215,4 @@ class ArealRollouts:
             self.prompts.epoch = content["epoch"]
             self.prompts.carried.restore(state["prompts"]["position"], restored(content["ahead"]))
             self._servers.restore(content["late"])
-        self.scheduler.load_state_dict(state)  # without weights: the trainer has loaded them
+        self.scheduler.load_state_dict(state)  # the trainer has already loaded the weights

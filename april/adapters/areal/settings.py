@@ -50,7 +50,7 @@ DECIDED = {
 MAX_CONTEXT = 1 << 30
 """Conversation length in tokens that is never reached, because AReaL's workflows and servers limit it themselves."""
 NEUTRAL_TOP_K = 1_000_000
-SHOWN = "april[{!r}]"
+NAME_PATTERN = "april[{!r}]"
 """Format of the name of an april setting in error messages."""
 
 
@@ -67,7 +67,7 @@ def config_of(config: Any, settings: Any, *, groups: int, ranks: int) -> Config:
     The rank trains ``groups`` groups in each step, and all ``ranks`` share ``rollout.max_concurrent_rollouts``. Raises
     ConfigError if settings contradict each other or are not supported.
     """
-    values = own_settings(settings, "AReaL", DECIDED, shown=SHOWN)
+    values = own_settings(settings, "AReaL", DECIDED, pattern=NAME_PATTERN)
     refuse(refusals(config, values))
     values.pop("check", None)
     stale = int(config.rollout.max_head_offpolicyness)
@@ -102,7 +102,7 @@ def refusals(config: Any, own: Mapping[str, Any]) -> Iterator[Refusal]:
     """Yield a refusal for each setting that april does not support."""
     rollout, actor, sampling = config.rollout, config.actor, config.gconfig
     # fmt: off
-    yield from divided_groups(own, "AReaL", "gconfig.n_samples rows", SHOWN)
+    yield from divided_groups(own, "AReaL", "gconfig.n_samples rows", NAME_PATTERN)
     for name in Work:
         yield (own.get(name) == AUTO, f"april[{str(name)!r}]='auto'",
                "AReaL's ranks share their servers, and each would choose as if they were its own",

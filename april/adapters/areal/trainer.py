@@ -26,7 +26,7 @@ from areal.utils.environ import is_single_controller
 from areal.utils.recover import RecoverHandler
 
 from april.adapters.areal.rollouts import CURRENT_LLM, ArealPrompts, ArealRollouts, Trajectory
-from april.adapters.areal.settings import DECIDED, MAX_CONTEXT, SHOWN, config_of, refusals
+from april.adapters.areal.settings import DECIDED, MAX_CONTEXT, NAME_PATTERN, config_of, refusals
 from april.adapters.common.data_loader import KEY, CheckpointedLoader
 from april.adapters.common.deliveries import closing_on_error
 from april.adapters.common.placed_media import placed_media
@@ -151,7 +151,7 @@ class WorkflowEngine:
         return ServerResult(
             tokens=tokens, logprobs=logprobs, label=label, unused=unused,
             aborted=made.stop_reason == "abort" or unused is not None,
-            # april cannot check these ends by the last token: stop strings, and token limits of the server's own
+            # the last token does not show these ends: stop strings, tool calls, and the server's own token limit
             own_end=bool(getattr(sampling, "stop", None)) or made.stop_reason in ("length", "tool_calls"),
             extras={} if experts is None or not len(tokens) else {ROUTED_EXPERTS: narrow_ids(experts, None)},
         )  # fmt: skip
@@ -314,7 +314,7 @@ class PPOTrainer(ArealPPOTrainer):  # type: ignore[misc]
                 "start the run in SPMD mode: AREAL_SPMD_MODE=1, python3 -m areal.infra.launcher.local train.py"
             )
         self._april_settings = april or {}
-        refuse(refusals(config, own_settings(april, "AReaL", DECIDED, shown=SHOWN)))
+        refuse(refusals(config, own_settings(april, "AReaL", DECIDED, pattern=NAME_PATTERN)))
         self._april: AprilExecutor | None = None
         self._april_files: list[Path] = []
         super().__init__(config, train_dataset=train_dataset, valid_dataset=valid_dataset)

@@ -1,4 +1,4 @@
-"""Wraps a trainer's data loader so that its saved state, and so the trainer's checkpoint, includes april's state."""
+"""Wraps a trainer's data loader so that the trainer's checkpoint, which has the loader's state, includes april's."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class RowQueue:
         return row
 
     def save(self, position: int, loader_state: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], list[Any]]:
-        """Return the loader's state, and all rows read so far but the first ``position``, which april's state has."""
+        """Return the loader's state, and the rows that april's state lacks: all after the first ``position`` rows."""
         with self._lock:
             while len(self._recent) > self.drawn - position:
                 self._recent.popleft()

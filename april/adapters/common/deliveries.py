@@ -54,7 +54,7 @@ class KeptSamples:
         self._dropped: set[SampleId] = set()
 
     def forget_dropped(self, held_groups: Set[int]) -> None:
-        """Delete samples whose group is missing from ``held_groups`` now and at the last call; call once per batch."""
+        """Delete samples of groups that april held neither at the last call nor now. Call it once per batch."""
         out = {sample for table in self._tables for sample in list(table) if sample.group not in held_groups}
         for sample in out & self._dropped:
             for table in self._tables:

@@ -31,17 +31,17 @@ def mapping_of(settings: Any, where: str) -> dict[str, Any]:
 
 
 def own_settings(
-    settings: Any, trainer: str, decided: Mapping[str, str], *, where: str = "april", shown: str = "april.{}"
+    settings: Any, trainer: str, decided: Mapping[str, str], *, where: str = "april", pattern: str = "april.{}"
 ) -> dict[str, Any]:
     """Return the settings that a user has given for april, without None values.
 
     Raises ConfigError for a setting that the trainer decides; ``decided`` maps it to the trainer's name for it. In
-    messages, ``where`` says where the settings come from, and ``shown`` is the format of a setting's name.
+    messages, ``where`` says where the settings come from, and ``pattern`` is the format of a setting's name.
     """
     own = {name: value for name, value in mapping_of(settings, where).items() if value is not None}
-    refuse((flag, shown.format(name), f"{trainer}'s {flag} decides this", "leave it out")
+    refuse((flag, pattern.format(name), f"{trainer}'s {flag} decides this", "leave it out")
            for name in own for flag in [decided.get(name.partition(".")[0])])  # fmt: skip
-    refuse(agents_sampling(own, trainer, shown))
+    refuse(agents_sampling(own, trainer, pattern))
     return own
 
 
@@ -58,21 +58,21 @@ def greedy(applies: Any, setting: str, instead: str = "") -> Refusal:
     return applies, setting, why, f"use a positive temperature{instead}"
 
 
-def agents_sampling(own: Mapping[str, Any], trainer: str, shown: str = "april.{}") -> Iterator[Refusal]:
+def agents_sampling(own: Mapping[str, Any], trainer: str, pattern: str = "april.{}") -> Iterator[Refusal]:
     """Yield refusals of agent settings with which each row would need its own temperature or token mask in the loss."""
-    setting = shown.format("sampling_of_clients")
+    setting = pattern.format("sampling_of_clients")
     why = f"rows would have temperatures of their own, but {trainer} divides all logits by the same temperature"
     yield own.get("sampling_of_clients") == "client", f"{setting}=client", why, "leave it out"
-    yield from distorting({f"{shown.format('constraints')}=enforce": own.get("constraints") == "enforce"})
+    yield from distorting({f"{pattern.format('constraints')}=enforce": own.get("constraints") == "enforce"})
 
 
-def divided_groups(own: Mapping[str, Any], trainer: str, samples: str, shown: str = "april.{}") -> Iterator[Refusal]:
+def divided_groups(own: Mapping[str, Any], trainer: str, samples: str, pattern: str = "april.{}") -> Iterator[Refusal]:
     """Yield refusals of settings that allow incomplete groups, for trainers that find groups by position in a batch."""
     quorum, by_place = own.get("group_quorum"), f"of {samples} by their place in the batch"
     # fmt: off
-    yield (quorum not in (None, 1), f"{shown.format('group_quorum')}={quorum}",
+    yield (quorum not in (None, 1), f"{pattern.format('group_quorum')}={quorum}",
            f"{trainer} takes rewards over whole groups {by_place}, so groups are delivered whole", "leave it out")
-    yield (own.get("on_failed_sample") == "shrink", f"{shown.format('on_failed_sample')}=shrink",
+    yield (own.get("on_failed_sample") == "shrink", f"{pattern.format('on_failed_sample')}=shrink",
            f"{trainer} takes rewards over groups {by_place}, so none may have fewer", "use replace")
 
 

@@ -29,7 +29,7 @@ def generated_segments(segments: Sequence[Segment]) -> list[Segment]:
 
 
 def spans_of(segments: Sequence[Segment]) -> list[tuple[int, int, PolicyVersion | None]]:
-    """Return spans (start, end, policy version) of a response, across requests; tool results have the version None."""
+    """Return a response as spans (start, end, policy version), where tool results have the version None."""
     spans: list[tuple[int, int, PolicyVersion | None]] = []
     for s in segments:
         version = s.version if s.kind is SegmentKind.GENERATED else None

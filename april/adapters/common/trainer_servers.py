@@ -67,7 +67,7 @@ class TrainerServers(VersionedEngine):
     """An :class:`april.engines.protocol.Engine` that sends requests through a trainer's own client.
 
     Args:
-        send: Coroutine function that sends a request, ``(entry of requests, token ids int32 [T], maximum number of
+        send: Coroutine function that sends a request, ``(entry of .requests, token ids int32 [T], maximum number of
             new tokens)``.
         abort_all: Coroutine function that makes the servers abort every request.
         max_context: Maximum number of tokens of a conversation, not counting its first token.
@@ -84,13 +84,13 @@ class TrainerServers(VersionedEngine):
     ) -> None:  # fmt: skip
         super().__init__(name, Capabilities(
             logprob_kind=LogprobKind.TEMPERATURE, vocab_size=ANY_TOKEN,
-            max_context=max_context + 1,  # prompts have no tokens when they are drawn
+            max_context=max_context + 1,  # for the first token, since prompts have no tokens when they are drawn
             eos_token_ids=tuple(eos_token_ids), max_in_flight=max_in_flight, abort_means=AbortMeans.PAUSE,
             streams=False, honours_seeds=False, attachments=tuple(attachments), extras=tuple(extras), answers_late=True,
         ))  # fmt: skip
         self._send_to_server, self._abort_all = send, abort_all
         self.requests: dict[SampleId, Any] = {}
-        """What ``send`` needs besides the tokens for the current call of a sample, by sample id."""
+        """Data that ``send`` needs for the current call of each sample, besides the tokens; by sample id."""
         self._sent: dict[SampleId, _SentRequest] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._aborted: dict[str, asyncio.Future[None]] = {}
@@ -101,7 +101,7 @@ class TrainerServers(VersionedEngine):
         return bool(self._running)
 
     async def generate(self, request: Request) -> AsyncIterator[Chunk]:
-        """Yield the response in one chunk, from an earlier request of the same call if that is running or unread."""
+        """Yield the response in one chunk. Sends no request if an earlier one of the call is running or unread."""
         key = SampleId(*(request.sample_key or (0, 0)))
         sent = self._sent.get(key)
         fits = sent is not None and sent.offset == len(request.token_ids) and not sent.error
@@ -142,7 +142,7 @@ class TrainerServers(VersionedEngine):
                     break
                 except TimeoutError:
                     wait_s = min(2 * wait_s, LONGEST_RESEND_S)
-        except Exception as error:  # a server died or refuses the request; the core decides about a retry
+        except Exception as error:  # a server died or refuses the request; april's core decides about a retry
             sent.error = f"{type(error).__name__}: {error}".partition("\n")[0]
             return
         weights_unknown = result.label is None and version != self._version  # they may have changed during the request

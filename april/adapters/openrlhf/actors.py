@@ -157,7 +157,7 @@ class AprilPPOTrainerAsync(PPOTrainerAsync):  # type: ignore[misc]
     """OpenRLHF's asynchronous trainer, with april's subclasses of its generating and training actors."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # the base class finds its actor classes in this module
+        # the base class looks up its actor classes in ppo_trainer_async
         ppo_trainer_async.GenerateSamplesActor = as_actor(AprilGenerateSamplesActor)
         ppo_trainer_async.TrainingActor = as_actor(AprilTrainingActor)
         super().__init__(*args, **kwargs)

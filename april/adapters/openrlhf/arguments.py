@@ -99,9 +99,9 @@ def config_of(args: Any, own: Mapping[str, Any]) -> Config:
     own = own_settings(own, "OpenRLHF", DECIDED)
     refuse(_refusals(args, own))
     most = args.rollout.max_new_tokens
-    shown = getattr(args.data, "max_images_per_prompt", 0)
-    if shown and isinstance(own.get("images", {}), Mapping):
-        own["images"] = {"max_per_prompt": shown, **own.get("images", {})}
+    most_images = getattr(args.data, "max_images_per_prompt", 0)
+    if most_images and isinstance(own.get("images", {}), Mapping):
+        own["images"] = {"max_per_prompt": most_images, **own.get("images", {})}
     config = Config(
         rollout_batch_size=args.rollout.batch_size,
         n_samples_per_prompt=args.rollout.n_samples_per_prompt,

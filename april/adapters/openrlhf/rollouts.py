@@ -22,8 +22,8 @@ from april.adapters.openrlhf.agents import Agents
 from april.adapters.openrlhf.samples import (
     Held,
     OpenRLHFPrompts,
+    PromptImages,
     RewardResult,
-    ShownImages,
     judged_text,
     prompt_ids,
     responses_of,
@@ -111,8 +111,8 @@ class OpenRLHFRollouts:
         open_engines: Callable[[Sequence[Any]], Any] = connect, check: bool = False,
     ) -> None:  # fmt: skip
         self._args, self._config, self._actors = args, config, actors
-        self._shown = ShownImages(tokenizer, config.images) if args.data.max_images_per_prompt else None
-        self._tokenizer = tokenizer if self._shown is None else self._shown.tokenizer
+        self._images = PromptImages(tokenizer, config.images) if args.data.max_images_per_prompt else None
+        self._tokenizer = tokenizer if self._images is None else self._images.tokenizer
         self._open_engines, self._check = open_engines, check
         self._engines: list[Any] = []
         self.scheduler: RolloutScheduler | None = None
@@ -121,7 +121,7 @@ class OpenRLHFRollouts:
         """Last delivered batch."""
         self.ledger: dict[str, Ledger] = {}
         """april's counts of prompts and tokens (delivered, dropped, held) at the end of the run; empty before."""
-        self._prompts = OpenRLHFPrompts(self._encode, None if self._shown is None else self._shown.kept)
+        self._prompts = OpenRLHFPrompts(self._encode, None if self._images is None else self._images.kept)
         self._scored: Held = {}
         self._agents = Agents(args, self._tokenizer, self._scored) if args.train.agent_func_path else None
         self._rows: Iterator[Any] | None = None
@@ -165,7 +165,7 @@ class OpenRLHFRollouts:
             self._rows = None  # a loader with worker processes reuses its iterator for the next episode
             return [], self._prompts.carried.drawn - before, True
         self.batch = batch
-        of_images = {} if self._shown is None else {"inputs_of": self._shown.inputs_of}
+        of_images = {} if self._images is None else {"inputs_of": self._images.inputs_of}
         responses = list(responses_of(batch, self._scored, with_rewards=self._has_rewards, **of_images))
         for sample in batch.samples:
             self._scored.pop(sample.id, None)
@@ -221,7 +221,7 @@ class OpenRLHFRollouts:
             self._config, prompts=self._prompts, engines=self._engines, tokenizer=self._tokenizer, check=self._check,
             reward=self._reward if self._has_rewards else None, filter=self._in_range if filters else None,
             rollout=single_turn if self._agents is None else self._agents.rollout,
-            processor=None if self._shown is None else self._shown.processor,
+            processor=None if self._images is None else self._images.processor,
         )  # fmt: skip
         if self._saved is not None:
             with closing_on_error(scheduler.close):
@@ -303,6 +303,6 @@ class OpenRLHFRollouts:
 
     def _restore(self, scheduler: RolloutScheduler, saved: dict[str, Any]) -> None:
         with checkpoint_errors(CARRY):
-            self._prompts.go_on(saved["state"]["prompts"]["position"], saved["prompts"])
+            self._prompts.restore(saved["state"]["prompts"]["position"], saved["prompts"])
             self._scored |= {SampleId(group, index): RewardResult(*said) for group, index, *said in saved["scored"]}
-        scheduler.load_state_dict(saved["state"], transfer=lambda: None)  # the trainer has loaded the weights itself
+        scheduler.load_state_dict(saved["state"], transfer=lambda: None)  # the trainer has already loaded the weights

@@ -27,7 +27,7 @@ OF_BATCH = ("off_policy_share", "staleness_mean", "staleness_max", "aborted_atte
 """Batch metrics that are copied to each sample, because OpenRLHF logs means over samples."""
 IMAGES = "its images"
 """Key in a prompt's data that holds the images for OpenRLHF's trainer, as paths, URLs or bytes."""
-_BARE = 256
+_BASE64_LENGTH = 256
 """Length above which OpenRLHF takes an image's text for base64 data, if all its characters are base64 characters."""
 
 
@@ -204,12 +204,12 @@ class OpenRLHFPrompts:
         theirs, ahead = self.carried.save(position, loader_state)
         return theirs, {"ahead": ahead, "ended": self.ended}
 
-    def go_on(self, position: int, saved: Mapping[str, Any]) -> None:
+    def restore(self, position: int, saved: Mapping[str, Any]) -> None:
         """Restore the prompts that were read after the first ``position``."""
         self.carried.restore(position, [list(row) for row in saved["ahead"]])
 
 
-class ShownImages:
+class PromptImages:
     """Prepares the images of prompts (``--data.max_images_per_prompt``) for april's requests and for training.
 
     Raises ConfigError if ``processor``, which is OpenRLHF's tokenizer for vision models, does not process images.
@@ -230,7 +230,7 @@ class ShownImages:
 
     def _kept(self, image: Any) -> Any:
         if isinstance(image, str):
-            bare = len(image) > _BARE and re.fullmatch(r"[A-Za-z0-9+/\n\r]+=*", image[: 2 * _BARE])
+            bare = len(image) > _BASE64_LENGTH and re.fullmatch(r"[A-Za-z0-9+/\n\r]+=*", image[: 2 * _BASE64_LENGTH])
             return base64.b64decode(image) if bare else image
         return image if isinstance(image, bytes) else self._reader.read(image, "an image of a prompt").attachment.data
 

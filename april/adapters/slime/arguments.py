@@ -44,7 +44,7 @@ def config_of(args: Any, urls: Sequence[str] | None, *, own_function: bool = Fal
 
     ``urls`` is None if engine objects are used. ``own_function`` is True if a custom generate function sends requests.
 
-    Raises ConfigError, naming slime's flags, if they contradict each other or april does not support them.
+    Raises ConfigError, naming slime's flags, if settings contradict each other or are not supported.
     """
     own = _own_settings(args)
     if own.pop("rollout", None) is not None:

@@ -1,7 +1,7 @@
 """Makes an engine from slime's custom generate function: april schedules calls, the function sends the requests.
 
-The requests that the function sends can be aborted only all at once (``abort_all``). slime trains on the sample that
-the function returns; april copies the sample's tokens, to count them and to note their policy versions.
+The function's requests can be aborted only all at once (SGLang's ``abort_all``). slime trains on the sample that the
+function returns; april copies the sample's tokens to count them and to record their policy versions.
 """
 
 from __future__ import annotations

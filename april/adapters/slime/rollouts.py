@@ -130,7 +130,7 @@ class SlimeRollouts:
                 if self._finished is not None:
                     self._finished.pop(sample_id, None)
                 if self._agent is not None and sample.rollout_id is None:
-                    sample.rollout_id = sample.index  # by which slime recognises the rows of one response
+                    sample.rollout_id = sample.index  # slime recognises the rows of one response by this id
                 made = [(further(sample, row, self._text(row)), row) for row, _ in others]
                 for one, row in [(sample, first), *made]:
                     group.append(finish(one, row, batch.version, advantage, mask_offpolicy=mask))
@@ -156,7 +156,7 @@ class SlimeRollouts:
     def _update(self, until_there: Callable[[], None]) -> None:
         """Pause generation, wait for new weights by calling ``until_there``, and continue with a new policy version."""
         out = list(self._leased)
-        trained = max(out[:-1] or out, default=None)  # asynchronous trainers have not trained the newest yet
+        trained = max(out[:-1] or out, default=None)  # asynchronous trainers have not trained the newest batch yet
         self.scheduler.weight_update(transfer=until_there, trained=trained)
         for batch in [b for b in self._leased if trained is not None and b <= trained]:
             del self._leased[batch]
@@ -282,13 +282,13 @@ class SlimeRollouts:
             return [from_dict(unpacked(entry)) for entry in entries]
 
         with checkpoint_errors("april's carry"):
-            self._groups.go_on(state["prompts"]["position"], [samples(group) for group in saved["ahead"]])
+            self._groups.restore(state["prompts"]["position"], [samples(group) for group in saved["ahead"]])
             for group in saved_groups(state):
                 group["data"] = {"group": samples(group["data"]["group"])}
             lag = int(saved["lag"])
             for kept, key in ((self._hooks.held, "held"), (self._finished, "finished")):
                 if kept is not None:
                     kept |= {SampleId(group, index): from_dict(unpacked(s)) for group, index, s in saved[key]}
-        self.scheduler.load_state_dict(state, transfer=lambda: None)  # slime has loaded the weights itself
+        self.scheduler.load_state_dict(state, transfer=lambda: None)  # slime has already loaded the weights
         for _ in range(lag):
             self.scheduler.weight_update(transfer=lambda: None)

@@ -38,7 +38,7 @@ SCALED, CENTRED = ("grpo", "gspo", "cispo"), ("reinforce_plus_plus_baseline",)
 INPUTS, TRAIN_INPUTS, EXPERTS = "multimodal_inputs", "multimodal_train_inputs", "rollout_routed_experts"
 """Fields of a sample: media of the data set, the processor's outputs for them, and routed experts for replay."""
 KIND = "slime"
-_MOST_OPEN = 16
+_CACHED_GROUPS = 16
 """Number of groups whose opened images are cached, because the samples of a group are scored one by one."""
 Held = dict[SampleId, Any]
 """Samples that are not delivered yet, by id."""
@@ -106,7 +106,7 @@ class Groups:
             self.begun = self.drawn
         return prompt
 
-    def go_on(self, drawn: int, ahead: list[Any]) -> None:
+    def restore(self, drawn: int, ahead: list[Any]) -> None:
         """Restore the position, and the groups that came from the data source but were not drawn."""
         self.begun = self.drawn = drawn
         self.ahead = ahead
@@ -251,7 +251,7 @@ def as_dict(sample: Any, *, images: bool = False, experts: bool = True) -> dict[
         if images and given is not None:
             values[INPUTS] = _with_images(given, _png)
         values.pop(TRAIN_INPUTS, None)
-    if (rows := values.get(EXPERTS)) is not None:  # from a custom generate function: array, lists or tensor
+    if (rows := values.get(EXPERTS)) is not None:  # made by a custom generate function, as array, lists or tensor
         rows = np.asarray(rows, "<i4")
         values[EXPERTS] = [list(rows.shape), rows.tobytes()] if experts else None
     return values
@@ -360,7 +360,7 @@ class SampleImages:
         names = _names(attached)
         found = self._open.pop(names) if names in self._open else attached_pictures(attached)
         self._open[names] = found
-        while len(self._open) > _MOST_OPEN:
+        while len(self._open) > _CACHED_GROUPS:
             self._open.popitem(last=False)
         return found
 

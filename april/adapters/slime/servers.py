@@ -42,7 +42,7 @@ class ServerWeights:
         return rollout_id != last and (not self.labelled or self._seen != self._known)
 
     def note_update(self) -> None:
-        """Remember the labels of the current weights, of which april has been told."""
+        """Remember the labels of the current weights, because april has been told about these weights."""
         self._known = self._ask()[1] if self._relabels else self._seen
 
     def are_served(self) -> bool:

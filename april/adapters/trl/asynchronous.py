@@ -30,7 +30,7 @@ from april.adapters.trl.checks import (
     given_settings,
     require_trl,
 )  # fmt: skip
-from april.adapters.trl.data import DatasetPasses, asking, message_of, sample_reward, scored
+from april.adapters.trl.data import DatasetPasses, message_of, sample_reward, scored, scorer_of
 from april.adapters.trl.ranks import may_send, sharding_of, why_not_sent, why_not_taken
 from april.adapters.trl.trainer import METRICS, Filter, logged_metrics
 from april.config.settings import Config
@@ -46,7 +46,7 @@ EPSILON = 1e-8
 
 
 class RowQueue(queue.Queue[Any]):
-    """A queue that calls ``fetch`` for the rows of the next batch when the trainer asks for a row and it is empty."""
+    """A queue that, if it is empty when the trainer asks for a row, calls ``fetch`` for the rows of the next batch."""
 
     def __init__(self, fetch: Callable[[], Sequence[Any]]) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class RolloutWorker:
         self._written: Path | None = None
 
     def attach(self, trainer: Any, given: Mapping[str, Any]) -> None:
-        """Attach this worker to a trainer that was ``given`` further arguments. ConfigError if april cannot run it."""
+        """Attach this worker to a trainer. Raises ConfigError if its settings, or arguments ``given``, do not fit."""
         args = trainer.args
         rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * trainer.accelerator.num_processes
         decided = {
@@ -107,7 +107,7 @@ class RolloutWorker:
         defaults = {"generation": GenerationMode.CONTINUOUS, "on_data_end": OnDataEnd.WRAP}
         config = config_for(self._settings, trainer, decided, defaults)
         refuse(async_refusals(trainer, config, servers=self._weights_dir is not None, rows=rows, given=given))
-        args.token_budget = 0  # with None, TRL asks a server for a budget, and the number of rows per step varies
+        args.token_budget = 0  # with None, TRL asks a server for a budget, and steps have different numbers of rows
         self._trainer, self._config, self._passes = trainer, config, DatasetPasses(trainer)
 
     # ---------------------------------------------------------------- what TRL calls in a rollout worker
@@ -138,7 +138,7 @@ class RolloutWorker:
         """Connect to the servers."""
         trainer, config = self._trainer, self._config
         assert config is not None
-        ask = asking(trainer, lambda response: None)
+        ask = scorer_of(trainer, lambda response: None)
         reward: dict[str, Any] = {"reward": sample_reward(ask)}
         if not config.delivers_parts and config.on_failed_sample is not OnFailedSample.REPLACE:
             reward = {"group_reward": lambda prompt, responses: [scored(prompt, v) for v in ask(prompt, responses)]}
@@ -195,7 +195,7 @@ class RolloutWorker:
                 "training; make a new trainer, and call train(resume_from_checkpoint=...) to go on"
             )
         if self._trained is not None:
-            scheduler.commit(self._trained)  # here, as not every step ends with a weight update (weight_sync_steps)
+            scheduler.commit(self._trained)  # now, since not every step ends with a weight update (weight_sync_steps)
         batch = scheduler.next_batch()
         refuse_several_rows(batch, "AsyncGRPOTrainer")
         self._batches.append((batch.id, frozenset(batch.group_ids.tolist())))

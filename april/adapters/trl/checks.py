@@ -8,7 +8,7 @@ from typing import Any
 
 from april.adapters.common.installed_trainer import import_trainer
 from april.adapters.common.refusals import Refusal, agents_sampling, distorting, greedy, mapping_of, refuse
-from april.adapters.trl.data import column_of, of_row, require_shown, tokenizer_of
+from april.adapters.trl.data import column_of, images_of_row, require_trainable, tokenizer_of
 from april.adapters.trl.ranks import UNREADABLE, sharding_of, why_not_sent, why_unmerged
 from april.config.engines import EngineConfig, OpenAIEngineConfig, TransformersEngineConfig
 from april.config.settings import Config, read_yaml
@@ -50,8 +50,8 @@ def config_for(
 ) -> Config:  # fmt: skip
     """Return april's settings, completed from the trainer's. Raises ConfigError if the two contradict each other.
 
-    ``decided`` maps april's names of settings that the trainer decides to (TRL's name, value); None means those of
-    GRPOTrainer. ``defaults`` are used for settings that the user has not given.
+    ``decided`` has (TRL's name, value) of each setting that the trainer decides, by april's name; None means those that
+    GRPOTrainer decides. ``defaults`` are used for settings that the user has not given.
     """
     args = trainer.args
     refuse([greedy(args.temperature == 0, "GRPOConfig.temperature=0")])
@@ -99,7 +99,7 @@ def given_settings(
 
 
 # fmt: off
-def _refused_of_both(trainer: Any, config: Config, *, servers: bool) -> Iterator[Refusal]:
+def _shared_refusals(trainer: Any, config: Config, *, servers: bool) -> Iterator[Refusal]:
     """Yield the refusals that GRPOTrainer and AsyncGRPOTrainer share."""
     args, dataset = trainer.args, trainer.train_dataset
     embedded = isinstance(config.engine, TransformersEngineConfig)
@@ -127,11 +127,11 @@ def async_refusals(trainer: Any, config: Config, *, servers: bool, rows: int, gi
                    ) -> Iterator[Refusal]:
     """Yield a refusal for each setting with which april cannot run in AsyncGRPOTrainer.
 
-    ``servers`` is true if servers read weights from a directory. ``rows`` is the number of rows per optimizer step.
+    ``servers`` is true if servers read weights from a directory, ``rows`` is the number of rows per optimizer step, and
     ``given`` has further arguments of the trainer, with None for those not given.
     """
     args = trainer.args
-    yield from _refused_of_both(trainer, config, servers=servers)
+    yield from _shared_refusals(trainer, config, servers=servers)
     yield (isinstance(config.engine, TransformersEngineConfig), "the embedded engine",
            "AsyncGRPOTrainer trains while servers generate",
            "name them: rollout_worker(engine={'kind': 'vllm', 'urls': [...]})")
@@ -172,7 +172,7 @@ def refusals(trainer: Any, config: Config, *, servers: bool, filters: bool) -> I
     for name in ("use_vllm", "use_transformers_continuous_batching"):
         yield (getattr(args, name), f"{name}=True", "april generates on the engine of its own configuration",
                f"leave {name} out")
-    yield from _refused_of_both(trainer, config, servers=servers)
+    yield from _shared_refusals(trainer, config, servers=servers)
     yield (args.generation_kwargs, f"GRPOConfig.generation_kwargs={sorted(args.generation_kwargs or ())}",
            "april generates", "see april's sampling")
     yield from _refused_images(trainer)
@@ -206,7 +206,7 @@ def _refused_images(trainer: Any) -> Iterator[Refusal]:
            "set processing_class.tokenizer.padding_side = 'left'")
     first = trainer.train_dataset[0] if len(trainer.train_dataset) else {}
     if first.get("prompt") is not None:
-        require_shown(first["prompt"], of_row(first))
+        require_trainable(first["prompt"], images_of_row(first))
     what = "environment_factory" if trainer.environment_factories else "tools"
     yield (trainer._is_vlm and (trainer.tools or trainer.environment_factories), f"{what} with a vision model",
            "april does not pass images of later turns to TRL's loss", f"leave {what} out")
@@ -224,7 +224,7 @@ def _refused_adapters(trainer: Any, engine: EngineConfig) -> Iterator[Refusal]:
         yield (getattr(adapter, "is_prompt_learning", False),
                f"PEFT adapter {name} is of the kind prompt learning, which puts virtual tokens before every prompt",
                "april resumes from real tokens only", "use LoRA")
-    # otherwise the servers may load the adapter itself, unmerged
+    # in other cases the servers may load the adapter itself, unmerged
     must_merge = isinstance(engine, OpenAIEngineConfig) or sharding_of(trainer) in UNREADABLE
     if not isinstance(engine, TransformersEngineConfig) and must_merge and (why := why_unmerged(trainer)):
         raise ConfigError(why)

@@ -73,7 +73,7 @@ class DatasetPasses:
                     f"{list(self._of_environment)}; name one of these"
                 )
             writer = self._of_environment[name]
-        prompt = shown(self.prompt_of(row), of_row(row))
+        prompt = with_images(self.prompt_of(row), images_of_row(row))
         return list(writer._tokenize_prompts([prompt])[0][0])
 
     def set_epoch(self, epoch: int) -> None:
@@ -87,7 +87,7 @@ class DatasetPasses:
         for row in rows.tolist():
             drawn = self._dataset[row]
             prompt = {"token_ids": self.tokens_of(drawn), ROW: row}
-            yield prompt | {"images": of_row(drawn)} if self._with_images else prompt
+            yield prompt | {"images": images_of_row(drawn)} if self._with_images else prompt
 
     def drawn(self, prompt: Any) -> Row:
         """Return a copy of the dataset row from which a prompt was made."""
@@ -134,7 +134,7 @@ def scores(
     count = len(completions)
     arguments = {
         **{key: [value] * count for key, value in row.items() if key not in ("prompt", "completion")},
-        "prompts": [shown(row["prompt"], of_row(row))] * count,
+        "prompts": [with_images(row["prompt"], images_of_row(row))] * count,
         "completions": completions,
         "completion_ids": ids,
         "trainer_state": trainer.state,
@@ -158,11 +158,11 @@ def weighted(trainer: Any, values: Sequence[float]) -> float:
     return sum(found) if found else math.nan
 
 
-Ask = Callable[[Any, Sequence[Any]], list[float]]
+Scorer = Callable[[Any, Sequence[Any]], list[float]]
 """Function of a prompt and its responses; returns their rewards, NaN for a response that no function scores."""
 
 
-def asking(trainer: Any, said_of: Callable[[Any], list[Message] | None]) -> Ask:
+def scorer_of(trainer: Any, said_of: Callable[[Any], list[Message] | None]) -> Scorer:
     """Wrap the trainer's reward functions for april, and drop what they log: TRL calls them again for trained rows.
 
     ``said_of`` returns the messages of a multi-turn response, or None for a single turn.
@@ -186,12 +186,12 @@ def asking(trainer: Any, said_of: Callable[[Any], list[Message] | None]) -> Ask:
     return ask
 
 
-def group_reward(ask: Ask) -> Callable[[Any, Sequence[Any]], list[float]]:
+def group_reward(ask: Scorer) -> Callable[[Any, Sequence[Any]], list[float]]:
     """Make april's ``group_reward``, which group filters need. A response that no function scores gets 0, as in TRL."""
     return lambda prompt, responses: [0.0 if math.isnan(value) else value for value in ask(prompt, responses)]
 
 
-def sample_reward(ask: Ask) -> Callable[[Any, Any], float]:
+def sample_reward(ask: Scorer) -> Callable[[Any, Any], float]:
     """Make april's ``reward``, which ``group_quorum`` below 1 needs, because single samples are then delivered.
 
     The reward raises RolloutError for a response that no function scores.
@@ -254,16 +254,16 @@ def tokenizer_of(trainer: Any) -> Any:
     return getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
 
 
-def of_row(row: Mapping[str, Any]) -> list[Any]:
+def images_of_row(row: Mapping[str, Any]) -> list[Any]:
     """Return the images in a dataset row, in order; empty if there are none."""
     if "images" in row:
         return list(row["images"] or ())
     return [] if row.get("image") is None else [row["image"]]
 
 
-def shown(prompt: Any, images: Sequence[Any]) -> Any:
+def with_images(prompt: Any, images: Sequence[Any]) -> Any:
     """Return a prompt with images in its messages, as TRL passes it to reward functions and chat templates."""
-    require_shown(prompt, images)
+    require_trainable(prompt, images)
     if not images:
         return prompt
     from trl.data_utils import prepare_multimodal_messages
@@ -271,7 +271,7 @@ def shown(prompt: Any, images: Sequence[Any]) -> Any:
     return prepare_multimodal_messages(prompt, images=list(images))
 
 
-def require_shown(prompt: Any, images: Sequence[Any]) -> None:
+def require_trainable(prompt: Any, images: Sequence[Any]) -> None:
     """Raise ConfigError if TRL cannot train on a prompt in this form together with its images."""
     plain = isinstance(prompt, str)
     parts = () if plain else (p for m in prompt if isinstance(m.get("content"), list) for p in m["content"])
@@ -298,15 +298,15 @@ def put_back(row: dict[str, Any], attached: Sequence[Placed]) -> None:
         row["image"] = opened[0]
 
 
-def evaluated(trainer: Any, rows: Sequence[list[int]], shown: Sequence[Sequence[Any] | None]) -> list[dict[str, Any]]:
+def evaluation_prompts(trainer: Any, rows: list[list[int]], images: Sequence[list[Any] | None]) -> list[dict[str, Any]]:
     """Return the evaluation prompts of all ranks with their images. Must be called on every rank.
 
-    ``rows`` are the token ids of all ranks' prompts, ``shown`` the images of this rank's rows.
+    ``rows`` are the token ids of all ranks' prompts, ``images`` the images of this rank's rows.
     """
     reader = ImageReader(ImagesConfig())
     read = [
-        [reader.read(image, f"row {i}, image {j}").attachment for j, image in enumerate(images or (), 1)]
-        for i, images in enumerate(shown)
+        [reader.read(image, f"row {i}, image {j}").attachment for j, image in enumerate(of_one or (), 1)]
+        for i, of_one in enumerate(images)
     ]
     everywhere = rows_of_all_ranks(trainer, [[attachment_bytes(attachment) for attachment in row] for row in read])
     return [{"token_ids": ids, "images": images} for ids, images in zip(rows, everywhere, strict=True)]

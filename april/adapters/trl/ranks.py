@@ -38,7 +38,7 @@ def scheduler_of(trainer: Any, config: Config, address: str | None, **arguments:
 
 
 def of_all_ranks(trainer: Any, value: Any) -> list[Any]:
-    """Gather a value from each rank, in rank order. Call it on every rank; RolloutError if msgpack cannot encode it."""
+    """Gather a value from each rank, in rank order; call on every rank. RolloutError if msgpack cannot encode one."""
     accelerator = trainer.accelerator
     if accelerator.num_processes == 1:
         return [value]

@@ -54,7 +54,7 @@ class ToolLoop:
         self._factories: Mapping[Any, Callable[[], Any]] = trainer.environment_factories or {}
         self._idle: defaultdict[Any, deque[Any]] = defaultdict(deque)
         self._notes: dict[tuple[int, int], Note] = {}
-        """Notes of training responses by (group, index); filled in the process that runs rollout functions."""
+        """Notes of training responses by (group, index); filled on rank 0, which runs the rollout functions."""
         self._inputs: Sequence[Row] = ()
         self._of_inputs: dict[int, Note] = {}
         """Notes of an evaluation's responses by row number."""
@@ -199,7 +199,7 @@ class ToolLoop:
         tokens_of = self._passes.tokens_of
         return [{"token_ids": tokens_of(row), INPUT: number} for number, row in enumerate(self._inputs)]
 
-    def evaluated(self) -> list[Note]:
+    def evaluation_notes(self) -> list[Note]:
         """Return the notes of this rank's evaluation rows. Must be called on every rank."""
         return self._of_this_rank([self._of_inputs.get(number) for number in range(len(self._inputs))])
 

@@ -24,12 +24,12 @@ from april.adapters.trl import checkpoint
 from april.adapters.trl.checks import REQUIRED_FUNCTIONS, TESTED_VERSION, config_for, given_settings, refusals
 from april.adapters.trl.data import (
     DatasetPasses,
-    asking,
     column_of,
-    evaluated,
+    evaluation_prompts,
     group_reward,
     put_advantages,
     sample_reward,
+    scorer_of,
     tokenizer_of,
 )  # fmt: skip
 from april.adapters.trl.ranks import (
@@ -58,7 +58,7 @@ METRICS = (
 
 
 def logged_metrics(batch: Batch, wanted: Sequence[str] | Literal["all"]) -> dict[str, float]:
-    """Return the wanted metrics of a batch under TRL's names, without the mean reward, which TRL logs itself."""
+    """Return the wanted metrics of a batch as ``april/NAME``, without the mean reward, which TRL logs itself."""
     names = batch.metrics.keys() - {"reward_mean"} if wanted == "all" else wanted
     if batch.id == 0 and (missing := [name for name in names if name not in batch.metrics]):
         log.warning("metrics: the first batch has no %s; docs/metrics.md has the names", ", ".join(missing))
@@ -206,7 +206,7 @@ class Rollout:
         scheduler = self._open(trainer)
         self._give_weights(trainer)
         responses = scheduler.evaluate(self._tools.evaluation(inputs), seed=trainer.args.seed).responses
-        self._notes = self._tools.evaluated()
+        self._notes = self._tools.evaluation_notes()
         first = trainer.accelerator.process_index * len(inputs)
         rows = [response.conversations[0] for (response,) in responses[first : first + len(inputs)]]
         self._masks = [row.loss_mask.tolist() for row in rows]
@@ -250,11 +250,11 @@ class Rollout:
         """Generate an evaluation response for each row with the current weights; training rollouts are not affected."""
         scheduler = self._open(trainer)
         self._give_weights(trainer)
-        ids, shown, _ = trainer._tokenize_prompts(prompts)
+        ids, images, _ = trainer._tokenize_prompts(prompts)
         first = trainer.accelerator.process_index * len(ids)
         asked: list[Any] = rows_of_all_ranks(trainer, ids)
         if column_of(trainer.train_dataset) is not None:
-            asked = evaluated(trainer, asked, [[] for _ in ids] if shown is None else shown)
+            asked = evaluation_prompts(trainer, asked, [[] for _ in ids] if images is None else images)
         rounds = scheduler.evaluate(asked, seed=trainer.args.seed).responses
         rounds = rounds[first : first + len(ids)]
         return _columns([list(row) for row in ids], [responses[0] for responses in rounds])
@@ -295,7 +295,7 @@ class Rollout:
             found["rollout"] = tools.rollout
             if trainer.environment_factories:
                 return {**found, "reward": tools.reward_of}
-        ask = asking(trainer, (lambda response: None) if tools is None else tools.said_of)
+        ask = scorer_of(trainer, (lambda response: None) if tools is None else tools.said_of)
         if self.config.delivers_parts:
             return {**found, "reward": sample_reward(ask)}
         if self._filter is not None:

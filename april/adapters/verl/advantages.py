@@ -1,8 +1,7 @@
-"""Registers ``april_grpo`` in verl, an advantage estimator that compares a sample with its group's first finishers.
+"""Registers ``april_grpo`` in verl: an advantage estimator that compares a sample with the first finished of its group.
 
 verl gives estimators only the rows of one batch, with the column ``uid``. april's sampler therefore computes advantages
-itself, stores them here by rollout name, and writes that name into ``uid``. Sampler and estimator run in the same
-process, verl's driver.
+itself, stores them here by rollout name, and writes that name into ``uid``. All of this runs in verl's driver process.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class LLMCall:
 
 @dataclass(frozen=True, slots=True)
 class AgentLoopResult:
-    """Message of an agent loop that has ended. Its trajectory is stored under ``keys``; filters compare ``value``."""
+    """Message that an agent loop has ended. verl's queue has its trajectory under ``keys``; filters use ``value``."""
 
     reward: float | None
     value: float | None
@@ -191,7 +191,7 @@ CURRENT_SESSION: ContextVar[AgentLoopSession | None] = ContextVar("april_session
 """Session of the running agent loop; None if april did not start it, as in a validation."""
 
 Message = tuple[int, LLMCall | AgentLoopResult | tuple[str, str]]
-"""Message of an agent loop: (session number, content), which is a call, the result, or an (error text, kind)."""
+"""(Session number, message of the agent loop): a call, its result at the end, or a failure as (text, kind)."""
 
 
 class WorkerCalls:
@@ -203,7 +203,7 @@ class WorkerCalls:
         self._posted = asyncio.Event()
 
     def begin(self, number: int, uid: str, index: int, stored: Sequence[str]) -> None:
-        """Create a session, for :meth:`run`."""
+        """Create the session that :meth:`run` needs."""
         self._sessions[number] = AgentLoopSession(self, number, uid, index, stored)
 
     def post(self, number: int, what: LLMCall | AgentLoopResult | tuple[str, str]) -> None:

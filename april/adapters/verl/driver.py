@@ -32,7 +32,7 @@ from april.scheduler import RolloutScheduler
 
 log = logging.getLogger("april")
 
-AGENT_LOOPS = 1_000_000
+MAX_WORKER_CALLS = 1_000_000
 """Maximum number of concurrent calls to a worker: one for each validation and a few for training."""
 
 
@@ -109,7 +109,7 @@ class Sampler(ReplayBufferAsync):  # type: ignore[misc]
         """
         labels = (tq.kv_list(partition_id) or {}).get(partition_id, {})
         rows = {k: t for k, t in labels.items() if not t.get("is_prompt", False) and wanted(k)}
-        gone = [*settled, *([] if held is None else [key for key in _not_of(held, labels) if key not in rows])]
+        gone = [*settled, *([] if held is None else [key for key in _keys_of_others(held, labels) if key not in rows])]
         if gone:
             tq.kv_clear(partition_id=partition_id, keys=gone)
         return KVBatchMeta(partition_id=partition_id, keys=list(rows), tags=list(rows.values()))
@@ -154,7 +154,7 @@ class Checkpoints(CheckpointCallback):  # type: ignore[misc]
 
 HELD = "held_by_april"
 """Status in verl's queue of prompts that april continues; verl would restart those that are pending or running."""
-UNKNOWN = ("__rollout_n__", "__do_sample__")
+REFUSED_COLUMNS = ("__rollout_n__", "__do_sample__")
 """Columns of verl's data that change the number or kind of samples of a prompt; april refuses both."""
 
 
@@ -179,14 +179,14 @@ class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
         self._sampler = sampler
         client = AprilServerClient.around(llm_client, sampler.settings.max_tokens)
         super().__init__(config, client, teacher_client, reward_loop_worker_handles)
-        self.agent_loop_workers_class = ray.remote(max_concurrency=AGENT_LOOPS)(worker_class())
+        self.agent_loop_workers_class = ray.remote(max_concurrency=MAX_WORKER_CALLS)(worker_class())
 
     @classmethod
     def create(cls, *args: Any, **kwargs: Any) -> Any:
         """Create verl's manager and april's scheduler, and resume from a checkpoint if verl has loaded one."""
         manager = super().create(*args, **kwargs)
         manager._sampler.open(manager.llm_client, manager.agent_loop_workers)
-        manager.go_on()
+        manager.restore_april()
         return manager
 
     def generate_sequences(self, prompts: Any) -> None:
@@ -199,13 +199,13 @@ class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
             return
         refuse((column in prompts, f"the data have a column {column}",
                 "with april every prompt has rollout.n samples of one kind", "leave the column out")
-               for column in UNKNOWN)  # fmt: skip
+               for column in REFUSED_COLUMNS)  # fmt: skip
         rows = map(ray.put, prompts.chunk(len(prompts)))  # stored in Ray once for all samples of a prompt
         self._sampler.rollouts.prompts.offer(zip(prompts["uid"], rows, strict=True))
 
     # ---------------------------------------------------------------- after a restart
 
-    def go_on(self) -> None:
+    def restore_april(self) -> None:
         """Restore april's state from the loaded checkpoint. verl has loaded its queue but restarted no prompt yet."""
         trainer, scheduler, rollouts = self._sampler.trainer, self._sampler.scheduler, self._sampler.rollouts
         assert scheduler is not None
@@ -214,7 +214,7 @@ class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
         prompts = [key for key, tag in labels.items() if tag.get("is_prompt", False)]
         if folder is None or not (folder / STATE_FILE).is_file():
             # these trajectories are left over from the batch on which the saved weights were trained
-            if orphans := _not_of(prompts, labels):
+            if orphans := _keys_of_others(prompts, labels):
                 tq.kv_clear(keys=orphans, partition_id="train")
             if folder is not None and prompts:
                 log.warning(
@@ -232,7 +232,7 @@ class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
         scheduler.load_state_dict(state)
         held = rollouts.restored(scheduler, self._rows, waiting)
         here = {*held, *waiting}
-        if gone := [*(uid for uid in prompts if uid not in here), *_not_of(held, labels)]:
+        if gone := [*(uid for uid in prompts if uid not in here), *_keys_of_others(held, labels)]:
             tq.kv_clear(keys=gone, partition_id="train")
         if here:
             _label(sorted(here), HELD, trainer.global_steps)
@@ -251,7 +251,7 @@ def _name_of(key: str) -> str:
     return key.rpartition("_")[0]
 
 
-def _not_of(prompts: Collection[str], labels: Mapping[str, Any]) -> list[str]:
+def _keys_of_others(prompts: Collection[str], labels: Mapping[str, Any]) -> list[str]:
     """Return the keys of trajectories in verl's queue (``labels``) that belong to none of these prompts."""
     return [k for k, tag in labels.items() if not tag.get("is_prompt", False) and k.split("_")[0] not in prompts]
 

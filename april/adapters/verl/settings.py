@@ -58,7 +58,7 @@ WITHOUT_GROUPS = ("gae", "reinforce_plus_plus")
 UNBANNED = ("sglang",)
 """``rollout.name`` of servers that generate placeholder ids of images unless a logit bias prevents it."""
 RAY_CALLS = 960
-"""Maximum number of concurrent requests to a Ray actor of verl; Ray's limit is 1,000 with aborts and weight updates."""
+"""Maximum number of concurrent requests to a Ray actor of verl; Ray allows 1,000 calls, aborts and others included."""
 ABORT_DEADLINE_S = 2.0
 """Seconds to wait for aborted requests; short, because tokens that arrive later are still used."""
 
