@@ -24,7 +24,7 @@ def is_masked(row: DeliveredSample) -> bool:
 
 
 def generated_segments(segments: Sequence[Segment]) -> list[Segment]:
-    """Return the segments that the policy generated, without those of the environment."""
+    """Return the segments that the policy generated, without segments from tools or environments."""
     return [s for s in segments if s.kind is SegmentKind.GENERATED]
 
 

@@ -171,7 +171,7 @@ class TrainerServers(VersionedEngine):
         self._discard(key)
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
-        """Abort all requests. If only some are given, just stop waiting for them: the servers cannot abort those."""
+        """Abort all requests. If only some are given, just stop waiting: the servers cannot abort single requests."""
         if attempt_ids is None:
             for sent in self._sent.values():
                 sent.no_resend.set()

@@ -1,6 +1,6 @@
 """Runs OpenRLHF's agents as rollout functions: OpenRLHF's executor gets april in place of its vLLM engine.
 
-Invariant: the trained tokens are those that the executor returns, and they begin with what april generated.
+Invariant: april trains the tokens that the executor returns, which begin with the conversation that april generated.
 """
 
 from __future__ import annotations

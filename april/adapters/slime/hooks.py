@@ -29,7 +29,7 @@ class SlimeHooks:
         self.dropped: Counter[str] = Counter()
         """Number of groups that the filter has rejected since the last batch, by reason."""
         self.judged: list[list[Any]] = []
-        """Groups scored since the last batch, also rejected ones; only for --rollout-all-samples-process-path."""
+        """Groups scored since the last batch, with rejected groups; only for --rollout-all-samples-process-path."""
         self._remaining = 0
         path = getattr(args, "dynamic_sampling_filter_path", None)
         self._filter = framework.load_function(path) if path else None

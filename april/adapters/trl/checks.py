@@ -50,8 +50,8 @@ def config_for(
 ) -> Config:  # fmt: skip
     """Return april's settings, completed from the trainer's. Raises ConfigError if the two contradict each other.
 
-    ``decided`` has (TRL's name, value) of each setting that the trainer decides, by april's name; None means those that
-    GRPOTrainer decides. ``defaults`` are used for settings that the user has not given.
+    ``decided`` has (TRL's name, value) of each setting that the trainer decides, by april's name; None stands for the
+    settings of GRPOTrainer. ``defaults`` are used for settings that the user has not given.
     """
     args = trainer.args
     refuse([greedy(args.temperature == 0, "GRPOConfig.temperature=0")])

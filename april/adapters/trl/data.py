@@ -222,7 +222,7 @@ def put_advantages(trainer: Any, batch: Batch, output: dict[str, Any]) -> None:
     everywhere, like = trainer.accelerator.gather, output["advantages"]
     found = like.new_tensor(advantages_of(batch, trainer.scale_rewards, everywhere(like.new_tensor(batch.rewards))))
     output["advantages"] = found
-    # this deque has room for one batch, so april's values push out those that TRL has logged
+    # this deque has room for one batch, so april's values push out TRL's
     trainer._logs["advantages"].extend(everywhere(found).tolist())
     if trainer.scale_rewards != "batch":
         alike = [bool((sample.baseline_rewards == np.float32(sample.reward)).all()) for sample in batch.samples]

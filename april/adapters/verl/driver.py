@@ -69,7 +69,7 @@ class Sampler(ReplayBufferAsync):  # type: ignore[misc]
         self.scheduler = RolloutScheduler(settings.config, **self.rollouts.parts)
 
     async def _end_all(self) -> None:
-        """End all requests at verl's servers, and reject those in transit if a server can."""
+        """End all requests at verl's servers, and reject requests in transit if a server can."""
         await run_in_thread(self.trainer.checkpoint_manager.abort_replicas, reject_request=True)
 
     # ---------------------------------------------------------------- called by verl
@@ -153,7 +153,7 @@ class Checkpoints(CheckpointCallback):  # type: ignore[misc]
 
 
 HELD = "held_by_april"
-"""Status in verl's queue of prompts that april continues; verl would restart those that are pending or running."""
+"""Status in verl's queue of prompts that april continues; verl would restart pending or running prompts."""
 REFUSED_COLUMNS = ("__rollout_n__", "__do_sample__")
 """Columns of verl's data that change the number or kind of samples of a prompt; april refuses both."""
 
