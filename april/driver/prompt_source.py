@@ -341,7 +341,7 @@ class PromptSource:
         self._handed_over = saved
 
     def _skip(self) -> None:
-        """Skip missing prompts that were drawn before the restart; raises StopIteration if ``extend`` must give more."""
+        """Skip missing prompts that were drawn before a restart; raises StopIteration if ``extend`` must give more."""
         while self._to_skip:
             item = next(self._iterator)
             self._to_skip -= 1

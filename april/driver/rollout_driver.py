@@ -601,7 +601,7 @@ class RolloutDriver:
                 if self._pump.handled >= self._collect_at:
                     self._collect_at = self._pump.handled + HANDLED_PER_COLLECTION
                     collect_garbage()
-                    self._limit.costs.look()
+                    self._limit.costs.fit_again()
         except Exception as error:
             # the core's state may be inconsistent, so no later result could be trusted
             self._stop_with_error(error)

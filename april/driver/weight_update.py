@@ -249,7 +249,7 @@ class OpenUpdates:
         self._last = 0
 
     def begin(self, update: WeightUpdate, **request: Any) -> None:
-        """Request an update from the core; ``request`` has fields of UpdateRequested. Callers must await the update's end."""
+        """Request an update from the core; ``request`` has fields of UpdateRequested. The caller must await its end."""
         self._last += 1
         update.begin(self._last)
         self._open[update.number] = update
