@@ -166,7 +166,7 @@ class SampleFunctions:
         return self._outputs.get(sample)
 
     def outputs(self, *, of_finished: bool = False) -> dict[SampleId, Any]:
-        """Return the values (not None) that rollout functions returned, by sample; if asked, only of finished samples."""
+        """Return the values (not None) that rollout functions returned, by sample, or only of finished samples."""
         runners = self._runners
         return {
             name: output
