@@ -434,8 +434,8 @@ class LoopWatch:
         self._closed.set()
 
     def take_blocked(self) -> tuple[float, str]:
-        """Return the seconds for which user functions blocked the loop since the last call, and the name of the one that
-        blocked it longest (empty if there is none)."""
+        """Return the seconds for which user functions blocked the loop since the last call, and the name of the one
+        that blocked it longest (empty if there is none)."""
         blocked, self._blocked = self._blocked, defaultdict(float)
         longest = max(blocked, key=lambda name: blocked[name], default="")
         return sum(blocked.values()), longest

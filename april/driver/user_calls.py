@@ -175,7 +175,7 @@ class UserCalls:
             self._start_threads()
 
     def close(self) -> dict[asyncio.Future[None], str]:
-        """Start and answer no more calls. Returns the names of running plain functions, by the futures of their ends."""
+        """Start and answer no more calls. Returns the names of running plain functions, by futures of their ends."""
         self._closed = True
         self.limits.close()
         self._waiting.clear()
