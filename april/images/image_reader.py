@@ -230,7 +230,7 @@ class ImageReader:
             return Picture(known, height, width)
 
     def _check_content(self, data: bytes, path: str, where: str, decode: bool) -> tuple[bytes, str, tuple[int, int]]:
-        """Return the bytes (encoded again if readers differ), the path (empty if encoded again), and (height, width)."""
+        """Return the bytes (encoded again if readers differ), the path (empty if so), and (height, width)."""
         from PIL import Image, UnidentifiedImageError
 
         if not data:
