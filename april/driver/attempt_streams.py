@@ -115,7 +115,7 @@ class AttemptStreams:
         attempt = stream.attempt
         event: ev.AttemptEnded | ev.AttemptFailed
         try:
-            await self._throttle.wait_turn()  # thousands of attempts start together
+            await self._throttle.wait_turn()  # thousands of attempts that start together would block the loop
             # An abort-all call that is under way would also abort a request that is sent now, so wait for it. Training
             # waits for a limited time, as its requests keep their tokens if the call hangs and aborts them later; a
             # request of an evaluation would lose its tokens.
@@ -123,7 +123,7 @@ class AttemptStreams:
                 training = attempt.sample.evaluation is None
                 await asyncio.wait(set(abort_tasks), timeout=self._core.settings.abort_resend_s if training else None)
             finish = EngineFinish.ABORT if stream.checks.aborted else await self._read(stream)
-            await self._throttle.wait_turn()  # thousands of attempts end together when a step ends
+            await self._throttle.wait_turn()  # thousands of attempts may end together with a step
             event = ev.AttemptEnded.of(attempt, finish)
         except _Rejected as rejected:
             log.warning("attempt %s of %s: %s", attempt.id, attempt.sample.key, rejected)
@@ -168,7 +168,7 @@ class AttemptStreams:
             else:
                 async for chunk in chunks:
                     if self._open.get(attempt.id) is not stream:
-                        break  # fenced: the tape is closed, even if the engine ignores the cancellation
+                        break  # fence() has ended the attempt, but the engine ignores the cancellation
                     self._accept(stream, self._copied(attempt, chunk))
                     if len(chunk.tokens):
                         stream.token_s = loop.time()

@@ -138,7 +138,7 @@ class CommandExecutor:
 
 
 def limits_of(engine: Engine) -> EngineLimits:
-    """Return the engine's capabilities as the core's settings for it."""
+    """Convert the engine's capabilities to the EngineLimits that the core works with."""
     c = engine.capabilities
     return EngineLimits(
         engine.name, c.max_context, c.max_in_flight, c.eos_token_ids, c.logprob_kind.value, c.vocab_size,

@@ -72,10 +72,10 @@ def matcher_of(attempt: Attempt, decode: Callable[[list[int]], str], came: Int32
 
 
 class StopMatcher:
-    """Finds stop strings in the tokens that one attempt generates.
+    """Finds stop strings in the tokens of one attempt (engine request); an ``llm.generate`` call may need several.
 
-    A match counts if it begins in the tokens of the call and is completed by a token of this attempt after the first
-    ``min_tokens`` tokens. Of several matches, the one that is completed first counts.
+    A match may begin in an earlier attempt of the call. It must be completed by a token of this attempt, after the
+    first ``min_tokens`` tokens. Of several matches, the one that is completed first counts.
 
     Args:
         decode: Function that returns the text of token ids, special tokens included. It may strip a leading space and

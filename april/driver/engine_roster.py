@@ -1,4 +1,4 @@
-"""Adds and removes engines during a run, when the trainer asks for it or the user's discovery function reports it."""
+"""Adds and removes engines during a run, when the trainer asks or the user's discovery function finds a change."""
 
 from __future__ import annotations
 

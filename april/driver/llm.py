@@ -69,7 +69,7 @@ RolloutFunction = Callable[[Prompt, "LLM"], Awaitable[Any]]
 GenerateFunction = Callable[..., Coroutine[Any, Any, Completion]]
 """Generates one response for a sample: ``generate(sampling, token_ids, *, any_chain, attached, images, overridden)``.
 
-With ``any_chain`` the call may continue or start any conversation, and run beside other calls. ``attached`` lists the
+With ``any_chain`` the call may continue or start any conversation, while other calls run. ``attached`` lists the
 attachments of ``token_ids``; if it is None, the conversation keeps its earlier attachments, and ``images`` are added,
 one for each placeholder among the new tokens. ``overridden`` is True if the client asked for another distribution, in
 place of which ``sampling`` is used.
@@ -149,7 +149,7 @@ class Chat(Protocol):
         ...
 
     def close(self) -> Iterable[int]:
-        """Stop answering; returns the numbers of the calls whose answers the function has received."""
+        """Stop answering; returns the numbers of the calls whose answers the rollout function has received."""
         ...
 
 
@@ -157,7 +157,7 @@ class ClientEndpoints(Protocol):
     """Opens and closes the endpoints of samples; ``april.agents`` implements it."""
 
     def open(self, sample: EndpointSample, serve: Any = None) -> ClientEndpoint:
-        """Open a sample's endpoint on the server whose function ``serve`` is; None means the server of this process."""
+        """Open a sample's endpoint by ``serve``, a function of another server; None means this process's server."""
         ...
 
     def chat(self, sample: EndpointSample) -> Chat:
@@ -232,7 +232,7 @@ class LLM:
         return self.endpoint().key
 
     def endpoint(self, serve: Any = None) -> ClientEndpoint:
-        """Return the endpoint of :attr:`base_url`. The first call opens it, by ``serve`` if that is not None."""
+        """Return the endpoint of :attr:`base_url`. The first call opens it, as :meth:`ClientEndpoints.open`."""
         return self._open_endpoint(serve)
 
     @contextmanager

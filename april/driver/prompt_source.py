@@ -62,7 +62,7 @@ class RemainingPrompts(NamedTuple):
 
 
 class PromptSource:
-    """Draws prompts from an iterable of anything that a :class:`PromptReader` reads.
+    """Draws prompts from an iterable whose items a :class:`PromptReader` can read.
 
     Args:
         prompts: Iterable of prompts, iterated once per epoch. A method ``set_epoch(epoch)``, as shuffling samplers
@@ -237,7 +237,7 @@ class PromptSource:
             return _next_digest(digest, None)
 
     def _prompt(self, item: Any, position: int, epoch: int = 0, *, again: bool = False) -> Prompt:
-        """Make a prompt of an item; raises ConfigError if the item is unusable. ``again``: it was drawn before."""
+        """Make a prompt of an item; raises ConfigError if it is unusable. ``again`` is True if it was drawn before."""
         prompt = self._reader.read(item, position, epoch, again=again)
         if self._refuse is not None:
             self._refuse(prompt)
@@ -357,7 +357,7 @@ def _next_digest(digest: bytes, prompt: Prompt | None) -> bytes:
     """Return the digest after one more prompt; ``prompt`` None stands for an unusable prompt."""
     ids = b"" if prompt is None else prompt.token_ids.astype("<i4").tobytes()
     if prompt is not None and not ids:  # a prompt without tokens is identified by its data
-        with suppress(TypeError, ValueError, RecursionError):  # keys that JSON does not allow, or a list in itself
+        with suppress(TypeError, ValueError, RecursionError):  # keys that JSON does not allow, or cyclic data
             ids = json.dumps(dict(prompt.data), default=lambda value: type(value).__name__).encode()
     attached = () if prompt is None else prompt.attached
     content = "".join(placed.attachment.digest for placed in attached)

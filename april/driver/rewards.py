@@ -34,12 +34,12 @@ class Conversation(NamedTuple):
     logprobs: Float32
     loss_mask: NDArray[np.uint8]
     turns: Int32 = np.empty((0, 2), np.int32)
-    """(start, end) in ``tokens`` of each call of ``llm.generate`` that generated tokens, int32 [turns, 2]."""
+    """Start and end in ``tokens`` of each ``llm.generate`` call that generated tokens, int32 [turns, 2]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A reward with more than one number: the result of a reward function, or an item of a group reward's result.
+    """A reward with parts, arrays or a note: the result of a reward function, or an item of a group reward's result.
 
     The values are kept with the sample: in batches (``batch.parts``, ``batch.padded()``, ``sample.row_reward``), in
     metrics and saved states, and on other ranks. All rewards of a run must have the same names and shapes.
@@ -58,7 +58,7 @@ class Reward:
     note: Any = None
     """Text or other plain values that are stored with the reward."""
     rows: Sequence[Any] = ()
-    """Rewards of the single ``response.conversations``, in their order; all other fields must then be empty."""
+    """One reward for each of ``response.conversations``, in their order; all other fields must then be empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +157,8 @@ def response_of(
 def rewards_differ(prompt: Prompt, responses: Sequence[Response]) -> bool:
     """Accept a group if its rewards differ: the filter of DAPO's dynamic sampling (arXiv 2503.14476, section 3.2).
 
-    If conversations have rewards of their own, those with the same index are compared, as for advantages. Their mean
-    per response would never differ in a zero-sum game.
+    If conversations have rewards of their own, those with the same index are compared, as for advantages: in a zero-sum
+    game, the means over conversations would never differ.
     """
     found: dict[int | None, set[float | None]] = {}
     for response in responses:
@@ -287,7 +287,7 @@ def _array(values: Any, where: str) -> NDArray[Any]:
     """Return numbers as a read-only copy: integers of an array or tensor as int32, all others as float32.
 
     Lists always become float32, as the same reward may be [0, 1] for one response and [0.5, 1] for another. Values that
-    are no numbers become an array that is refused later.
+    are not numbers become an array that is refused later.
     """
     typed = hasattr(values, "dtype")
     try:

@@ -157,7 +157,7 @@ class RolloutDriver:
         self._pause_call_lock = asyncio.Lock()
         self._pause_stack = AsyncExitStack()
         self._update_lock = asyncio.Lock()
-        """Lock by which calls request their weight updates one after the other, in the order of the calls."""
+        """Lock that makes calls request their weight updates one after another, in the order of the calls."""
         self._closing: asyncio.Task[None] | None = None
         self._leaving: dict[str, asyncio.Future[None]] = {}
         """Futures of callers that wait until an engine is removed, by engine name."""
@@ -315,7 +315,7 @@ class RolloutDriver:
             responses = samples.evaluation_responses(groups)
         except asyncio.CancelledError:
             self.post(ev.EvaluationCancelled(number))
-            await asyncio.wait([end])  # takes until its requests have ended, at most until the abort deadline
+            await asyncio.wait([end])  # until its requests have ended, at most until the abort deadline
             await samples.wait_for_cancelled()
             raise
         finally:
@@ -380,7 +380,7 @@ class RolloutDriver:
         return "" if path is None else await self.executor.engine_control.content_of(path)
 
     def commit(self, batch_id: int) -> None:
-        """Commit this batch and all earlier batches, without a weight update."""
+        """Commit this batch and all earlier batches, as trained, without a weight update."""
         self._raise_if_broken()
         for out in self._uncommitted("commit", batch_id):
             if out <= batch_id:
@@ -764,7 +764,7 @@ class RolloutDriver:
         future = self._batch
         if future is not None and not future.done():
             future.set_exception(error)
-            future.exception()  # marks the error as retrieved; without a waiter, asyncio would log it
+            future.exception()  # without a waiter, asyncio would log the error
 
     def _fail_waiting(self, error: BaseException) -> None:
         self._fail_batch(error)
@@ -814,7 +814,7 @@ OUTPUTS_AT_ONCE = 256
 def copy_outputs(outputs: Mapping[SampleId, Any], copies: OutputCopies) -> dict[SampleId, Any]:
     """Return copies of the rollout functions' return values as plain values, without those that have no plain form.
 
-    Copies are taken from ``copies``, to which new ones are added.
+    ``copies`` holds earlier copies, which are used again; new copies are added to it.
     """
     for name, output in outputs.items():
         if name not in copies or copies[name][0] is not output:

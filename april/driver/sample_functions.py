@@ -65,7 +65,7 @@ class UserFunctions:
     filter: Callable[..., Any] | None = None
     detokenizer: Detokenizer | None = None
     endpoints: ClientEndpoints | None = None
-    """Opens endpoints at which other programs, such as agents, generate for a sample; None if that is not possible."""
+    """Object that opens HTTP endpoints at which agents and other programs generate for a sample; None without one."""
     images: ImagePlacer | None = None
     """Reader of images; None means that no conversation has images."""
 
@@ -111,7 +111,7 @@ class _RunningSample:
     made: int = 0
     """Number of calls of llm.generate so far."""
     empty: int = 0
-    """Number of consecutive calls, up to the present one, that generated no token."""
+    """Number of consecutive calls, up to the latest one, that generated no token."""
     endpoint: ClientEndpoint | None = None
     """Endpoint of this sample, once the function has asked for it."""
     chat: Chat | None = None
@@ -179,7 +179,7 @@ class SampleFunctions:
         self._runners[sample.id], self._outputs[sample.id] = _RunningSample(sample), output
 
     def close(self) -> None:
-        """Refuse all further generation for functions and their clients, and cancel the calls that wait for it."""
+        """Refuse all further generation for functions and their clients, and cancel all open calls."""
         self._closed = True
         for runner in self._runners.values():
             self._close_endpoint(runner)
@@ -289,11 +289,11 @@ class SampleFunctions:
             return runner.chat
 
         def ended(output: Any, error: BaseException | None) -> None:
-            """Post how the function ended. After FunctionLost it runs again and repeats its answered calls."""
+            """Post how the function ended."""
             unread = self._close_endpoint(runner)
             if output is not None and self._runners.get(sample.id) is runner:
                 self._outputs[sample.id] = output
-            if isinstance(error, FunctionLost):  # it will repeat its calls, so their answers are not dropped
+            if isinstance(error, FunctionLost):  # it runs again and repeats its calls, so their answers are kept
                 self._end_calls(runner)
                 self._post(ev.FunctionLost(sample.id))
                 return

@@ -39,7 +39,7 @@ class LimitDistance:
     Attributes:
         at_limit: Share that the step would take at the limit.
         reprefill: Share for prefilling interrupted responses again.
-        causes: Shares of the causes of empty places, by group name.
+        causes: Shares that were lost to empty places, by the name of the causes' group in GROUPS.
         unexplained: Share that was lost although hardly any place was empty.
     """
 

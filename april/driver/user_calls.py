@@ -36,7 +36,7 @@ from april.errors import RolloutError
 log = logging.getLogger("april")
 
 PLAIN_FUNCTIONS_AT_ONCE = min(32, (os.cpu_count() or 1) + 4)
-"""Maximum number of plain reward functions and filters that run at once, without those past their time limit."""
+"""Maximum number of plain reward functions and filters that run at once; those past their time limit do not count."""
 
 WARN_AGAIN = 10
 """Multiple of the warning time (``warn_s``) that must pass before a warning names the same function again."""

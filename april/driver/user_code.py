@@ -44,7 +44,7 @@ def run_as_user_code(function: Callable[..., T], *args: Any) -> T:
 
 
 def call_user_code(function: Callable[[], T]) -> T:
-    """Call a function in a copy of the context that is marked as by :func:`inside_user_code`.
+    """Call a function inside :func:`inside_user_code`, in a copy of the current context.
 
     Because only the copy is marked, a signal that interrupts the trainer's thread cannot leave it marked.
     """
@@ -176,7 +176,7 @@ def outcome_of(function: Callable[[], Any]) -> Outcome:
 
 
 def harmless(error: BaseException) -> BaseException:
-    """Return the error, wrapped in a RolloutError if it has a special meaning for the code that would raise it.
+    """Return the error; if Python or asyncio would treat it specially, wrapped in a RolloutError.
 
     KeyboardInterrupt, StopIteration and GeneratorExit are examples of such errors.
     """
@@ -319,7 +319,7 @@ def _may_pass(error: BaseException, deep: int = MOST_CAUSES) -> bool:
         return True
     if isinstance(error, BaseExceptionGroup):
         return any(_may_pass(member, deep) for member in error.exceptions)
-    own_bug = isinstance(error, (LookupError, ArithmeticError, AssertionError))  # whatever was raised before
+    own_bug = isinstance(error, (LookupError, ArithmeticError, AssertionError))  # even if another error came before
     context = None if own_bug or error.__suppress_context__ else error.__context__
     before = error.__cause__ or context
     return before is not None and deep > 0 and _may_pass(before, deep - 1)
@@ -335,7 +335,7 @@ class FailureLog:
         self._seen: set[tuple[object, ...]] = set()
 
     def warn(self, error: BaseException, what: str, *where: object, told: str = "", once: bool = False) -> None:
-        """Log the message ``what % where`` with the error or, if given, the text ``told``.
+        """Log the message ``what % where``, followed by the text ``told`` or, if that is empty, the error.
 
         ``once`` logs only the first error of each type and line.
         """

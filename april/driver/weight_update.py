@@ -57,7 +57,7 @@ class WeightUpdate:
         """Names of the engines that are paused for the update; empty before they are paused."""
 
     def begin(self, number: int) -> None:
-        """Give the update its number and create the futures of its progress."""
+        """Set the update's number, and create the futures ``engines_paused`` and ``version``."""
         loop = asyncio.get_running_loop()
         self.number = number
         self.engines_paused: asyncio.Future[None] = loop.create_future()
@@ -99,7 +99,7 @@ class WeightUpdate:
         """End the update with an error, unless it has ended."""
         if not self.version.done():
             self.version.set_exception(error)
-            self.version.exception()  # marks the error as retrieved, as the caller may be gone
+            self.version.exception()  # keeps asyncio from logging the error if the caller is gone
 
 
 class TrainerUpdate(WeightUpdate):
@@ -173,7 +173,7 @@ class TrainerUpdate(WeightUpdate):
             finally:
                 self._report_progress()
             if self._interruption is not None and self._reply is not None:
-                self._reply.wait()  # takes until the engines have resumed with the old version
+                self._reply.wait()  # until the engines have resumed with the old version
             if self._timeout_error and isinstance(error, KeyboardInterrupt):
                 raise EngineError(self._timeout_error) from None
             raise
@@ -278,7 +278,7 @@ class OpenUpdates:
         self._post(ev.UpdateCancelled(number))
 
     def failed(self, call: int, error: BaseException) -> None:
-        """Remember the error of an engine call, for the caller of the update."""
+        """Remember the error of an engine call, to raise it in the trainer's call."""
         if self._open:
             self._errors[call] = error
 
@@ -332,7 +332,7 @@ def directory_for(
 
     Raises:
         ConfigError: there are servers, but neither a path nor a transfer, so they would keep the old weights; or the
-            path holds an adapter (LoRA) that an engine cannot load, or that requests in flight do not allow.
+            path holds an adapter (LoRA) that an engine cannot load, or that ``in_flight`` does not allow.
     """
     able = {name: engine.capabilities for name, engine in engines.items()}
     servers = [name for name, can in able.items() if can.remote and not can.shares_weights]

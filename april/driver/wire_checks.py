@@ -1,6 +1,6 @@
 """Checks the responses of engines: tokens, log-probabilities, policy versions, extras and finish reasons.
 
-``april.core.value_checks`` has the checks of single numbers, which are also used for saved states.
+``april.core.value_checks`` checks single ids and log-probabilities, also those of saved states.
 """
 
 from __future__ import annotations
