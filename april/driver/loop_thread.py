@@ -208,7 +208,7 @@ class LoopThread:
                 return False
 
     def end_with(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run ``last`` on the loop and tell the loop to stop; idempotent. An interrupt only ends the wait."""
+        """Run ``last`` on the loop and tell the loop to stop; idempotent. After an interrupt, call :meth:`stop`."""
         if self.alive and self.in_own_process:
             self.wait_for(last)
         self.request_stop()
