@@ -105,7 +105,7 @@ class Verifiers:
         await asyncio.shield(self._started)
 
     async def _serve(self, started: asyncio.Future[None]) -> None:
-        """Run the servers until the event loop ends; the task that started them must stop them."""
+        """Run the servers in one task until the event loop ends, because the task that starts them must stop them."""
         try:
             async with self.environment.serving():
                 started.set_result(None)
