@@ -44,7 +44,7 @@ GenerateFunction = Callable[[Int32, Mapping[str, Any], tuple[Placed, ...] | None
 """Generates a continuation of token ids: ``generate(token_ids, arguments of llm.generate, images)``. It returns when
 the answer is complete, after any number of steps. None as ``images`` means the images of the earlier calls."""
 MAX_ANSWERS_PER_TEXT = 8
-"""Maximum number of answers to one conversation to remember that have the same text, but different tokens."""
+"""Maximum number of answers with the same text, but different tokens, that are remembered for one conversation."""
 MAX_RECENT_SEQUENCES = 16
 """Number of recent conversations in which to look for the beginning of a new one."""
 
