@@ -166,7 +166,7 @@ class RankServer:
         self.thread.call(self._scheduler_set.set)
 
     def close(self, error: BaseException | None = None, *, wait: bool = False) -> None:
-        """Stop answering. ``error`` is rank 0's error, if any; with ``wait``, first wait until all ranks have closed."""
+        """Stop answering. ``error`` is rank 0's error, if any; ``wait`` waits first until all ranks have closed."""
 
         async def end() -> None:
             if not self._allow_rejoin:
@@ -284,7 +284,7 @@ class RankServer:
         self._check_waiters()
 
     def _note_closed(self, rank: int, error: str) -> None:
-        """Note that a rank has closed its scheduler; all ranks fail if it had an error, or if a call still waits for it."""
+        """Note that a rank has closed its scheduler; all ranks fail if it had an error, or if a call waits for it."""
         self._closed_ranks.add(rank)
         waiting = ((r, what) for c in self._calls.values() if c.results is None for r, what in c.call_texts.items())
         if error:
