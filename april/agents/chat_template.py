@@ -72,7 +72,7 @@ class ChatTemplate:
     """The chat template of a model.
 
     Args:
-        tokenizer: tokenizer of the model, with ``apply_chat_template`` unless ``renderers`` knows the model.
+        tokenizer: tokenizer of the model; it needs ``apply_chat_template`` if ``renderers`` does not know the model.
         config: a ``renderers.RendererConfig``; None means the one for the tokenizer's name.
         images: renders messages with images by the chat template of the model's processor; None if there are no images.
     """
@@ -98,7 +98,7 @@ class ChatTemplate:
         self._whole_conversations = False
         """True once the template wrote other tokens after a whole conversation than after only its latest turns."""
         self._compared: dict[tuple[Any, ...], int] = {}
-        """Longest conversation, in messages, for which both were compared; by the roles of the messages after it."""
+        """Number of messages up to which :meth:`_tokens_after` need not check, by the roles of the next messages."""
 
     def render(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         """Return the token ids of a conversation, up to the start of the assistant's answer.
@@ -152,7 +152,7 @@ class ChatTemplate:
         return None if tail is None else np.concatenate((ids, np.array(tail, np.int32)))
 
     def _last_turn(self, prompt: Int32) -> int:
-        """Return the index of the last but one end-of-turn token, after which a prompt's last message begins; or 0.
+        """Return the index of the last but one end-of-turn token, where a prompt's last message begins; 0 if none.
 
         Renderers need only this end of a prompt, so the cost of a turn does not grow with the conversation.
         """
@@ -236,7 +236,7 @@ class ChatTemplate:
         last_turn = prompt[self._last_turn(prompt) :].tolist()
         try:
             parsed = self._renderer.parse_response(tokens, tools=list(tools) or None, prompt_ids=last_turn)
-        except (ValueError, RecursionError):  # from numbers with thousands of digits, or brackets nested as deeply
+        except (ValueError, RecursionError):  # raised for numbers with thousands of digits, or deep nesting
             return ParsedAnswer(self._tokenizer.decode(tokens[:-1]), "", ())
         text, calls = parsed.content, []
         for call in parsed.tool_calls:

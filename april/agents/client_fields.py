@@ -145,7 +145,7 @@ _named: set[tuple[str, str]] = set()
 
 
 class RequestBody:
-    """The fields of a request body. A dialect takes the fields that it uses; :meth:`request` checks all others."""
+    """The fields of a request body. A dialect (API format) takes those that it uses; :meth:`request` checks others."""
 
     def __init__(self, body: Any, route: str) -> None:
         if not isinstance(body, dict):

@@ -66,7 +66,7 @@ def _no_json(name: str) -> Any:
 def read_tool_choice(choice: Any, tools: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
     """Return the tools to show to the model, and the names of tools of which it must call one (empty if it need not).
 
-    Accepts the forms of all dialects. Raises RequestError for an unknown form, and for a tool that is not in ``tools``.
+    Accepts ``choice`` in every API's format. Raises RequestError for other formats, and for tools not in ``tools``.
     """
     given: dict[str, Any] = {"type": choice} if isinstance(choice, str) else dict(choice or {"type": "auto"})
     kind, known = given.get("type"), [tool["function"]["name"] for tool in tools]
@@ -96,7 +96,7 @@ def read_tool_choice(choice: Any, tools: list[dict[str, Any]]) -> tuple[list[dic
 
 
 def _name_of(tool: Any) -> Any:
-    """Return the name of a tool that is in the format of any dialect; None if it has none."""
+    """Return the name of a tool definition in any API's format; None if it has no name."""
     given = tool if isinstance(tool, Mapping) else {}
     function = given.get("function")
     return given.get("name") or (function.get("name") if isinstance(function, Mapping) else None)

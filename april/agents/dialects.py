@@ -1,7 +1,7 @@
 """The API formats (dialects) of the endpoint: OpenAI's chat and text completions, and Anthropic's messages.
 
 Each dialect reads a body into a ChatRequest, writes an Answer as one body or as a stream, and formats errors as its
-clients expect. The table in ``client_fields`` says what becomes of each field of a request; none is dropped silently.
+clients expect. The table in ``client_fields`` says how each request field is treated; none is dropped silently.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def read_tools(value: Any) -> list[Json]:
 
 
 def constraint_of(tools: tuple[str, ...], schema: Any) -> Constraint | None:
-    """Return what the client demands of the form of the answer; None if it demands nothing."""
+    """Return the form that the client demands of the answer; None if it demands none."""
     return None if not tools and schema is None else Constraint(tools, schema)
 
 
@@ -190,7 +190,7 @@ def token_usage(answer: Answer) -> Json:
 
 
 class OpenAIText(OpenAIChat):
-    """The dialect of ``/v1/completions``: text or token ids are continued as they are."""
+    """The dialect of ``/v1/completions``, which continues text or token ids without a chat template."""
 
     history = ""
 

@@ -1,4 +1,4 @@
-"""Connects agents to the policy: opens HTTP endpoints for samples, answers ``llm.chat``, generates by the driver."""
+"""Connects agents to the policy: opens HTTP endpoints for samples and answers ``llm.chat``, using the driver."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Gateway:
     def open(
         self, sample: EndpointSample, serve: Callable[[Session], ClientEndpoint] | None = None
     ) -> ClientEndpoint:
-        """Open an endpoint for a sample by the function ``serve`` of another server; None means this process's own."""
+        """Open a sample's endpoint at the server that ``serve`` belongs to; None means this process's own server."""
         generate = self._generator(sample, from_clients=True)
 
         async def generate_on_driver_loop(

@@ -34,7 +34,10 @@ class MessageImages:
     prompt: Prompt
 
     async def read(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Return the messages with each image that was read in its part's field ``picture``; raises RequestError."""
+        """Read all images and return the messages, with each image in its part's field ``picture``.
+
+        Raises RequestError for images that cannot be read.
+        """
         if not any(has_images(message.get("content")) for message in messages):
             return messages
         return await run_in_thread(self._read, messages)
@@ -60,10 +63,7 @@ class MessageImages:
     def place(
         self, token_ids: Int32, placed_tokens: int, attached: Sequence[Placed], new_messages: Sequence[Message]
     ) -> tuple[Int32, tuple[Placed, ...]]:
-        """Place the images of ``new_messages`` after the first ``placed_tokens`` tokens; return tokens and attachments.
-
-        The attachments are those in ``attached`` and the new images.
-        """
+        """Place images of ``new_messages`` behind ``placed_tokens`` tokens; return all tokens and all attachments."""
         pictures = [part["picture"] for message in new_messages for part in _images_in(message)]
         try:
             return self.images.place_after(token_ids, placed_tokens, attached, pictures, REQUEST)

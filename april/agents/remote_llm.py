@@ -69,7 +69,7 @@ class LLMServer:
 
     @contextmanager
     def serve(self, llm: LLM) -> Iterator[RemoteLLM]:
-        """Answer the calls of an ``llm``, which belongs to the running event loop, inside the ``with`` block."""
+        """Answer the calls of an ``llm`` of the running event loop while the ``with`` block runs."""
         path, key = secrets.token_hex(8), secrets.token_urlsafe(24)
         self._llms[path] = key, llm, asyncio.get_running_loop()
         try:

@@ -47,8 +47,8 @@ def program(
     program runs in a process group of its own, which is ended with the sample.
 
     In the strings of ``command``, ``env`` and ``cwd``, ``{base_url}`` and ``{api_key}`` are replaced by the sample's
-    values. Each of the three may also be a function of the prompt. Nothing is replaced in its result, as a prompt may
-    contain such braces; if it has parameters ``base_url`` or ``api_key``, they get the values.
+    values. Each of the three may also be a function of the prompt, with parameters ``base_url`` and ``api_key`` if it
+    needs the values; nothing is replaced in the function's result, because a prompt may contain such braces.
 
     Args:
         command: program and arguments. No shell is involved.

@@ -62,7 +62,7 @@ class _SharedSequences:
         self._buffers: deque[_TokenBuffer] = deque(maxlen=MAX_RECENT_SEQUENCES)
 
     def share(self, ids: Int32) -> Int32:
-        """Return the same ids in an array that other sequences share; it must not be modified."""
+        """Return the same ids in an array that other sequences share, and that must not be modified."""
         for buffer in reversed(self._buffers):
             common = min(buffer.count, len(ids))
             if common and np.array_equal(buffer.ids[:common], ids[:common]):
@@ -171,7 +171,7 @@ class Conversations:
     _known_digests: _PrefixCache[list[_Digest]] = field(default_factory=_PrefixCache)
 
     def tokenize(self, messages: Sequence[Message], tools: Tools, sampling: Mapping[str, Any]) -> TokenizedConversation:
-        """Return the tokens of a request: those of the longest known conversation that it continues, and new ones.
+        """Return a request's tokens: those of the longest known conversation that it continues, and rendered new ones.
 
         Raises RequestError.
         """
@@ -294,7 +294,7 @@ class AnswerTask:
     sending_connections: list[asyncio.WriteTransport] = field(default_factory=list)
     """Connections to which the whole answer was written, but which may not have sent all of it yet."""
     call_number: int | None = None
-    """Number of the call that generated the answer; None before that."""
+    """Number of the call that generated the answer; None until it has ended."""
 
     @property
     def was_received(self) -> bool:

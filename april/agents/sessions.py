@@ -92,8 +92,8 @@ class Sessions:
         key: bearer token that every request of the orchestrator must carry; agents' keys are derived from it. If it is
             empty, the key in ``key_file`` is used, or a random one.
         key_file: file that holds the key, readable by its owner only; it is created if it is missing.
-        host: address to listen on, for the agents, too; ``base_url`` has the host of the orchestrator's request.
-        port: port to listen on; 0 means any free one. After a restart, agents find only a fixed port again.
+        host: address to listen on for orchestrator and agents; ``base_url`` has the host that the orchestrator uses.
+        port: port to listen on; 0 means any free one. Only with a fixed port can agents continue after a restart.
         commit_s: seconds after which a slow answer begins with status 200 and keep-alive bytes.
         alive_s: seconds between two keep-alive bytes of a slow answer.
     """

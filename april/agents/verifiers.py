@@ -21,7 +21,7 @@ NO_MODEL = (
 )
 
 SLOW_START_S = 30.0
-"""Seconds after which an episode that has not asked the policy is named in a warning."""
+"""Seconds without a request to the policy after which a warning about an episode is logged."""
 SLOW_START = (
     "an episode of verifiers has run for %g s without a request to the policy. verifiers first installs what its "
     "harness and tools need, with uv, which waits minutes for a package index that does not answer: set "

@@ -1,4 +1,4 @@
-"""The client through which a training rank makes calls of the scheduler, at the rank server in the scheduler's process.
+"""The client with which a training rank calls the scheduler, through the rank server in the scheduler's process.
 
 The client's WebSocket stays open until the rank leaves.
 """

@@ -38,7 +38,7 @@ CALL_RESULTS: dict[str, Any] = {
 values of rank 0, with which the other ranks check that they have the same model."""
 _PROMPT_METHODS = {"evaluate", "extend"}
 _MAX_TOKEN_ID = 1 << 31
-"""Upper bound of token ids here; the scheduler checks them against its vocabulary."""
+"""Upper bound of token ids before a call is sent; the scheduler checks the ids against its vocabulary."""
 
 
 class _PackedCall(msgspec.Struct):

@@ -49,7 +49,7 @@ class ServedScheduler(Protocol):
     """The scheduler behind the server; its methods are called in threads."""
 
     def execute(self, request: Any, on_all: RunOnAllRanks, shares: Sequence[int]) -> tuple[Any, Sequence[bytes]]:
-        """Make a call; ``request`` is the call as rank 0 sent it, ``shares`` is the share of a batch for each rank.
+        """Make a call; ``request`` is the call as rank 0 sent it, ``shares`` has the number of each rank's batch share.
 
         Returns the result, and the bytes that are sent to each rank.
         """
@@ -105,7 +105,7 @@ class RankServer:
         self.group_error: RankError | None = None
         """Error because of which the ranks cannot continue; None while there is none."""
         self.shares = [-1] * ranks.world_size
-        """Share of a batch that each rank gets, as the rank has reported it."""
+        """Number of each rank's batch share, indexed by rank; -1 until the rank has joined."""
         self._calls: dict[int, CollectiveCall] = {}
         """Calls by number: open calls, and ended calls whose answers a rank may still ask for."""
         self._next_call = 0
@@ -166,7 +166,7 @@ class RankServer:
         self.thread.call(self._scheduler_set.set)
 
     def close(self, error: BaseException | None = None, *, wait: bool = False) -> None:
-        """Stop answering. ``error`` is rank 0's error, if any; ``wait`` waits first until all ranks have closed."""
+        """Stop answering, after rank 0's ``error`` if any; with ``wait``, first wait until all ranks have closed."""
 
         async def end() -> None:
             if not self._allow_rejoin:
@@ -183,8 +183,8 @@ class RankServer:
             self.thread.request_stop(self._end)
 
     def stop(self) -> None:
-        """Wait for the server's threads to end. The scheduler must be closed before, as these may wait for it."""
-        self.thread.request_stop(self._end)  # an interrupt may have ended close() before its request
+        """Wait for the server's threads to end. Close the scheduler before, because a thread may wait for it."""
+        self.thread.request_stop(self._end)  # in case an interrupt ended close() before it requested this
         self.thread.stop()
 
     async def _end(self) -> None:
@@ -331,7 +331,7 @@ class RankServer:
             self._request_tasks.discard(task)
 
     async def exchange(self, request: messages.CallRequest) -> messages.Step | messages.CallResult:
-        """Return what a rank that has joined a call must do next; raises RankError."""
+        """Let a rank take part in a call; return its next step, or the call's result. Raises RankError."""
         rank, call = request.rank, self._register(request)
         steps_done = request.steps_done + call.steps_before_join.get(rank, 0)
         if request.error is not None:

@@ -29,7 +29,7 @@ class RankWeights:
     Args:
         given: argument of ``weight_update(weights=...)``.
         is_sender: True if this rank sends the weights, so that it keeps the gathered tensors.
-        make_copy: returns the function that copies a bucket into this rank's engines; None if no engine needs a copy.
+        make_copy: function that returns a CopyBucket for this rank's engines, or None if no engine needs a copy.
     """
 
     def __init__(self, given: Any, *, is_sender: bool, make_copy: Callable[[WeightSource], CopyBucket | None]) -> None:

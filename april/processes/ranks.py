@@ -37,15 +37,15 @@ class Ranks:
     data_size: int | None = None
     """number of shares into which a batch is split; None means ``world_size``"""
     address: str = ""
-    """where rank 0 listens, as "host:port" """
+    """address at which rank 0 listens, as "host:port" """
     token: str = ""
-    """64 hexadecimal digits that all ranks know and nobody else, from :func:`april.new_token`"""
+    """secret of 64 hexadecimal digits, the same on all ranks; :func:`april.new_token` makes one"""
     rank_timeout_s: float = 1800.0
     """seconds that a rank which has made a call waits for the other ranks to make the same call"""
     rank_deadline_s: float = 60.0
     """seconds without a heartbeat after which a rank counts as dead; the exit of its process is noticed at once"""
     store: Any = None
-    """store of torch.distributed, in which rank 0 publishes where it listens"""
+    """store of torch.distributed in which rank 0 publishes its address; None if ``address`` and ``token`` are given"""
 
     def __post_init__(self) -> None:
         for name in ("rank", "world_size", "data_rank", "data_size"):

@@ -53,7 +53,7 @@ class SchedulerActor:
         options: Mapping[str, Any],
     ) -> Exception | None:  # fmt: skip
         """Create the scheduler, with the engines that ``engines`` returns; returns the error if that fails."""
-        # if nobody closes the actor, Ray expects it to exit by itself, which threads that are not daemons would prevent
+        # Use daemon threads: others would keep the process alive when Ray ends an actor that nobody has closed.
         asyncio.get_running_loop().set_default_executor(DaemonPool("april-core"))
         self._config = config
 
@@ -233,8 +233,8 @@ def scheduler(
         options: all other arguments of :class:`april.RolloutScheduler` (``reward``, ``rollout``, ``tokenizer``, ...).
 
     Raises:
-        ConfigError: Ray is not installed or not initialised, there is a run of this name, or as in
-            :class:`april.RolloutScheduler`.
+        ConfigError: Ray is not installed or not initialised, there is a run of this name, or
+            :class:`april.RolloutScheduler` raises it.
         EngineError: the actor, or its engines, could not be created.
     """
     ray = require_ray()
@@ -279,8 +279,8 @@ def attach(name: str, rank: int, *, tokenizer: Any = None) -> ActorScheduler:
     """Return the scheduler of a run for one rank of the trainer, in any process of the cluster; close it at the end.
 
     A rank that was restarted attaches again under its number. It gets its share of the oldest batch that is not
-    committed, and the results of all calls that the ranks have completed after that batch. The other ranks wait for it,
-    at most ``rank_timeout_s``.
+    committed, and the results of all calls that the ranks have completed after that batch. The other ranks wait up to
+    ``rank_timeout_s`` for this.
 
     Args:
         name: name of the run.

@@ -1,4 +1,4 @@
-"""Opens process groups through which a trainer sends weights to engines' workers, apart from torch's default group."""
+"""Opens process groups in which a trainer sends weights to engines' workers; torch's default group is not used."""
 
 from __future__ import annotations
 

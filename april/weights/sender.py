@@ -87,7 +87,7 @@ class _PhaseCalls:
 
 @dataclass(slots=True)
 class WeightSender:
-    """Sends weights to engines, in the thread that calls :meth:`send`, which is the trainer's.
+    """Sends weights to engines, in the trainer's thread, which calls :meth:`send`.
 
     Args:
         engines: engines of this process, by name.

@@ -102,12 +102,12 @@ class TorchSender:
                     held[0].abort()
             held.clear()  # this blocks until the timeout if a transfer of a gloo group hangs
 
-        # With gloo, Python must wait for this thread at its exit, which would crash a daemon thread inside torch. With
-        # NCCL, Python must not wait, because the call may never return.
+        # With gloo, Python must wait for this thread at exit: a daemon thread inside torch would crash the process.
+        # With NCCL, Python must not wait, because the call may never return.
         threading.Thread(target=end, name="april-group-ends", daemon=self._backend != GLOO).start()
 
     def _run_in_thread(self, call: Callable[[], T], check: Callable[[], None]) -> T:
-        """Run a call in a thread, because it may block and cannot be cancelled; to close the store ends its waits."""
+        """Run a call in a thread, because it may block and cannot be cancelled; closing the store ends its waits."""
         import torch
 
         cuda: Any = torch.cuda
