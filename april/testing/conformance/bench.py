@@ -238,8 +238,7 @@ class Bench:
     async def wait_for_tokens(self, readings: Sequence[ReadRequest], every: bool = True) -> None:
         """Wait until all requests have tokens or have ended; with ``every=False``, until one request has.
 
-        Gives up after SILENCE_S if the engine seems to yield tokens only at the end of a response, and otherwise after a
-        quarter of the subject's patience.
+        Gives up after SILENCE_S if the engine seems to yield tokens only at the end, or after a quarter of patience_s.
         """
         loop = asyncio.get_running_loop()
         began, enough = loop.time(), all if every else any

@@ -37,7 +37,7 @@ def _require_rows(readings: Sequence[ReadRequest]) -> None:
             raise Broken(f"request {reading.id}: its {reading.count} tokens came with {wrong}")
 
 
-@check("Extras that a request asks for arrive with its last chunk, with one row for each token that the model read; the "
+@check("Extras that a request asks for arrive with its last chunk, one row for each token that the model read; the "
        "rows of a resumed request continue the rows of the first part.")  # fmt: skip
 async def extras(bench: Bench) -> Figures:
     names = bench.offered("extras")

@@ -22,7 +22,7 @@ NEAR_TIE = 1e-3
 
 
 def other_weights(bench: Bench) -> Weights:
-    """Return the subject's other weights; raises NotOffered or NotTested if there are none, or loading is impossible."""
+    """Return the subject's other weights; raises NotTested if there are none, NotOffered if the engine loads none."""
     bench.offered("updates_from_disk")
     if bench.subject.other is None:
         raise NotTested("no second set of weights was given")
