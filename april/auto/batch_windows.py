@@ -122,7 +122,7 @@ class Speeds:
 
     @property
     def changed(self) -> bool:
-        """True if the latest :data:`LATEST_BATCHES` batches are significantly faster or slower than those before.
+        """True if the latest :data:`LATEST_BATCHES` batches are significantly faster or slower than the batches before.
 
         False while there are fewer than ``2 * LATEST_BATCHES`` batches.
         """

@@ -48,7 +48,7 @@ class Audit:
 
 
 class LoadedState:
-    """Tokens and counts of a run just after it loaded a saved state; no engine of the audit has recorded the tokens."""
+    """Tokens and counts of a run just after it loaded a saved state; the audited engines have no record of them."""
 
     def __init__(self, core: RolloutCore) -> None:
         self.ledger = deepcopy(core.tokens)

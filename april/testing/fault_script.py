@@ -171,7 +171,7 @@ class AttemptFaults:
 
 
 class FaultScript:
-    """A script of faults for one or several engines; ``fired`` lists those that have hit.
+    """A script of faults for one or several engines; ``fired`` lists the faults that have hit.
 
     Requests of evaluations are hit only by the death of an engine, and not counted as attempts.
 
@@ -200,7 +200,7 @@ class FaultScript:
 
         A share ``rate`` of all attempts gets one fault, with each of ``kinds`` equally likely. With sick_probe or
         failed_update, a share ``rate`` of the health probes or weight updates fails. Faults hit after 0 to 11 tokens
-        and last 0.25 to 16 s. Prints the source code of the script, so that a failed test shows the seed.
+        and last 0.25 to 16 s. Prints the call that makes the same script, so that a failed test shows the seed.
 
         Raises:
             ValueError: ``rate`` outside [0, 1], or an unknown kind.

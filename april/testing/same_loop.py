@@ -167,7 +167,7 @@ class Rollouts:
         return await self._scheduler.aevaluate(prompts, **sampling)
 
     def audit(self) -> Audit:
-        """Run :func:`april.testing.audit` on all batches so far, with the ledger; all engines must be fake ones.
+        """Run :func:`april.testing.audit` on all batches so far, with the ledger; all engines must be FakeEngines.
 
         Raises:
             AuditError: the batches or the ledger differ from the tokens that the engines yielded.

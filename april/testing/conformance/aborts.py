@@ -60,7 +60,7 @@ def _prompt_number(reading: ReadRequest) -> int:
     return reading.request.sample_key[0]
 
 
-@check("A request that is aborted while it runs ends with ABORT, and has each token that was generated for it once.")
+@check("A request that is aborted while it runs ends with ABORT, and has every token generated for it exactly once.")
 async def abort_running(bench: Bench) -> Figures:
     # several rounds, because an engine that sends no token before a request's end does not show that the request runs
     readings: list[ReadRequest] = []
@@ -157,7 +157,7 @@ async def prefix_free_ids(bench: Bench) -> Figures:
         if bench.subject.greedy_repeats:
             fresh = await bench.run_complete(bench.copy_of(r.request) for r in others)
             for other, uncut in zip(others, fresh, strict=True):
-                require_equal(other.tokens, uncut.tokens, f"request {other.id}, beside an abort")
+                require_equal(other.tokens, uncut.tokens, f"request {other.id}, while another request was aborted")
     return {"refused as ids": refused}
 
 
@@ -235,7 +235,7 @@ async def disconnect(bench: Bench) -> Figures:
     return {"left": running, "still on the engine": left}
 
 
-@check("When the server is killed, every open stream raises an EngineError, after correct tokens.")
+@check("When the server is killed, every open stream raises an EngineError; the tokens before the error are correct.")
 async def server_killed(bench: Bench) -> Figures:
     kill = bench.subject.kill
     if kill is None:
@@ -254,7 +254,7 @@ async def server_killed(bench: Bench) -> Figures:
         if not isinstance(reading.error, EngineError):
             raise Broken(f"a stream raised {type(reading.error).__name__} ({reading.error}) instead of an EngineError")
     for reading, whole in zip(readings, uncut, strict=False):
-        require_prefix(reading.tokens, whole.tokens, f"request {reading.id}, read before the death")
+        require_prefix(reading.tokens, whole.tokens, f"request {reading.id}, read before the server died")
     after = bench.start(bench.request(0, 4))
     await bench.wait_for_ends([after])
     if not isinstance(after.error, EngineError):

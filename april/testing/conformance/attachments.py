@@ -91,7 +91,7 @@ async def attached_after_an_update(bench: Bench) -> Figures:
 
 
 def _against_reference(bench: Bench, weights: Weights, readings: list[ReadRequest], prompts: list[Shown]) -> Figures:
-    """Check that the log-probabilities are those that these weights give with these attachments."""
+    """Check the log-probabilities against the reference model with these weights and these attachments."""
     if weights.seen is None:
         return {}
     worst, kind = 0.0, declared_kind(bench)

@@ -72,7 +72,7 @@ def _budget(bench: Bench, group: int, index: int) -> int:
     return max(4, int(bench.subject.long_tokens * (0.06 + 0.94 * of_group) * (0.8 + 0.2 * of_sample)))
 
 
-@check("Over a thousand aborted requests, with weight updates between them, no token that was sent is lost.")
+@check("Across a thousand aborted requests, with weight updates between them, no token that was sent is lost.")
 async def thousand_aborts(bench: Bench) -> Figures:
     """Check that the engine's client, april's ledger (token counts) and delivered responses have the same tokens."""
     subject = bench.subject

@@ -88,8 +88,8 @@ async def version_exactness(bench: Bench) -> Figures:
     await bench.next_version(other)
     await bench.with_timeout(bench.engine.resume(), "resume")
     await bench.wait_for_success(waiting)
-    require_version([*old, *cut], before, "tokens of before the update")
-    require_version(waiting, bench.version, "tokens of after the update")
+    require_version([*old, *cut], before, "tokens from before the update")
+    require_version(waiting, bench.version, "tokens from after the update")
     resumed = await bench.run_complete(
         bench.request(i, len(r.tokens) + LENGTH, response=r.tokens, forced=False)
         for i, r in enumerate(cut)
@@ -132,7 +132,7 @@ async def sent_weights(bench: Bench) -> Figures:
     old = await bench.run_complete(bench.request(i, LENGTH, forced=False) for i in range(FEW))
     await bench.send_weights(other)
     new = await bench.run_complete(bench.request(i, LENGTH, forced=False) for i in range(FEW))
-    require_version(new, bench.version, "tokens of after the transfer")
+    require_version(new, bench.version, "tokens from after the transfer")
     for reading in new:
         require_greedy(bench, reading, other, "after the transfer")
     return await _new_weights_in_use(bench, other, old, new)
@@ -151,7 +151,7 @@ async def update_under_way(bench: Bench) -> Figures:
     for reading in readings:
         old = reading.versions.count(before)
         require_greedy(bench, reading, first_weights, f"request {reading.id} before the update", 0, old)
-        require_greedy(bench, reading, other, f"request {reading.id} behind the update", old)
+        require_greedy(bench, reading, other, f"request {reading.id} after the update", old)
     figures = bench.compare_with_wire(readings)
     if lived == 0 and ended == 0 and all(set(r.versions) == {before} for r in readings):
         raise NotTested("all requests were complete before the update; raise Subject.long_tokens")
@@ -226,7 +226,7 @@ async def kept_over_an_update(bench: Bench) -> Figures:
             at = reading.versions.index(bench.version)
             require_greedy(bench, reading, old, f"{mode}: request {reading.id} before the update", 0, at)
             if mode is OnWeightUpdate.RECOMPUTE:
-                require_greedy(bench, reading, new, f"{mode}: request {reading.id} behind the update", at)
+                require_greedy(bench, reading, new, f"{mode}: request {reading.id} after the update", at)
         figures[f"{mode}: lived through it"] = len(lived)
     return figures
 
