@@ -48,7 +48,7 @@ a vocabulary of 24. With logits that are not shifted, correlation and difference
 0.24 later. With aligned logits they are 0.85 and 0.11 if tokens are up to five updates old (at a high learning rate),
 and 0.87 and 0.06 with noise like bfloat16's. In pretrained models the two cases are further apart."""
 MIN_CORRELATION_FRESH, MAX_DIFFERENCE_FRESH = 0.7, 0.05
-"""The same thresholds for tokens sampled by the current weights. Without left padding they have 0.38 and 0.07."""
+"""The same thresholds for tokens that the current weights sampled; missing left padding gives them 0.38 and 0.07."""
 MAX_ALIGNED_DIFFERENCE_FRESH = 0.2
 """If the mean difference for tokens of the current weights is above this number of nats, engine and trainer use other
 distributions, even if the correlation is high: a forgotten temperature of 0.6 gives a difference of 0.31 at a
@@ -178,9 +178,9 @@ def warn_if_misaligned(
         warnings.warn(
             # the text does not depend on the data, so that Python shows it once per line of the caller
             f"{who}: the trainer's log-probabilities do not belong to the tokens that were sampled: their correlation "
-            f"with those sampled is below {min_correlation}, where rounding and a few updates leave 0.85. Token t needs "
-            "the logits of position t - 1 (logits[:, :-1]); rows of padded() whose prompts have several lengths need "
-            "padded(left_pad_prompts=True) and its attention_mask",
+            f"with those sampled is below {min_correlation}, where rounding and a few updates leave 0.85. Token t "
+            "needs the logits of position t - 1 (logits[:, :-1]); rows of padded() whose prompts have several lengths "
+            "need padded(left_pad_prompts=True) and its attention_mask",
             stacklevel=_frames_of_april(),
         )
     elif apart > max_aligned_difference:
