@@ -41,11 +41,10 @@ def _no_record(out: Path) -> Path:
 
 
 @contextmanager
-def _sentences(out: Path | str = "", usage: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Turn errors inside the block into a message and an exit code, without a traceback.
-
-    Exit code 2: ConfigError or a non-april error of a type in ``usage``, or OSError if ``out`` is given. Exit code 1:
-    any other AprilError."""
+def _errors_as_messages(out: Path | str = "", usage: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Print errors of the block without a traceback, and exit: with code 1 after an AprilError, and with code 2 if the
+    command line is wrong: ConfigError or errors outside april, if ``usage`` has their type, or OSError if ``out``, the
+    name of the output, is given."""
     known: tuple[type[Exception], ...] = (AprilError, *usage)
     try:
         yield
@@ -93,7 +92,7 @@ def doctor(
     from april.doctor.run import examine, present
 
     each = min(4.0, timeout / 3)
-    with _sentences(usage=(ConfigError,)):
+    with _errors_as_messages(usage=(ConfigError,)):
         report = examine(urls or [], config, api_key_env, TimeLimits(timeout, each, each))
     raise typer.Exit(present(report, as_json))
 
@@ -118,7 +117,7 @@ def replay(
     named = re.fullmatch(r"g(-?\d{1,18})\.s(\d{1,9})", story or "g0.s0")
     if named is None:
         raise typer.BadParameter(f"no sample is named {story!r}; a name looks like g3.s1: group 3, sample 1")
-    with _sentences():
+    with _errors_as_messages():
         done = run(path, whole_story=story is not None)
     table = Table(show_header=False, box=None)
     for name, text in done.rows().items():
@@ -149,7 +148,7 @@ def report(
     from april.view.report import ReportFigures, off_policy_sentence, page, speed_up_sentence
     from april.view.run_data import read_run
 
-    with _sentences(out):
+    with _errors_as_messages(out):
         with console.status("reading") as status:
             runs = []
             for path in paths:
@@ -181,7 +180,7 @@ def watch(
     from april.view.watch import watch as follow
 
     console = Console(markup=False, highlight=False)
-    with _sentences():
+    with _errors_as_messages():
         there = follow(path, console, once=once)
     if not there:
         raise typer.Exit(1)
@@ -291,9 +290,9 @@ def simulate(
     from april.view.bars import bars
 
     console, written = Console(markup=False, highlight=False), out / "simulate.json"
-    with _sentences(usage=(ValueError,)):
+    with _errors_as_messages(usage=(ValueError,)):
         workload = Workload(**given)
-    with _sentences(out):
+    with _errors_as_messages(out):
         out.mkdir(parents=True, exist_ok=True)
         with bars(console) as begin:
             report = run(workload, begin)
@@ -329,7 +328,7 @@ def profile(
     from april.simulate.profile import profile_server
 
     console = Console(markup=False, highlight=False)
-    with _sentences(out, usage=(ConfigError,)):
+    with _errors_as_messages(out, usage=(ConfigError,)):
         profile_server(url, kind, api_key_env, model, max_in_flight, tokens, out, console)
 
 
@@ -375,7 +374,7 @@ def plan(
     from april.simulate.profile import read_cost
 
     console = Console(markup=False, highlight=False)
-    with _sentences(f"below {out}", usage=(ValueError,)):
+    with _errors_as_messages(f"below {out}", usage=(ValueError,)):
         if cost is not None:
             given["measured_cost"] = read_cost(cost)
         plan_file(path, given, max_off_policy_share, out, console)
