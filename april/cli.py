@@ -42,9 +42,10 @@ def _no_record(out: Path) -> Path:
 
 @contextmanager
 def _errors_as_messages(out: Path | str = "", usage: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Print errors of the block without a traceback, and exit: with code 1 after an AprilError, and with code 2 if the
-    command line is wrong: ConfigError or errors outside april, if ``usage`` has their type, or OSError if ``out``, the
-    name of the output, is given."""
+    """Exit with a message instead of a traceback after an error in the block.
+
+    The exit code is 2 if the command line is wrong: after a ConfigError or an error from outside april whose type is in
+    ``usage``, and after an OSError if ``out``, the output, is given. It is 1 after any other AprilError."""
     known: tuple[type[Exception], ...] = (AprilError, *usage)
     try:
         yield
@@ -100,9 +101,9 @@ def doctor(
 @app.command()
 def replay(
     path: Annotated[Path, typer.Argument(help="A record: what RolloutScheduler(record=...) has written.")],
-    story: Annotated[str | None, typer.Option(help=(
-        "Show what happened to one sample, such as g3.s1."
-    ), metavar="ID")] = None,
+    story: Annotated[
+        str | None, typer.Option(help="Show what happened to one sample, such as g3.s1.", metavar="ID")
+    ] = None,
 ) -> None:
     """Replay the events of a recorded run: check that april makes the same decisions again, and that every token and
     prompt it received is counted as delivered, held or dropped.
@@ -316,9 +317,9 @@ def profile(
         str | None, typer.Option(help="Environment variable with the server's key.", metavar="NAME")
     ] = None,
     max_in_flight: Annotated[int, typer.Option(min=8, max=4096, help="Maximum concurrent requests.")] = 64,
-    tokens: Annotated[int, typer.Option(min=16, help=(
-        "Length of the longest response, after a prompt of up to 512 tokens."
-    ))] = 256,
+    tokens: Annotated[
+        int, typer.Option(min=16, help="Length of the longest response, after a prompt of up to 512 tokens.")
+    ] = 256,
     out: Annotated[Path, typer.Option(help="File to write.", callback=_no_record)] = Path("runs/profile.json"),
 ) -> None:
     """Measure the cost of decoding and prefilling on this server, with requests of random tokens, for april plan.
@@ -344,9 +345,9 @@ def plan(
             metavar="FILE",
         ),
     ],
-    max_off_policy_share: Annotated[float | None, _in(_BATCH, (
-        "Largest share of trained tokens from older weights."
-    ), min=0, max=1)] = None,
+    max_off_policy_share: Annotated[
+        float | None, _in(_BATCH, "Largest share of trained tokens from older weights.", min=0, max=1)
+    ] = None,
     max_staleness: _MaxStaleness = None,
     groups: _Groups = None,
     samples: _Samples = None,

@@ -612,7 +612,7 @@ class RolloutScheduler(BatchIterator):
             raise ConfigError(f"{what}: april itself sends weights=; leave out path= and transfer=")
         self._thread.refuse_waiting()
         handed_out = self._driver.handed_out if named is None else None
-        # april's own transfers have other time limits, and a virtual clock would not wait for a thread
+        # weights= has time limits of its own, and time on a virtual clock would not stop for the transfer's thread
         limited = weights is None and self._thread.threads_wake_it
         limit_s = 2 * self.config.outage_deadline_s if limited else None
         asked = (what, path, transfer is not None, weights is not None, named, handed_out)

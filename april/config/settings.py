@@ -531,7 +531,7 @@ def _why_no_yaml(error: Exception) -> str:
 
 
 def _mistake(item: Any) -> Mistake:
-    """Convert one of pydantic's errors to a mistake: setting, error and possible values. Secrets are not shown."""
+    """Convert an error of pydantic to a sentence that names the setting and shows no secrets."""
     loc, kind = item["loc"], None
     if loc[:1] == ("engine",) and len(loc) > 1 and loc[1] in _ENGINES:
         kind, loc = str(loc[1]), ("engine", *loc[2:])

@@ -151,30 +151,27 @@ def check_logprobs(who: str, what: str, values: Any, counted: Any) -> None:
         )
 
 
-def warn_if_misaligned(
-    who: str, own: Any, other: Any, counted: Any, *, min_correlation: float = MIN_CORRELATION,
-    max_difference: float = MAX_DIFFERENCE, max_aligned_difference: float = math.inf,
-) -> None:  # fmt: skip
+def warn_if_misaligned(who: str, own: Any, other: Any, counted: Any, *, fresh: bool = False) -> None:
     """Warn if the trainer's log-probabilities seem to belong to other positions, prompts or distributions.
 
     Args:
         who: name of the public function that was called, for the message.
         own: the trainer's log-probabilities in nats, float array or tensor, [B, T] or flat.
         other: log-probabilities at sampling, of the same shape.
-        counted: boolean mask of the same shape, true where a token has loss.
-        min_correlation, max_difference: thresholds as in :data:`MIN_CORRELATION`; misaligned values cross both.
-        max_aligned_difference: largest accepted mean difference in nats if the correlation is high.
+        counted: boolean mask of the same shape, true for each token to compare.
+        fresh: True if the current weights sampled all these tokens, so that the thresholds are stricter.
     """
     if getattr(own, "is_meta", False):
         return  # a meta tensor has shapes but no values
     own, other = ((v.detach() if hasattr(v, "detach") else v)[counted] for v in (own, other))
     if len(own) < JUDGED_TOKENS:
         return
-    apart = float(abs(own - other).mean())
+    difference = float(abs(own - other).mean())
     own, other = own - own.mean(), other - other.mean()
     spread = float((own * own).sum() * (other * other).sum())
-    alike = float((own * other).sum()) / math.sqrt(spread) if spread > 0 else 1.0
-    if apart > max_difference and alike < min_correlation:
+    correlation = float((own * other).sum()) / math.sqrt(spread) if spread > 0 else 1.0
+    min_correlation = MIN_CORRELATION_FRESH if fresh else MIN_CORRELATION
+    if correlation < min_correlation and difference > (MAX_DIFFERENCE_FRESH if fresh else MAX_DIFFERENCE):
         warnings.warn(
             # the text does not depend on the data, so that Python shows it once per line of the caller
             f"{who}: the trainer's log-probabilities do not belong to the tokens that were sampled: their correlation "
@@ -183,10 +180,10 @@ def warn_if_misaligned(
             "need padded(left_pad_prompts=True) and its attention_mask",
             stacklevel=_frames_of_april(),
         )
-    elif apart > max_aligned_difference:
+    elif fresh and difference > MAX_ALIGNED_DIFFERENCE_FRESH:
         warnings.warn(
             f"{who}: where the weights are the same, the trainer's log-probabilities differ from those sampled by more "
-            f"than {max_aligned_difference} nats per token, which rounding does not. Divide the logits by the "
+            f"than {MAX_ALIGNED_DIFFERENCE_FRESH} nats per token, which rounding does not. Divide the logits by the "
             "temperature of sampling before log_softmax, give the model the attention_mask, and switch dropout off "
             "(model.eval())",
             stacklevel=_frames_of_april(),

@@ -23,21 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from april.corrections.arguments import number
-from april.corrections.importance import (
-    LIMIT,
-    MAX_ALIGNED_DIFFERENCE_FRESH,
-    MAX_DIFFERENCE_FRESH,
-    MIN_CORRELATION_FRESH,
-    check_logprobs,
-    float64_logprobs,
-    warn_if_misaligned,
-)
+from april.corrections.importance import LIMIT, check_logprobs, float64_logprobs, warn_if_misaligned
 from april.errors import OffPolicyError
 
 Float64 = NDArray[np.float64]
 
 LARGEST = 300.0
-"""Bound on log w in k3, so that sums stay finite."""
+"""Largest log w in k3, so that sums stay finite."""
 
 
 def off_policy_report(batch: Any, logprobs: Any, *, min_effective_sample_size: float = 0.0) -> dict[str, float]:
@@ -78,11 +70,8 @@ def off_policy_report(batch: Any, logprobs: Any, *, min_effective_sample_size: f
     ages, kept = batch.token_ages[counted], arrays["kept_mask"][counted] != 0
     # kept tokens and tokens sampled under a grammar are not compared, as their p and q differ without any mistake
     comparable = (arrays["kept_mask"] == 0) & (arrays["constrained_mask"] == 0)
-    warn_if_misaligned(
-        "off_policy_report", own, arrays["logprobs"].astype(np.float64), counted & (batch.token_ages == 0) & comparable,
-        min_correlation=MIN_CORRELATION_FRESH, max_difference=MAX_DIFFERENCE_FRESH,
-        max_aligned_difference=MAX_ALIGNED_DIFFERENCE_FRESH,
-    )  # fmt: skip
+    fresh, sampled = counted & (batch.token_ages == 0) & comparable, arrays["logprobs"].astype(np.float64)
+    warn_if_misaligned("off_policy_report", own, sampled, fresh, fresh=True)
     report, cut = _figures(log_ratios), np.zeros(len(log_ratios), np.bool_)
     if len(log_ratios):
         rows = np.repeat(np.arange(len(batch.lengths)), batch.lengths)[counted]

@@ -58,7 +58,7 @@ _DROPPED = "_dropped_"
 
 @dataclass(slots=True)
 class WatchedRun:
-    """State of a run, as far as its record was read.
+    """State of a run after the lines of its record that were read so far.
 
     Attributes:
         lines: number of lines that were read.
