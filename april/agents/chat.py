@@ -1,4 +1,5 @@
 """Types and helpers for chat requests and their answers, which all API formats of the agents' endpoint share.
+``chat_template`` turns them into tokens.
 
 Messages have OpenAI's format: dicts of ``role``, ``content`` and, by role, ``tool_calls``, ``tool_call_id``, ``name``
 and ``reasoning_content``.

@@ -1,4 +1,5 @@
 """Answers the API requests of one sample: recognises retries, and finds the conversation that each request continues.
+``chat_template`` turns its messages into tokens.
 
 Invariant: two equal requests share one generation only if the later one is a retry, or if no client waits for the
 earlier one any more. Two clients that wait for the same request get two answers.

@@ -1,4 +1,4 @@
-"""Decides what happens when an attempt (engine request) ends, fails or stalls.
+"""Submits attempts (engine requests), and decides what happens when one ends, fails or stalls.
 
 The tokens of the attempt are stored or dropped, and its call is completed, sent again or given up.
 

@@ -1,5 +1,6 @@
 """Brings engines back into use: decides when they rest (get no requests because they are busy) or are probed, and gives
-them the present weights if needed. ``EngineTable.count_failure`` decides which failures quarantine an engine.
+them the present weights if needed. ``EngineTable.count_failure`` decides which failures quarantine an engine, and
+``attempt_results`` what becomes of its requests.
 
 Invariant: a quarantined engine is used again only after a probe has found it healthy, not paused, and with the weights
 that its next requests need. The probe does not count if any weights changed before it was answered.

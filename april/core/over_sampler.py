@@ -1,7 +1,8 @@
 """Decides how many prompts to draw, and which queued work goes next: a new sample or a call of ``llm.generate``.
 
 Training and evaluations have a queue each. Urgent work goes first, then the work of older groups (a group is a prompt
-with its samples), so that work carried over from earlier steps goes before new prompts.
+with its samples), so that work carried over from earlier steps goes before new prompts. Without
+refill, ``RolloutCore._fill`` draws prompts at the start of a step, and later only to replace dropped groups.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 The samples may be partial, finished, or surplus from an earlier step. The buffer computes which samples are too old and
 how many more prompts may be drawn. :class:`Leases` keeps the batches that are delivered and not yet trained.
+``AttemptBook.open`` makes the requests that continue partial samples.
 """
 
 from __future__ import annotations

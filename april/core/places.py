@@ -1,6 +1,7 @@
 """Counts the free places (slots for requests in flight over all engines), and how many rollout functions may start.
 
-``over_sampler`` decides which work takes a free place, and how many prompts to draw if there is no such work.
+``over_sampler`` decides which work takes a free place, and how many prompts to draw if there is no such work;
+``EngineTable.pick`` chooses the engine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Decides how a call of ``llm.generate`` is answered: by an engine, or with tokens that are already stored.
 
 A call continues one of its sample's chains (token sequences) or begins a new chain. It takes one or more attempts
-(engine requests), whose results are handled in ``attempt_results``. Each chain records its response in a tape.
+(engine requests), which ``AttemptBook.open`` makes; ``attempt_results`` handles their results. Each chain records its
+response in a tape.
 
 If the process of a rollout function dies, the function is started again; after too many deaths its sample fails. The
 calls that the function then repeats are answered from the tapes (a replay). Invariant: a function is started again only

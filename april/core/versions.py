@@ -1,4 +1,7 @@
-"""Defines policy versions, and counts the weight updates between two versions, also across restarts."""
+"""Defines policy versions, and counts the weight updates between two versions, also across restarts.
+
+``Leases.age`` in ``partial_buffer`` adds the batches that are not yet trained; that age is compared with limits.
+"""
 
 from __future__ import annotations
 

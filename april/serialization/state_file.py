@@ -136,8 +136,8 @@ class _Writer:
 
 def _read(file: BinaryIO, kind: str, where: str) -> Any:
     other = CheckpointError(f"april's state in {where} was not written by this version of april")
-    if file.read(len(MAGIC)) != MAGIC:
-        raise other
+    if (begin := file.read(len(MAGIC))) != MAGIC:
+        raise CheckpointError(f"april's state in {where} is cut short") if MAGIC.startswith(begin) else other
     damaged = CheckpointError(f"april's state in {where} is damaged: its checksum does not fit its content")
     digest = hashlib.blake2b(digest_size=16)
 
