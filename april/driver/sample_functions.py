@@ -368,9 +368,9 @@ class SampleFunctions:
         """
         place = place_of(error, function)
         kind = kind_of(error, place)
-        told, once = describe_with_place(error, place), bool(kind) and which not in self._succeeded
-        self._failures.warn(error, f"{which} failed for %s", where, told=told, once=once)
-        why = f"the {which} failed: {told}"
+        text, once = describe_with_place(error, place), bool(kind) and which not in self._succeeded
+        self._failures.warn(error, f"{which} failed for %s", where, text=text, once=once)
+        why = f"the {which} failed: {text}"
         self._recent_errors.pop(why, None)
         self._recent_errors[why] = error
         if len(self._recent_errors) > MAX_RECENT_ERRORS:
@@ -384,8 +384,8 @@ class SampleFunctions:
     def _evaluation_failed(self, sample: Sample, what: str, error: BaseException) -> None:
         assert sample.evaluation is not None
         self.evaluation_errors.setdefault(sample.evaluation.request.evaluation, error)
-        told = describe_with_place(error, place_of(error))
-        why = told if isinstance(error, RolloutError) else f"{what} raised {told}"
+        text = describe_with_place(error, place_of(error))
+        why = text if isinstance(error, RolloutError) else f"{what} raised {text}"
         self._post(ev.SampleFailed(sample.id, why))
 
     async def wait_for_cancelled(self) -> None:

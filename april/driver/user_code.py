@@ -294,8 +294,8 @@ class FunctionLost(RolloutError):
 class RemoteFunctionError(RolloutError):
     """Raised for a function that failed in another process; ``kind`` is what :func:`kind_of` returned there."""
 
-    def __init__(self, told: str, kind: str = "") -> None:
-        super().__init__(told)
+    def __init__(self, message: str, kind: str = "") -> None:
+        super().__init__(message)
         self.kind = kind
 
 
@@ -334,8 +334,8 @@ class FailureLog:
     def __init__(self) -> None:
         self._seen: set[tuple[object, ...]] = set()
 
-    def warn(self, error: BaseException, what: str, *where: object, told: str = "", once: bool = False) -> None:
-        """Log the message ``what % where``, followed by the text ``told`` or, if that is empty, the error.
+    def warn(self, error: BaseException, what: str, *where: object, text: str = "", once: bool = False) -> None:
+        """Log the message ``what % where``, followed by ``text`` or, if that is empty, the error.
 
         ``once`` logs only the first error of each type and line.
         """
@@ -349,4 +349,4 @@ class FailureLog:
             trace = None
         if first or not once:
             traced = error if first and trace is not None else None
-            log.warning(f"{what}: %s", *where, told or describe(error), exc_info=traced)
+            log.warning(f"{what}: %s", *where, text or describe(error), exc_info=traced)

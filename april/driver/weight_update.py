@@ -93,7 +93,7 @@ class WeightUpdate:
         if self.sender is None or not self.sender.outcome_known:
             return None
         left_out = self.sender.left_out.items()
-        return tuple(ev.TransferFailure(name, fate.why, fate.partially_updated) for name, fate in left_out)
+        return tuple(ev.TransferFailure(name, failure.why, failure.partially_updated) for name, failure in left_out)
 
     def fail(self, error: BaseException) -> None:
         """End the update with an error, unless it has ended."""

@@ -154,8 +154,8 @@ class ActorScheduler(RankScheduler):
         self._packing_error = None
         try:
             return super()._run_steps(method_call, call)
-        except AprilError as told:
-            raise self._packing_error or told from None
+        except AprilError as error:
+            raise self._packing_error or error from None
 
     def __repr__(self) -> str:
         return f"<ActorScheduler rank {self.ranks.rank} of {self.ranks.world_size}>"

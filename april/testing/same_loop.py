@@ -57,7 +57,7 @@ class _SameLoop(LoopThread):
     def refuse_waiting(self) -> None:
         raise RolloutError("a blocking call would stop the loop that it waits for; await the methods of Rollouts")
 
-    def submit(self, work: Work[T], *heard: Callable[[Reply[T]], object]) -> Reply[T]:
+    def submit(self, work: Work[T], *on_done: Callable[[Reply[T]], object]) -> Reply[T]:
         self.refuse_waiting()
         raise AssertionError("unreachable")
 

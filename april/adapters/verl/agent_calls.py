@@ -251,7 +251,7 @@ class WorkerCalls:
             outcome = describe_with_place(error, place), kind_of(error, place)
             if not session.given_up:
                 where = session.index, session.uid
-                _failures.warn(error, "rollout %d of %s failed", *where, told=outcome[0], once=bool(outcome[1]))
+                _failures.warn(error, "rollout %d of %s failed", *where, text=outcome[0], once=bool(outcome[1]))
         finally:
             del self._sessions[number]
         if session.keys and (session.given_up or not isinstance(outcome, AgentLoopResult)):

@@ -448,13 +448,13 @@ class TransformersEngine(EngineBase):
                 outputs = decoder.tick(self._steps_per_tick)
             except Exception as error:
                 failure = error
-            torn = self._state.changes_in_tick()
-        if not torn and not self._state.weights_written():
+            changed = self._state.changes_in_tick()
+        if not changed and not self._state.weights_written():
             if failure is not None:
                 return decoder.drop_failed(), failure
             return outputs + decoder.partials(), None
         outputs = decoder.drop_all()
-        return outputs, self._state.changed_error(self._name, torn, len(outputs), sum(o.unsound for o in outputs))
+        return outputs, self._state.changed_error(self._name, changed, len(outputs), sum(o.unsound for o in outputs))
 
     @contextlib.contextmanager
     def _generating(self) -> Iterator[None]:

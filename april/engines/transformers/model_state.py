@@ -137,11 +137,11 @@ class ModelState:
         """Describe what changed during the last tick or since the recording; empty if nothing did."""
         return self._torn or self.changed_setting()
 
-    def changed_error(self, name: str, torn: str, requests: int, unsound: int) -> WeightsInUse:
-        """Build the error for a tick of engine ``name``; ``torn`` names what changed, or is empty for the weights."""
-        switched = torn not in ("", WRITTEN)
+    def changed_error(self, name: str, changed: str, requests: int, unsound: int) -> WeightsInUse:
+        """Build the error for a tick of engine ``name``; ``changed`` says what changed, or is empty for the weights."""
+        switched = changed not in ("", WRITTEN)
         return WeightsInUse(
-            f"{name}: {f'the model was switched ({torn})' if switched else 'the weights were changed'} while "
+            f"{name}: {f'the model was switched ({changed})' if switched else 'the weights were changed'} while "
             f"{requests} requests generated from them: april dropped {unsound} tokens of unknown weights and kept all "
             f"before them; {HOLD_IT if switched else WHAT_TO_DO}"
         )

@@ -352,20 +352,20 @@ class VllmEngine(Transfers):
                 return Health(ok=False, detail=wrong)
             label = await self.label()
             paused = await self._is_paused()
-            amiss, lost = await self._why_version_gone()
+            problem, lost = await self._why_version_gone()
         except EngineError as error:
             return Health(ok=False, detail=str(error))
         current = self._labels.is_of(label, self._adapters.base) and not lost
         load = (await read_metrics(self._client)).load
         counters = {} if load is None else {"running": float(load.running), "waiting": float(load.waiting)}
         counters |= self.attachments.counters
-        told = (
-            self._why_incomplete, amiss, "" if current else "the server was restarted, or has other weights",
+        findings = (
+            self._why_incomplete, problem, "" if current else "the server was restarted, or has other weights",
             "somebody has paused the server; resume it (POST /resume)" if paused else "",
         )  # fmt: skip
-        detail = "; ".join(filter(None, told))
+        detail = "; ".join(filter(None, findings))
         whole = not self._why_incomplete
-        return Health(ok=whole and not amiss, detail=detail, counters=counters, current=current and whole, load=load)
+        return Health(ok=whole and not problem, detail=detail, counters=counters, current=current and whole, load=load)
 
     async def _has_weights(self) -> bool | None:
         """Return whether the server has the present weights; None if it does not answer."""
