@@ -2,7 +2,7 @@
 
 The decoder takes the lock for a few decoding steps at a time. Invariant: there is one owner at most, and waiting owners
 get the lock in the order of their requests. The owner is the ``contextvars`` context of the ``with`` block. Tasks and
-``asyncio.to_thread`` inherit it, so they may take the lock again. Importing this module does not import torch.
+``asyncio.to_thread`` inherit it, so code in them may take the lock again. Importing this module does not import torch.
 """
 
 from __future__ import annotations

@@ -104,16 +104,16 @@ class Lengths:
 class LengthLedger:
     """Counts the lengths of the run's responses, to show whether trained and generated responses differ in length.
 
-    A response is complete once its rollout function has returned, and counts when it gets its reward or is dropped
-    after that. So only drops make trained and generated lengths differ. Responses that were dropped before they were
-    complete have no known length and are counted separately. Evaluations do not count.
+    A response is complete once its rollout function has returned. It counts once: when it gets its reward or is
+    dropped while it waits for the reward. So only drops make trained and generated lengths differ. Responses dropped
+    before they were complete have no known length and are counted separately. Evaluations do not count.
 
     Invariant, for responses and for their tokens: ``generated == trained + held + sum(dropped)``, where ``held`` counts
     responses that have their reward and are not delivered yet.
     """
 
     generated: Lengths = field(default_factory=Lengths)
-    """Lengths of all complete responses that have their reward or were dropped."""
+    """Lengths of all complete responses except those that still wait for their reward."""
     trained: Lengths = field(default_factory=Lengths)
     """Lengths of delivered responses, including those in batches that were not trained."""
     dropped: dict[DropReason, Lengths] = field(default_factory=dict)

@@ -25,7 +25,7 @@ RESERVED = frozenset(
         "turn_numbers", "turn_offsets", "version_incarnation", "version_n",
     }
 )  # fmt: skip
-"""Names that rewards' parts and arrays may not have: those of a batch's own arrays, of extras (per-token arrays), and ``total``."""
+"""Names that rewards' parts and arrays may not have: names of a batch's arrays, of extras, and a reward's ``total``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ def _difference(found: RewardLayout, layout: RewardLayout, before: str) -> str:
 def cohort_values(members: Iterable[Sequence[RowReward]]) -> Extras:
     """Return the rewards of k samples for computing advantages: float32 [k, rows, values] by name, padded with NaN.
 
-    The last axis has one value for a part, and one value for each turn for an array per turn. If rewards belong to
+    The last axis holds the single value of a part, or the values of an array per turn. If rewards belong to
     conversations, the entry "" has these rewards. Arrays per token, and arrays per turn with more axes, are left out.
     """
     rewards = [list(rows) for rows in members]

@@ -349,7 +349,7 @@ class Restored(NamedTuple):
 
 
 def restore(core: RolloutCore, state: State | SavedCore) -> Restored:
-    """Put a snapshot into a fresh core. Its policy version is the saved one with ``incarnation`` raised by one.
+    """Put a snapshot into a fresh core, whose policy version becomes the saved one with ``incarnation`` raised by 1.
 
     No engine is used before it has confirmed that it has the weights of this version.
 

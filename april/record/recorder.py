@@ -62,7 +62,7 @@ class DecisionDigest:
 
 
 class _RecordLines:
-    """Formats lines and adds them to the file. This object does not hold the run, so the run's finalizer may hold it."""
+    """Formats lines and adds them to the file. It does not hold the run, so that the run's finalizer can hold it."""
 
     def __init__(self, record: RunRecord, now: Callable[[], float]) -> None:
         self._now, self.began_s = now, now()

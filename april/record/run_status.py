@@ -74,7 +74,7 @@ class RunStatus:
 
 
 def run_status(core: RolloutCore, waited_s: float = 0.0) -> RunStatus:
-    """Return the state of a core that is not handling an event. Takes time proportional to the number of held responses.
+    """Return the state of a core that handles no event now. Takes time proportional to the number of held responses.
 
     ``waited_s`` is the known length of the current wait in seconds.
     """

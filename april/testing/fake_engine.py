@@ -547,7 +547,7 @@ class FakeEngine(WithoutWeights):
         room = stream.record.request.sampling.max_tokens - stream.sent
         tokens, version = stream.take(self._version)
         last = stream.sent == len(stream.tokens)
-        # if a fault is due after the last token, the stream yields this token without a finish, and then the fault
+        # if a fault is due after the last token, the stream yields this token without a finish, and the fault follows
         breaks = len(tokens) and len(stream.tokens) in stream.marks
         finish = stream.finish if last and not breaks else None
         if finish is not None:

@@ -77,7 +77,7 @@ _DEFAULT_SECONDS = {
     FaultKind.ABORT_MISSED: 2.0,
 }
 ALL_FAULTS = tuple(FaultKind)
-"""STREAM_FAULTS, the kinds that hit whole engines, and ROW_FAULTS."""
+"""Every kind: those of STREAM_FAULTS and ROW_FAULTS, and those that hit whole engines."""
 STREAM_FAULTS = tuple(kind for kind in FaultKind if kind not in (*_ENGINE_FAULTS, *ROW_FAULTS))
 """Kinds that april handles by itself: if they hit a few times, no call raises and no response changes."""
 

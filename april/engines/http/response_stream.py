@@ -165,7 +165,7 @@ class GenerateRoute:
     attachments: SentAttachments = field(default_factory=SentAttachments)
     """Record of the attachments that the server has received."""
     routing_key: RoutingKey = "off"
-    """Value of the setting ``routing_key``, which says what requests a router should send to the same server."""
+    """Value of the setting ``routing_key``, which says which requests a router should send to the same server."""
     open_streams: dict[str, ResponseStream] = field(default_factory=dict)
     """Streams that were admitted and have not ended, by attempt id."""
 

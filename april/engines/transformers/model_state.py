@@ -138,7 +138,7 @@ class ModelState:
         return self._torn or self.changed_setting()
 
     def changed_error(self, name: str, changed: str, requests: int, dropped: int) -> WeightsInUse:
-        """Build the error: the setting that ``changed`` describes has changed; "" and WRITTEN stand for the weights."""
+        """Build the error for the change that ``changed`` describes; "" and WRITTEN mean that the weights changed."""
         switched = changed not in ("", WRITTEN)
         return WeightsInUse(
             f"{name}: {f'the model was switched ({changed})' if switched else 'the weights were changed'} while "
