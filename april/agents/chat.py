@@ -61,7 +61,7 @@ class Constraint:
     """The form that a client demands of an answer: tool calls, or text that matches a JSON schema.
 
     Attributes:
-        tools: names of the allowed tools, of which the answer must call at least one; empty if no call is demanded.
+        tools: names of the allowed tools if the answer must call at least one; empty if no call is demanded.
         schema: JSON schema that the text of an answer without tool calls must match; None if any text is allowed.
     """
 

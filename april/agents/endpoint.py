@@ -45,7 +45,7 @@ def _without_content(record: logging.LogRecord) -> bool:
 wire_log.addFilter(_without_content)
 
 GRACE_S = 60.0
-"""Seconds for which an answer is still generated after its client has left, in case the client asks again."""
+"""Seconds for which an answer is still generated after its client has disconnected, in case the client asks again."""
 SHUTDOWN_S = 1.0
 """Seconds that clients have to read the rest of their answers when the server stops."""
 SHARED_PATH = "by-name"
@@ -107,7 +107,7 @@ class Endpoint:
         alive_s: seconds between two keep-alive bytes of a slow answer.
         reached_at: host or host:port at which clients reach the server, for ``url``; empty means ``host``.
         clients: networks whose clients may connect, besides this machine; empty means all networks.
-        grace_s: seconds for which an answer is still generated after its client has left.
+        grace_s: seconds for which an answer is still generated after its client has disconnected.
         model: name of the model in ``/v1/models``.
         add_routes: function that adds further routes.
     """

@@ -1,8 +1,8 @@
 """A fair lock on a model from which april generates, shared by its decoder and the user (``april.hold_model``).
 
 The decoder takes the lock for a few decoding steps at a time. Invariant: there is one owner at most, and waiting owners
-get the lock in the order of their requests. The lock belongs to the context of the ``with`` block, which tasks and
-``asyncio.to_thread`` inherit, so code called inside may take it again. Importing this module does not import torch.
+get the lock in the order of their requests. The owner is the ``contextvars`` context of the ``with`` block. Tasks and
+``asyncio.to_thread`` inherit it, so code in them may take the lock again. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -132,11 +132,10 @@ def model_lock_of(model: Any) -> FairModelLock:
 class hold_model:
     """Use a model exclusively while april generates from it: ``with april.hold_model(model): ...``.
 
-    Use it in reward and rollout functions, filters and your own threads that for a while change the model from which
-    the embedded engine decodes: its adapter, mode or dtype. Generation pauses inside the block, and no batch is
-    delivered before its end, so restore the model by then. Blocks run in the order in which they began to wait, and may
-    be nested. In a coroutine, use ``async with``. Calls that wait for generation (``llm.generate``, ``next_batch``) are
-    refused inside.
+    Use it in rewards, rollout functions, filters and threads that temporarily change the embedded engine's model (its
+    adapter, mode or dtype). Generation pauses inside the block, and no batch is delivered before its end, so restore
+    the model by then. Blocks run in the order in which they began to wait, and may be nested. In a coroutine, use
+    ``async with``. Calls that wait for generation (``llm.generate``, ``next_batch``) are refused inside.
 
     Args:
         model: Model of the engine, or a module that contains it or is contained in it.

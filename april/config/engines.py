@@ -191,7 +191,7 @@ class AprilEngineConfig(AddressedEngineConfig):
 
 
 RoutingKey = Literal["sample", "group", "off"]
-"""Requests with the same routing key, by which routers choose a server: those of a sample, of a group, or none."""
+"""Requests that get the same routing key, so that routers send them to one server: a sample's, a group's, or none."""
 
 
 class ServerEngineConfig(AddressedEngineConfig):

@@ -33,7 +33,7 @@ class AttemptBook:
         self._engines = engines
         self._number = self._evaluation_number = 0
         self.in_flight: dict[str, Attempt] = {}
-        """Attempts of training in flight, by id."""
+        """Training requests (attempts) in flight, by attempt id."""
         self.of_evaluations: dict[str, Attempt] = {}
         """Attempts of evaluations in flight, by id."""
 

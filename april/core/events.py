@@ -1,8 +1,8 @@
 """Defines the events, which are the inputs of :meth:`april.core.rollout_core.RolloutCore.handle`.
 
 Only events change a core. Terms: a *call* is one ``llm.generate`` of a rollout function; an *attempt* is one engine
-request, of which a call may need several; a *chain* is one conversation of a sample; a *tape* is the record of the
-tokens that a chain or an attempt has received.
+request, and a call may need several; a *chain* is one conversation of a sample; a *tape* is the record of the tokens
+that a chain or an attempt has received.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ class PartialBuffer:
         self.limit_cause = IdleCause.BOUND
         """Reason for the limit that the last call of :meth:`room` applied."""
         self.batch = settings.target
-        """Number of units in a batch."""
+        """Number of units in a batch: groups or, with a group quorum below 1, samples."""
         self._whole_groups = settings.whole_groups
         self._per_group = settings.units_per_group
         self._rows_counted = 0, 0
@@ -193,7 +193,7 @@ class PartialBuffer:
         return group.id not in self._waiting_like(group)
 
     def next_waiting(self, *, long: bool, most: int) -> Group | None:
-        """Move a waiting group into the present round and return it; None if none waits or it has ``most`` units.
+        """Move a waiting group into this round and return it; None if none waits or the round has ``most`` units.
 
         Groups that were put aside are used only if ``long`` is True.
         """

@@ -1,7 +1,8 @@
 """Defines what a reward function may return besides a number: parts, values per turn and per token, and a note.
 
-A :class:`RowReward` belongs to a whole response or to one of its conversations, which become rows of the batch. All
-rewards of a run have the same names with the same shapes (the *layout*), so that a batch can have arrays of them.
+A response consists of one or more conversations; each becomes a row of the batch. A :class:`RowReward` belongs to a
+response or to one conversation. All rewards of a run have parts and arrays of the same names and shapes (the *layout*),
+so that a batch can join the values of each name into one array.
 """
 
 from __future__ import annotations
@@ -24,26 +25,23 @@ RESERVED = frozenset(
         "turn_numbers", "turn_offsets", "version_incarnation", "version_n",
     }
 )  # fmt: skip
-"""Names that rewards' parts and arrays may not have: those of a batch's own arrays, of extras, and ``total``."""
+"""Names that rewards' parts and arrays may not have: names of a batch's arrays, of extras, and a reward's ``total``."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowReward:
-    """The reward of a response, or of one of its conversations, with everything that came with the number.
-
-    Arrays are read-only, float32 or int32.
-    """
+    """The reward of a response or of one of its conversations. Arrays are read-only, float32 or int32."""
 
     reward: float
     """the number from which advantages are computed"""
     row: int | None = None
     """index of the conversation that the reward belongs to; None if it belongs to the whole response"""
     parts: Mapping[str, float] = field(default=NO_PARTS)
-    """numbers by name, such as those that the reward is the sum of"""
+    """numbers by name, for example the terms whose sum is the reward"""
     per_turn: Extras = field(default=NO_EXTRAS, compare=False)
     """arrays by name, [number of turns, ...]: one row for each call of llm.generate that generated tokens"""
     per_token: Extras = field(default=NO_EXTRAS, compare=False)
-    """arrays by name, [T, ...]: one row for each token of the response, those of the environment included"""
+    """arrays by name, [T, ...]: one row for each token of the response, including tokens of the environment"""
     note: Any = field(default=None, compare=False)
     """value for logs or for the trainer, made of text, numbers, lists and mappings"""
 
@@ -56,7 +54,7 @@ RewardLayout = dict[str, tuple[Any, ...]]
 def wrong_row_rewards(
     rows: Sequence[RowReward], sizes: Sequence[tuple[int, int]], layout: RewardLayout
 ) -> str | None:
-    """Describe why the rewards of one response are invalid, as the rest of a sentence on "the reward"; else None.
+    """Describe what is wrong with the rewards of a response, in words to put after "the reward"; None if all are valid.
 
     If ``layout`` is empty (before a run's first reward), the layout of a valid reward is written into it.
 
@@ -137,8 +135,8 @@ def _difference(found: RewardLayout, layout: RewardLayout, before: str) -> str:
 def cohort_values(members: Iterable[Sequence[RowReward]]) -> Extras:
     """Return the rewards of k samples for computing advantages: float32 [k, rows, values] by name, padded with NaN.
 
-    A part has one value per row, and an array per turn one value per turn. If rewards belong to conversations, the
-    entry "" has these rewards. Arrays per turn with further dimensions, and arrays per token, are left out.
+    The last axis holds the single value of a part, or the values of an array per turn. If rewards belong to
+    conversations, the entry "" has these rewards. Arrays per token, and arrays per turn with more axes, are left out.
     """
     rewards = [list(rows) for rows in members]
     if not all(rewards):

@@ -55,8 +55,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
         seed: seed of this request; None for the engine's own random numbers.
         banned_ids: ids that must not be sampled, because they are placeholders in prompts, such as those of images. The
             ban should leave the log-probabilities of all other ids unchanged, if the engine can do so.
-        stop: strings that end the response once its text contains one of them. april searches for them, except in a
-            request that the engine can search itself; only such a request is sent with them.
+        stop: strings that end the response once its text contains one of them; empty in a request whose text april
+            searches, because the engine cannot.
         grammar: form that the response must have, as JSON text of {"json_schema": schema} or {"structural_tag": tag};
             empty if there is none. The log-probabilities are those of the tokens that the grammar allows. An engine
             begins the grammar at the first token of a request, so an interrupted request cannot be continued.

@@ -44,7 +44,7 @@ class CoreSettings:
     attachments: tuple[str, ...] = ()
     """Kinds of attachments that prompts may have; every engine must take them."""
     extras: tuple[str, ...] = ()
-    """Names of the per-token arrays that every engine must return with the tokens of training."""
+    """Names of the per-token arrays that every engine must return with training tokens."""
     max_age: int = 24
     """Number of weight updates after which a group has priority and the step waits for it, whatever on_stale is."""
     max_resumes: int = 100

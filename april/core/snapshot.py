@@ -68,8 +68,8 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
     Args:
         core: core to save, at any time, also in the middle of a step.
         trained_through: id of the last batch that the trainer's checkpoint was trained on; -1 if there is none, None
-            for the last committed batch. Later batches that were delivered will be delivered again. The saved version
-            counts one more weight update for every batch up to this one that is not committed yet.
+            for the last committed batch. Later batches that were delivered will be delivered again. Each uncommitted
+            batch that the checkpoint was trained on adds one weight update to the saved version.
 
     Raises:
         CheckpointError: there is no such batch, or a later batch is already committed.
@@ -80,7 +80,7 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
 SAMPLES_AT_ONCE = 500
 """Number of samples that one call of :meth:`Freezer.advance` collects, in a few milliseconds."""
 MOST_ROUNDS = 5
-"""Maximum number of passes of :meth:`Freezer.advance`: over all groups, then over those that changed meanwhile."""
+"""Maximum number of passes of :meth:`Freezer.advance`; the first is over all groups, later ones over changed groups."""
 
 
 class Freezer:
@@ -150,7 +150,7 @@ class Freezer:
         ready = [*again, *(sample for unit in core.monitor for sample in unit.members)]
         groups = core.buffer.groups | {sample.id.group: sample.group for sample in again}
         current = core.clock.current
-        # the version after the weight updates for the batches that the checkpoint was trained on
+        # the core does not yet count the weight updates for uncommitted batches that the checkpoint was trained on
         current = current._replace(n=current.n + len(core.leased) - len(untrained))
         saved = SavedCore(
             settings=core.settings,
@@ -178,7 +178,7 @@ class Freezer:
             number: collected[number] if number in collected and number not in changed else _frozen(group)
             for number, group in groups.items()
         }
-        # empty tapes are left out: engines that do not stream return all tokens at the end of a request
+        # attempts without tokens add nothing; engines that do not stream return all tokens at the end of a request
         attempts = [(a, a.drop_reason, a.tape.freeze()) for a in core.attempts.values() if a.tape.parsed]
         return partial(_state_of, saved, set(core.buffer.groups), [sample.id for sample in again], frozen, attempts)
 
@@ -253,7 +253,7 @@ def _state_of(
         held: numbers of the groups in the buffer; all other groups were delivered and will be delivered again.
         again: delivered samples that will be delivered again after a restart.
         groups: all groups, by number.
-        attempts: attempts of training in flight, each with its drop reason and the fields of its tape.
+        attempts: requests in flight (not of evaluations), each with its drop reason and the fields of its tape.
     """
     for number, index in again:
         sample = groups[number].group.samples[index]
@@ -349,9 +349,9 @@ class Restored(NamedTuple):
 
 
 def restore(core: RolloutCore, state: State | SavedCore) -> Restored:
-    """Put a snapshot into a fresh core, which begins a new incarnation of the saved policy version.
+    """Put a snapshot into a fresh core, whose policy version becomes the saved one with ``incarnation`` raised by 1.
 
-    No engine is used before it has confirmed that it has the weights of this new version.
+    No engine is used before it has confirmed that it has the weights of this version.
 
     Finished samples stay finished. The rollout functions of all other samples start again, and the calls that they
     repeat are answered with the saved tokens.
@@ -383,7 +383,7 @@ def restore(core: RolloutCore, state: State | SavedCore) -> Restored:
 
 
 def move(restored: Restored, core: RolloutCore) -> None:
-    """Put a snapshot that :func:`restore` put into one core into another fresh core; do not use the first again."""
+    """Put a snapshot into another fresh core. The core into which :func:`restore` put it must not be used again."""
     require_fresh(core)
     _take_over_work(core, restored.saved.settings)
     _put(core, restored)
@@ -400,7 +400,7 @@ def require_fresh(core: RolloutCore) -> None:
 
 
 def _take_over_work(core: RolloutCore, saved: CoreSettings) -> None:
-    """Use the state's values for the settings that april chooses itself (``auto``) both in that run and now."""
+    """Use the saved values of settings that april chooses itself (``auto``) both in the saved run and in this one."""
     s = core.settings
     work = {str(name): getattr(saved, name) for name in set(s.auto).intersection(saved.auto)}
     if s.on_stale is OnStale.FINISH and (over := work.get(Work.OVER_SAMPLING)) is not None:
@@ -410,7 +410,7 @@ def _take_over_work(core: RolloutCore, saved: CoreSettings) -> None:
 
 
 def _put(core: RolloutCore, restored: Restored) -> None:
-    """Put the groups of a snapshot into a fresh core, even if another core, which is no longer used, has them, too."""
+    """Put the groups of a snapshot into a fresh core; an earlier core that is no longer used may have them, too."""
     (saved, ready, waiting), context = restored, core.context
     core.clock.current, core.clock.branches = saved.version, dict(saved.branches)
     core.clock.restart(saved.version.n)
@@ -429,11 +429,11 @@ def _put(core: RolloutCore, restored: Restored) -> None:
             for number in numbers:
                 core.buffer.put_aside(core.buffer.groups[number], begun=begun)
     for group in [*ready, *waiting]:
-        context.event_number += 1  # each group gets a number, which keeps the order of the snapshot at delivery
+        context.event_number += 1  # groups are delivered in the order of the events at which they became READY
         for sample in group.members:
             if sample.state is not SampleState.FINISHED and core.buffer.in_round(group):
                 core.over_sampler.push(sample)
-        if group.cohort or group.complete:  # complete but not ready: its filter has been removed since
+        if group.cohort or group.complete:  # without a cohort, a changed setting has made the group complete
             if not group.cohort:
                 group.fix_cohort()
             if group.ready:
@@ -453,12 +453,12 @@ def _put(core: RolloutCore, restored: Restored) -> None:
             raise ValueError(f"the reward of {sample.id} {wrong}")
     core.validate()
     if context.tokens.held and saved.logprob_kind != core.engines.logprob_kind:
-        core.engines.logprob_kind = "mixed"  # batches may now contain tokens of both kinds
+        core.engines.logprob_kind = "mixed"  # batches may now contain log-probabilities of both kinds
     _require_rewards(core, had_reward=saved.settings.has_reward)
     _require_room(core, saved.max_context)
     segments = (s for sample in core.buffer.samples() for chain in sample.chains for s in chain.tape.segments)
     for version in {group.drawn_under for group in core.buffer}.union(s.version for s in segments):
-        core.clock.staleness(version)  # raises for a version that never was
+        core.clock.staleness(version)  # raises an error for a version that cannot exist
     _require_in_time(core, saved.settings)
 
 
@@ -529,7 +529,7 @@ def _sample_in(core: RolloutCore, sample: Sample, saved: SavedSample, attachment
 def _chain_in(
     core: RolloutCore, sample: Sample, saved: SavedChain, attachments: Mapping[str, Attachment]
 ) -> Chain:
-    """Restore the tokens of a conversation, and the calls that its function will repeat."""
+    """Restore the tokens of a conversation, and the calls of llm.generate that the rollout function will repeat."""
     prompt = sample.group.prompt
     chain = Chain(
         sample, saved.number, prompt.token_ids if saved.prompt is None else saved.prompt.whole,
@@ -588,7 +588,7 @@ def _require_rewards(core: RolloutCore, *, had_reward: bool) -> None:
 
 
 def _require_room(core: RolloutCore, before: int) -> None:
-    """Refuse a state with unfinished responses that do not fit if the engines' context is smaller than before."""
+    """Refuse a state if the engines' context is now smaller than before, and too small for unfinished responses."""
     now = core.engines.max_context
     samples = [s for s in core.buffer.samples() if s.state is not SampleState.FINISHED] if now < before else []
     lengths = {s: max(len(chain.prompt) + len(chain.tape) for chain in s.chains) for s in samples}
@@ -609,7 +609,7 @@ def _require_in_time(core: RolloutCore, before: CoreSettings) -> None:
     settings = core.settings
     changed = {name: was for name in PLANNED if (was := getattr(before, name)) != getattr(settings, name)}
     late = _late(core, settings) if changed and settings.on_stale is OnStale.FINISH else 0
-    if before.on_stale is OnStale.FINISH:  # units that were late before the restart are no reason to refuse
+    if before.on_stale is OnStale.FINISH:  # what was late before the restart is no reason to refuse
         late -= _late(core, before) * max(1, settings.units_per_group // before.units_per_group)
     if late <= 0:
         return
@@ -628,7 +628,7 @@ def _require_in_time(core: RolloutCore, before: CoreSettings) -> None:
 
 
 def _late(core: RolloutCore, settings: CoreSettings) -> int:
-    """Return the number of held units that cannot be delivered in time in any order (see ``completion_monitor``)."""
+    """Return how many groups (or samples) are late even in the best order of delivery; see ``completion_monitor``."""
     late = (count - max(0, slack + 1) * settings.target for count, slack in enumerate(_slacks(core, settings), 1))
     return max(0, max(late, default=0))
 

@@ -17,7 +17,7 @@ from april.errors import CheckpointError
 FORMAT = 4
 """Format number of everything that april saves; only states of this format can be read."""
 PIECES = (b"tokens", b"logprobs")
-"""Keys whose values have the same checksum as one ``bytes`` object and as a list of its parts."""
+"""Keys whose value may be one ``bytes`` object or a list of its parts; both forms have the same checksum."""
 LARGEST_ARRAY = 1 << 20
 """Size in bytes above which an array in a prompt's data gets no checksum."""
 State = dict[str, Any]

@@ -241,7 +241,7 @@ class AttemptTape:
         return self._tokens, self._logprobs
 
     def freeze(self) -> tuple[Any, ...]:
-        """Take a snapshot in constant time; :meth:`of_frozen` turns it into a tape with the present contents."""
+        """Take a snapshot in constant time; :meth:`of_frozen` makes a tape from it, without tokens added since then."""
         return _FIELDS(self)
 
     @classmethod

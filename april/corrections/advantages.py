@@ -1,7 +1,7 @@
 """Computes advantages for the losses of GRPO and related methods.
 
-**One formula for all groups.** A response with reward r is compared with k - 1 siblings: the first other responses of
-its group to finish (:func:`first_others`). If groups are delivered whole, k is the size of the group. With a
+**One formula for all groups.** A response with reward r is compared with k - 1 siblings, the other responses of its
+group that finished first (:func:`first_others`). If groups are delivered whole, k is the size of the group. With a
 ``group_quorum`` below 1, k is the number of responses that must finish before a part of the group is delivered. Let b
 be the mean of the siblings' rewards, and S the siblings' rewards together with r:
 

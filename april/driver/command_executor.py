@@ -115,7 +115,7 @@ class CommandExecutor:
 
     async def stop(self) -> None:
         """Cancel all functions and requests; those that do not end in time are left running. Engines stay open."""
-        self.samples.close()  # first, as a function that swallows its cancellation may go on waiting for llm.generate
+        self.samples.close()  # first, so that llm.generate also fails in functions that swallow their cancellation
         tasks = list(self._tasks)
         plain_calls = self._user_calls.close()
         ends: list[asyncio.Future[None]] = [*tasks, *plain_calls]

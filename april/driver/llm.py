@@ -423,7 +423,7 @@ def exact_types(sampling: SamplingParams) -> SamplingParams:
 def checked_call(
     sample: Sample, sampling: SamplingParams, token_ids: Int32 | None, vocab_size: int, longest: int, can_stop: bool
 ) -> Int32 | None:
-    """Check a call of ``llm.generate``; return its token ids, of which at most ``longest`` are kept.
+    """Check a call of ``llm.generate``; return the first ``longest`` of its token ids.
 
     Raises UsageError for sampling out of range, for stop strings without a tokenizer (``can_stop`` False), and for
     unknown token ids; raises RolloutError for a conversation that does not begin with the conversation so far. Without

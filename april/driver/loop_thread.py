@@ -103,7 +103,7 @@ class LoopThread:
             )
 
     def submit(self, work: Work[T], *on_done: Callable[[Reply[T]], object]) -> Reply[T]:
-        """Start a coroutine on the loop and return its Reply, a thread-safe future, with which ``on_done`` are called.
+        """Start a coroutine on the loop; return its thread-safe future, a Reply, which each ``on_done`` function gets.
 
         ``work`` makes the coroutine on the loop, so that a signal cannot interrupt this call and leave it unawaited.
 
@@ -181,7 +181,7 @@ class LoopThread:
         return result_of(reply)
 
     def wait_for(self, work: Work[T]) -> T:
-        """Do the same as :meth:`run`, also for user functions; the coroutine must not wait for such a function."""
+        """Do the same as :meth:`run`; user functions may call this if the coroutine does not wait for them."""
         reply: Reply[T] = Reply(self._pending.discard)
         self._queue(lambda: reply.follow(self._loop.create_task(work())), reply)
         return result_of(reply)
@@ -208,7 +208,7 @@ class LoopThread:
                 return False
 
     def end_with(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run ``last`` on the loop and tell the loop to stop; idempotent. After an interrupt, call :meth:`stop`."""
+        """Run ``last`` on the loop, then stop the loop; idempotent. If a signal interrupts this, call :meth:`stop`."""
         if self.alive and self.in_own_process:
             self.wait_for(last)
         self.request_stop()
@@ -445,7 +445,7 @@ class LoopWatch:
             self.sample()
 
     def sample(self) -> None:
-        """Queue a callback on the loop, and sample its stack until it has run; warns of blocking functions."""
+        """Queue a callback, sample the loop's stack until the loop runs it, and warn of functions that block."""
         self._responded.clear()
         try:
             self._loop.call_soon_threadsafe(self._responded.set)

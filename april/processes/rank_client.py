@@ -43,7 +43,7 @@ class RankClient:
         self.next_call = 0
         """Number of the next call that this rank makes; the server sends the first number when the rank joins."""
         self.token = ""
-        """The token that all ranks share."""
+        """Secret that all ranks share, sent with every request."""
         self._session_id = 0
         """Number of this rank's session at the server."""
         self._requests = itertools.count()

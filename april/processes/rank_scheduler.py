@@ -133,7 +133,7 @@ class PendingCall:
             self._runner = None
 
     def value_or_error(self) -> tuple[Any, BaseException | None]:
-        """Return (result, error), of which one is None."""
+        """Return (result, error); one of the two is None."""
         error = self.outcome.error()
         return (None if error is not None else self.outcome.result()), error
 

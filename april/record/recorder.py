@@ -41,7 +41,7 @@ STATUS_EVERY_S = 5.0
 
 
 class DecisionDigest:
-    """Computes a digest of all commands of the core so far, without their texts."""
+    """Computes a digest of all commands of the core so far; the contents of their text fields do not count."""
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=8)
@@ -62,7 +62,7 @@ class DecisionDigest:
 
 
 class _RecordLines:
-    """Formats lines and adds them to the file. It has no reference to the run, so :attr:`Recorder.end` keeps none."""
+    """Formats lines and adds them to the file. It does not hold the run, so that the run's finalizer can hold it."""
 
     def __init__(self, record: RunRecord, now: Callable[[], float]) -> None:
         self._now, self.began_s = now, now()

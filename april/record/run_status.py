@@ -57,7 +57,7 @@ class RunStatus:
         observed: number of response tokens received so far.
         waits: reason for the wait, as :func:`wait_text` returns it.
         engines: number of requests in flight, by engine.
-        waited_s: number of seconds, at least, for which the trainer has waited for this reason.
+        waited_s: seconds that the trainer has waited for this reason, as far as known; the wait may be longer.
     """
 
     step: int
@@ -74,7 +74,7 @@ class RunStatus:
 
 
 def run_status(core: RolloutCore, waited_s: float = 0.0) -> RunStatus:
-    """Return the state of the core between two events, in time proportional to the number of held responses.
+    """Return the state of a core that handles no event now. Takes time proportional to the number of held responses.
 
     ``waited_s`` is the known length of the current wait in seconds.
     """

@@ -40,7 +40,7 @@ def choose(question: TuningQuestion) -> TuningAnswer:
     space = space_of(q)
     found = plan(workload, space, max_off_policy_share=share * q.max_off_policy_share)
     best, base = found.best, found.base
-    # the simulated base differs from the current settings if these could not be simulated; then they cannot stay
+    # if the current settings could not be simulated, the base is another candidate, and the best one replaces them
     is_now = base.schedule == space.base and space.base.quorum == q.now.group_quorum
     within = base.off_policy_share <= q.max_off_policy_share
     if is_now and within and best.tokens_per_s < (1.0 + GAIN) * base.tokens_per_s:

@@ -49,7 +49,7 @@ def plan_table(plan: Plan) -> Table:
 
 
 def settings(workload: Workload, row: CandidateResult) -> str:
-    """Return the configuration for a candidate as YAML: with the other settings of the run, and notes as comments."""
+    """Return the run's configuration with the settings of a candidate, as YAML; comments hold :func:`notes`."""
     import yaml
 
     config = workload.config(row.schedule)

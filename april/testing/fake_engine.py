@@ -205,7 +205,7 @@ class FakeEngine(WithoutWeights):
             logprob_kind=LogprobKind.TEMPERATURE, vocab_size=vocab_size, max_context=max_context,
             eos_token_ids=(eos_token_id,), max_in_flight=max_running, updates_from_disk=True,
             in_flight_updates=(OnWeightUpdate.KEEP, OnWeightUpdate.RECOMPUTE), attachments=("image",), bans=True,
-            extras=tuple(extras), constrains=responses is not None,  # the function sees the grammar of a request
+            extras=tuple(extras), constrains=responses is not None,  # ``responses`` can follow a request's grammar
         ), version)  # fmt: skip
         self._lengths, self._responses, self._eos = lengths, responses, eos_token_id
         self.faults = faults if faults is not None else FaultScript()
@@ -547,7 +547,7 @@ class FakeEngine(WithoutWeights):
         room = stream.record.request.sampling.max_tokens - stream.sent
         tokens, version = stream.take(self._version)
         last = stream.sent == len(stream.tokens)
-        # for a fault after its last token, the stream must first yield that token without a finish
+        # if a fault is due after the last token, the stream yields this token without a finish, and the fault follows
         breaks = len(tokens) and len(stream.tokens) in stream.marks
         finish = stream.finish if last and not breaks else None
         if finish is not None:
@@ -621,7 +621,7 @@ class FakeEngine(WithoutWeights):
         stream.wake_up()
 
     def _aborted(self, stream: FakeStream) -> Chunk:
-        """Return the next chunk of an aborted stream; the last one has finish ABORT."""
+        """Return the next chunk of an aborted stream; the last one has finish ABORT unless all tokens were yielded."""
         if self._due_fault(stream, FaultKind.ABORT_EMPTY):
             stream.withhold()
         tokens, version = stream.take(self._version)

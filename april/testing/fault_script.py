@@ -62,7 +62,7 @@ WRONG_CHUNKS = (
 WRONG_ENDS = {FaultKind.EARLY_LENGTH: EngineFinish.LENGTH, FaultKind.EARLY_STOP: EngineFinish.STOP}
 """Kinds that end a response with an impossible finish."""
 ROW_FAULTS = (FaultKind.NO_ROWS, FaultKind.SHORT_ROWS, FaultKind.ABORT_NO_ROWS)
-"""Kinds for requests that ask for extras."""
+"""Kinds for requests that ask for extras (per-token arrays)."""
 AT_TOKENS = (
     FaultKind.BREAK_OFF, FaultKind.ENGINE_DIES, FaultKind.STALL, FaultKind.EMPTY_CHUNKS, *WRONG_CHUNKS, *WRONG_ENDS
 )  # fmt: skip
@@ -77,7 +77,7 @@ _DEFAULT_SECONDS = {
     FaultKind.ABORT_MISSED: 2.0,
 }
 ALL_FAULTS = tuple(FaultKind)
-"""All kinds."""
+"""Every kind: those of STREAM_FAULTS and ROW_FAULTS, and those that hit whole engines."""
 STREAM_FAULTS = tuple(kind for kind in FaultKind if kind not in (*_ENGINE_FAULTS, *ROW_FAULTS))
 """Kinds that april handles by itself: if they hit a few times, no call raises and no response changes."""
 

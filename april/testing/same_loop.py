@@ -246,7 +246,7 @@ def rollouts(
 
 
 def _on_the_loop(function: Callable[..., Any] | None) -> Callable[..., Awaitable[Any]] | None:
-    """Wrap a plain function as a coroutine function; return values that are not callable, which are refused later."""
+    """Wrap a plain function as a coroutine function; anything not callable is returned as it is, and refused later."""
     if function is None or not callable(function):
         return function
 

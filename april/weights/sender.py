@@ -39,7 +39,7 @@ class PendingCall(Protocol):
         ...
 
     def result(self) -> tuple[Any, Exception | None]:
-        """Return (value, error), of which one is None."""
+        """Return (value, error); one of the two is None."""
         ...
 
 

@@ -44,7 +44,7 @@ class Note(msgspec.Struct, array_like=True):
 class ToolLoop:
     """Rollout function for a trainer with tools or environments.
 
-    ``needs_rewards`` is True if ``group_quorum`` is below 1; a response without a reward is then an error.
+    ``needs_rewards`` makes a missing reward an error, as advantages with ``group_quorum`` below 1 need every reward.
     """
 
     def __init__(self, trainer: Any, *, needs_rewards: bool) -> None:
@@ -164,9 +164,9 @@ class ToolLoop:
         return None if note is None else note.messages
 
     def reward_of(self, prompt: Prompt, response: Any) -> float:
-        """Return the reward in a response's note, for ``group_quorum`` below 1.
+        """Return the weighted reward from a response's note; 0 if it has no note, such as in evaluations.
 
-        Raises RolloutError if no function scored the response.
+        If no function scored the response, return 0, or raise RolloutError if ``needs_rewards`` is set.
         """
         note = self._notes.get(response.sample_id) if ROW in prompt.data else None
         value = 0.0 if note is None else weighted(self._trainer, note.rewards)
@@ -213,7 +213,7 @@ class ToolLoop:
 
 
 def check_notes(state: Any, loop: ToolLoop | None) -> None:
-    """Raise CheckpointError unless saved notes (``state``) and this trainer (``loop``) both have tools, or neither."""
+    """Raise CheckpointError if only the saved run (``state``) or only this trainer (``loop``) has tools."""
     if (state is None) != (loop is None):
         had, has = ("none", "some") if state is None else ("some", "none")
         raise CheckpointError(

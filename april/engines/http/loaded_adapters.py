@@ -1,4 +1,4 @@
-"""Names and tracks the adapters (LoRA) that april has loaded into a server, one of which serves new requests.
+"""Names and tracks the adapters (LoRA) that april has loaded into a server; one of them serves new requests.
 
 Invariant: no name is used twice, even after a failure, because servers use the name to look up cached keys and values
 and to read an adapter from disk again. So the adapter name in a request tells the policy version of its tokens.

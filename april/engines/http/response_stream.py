@@ -159,13 +159,13 @@ class GenerateRoute:
     """True if a stream is complete only with its end mark ([DONE]), because the server sends its token count between
     the finish reason and the mark."""
     confirmation: Confirmation | None = None
-    """Check of the server's weights, for responses that do not name them before they end; None if not needed."""
+    """Check that the server has the right weights, if its responses do not say this from the start; else None."""
     paused_by_others: Callable[[], Awaitable[bool]] | None = None
     """Function that returns whether somebody else has paused the server; called if the server ends a request."""
     attachments: SentAttachments = field(default_factory=SentAttachments)
     """Record of the attachments that the server has received."""
     routing_key: RoutingKey = "off"
-    """Rule for which requests share a routing key, by which a router before the servers sends them to one server."""
+    """Value of the setting ``routing_key``, which says which requests a router should send to the same server."""
     open_streams: dict[str, ResponseStream] = field(default_factory=dict)
     """Streams that were admitted and have not ended, by attempt id."""
 
@@ -336,7 +336,7 @@ class ResponseStream(BufferedStream):
     async def _post(self, urls: Urls) -> bool:
         """Send the request with the attachments in ``urls``; False if it has already ended."""
         endpoint, request = self._endpoint, self._request
-        # stream if attachments are sent: the first event shows that they have arrived, for which other requests wait
+        # stream if attachments are sent: other requests wait for their arrival, and the first event shows it
         self._streamed = self._streamed or (bool(urls) and endpoint.attachments.by_name)
         self._reader, body = endpoint.prepare(request, self._streamed, urls)
         if self._closing:
@@ -380,9 +380,9 @@ class ResponseStream(BufferedStream):
         return reader
 
     async def _end_request(self, error: EngineError | None) -> None:
-        """End the request, whose response is complete or was broken off by ``error``, or which was never sent.
+        """Read the rest of the response and end the stream, or let the request wait for admission again.
 
-        Tokens that came before the error are kept, and so is a finish reason, unless the end mark had to follow it.
+        Tokens that came before ``error`` are kept, and so is a finish reason, unless the end mark had to follow it.
         """
         reader = self._reader
         if reader is None:
@@ -431,7 +431,7 @@ class ResponseStream(BufferedStream):
         """Return whether the request must wait for admission again: it has no token, and the server is paused."""
         is_paused = self._endpoint.paused_by_others
         if self._recalled:
-            return not reader.count  # its tokens would come from weights that april does not know
+            return not reader.count  # a request that has tokens ends here with these instead of being sent again
         if is_paused is None or self._abort_wanted:
             return False
         by_others = reader.finish is EngineFinish.ABORT or reader.failure is not None

@@ -92,8 +92,8 @@ class SentAttachments:
         """Call ``post`` with data URLs of the attachments that the server lacks, until the server accepts the request.
 
         If the server refuses the request because it has lost other attachments, ``post`` is called again with these,
-        too. If several requests bring the same attachment at once, one sends its bytes and the others wait until that
-        call of ``post`` has returned; by then the server must have accepted the attachment.
+        too. If several requests bring the same attachment at once, the first one sends its bytes and the others wait
+        until its ``post`` ends. So ``post`` must not return before the server has accepted the attachments.
 
         Raises:
             RequestRefused: The content cannot be read, or the server refuses the request.

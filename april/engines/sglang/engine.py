@@ -149,7 +149,7 @@ class SglangEngine(ServerEngine):
     async def _others_paused_servers(self) -> bool:
         """Return whether another client has paused the servers; if so, close admission.
 
-        Requests without a token are then recalled, because the servers would run them later, under unknown weights.
+        Requests that have no token yet then wait for admission again; the servers would run them under unknown weights.
         """
         if self.on_foreign_pause is None:
             return False
@@ -322,9 +322,9 @@ class SglangEngine(ServerEngine):
             await worker.client.close()
 
     async def adopt(self, *, present: bool) -> None:
-        """Give the present weights of every worker april's label, unless another run of april has loaded them.
+        """Label every worker's weights as the first version, unless they belong to another run of april.
 
-        ``present`` is as in :meth:`ServerEngine.set_up_labels`.
+        ``present`` means that the settings let the run begin with any weights that the workers have now.
         """
         if name := self.set_up_labels([worker.facts.label for worker in self.workers], present=present):
             await _all(worker.set_label(name) for worker in self.workers)

@@ -37,8 +37,8 @@ HOLD_IT = (
 def guard_optimizers(engine: Any, weights: Any) -> weakref.finalize[Any, Any]:
     """Make ``step()`` of optimizers of these weights raise WeightsInUse while ``engine.generating`` is True.
 
-    Steps are refused before they begin, because write counters would be too late: they move after a write, a fused step
-    is one long write, and some writes are not counted. Calling the result, or deleting ``engine``, removes the guard.
+    Steps are refused before they begin. PyTorch's counters of writes to a tensor would show a step too late (after a
+    fused step, which is one long write) or never. Calling the result, or deleting ``engine``, removes the guard.
     """
     engine_ref, weights_ref = weakref.ref(engine), weakref.ref(weights)
 
@@ -66,7 +66,7 @@ _TABLES = ("_forward_hooks", "_forward_pre_hooks", "_modules", "_parameters")
 
 
 class ModelState:
-    """Records the state of one model to compare it with the present state, both read inside ``generation_mode``."""
+    """Detects changes of a model; its settings are always read inside ``generation_mode`` of ``model_support``."""
 
     def __init__(self, model: Any, weights: ModelWeights) -> None:
         self._model, self._weights = model, weights
@@ -137,12 +137,12 @@ class ModelState:
         """Describe what changed during the last tick or since the recording; empty if nothing did."""
         return self._torn or self.changed_setting()
 
-    def changed_error(self, name: str, changed: str, requests: int, unsound: int) -> WeightsInUse:
-        """Build the error for a tick of engine ``name``; ``changed`` says what changed, or is empty for the weights."""
+    def changed_error(self, name: str, changed: str, requests: int, dropped: int) -> WeightsInUse:
+        """Build the error for the change that ``changed`` describes; "" and WRITTEN mean that the weights changed."""
         switched = changed not in ("", WRITTEN)
         return WeightsInUse(
             f"{name}: {f'the model was switched ({changed})' if switched else 'the weights were changed'} while "
-            f"{requests} requests generated from them: april dropped {unsound} tokens of unknown weights and kept all "
+            f"{requests} requests generated from them: april dropped {dropped} tokens of unknown weights and kept all "
             f"before them; {HOLD_IT if switched else WHAT_TO_DO}"
         )
 

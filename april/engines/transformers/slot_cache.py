@@ -29,7 +29,7 @@ def window_of(columns: int) -> int:
 
 
 class _LayerStore:
-    """Keys and values of one layer; their numbers and sizes of heads may differ, as in latent attention."""
+    """Keys and values of one layer. Keys may have other heads (number and size) than values, as in latent attention."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values

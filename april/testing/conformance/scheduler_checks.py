@@ -57,7 +57,7 @@ class _SharedEngine(RecordingEngine):
 
 
 def _distinct_prompts(bench: Bench) -> Iterator[list[int]]:
-    """Yield prompts for ever, of which no two in a thousand are equal."""
+    """Yield prompts for ever; a thousand of them in a row are all different."""
     size = bench.engine.capabilities.vocab_size
     eos = set(bench.engine.capabilities.eos_token_ids)
     known = sorted({t for p in bench.subject.prompts for t in p if 0 <= t < size} - eos)
