@@ -41,11 +41,11 @@ def _no_record(out: Path) -> Path:
 
 
 @contextmanager
-def _sentences(out: Path | str = "", usage: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Turn errors inside the block into a message and an exit code, without a traceback.
+def _errors_as_messages(out: Path | str = "", usage: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Exit with a message instead of a traceback after an error in the block.
 
-    Exit code 2: ConfigError or a non-april error of a type in ``usage``, or OSError if ``out`` is given. Exit code 1:
-    any other AprilError."""
+    The exit code is 2 if the command line is wrong: after a ConfigError or an error from outside april whose type is in
+    ``usage``, and after an OSError if ``out``, the output, is given. It is 1 after any other AprilError."""
     known: tuple[type[Exception], ...] = (AprilError, *usage)
     try:
         yield
@@ -93,7 +93,7 @@ def doctor(
     from april.doctor.run import examine, present
 
     each = min(4.0, timeout / 3)
-    with _sentences(usage=(ConfigError,)):
+    with _errors_as_messages(usage=(ConfigError,)):
         report = examine(urls or [], config, api_key_env, TimeLimits(timeout, each, each))
     raise typer.Exit(present(report, as_json))
 
@@ -101,9 +101,9 @@ def doctor(
 @app.command()
 def replay(
     path: Annotated[Path, typer.Argument(help="A record: what RolloutScheduler(record=...) has written.")],
-    story: Annotated[str | None, typer.Option(help=(
-        "Show what happened to one sample, such as g3.s1."
-    ), metavar="ID")] = None,
+    story: Annotated[
+        str | None, typer.Option(help="Show what happened to one sample, such as g3.s1.", metavar="ID")
+    ] = None,
 ) -> None:
     """Replay the events of a recorded run: check that april makes the same decisions again, and that every token and
     prompt it received is counted as delivered, held or dropped.
@@ -118,7 +118,7 @@ def replay(
     named = re.fullmatch(r"g(-?\d{1,18})\.s(\d{1,9})", story or "g0.s0")
     if named is None:
         raise typer.BadParameter(f"no sample is named {story!r}; a name looks like g3.s1: group 3, sample 1")
-    with _sentences():
+    with _errors_as_messages():
         done = run(path, whole_story=story is not None)
     table = Table(show_header=False, box=None)
     for name, text in done.rows().items():
@@ -149,7 +149,7 @@ def report(
     from april.view.report import ReportFigures, off_policy_sentence, page, speed_up_sentence
     from april.view.run_data import read_run
 
-    with _sentences(out):
+    with _errors_as_messages(out):
         with console.status("reading") as status:
             runs = []
             for path in paths:
@@ -181,7 +181,7 @@ def watch(
     from april.view.watch import watch as follow
 
     console = Console(markup=False, highlight=False)
-    with _sentences():
+    with _errors_as_messages():
         there = follow(path, console, once=once)
     if not there:
         raise typer.Exit(1)
@@ -291,9 +291,9 @@ def simulate(
     from april.view.bars import bars
 
     console, written = Console(markup=False, highlight=False), out / "simulate.json"
-    with _sentences(usage=(ValueError,)):
+    with _errors_as_messages(usage=(ValueError,)):
         workload = Workload(**given)
-    with _sentences(out):
+    with _errors_as_messages(out):
         out.mkdir(parents=True, exist_ok=True)
         with bars(console) as begin:
             report = run(workload, begin)
@@ -317,9 +317,9 @@ def profile(
         str | None, typer.Option(help="Environment variable with the server's key.", metavar="NAME")
     ] = None,
     max_in_flight: Annotated[int, typer.Option(min=8, max=4096, help="Maximum concurrent requests.")] = 64,
-    tokens: Annotated[int, typer.Option(min=16, help=(
-        "Length of the longest response, after a prompt of up to 512 tokens."
-    ))] = 256,
+    tokens: Annotated[
+        int, typer.Option(min=16, help="Length of the longest response, after a prompt of up to 512 tokens.")
+    ] = 256,
     out: Annotated[Path, typer.Option(help="File to write.", callback=_no_record)] = Path("runs/profile.json"),
 ) -> None:
     """Measure the cost of decoding and prefilling on this server, with requests of random tokens, for april plan.
@@ -329,7 +329,7 @@ def profile(
     from april.simulate.profile import profile_server
 
     console = Console(markup=False, highlight=False)
-    with _sentences(out, usage=(ConfigError,)):
+    with _errors_as_messages(out, usage=(ConfigError,)):
         profile_server(url, kind, api_key_env, model, max_in_flight, tokens, out, console)
 
 
@@ -345,9 +345,9 @@ def plan(
             metavar="FILE",
         ),
     ],
-    max_off_policy_share: Annotated[float | None, _in(_BATCH, (
-        "Largest share of trained tokens from older weights."
-    ), min=0, max=1)] = None,
+    max_off_policy_share: Annotated[
+        float | None, _in(_BATCH, "Largest share of trained tokens from older weights.", min=0, max=1)
+    ] = None,
     max_staleness: _MaxStaleness = None,
     groups: _Groups = None,
     samples: _Samples = None,
@@ -375,7 +375,7 @@ def plan(
     from april.simulate.profile import read_cost
 
     console = Console(markup=False, highlight=False)
-    with _sentences(f"below {out}", usage=(ValueError,)):
+    with _errors_as_messages(f"below {out}", usage=(ValueError,)):
         if cost is not None:
             given["measured_cost"] = read_cost(cost)
         plan_file(path, given, max_off_policy_share, out, console)

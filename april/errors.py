@@ -31,7 +31,7 @@ class EngineUnreachable(EngineError):
         self.why = why
         """Reason in a few words; empty after a timeout."""
         self.distrusted = distrusted
-        """Error in the server's certificate; empty if that was not the reason."""
+        """Error in the server's certificate; empty if the reason was another."""
 
 
 class EngineBusy(EngineError):
@@ -93,12 +93,12 @@ class LinkError(AprilError, RuntimeError):
 
 
 class RankError(AprilError, RuntimeError):
-    """The ranks of a trainer do not make the same call together: one is gone, late, has failed, or calls another."""
+    """A trainer's ranks did not make the same call together: one is gone, is late, has failed, or made another call."""
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.ranks = ranks
-        """Numbers of the ranks that caused the error, as far as they are known."""
+        """Numbers of the ranks that caused the error; empty if they are unknown."""
 
 
 class OffPolicyError(AprilError, RuntimeError):

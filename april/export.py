@@ -134,9 +134,9 @@ def _indented(text: str) -> str:
 class WandB:
     """Logs metrics and a table of texts to a run of Weights & Biases.
 
-    If the run is yours, the metrics are added to the row that you log next, so your steps do not change, and
-    ``april/step`` is the x axis of april's charts. If you log with explicit steps (``step=``), log
-    :func:`april.export.named` of ``batch.metrics`` yourself, since april does not know the row.
+    If you started the run, the metrics are added to the row that you log next, so your steps do not change, and
+    ``april/step`` is the x axis of april's charts. If you log with explicit steps (``step=``), which april cannot know,
+    log :func:`april.export.named` of ``batch.metrics`` yourself instead of using this exporter.
 
     Args:
         run: Run to which april logs. None means the active run; if there is none, april starts a new run, which ends

@@ -1,4 +1,4 @@
-"""april on Ray: a scheduler in an actor, called by a trainer's ranks; functions in actors. See docs/processes.md."""
+"""Runs april on Ray: the scheduler in an actor that a trainer's ranks call, functions in actors (docs/processes.md)."""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ class Unset(Enum):
     REWARD = "no reward"
 
 
-_ASKING = threading.RLock()
-"""Lock by which only one call at a time waits for a batch; reentrant, as signal handlers may call april."""
+_WAITER_LOCK = threading.RLock()
+"""Lock held while a call registers as the one that waits for a batch; reentrant, as signal handlers may call april."""
 
 
 class BatchIterator:
@@ -78,7 +78,7 @@ class BatchIterator:
         raise NotImplementedError
 
     def _close(self, error: BaseException | None) -> None:
-        """Close the scheduler at the end of a ``with`` block, which ``error`` has ended unless it is None."""
+        """Close the scheduler at the end of a ``with`` block; ``error`` is the exception that ended it, if any."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -160,9 +160,9 @@ class RolloutScheduler(BatchIterator):
     _loop_type: type[LoopThread] = LoopThread
     _gateway_type: Callable[..., Gateway] = Gateway
     _gathers = False
-    """True if all ranks take part in each call of a subclass, as engines with ``gathers_weights`` need."""
+    """True in subclasses whose calls all ranks make together, as engines with ``gathers_weights`` need."""
     _refuse_prompt: Callable[[Prompt], None] | None = None
-    """Check of a subclass that cannot use every prompt; see :class:`PromptSource`."""
+    """Function of a subclass that raises an error for a prompt it cannot use; see :class:`PromptSource`."""
 
     def __init__(
         self,
@@ -226,7 +226,7 @@ class RolloutScheduler(BatchIterator):
         if rollout is not single_turn:
             self._gateway.load()
         functions = UserFunctions(rollout, reward, group_reward, filter, detokenizer, self._gateway, images)
-        self._asking: object | None = None  # marks the call that waits for a batch
+        self._waiter: object | None = None  # token of the call that waits for a batch
         self._update: TrainerUpdate | None = None  # the last weight update, until a call has returned its result
         self._adapters = AdapterUpdates(config)
         self._adapted: str | None = None  # the directory of an adapter that april has written for that update
@@ -303,7 +303,7 @@ class RolloutScheduler(BatchIterator):
         """
         me = object()
         try:
-            self._ask(me)
+            self._begin_wait(me)
             with self._observers.waiting():
                 batch = self._thread.run(partial(self._driver.wait_batch, blocks=True))
             # signal handlers run at calls and in loops, so from here on they cannot keep the batch from the caller
@@ -313,8 +313,8 @@ class RolloutScheduler(BatchIterator):
             shorten(error)
             raise
         finally:
-            if self._asking is me:
-                self._asking = None
+            if self._waiter is me:
+                self._waiter = None
 
     async def anext_batch(self) -> Batch:
         """Do the same as :meth:`next_batch`, for a trainer with its own event loop. Cancelling the call loses nothing.
@@ -326,7 +326,7 @@ class RolloutScheduler(BatchIterator):
         await asyncio.sleep(0)  # lets a call that was just cancelled end first
         me = object()
         try:
-            self._ask(me)
+            self._begin_wait(me)
             with self._observers.waiting():
                 batch = await self._thread.run_async(self._driver.wait_batch)
             self._driver.handed_out = batch.id
@@ -335,14 +335,14 @@ class RolloutScheduler(BatchIterator):
             shorten(error)
             raise
         finally:
-            if self._asking is me:
-                self._asking = None
+            if self._waiter is me:
+                self._waiter = None
 
-    def _ask(self, me: object) -> None:
-        """Mark a call as waiting for the batch; raises RolloutError if another call waits for the same batch."""
-        with _ASKING:
-            if self._asking is None:
-                self._asking = me
+    def _begin_wait(self, me: object) -> None:
+        """Register a call as the one that waits for a batch; raises RolloutError if another call already waits."""
+        with _WAITER_LOCK:
+            if self._waiter is None:
+                self._waiter = me
                 return
         refuse_inside_user_code()  # its message is more specific
         raise RolloutError(
@@ -366,11 +366,11 @@ class RolloutScheduler(BatchIterator):
                 other engines. For a module with an adapter (PEFT LoRA), april writes only the adapter, to a directory
                 of its own, if all engines load adapters. See docs/weights.md.
             trained: Number (``batch.id``) of the last batch that these weights were trained on; it is committed
-                together with all earlier batches. None means the oldest delivered batch that no earlier update
-                committed: each update is taken to train one batch, in delivery order. Give it if one update trains
-                several batches, or if one batch leads to several updates while other batches are not trained.
-            label: Number of the new version, if the trainer counts versions itself; greater than the version before.
-                Staleness is counted in these numbers. None means one more than the version before.
+                together with all earlier batches. None means the oldest delivered batch that is not committed yet, as
+                april assumes one update per batch, in delivery order. Give the number if one update trains several
+                batches, or if one batch leads to several updates while other batches are not trained.
+            label: Number of the new version, if the trainer counts versions itself; must be greater than the number of
+                the version before. Staleness is counted in these numbers. None means one more than before.
 
         Returns:
             The new version. If ``transfer`` or a load raises, the version is unchanged and generation goes on, with one
@@ -433,7 +433,7 @@ class RolloutScheduler(BatchIterator):
         self._thread.call(lambda: self._driver.commit(batch_id))
 
     def lower_staleness(self, to: int | None = None) -> int:
-        """Lower the staleness bound for prompts drawn from now on, and return it; ``to`` None lowers it by one.
+        """Lower the staleness bound for prompts drawn from now on to ``to``, or by one if it is None; return the bound.
 
         Prompts drawn earlier keep the old bound and are not dropped; once they are delivered, all trained tokens are
         within the new bound. The bound is kept across restarts, until ``max_staleness`` is configured to another value.
@@ -594,8 +594,9 @@ class RolloutScheduler(BatchIterator):
     ) -> PolicyVersion:  # fmt: skip
         """Run the driver's ``run(path, update=...)``, with ``transfer`` in the caller's thread; returns the version.
 
-        A repeated call continues the update that an interrupted call has begun. A call counts as repeated if the path,
-        ``named``, the last batch handed out, and the kind of transfer are the same.
+        A repeated call continues the update that an interrupted call has begun. A call counts as repeated if ``what``
+        (the method), the path, the kind of transfer and ``named`` are the same. ``named`` has the method's other
+        arguments; if it is None, the call only counts as repeated until the next batch is handed out.
         """
         if path is not None and not isinstance(path, (str, os.PathLike)):
             raise ConfigError(
@@ -611,7 +612,7 @@ class RolloutScheduler(BatchIterator):
             raise ConfigError(f"{what}: april itself sends weights=; leave out path= and transfer=")
         self._thread.refuse_waiting()
         handed_out = self._driver.handed_out if named is None else None
-        # april's own transfers have other time limits, and a virtual clock would not wait for a thread
+        # weights= has time limits of its own, and time on a virtual clock would not stop for the transfer's thread
         limited = weights is None and self._thread.threads_wake_it
         limit_s = 2 * self.config.outage_deadline_s if limited else None
         asked = (what, path, transfer is not None, weights is not None, named, handed_out)
@@ -723,13 +724,13 @@ class RolloutScheduler(BatchIterator):
 
     def __repr__(self) -> str:
         try:
-            return f"<RolloutScheduler {self._thread.call(self._current_wait)}>"
+            return f"<RolloutScheduler {self._thread.call(self._status_text)}>"
         except SchedulerClosed:
             return "<RolloutScheduler closed>"
         except RolloutError:
             return "<RolloutScheduler of another process>"
 
-    def _current_wait(self) -> str:
+    def _status_text(self) -> str:
         """Return the scheduler's state as text for people; must be called on the loop."""
         core = self._driver.core
         tokens, waits = core.tokens, self._driver.long_waits.current_wait
@@ -744,7 +745,7 @@ class RolloutScheduler(BatchIterator):
     def close(self) -> None:
         """End all requests and functions, and close the engines; idempotent. Does nothing in a forked process.
 
-        Functions have CLOSE_PATIENCE_S seconds to end; functions that take longer, also in threads, are left running.
+        Functions get CLOSE_PATIENCE_S (10) seconds to end; those that take longer, also in threads, are left running.
         """
         if not self._thread.in_own_process:
             return
@@ -768,7 +769,6 @@ class RolloutScheduler(BatchIterator):
         error = closing.error()
         if error is not None and not isinstance(error, CancelledError):
             raise error
-
 
     def _close(self, error: BaseException | None) -> None:
         self.close()
@@ -808,8 +808,7 @@ async def close_abandoned(
     """Close the engines of a scheduler whose constructor failed, that was ``dropped``, or whose close was interrupted.
 
     This runs last on the loop. The driver and the user's functions are not among the arguments, because they may refer
-    to the scheduler, which then would never be dropped. ``ends`` are called after the engines are closed, and must not
-    raise.
+    to the scheduler, which then would never be dropped. At last the functions ``ends`` are called; they must not raise.
     """
     if dropped:
         log.warning("a RolloutScheduler was dropped without close(); its threads and engines end now")

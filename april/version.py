@@ -1,3 +1,3 @@
-"""The version of april; it must be that of pyproject.toml."""
+"""The version of april, which must equal the version in pyproject.toml."""
 
 __version__ = "0.1.0"

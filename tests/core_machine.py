@@ -43,6 +43,10 @@ def settings(n: int = 2, samples: int = 2, over: int | None = None, **changes: A
     return CoreSettings(**(values | changes))
 
 
+MOST_COMMANDS = 2_000
+"""Commands that follow from one event, at most."""
+
+
 class CoreMachine:
     """The core with everything around it played by the test.
 
@@ -74,17 +78,19 @@ class CoreMachine:
         self.commands: list[do.Command] = []
         self.errors: list[str] = []
         self.ended = False
-        self.generated = self.updates_asked = 0
+        self.generated = self.updates_asked = self._most_commands = 0
         self._pump = EventPump(self.core, dict.fromkeys(do.Command.__subclasses__(), self._execute))
 
     def post(self, event: ev.Event) -> list[do.Command]:
         """One event and everything that follows from it at once; returns the commands."""
         before = len(self.commands)
+        self._most_commands = before + MOST_COMMANDS
         self._pump.post(event)
         return self.commands[before:]
 
     def _execute(self, command: do.Command) -> None:
         self.commands.append(command)
+        assert len(self.commands) <= self._most_commands, "what follows from one event does not end"
         match command:
             case do.DrawPrompts(count):
                 if self.prompts_left is not None:

@@ -64,8 +64,8 @@ def test_every_flag_says_what_it_is_and_its_default() -> None:
         "--partial-rollout, --no-partial-rollout Keep unfinished responses and continue them in the next step. "
         "False with N' > N means tail batching: unfinished prompts begin again in rounds of their own, and "
         "max_staleness is 0. (default: true)",
-        "--on-stale {finish,restart,mask,drop} What happens to a sample that is older than max_staleness. Except with "
-        "drop, steps wait for old samples so that none exceeds the limit. (default: finish)",
+        "--on-stale {finish,restart,mask,drop} What happens to a sample that is older than max_staleness. With all "
+        "choices but drop, steps wait for samples that are close to the limit. (default: finish)",
         "--engine-kind {transformers,simulated,vllm,sglang,openai,april}",
         "transformers: Sequences decoded at the same time. (default: 64); simulated:",
     ):

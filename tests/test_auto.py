@@ -231,10 +231,10 @@ def test_what_nobody_can_tell_is_tried_in_a_small_step() -> None:
     """At most a quarter more in flight, or one group; once it is told, as far as is best."""
     run = Watched(stays, SAME)
     run.run(3)
-    assert [(q.told, q.below) for _, q in run.asked] == [(False, int(MAX_STEP * 16) + 1)]
+    assert [(q.slope_known, q.below) for _, q in run.asked] == [(False, int(MAX_STEP * 16) + 1)]
     told = Watched(stays)
     told.run(3)
-    assert [(q.told, q.below) for _, q in told.asked] == [(True, None)]
+    assert [(q.slope_known, q.below) for _, q in told.asked] == [(True, None)]
 
 
 # -------------------------------------------------------------------- what came

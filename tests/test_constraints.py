@@ -14,7 +14,7 @@ from server_fixtures import request
 import april
 from april.agents.chat import Answer, Constraint, RequestError, ToolCall
 from april.agents.chat_template import ChatTemplate
-from april.agents.client_fields import BY_ROUTE, EVERY, FIELDS, Fate
+from april.agents.client_fields import BY_ROUTE, EVERY, FIELDS, Rule
 from april.agents.constraints import grammar_of, is_kept, matches
 from april.agents.endpoint import ROUTES
 from april.engines.openai import wire as openai
@@ -53,16 +53,16 @@ def read(route: str, **fields: Any) -> Any:
 def test_every_field_does_what_the_table_says(route: str, name: str, caplog: pytest.LogCaptureFixture) -> None:
     """What is ignored is named once in the debug log, and changes nothing; what is refused names the field."""
     row, plain = BY_ROUTE[route][name], read(route)
-    if row.fate is Fate.IGNORED:
+    if row.rule is Rule.IGNORED:
         with caplog.at_level(logging.DEBUG, "april"):
             assert [read(route, **{name: value}) for value in ({"any": 1}, "thing")] == [plain, plain]
         assert sum(f"clients give {name}," in r.getMessage() for r in caplog.records) <= 1
-    elif row.fate is Fate.REFUSED:
+    elif row.rule is Rule.REFUSED:
         with pytest.raises(RequestError, match=f"^{name}=.*{row.why}"):
             read(route, **{name: "something else"})
         if name in row.neutral:
             assert read(route, **{name: row.neutral[name]}) == plain
-    elif row.fate is Fate.PLAN:
+    elif row.rule is Rule.PLAN:
         assert read(route, **{name: 0.5}).sampling == plain.sampling | {name: 0.5}
     else:  # its reader takes it, and wants a value of its own type
         with pytest.raises(RequestError, match=name):
@@ -75,10 +75,10 @@ def table_of_fields() -> list[str]:
     for row in FIELDS:
         names, routes = ", ".join(f"`{name}`" for name in row.names), ", ".join(row.routes)
         of = "all" if row.routes == EVERY else routes
-        fate = f"{row.fate}: {row.why}"
+        rule = f"{row.rule}: {row.why}"
         if row.neutral:
-            fate += f"; accepted: {', '.join(f'`{json.dumps(value)}`' for value in row.neutral.values())}"
-        lines.append(f"| {names} | {of} | {fate} |")
+            rule += f"; accepted: {', '.join(f'`{json.dumps(value)}`' for value in row.neutral.values())}"
+        lines.append(f"| {names} | {of} | {rule} |")
     return lines
 
 

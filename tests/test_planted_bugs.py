@@ -107,7 +107,8 @@ class Runner:
         """Exit code and what was printed; examples that hypothesis keeps are of this bug alone."""
         asked = {
             "directory": str(tree),
-            "arguments": ["-q", "-x", "-p", "no:cacheprovider", *tests],
+            # native tracebacks: for its own, pytest parses files, at which Python 3.11 fails while threads do the same
+            "arguments": ["-q", "-x", "--tb=native", "-p", "no:cacheprovider", *tests],
             "environment": {"PYTHONPATH": str(tree), "HYPOTHESIS_STORAGE_DIRECTORY": str(within)},
             "out": str(within / "out.txt"),
         }

@@ -316,7 +316,7 @@ def test_the_line_is_there_while_a_batch_is_waited_for(own_loop: bool) -> None:
 
 def test_a_loop_that_is_busy_is_not_asked_again() -> None:
     """One question is out at most, however often the line is drawn."""
-    asked: list[progress.Tell] = []
+    asked: list[progress.StatusReceiver] = []
     wait = progress._WaitDisplay(asked.append)
     assert [str(wait.render()) for _ in range(5)] == [""] * 5
     assert len(asked) == 1
@@ -369,7 +369,7 @@ def test_a_long_wait_writes_lines_ever_more_rarely(
     answers = iter(range(100))
     lines = PrintedProgress(lambda tell: tell(float(next(answers)), standing()))
     goes_on: Any = GoesOn()
-    lines._goes_on = goes_on
+    lines._wait_lock = goes_on
     lines._write(goes_on)
     assert pauses == [
         10.0, progress.STATE_TIMEOUT_S, 20.0, progress.STATE_TIMEOUT_S, 40.0, progress.STATE_TIMEOUT_S, 80.0

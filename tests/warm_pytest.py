@@ -10,11 +10,14 @@ import gc
 import importlib.metadata
 import json
 import os
+import resource
 import sys
 from typing import Any
 
 NOT_RUN = 70
 """Exit code of a run that did not come to its end: none of pytest's."""
+MOST_CPU_S = 900
+"""CPU seconds after which a run is killed, as with a bug a test may never end."""
 
 
 def main() -> None:
@@ -35,6 +38,7 @@ def main() -> None:
         child = os.fork()
         if not child:
             code = NOT_RUN
+            resource.setrlimit(resource.RLIMIT_CPU, (MOST_CPU_S, MOST_CPU_S))
             try:
                 code = _run(asked)
             finally:

@@ -1,4 +1,4 @@
-"""Serves agents that have API clients of their own: one HTTP endpoint per sample, which hides interrupted rollouts."""
+"""Serves the policy to agent programs over HTTP, in the formats of OpenAI and Anthropic, at one endpoint per sample."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from april.agents.sessions import Sessions
     from april.agents.verifiers import Verifiers
 
-_HOME_OF = {
+_MODULE_OF = {
     "Sessions": "april.agents.sessions",
     "Verifiers": "april.agents.verifiers",
     "ProgramResult": "april.agents.rollout_functions",
@@ -21,6 +21,6 @@ __all__ = ["ProgramResult", "Sessions", "Verifiers", "program"]
 
 def __getattr__(name: str) -> Any:
     """Import a name on first use, so that a scheduler without agents loads no web server."""
-    if name not in _HOME_OF:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME_OF[name]), name)
+    return getattr(import_module(_MODULE_OF[name]), name)

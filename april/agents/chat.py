@@ -1,4 +1,5 @@
-"""The chat request and its answer that all dialects of the endpoint share.
+"""Types and helpers for chat requests and their answers, which all API formats of the agents' endpoint share.
+``chat_template`` turns them into tokens.
 
 Messages have OpenAI's format: dicts of ``role``, ``content`` and, by role, ``tool_calls``, ``tool_call_id``, ``name``
 and ``reasoning_content``.
@@ -20,13 +21,13 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 class ReadMessages(list[Message]):
-    """Messages that were checked and converted before."""
+    """Messages that are already checked and converted to OpenAI's format, so that nobody converts them again."""
 
 
 Finish = Literal["stop", "length", "tool_calls"]
 NOT_READ = "content: a part of type {!r} is not supported; april takes text, and images with processor= of the model"
 COMMIT_S = 5.0
-"""Seconds for which an error still gets its own HTTP status; after them, status 200 and keep-alive bytes are sent."""
+"""Seconds after which a slow answer begins with status 200 and keep-alive bytes; a later error keeps that status."""
 KEEPALIVE_S = 10.0
 """Seconds between two writes that keep the connection of a slow answer alive."""
 DISTRIBUTION: Mapping[str, Sequence[Any]] = {
@@ -40,8 +41,8 @@ DISTRIBUTION: Mapping[str, Sequence[Any]] = {
 class RequestError(Exception):
     """A request that cannot be answered.
 
-    ``status`` is the HTTP status, and ``kind`` is OpenAI's error type. ``retry`` says whether the same request may
-    succeed later, and ``retry_s`` after how many seconds (0 leaves that to the client); clients get both as headers.
+    ``status`` is the HTTP status, and ``kind`` is OpenAI's error type. ``retry`` is True if the same request may
+    succeed later; ``retry_s`` is the number of seconds to wait before that, or 0 if the client chooses it.
     """
 
     def __init__(
@@ -57,11 +58,10 @@ class RequestError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A client's demand on the form of an answer.
+    """The form that a client demands of an answer: tool calls, or text that matches a JSON schema.
 
     Attributes:
-        tools: names of the tools of which the answer must call at least one, and no others; empty if no call is
-            demanded.
+        tools: names of the allowed tools if the answer must call at least one; empty if no call is demanded.
         schema: JSON schema that the text of an answer without tool calls must match; None if any text is allowed.
     """
 
@@ -76,10 +76,9 @@ class ChatRequest:
     Attributes:
         messages: conversation to answer; empty if ``token_ids`` are given.
         tools: OpenAI's tool definitions.
-        token_ids: tokens that are continued without a chat template (``/v1/completions``); () for a text, None for a
-            chat.
-        sampling: settings of the client: arguments of ``llm.generate``, and fields of DISTRIBUTION.
-        constraint: what the client demands of the form of the answer; None if nothing.
+        token_ids: prompt of ``/v1/completions`` as token ids; () if that prompt is text, None for a chat.
+        sampling: sampling settings from the client: arguments of ``llm.generate``, and fields of DISTRIBUTION.
+        constraint: form that the client demands of the answer; None if it demands none.
         stream: True if the answer is wanted as server-sent events.
         usage: True if the stream ends with token counts.
         logprobs: True if each token's log-probability is wanted.
@@ -112,7 +111,7 @@ class ToolCall:
 class Answer:
     """The answer to a request.
 
-    ``id`` is made of the prompt's tokens and the number of earlier answers to them, so it is the same after a restart.
+    ``id`` is made of a hash of the prompt and the number of earlier answers to that prompt, so a restart keeps it.
     ``tokens`` is int32 [T], ``logprobs`` is float32 [T] in nats.
     """
 
@@ -125,7 +124,7 @@ class Answer:
     tool_calls: tuple[ToolCall, ...]
     finish: Finish
     stopped_by: str | None = None
-    """Stop string that ended the answer; None if the answer ended in another way."""
+    """Stop string that ended the answer; None if no stop string ended it."""
 
     @property
     def message(self) -> dict[str, Any]:
@@ -192,9 +191,9 @@ def message_key(message: Message, *, calls: Sequence[Mapping[str, Any]] = (), ex
     """Return a key of a message that stays the same when a client sends the message back.
 
     Clients add nulls, write "" for null, reformat arguments and drop the reasoning; the key ignores these changes.
-    Unless ``exact``, it also ignores what a reader does not see: white space around the text and at the ends of lines,
-    the Unicode forms in which the same characters can be written, and ids of tool calls, which some clients replace.
-    ``calls`` are the tool calls before the message; a tool's result is then known by the number of its call.
+    Unless ``exact``, the key also ignores white space around the text and at line ends, the Unicode normalization form,
+    and the ids of tool calls, which some clients replace. ``calls`` are the tool calls before the message: a tool
+    result whose id is among them gets the index of its call in the key, in place of the id.
     """
     own = [
         (call.get("id") if exact else "", call["function"]["name"], _parsed_arguments(call["function"]["arguments"]))
@@ -211,7 +210,7 @@ def message_key(message: Message, *, calls: Sequence[Mapping[str, Any]] = (), ex
         content = [{"image": part["picture"].attachment.digest} if is_image(part) else part["text"] for part in content]
     parts = [message["role"], content, own, answered]
     if message["role"] != "assistant":
-        parts.append(message.get("name"))  # some templates write it; frameworks add names of their own to answers
+        parts.append(message.get("name"))  # some templates render it; in answers, frameworks add names of their own
     key = json.dumps(parts, sort_keys=True, ensure_ascii=False)
     return key if exact else normalize("NFC", key)
 
@@ -219,8 +218,8 @@ def message_key(message: Message, *, calls: Sequence[Mapping[str, Any]] = (), ex
 def results_in_order(messages: Sequence[Message], *, named: bool = False) -> list[Message]:
     """Return the messages with the results of parallel tool calls in the order of the calls.
 
-    A client may send results in the order in which its tools end. Many templates write no ids of calls, so the model
-    knows only by the order which call a result answers. ``named`` adds the name of its tool to each result.
+    A client may send results in the order in which its tools finish. Many templates do not render call ids, so only the
+    order tells the model which call a result answers. ``named`` adds the tool's name to each result.
     """
     found = list(messages)
     for i, message in enumerate(messages):
@@ -240,9 +239,9 @@ def results_in_order(messages: Sequence[Message], *, named: bool = False) -> lis
 
 
 def numbers_of_calls(calls: Sequence[Mapping[str, Any]], results: Sequence[Message]) -> list[int]:
-    """Return for each result the number of the call that it answers; -1 if no call has its id.
+    """Return for each tool result the index of the call that it answers; -1 if no call has the result's id.
 
-    If several calls have one id, the first result with this id answers the first of them, and so on.
+    If several calls share an id, the results with that id answer them in order.
     """
     left: dict[str | None, list[int]] = {}
     for number, call in enumerate(calls):

@@ -1,7 +1,7 @@
 """Converts messages to tokens and back, with the package ``renderers`` (extra ``agents``).
 
-Invariant: generated tokens are never tokenised again. A conversation that continues consists of its tokens so far and
-the tokens that the template writes after them.
+Invariant: generated tokens are never tokenised again. To continue a conversation, april keeps its tokens and appends
+the tokens that the template writes for the new messages.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 LAST_TURN_TOKENS = 1 << 11
-"""Number of tokens at the end of a prompt in which the beginning of its last message is looked for first."""
+"""Number of tokens at the end of a prompt that are searched first for the beginning of its last message."""
 LATEST_MESSAGES = 8
-"""Least number of messages that represent a long conversation when a template is asked for the tokens after them."""
+"""Minimum number of messages at the end of a long conversation that are rendered in place of the whole conversation."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedAnswer:
-    """The content of generated tokens: text, reasoning, and tool calls (id or None, name, JSON of an object)."""
+    """The content of generated tokens: text, reasoning, and tool calls as (id or None, name, arguments as JSON)."""
 
     text: str
     reasoning: str
@@ -44,8 +44,8 @@ class ParsedAnswer:
 class CallFormat:
     """How a template writes an answer that is one tool call whose arguments are a JSON object.
 
-    The answer is ``begin``, the tool's name, ``middle``, the arguments, and ``end``. ``marks`` are the tokens for the
-    marks of the template, such as ``<tool_call>``, which a model could also spell in other tokens.
+    The answer is ``begin``, the tool's name, ``middle``, the arguments, and ``end``. ``marks`` maps the special tokens
+    in these texts, such as ``<tool_call>``, to their ids, because a model could also spell them with ordinary tokens.
     """
 
     begin: str
@@ -72,9 +72,9 @@ class ChatTemplate:
     """The chat template of a model.
 
     Args:
-        tokenizer: tokenizer of the model, with ``apply_chat_template`` unless ``renderers`` knows the model.
+        tokenizer: tokenizer of the model; it needs ``apply_chat_template`` if ``renderers`` does not know the model.
         config: a ``renderers.RendererConfig``; None means the one for the tokenizer's name.
-        images: renders messages with images, by the chat template of the model's processor.
+        images: renders messages with images by the chat template of the model's processor; None if there are no images.
     """
 
     def __init__(self, tokenizer: Any, config: Any = None, images: ImagePlacer | None = None) -> None:
@@ -93,12 +93,12 @@ class ChatTemplate:
         self._ok = renderers.ToolCallParseStatus.OK
         self._bridges = not isinstance(self._renderer, renderers.DefaultRenderer)
         self.names_results: bool = isinstance(self._renderer, (renderers.GptOssRenderer, renderers.InklingRenderer))
-        """True if a tool's result must have the name of its tool, since the renderer writes names and not ids."""
+        """True if each tool result must have its tool's name, because the renderer writes names instead of call ids."""
         self._turn_ends = np.array(self._renderer.get_stop_token_ids(), np.int32)
         self._whole_conversations = False
-        """True once the template has written other tokens for a long conversation than for its latest turns."""
+        """True once the template wrote other tokens after a whole conversation than after only its latest turns."""
         self._compared: dict[tuple[Any, ...], int] = {}
-        """Greatest number of messages with which both were compared, by the kinds of the messages that follow."""
+        """Number of messages up to which :meth:`_tokens_after` need not check, by the roles of the next messages."""
 
     def render(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         """Return the token ids of a conversation, up to the start of the assistant's answer.
@@ -106,7 +106,7 @@ class ChatTemplate:
         Raises RequestError for messages or tools that the template does not accept.
         """
         plain = [_plain(m) for m in messages]
-        if self._images is not None and _shows(messages):
+        if self._images is not None and _have_images(messages):
             return self._with_images(plain, tools)
         try:
             ids: list[int] = self._renderer.render_ids(plain, tools=list(tools) or None, add_generation_prompt=True)
@@ -131,30 +131,30 @@ class ChatTemplate:
         return ids
 
     def extend(
-        self, ids: Int32, prompt_length: int, said: Sequence[Message], new: Sequence[Message], tools: Tools
+        self, ids: Int32, prompt_length: int, earlier: Sequence[Message], new: Sequence[Message], tools: Tools
     ) -> Int32 | None:
         """Return ``ids`` followed by the tokens that the template writes for the ``new`` messages.
 
-        ``ids`` are a prompt of ``prompt_length`` tokens and an answer; ``said`` are their messages. None is returned if
-        the template would write the earlier turns differently once the new messages follow.
+        ``ids`` are the tokens of the ``earlier`` messages: a prompt of ``prompt_length`` tokens, and an answer. None is
+        returned if the template would write the earlier messages differently once the new ones follow.
         """
         plain = [_plain(m) for m in new]
         if any(m["role"] == "assistant" for m in plain):
             return None
-        if self._bridges and not _shows(new):
+        if self._bridges and not _have_images(new):
             start = self._last_turn(ids[:prompt_length])
             prompt, answer = ids[start:prompt_length].tolist(), ids[prompt_length:].tolist()
             bridged = self._renderer.bridge_to_next_turn(prompt, answer, plain, tools=list(tools) or None)
             return None if bridged is None else np.concatenate((ids[:start], np.array(bridged.token_ids, np.int32)))
-        tail = self._by_difference(said, plain, tools)
+        tail = self._tokens_after(earlier, plain, tools)
         if tail and prompt_length < len(ids) and ids[-1] == tail[0]:
             tail = tail[1:]  # the token that ends the turn is already there: the model has generated it
         return None if tail is None else np.concatenate((ids, np.array(tail, np.int32)))
 
     def _last_turn(self, prompt: Int32) -> int:
-        """Return where the last message of a prompt begins: after the last but one token that ends a turn, or at 0.
+        """Return the index of the last but one end-of-turn token, where a prompt's last message begins; 0 if none.
 
-        A renderer looks only at the end of a prompt. The cost of a turn thus does not grow with the conversation.
+        Renderers need only this end of a prompt, so the cost of a turn does not grow with the conversation.
         """
         for start in (max(0, len(prompt) - LAST_TURN_TOKENS), 0):
             ends = np.flatnonzero((prompt[start:, None] == self._turn_ends).any(1))
@@ -162,32 +162,32 @@ class ChatTemplate:
                 return start + int(ends[-2])
         return 0
 
-    def _by_difference(self, said: Sequence[Message], new: list[dict[str, Any]], tools: Tools) -> list[int] | None:
-        """Return the tokens behind the answer, by comparing what the template writes with and without ``new``.
+    def _tokens_after(self, earlier: Sequence[Message], new: list[dict[str, Any]], tools: Tools) -> list[int] | None:
+        """Return the tokens that follow the last of the ``earlier`` messages, an answer, when ``new`` is appended.
 
-        A long conversation is represented by its system messages and its latest turns, as long as the template writes
-        the same tokens then. Before the first tokens are taken from that, and whenever the conversation has doubled,
-        they are compared with those after the whole conversation, and after one that is twice as long: a template may
-        number messages or images, or write other tokens from some number of messages on.
+        To save time, only the system messages and the latest turns of a long conversation are rendered. This is allowed
+        if the template writes the same tokens after the whole conversation, and after one that is twice as long: a
+        template may number messages or images, or change its output at some number of messages. The check is made for
+        each new combination of roles, and again whenever the conversation has doubled.
         """
-        short = 0 if self._whole_conversations else _latest_turns(said)
+        short = 0 if self._whole_conversations else _latest_turns(earlier)
         if not short:
-            return self._difference(said, new, tools)
-        found = self._difference([*(m for m in said[:short] if m["role"] == "system"), *said[short:]], new, tools)
-        kinds = (*(m["role"] for m in new), _shows(new), _shows(said[:short]), bool(tools))
-        if found is not None and len(said) <= self._compared.get(kinds, 0):
+            return self._difference(earlier, new, tools)
+        found = self._difference([*(m for m in earlier[:short] if m["role"] == "system"), *earlier[short:]], new, tools)
+        kinds = (*(m["role"] for m in new), _have_images(new), _have_images(earlier[:short]), bool(tools))
+        if found is not None and len(earlier) <= self._compared.get(kinds, 0):
             return found
-        begin = next((i for i, message in enumerate(said) if message["role"] == "user"), 0)
-        turns = list(said[begin:short])
-        longer = [*said[:short], *turns * (len(said) // max(1, len(turns)) + 1), *said[short:]]
-        whole = self._difference(said, new, tools)
+        begin = next((i for i, message in enumerate(earlier) if message["role"] == "user"), 0)
+        turns = list(earlier[begin:short])
+        longer = [*earlier[:short], *turns * (len(earlier) // max(1, len(turns)) + 1), *earlier[short:]]
+        whole = self._difference(earlier, new, tools)
         self._whole_conversations |= not whole == found == self._difference(longer, new, tools)
         self._compared[kinds] = len(longer)
         return whole
 
-    def _difference(self, said: Sequence[Message], new: list[dict[str, Any]], tools: Tools) -> list[int] | None:
-        mark = "\u241e answer \u241e"  # stands for the answer; a template may strip white space, but not this text
-        before = [*(_plain(m) for m in said[:-1]), {"role": "assistant", "content": mark}]
+    def _difference(self, earlier: Sequence[Message], new: list[dict[str, Any]], tools: Tools) -> list[int] | None:
+        mark = "\u241e answer \u241e"  # placeholder for the answer, which no template strips as it strips white space
+        before = [*(_plain(m) for m in earlier[:-1]), {"role": "assistant", "content": mark}]
         without, whole = self._text(before, tools, False), self._text([*before, *new], tools, True)
         if without is None or whole is None or whole.count(mark) != 1:
             return None
@@ -209,8 +209,8 @@ class ChatTemplate:
         return text
 
     def call_format(self, tools: Tools) -> CallFormat | None:
-        """Return how the template writes a tool call; None if not with its arguments as one JSON object."""
-        name, argument = "tool_20_name", "argument_20_name"  # stand for a name and for arguments
+        """Return how the template writes a tool call; None if it does not write the arguments as one JSON object."""
+        name, argument = "tool_20_name", "argument_20_name"  # placeholders to find in the rendered text
         asked = {"role": "user", "content": "?"}
         function = {"name": name, "arguments": {argument: 1}}
         calls = [{"id": "0", "type": "function", "function": function}]
@@ -218,7 +218,7 @@ class ChatTemplate:
         try:
             prompt = self.render([asked], tools)
             whole = self._renderer.render_ids([asked, call], tools=list(tools) or None, add_generation_prompt=False)
-        except Exception:  # whatever a template raises, it writes no such call
+        except Exception:  # whatever a template raises, it does not support this call
             return None
         ends = self._renderer.get_stop_token_ids()
         answer = list(takewhile(lambda token: token not in ends, whole[len(prompt) :]))
@@ -236,7 +236,7 @@ class ChatTemplate:
         last_turn = prompt[self._last_turn(prompt) :].tolist()
         try:
             parsed = self._renderer.parse_response(tokens, tools=list(tools) or None, prompt_ids=last_turn)
-        except (ValueError, RecursionError):  # such as numbers with thousands of digits, or brackets thousands deep
+        except (ValueError, RecursionError):  # raised for numbers with thousands of digits, or deep nesting
             return ParsedAnswer(self._tokenizer.decode(tokens[:-1]), "", ())
         text, calls = parsed.content, []
         for call in parsed.tool_calls:
@@ -257,9 +257,9 @@ class ChatTemplate:
 
 
 def json_object(arguments: Any) -> str | None:
-    """Return the arguments of a tool call as JSON that every client reads, or None if they are not an object.
+    """Return the arguments of a tool call as strict JSON, or None if they are not a JSON object.
 
-    Python's parser accepts more than JSON (NaN, 1e400), and half of a surrogate pair cannot be encoded.
+    Python's parser also accepts NaN, 1e400 and half of a surrogate pair, which clients cannot read.
     """
     try:
         value = json.loads(arguments) if isinstance(arguments, str) else arguments
@@ -271,13 +271,13 @@ def json_object(arguments: Any) -> str | None:
     return arguments if isinstance(arguments, str) else json.dumps(value)
 
 
-def _latest_turns(said: Sequence[Message]) -> int:
-    """Return where the latest turns of a conversation begin: with a question, LATEST_MESSAGES or more before the end.
+def _latest_turns(messages: Sequence[Message]) -> int:
+    """Return the index of the last user message that is followed by at least LATEST_MESSAGES - 1 other messages.
 
-    0 means that the conversation is too short to be represented by its latest turns.
+    0 means that the conversation is too short to render only its latest turns.
     """
-    before = range(len(said) - LATEST_MESSAGES, LATEST_MESSAGES, -1)
-    return next((i for i in before if said[i]["role"] == "user"), 0)
+    before = range(len(messages) - LATEST_MESSAGES, LATEST_MESSAGES, -1)
+    return next((i for i in before if messages[i]["role"] == "user"), 0)
 
 
 def _plain(message: Message) -> dict[str, Any]:
@@ -290,7 +290,7 @@ def _plain(message: Message) -> dict[str, Any]:
     return plain
 
 
-def _shows(messages: Sequence[Message]) -> bool:
+def _have_images(messages: Sequence[Message]) -> bool:
     return any(has_images(message.get("content")) for message in messages)
 
 

@@ -1,7 +1,7 @@
-"""What a client demands of the form of an answer: certain tool calls, or JSON of a schema.
+"""Reads which form a client demands of an answer (tool calls, or JSON that matches a schema), and checks answers.
 
-The setting ``constraints`` decides what april does with a demand. Its form for engines is a *grammar*: JSON text of
-``{"json_schema": schema}`` or ``{"structural_tag": tag}``, the two forms that vLLM and SGLang share.
+The setting ``constraints`` decides what april does with a demand. Engines get it as a *grammar*: JSON text of
+``{"json_schema": schema}`` or ``{"structural_tag": tag}``, the two formats that vLLM and SGLang share.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from april.agents.chat_template import CallFormat
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
-"""Schema of what ``json_object`` demands."""
+"""JSON schema for a response format of type ``json_object``."""
 
 
 def is_kept(constraint: Constraint, answer: Answer) -> bool:
-    """Return whether the answer is as demanded; what april does not know of a schema counts as matched."""
+    """Return whether the answer has the demanded form; schema keywords that april does not know match any value."""
     if answer.finish == "length":
         return False
     if constraint.tools:
@@ -38,10 +38,10 @@ def is_kept(constraint: Constraint, answer: Answer) -> bool:
 
 
 def grammar_of(constraint: Constraint, tools: Tools, call_format: CallFormat | None) -> str:
-    """Return the grammar that makes an engine keep the demand.
+    """Return the grammar that makes an engine generate an answer of the demanded form.
 
-    ``call_format`` is how the model's template writes a tool call; None if it does not write JSON. Raises RequestError
-    for a demand on tool calls that then cannot be kept.
+    ``call_format`` is how the model's template writes a tool call; None if it does not write the arguments as JSON.
+    With None, RequestError is raised for a request with tools, because no grammar could describe their calls.
     """
     names = constraint.tools or tuple(tool["function"]["name"] for tool in tools)
     if not names:
@@ -64,14 +64,14 @@ def _no_json(name: str) -> Any:
 
 
 def read_tool_choice(choice: Any, tools: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """Return the tools that the model is shown, and the names of those of which it must call one (none: empty).
+    """Return the tools to show to the model, and the names of tools of which it must call one (empty if it need not).
 
-    Accepts the forms of all dialects. Raises RequestError for an unknown form, and for a tool that is not in ``tools``.
+    Accepts ``choice`` in every API's format. Raises RequestError for other formats, and for tools not in ``tools``.
     """
     given: dict[str, Any] = {"type": choice} if isinstance(choice, str) else dict(choice or {"type": "auto"})
     kind, known = given.get("type"), [tool["function"]["name"] for tool in tools]
     if isinstance(nested := given.get(str(kind)), dict):
-        given = nested  # chat completions have the other fields below the name of the type
+        given = nested  # chat completions nest the other fields in a field that is named like the type
     match kind:
         case "auto":
             return tools, ()
@@ -96,7 +96,7 @@ def read_tool_choice(choice: Any, tools: list[dict[str, Any]]) -> tuple[list[dic
 
 
 def _name_of(tool: Any) -> Any:
-    """Return the name of a tool, in the form of any dialect; None if there is none."""
+    """Return the name of a tool definition in any API's format; None if it has no name."""
     given = tool if isinstance(tool, Mapping) else {}
     function = given.get("function")
     return given.get("name") or (function.get("name") if isinstance(function, Mapping) else None)
@@ -124,8 +124,8 @@ def read_format(given: Any, field: str) -> Any:
 def matches(value: Any, schema: Any, root: Any) -> bool:
     """Return whether a JSON value matches a JSON schema; keywords that april does not know match every value.
 
-    Raises RecursionError for a schema that refers to itself without end, TypeError or AttributeError for another that
-    is wrong.
+    Raises RecursionError for a schema that refers to itself without end, and TypeError or AttributeError for any other
+    invalid schema.
     """
     if not isinstance(schema, Mapping):
         return schema is not False
@@ -172,7 +172,7 @@ def _matches_object(value: Mapping[str, Any], schema: Mapping[str, Any], root: A
 
 
 def _referred(ref: str, root: Any) -> Any:
-    """Return the schema at a JSON pointer into the schema itself; True, which matches all, if there is none."""
+    """Return the part of the schema ``root`` to which a ``$ref`` points; True, which matches any value, if missing."""
     found = root
     for part in ref.removeprefix("#").split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")

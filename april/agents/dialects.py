@@ -1,7 +1,7 @@
 """The API formats (dialects) of the endpoint: OpenAI's chat and text completions, and Anthropic's messages.
 
 Each dialect reads a body into a ChatRequest, writes an Answer as one body or as a stream, and formats errors as its
-clients expect. The table in ``client_fields`` says what becomes of each field of a request; none is dropped silently.
+clients expect. The table in ``client_fields`` says how each request field is treated; none is dropped silently.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def read_message(i: int, given: Any) -> Json:
 
 
 class ExactArguments(dict[str, Any]):
-    """Arguments of a tool call that a client gives as an object. Compared as JSON, because in Python 1 equals True."""
+    """Arguments of a tool call that a client sent as an object; compared as JSON, because in Python 1 equals True."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ExactArguments) and json.dumps(self) == json.dumps(other)
@@ -105,7 +105,7 @@ def read_tools(value: Any) -> list[Json]:
 
 
 def constraint_of(tools: tuple[str, ...], schema: Any) -> Constraint | None:
-    """Return what the client demands of the form of the answer; None if it demands nothing."""
+    """Return the form that the client demands of the answer; None if it demands none."""
     return None if not tools and schema is None else Constraint(tools, schema)
 
 
@@ -115,14 +115,14 @@ class OpenAIChat:
     ping = b": ping\n\n"
     """Bytes that keep a stream alive."""
     history = "messages"
-    """Field with the conversation, whose messages can be read one by one by ``read_one``; empty if there is none."""
+    """Name of the field with messages that ``read_one`` can read one by one; empty if the format has no such field."""
 
     def read_one(self, i: int, message: Any) -> list[Json]:
         """Read message ``i`` of ``history``; raises RequestError."""
         return [read_message(i, message)]
 
     def read(self, body: Json) -> ChatRequest:
-        """Read a request, whose ``history`` may have been read already; raises RequestError."""
+        """Read a request; its ``history`` may have been read already (ReadMessages). Raises RequestError."""
         b = RequestBody(body, CHAT)
         messages = read_messages(b.take("messages", list))
         tools, demanded = read_tool_choice(b.take("tool_choice", (str, dict)), read_tools(b.take("tools", list)))
@@ -190,7 +190,7 @@ def token_usage(answer: Answer) -> Json:
 
 
 class OpenAIText(OpenAIChat):
-    """The dialect of ``/v1/completions``: text or token ids are continued as they are."""
+    """The dialect of ``/v1/completions``, which continues text or token ids without a chat template."""
 
     history = ""
 
@@ -378,13 +378,13 @@ ANTHROPIC_KINDS = {
     429: "rate_limit_error", 503: "overloaded_error",
 }  # fmt: skip
 Dialect = OpenAIChat | Anthropic
-"""An API format of the endpoint; the formats of other routes are subclasses of the first."""
+"""An API format of the endpoint; OpenAIText and OpenAIResponses are subclasses of OpenAIChat."""
 EMPTY: Mapping[str, Any] = {
     "text": lambda b: ({**b, "text": ""}, {"type": "text_delta", "text": b["text"]}),
     "thinking": lambda b: ({**b, "thinking": ""}, {"type": "thinking_delta", "thinking": b["thinking"]}),
     "tool_use": lambda b: ({**b, "input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(b["input"])}),
 }
-"""For each block type, a function that returns its empty block for a stream, and the delta that fills it."""
+"""For each block type, a function that returns the block without its content, and the delta with the content."""
 
 
 def named_event(**data: Any) -> SseEvent:

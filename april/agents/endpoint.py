@@ -1,8 +1,8 @@
-"""The HTTP server to which agents send their requests, with an address and a key for each sample.
+"""The HTTP server to which agents send their requests; each sample has its own address and key.
 
-A client sees only that an answer takes long, never an abort: filler bytes keep its connection alive. The server has a
-thread of its own because a rollout function may block the driver's event loop while its client waits for an answer. A
-server on that loop would then wait for itself; with this thread, april can tell the user that the function blocks.
+When april interrupts a rollout, a client notices only that the answer takes long: keep-alive bytes hold its connection
+open. The server has its own thread, because a rollout function may block april's event loop while its client waits for
+an answer. A server on that loop would deadlock; this one still answers, so that april can report the blocking function.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ def _without_content(record: logging.LogRecord) -> bool:
 wire_log.addFilter(_without_content)
 
 GRACE_S = 60.0
-"""Seconds for which an answer is still generated after its client has left, in case the client asks again."""
+"""Seconds for which an answer is still generated after its client has disconnected, in case the client asks again."""
 SHUTDOWN_S = 1.0
 """Seconds that clients have to read the rest of their answers when the server stops."""
 SHARED_PATH = "by-name"
-"""Path that clients use instead of a session's own when they name the session in a header."""
+"""Path that replaces a session's own path for clients that name the session in a header."""
 MAX_BODY_BYTES = 32 << 20
 SMALL_BODY_BYTES = 1 << 20
 BYTES_PER_TOKEN = 32
-"""Bytes allowed per token of the context. A longer body (also longer than SMALL_BODY_BYTES) is refused before it is
-tokenised."""
+"""Bytes of a request body allowed per token of the context. Longer bodies are refused before they are tokenised, but
+bodies of up to SMALL_BODY_BYTES are always accepted."""
 MAX_MESSAGES = 4096
 NO_RETRY = {"x-should-retry": "false"}
 
@@ -68,7 +68,7 @@ class ServedSession:
     path: str
     key: str
     on_request: Callable[[], None]
-    """Called when a client makes a request with the key."""
+    """Function that is called for each request with the key."""
     names: list[str] = field(default_factory=list)
     last_refusal: str = ""
     """Reason why the latest refused request was refused; empty if there is none."""
@@ -84,13 +84,13 @@ class ServedSession:
         return f"{self.endpoint.url}/{self.path}/v1"
 
     def shared_address(self) -> tuple[str, str]:
-        """Return base URL and key for a client of several sessions, which names one per request (``X-Session-ID``)."""
+        """Return base URL and key for a client that names one of several sessions in each request (X-Session-ID)."""
         return f"{self.endpoint.url}/{SHARED_PATH}/v1", self.endpoint.key
 
     def register_name(self, name: str, refusal: str = "") -> None:
         """Register this session under a name, for clients of :meth:`shared_address`. May be called from any thread.
 
-        Requests with the name are refused with the text ``refusal`` unless it is empty.
+        If ``refusal`` is not empty, requests with the name are refused with this text.
         """
         self.names.append(name)
         self.endpoint._sessions_by_name[name] = refusal or self
@@ -103,11 +103,11 @@ class Endpoint:
     Args:
         host: address to listen on.
         port: port to listen on; 0 means any free one.
-        commit_s: see COMMIT_S.
-        alive_s: see KEEPALIVE_S.
-        reached_at: host or host:port by which clients reach the server, for ``url``; empty means ``host``.
-        clients: networks whose clients may connect; this machine always may. Empty means that everybody may.
-        grace_s: see GRACE_S.
+        commit_s: seconds after which a slow answer begins with status 200 and keep-alive bytes.
+        alive_s: seconds between two keep-alive bytes of a slow answer.
+        reached_at: host or host:port at which clients reach the server, for ``url``; empty means ``host``.
+        clients: networks whose clients may connect, besides this machine; empty means all networks.
+        grace_s: seconds for which an answer is still generated after its client has disconnected.
         model: name of the model in ``/v1/models``.
         add_routes: function that adds further routes.
     """
@@ -123,14 +123,14 @@ class Endpoint:
     add_routes: Callable[[web.UrlDispatcher], None] = lambda router: None
     _sessions_by_path: dict[str, ServedSession] = field(default_factory=dict)
     _sessions_by_name: dict[str, ServedSession | str] = field(default_factory=dict)
-    """Sessions by the names of their clients; a string is the text with which requests of that name are refused."""
+    """Sessions by the names that clients send; a string is the text with which requests with that name are refused."""
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
     _thread: threading.Thread | None = None
     _listener: HttpListener | None = None
     url: str = ""
 
-    # ---------------------------------------------------------------- from other threads
+    # ---------------------------------------------------------------- called from other threads
 
     def start(self) -> None:
         """Start the server in its thread; raises OSError if the address is taken."""
@@ -143,7 +143,7 @@ class Endpoint:
     ) -> ServedSession:
         """Serve a session, which may be used only on the server's loop from now on; returns its address and key.
 
-        ``path`` and ``key`` are random if they are empty; a session that keeps them is found again after a restart.
+        An empty ``path`` or ``key`` is replaced by a random one; with fixed ones, clients can return after a restart.
         """
         path, key = path or secrets.token_hex(8), key or secrets.token_urlsafe(24)
         served = self._sessions_by_path[path] = ServedSession(session, self, path, key, on_request)
@@ -169,7 +169,7 @@ class Endpoint:
         self._loop.close()
         self._thread = None
 
-    # ---------------------------------------------------------------- on its loop
+    # ---------------------------------------------------------------- called on the server's loop
 
     async def _start(self) -> None:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_responses, self._refuse_others])
@@ -179,7 +179,7 @@ class Endpoint:
                 app.router.add_post(base + route, self._handler(dialect))
             app.router.add_post(base + "/messages/count_tokens", self._count_tokens)
             app.router.add_get(base + "/models", self._models)
-        # Cancel a handler when its client leaves, because an equal request is a retry only if no client waits.
+        # A handler must end when its client leaves: an equal later request shares the answer only if no client waits.
         self._listener = HttpListener(app, SHUTDOWN_S, cancel_handlers=True, logger=wire_log)
         _, port = await self._listener.start((self.host, self.port))
         host = self.reached_at or (f"[{self.host}]" if ":" in self.host else self.host)
@@ -388,7 +388,7 @@ async def read_body(request: web.Request, max_bytes: int) -> bytes:
 
 
 def decode_json(raw: bytes | msgspec.Raw, kind: Any = Any) -> Any:
-    """Return the value of JSON text; raises RequestError unless it is JSON of this kind."""
+    """Return the value of JSON text; raises RequestError unless it is JSON of the type ``kind``."""
     try:
         return msgspec.json.decode(raw, type=kind)
     except (ValueError, RecursionError) as error:

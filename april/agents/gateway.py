@@ -1,4 +1,4 @@
-"""Connects agents to the policy: opens an HTTP endpoint for each sample, answers ``llm.chat``, and calls the driver."""
+"""Connects agents to the policy: opens HTTP endpoints for samples and answers ``llm.chat``, using the driver."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Gateway:
     Args:
         tokenizer: tokenizer of the model; None means that clients can send only token ids.
         renderer: a ``renderers.RendererConfig``; None means the one for the tokenizer.
-        commit_s: see COMMIT_S.
-        alive_s: see KEEPALIVE_S.
+        commit_s: seconds after which a slow answer begins with status 200 and keep-alive bytes.
+        alive_s: seconds between two keep-alive bytes of a slow answer.
         images: places the images of messages; None means that images are refused.
-        config: where the endpoint listens, and for whom.
+        config: settings of the endpoint: its address, and the networks whose clients may connect.
         sampling_of_clients: see :attr:`april.Config.sampling_of_clients`.
         constraints: see :attr:`april.Config.constraints`.
 
@@ -82,8 +82,7 @@ class Gateway:
     def open(
         self, sample: EndpointSample, serve: Callable[[Session], ClientEndpoint] | None = None
     ) -> ClientEndpoint:
-        """Serve one more sample by ``serve``, a function of another server; None means this process's own server."""
-
+        """Open a sample's endpoint at the server that ``serve`` belongs to; None means this process's own server."""
         generate = self._generator(sample, from_clients=True)
 
         async def generate_on_driver_loop(
@@ -111,17 +110,15 @@ class Gateway:
         ) -> Completion:
             plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in changes.items()}
             other = self._drop_distribution(plain, sample) if from_clients else False
-            return await sample.generate(
-                replace(sample.sampling, **plain), ids, attached=attached, overridden=other
-            )  # fmt: skip
+            return await sample.generate(replace(sample.sampling, **plain), ids, attached=attached, overridden=other)
 
         return generate
 
     def _drop_distribution(self, changes: dict[str, Any], sample: EndpointSample) -> bool:
-        """Remove from a client's changes the distribution parameters that the client does not decide.
+        """Remove sampling parameters from a client's ``changes`` if the client may not change the distribution.
 
-        Returns True if these ask for another distribution. Raises RequestError for parameters that the client decides
-        but april's engines do not have.
+        Returns True if a removed parameter would have changed the distribution. Raises RequestError if the client may
+        change the distribution, but asks for a parameter that april does not have.
         """
         given = {name: changes.pop(name) for name in DISTRIBUTION if name in changes}
         same = {name: (*neutral, getattr(sample.sampling, name, None)) for name, neutral in DISTRIBUTION.items()}

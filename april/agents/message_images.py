@@ -25,8 +25,8 @@ class MessageImages:
 
     Attributes:
         images: places images among tokens, as the model's processor does.
-        reader: reads images in the forms that the sender may use; a client may not send paths.
-        prompt: prompt of the sample; parts ``{"type": "image"}`` without content stand for its images, in order.
+        reader: reads images; the reader for clients refuses file paths.
+        prompt: prompt of the sample; message parts ``{"type": "image"}`` without content refer to its images in order.
     """
 
     images: ImagePlacer
@@ -34,7 +34,10 @@ class MessageImages:
     prompt: Prompt
 
     async def read(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Return the messages with the image that was read in each image part (``picture``); raises RequestError."""
+        """Read all images and return the messages, with each image in its part's field ``picture``.
+
+        Raises RequestError for images that cannot be read.
+        """
         if not any(has_images(message.get("content")) for message in messages):
             return messages
         return await run_in_thread(self._read, messages)
@@ -60,7 +63,7 @@ class MessageImages:
     def place(
         self, token_ids: Int32, placed_tokens: int, attached: Sequence[Placed], new_messages: Sequence[Message]
     ) -> tuple[Int32, tuple[Placed, ...]]:
-        """Return all tokens and attachments; images of ``new_messages`` go after the first ``placed_tokens`` tokens."""
+        """Place images of ``new_messages`` behind ``placed_tokens`` tokens; return all tokens and all attachments."""
         pictures = [part["picture"] for message in new_messages for part in _images_in(message)]
         try:
             return self.images.place_after(token_ids, placed_tokens, attached, pictures, REQUEST)
@@ -83,6 +86,5 @@ def _with_pictures(message: Message, pictures: Any) -> Message:
 def refuse_images(messages: Sequence[Message]) -> None:
     """Raise RequestError if a message has an image, for a model without an image reader."""
     for message in messages:
-        if isinstance(message.get("content"), list):  # a text has no images
-            for part in _images_in(message):
-                raise RequestError(NOT_READ.format(part.get("type")))
+        for part in _images_in(message):
+            raise RequestError(NOT_READ.format(part.get("type")))

@@ -28,20 +28,21 @@ from april.serialization.own_values import pack, unpack
 
 @dataclass(frozen=True, slots=True)
 class RemoteLLM:
-    """A handle of an ``llm`` that can be sent to the process in which the rollout function runs."""
+    """A handle of an ``llm`` that is sent to the process in which the rollout function runs."""
 
     url: str
-    """base URL of the calls"""
+    """Base URL for the calls of the ``llm``."""
     key: str
     sample_id: SampleId
     sampling: SamplingParams
-    life: SampleRun
+    sample_run: SampleRun
 
     def open(self, http: aiohttp.ClientSession) -> LLM:
         """Return an ``LLM`` for the process that has received this handle."""
         client = _LLMClient(self, http)
         return LLM(
-            self.sample_id, self.sampling, client.generate, client.door, lambda: client, lambda runs: None, self.life
+            self.sample_id, self.sampling, client.generate, client.open_endpoint, lambda: client, lambda runs: None,
+            self.sample_run,
         )  # fmt: skip
 
 
@@ -68,7 +69,7 @@ class LLMServer:
 
     @contextmanager
     def serve(self, llm: LLM) -> Iterator[RemoteLLM]:
-        """Answer the calls of an ``llm`` of the running loop inside the ``with`` block."""
+        """Answer the calls of an ``llm`` of the running event loop while the ``with`` block runs."""
         path, key = secrets.token_hex(8), secrets.token_urlsafe(24)
         self._llms[path] = key, llm, asyncio.get_running_loop()
         try:
@@ -99,10 +100,10 @@ class LLMServer:
             return await llm.generate(**arguments)
         if method == "chat":
             return await llm.chat(**arguments)
-        if method != "door":
+        if method != "endpoint":
             raise RequestError(f"llm has no method {method!r:.50}", 404)
-        door = llm.endpoint(self.endpoint.serve)
-        return _EndpointAddress(door.url, door.key)
+        endpoint = llm.endpoint(self.endpoint.serve)
+        return _EndpointAddress(endpoint.url, endpoint.key)
 
 
 def _error_response(error: Exception) -> web.Response:
@@ -140,11 +141,11 @@ class _LLMClient:
     def close(self) -> Sequence[int]:
         return ()
 
-    def door(self, serve: Any = None) -> _EndpointAddress:
-        """Open an endpoint. The caller is not a coroutine, so the request blocks this process's loop for a moment."""
-        asked = Request(self._url + "door", pack({}), self._headers)  # noqa: S310 - a URL of april's server
+    def open_endpoint(self, serve: Any = None) -> _EndpointAddress:
+        """Open an endpoint; blocks this process's event loop for a moment, because callers are not coroutines."""
+        request = Request(self._url + "endpoint", pack({}), self._headers)  # noqa: S310 - a URL of april's server
         try:
-            with build_opener(ProxyHandler({})).open(asked) as answer:
+            with build_opener(ProxyHandler({})).open(request) as answer:
                 return unpack(answer.read(), _EndpointAddress)
         except HTTPError as error:
             raise _unpack_error(error.read()) from None

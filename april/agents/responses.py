@@ -1,4 +1,4 @@
-"""The dialect of OpenAI's ``/v1/responses``, with items instead of messages and a stream of named events."""
+"""The API format of OpenAI's ``/v1/responses``, with items instead of messages and a stream of named events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from april.agents.dialects import Json, OpenAIChat, SseEvent, constraint_of, rea
 
 
 class OpenAIResponses(OpenAIChat):
-    """The dialect of ``/v1/responses``: each request holds its whole conversation, since nothing is stored."""
+    """The dialect of ``/v1/responses``; each request must have its whole conversation, since the server stores none."""
 
     history = ""
 
@@ -41,7 +41,7 @@ class OpenAIResponses(OpenAIChat):
 
     @staticmethod
     def _messages(items: Any) -> list[Json]:
-        """Convert items to messages; the text and the calls of one turn of the assistant become one message."""
+        """Convert items to messages; the text and the tool calls of one assistant turn become one message."""
         messages: list[Json] = []
 
         def assistant() -> Json:

@@ -1,4 +1,4 @@
-"""Makes rollout functions from programs that have clients of their own."""
+"""Makes rollout functions from agent programs that call the policy through OpenAI's or Anthropic's API."""
 
 from __future__ import annotations
 
@@ -47,19 +47,18 @@ def program(
     program runs in a process group of its own, which is ended with the sample.
 
     In the strings of ``command``, ``env`` and ``cwd``, ``{base_url}`` and ``{api_key}`` are replaced by the sample's
-    address. Each may also be a function of the prompt, whose strings stay as they are, since a prompt may contain such
-    braces. A function with parameters named ``base_url`` or ``api_key`` gets the address, for example to write a
-    program's file of settings.
+    values. Each of the three may also be a function of the prompt, with parameters ``base_url`` and ``api_key`` if it
+    needs the values; nothing is replaced in the function's result, because a prompt may contain such braces.
 
     Args:
         command: program and arguments. No shell is involved.
         stdin: function that makes the program's standard input from the prompt; None means no input.
-        env: variables to add to those of this process; a value may be "", but not None.
-        cwd: working directory.
+        env: environment variables to add to those of this process; a value may be "", but not None.
+        cwd: working directory; None means that of this process.
 
     A sample fails if its program ends without having received an answer. The error names the command, the exit code,
     the end of the output, and why april refused the last request. If the programs of all first samples fail in the
-    same way, the run ends with this error, as it does for a rollout function.
+    same way, the run ends with this error, as with any rollout function.
 
     Raises UsageError for a command that is not a list of strings.
     """
@@ -67,14 +66,14 @@ def program(
         command = _checked_command(command)
 
     async def rollout(prompt: Prompt, llm: LLM) -> ProgramResult:
-        door = cast("ServedSession", llm.endpoint())
-        address = {"base_url": door.url, "api_key": door.key}
-        words = _checked_command(_of_sample(command, prompt, address))
-        directory = _of_sample(cwd, prompt, address)
+        served = cast("ServedSession", llm.endpoint())
+        address = {"base_url": served.url, "api_key": served.key}
+        words = _checked_command(_for_sample(command, prompt, address))
+        directory = _for_sample(cwd, prompt, address)
         variables = {
-            **os.environ, **(_of_sample(env, prompt, address) or {}),
-            "OPENAI_BASE_URL": door.url, "OPENAI_API_KEY": door.key,
-            "ANTHROPIC_BASE_URL": door.url.removesuffix("/v1"), "ANTHROPIC_API_KEY": door.key,
+            **os.environ, **(_for_sample(env, prompt, address) or {}),
+            "OPENAI_BASE_URL": served.url, "OPENAI_API_KEY": served.key,
+            "ANTHROPIC_BASE_URL": served.url.removesuffix("/v1"), "ANTHROPIC_API_KEY": served.key,
         }  # fmt: skip
         process = _ProgramProcess()
         pipe = asyncio.subprocess.PIPE
@@ -84,7 +83,7 @@ def program(
                 stdin=asyncio.subprocess.DEVNULL if stdin is None else pipe,
             )  # fmt: skip
         except OSError as error:
-            why = f"{words[0]} cannot be started: {error}".replace(door.key, "KEY")
+            why = f"{words[0]} cannot be started: {error}".replace(served.key, "KEY")
             raise RemoteFunctionError(why, f"start of {words[0]}") from error
         try:
             if stdin is not None:
@@ -97,43 +96,44 @@ def program(
         code = transport.get_returncode()
         assert code is not None
         result = ProgramResult(code, *(kept.decode(errors="replace") for kept in process.output_tails.values()))
-        if not door.has_received_answers:
-            raise _unanswered(" ".join(words), result, door)
+        if not served.has_received_answers:
+            raise _unanswered(" ".join(words), result, served)
         return result
 
     rollout.__qualname__ = f"program {command[0] if not callable(command) else command.__qualname__}"
     return rollout
 
 
-def _of_sample(value: Any, prompt: Prompt, address: Mapping[str, str]) -> Any:
-    """Return the result of a function of the prompt, which may also take parts of the address by name.
+def _for_sample(value: Any, prompt: Prompt, address: Mapping[str, str]) -> Any:
+    """Return an argument of :func:`program` for one sample: call it if it is a function, otherwise fill in the address.
 
-    In the strings of a value that is no function, ``{base_url}`` and ``{api_key}`` are replaced; other braces stay.
+    Only the braces of ``{base_url}`` and ``{api_key}`` are replaced; other braces stay.
     """
     if callable(value):
         parameters = inspect.signature(value).parameters
         return value(prompt, **{name: part for name, part in address.items() if name in parameters})
     if isinstance(value, Mapping):
-        return {name: _of_sample(text, prompt, address) for name, text in value.items()}
+        return {name: _for_sample(text, prompt, address) for name, text in value.items()}
     if isinstance(value, list):
-        return [_of_sample(text, prompt, address) for text in value]
+        return [_for_sample(text, prompt, address) for text in value]
     for name, part in address.items():
         value = value if value is None else os.fspath(value).replace(f"{{{name}}}", part)
     return value
 
 
-def _unanswered(command: str, result: ProgramResult, door: ServedSession) -> RemoteFunctionError:
+def _unanswered(command: str, result: ProgramResult, served: ServedSession) -> RemoteFunctionError:
     """Return the error for a program that ended without having received an answer from april."""
-    output = (result.stderr.strip() or result.stdout.strip()).replace(door.key, "KEY")
+    output = (result.stderr.strip() or result.stdout.strip()).replace(served.key, "KEY")
     last = [line for line in output.splitlines() if line.strip()][-3:]
-    code, refusal = f"exit code {result.returncode}", door.last_refusal
+    code, refusal = f"exit code {result.returncode}", served.last_refusal
+    command = clean(command.replace(served.key, "KEY"), 200)
     text = (
-        f"{clean(command.replace(door.key, 'KEY'), 200)} ended with {code} before it had received an answer from april"
+        f"{command} ended with {code} before it had received an answer from april"
         + (f"; april refused its last request: {refusal}" if refusal else "")
         + (f"; its last output: {clean(' | '.join(last), 400)}" if last else "")
     )
     # the path differs from sample to sample, and programs that fail in the same way may print it
-    return RemoteFunctionError(text, f"{code}, {refusal or ''.join(last[-1:])}".replace(door.path, "PATH"))
+    return RemoteFunctionError(text, f"{code}, {refusal or ''.join(last[-1:])}".replace(served.path, "PATH"))
 
 
 def _checked_command(command: Any) -> list[str]:
@@ -145,7 +145,7 @@ def _checked_command(command: Any) -> list[str]:
 
 
 class _ProgramProcess(asyncio.SubprocessProtocol):
-    """A running program. Processes that it has started may hold its streams open after it has exited itself."""
+    """A running program, which may exit (``exited``) while processes that it started hold its streams (``closed``)."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()

@@ -1,7 +1,8 @@
-"""The requests of one sample: which of them are retries, which conversation each continues, and their answers.
+"""Answers the API requests of one sample: recognises retries, and finds the conversation that each request continues.
+``chat_template`` turns its messages into tokens.
 
-Invariant: two equal requests share one generation only if the later is a retry, or if the client of the earlier no
-longer waits. Two clients that send the same request get two answers.
+Invariant: two equal requests share one generation only if the later one is a retry, or if no client waits for the
+earlier one any more. Two clients that wait for the same request get two answers.
 """
 
 from __future__ import annotations
@@ -41,15 +42,10 @@ from april.driver.llm import AnsweredCall, Completion
 from april.errors import UsageError
 
 GenerateFunction = Callable[[Int32, Mapping[str, Any], tuple[Placed, ...] | None], Awaitable[Completion]]
-"""Continues token ids, with arguments of ``llm.generate``; returns when complete, however many steps that takes. The
-last argument lists the images at their positions in the token ids; None means the images of the earlier calls."""
-
-
+"""Generates a continuation of token ids: ``generate(token_ids, arguments of llm.generate, images)``. It returns when
+the answer is complete, after any number of steps. None as ``images`` means the images of the earlier calls."""
 MAX_ANSWERS_PER_TEXT = 8
-"""Maximum number of answers that are remembered for the same conversation and the same answer text; they may differ in
-their tokens."""
-
-
+"""Maximum number of answers with the same text, but different tokens, that are remembered for one conversation."""
 MAX_RECENT_SEQUENCES = 16
 """Number of recent conversations in which to look for the beginning of a new one."""
 
@@ -67,7 +63,7 @@ class _SharedSequences:
         self._buffers: deque[_TokenBuffer] = deque(maxlen=MAX_RECENT_SEQUENCES)
 
     def share(self, ids: Int32) -> Int32:
-        """Return the same ids in an array that other sequences share; it must not be modified."""
+        """Return the same ids in an array that other sequences share, and that must not be modified."""
         for buffer in reversed(self._buffers):
             common = min(buffer.count, len(ids))
             if common and np.array_equal(buffer.ids[:common], ids[:common]):
@@ -90,19 +86,19 @@ class _SharedSequences:
 T = TypeVar("T")
 
 
-class _Beginnings(Generic[T]):
-    """Values for the latest sequences; a client's history is looked up by the longest sequence that it begins with."""
+class _PrefixCache(Generic[T]):
+    """Values of recent sequences; a lookup finds the longest stored sequence with which the given one begins."""
 
     def __init__(self) -> None:
         self._values: list[tuple[list[Any], T]] = []
 
-    def longest_of(self, items: list[Any]) -> T | None:
-        """Return the value for the longest known sequence with which ``items`` begin; None if there is none."""
+    def value_of_longest(self, items: list[Any]) -> T | None:
+        """Return the value of the longest stored sequence with which ``items`` begin; None if there is none."""
         found = [entry for entry in self._values if entry[0] == items[: len(entry[0])]]
         return max(found, key=lambda entry: len(entry[0]))[1] if found else None
 
     def add(self, items: list[Any], value: T) -> None:
-        """Keep a value for a sequence, in place of those for its beginnings."""
+        """Store the value of a sequence, and remove the sequences with which it begins."""
         self._values = [entry for entry in self._values if entry[0] != items[: len(entry[0])]]
         self._values = [*self._values[1 - MAX_RECENT_SEQUENCES :], (items, value)]
 
@@ -111,18 +107,18 @@ class MessageReader:
     """Reads the messages of a session's requests; messages that were sent before, byte for byte, are read only once."""
 
     def __init__(self) -> None:
-        self._known = _Beginnings[tuple[int, ReadMessages, bytes]]()
+        self._known = _PrefixCache[tuple[int, ReadMessages, bytes]]()
 
     def read(
         self, dialect: Any, sent: Sequence[msgspec.Raw], read_one: Callable[[int, msgspec.Raw], Sequence[Message]]
     ) -> tuple[ReadMessages, bytes]:
-        """Return the messages of a conversation, each as read by ``read_one``, and a digest of what was sent.
+        """Return the messages of a conversation, each as read by ``read_one``, and a digest of the bytes in ``sent``.
 
-        ``dialect`` is any value that differs if the same bytes would be read in another way.
+        ``dialect`` is part of the cache's key, because another dialect reads the same bytes in another way.
         """
         pieces = list(map(bytes, sent))
         hashes = [dialect, *map(hash, pieces)]
-        count, messages, digest = self._known.longest_of(hashes) or (0, ReadMessages(), b"")
+        count, messages, digest = self._known.value_of_longest(hashes) or (0, ReadMessages(), b"")
         messages = ReadMessages(messages)
         for i in range(count, len(pieces)):
             messages += read_one(i, sent[i])
@@ -132,37 +128,37 @@ class MessageReader:
 
 
 class _Digest(NamedTuple):
-    """Digests of a conversation: of its exact content, and of what a reader would call equal (:func:`message_key`)."""
+    """Two digests of a conversation, made of the keys of its messages (:func:`message_key`)."""
 
     read: str
+    """Digest that ignores what a human reader does not see."""
     exact: str
 
 
 class _AnsweredConversation(NamedTuple):
-    """A conversation that ended with an answer: all its tokens, the number of prompt tokens, its attachments, the
-    digest of its exact content, and the ids of the answer's tool calls."""
+    """A conversation that ends with an answer; ``exact`` is from its :class:`_Digest`."""
 
     ids: Int32
     prompt_length: int
+    """Number of tokens before the answer."""
     attached: tuple[Placed, ...]
     exact: str
     call_ids: Sequence[str]
+    """Ids of the answer's tool calls."""
 
 
 TokenizedConversation = tuple[Int32, tuple[Placed, ...]]
 """A conversation as token ids, with the images at their positions in it."""
-
-
 MessageBuilder = Callable[[str, Int32, Int32, Tools, Mapping[str, Any]], Message]
-"""Makes the message that a client got as the answer, from its id, prompt, tokens, tools and sampling."""
+"""Makes the message that a client got as an answer, from the answer's id, prompt, tokens, tools and sampling."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Conversations:
     """Finds the conversation that a request continues, by the messages that the client sends back.
 
-    The client's messages are compared with the answers that it was sent, as a reader would compare them. The answers
-    are not rendered again, since that may give other tokens than those that were sampled.
+    The client's messages are compared with the text of earlier answers. An answer that is found keeps its sampled
+    tokens, since rendering its text might give other tokens.
     """
 
     _template: ChatTemplate
@@ -170,13 +166,13 @@ class Conversations:
     _build_message: MessageBuilder
     _message_images: MessageImages | None = None
     _answered: dict[str, deque[_AnsweredConversation]] = field(default_factory=dict)
-    """Conversations that end with an answer, the latest first, by the digest of what a reader sees."""
+    """Conversations that end with an answer, the latest first, by ``_Digest.read``."""
     _without_stop: dict[str, str] = field(default_factory=dict)
-    """For digests of conversations that end with an answer and a stop string after it: the digest without it."""
-    _known_digests: _Beginnings[list[_Digest]] = field(default_factory=_Beginnings)
+    """Maps digests of conversations that end with an answer and a stop string to digests without the stop string."""
+    _known_digests: _PrefixCache[list[_Digest]] = field(default_factory=_PrefixCache)
 
     def tokenize(self, messages: Sequence[Message], tools: Tools, sampling: Mapping[str, Any]) -> TokenizedConversation:
-        """Return the tokens of a request: the longest known conversation that it continues, and the rest rendered.
+        """Return a request's tokens: those of the longest known conversation that it continues, and rendered new ones.
 
         Raises RequestError.
         """
@@ -189,7 +185,7 @@ class Conversations:
         for count in range(len(messages) - 1, 0, -1):
             read, exact = digests[count - 1]
             known = self._answered.get(read, ())
-            # among conversations that read alike, the one that is exactly this one is preferred, then the latest one
+            # several conversations may read alike: exact matches come first, then the latest conversation
             for ids, prompt, attached, _, call_ids in sorted(known, key=lambda answered: answered.exact != exact):
                 new = _with_call_ids(messages[count:], messages[count - 1], call_ids)
                 found = self._template.extend(ids, prompt, messages[:count], new, tools)
@@ -223,10 +219,10 @@ class Conversations:
     def remember(
         self, request: ChatRequest, answer: Message, ids: Int32, prompt_length: int, attached: tuple[Placed, ...] = ()
     ) -> None:
-        """Remember a conversation that ends with an answer; partial answers are never remembered.
+        """Remember a conversation that ends with a complete answer.
 
-        ``ids`` are its tokens, and ``prompt_length`` is the number of tokens before the answer. ``attached`` lists the
-        images at their positions.
+        ``ids`` are the conversation's tokens, and ``prompt_length`` is the number of tokens before the answer.
+        ``attached`` lists the images at their positions.
         """
         before = self._digests(request.messages, request.tools)[-1]
         digest, *others = [_next_digest(before, sent) for sent in _as_sent_back(answer, request.sampling)]
@@ -246,7 +242,7 @@ class Conversations:
         A client sends its whole conversation at every turn; only digests of messages that are new are computed.
         """
         start = hashlib.sha256(json.dumps(list(tools), sort_keys=True).encode()).hexdigest()
-        known = self._known_digests.longest_of([start, *messages]) or []
+        known = self._known_digests.value_of_longest([start, *messages]) or []
         digests, last = list(known), known[-1] if known else _Digest(start, start)
         calls = next((m["tool_calls"] for m in reversed(messages[: len(digests)]) if m.get("tool_calls")), ())
         for message in messages[len(digests) :]:
@@ -259,15 +255,15 @@ class Conversations:
 
 
 def _as_sent_back(answer: Message, sampling: Mapping[str, Any]) -> list[Message]:
-    """Return the answer's message, and that message with each stop string after it, which some clients put back."""
+    """Return the messages as which a client may send an answer back: unchanged, or with a stop string at the end."""
     stops = sampling.get("stop") or ()
     return [answer, *({**answer, "content": f"{answer['content'] or ''}{stop}"} for stop in stops)]
 
 
 def _with_call_ids(new: Sequence[Message], sent_back: Message, call_ids: Sequence[str]) -> list[Message]:
-    """Return the messages after an answer, whose tool results have the ids of its own calls: some templates write them.
+    """Return the messages after an answer, with the answer's own call ids in tool results, as some templates write ids.
 
-    ``sent_back`` is the answer as the client wrote it down, perhaps with other ids.
+    ``sent_back`` is the answer as the client sent it back, perhaps with other ids.
     """
     results = list(takewhile(lambda message: message["role"] == "tool", new))
     numbers = numbers_of_calls(sent_back.get("tool_calls") or (), results)
@@ -291,15 +287,15 @@ class AnswerTask:
 
     task: asyncio.Task[Answer] = field(init=False)
     clients: int = 0
-    """Connections that wait for the answer or are reading it."""
+    """Number of connections that wait for the answer or are reading it."""
     answer_sent: bool = False
     """True once the whole answer was sent to a client."""
     abandoned: bool = False
-    """True once its clients have left for good; later requests do not share its answer."""
+    """True once the task was cancelled because no client came back; later requests do not share its answer."""
     sending_connections: list[asyncio.WriteTransport] = field(default_factory=list)
     """Connections to which the whole answer was written, but which may not have sent all of it yet."""
     call_number: int | None = None
-    """Number of the call that generated the answer; None before that."""
+    """Number of the call that generated the answer; None until it has ended."""
 
     @property
     def was_received(self) -> bool:
@@ -312,9 +308,9 @@ class Session:
     """The requests of one sample. Must be used on one event loop.
 
     Args:
-        generate: function that continues token ids; cancelling it gives the call up.
+        generate: function that continues token ids; cancelling it ends the generation.
         template: chat template of the model; None means that only token ids are accepted, not messages and texts.
-        max_context: number of tokens that the engines have room for.
+        max_context: maximum number of tokens of a conversation.
         earlier_answers: answers from before a restart, which a client may have received.
         message_images: reads the images in messages; None means that they are refused.
         constraints: see :attr:`april.Config.constraints`.
@@ -327,7 +323,7 @@ class Session:
     message_images: MessageImages | None = None
     constraints: str = "hint"
     note_checked: Callable[[bool], Any] = lambda kept: None
-    """Called for each answer of which the client demanded a form; the argument says whether the answer has it."""
+    """Function that is called for each answer whose form the client demanded, with True if the answer has the form."""
     conversations: Conversations | None = field(init=False)
     requests: dict[str, list[AnswerTask]] = field(default_factory=dict)
     """Requests by the digest of their body; retries are not listed again."""
@@ -361,7 +357,7 @@ class Session:
             finished = earlier.was_received or earlier.abandoned or _failed(earlier.task)
             if not finished and (retry or not earlier.clients):
                 return earlier
-        if retry:  # the client may have lost an answer that counts as delivered here
+        if retry:  # the client may have lost an answer that counts as received here
             for earlier in reversed(self.requests.get(digest, ())):
                 if earlier.task.done() and not _failed(earlier.task):
                     return earlier
@@ -495,7 +491,7 @@ class FunctionChat:
 
 
 def answer_id(prompt: Int32, number: int | None = None, attached: Sequence[Placed] = ()) -> str:
-    """Return the id of an answer, made of its prompt and its number among the prompt's answers; restarts keep it."""
+    """Return an answer's id: a hash of the prompt, and the answer's number among those to the prompt, if given."""
     prompt_bytes = prompt.tobytes() + "".join(placed.attachment.digest for placed in attached).encode()
     return hashlib.sha256(prompt_bytes).hexdigest()[:16] + ("" if number is None else f"{number:02x}")
 

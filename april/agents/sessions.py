@@ -50,7 +50,7 @@ class _OpenSession:
     """Resolved once an agent works on the sample."""
     outcome: asyncio.Future[dict[str, Any]]
     taken: bool = False
-    """True once an agent has the session, because it was handed out or was an agent's before a restart."""
+    """True once an agent has the session: it was handed out now, or to an agent that was running before a restart."""
     has_requested: bool = False
     """True once the agent has made a request."""
 
@@ -81,7 +81,7 @@ class Sessions:
     ``POST /sessions`` opens a session for the next sample: ``{"id", "base_url", "api_key", "group", "index", "data"}``,
     or 429 with Retry-After while no sample is wanted. ``POST /sessions/ID/end`` with ``{"reward": number, "output":
     anything}`` ends a session, ``POST /sessions/ID/cancel`` with ``{"why": text}`` makes its sample fail; both may be
-    repeated. ``GET /sessions`` lists the open sessions. ``reward`` may also be an object of numbers by name, as the
+    repeated. ``GET /sessions`` lists the open sessions. ``reward`` may also be an object of numbers by name, like the
     return value of a reward function.
 
     If the trainer restarts with the same key and port, sessions keep their ids, addresses and keys: agents that are
@@ -92,8 +92,8 @@ class Sessions:
         key: bearer token that every request of the orchestrator must carry; agents' keys are derived from it. If it is
             empty, the key in ``key_file`` is used, or a random one.
         key_file: file that holds the key, readable by its owner only; it is created if it is missing.
-        host: address to listen on, for agents too; base URLs use the host of the orchestrator's request.
-        port: port to listen on; 0 means any free one. Give a number if clients are to find it again after a restart.
+        host: address to listen on for orchestrator and agents; ``base_url`` has the host that the orchestrator uses.
+        port: port to listen on; 0 means any free one. Only with a fixed port can agents continue after a restart.
         commit_s: seconds after which a slow answer begins with status 200 and keep-alive bytes.
         alive_s: seconds between two keep-alive bytes of a slow answer.
     """
@@ -175,12 +175,12 @@ class Sessions:
     def _id_and_key(self, prompt: Prompt, llm: LLM) -> tuple[str, str]:
         """Return the session's id and its agent's key, which are derived from ``key``: a restart does not change them.
 
-        A sample that begins again gets a new session. So does a different prompt that gets the same group number after
-        a restart. Sessions of evaluations get random ids, since they do not outlive the process.
+        A sample that begins again gets a new session, and so does another prompt that gets the same group number after
+        a restart. Sessions of evaluations get random ids, since evaluations do not outlive the process.
         """
-        sample, life = llm.sample_id, llm.sample_run
-        run_id = f"{prompt.epoch}/{prompt.position}/{sample}/{life.restarts}"
-        if life.evaluation is not None:
+        sample, run = llm.sample_id, llm.sample_run
+        run_id = f"{prompt.epoch}/{prompt.position}/{sample}/{run.restarts}"
+        if run.evaluation is not None:
             run_id = f"evaluation {secrets.token_hex(8)}"
         key, parts = self.key.encode(), ("session", "agent")
         digests = [hmac.new(key, f"{part} {run_id}".encode(), hashlib.sha256) for part in parts]

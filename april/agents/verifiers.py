@@ -21,7 +21,7 @@ NO_MODEL = (
 )
 
 SLOW_START_S = 30.0
-"""Seconds after which an episode that has not asked the policy is named in a warning."""
+"""Seconds without a request to the policy after which a warning about an episode is logged."""
 SLOW_START = (
     "an episode of verifiers has run for %g s without a request to the policy. verifiers first installs what its "
     "harness and tools need, with uv, which waits minutes for a package index that does not answer: set "
@@ -105,7 +105,7 @@ class Verifiers:
         await asyncio.shield(self._started)
 
     async def _serve(self, started: asyncio.Future[None]) -> None:
-        """Run the servers until the event loop ends; the task that started them must stop them."""
+        """Run the servers in one task until the event loop ends, because the task that starts them must stop them."""
         try:
             async with self.environment.serving():
                 started.set_result(None)

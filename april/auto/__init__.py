@@ -1,1 +1,1 @@
-"""Tunes settings that are ``auto``: a run asks a simulation for better values and tries them."""
+"""Tunes the settings of a run that are ``auto``: asks a simulation of the run for better values, and tries them."""

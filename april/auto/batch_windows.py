@@ -1,4 +1,4 @@
-"""Keeps the response lengths and speeds of the latest batches, and tests them for significant changes."""
+"""Response lengths and speeds of a run's latest batches, with tests for significant changes; used by :mod:`.tuner`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LengthWindow:
 
     @property
     def rows(self) -> list[list[int]]:
-        """The lengths of each group, joined over the batches."""
+        """Lengths of each group (the responses to one prompt), joined over the batches."""
         found: dict[int, list[int]] = {}
         for groups in self._batches:
             for group, lengths in groups.items():
@@ -64,7 +64,7 @@ class LengthWindow:
         old, new = _means(batches[:-latest]), _means(batches[-latest:])
         if len(old) < 2 or len(new) < 2:
             return False
-        # responses to one prompt are correlated, so the means of groups are the independent samples
+        # responses to one prompt are correlated, but the means of different groups are independent
         error = math.sqrt(float(old.var(ddof=1)) / len(old) + float(new.var(ddof=1)) / len(new))
         difference = abs(float(new.mean() - old.mean()))
         return difference > math.log(LENGTH_FACTOR) and difference > LENGTH_ERRORS * error
@@ -76,10 +76,10 @@ def _means(batches: Iterable[dict[int, list[int]]]) -> Floats:
 
 
 class Speeds:
-    """Speeds of the latest batches with the same settings: tokens generated and kept, per second of the step.
+    """Speeds in tokens per second of the latest batches that were generated with the same settings.
 
-    Delivered tokens and the growth of held tokens both count. So a batch that interrupts long responses is as fast as a
-    batch that waits for them, if as many tokens are generated. Time for saving and evaluating is left out.
+    Tokens generated for unfinished responses, which continue in a later batch, count like trained tokens. Otherwise
+    batches that wait for long responses would seem faster. The time for evaluating and saving does not count.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class Speeds:
         return len(self._batches)
 
     def add(self, metrics: Mapping[str, float], held_before: float) -> None:
-        """Add a batch; ``held_before`` is the number of tokens held when the previous batch was delivered."""
+        """Add a batch; ``held_before`` is the number of undelivered tokens after the delivery of the previous batch."""
         seconds = metrics["step_s"] - metrics[TrainerTime.EVALUATES] - metrics[TrainerTime.OTHER]
         if seconds > 0.0:
             tokens = metrics["trained_tokens"] - metrics["masked_tokens"] + metrics["held_tokens"] - held_before
@@ -102,29 +102,29 @@ class Speeds:
         return sum(tokens for tokens, _ in self._batches) / seconds if seconds else 0.0
 
     def ratio_to(self, before: Speeds) -> tuple[float, float]:
-        """Return (ratio of this speed to the speed ``before``, its standard error)."""
+        """Return the ratio of this speed to the speed ``before``, and the standard error of the ratio."""
         ratio = self.tokens_per_s / before.tokens_per_s
         return ratio, ratio * self.error(before, len(self))
 
     def error(self, before: Speeds, count: int) -> float:
-        """Return the relative standard error of the ratio between the speeds of ``count`` batches and ``before``."""
-        off = np.concatenate([self._deviations, before._deviations])
-        free = len(off) - (len(self) > 0) - (len(before) > 0)
-        spread = float(np.sqrt(np.square(off).sum() / free)) if free > 0 else SPREAD
+        """Return the relative standard error of the ratio of the speed of ``count`` batches to the speed ``before``."""
+        deviations = np.concatenate([self._deviations, before._deviations])
+        freedom = len(deviations) - (len(self) > 0) - (len(before) > 0)
+        spread = float(np.sqrt(np.square(deviations).sum() / freedom)) if freedom > 0 else SPREAD
         return spread * float(np.sqrt(1.0 / max(1, count) + 1.0 / max(1, len(before))))
 
     def differs_from(self, before: Speeds) -> bool:
         """Return True if the speed differs significantly from the speed ``before``."""
         if min(self.tokens_per_s, before.tokens_per_s) <= 0.0:
             return False
-        off = abs(math.log(self.tokens_per_s / before.tokens_per_s))
-        return off > math.log(SPEED_FACTOR) and off > SPEED_ERRORS * self.error(before, len(self))
+        difference = abs(math.log(self.tokens_per_s / before.tokens_per_s))
+        return difference > math.log(SPEED_FACTOR) and difference > SPEED_ERRORS * self.error(before, len(self))
 
     @property
     def changed(self) -> bool:
-        """True if the speed of the latest :data:`LATEST_BATCHES` batches differs significantly from the speed before.
+        """True if the latest :data:`LATEST_BATCHES` batches are significantly faster or slower than the batches before.
 
-        False while there are fewer than twice as many batches.
+        False while there are fewer than ``2 * LATEST_BATCHES`` batches.
         """
         if len(self) < 2 * LATEST_BATCHES:
             return False
@@ -141,7 +141,7 @@ class Speeds:
 
     @property
     def _deviations(self) -> Floats:
-        """Each batch's deviation from the tokens expected for its seconds, relative to the mean tokens of a batch."""
+        """For each batch, its tokens minus the tokens expected for its duration, divided by the mean batch's tokens."""
         if not self._batches:
             return np.zeros(0)
         tokens, seconds = np.array(self._batches).T

@@ -1,4 +1,4 @@
-"""Defines the question that a run with ``auto`` settings sends to the simulation process, and the answer, as JSON."""
+"""Defines the JSON messages between a run with ``auto`` settings and the simulation process: question and answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from april.engines.simulated.decode_cost import DecodeCost
 GAIN = 0.03
 """Smallest relative gain in speed that is worth a change."""
 SMALLEST_QUORUM = 0.75
-"""Smallest ``group_quorum`` that april chooses, because the reward fell in some trainings with 0.5."""
+"""Smallest ``group_quorum`` that april chooses; with 0.5, the reward fell in some training runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +26,11 @@ class WorkSettings:
 
     @classmethod
     def of(cls, settings: CoreSettings) -> WorkSettings:
-        """Return the current values of the core's settings."""
+        """Return the values that these settings have in the core's settings."""
         return cls(**{str(name): getattr(settings, name) for name in Work})
 
     def change_event(self, settings: CoreSettings) -> WorkChanged:
-        """Return the event that changes those of the core's settings that are ``auto`` to these values."""
+        """Return an event that gives these values to the core's ``auto`` settings; other settings do not change."""
         return WorkChanged(**{str(name): getattr(self, name) for name in settings.auto})
 
     def __str__(self) -> str:
@@ -45,19 +45,20 @@ class TuningQuestion:
     """Description of a run, with the settings that may be changed.
 
     Attributes:
-        groups, samples: number of groups in a batch, and of responses in a group.
-        max_response_len, prompt_len: lengths in tokens.
-        max_staleness, on_stale, max_off_policy_share: limits that the answer must keep.
+        groups, samples: number of groups (prompts) in a batch, and of responses in a group.
+        max_response_len, prompt_len: largest response length and mean prompt length, in tokens.
+        max_staleness, on_stale: bound on the age of tokens in weight updates, and what happens to older samples.
+        max_off_policy_share: largest allowed share of the trained tokens that come from older weights.
         continuous: whether generation goes on while the trainer trains.
         train_s: training time of a batch, in seconds.
-        fetch_ahead: number of batches that the trainer requests before it has finished training one.
-        engines: number of engines; all are taken to have the same ``cost``.
-        cost: mean cost of an engine.
+        fetch_ahead: number of further batches that the trainer requests while it trains one.
+        engines: number of engines.
+        cost: decode cost of one engine, averaged over the engines.
         lengths: response lengths in tokens, one list per group.
-        places: largest possible number of samples in flight.
-        below: number of samples in flight below which the answer must stay; None means no bound.
-        told: whether ``cost`` also holds for more samples in flight than the run has had; if not, it is a lower bound
-            for these.
+        places: number of samples that all engines together can run at the same time.
+        below: exclusive upper bound of samples in flight in the answer; None means no bound.
+        slope_known: whether the run shows how ``cost`` grows with the samples in flight; if not, a step is assumed to
+            take the same time for any number.
         free: settings that may be changed.
         now: current settings.
     """
@@ -77,7 +78,7 @@ class TuningQuestion:
     lengths: list[list[int]]
     places: int
     below: int | None = None
-    told: bool = True
+    slope_known: bool = True
     free: tuple[Work, ...]
     now: WorkSettings
 
@@ -89,9 +90,9 @@ class TuningAnswer:
     Attributes:
         best: best settings.
         tokens_per_s: predicted trained tokens per second, all engines together.
-        off_policy_share: predicted off-policy share of the trained tokens.
+        off_policy_share: predicted share of the trained tokens that come from older weights.
         speed_up: predicted speed of ``best`` divided by the predicted speed of the current settings.
-        share_now: predicted off-policy share with the current settings.
+        share_now: predicted ``off_policy_share`` of the current settings.
     """
 
     best: WorkSettings

@@ -1,4 +1,4 @@
-"""Searches for better values of those settings of a run that are ``auto``, and applies them.
+"""Searches for better values of a run's ``auto`` settings, and applies them to the run.
 
 The search simulates the run in another process, so the run does not wait for it.
 """
@@ -26,8 +26,7 @@ from april.errors import RolloutError
 log = logging.getLogger("april")
 
 ANSWER_TIMEOUT_S = 1800.0
-"""Maximum number of seconds for an answer; after that the question is dropped, and the next question follows when it
-is due."""
+"""Seconds after which a question without an answer is dropped; the next question is asked when it is due."""
 
 
 class RunTuning:
@@ -35,7 +34,7 @@ class RunTuning:
 
     Args:
         core: core of the run.
-        costs: (name, fitted cost) pairs of its engines, read anew for each question.
+        costs: (name, fitted cost) pairs of the run's engines; iterated again for each question.
         post: function that passes an event to the core.
     """
 
@@ -81,7 +80,7 @@ class RunTuning:
         self._chooser.close()
 
     async def aclose(self) -> None:
-        """Do the same as :meth:`close`, and wait until the process has ended."""
+        """Stop asking, kill the process, and wait until it has ended."""
         task = self._task
         self.close()
         if task is not None:
@@ -95,7 +94,7 @@ class ChooserProcess:
         self._process: Process | None = None
 
     async def ask(self, question: TuningQuestion) -> TuningAnswer:
-        """Return the answer.
+        """Start a simulation process for the question, and return its answer.
 
         Raises:
             RolloutError: the process failed.

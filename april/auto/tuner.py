@@ -1,8 +1,8 @@
 """Decides when a run asks for better ``auto`` settings, and whether it keeps the settings that it gets.
 
-A change is a trial: the speeds of the batches before and after it are compared, and the change is taken back if the run
-is not faster. So of two settings with equal speed, the one with fewer stale tokens is kept. This module uses no clock
-and no I/O.
+A change is a trial: the speeds of the batches before and after it are compared. A change for more speed is taken back
+if the run is not faster, and a change for fewer stale tokens is taken back if the run is slower. This module uses no
+clock and no I/O.
 """
 
 from __future__ import annotations
@@ -25,17 +25,15 @@ from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.fitted_cost import FittedCost
 
 FIRST_WAIT, LONGEST_WAIT = 2, 32
-"""Number of batches before the first question, and largest number of batches between two questions; the number doubles
-with each question."""
+"""Number of batches before the first question; the number doubles with each question, up to the longest wait."""
 SETTLING_BATCHES = 4
-"""Number of batches after a change whose lengths and ages are not representative, as short responses finish first."""
+"""Number of batches after a change that have unusual lengths and token ages, because short responses finish first."""
 LATEST_BATCHES = 2
 """Number of latest batches whose lengths are compared with the lengths in the batches before them."""
 MIN_TRIAL_BATCHES, MAX_TRIAL_BATCHES = 3, 8
-"""Number of batches after which a trial ends if its result is clear, and after which it always ends; the first batch
-after the change does not count."""
+"""Smallest and largest number of batches in a trial, without the first batch after the change."""
 MAX_STEP = 1.25
-"""Largest factor by which a trial may raise the number of samples in flight while the cost of more is unknown."""
+"""Largest factor by which a trial may raise the samples in flight while it is unknown how the cost grows with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +44,7 @@ class Trial:
         before: settings before the change.
         speeds: speeds of the batches before the change.
         expected: predicted speed after the change, as a multiple of the speed before.
-        needed: multiple of the speed before, below which the change is taken back.
+        needed: smallest multiple of the speed before with which the change is kept.
     """
 
     before: WorkSettings
@@ -98,14 +96,13 @@ class AutoTuner:
         self._speeds_before_trial: Speeds | None = None
         """Speeds from before a trial that was taken back; the same settings should reach them again."""
         self._in_flight_bound: int | None = None
-        """Trials stay below this number of samples in flight, as a trial with more brought no gain; None: no bound."""
+        """Exclusive bound of samples in flight in trials, since more brought no gain; None means no bound."""
         self._rejected: set[WorkSettings] = set()
         """Settings that were tried and taken back."""
         self._wait, self._since_asked, self._since_changed = FIRST_WAIT, 0, SETTLING_BATCHES
         self._answer: TuningAnswer | None = None
         self._nothing_better = False
-        """True if too many tokens were stale and the latest answer had no better settings. Then no question is asked
-        early."""
+        """True if too many tokens were stale, but the latest answer had nothing better: asking early is useless."""
         self._changes = self._taken_back = 0
 
     def add_batch(self, batch: Batch) -> Decision | None:
@@ -115,9 +112,9 @@ class AutoTuner:
         self._prompts.append(float(np.mean([len(rows[0].prompt.token_ids) for rows in samples])))
         self._since_asked += 1
         self._since_changed += 1
-        if batch.id:  # before the first batch the trainer did not train
+        if batch.id:  # before batch 0 the trainer had nothing to train
             self._steps.append(batch.metrics)
-            if self._since_changed > 1:  # the first batch may have begun before the change
+            if self._since_changed > 1:  # the first batch after a change may have begun before it
                 self._speeds.add(batch.metrics, self._held_tokens)
         self._held_tokens = batch.metrics["held_tokens"]
         if self._since_changed > SETTLING_BATCHES:
@@ -127,13 +124,13 @@ class AutoTuner:
                 self._reset()
         if self._trial is not None:
             return self._decide_trial(self._trial)
-        again = self._speeds_before_trial if len(self._speeds) == SPEED_BATCHES else None
-        if self._speeds.changed or (again is not None and self._speeds.differs_from(again)):
+        earlier = self._speeds_before_trial if len(self._speeds) == SPEED_BATCHES else None
+        if self._speeds.changed or (earlier is not None and self._speeds.differs_from(earlier)):
             self._reset()
         return None
 
     def _reset(self) -> None:
-        """Forget the results of trials, as the lengths or speeds of the run itself have changed."""
+        """Forget the results of trials, because response lengths or speeds have changed for another reason."""
         self._speeds.forget_old()
         self._wait, self._nothing_better = FIRST_WAIT, False
         self._trial = self._in_flight_bound = None
@@ -165,7 +162,7 @@ class AutoTuner:
 
     @property
     def question_due(self) -> bool:
-        """True if a question is due."""
+        """True if it is time to ask: after a number of batches, or earlier if too many tokens are stale."""
         if self._trial is not None:
             return False
         if self._since_asked >= self._wait:
@@ -173,12 +170,12 @@ class AutoTuner:
         return self._since_asked >= FIRST_WAIT and not self._nothing_better and self._too_off_policy
 
     def question(self, costs: Iterable[FittedCost]) -> TuningQuestion | None:
-        """Return a question about the present run, given the costs of its engines; None while no cost is known."""
+        """Return a question about the run, given the fitted costs of its engines; None while no cost is known."""
         found = list(costs)
         if not found or not self._prompts:
             return None
         core, s = self._core, self._core.settings
-        told = all(fitted.slope_known for fitted in found)
+        slope_known = all(fitted.slope_known for fitted in found)
         self._since_asked, self._wait = 0, min(2 * self._wait, LONGEST_WAIT)
         limits = [state.limits.max_in_flight for state in core.engines.states.values()]
         slots = sum(limit for limit in limits if limit) if all(limits) else 1 << 30
@@ -192,13 +189,13 @@ class AutoTuner:
             continuous=s.generation is GenerationMode.CONTINUOUS,
             train_s=train_s, fetch_ahead=ahead if train_s else 0,
             engines=len(core.engines.states), lengths=self._lengths.rows,
-            cost=DecodeCost.mean(fitted.cost if told else fitted.at_best for fitted in found),
-            places=slots, below=self._in_flight_limit(told), told=told, free=s.auto, now=WorkSettings.of(s),
+            cost=DecodeCost.mean(fitted.cost if slope_known else fitted.at_best for fitted in found), places=slots,
+            below=self._in_flight_limit(slope_known), slope_known=slope_known, free=s.auto, now=WorkSettings.of(s),
         )  # fmt: skip
 
-    def _in_flight_limit(self, told: bool) -> int | None:
-        """Return the number of samples in flight below which the next trial must stay; None means no bound."""
-        if told:
+    def _in_flight_limit(self, slope_known: bool) -> int | None:
+        """Return the exclusive bound of samples in flight for the next trial; None means no bound."""
+        if slope_known:
             return self._in_flight_bound
         s = self._core.settings
         step = max(int(MAX_STEP * s.max_in_flight), s.max_in_flight + s.n_samples_per_prompt) + 1
@@ -220,7 +217,7 @@ class AutoTuner:
             needed = 1.0 + GAIN / 2 if gains else 1.0 - GAIN
             self._trial = Trial(now, self._speeds, answer.speed_up, needed)
         why = ""
-        if not question.told:
+        if not question.slope_known:
             why = ", because the data do not show what more samples in flight cost"
         return Decision(
             f"{answer.best} from now on, after {now}: {answer.speed_up:.2f} times the speed is expected, with "
@@ -242,13 +239,13 @@ class AutoTuner:
 
     @property
     def _too_off_policy(self) -> bool:
-        """True if the off-policy share is above its limit by more than two standard errors."""
+        """True if the share of trained tokens from older weights exceeds its limit by over two standard errors."""
         share, error = self._measured_share
         return share - 2.0 * error > self._max_off_policy_share
 
     @property
     def _share_correction(self) -> float:
-        """Predicted off-policy share, divided by (measured off-policy share less its standard error); at most 1."""
+        """Factor on the off-policy limit of a question, below 1 if the last answer predicted too small a share."""
         if self._answer is None or self._answer.off_policy_share <= 0.0:
             return 1.0
         share, error = self._measured_share

@@ -2,8 +2,8 @@
 
 If a daemon thread returns from a native library while the interpreter shuts down, Python kills the thread there, and
 C++ code answers that with ``abort()``: a successful run would end with code 134. So the exit handler waits, and logs
-the functions for which it waits. It then raises SystemExit in threads that still run, which ends them when they return
-to Python; threads that never return do no harm.
+the functions for which it waits. It then raises SystemExit in the functions that still run. A function ends by this
+when it returns to Python, and its thread then blocks for ever; a function that never returns to Python does no harm.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ T = TypeVar("T")
 _Job = tuple[Future[Any], Callable[[], Any]]
 
 EXIT_PATIENCE_S, TELL_S, INTERRUPT_S = 10.0, 2.0, 2.0
-"""Seconds that the exit handler waits for functions: in total, before it logs a warning, and after it has interrupted
-them."""
+"""The exit handler waits EXIT_PATIENCE_S seconds for functions before it interrupts them, and logs a warning after the
+first TELL_S of these seconds. After the interrupt it waits up to INTERRUPT_S seconds more."""
 _running: dict[int, Callable[..., Any]] = {}
-"""Functions that run in april's threads, by thread identifier."""
+"""Functions that run in april's threads now, by thread identifier."""
 _over = threading.Event()
 """Set once the exit handler interrupts functions; no other function starts after that."""
 
@@ -70,7 +70,7 @@ class DaemonPool(ThreadPoolExecutor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Accept no more jobs; threads end after the queued jobs, and with ``wait`` this waits for them."""
+        """Accept no more jobs. The threads end after the queued jobs; ``wait`` means to wait for their end."""
         with self._taking:
             self._over = True
             if cancel_futures:

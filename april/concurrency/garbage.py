@@ -15,16 +15,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 THRESHOLDS = (5_000, 2, 200_000)
-"""Thresholds for ``gc.set_threshold`` while a loop runs. Those of Python 3.11 are 700, 10 and 10.
-
-With the third one Python itself never collects old objects, which takes a second per few million objects."""
+"""Thresholds for ``gc.set_threshold`` while a loop runs; Python 3.11's own are 700, 10 and 10. With the third, Python
+itself never collects old objects, since such a collection stops the loop for a second per few million objects."""
 GROWTH_BYTES = 1 << 30
-"""Old objects are collected whenever the process has grown by this much and by a quarter. Else a large run, which needs
-a part of a second for them, would never answer in time."""
+"""Growth of the process, in bytes, after which old objects are collected. It must also be a quarter of the size, so
+that large runs, in which such a collection takes a part of a second, collect rarely."""
 OLD_EVERY_S = 1800.0
-"""Old objects are collected after this time at the latest, as the size of the process leaves out a GPU's memory."""
+"""Seconds after which old objects are collected in any case, because garbage may also hold GPU memory."""
 _collect_old_at, _old_due_s = 0, 0.0
-"""Size of the process, in bytes, and time, from which on old objects are collected."""
+"""Size of the process (bytes) and monotonic time (seconds) from which on old objects are to be collected."""
 _loops: list[object] = []
 """One entry for each loop that runs now."""
 _before: list[tuple[int, int, int]] = []
@@ -32,11 +31,11 @@ _before: list[tuple[int, int, int]] = []
 
 
 def collect_garbage() -> None:
-    """Collect the objects that were made since the last collection, and sometimes all, if april's thresholds hold.
+    """Collect young objects, and old ones if they are due; does nothing unless :func:`collecting_less` is in effect.
 
-    Python counts the objects that were made minus those that were freed. While many requests end and as many begin,
-    this number stays small and the number of young objects grows into millions, whose collection takes a second. Cycles
-    that users' functions drop after they have grown old are found only among all objects.
+    Python itself collects young objects when enough more were made than freed. While as many requests begin as end,
+    this difference stays small, and millions of young objects gather, whose collection takes a second. Reference cycles
+    that users' functions drop late are found only when old objects are collected.
     """
     global _collect_old_at, _old_due_s
     if not gc.isenabled() or gc.get_threshold() != THRESHOLDS:
@@ -50,7 +49,7 @@ def collect_garbage() -> None:
 
 
 def memory() -> int:
-    """Return the resident memory of the process, in bytes; 0 where it is not known, so that time alone counts."""
+    """Return the resident memory of the process in bytes; 0 if unknown, so that only the time decides."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     except OSError:
@@ -59,7 +58,7 @@ def memory() -> int:
 
 @contextmanager
 def collecting_less() -> Iterator[None]:
-    """Raise the collector's thresholds inside the block; the last of several blocks restores them.
+    """Raise the collector's thresholds inside the block; if blocks overlap, the last one to end restores them.
 
     A collector that is disabled, or that already runs less often, is left alone. So are thresholds that the program
     changes inside the block.

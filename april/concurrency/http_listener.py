@@ -1,4 +1,4 @@
-"""Listens at an address for the requests of an aiohttp application."""
+"""Serves an aiohttp application at an address, for the parts of april that answer HTTP requests."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class HttpListener:
     """Answers HTTP requests with an application from ``start`` until ``close``.
 
     Args:
-        app: Application that answers.
+        app: Application that answers the requests.
         shutdown_timeout: Seconds that ``close`` waits for requests that are being answered.
-        cancel_handlers: Cancel the handler of a request when its client disconnects.
-        logger: Logger for errors in handlers and for requests that are no HTTP.
+        cancel_handlers: Whether the handler of a request is cancelled when its client disconnects.
+        logger: Logger for errors in handlers and for data that is not an HTTP request.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class HttpListener:
         self._server: asyncio.Server | None = None
 
     async def start(self, at: tuple[str, int] | socket.socket, backlog: int = 128) -> tuple[str, int]:
-        """Listen at a host and port (0: any free port) or with a bound socket; return the host and port.
+        """Listen at a host and port (0 means any free port) or with a bound socket; return the host and port.
 
         Raises OSError, or OverflowError for a port out of range. A start that fails leaves nothing open.
         """
@@ -51,8 +51,8 @@ class HttpListener:
         """Stop listening, let running handlers end, and close all connections; idempotent."""
         server, self._server = self._server, None
         if server is not None:
-            # asyncio never closes a connection that it accepted but has not yet given to the server when the server
-            # closes, so accepting ends first
+            # stop accepting first: if the server closes while asyncio has accepted a connection but not yet handed it
+            # to the server, the connection is never closed
             for listening in server.sockets:
                 asyncio.get_running_loop().remove_reader(listening.fileno())
             try:

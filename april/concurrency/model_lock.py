@@ -1,8 +1,8 @@
 """A fair lock on a model from which april generates, shared by its decoder and the user (``april.hold_model``).
 
-The decoder takes the lock for one tick at a time. Invariant: there is one owner at most, and waiting owners get the
-lock in the order of their requests. The lock belongs to the context of the ``with`` block, which tasks and
-``asyncio.to_thread`` inherit, so code called inside may take it again. Importing this module does not import torch.
+The decoder takes the lock for a few decoding steps at a time. Invariant: there is one owner at most, and waiting owners
+get the lock in the order of their requests. The owner is the ``contextvars`` context of the ``with`` block. Tasks and
+``asyncio.to_thread`` inherit it, so code in them may take the lock again. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from april.errors import ConfigError, RolloutError, UsageError
 log = logging.getLogger("april")
 
 WARN_AFTER_S = 10.0
-"""Seconds of waiting for a held model before a warning."""
+"""Seconds that the engine waits for a held model before it logs a warning."""
 _held: ContextVar[tuple[tuple[FairModelLock, object], ...]] = ContextVar("april_held_models", default=())
 """Locks that the current context owns, each with the object that marks the owner."""
 _locks: weakref.WeakKeyDictionary[Any, FairModelLock] = weakref.WeakKeyDictionary()
@@ -43,7 +43,7 @@ class FairModelLock:
     def request(self, owner: object, wake: Callable[[], None], where: str = "") -> bool:
         """Acquire the lock for ``owner`` if it is free; otherwise queue ``owner``. Returns whether it has the lock now.
 
-        Once a queued owner has the lock, ``wake`` is called, in any thread.
+        As soon as a queued owner has the lock, ``wake`` is called, from any thread.
         """
         with self._lock:
             if self._owner is None or self._owner is owner:
@@ -76,7 +76,7 @@ class FairModelLock:
         return self._owner is owner
 
     def excuse(self, owner: object) -> None:
-        """Remove ``owner`` from the queue and wake it; its :meth:`wait` returns False."""
+        """Remove ``owner`` from the queue and wake it, so that its :meth:`wait` returns False without the lock."""
         with self._lock:
             wakes = [wake for waiting, wake, _ in self._queue if waiting is owner]
             self._queue = deque(entry for entry in self._queue if entry[0] is not owner)
@@ -84,7 +84,7 @@ class FairModelLock:
             wake()
 
     async def wait(self, owner: object, where: str = "") -> bool:
-        """Wait until ``owner`` has the lock; returns False if it was excused. A cancelled call releases the lock."""
+        """Wait until ``owner`` has the lock; False after :meth:`excuse`. A cancelled call releases the lock."""
         loop = asyncio.get_running_loop()
         woken = loop.create_future()
         try:
@@ -121,22 +121,21 @@ def _wake(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None
 def model_lock_of(model: Any) -> FairModelLock:
     """Return the lock of ``model``; modules that contain each other share one lock."""
     with _locks_lock:
-        turns = _locks.get(model)
-        if turns is None:
+        lock = _locks.get(model)
+        if lock is None:
             inside = set(map(id, model.modules()))
-            related = (t for m, t in _locks.items() if id(m) in inside or any(part is model for part in m.modules()))
-            turns = _locks[model] = next(related, None) or FairModelLock()
-        return turns
+            related = (k for m, k in _locks.items() if id(m) in inside or any(part is model for part in m.modules()))
+            lock = _locks[model] = next(related, None) or FairModelLock()
+        return lock
 
 
 class hold_model:
     """Use a model exclusively while april generates from it: ``with april.hold_model(model): ...``.
 
-    For reward and rollout functions, filters and threads of yours that temporarily change a model on which the embedded
-    engine decodes: another adapter, none, another mode or dtype. Generation pauses inside the block, and no batch is
-    delivered before its end. Blocks are served in the order of their start and may be nested. In a coroutine use
-    ``async with``. Restore the model before the end. Calls that wait for generation (``llm.generate``, ``next_batch``)
-    are refused inside.
+    Use it in rewards, rollout functions, filters and threads that temporarily change the embedded engine's model (its
+    adapter, mode or dtype). Generation pauses inside the block, and no batch is delivered before its end, so restore
+    the model by then. Blocks run in the order in which they began to wait, and may be nested. In a coroutine, use
+    ``async with``. Calls that wait for generation (``llm.generate``, ``next_batch``) are refused inside.
 
     Args:
         model: Model of the engine, or a module that contains it or is contained in it.
@@ -145,7 +144,7 @@ class hold_model:
     def __init__(self, model: Any) -> None:
         if not callable(getattr(model, "modules", None)):
             raise ConfigError(f"hold_model: model must be a torch module, got {type(model).__name__}")
-        self._turns = model_lock_of(model)
+        self._lock = model_lock_of(model)
 
     def __enter__(self) -> Self:
         owner = self._mine()
@@ -158,38 +157,38 @@ class hold_model:
                 raise UsageError("hold_model: use `async with` in a coroutine, so that its event loop can go on")
             owner, woken = object(), threading.Event()
             try:
-                if not self._turns.request(owner, woken.set, _caller()):
+                if not self._lock.request(owner, woken.set, _caller()):
                     woken.wait()
             except BaseException:
-                self._turns.release(owner)
+                self._lock.release(owner)
                 raise
         else:
-            self._turns.request(owner, lambda: None)  # it has the lock, so nothing wakes it
-        _held.set((*_held.get(), (self._turns, owner)))
+            self._lock.request(owner, lambda: None)  # succeeds at once, because this owner has the lock
+        _held.set((*_held.get(), (self._lock, owner)))
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         held = _held.get()
-        at = max(i for i, (turns, _) in enumerate(held) if turns is self._turns)
+        at = max(i for i, (lock, _) in enumerate(held) if lock is self._lock)
         _held.set((*held[:at], *held[at + 1 :]))
-        self._turns.release(held[at][1])
+        self._lock.release(held[at][1])
 
     async def __aenter__(self) -> Self:
         owner = self._mine()
         if owner is None:
             owner = object()
-            await self._turns.wait(owner, _caller())
+            await self._lock.wait(owner, _caller())
         else:
-            self._turns.request(owner, lambda: None)  # it has the lock, so nothing wakes it
-        _held.set((*_held.get(), (self._turns, owner)))
+            self._lock.request(owner, lambda: None)  # succeeds at once, because this owner has the lock
+        _held.set((*_held.get(), (self._lock, owner)))
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.__exit__(kind, error, trace)
 
     def _mine(self) -> object | None:
-        """Return the owner object under which this context has the lock already, or None."""
-        return next((o for turns, o in _held.get() if turns is self._turns and turns.owned_by(o)), None)
+        """Return the owner object by which this context already has the lock, or None."""
+        return next((o for lock, o in _held.get() if lock is self._lock and lock.owned_by(o)), None)
 
 
 def _caller() -> str:
@@ -199,7 +198,7 @@ def _caller() -> str:
 
 def refuse_while_held(what: str) -> None:
     """Raise RolloutError if the calling context holds a model, because the call ``what`` would deadlock."""
-    if any(turns.owned_by(owner) for turns, owner in _held.get()):
+    if any(lock.owned_by(owner) for lock, owner in _held.get()):
         raise RolloutError(
             f"{what}: it would wait for generation, which is paused inside april.hold_model(); call it outside"
         )

@@ -45,7 +45,7 @@ class AgentsConfig(Model):
     reached_at: Annotated[str, AfterValidator(_reached_at)] = ""
     """Host, or host:port, by which agents reach this machine, for `llm.base_url`; empty means `host`."""
     clients: Annotated[tuple[Annotated[str, AfterValidator(_network)], ...], BeforeValidator(one_or_more)] = ()
-    """Networks whose clients may connect, such as 172.17.0.0/16; this machine always may."""
+    """Networks whose clients may connect, such as 172.17.0.0/16. Clients on this machine always may."""
 
     @model_validator(mode="after")
     def _check_reachable(self) -> Self:

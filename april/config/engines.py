@@ -36,11 +36,11 @@ def checked_url(url: str) -> str:
     except ValueError:  # unbalanced brackets of an IPv6 address
         raise ConfigError(f"an engine's URL must look like http://host:port, got {quoted(_shown(url), 100)}") from None
     try:
-        right = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
     except ValueError:  # a wrong port
-        right = False
-    if not right or parts.path not in ("", "/") or parts.query or parts.fragment or parts.username or parts.password:
-        instead = clean(_suggested_url(url, parts, right))
+        valid = False
+    if not valid or parts.path not in ("", "/") or parts.query or parts.fragment or parts.username or parts.password:
+        instead = clean(_suggested_url(url, parts, valid))
         raise ConfigError(f"an engine's URL must look like http://host:port, got {quoted(_shown(url), 100)}{instead}")
     if parts.hostname in ANY_ADDRESS:
         port = "" if parts.port is None else f":{parts.port}"
@@ -63,7 +63,7 @@ def _shown(url: str) -> str:
     return f"{rest[:end]}{rest[end : end + 1]}..." if end < len(rest) else rest
 
 
-def _suggested_url(url: str, parts: SplitResult, right: bool) -> str:
+def _suggested_url(url: str, parts: SplitResult, valid: bool) -> str:
     """Return advice on what to write instead of a wrong address; empty if a part of it may be secret."""
     if parts.query or parts.fragment or "@" in url:
         return ""
@@ -71,7 +71,7 @@ def _suggested_url(url: str, parts: SplitResult, right: bool) -> str:
         host, _, path = url.partition("/")
         beyond = f", without /{path}" if path else ""
         return f"; write http://{host}{beyond}" if ":" in host else f"; write http://{host or 'host'}:PORT{beyond}"
-    if right:  # then the path is the mistake
+    if valid:  # then the path is the mistake
         return f"; write {parts.scheme}://{parts.netloc}, without {parts.path}: april adds the routes"
     return ""
 
@@ -131,9 +131,9 @@ class SimulatedEngineConfig(Model):
     median_len: PositiveFloat = 2500.0
     """Median response length, in tokens."""
     sigma_between: NonNegativeFloat = 0.6
-    """Spread of the logarithm of response lengths between prompts."""
+    """Standard deviation of the logarithm of the response length between prompts."""
     sigma_within: NonNegativeFloat = 0.5
-    """Spread of the logarithm of response lengths within a prompt."""
+    """Standard deviation of the logarithm of the response length among the responses to one prompt."""
 
 
 THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
@@ -161,8 +161,8 @@ class AddressedEngineConfig(Model):
     """Longest wait for a server to report its features when the run starts."""
     first_weights: Literal["start", "present"] = "start"
     """Weights that count as the first version: those with which the servers were started (start), or those that they
-    hold now, whoever loaded them (present). With start, a server that holds weights of another run waits for the first
-    weight update."""
+    hold when the run begins, even if another run loaded them (present). With start, a server that holds weights of
+    another run is not used before the first weight update."""
 
     @field_validator("api_key")
     @classmethod
@@ -191,7 +191,7 @@ class AprilEngineConfig(AddressedEngineConfig):
 
 
 RoutingKey = Literal["sample", "group", "off"]
-"""Requests that share a routing key: those of a sample, those of a group, or none."""
+"""Requests that get the same routing key, so that routers send them to one server: a sample's, a group's, or none."""
 
 
 class ServerEngineConfig(AddressedEngineConfig):
@@ -213,11 +213,11 @@ class ServerEngineConfig(AddressedEngineConfig):
     """Name under which the servers list the trained model or adapter (LoRA). None means the only model that they
     list."""
     expert_shape: tuple[PositiveInt, PositiveInt] | None = None
-    """Number of layers, and of experts per token, of the extra data routed_experts. None means the numbers in the
-    model's files."""
+    """Number of layers and number of experts per token in routed_experts, an optional output of the server (see
+    extras). None means the numbers in the model's files."""
     routing_key: RoutingKey = "sample"
-    """Requests that a router before the servers is told to send to the same server: all of a sample, all of a group, or
-    none (off). Without a router it changes nothing."""
+    """Requests that a router in front of the servers is asked to send to the same server: all of a sample, all of a
+    group, or none (off). Without a router it changes nothing."""
 
 
 class VllmEngineConfig(ServerEngineConfig):
@@ -225,7 +225,7 @@ class VllmEngineConfig(ServerEngineConfig):
 
     kind: Literal["vllm"] = "vllm"
     salted_kv_connectors: tuple[str, ...] = ()
-    """Names of KV connectors, other than those that april knows, that share no cache entry between different cache
+    """Names of KV connectors unknown to april that never share a cache entry between requests with different cache
     salts. If the encoder is not trained, also the names of encoder-cache connectors."""
 
 

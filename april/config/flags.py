@@ -25,9 +25,9 @@ from april.errors import ConfigError
 
 FILE_FLAG = "--april-config"
 PREFIX = "april_prefix"
-"""Attribute of the namespace that holds the prefix of april's flags."""
+"""Attribute of argparse's namespace that holds the prefix of april's flags."""
 DEST = "april."
-"""Beginning of the namespace's attributes for april's flags, so that none of them is one of the trainer's."""
+"""Beginning of the namespace attributes of april's flags, so that they cannot collide with the trainer's attributes."""
 SCALARS = (str, int, float, Enum, Path)
 
 
@@ -41,7 +41,7 @@ class Setting:
     help: str
     default: Any = None
     chooser: str = ""
-    """Path of the setting that decides whether this one exists, such as ``engine.kind``; empty if it always exists."""
+    """Path of the setting that decides whether this one exists, such as ``engine.kind``; empty if it always does."""
     kinds: tuple[str, ...] = ()
     """Values of the chooser for which this setting exists."""
 
@@ -53,7 +53,7 @@ class Setting:
 def add_april_arguments(parser: argparse.ArgumentParser, prefix: str = "") -> argparse.ArgumentParser:
     """Add a group of flags, one per setting of :class:`april.Config`, and ``--april-config FILE`` (YAML).
 
-    Flags that were not typed are absent from the namespace, so read settings from the configuration.
+    Flags that were not typed are absent from the namespace; :func:`config_from_arguments` adds the defaults.
 
     Args:
         parser: parser of the trainer. It is changed in place and returned, as some trainers' hooks require.
@@ -83,10 +83,10 @@ def add_april_arguments(parser: argparse.ArgumentParser, prefix: str = "") -> ar
 
 
 def config_from_arguments(args: argparse.Namespace) -> Config:
-    """Return the configuration. Typed flags override the file of ``--april-config``, which overrides the defaults.
+    """Make a configuration from parsed arguments: typed flags, then the file of ``--april-config``, then defaults.
 
     Raises:
-        ConfigError: one sentence per mistake, with the flags as they are typed.
+        ConfigError: the arguments or the file have mistakes; the message has one sentence for each.
     """
     prefix = getattr(args, PREFIX, None)
     if prefix is None:
@@ -110,14 +110,14 @@ def config_from_arguments(args: argparse.Namespace) -> Config:
     try:
         return Config.from_mapping(values)
     except WrongSettings as error:
-        # a setting from the file is named in the message as in the file
+        # messages name a setting as the user wrote it: by its flag, or by its path if it is from the file
         named = {path: flag for path, flag in flags.items() if path in typed or _look_up(values, path) is None}
         text = error.sentence(lambda setting: _as_typed(setting, named, settings))
         raise ConfigError(text if file is None else f"{text} (with {FILE_FLAG} {file})") from None
 
 
 def _sections(values: Any, file: Any, settings: Mapping[str, Setting]) -> dict[str, Any]:
-    """Return a copy of the file's values, with its sections copied too, into which flags can be written."""
+    """Return a copy of the file's values and sections, into which the values of flags can be written."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{file}: expected a mapping of settings, got {type(values).__name__}")
     copy = dict(values)
@@ -170,7 +170,7 @@ def settings_of(model: type[BaseModel] = Config, parent: str = "") -> Iterator[S
 
 
 def _alternatives(models: list[type[BaseModel]], parent: str, discriminator: str, default: Any) -> Iterator[Setting]:
-    """Yield the settings of a union of models, of which ``discriminator`` selects one; each name is yielded once."""
+    """Yield the settings of all models in a union, each name once; the field ``discriminator`` selects the model."""
     found: dict[str, dict[str, Setting]] = {}
     for model in models:
         kind = str(model.model_fields[discriminator].default)
@@ -231,7 +231,7 @@ def flag_options(setting: Setting) -> dict[str, Any]:
     leaves = set(_leaves(annotation))
     literals = {leaf for leaf in leaves if get_origin(leaf) is Literal}
     if possible := choices(annotation):
-        # only for the help text: _reader checks the value, and its message is the same on every Python version
+        # used instead of choices=, whose error message differs between Python versions; _reader checks the value
         options["metavar"] = "{" + ",".join(possible) + "}"
     else:
         numbers = leaves - literals

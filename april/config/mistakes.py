@@ -74,7 +74,7 @@ NAMES_ELSEWHERE: dict[str, str] = {
     }.items()
     for other in others.split()
 }
-"""april's setting for each name of a setting in TRL, verl, slime, OpenRLHF, AReaL and others."""
+"""april's settings, by the names that TRL, verl, slime, OpenRLHF, AReaL and others use."""
 _TRAINERS_OWN = (
     "steps_per_generation num_iterations gradient_accumulation_steps per_device_train_batch_size micro_batch_size "
     "ppo_mini_batch_size learning_rate lr eps_clip beta kl_coef kl_loss_coef init_kl_coef weight_decay max_grad_norm"
@@ -98,7 +98,7 @@ class SettingName:
     path: str
     """Path in the configuration, such as ``sampling.top_p``."""
     value: str | None = None
-    """Value to show; None means that only the name is shown."""
+    """Value to show; None to show only the name."""
     advised: bool = False
     """True if ``value`` is a recommendation, False if it is the current value."""
 
@@ -121,7 +121,7 @@ class Mistake(ValueError):
 
 
 class WrongSettings(ConfigError):
-    """Error that holds all mistakes of one configuration."""
+    """All mistakes of one configuration, as one error."""
 
     def __init__(self, mistakes: Iterable[Mistake]) -> None:
         self.mistakes = tuple(mistakes)

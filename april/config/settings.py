@@ -1,4 +1,4 @@
-"""Defines april's configuration: one frozen model, which refuses each contradiction between settings with one sentence.
+"""Defines april's configuration: one frozen pydantic model, which refuses settings that contradict each other.
 
 A configuration is made from keyword arguments, a plain mapping, an OmegaConf container or a YAML file. The names of
 settings follow slime's, which users already know.
@@ -60,12 +60,12 @@ from april.core.types import (
 from april.errors import ConfigError
 from april.text.install_command import install
 
-MAX_STOPS = 1_000_000
+MAX_ABORTS = 1_000_000
 """Largest number of times that the same abort may be sent."""
 RETRY_PAUSE_S = 4.0
-"""Seconds before a failed reward function or filter is called again; the next pause is 8 times as long."""
+"""Seconds before a failed reward function or filter is called again; each further pause is 8 times as long."""
 _WEIGHT = re.compile(r"[A-Za-z_]\w*=[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,2})?")
-"""Name of a part with its weight."""
+"""Pattern of an item of ``reward_weights``, such as ``format=0.2``."""
 _ENGINES = {str(engine.model_fields["kind"].default): engine for engine in ENGINE_CONFIGS}
 
 
@@ -76,7 +76,7 @@ def _stop_strings(stop: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _weights(given: Any) -> Any:
-    """Return a mapping of names to weights as words such as ``correct=1.0``."""
+    """Convert a mapping of names to weights to items such as ``correct=1.0``."""
     return [f"{name}={weight}" for name, weight in given.items()] if isinstance(given, Mapping) else one_or_more(given)
 
 
@@ -130,8 +130,8 @@ class Config(Model):
     n_samples_per_prompt: Annotated[PositiveInt, Field(le=65_536)] = 8
     """n: responses per prompt."""
     over_sampling_batch_size: OrAuto[PositiveInt] | None = None
-    """N': number of groups in progress at the same time. None means N. A number below N starts that many groups at a
-    time until N are in progress."""
+    """N': number of groups in progress at the same time. None means N. If it is below N, groups are started in portions
+    of this size until at least N are in progress."""
     partial_rollout: bool = True
     """Keep unfinished responses and continue them in the next step. False with N' > N means tail batching: unfinished
     prompts begin again in rounds of their own, and max_staleness is 0."""
@@ -164,18 +164,17 @@ class Config(Model):
     """Maximum number of samples that all engines together generate at the same time. None means max(N, N') * n, limited
     by the engines' slots. If both this setting and over_sampling_batch_size are auto, april also chooses refill."""
     evaluation_share: Annotated[float, Field(gt=0, le=1), Number] = 0.5
-    """Requests of evaluations that run beside continuous training, beyond max_in_flight and as a share of that number.
-    If the engines are full, training gives way until evaluations have this share of all requests."""
+    """Number of requests reserved for evaluations during continuous training, as a share of max_in_flight and in
+    addition to it. If the engines are full, training gives way until evaluations have this share of all requests."""
     sampling: SamplingConfig = SamplingConfig()
     max_staleness: NonNegativeInt = 5
     """Maximum number of weight updates between the generation of a token and the training of its batch. Also the
     maximum number of delivered batches that may wait for their training at the same time."""
     max_off_policy_share: Annotated[float, Field(gt=0, le=1), Number] = 1.0
-    """Largest share of the trained tokens that may come from older weights when april chooses a setting that is
-    auto."""
+    """Largest share of trained tokens from older weights that april accepts when it chooses a setting that is auto."""
     on_stale: OnStale = OnStale.FINISH
-    """What happens to a sample that is older than max_staleness. Except with drop, steps wait for old samples so that
-    none exceeds the limit."""
+    """What happens to a sample that is older than max_staleness. With all choices but drop, steps wait for samples that
+    are close to the limit."""
     max_age: PositiveInt | None = None
     """Number of weight updates after which a group is generated before all others and the step waits for it. None means
     4 * (max_staleness + 1)."""
@@ -193,21 +192,22 @@ class Config(Model):
     max_filtered_groups: PositiveInt = 1000
     """Maximum number of groups that the filter may reject in a row before the step fails."""
     reward_weights: Annotated[tuple[str, ...], BeforeValidator(_weights), AfterValidator(_weights_of_parts)] = ()
-    """Weights by which the named parts that a reward function returns are summed, as correct=1.0 format=0.2; files and
-    Python may have the mapping {correct: 1.0, format: 0.2}. Empty means that rewards are numbers or have totals of
-    their own."""
+    """Weights for the sum of the named parts that a reward function returns, such as correct=1.0 format=0.2; in files
+    and in Python also a mapping, {correct: 1.0, format: 0.2}. Empty means that reward functions return a number, or
+    parts with a total."""
     extras: Annotated[tuple[str, ...], BeforeValidator(one_or_more), AfterValidator(_each_once)] = ()
-    """Names of rows that engines return with every trained token: routed_experts, for trainers that replay the
-    routing."""
+    """Names of additional data that engines return with every trained token, such as routed_experts for trainers that
+    replay the routing."""
     max_held_tokens: PositiveInt | None = None
-    """Number of held tokens at which april stops drawing prompts beyond those that the step needs. Held tokens belong
-    to samples that are not yet delivered. None means no limit."""
+    """Number of tokens in undelivered samples at which april stops drawing prompts beyond those that the step needs.
+    None means no limit."""
     max_extras_bytes: Bytes = 8 << 30
-    """Size of the held extras, in bytes, at which april stops drawing prompts beyond those that the step needs."""
+    """Size in bytes of the extras of undelivered samples at which april stops drawing prompts beyond those that the
+    step needs."""
     max_attempt_failures: PositiveInt = 3
     """Number of failures of a sample (engine, rollout or reward) after which on_failed_sample applies."""
     max_failed_groups: PositiveInt = 8
-    """Number of groups dropped for failures in a row at which the step fails."""
+    """Number of consecutive groups dropped because of failures at which the step fails."""
     function_timeout_s: Seconds | None = 600.0
     """Longest time that a reward function or filter may take. For a rollout function, the limit holds for each period
     between calls of llm.generate. None means no limit."""
@@ -217,11 +217,11 @@ class Config(Model):
     abort_resend_s: Seconds = 1.0
     """Time after which the same abort is sent again."""
     stall_timeout_s: Seconds | None = 1800.0
-    """Longest time without a new token of a request, or without the response if the engine does not stream. Then april
+    """Longest wait for a new token of a request, or for the response if the engine does not stream. After that, april
     ends the request and continues it elsewhere. None means no limit."""
     warn_after_s: Seconds | None = None
-    """Time of waiting for the same thing after which a warning says what april waits for. None means 60 s, or
-    outage_deadline_s if that is less."""
+    """Wait for the same thing after which a warning says what april waits for. None means 60 s, or outage_deadline_s if
+    that is less."""
     outage_deadline_s: Seconds = 600.0
     """Longest wait while no engine is healthy, and for an engine to load weights or receive a part of them. A transfer
     function of your own may take twice as long."""
@@ -234,13 +234,13 @@ class Config(Model):
     allow_mismatch: bool = False
     """Accept sampling parameters under which a trainer's recomputed log-probabilities cannot match."""
     sampling_of_clients: Literal["plan", "client"] = "plan"
-    """Whose temperature and top_p count in training where an agent's client asks for others: the configured ones
-    (plan), or those of the client (client). Then divide the logits by ``temperatures`` of the batch. In evaluations,
-    those of evaluate() always count."""
+    """Temperature and top_p used in training if an agent's client asks for other values: the configured ones (plan), or
+    the client's (client). With client, divide the logits by the batch's `temperatures`. Evaluations always use those of
+    evaluate()."""
     constraints: Literal["enforce", "hint", "refuse"] = "hint"
     """What happens if an agent's client demands a tool call or JSON: the engine may sample nothing else (enforce), the
-    model is not told and broken_constraints counts the answers that are otherwise (hint), or the request is refused.
-    enforce changes log-probabilities, so it needs allow_mismatch."""
+    model samples freely and the metric broken_constraints counts other answers (hint), or the request is refused
+    (refuse). enforce changes log-probabilities, so it needs allow_mismatch."""
     seed: Seed = 0
     """Seed of all sampling. april derives the seed of each attempt from it."""
     relax_gc: bool = True
@@ -328,9 +328,9 @@ class Config(Model):
         )
         yield self.abort_resend_s > self.abort_deadline_s, "{abort_resend_s=} is longer than {abort_deadline_s=}"
         times = self.abort_deadline_s / self.abort_resend_s
-        yield times > MAX_STOPS, (
+        yield times > MAX_ABORTS, (
             f"{{abort_resend_s=}} would send the same abort {times:.0e} times within {{abort_deadline_s=}}; the most "
-            f"is {MAX_STOPS:,} times"
+            f"is {MAX_ABORTS:,} times"
         )
         if self.allow_mismatch:
             return
@@ -390,7 +390,7 @@ class Config(Model):
         if Work.OVER_SAMPLING in found:
             if Work.IN_FLIGHT in found:
                 found.add(Work.REFILL)
-            if self.max_in_flight is None:  # then its value depends on N'
+            if self.max_in_flight is None:  # the default depends on N'
                 found.add(Work.IN_FLIGHT)
         return tuple(name for name in Work if name in found)
 
@@ -406,7 +406,7 @@ class Config(Model):
 
     @property
     def groups_in_work(self) -> int:
-        """N', or N if N' is None or auto. At least N without partial_rollout, where N' at a time may add up to more."""
+        """N', or N if N' is None or auto. At least N without partial_rollout, as portions of N' groups add up to N."""
         n, given = self.rollout_batch_size, self._number(self.over_sampling_batch_size)
         return (given or n) if self.partial_rollout else max(given or n, n)
 
@@ -531,7 +531,7 @@ def _why_no_yaml(error: Exception) -> str:
 
 
 def _mistake(item: Any) -> Mistake:
-    """Convert one of pydantic's errors to a mistake: setting, error and possible values. Secrets are not shown."""
+    """Convert an error of pydantic to a sentence that names the setting and shows no secrets."""
     loc, kind = item["loc"], None
     if loc[:1] == ("engine",) and len(loc) > 1 and loc[1] in _ENGINES:
         kind, loc = str(loc[1]), ("engine", *loc[2:])
@@ -563,7 +563,7 @@ def _mistake(item: Any) -> Mistake:
 
 _KIND = SettingName("engine.kind")
 _REQUIRED = "the addresses of the servers, such as http://127.0.0.1:8000"
-"""Description of engine.urls, the only required setting of any engine."""
+"""Description of ``engine.urls``. No other setting of any engine is required."""
 
 
 _ENGINE_NAMES = dict.fromkeys(("base_url", "api_base", "server_url", "host", "endpoint", "endpoints"), "urls") | {
@@ -572,12 +572,11 @@ _ENGINE_NAMES = dict.fromkeys(("base_url", "api_base", "server_url", "host", "en
     "served_model_name": "model",
     "router_url": "router",
 }
-"""Settings of an engine, by the names that servers and their clients use."""
+"""Settings of engines, by the names that servers and their clients use."""
 
 
 def _why_unknown(where: SettingName, kind: str | None, value: Any) -> Mistake:
-    """Return a mistake for an unknown setting, with the most likely name. ``kind`` is the engine's kind, or None for
-    settings outside of ``engine``."""
+    """Return a mistake that suggests a name for an unknown setting; ``kind`` is None outside of ``engine``."""
     name = where.path.rpartition(".")[2]
     if kind is not None:
         return _why_unknown_in_engine(where, name, kind)
@@ -589,7 +588,7 @@ def _why_unknown(where: SettingName, kind: str | None, value: Any) -> Mistake:
     sections = {"": Config.model_fields, "sampling.": SamplingConfig.model_fields, "engine.": engines}
     known = [section + field for section, fields in sections.items() for field in fields]
     same = [path for path in known if path.rpartition(".")[2] == name]
-    # the unknown name is in a file, so the suggestion is worded as in a file
+    # suggests a path, not a flag: argparse refuses unknown flags, so the unknown name is from a file or from Python
     near = near or next(iter(same or difflib.get_close_matches(where.path, known, 1, 0.75)), None)
     return Mistake(where, f": unknown setting; {f'do you mean {near}?' if near else 'see april.Config for the names'}")
 

@@ -18,7 +18,7 @@ def _no_bool(value: Any) -> Any:
 
 
 def one_or_more(value: Any) -> Any:
-    """Return a tuple with the value if it is a string, otherwise the value itself."""
+    """Wrap a single string in a tuple; return any other value unchanged."""
     return (value,) if isinstance(value, str) else value
 
 
@@ -37,7 +37,7 @@ def shown_value(value: Any) -> str:
 
 
 def without_contents(value: Any) -> str:
-    """Return a wrong value for an error message; only the type of a collection, because its items may contain a key."""
+    """Format a wrong value for an error message: the type instead of a collection, which may contain an API key."""
     if isinstance(value, int) and value.bit_length() > 64:
         return f"a number of {value.bit_length()} bits"  # Python refuses to print very long integers
     return repr(value) if value is None or isinstance(value, str | int | float) else type(value).__name__

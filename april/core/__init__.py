@@ -1,1 +1,1 @@
-"""The pure state machine: events in, commands out. No asyncio, network, disk, clock or randomness of its own."""
+"""Schedules rollouts as a pure state machine: it turns events into commands, without asyncio, I/O or a clock."""

@@ -1,8 +1,8 @@
 """Aborts attempts (engine requests): sends the abort of each attempt again and again until the attempt has ended.
 
-An engine's acknowledgement of an abort proves nothing; only the end of each attempt does. The abort is sent again every
-``resend_s`` until then. After the deadline, or at most one interval later, the attempt is fenced (its tokens so far are
-kept, nothing more is accepted), and its engine is not used until a probe finds it healthy.
+An engine may acknowledge an abort and still generate, so the abort is sent again every ``resend_s`` seconds until the
+attempt has ended. An attempt that has not ended at the deadline, or at most one interval later, is *fenced*: april
+keeps its tokens so far and accepts no more. The engine of a fenced attempt is not used until a health probe succeeds.
 
 ``rollout_core`` (``_advance`` and ``_stop_everything``) decides which attempts end when a batch is delivered.
 """
@@ -17,36 +17,36 @@ from april.core.types import Attempt, Timer, TimerKind
 
 
 class AbortController:
-    """Tracks the attempts that were asked to end, with one timer for all of them."""
+    """Tracks attempts from their first abort to their end; one timer serves all of them."""
 
     def __init__(self, deadline_s: float, resend_s: float) -> None:
         self._rounds = max(1, round(deadline_s / resend_s))
         self._resend_s = resend_s
         self._pending: dict[str, tuple[Attempt, int]] = {}
-        """(Attempt, number of the timer at which it is fenced) for each attempt that was asked to end, by id."""
+        """(Attempt, number of the timer that fences it), by attempt id, for attempts whose abort was sent."""
         self._timer = 0
         self._timer_running = False
 
     @property
     def pending(self) -> int:
-        """Number of attempts that were asked to end and have not ended."""
+        """Number of attempts whose abort was sent and whose end is awaited."""
         return len(self._pending)
 
     def __contains__(self, attempt_id: str) -> bool:
         return attempt_id in self._pending
 
     def new(self, attempts: Iterable[Attempt]) -> list[Attempt]:
-        """Return those of the attempts that were not asked to end yet."""
+        """Return the attempts whose abort was not sent yet."""
         pending = self._pending
         return [attempt for attempt in attempts if attempt.id not in pending]
 
     def stop(self, new: list[Attempt], in_flight: dict[str, int]) -> list[Command]:
-        """Return the commands that ask engines to end attempts that were not asked to end yet.
+        """Return the commands that abort ``new`` attempts, and track these attempts.
 
-        ``in_flight`` counts all attempts per engine, so that one abort can end all attempts of an engine. It must be
-        empty if new attempts may start meanwhile, as such an abort would also end the new attempts.
+        ``in_flight`` has the number of all attempts per engine. An engine all of whose attempts are aborted gets one
+        abort of everything. Pass an empty mapping if attempts may start meanwhile, as that abort would end them, too.
         """
-        last = self._timer + self._rounds  # counts one timer more if one is running, as its interval is then shorter
+        last = self._timer + self._rounds  # a running timer does not count, as part of its interval has passed
         self._pending.update({attempt.id: (attempt, last) for attempt in new})
         commands = self._abort_commands(new, in_flight)
         if new and not self._timer_running:
@@ -58,7 +58,7 @@ class AbortController:
         self._pending.pop(attempt_id, None)
 
     def timer_fired(self, timer: Timer, in_flight: dict[str, int]) -> tuple[list[Command], list[Attempt]]:
-        """Send aborts again and fence attempts past the deadline; return (commands, attempts fenced now)."""
+        """Send aborts again and fence late attempts; return (commands, attempts that are fenced now)."""
         if timer.number != self._timer or not self._timer_running:
             return [], []
         self._timer_running = False

@@ -1,11 +1,11 @@
-"""Data that accompanies the tokens of a conversation: attachments, such as images, and extras, such as routed experts.
+"""Defines what accompanies a conversation's tokens: attachments, such as images, and extras, such as routed experts.
 
-An *attachment* is a block of bytes, or a file, identified by the hash of its content. In a conversation's tokens it
-takes as many tokens as the model reads for it; everything that counts tokens counts these.
+An *attachment* is a block of bytes, or a file, identified by the hash of its content. In the conversation's token ids
+it occupies one position for each token that the model reads for it; all token counts include these positions.
 
-*Extras* are named arrays that an engine returns with the tokens that it generates. They have one row for each token of
-the conversation except the first, computed in the step in which the model read the token before. Each row is kept from
-the attempt that generated its token; the rows of a prompt come from its first attempt.
+*Extras* are named arrays that an engine returns with the tokens that it generates. Row i of an array was computed when
+the model read token i of the conversation and predicted token i + 1, so there is one row fewer than there are tokens.
+april keeps row i from the attempt (engine request) that generated token i + 1, or from the first attempt for a prompt.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 Rows = NDArray[Any]
-"""Array [R, ...] with one row per token, of any number type."""
+"""Array [R, ...] of any number type, with one row per token."""
 Extras = Mapping[str, Rows]
 """Row arrays by name; all have the same number of rows."""
 
 
 class NoRows(dict[str, Any]):
-    """An empty mapping; hashable so that it can be a field's default, which is cheaper than a default factory."""
+    """An empty mapping that is hashable, so that a dataclass accepts it as a default; a default factory is slower."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]  # safe, as nobody changes it: Extras is a read-only type
 
@@ -38,7 +38,7 @@ class Attachment:
     """Bytes attached to a prompt, such as an image, in memory (``data``) or in a file (``path``); equal by content."""
 
     kind: str
-    """Kind of attachment, by the name that engines use, such as ``image``."""
+    """Kind of attachment, named as engines name it, such as ``image``."""
     digest: str
     """SHA-256 of the bytes in hexadecimal, by which servers and caches identify the attachment."""
     size: int = field(compare=False)
@@ -61,25 +61,22 @@ class Attachment:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """An attachment with its place in a conversation: the model reads tokens [at, at + count) for it."""
+    """An attachment with its position: it occupies the tokens [at, at + count) of a conversation."""
 
     attachment: Attachment
     at: int
     count: int
     stands: tuple[int, ...]
-    """Placeholder tokens that replace these in a request to an engine that expands prompts itself."""
+    """Placeholder tokens that are sent instead of these tokens to engines that expand placeholders themselves."""
 
     @property
     def end(self) -> int:
-        """Position of the token after it."""
+        """Position of the first token after the attachment."""
         return self.at + self.count
 
 
 def collapsed(token_ids: NDArray[np.int32], attached: Sequence[Placed]) -> NDArray[np.int32]:
-    """Return a conversation as int32 [K] for an engine that expands prompts itself.
-
-    The tokens of each attachment are replaced by its placeholder tokens.
-    """
+    """Replace each attachment's tokens by its placeholder tokens, for an engine that expands these itself."""
     if not attached:
         return token_ids
     parts, at = [], 0
@@ -95,12 +92,12 @@ def before(attached: Sequence[Placed], end: int) -> tuple[Placed, ...]:
 
 
 def rows_of(extras: Extras) -> int:
-    """Return the number of rows; 0 if there are none."""
+    """Return the number of rows of each array; 0 without arrays."""
     return next((len(rows) for rows in extras.values()), 0)
 
 
 def joined(extras: Extras, more: Extras) -> Extras:
-    """Return rows followed by more rows; arrays of one name must have the same row shape and kind of number."""
+    """Return the arrays with the rows of ``more`` appended; row shapes and kinds of number must match."""
     return {name: np.concatenate((extras[name], rows)) for name, rows in more.items()} if extras else more
 
 
@@ -110,7 +107,7 @@ def first_rows(extras: Extras, count: int) -> Extras:
 
 
 def whole_rows(extras: Extras, count: int) -> Extras:
-    """Return ``count`` read-only rows; rows missing at the end are copies of the last row, on which no loss depends."""
+    """Return arrays of ``count`` read-only rows. Missing rows repeat the last row; no loss depends on them."""
     whole = {}
     for name, rows in extras.items():
         missing = np.repeat(rows[-1:], count - len(rows), axis=0)
@@ -120,17 +117,17 @@ def whole_rows(extras: Extras, count: int) -> Extras:
 
 
 def note_layout(layout: dict[str, Rows], extras: Extras, names: Sequence[str]) -> None:
-    """Record in ``layout`` the shape and type of the first rows of each name; later rows must match these."""
+    """Record in ``layout`` the row shape and type of names that arrive for the first time; later rows must match."""
     for name in names:
         if name not in layout and name in extras:
             layout[name] = np.empty((0, *extras[name].shape[1:]), extras[name].dtype)
 
 
 def wrong_rows(extras: Extras, names: Sequence[str], count: int, layout: Extras = NO_EXTRAS) -> str | None:
-    """Describe why ``extras`` are not the ``count`` rows that were requested; None if they are.
+    """Return what is wrong with ``extras``, which must have ``count`` valid rows for each name; None if nothing is.
 
-    ``layout`` has earlier rows of the run, by name. New rows must have the same shape and kind of number, so that they
-    fit into one array; the number of bytes per value may differ, as an engine may send small ids as single bytes.
+    ``layout`` has the layout of the run's earlier rows. New rows must have the same shape and kind of number, so that
+    all fit into one array; the bytes per value may differ, as an engine may send small ids as single bytes.
     """
     for name in names:
         rows = extras.get(name)

@@ -1,7 +1,7 @@
 """Records every attempt (engine request) in flight, and builds requests with their tokens, budget and seed.
 
 Invariants: an attempt is in the book from its submission until its end is handled; each end is handled exactly once.
-Attempt ids have a fixed length, because engines match ids by prefix; no id is reused, not even after a restart. An
+Attempt ids have a fixed length, because engines match ids by prefix; no id is used twice, even across restarts. Each
 attempt continues one chain (conversation) of its sample.
 """
 
@@ -22,8 +22,7 @@ from april.core.types import Attempt, Chain, GenerateCall, OnWeightUpdate, Reque
 from april.core.versions import PolicyVersion
 
 EVALUATION_MARK = 0xFFFF
-"""Replaces the incarnation (number of restarts) in the attempt ids of evaluations, so that these ids differ from those
-of training."""
+"""Number in attempt ids of evaluations, in place of the incarnation (number of restarts) in those of training."""
 
 
 class AttemptBook:
@@ -34,7 +33,7 @@ class AttemptBook:
         self._engines = engines
         self._number = self._evaluation_number = 0
         self.in_flight: dict[str, Attempt] = {}
-        """Attempts of training in flight, by id."""
+        """Training requests (attempts) in flight, by attempt id."""
         self.of_evaluations: dict[str, Attempt] = {}
         """Attempts of evaluations in flight, by id."""
 
@@ -49,7 +48,7 @@ class AttemptBook:
         return self.in_flight.get(attempt_id) or self.of_evaluations.get(attempt_id)
 
     def room(self, chain: Chain) -> int:
-        """Return the longest response that the limits allow for the chain, environment tokens included."""
+        """Return the maximum number of response tokens of the chain, environment tokens included."""
         return min(self._settings.max_response_len, self._engines.max_context - len(chain.prompt))
 
     def budget(self, call: GenerateCall) -> int:
@@ -77,9 +76,9 @@ class AttemptBook:
         able = self._engines.states[engine].limits
         # with KEEP, a weight update ends requests that have no token yet; only a stream shows whether they have one
         keeps = s.on_weight_update is OnWeightUpdate.KEEP and evaluation is None and able.streams
-        # April searches for stop strings itself where an engine cannot, as the engine does not know what an earlier
-        # attempt wrote. April also does so under a grammar: a call that is cut begins again there with the same seed,
-        # so the engine would again stop at a string that april does not find.
+        # An engine knows only the text of its own request, so april searches for stop strings itself once a call was
+        # cut. Under a grammar it always does: if an engine stops at a string that april does not find, the call is
+        # sent again, and a call with a grammar begins again with the same seed, so it would stop there for ever.
         begins = held == call.start and not call.sampling.grammar
         searched = able.stop_strings and begins and not call.failures
         request = Request(
@@ -117,10 +116,7 @@ class AttemptBook:
         return attempt
 
     def ends_in_stop(self, call: GenerateCall) -> bool:
-        """Return True if the call's tokens end in EOS or a stop token.
-
-        A partial response from a saved state may already end so; it is complete then.
-        """
+        """Return True if the call's tokens, perhaps restored from a saved state, already end in EOS or a stop token."""
         tape = call.chain.tape
         if len(tape) - call.start <= call.sampling.min_tokens:
             return False

@@ -1,10 +1,10 @@
-"""Decides what happens when an attempt (engine request) ends, fails or stalls.
+"""Submits attempts (engine requests), and decides what happens when one ends, fails or stalls.
 
 The tokens of the attempt are stored or dropped, and its call is completed, sent again or given up.
 
 ``engine_recovery`` decides when an engine that failed or was busy is used again. Invariants: the tokens of an attempt
-are stored before anything else is decided; if a sample has stopped waiting for an attempt, the attempt's tokens are
-dropped when it ends, for the reason for which the sample stopped waiting.
+are stored before anything else is decided; the tokens of an attempt for which its sample no longer waits are dropped
+when it ends, for the reason in ``Attempt.drop_reason``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from april.errors import InvariantError
 # module-level names, as an enum member costs 60 ns per use on Python 3.11 and these are used at every event
 STOP, LENGTH, ABORT = EngineFinish.STOP, EngineFinish.LENGTH, EngineFinish.ABORT
 SILENT, DOUBTFUL, ABANDONED = AttemptState.SILENT, AttemptState.DOUBTFUL, AttemptState.ABANDONED
-_REJECTED_FOR = {
+_DROP_REASON_OF_REJECTED = {
     AttemptFailure.WEIGHTS_WRITTEN: DropReason.UNKNOWN_WEIGHTS,
     AttemptFailure.NO_TEXT: DropReason.FAILED,
 }
@@ -36,7 +36,7 @@ class AttemptResults:
         self._lifecycle = lifecycle
 
     def submit(self, call: GenerateCall, engine: str) -> None:
-        """Start an attempt at ``engine`` for the tokens that the call still lacks."""
+        """Start an attempt at ``engine`` that generates the call's remaining tokens."""
         context, sample, held = self._context, call.sample, len(call.chain.tape.tokens)
         state = context.engines.states[engine]
         if context.clock.current not in state.loaded or not state.has_room:
@@ -52,12 +52,12 @@ class AttemptResults:
         context.out.append(do.Submit(attempt))
 
     def stop_found(self, event: ev.StopFound) -> None:
-        """Stop an attempt whose text contains a stop string: its response is complete."""
+        """Abort an attempt whose text contains a stop string, as its response is complete."""
         if attempt := self._attempt_in_flight(event.attempt_id):
             self._context.stop([attempt])
 
     def attempt_stalled(self, event: ev.AttemptStalled) -> None:
-        """Ask the engine to end an attempt for which it sent no token for too long; another engine may continue."""
+        """Abort an attempt for which the engine sent no token for too long, so that another engine can continue."""
         attempt = self._attempt_in_flight(event.attempt_id)
         if attempt is None:
             return
@@ -68,7 +68,7 @@ class AttemptResults:
         self._context.stop([attempt])
 
     def _attempt_in_flight(self, attempt_id: str) -> Attempt | None:
-        """Return the attempt in flight; None, counted as a late event, if it has already ended."""
+        """Return the attempt in flight; if it has already ended, count a late event and return None."""
         attempt = self._context.attempts.get(attempt_id)
         self._context.counters["late_events"] += attempt is None
         return attempt
@@ -80,7 +80,7 @@ class AttemptResults:
         if attempt is None:
             return
         came = counts.tokens
-        # an attempt that was aborted without tokens may never have reached the engine, so does not show that it works
+        # an attempt aborted without tokens may never have reached the engine, so it does not show that the engine works
         if not event.fenced and (event.finish is not ABORT or came or counts.after_stop):
             context.engines.count_end(attempt.engine, context.engines.states[attempt.engine].in_flight)
         self._store_tokens(attempt, event.finish, counts)
@@ -117,14 +117,14 @@ class AttemptResults:
         counters["failed_attempts"] += 1
         counters["busy_refusals"] += kind is AttemptFailure.BUSY
         tokens.observe(event.rejected)
-        tokens.drop(event.rejected, _REJECTED_FOR.get(kind, DropReason.CORRUPT))
+        tokens.drop(event.rejected, _DROP_REASON_OF_REJECTED.get(kind, DropReason.CORRUPT))
         if corrupt:
             tokens.observe(came)
             tokens.drop(came, DropReason.CORRUPT)
         else:
             self._store_tokens(attempt, ABORT, event.counts)
-        # A request that broke off quarantines the engine until a probe; corrupt answers do so only after several in a
-        # row. An engine that is busy, rejects one request or sends tokens that april cannot decode is still healthy.
+        # One request that broke off quarantines the engine until a probe succeeds; corrupt answers do so after several
+        # in a row. An engine that is busy, rejects a request or sends tokens that april cannot decode is healthy.
         if corrupt or kind is AttemptFailure.BROKE_OFF:
             context.engine_failed(attempt.engine, at_once=not corrupt)
         call = attempt.call
@@ -158,7 +158,7 @@ class AttemptResults:
         The sample fails after too many failed attempts in a row that brought no token.
         """
         call = attempt.call
-        progressed &= attempt.begins_again is None  # tokens that are generated again are no progress
+        progressed &= attempt.begins_again is None  # tokens that must be generated again are no progress
         call.failures = 0 if progressed else call.failures + 1
         self._queue_for_another_engine(attempt, f"attempt failed: {error}", error, kind)
         if call.failures >= self._context.settings.max_attempt_failures:
@@ -172,7 +172,7 @@ class AttemptResults:
         self._calls.queue(attempt.call, why)
 
     def _close(self, event: ev.AttemptEnded | ev.AttemptFailed) -> Attempt | None:
-        """Remove the attempt from the attempts in flight and return it; None if it had already ended."""
+        """Remove the attempt from the attempts in flight and return it; return None if it had already ended."""
         context, after_stop = self._context, event.counts.after_stop
         attempt = context.attempts.close(event.attempt_id)
         if attempt is None:
@@ -217,11 +217,11 @@ class AttemptResults:
         chain.tape.add_attempt(
             attempt.tape, attempt.id, attempt.engine, temperature, attempt.over, constrained=attempt.constrained
         )
-        if count:  # without tokens, the cached prefix of an earlier attempt is still the longest
+        if count:  # without tokens, the engine of an earlier attempt still caches the longest prefix
             if attempt.tape.extras:
                 chain.add_extras(attempt.tape.extras)
             state = self._context.engines.states[attempt.engine]
-            # with on_weight_update: keep, the request's keys and values are of older weights, and the engine does not
-            # reuse them for later requests
+            # with on_weight_update: keep, the engine computed the request's keys and values with older weights, and
+            # does not reuse them for later requests
             kept = attempt.over not in (None, state.version)
             chain.cached_on, chain.cache_key = "" if kept else attempt.engine, state.cache_key

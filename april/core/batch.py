@@ -1,8 +1,9 @@
-"""Defines the batch that april delivers to the trainer: ragged and padded arrays, with the origin of each token.
+"""Defines the batch that april delivers to the trainer: its rows, and ragged and padded arrays of their values.
 
 A batch has ``rollout_batch_size`` finished groups or, with a group quorum below 1, as many samples as these groups
 would have. The rows are ordered by group; ``group_ids[row]``, ``sample_indices[row]`` and ``samples[row].id`` identify
-the sample of a row. Shapes: B rows; T tokens of a response and P tokens of a prompt, in padded arrays of the longest.
+the sample of a row. In shapes, B is the number of rows, P the length of a prompt and T that of a response; in padded
+arrays, P and T are the longest of the batch.
 """
 
 from __future__ import annotations
@@ -47,54 +48,54 @@ _warned_of: set[str] = set()
 class DeliveredSample:
     """One row of a batch: a finished response.
 
-    If a rollout function used several conversations, its sample has a row for each conversation with generated tokens;
-    these rows share the sample's ``id``, and its reward and cohort unless the reward function returned one of each row.
+    If a rollout function used several conversations, each one with generated tokens is a row. These rows have the same
+    ``id``, and the same reward and cohort unless the reward function returned one reward per row.
     """
 
     id: SampleId
     prompt: Prompt
-    """prompt of this row; for a further conversation, the tokens of its first call"""
+    """prompt of the sample; in a later conversation, the tokens of its first ``llm.generate`` call"""
     tokens: Int32
     """int32 [T], EOS included"""
     logprobs: Float32
     """float32 [T], behaviour log-probabilities in nats; 0 for environment tokens"""
     loss_mask: UInt8
-    """uint8 [T], 1 where the policy generated the token and it is not too old"""
+    """uint8 [T], 1 for tokens that the policy generated and that are not older than ``max_staleness``"""
     segments: tuple[Segment, ...]
     staleness: int
-    """age of the oldest generated token when it is trained, in weight updates; each batch that was delivered earlier
-    and is not trained yet counts as one update"""
+    """number of weight updates between the oldest generated token and its training; each batch that was delivered
+    earlier and is not trained yet counts as one update"""
     reward: float
     cohort: tuple[tuple[int, float], ...]
-    """(index, reward) of the first k samples of the group to finish, in that order. k is the number that the group
-    quorum requires; without a quorum, these are all samples of the group. If the reward belongs to this row alone, the
-    cohort has the rewards of the same row of all samples that have such a row"""
+    """(sample index, reward) of the first k samples of the group to finish, in that order. k is the group's quorum, by
+    default all samples of the group. If the reward function returned one reward per row, the cohort has the rewards of
+    this row only, and only of samples that have it"""
     finish: FinishReason
     attempts: int
     """number of requests to engines"""
     resumes: int
-    """number of these requests that continued a call after its first token"""
+    """number of requests to engines that continued a partly generated response"""
     chain: int = 0
     """index of the row's conversation within its sample; 0 is the first"""
     attached: tuple[Placed, ...] = ()
     """attachments of the conversation, such as images: those of ``prompt`` and of later tool results"""
     extras: Extras = field(default=NO_EXTRAS, compare=False)
-    """per-token arrays by name, [P + T - 1, ...], read-only. Row i comes from the engine request that generated token
-    i + 1 of prompt and response, and was computed when the model read token i. After the last generated token, the last
-    row is repeated"""
+    """per-token arrays from engines by name, such as routed experts: [P + T - 1, ...], read-only. Row i was computed
+    when the model read token i of prompt and response, to predict token i + 1. Rows beyond the last generated token
+    repeat the last row before it"""
     turns: tuple[tuple[int, int], ...] = ()
-    """(start, end) of the response tokens of each call of ``llm.generate`` that generated tokens"""
+    """(start, end) of each turn in the response; a turn is a call of ``llm.generate`` that generated tokens"""
     row_reward: RowReward | None = field(default=None, compare=False)
     """the reward with its parts, arrays and note; None if the reward function returned a number"""
     cohort_values: Extras = field(default=NO_EXTRAS, compare=False, repr=False)
-    """parts and values per turn of the samples of ``cohort``, float32 [k, values] by name, padded with NaN; from these,
-    :meth:`Batch.advantages` takes the baselines of parts and turns"""
+    """parts and values per turn of the cohort's rewards, float32 [k, values] by name, padded with NaN;
+    :meth:`Batch.advantages` computes the baselines of parts and turns from them"""
     output: Any = field(default=None, compare=False, repr=False)
     """return value of the sample's rollout function; None outside of the process that ran the function"""
 
     @property
     def versions(self) -> Int32:
-        """Policy version of each token as int32 [T, 2]: (incarnation, which is the number of restarts; ``n``)."""
+        """int32 [T, 2], policy version of each token: (incarnation, ``n``), which count restarts and weight updates."""
         return versions_of(self.segments)
 
     @property
@@ -128,7 +129,7 @@ class DeliveredSample:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The batch that a step delivers to the trainer; april keeps its samples until it is committed."""
+    """The batch that a step delivers to the trainer; april keeps the samples until the trainer commits it."""
 
     id: int
     version: PolicyVersion
@@ -139,26 +140,26 @@ class Batch:
     """number of rows in this batch per group; sums to len(samples)"""
     metrics: Mapping[str, float]
     logprob_kind: str = "temperature"
-    """Distribution of ``logprobs``:
+    """Distribution from which ``logprobs`` are computed:
 
     ``temperature``: log_softmax(logits / temperature).
-    ``processed``: the distribution that was sampled from; it equals ``temperature`` with top_p 1, min_tokens 0 and a
-    temperature above 0.
+    ``processed``: the distribution that was sampled from; equal to ``temperature`` if top_p is 1, min_tokens is 0 and
+    the temperature is above 0.
     ``raw``: log_softmax(logits); allowed only at temperature 1, where it equals ``temperature``.
     ``unknown``: not known; allowed only at temperature 1.
-    ``mixed``: differs by engine; the ``segments`` of a row name the engine of each token.
+    ``mixed``: differs between engines; the ``segments`` of a row name the engine of each token.
     Tokens with ``constrained_mask`` 1 are always ``processed``."""
     bottleneck: str = ""
-    """Sentence for users: which side the step waited for, how long and why, and what to change. Empty if the step took
-    no time"""
+    """Sentence for users that says what the step waited for, how long and why, and what to change; empty if the step
+    took no time"""
     branches: Mapping[int, int] = field(default_factory=dict)
-    """For each restart: the version number ``n`` from which the restarted run went on, by the incarnation before it."""
+    """Version number ``n`` from which each restarted run went on, by the incarnation (restart count) before it"""
     _part: BatchShare | None = None
-    """which share of the whole batch this one is, set by :meth:`split`; None for a whole batch"""
+    """share of the whole batch that this batch is, set by :meth:`split`; None for a whole batch"""
     _no_rows: Extras = field(default=NO_EXTRAS, repr=False, compare=False)
-    """extras without rows, set by :meth:`split`, from which a share without samples takes shapes and types"""
+    """extras with 0 rows, set by :meth:`split`, so that a share without samples knows their shapes and types"""
     _no_values: RowReward | None = field(default=None, repr=False, compare=False)
-    """reward whose arrays have no rows, set by :meth:`split` for the same purpose"""
+    """reward whose arrays have 0 rows, set by :meth:`split`, so that a share without samples knows their layout"""
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -174,12 +175,12 @@ class Batch:
 
     @property
     def trained_at(self) -> PolicyVersion:
-        """Version at which the batch will be trained: one update later for each untrained batch delivered before it."""
+        """Expected version when the batch is trained: each untrained batch delivered before it adds one update."""
         return self.version._replace(n=self.version.n + int(self.metrics.get("batches_out", 0.0)))
 
     @cached_property
     def share(self) -> BatchShare:
-        """Which share of the whole batch this one is, and the totals by which a loss over all shares is divided.
+        """Share of the whole batch that this batch is, and the totals by which a loss over all shares is divided.
 
         Pass it to :func:`april.loss_weights`. In a loss of your own, divide by its ``samples`` or ``loss_tokens``,
         which count the whole batch.
@@ -236,18 +237,18 @@ class Batch:
 
     @cached_property
     def rewards(self) -> Float32:
-        """float32 [B], reward of each row: that of its sample, unless rewards belong to conversations."""
+        """float32 [B], reward of each row: its sample's reward, or its own if there is one reward per row."""
         return np.array([s.reward for s in self.samples], np.float32)
 
     @cached_property
     def parts(self) -> dict[str, Float32]:
-        """float32 [B] by name, parts of each row's reward; empty if the reward function returned numbers."""
+        """float32 [B] by name, named parts of each row's reward; empty if the reward function returned numbers."""
         names = () if self._layout is None else self._layout.parts
-        return {name: np.array([_of(s).parts[name] for s in self.samples], np.float32) for name in names}
+        return {name: np.array([_reward_of(s).parts[name] for s in self.samples], np.float32) for name in names}
 
     @property
     def _layout(self) -> RowReward | None:
-        """A reward with the names, shapes and types that all rewards have; None if these are numbers."""
+        """Any reward of the batch, as all have the same names, shapes and types; None if rewards are plain numbers."""
         return self.samples[0].row_reward if self.samples else self._no_values
 
     @cached_property
@@ -284,8 +285,8 @@ class Batch:
     def token_ages(self) -> Int32:
         """int32 [sum of T], number of weight updates between each token and its training; 0 for environment tokens.
 
-        The rows are laid out as in :meth:`ragged`. For a token from before a restart, the age is the number of updates
-        between its version and the version from which the restarted run went on, plus the updates since.
+        The rows are concatenated as in :meth:`ragged`. For a token from before a restart, the age is the number of
+        updates between its version and the version from which the restarted run went on, plus the updates since.
         """
         clock = VersionClock(self.trained_at, dict(self.branches))
         ages, counts = [], []
@@ -298,18 +299,18 @@ class Batch:
     def advantages(
         self, method: Method = "grpo", *, of: str = "", epsilon: float = 1e-6, ddof: int = 0
     ) -> Float32:
-        """float32 [B], advantages: each response is compared with the first other samples of its group to finish.
+        """Return advantages, float32 [B]: each response is compared with the first others of its group to finish.
 
-        These are :attr:`DeliveredSample.baseline_rewards`; with a group quorum below 1, they may be in other batches.
-        Without a quorum they are all other samples of the group, as in the textbook.
+        The rewards of these others are :attr:`DeliveredSample.baseline_rewards`. By default they are all others of the
+        group, as in the textbook; with a group quorum below 1, they may be in other batches.
         ``method`` is ``grpo``, ``dr_grpo``, ``rloo``, ``dapo`` or ``gspo``; see :func:`april.group_advantages` for
         formulas, papers and errors.
 
-        ``of`` names what is compared instead of the rewards. A part gives float32 [B]; a weighted sum of several parts'
-        advantages is GDPO's, before it is normalised over the batch. Values per turn give float32 [B, T] by GRPO's
-        formula for process rewards: see :func:`~april.corrections.advantages.process_advantages`.
+        ``of`` names values to compare instead of the rewards. For a part of the rewards, the result is float32 [B]; the
+        weighted sum of such results is GDPO's advantage before its normalisation over the batch. For values per turn,
+        it is float32 [B, T]: see :func:`~april.corrections.advantages.process_advantages`.
 
-        Raises ValueError for a name that the rewards do not have, and for values per turn with a method but ``grpo``.
+        Raises ValueError if the rewards have no values named ``of``, or for values per turn without ``method="grpo"``.
         """
         own, cohorts = [s.reward for s in self.samples], [s.cohort for s in self.samples]
         if of:
@@ -320,7 +321,7 @@ class Batch:
                 raise ValueError(f"advantages: of must name a part or values per turn ({has} of them), got {of!r}")
             if of not in self.parts:
                 return self._turn_advantages(of, method, epsilon, ddof)
-            own = [_of(s).parts[of] for s in self.samples]
+            own = [_reward_of(s).parts[of] for s in self.samples]
             tables = [s.cohort_values[of][:, 0].tolist() if s.cohort else [] for s in self.samples]
             cohorts = [
                 tuple((index, value) for (index, _), value in zip(cohort, values, strict=True))
@@ -339,7 +340,7 @@ class Batch:
         advantages = np.zeros((len(self), int(self.lengths.max(initial=0))), np.float32)
         for row, s, others in zip(advantages, self.samples, first_others_of(self.sample_indices, places), strict=True):
             table = s.cohort_values.get(of, others)[others[~np.isnan(others)].astype(np.int64)]
-            found = process_advantages(_of(s).per_turn[of], table[~np.isnan(table)], epsilon=epsilon, ddof=ddof)
+            found = process_advantages(_reward_of(s).per_turn[of], table[~np.isnan(table)], epsilon=epsilon, ddof=ddof)
             for (start, end), advantage in zip(s.turns, found, strict=True):
                 row[start:end] = advantage
         return advantages
@@ -363,7 +364,7 @@ class Batch:
 
     @property
     def extras(self) -> tuple[str, ...]:
-        """Names of the per-token arrays (extras) of its rows."""
+        """Names of the extras: per-token arrays that engines returned."""
         return tuple(self.samples[0].extras if self.samples else self._no_rows)
 
     def ragged(self) -> dict[str, NDArray[Any]]:
@@ -371,12 +372,13 @@ class Batch:
 
         ``prompt_ids`` int32 [sum of P], ``prompt_offsets`` int64 [B + 1]; ``response_ids`` int32, ``logprobs`` float32,
         ``loss_mask``, ``kept_mask`` and ``constrained_mask`` uint8, ``temperatures`` float32, ``version_n`` and
-        ``version_incarnation`` int32, all [sum of T],
-        ``response_offsets`` int64 [B + 1]; ``rewards`` float32, ``group_ids`` int64, ``sample_numbers`` and
-        ``staleness`` int32, all [B]. Extras are under their own names, [sum of P + T - 1, ...], with
-        ``extras_offsets`` int64 [B + 1]. So is what rewards have: parts float32 [B], values per token [sum of T, ...],
-        values per turn [sum of turns, ...] with ``turn_offsets`` int64 [B + 1] and ``turn_numbers`` int32 [sum of T],
-        the number of each token's turn in its row, -1 for tokens of the environment.
+        ``version_incarnation`` int32, all [sum of T], ``response_offsets`` int64 [B + 1]; ``rewards`` float32,
+        ``group_ids`` int64, ``sample_numbers`` and ``staleness`` int32, all [B].
+
+        Extras are under their own names, [sum of P + T - 1, ...], with ``extras_offsets`` int64 [B + 1]. The values of
+        rewards are under their own names, too: parts float32 [B], values per token [sum of T, ...], values per turn
+        [sum of turns, ...] with ``turn_offsets`` int64 [B + 1] and with ``turn_numbers`` int32 [sum of T], the number
+        of each token's turn in its row (-1 for environment tokens).
         """
         samples = self.samples
         prompts = [s.prompt.token_ids for s in samples]
@@ -386,9 +388,9 @@ class Batch:
             arrays[name] = _joined(rows, dtype)
         if layout is not None:
             for name, empty in layout.per_token.items():
-                arrays[name] = np.concatenate([_of(s).per_token[name] for s in samples] or [empty])
+                arrays[name] = np.concatenate([_reward_of(s).per_token[name] for s in samples] or [empty])
             for name, empty in layout.per_turn.items():
-                rows = [_of(s).per_turn[name] for s in samples]
+                rows = [_reward_of(s).per_turn[name] for s in samples]
                 arrays |= {name: np.concatenate(rows or [empty]), "turn_offsets": _offsets(rows)}
         arrays["response_offsets"] = _offsets([s.tokens for s in samples])
         for name in self.extras:
@@ -408,11 +410,11 @@ class Batch:
         ``left_pad_prompts`` they are [B, P + T] and every response begins in column P: the layout of trainers that
         slice the last T columns of the logits. Without it they are [B, longest sum], padded on the right only, and
         response i begins in column ``prompt_mask[i].sum()``. Extras are under their own names and have the same first
-        two dimensions: a row is in the column of the token that was read to compute it, and other columns are 0.
+        two dimensions: each row is in the column of the token that was read to compute it, and other columns are 0.
 
-        What rewards have is under its own names, padded with 0: parts float32 [B]; values per token [B, T, ...], beside
-        the tokens of ``response_ids``; values per turn [B, most turns, ...], with ``turn_numbers`` int32 [B, T], which
-        is -1 for tokens of the environment and in the padding.
+        The values of rewards are under their own names, padded with 0: parts float32 [B]; values per token [B, T, ...]
+        in the columns of ``response_ids``; values per turn [B, most turns, ...], with ``turn_numbers`` int32 [B, T],
+        the number of each token's turn in its row (-1 for environment tokens and in the padding).
 
         Raises TypeError for a ``pad_id`` that is not an integer.
         """
@@ -434,9 +436,9 @@ class Batch:
             arrays[name] = pad(rows, fill, dtype)
         if layout is not None:
             for name, empty in layout.per_token.items():
-                arrays[name] = pad([_of(s).per_token[name] for s in samples], 0, empty.dtype, empty.shape[1:])
+                arrays[name] = pad([_reward_of(s).per_token[name] for s in samples], 0, empty.dtype, empty.shape[1:])
             for name, empty in layout.per_turn.items():
-                arrays[name] = pad([_of(s).per_turn[name] for s in samples], 0, empty.dtype, empty.shape[1:])
+                arrays[name] = pad([_reward_of(s).per_turn[name] for s in samples], 0, empty.dtype, empty.shape[1:])
         if left_pad_prompts:
             arrays["input_ids"] = np.concatenate((arrays["prompt_ids"], arrays["response_ids"]), axis=1)
             arrays["attention_mask"] = np.concatenate((arrays["prompt_mask"], arrays["response_mask"]), axis=1)
@@ -455,7 +457,7 @@ class Batch:
 
 
 def with_all_rows(samples: Sequence[DeliveredSample]) -> list[DeliveredSample]:
-    """Return the samples; those without generated tokens, and so without extras, get zeros of the right shape."""
+    """Return the samples, with zeros as extras for samples that have no generated tokens and so no extras."""
     first = next((s.extras for s in samples if s.extras), NO_EXTRAS)
 
     def whole(s: DeliveredSample) -> DeliveredSample:
@@ -469,9 +471,9 @@ def with_all_rows(samples: Sequence[DeliveredSample]) -> list[DeliveredSample]:
 def deliver_sample(
     sample: Sample, staleness_of: Callable[[PolicyVersion], int], max_staleness: int | None
 ) -> list[DeliveredSample]:
-    """Return the batch rows of a finished sample; tokens older than ``max_staleness`` (None: no limit) get loss mask 0.
+    """Return the batch rows of a finished sample. Tokens older than ``max_staleness`` get loss mask 0 (None: no limit).
 
-    The arrays are copies: the trainer may write into them, and a saved state still holds what was sampled.
+    The arrays are copies, so that the trainer may write into them without changing the sample in saved states.
     """
     if sample.finish is None:
         raise ValueError(f"{sample.id} is not finished")
@@ -518,23 +520,23 @@ def deliver_sample(
 
 
 def _cohort_of(group: Group, own: RowReward | None) -> tuple[Cohort, Extras]:
-    """Return the cohort with which a row is compared, and its values by name, float32 [k, values].
+    """Return the cohort with which a row is compared, and the cohort's values by name, float32 [k, values].
 
-    A reward of one row is compared with the rewards of the same row of those samples that have this row.
+    A reward that belongs to one row is compared with the rewards of the same row of the samples that have this row.
     """
     values = group.cohort_values
     if not values or own is None:
         return group.cohort, NO_EXTRAS
     if own.row is None:
         return group.cohort, {name: table[:, 0] for name, table in values.items()}
-    rewards = values[""][:, own.row : own.row + 1, 0]  # no column if only later samples have so many rows
+    rewards = values[""][:, own.row : own.row + 1, 0]  # empty if no sample of the cohort has so many rows
     there = np.flatnonzero(np.isfinite(rewards))
     cohort = tuple((group.cohort[m][0], float(rewards[m, 0])) for m in there)
     return cohort, {name: table[there][:, own.row] for name, table in values.items() if name and len(there)}
 
 
-def _of(row: DeliveredSample) -> RowReward:
-    """Return the reward of a row of a batch whose rewards are more than numbers."""
+def _reward_of(row: DeliveredSample) -> RowReward:
+    """Return the reward of a row, in a batch whose rewards are not plain numbers."""
     assert row.row_reward is not None
     return row.row_reward
 
@@ -550,7 +552,7 @@ class SampleFigures(NamedTuple):
     resumes: int
     generated: int
     stale: int
-    """generated tokens of older weights than the present ones"""
+    """generated tokens with a staleness above 0"""
     kept: int
     """generated tokens that were sampled with keys and values of older weights"""
     trained: int
@@ -577,9 +579,9 @@ def figures_of(rows: Sequence[DeliveredSample], staleness_of: Callable[[PolicyVe
 def batch_metrics(
     groups: int, samples: Sequence[DeliveredSample], figures: Sequence[SampleFigures]
 ) -> dict[str, float]:
-    """Return the metrics that can be computed from the rows ``samples`` of a batch and the figures of each sample.
+    """Return the metrics of a batch that depend only on its rows (``samples``) and the figures of each sample.
 
-    ``trained_tokens`` counts all generated tokens, those with loss mask 0 (``masked_tokens``) included.
+    ``trained_tokens`` counts all generated tokens, including the ``masked_tokens``, whose loss mask is 0.
     """
     table = np.fromiter(itertools.chain.from_iterable(figures), np.float64).reshape(-1, len(SampleFigures._fields))
     lengths, ages, rewards, resumes, *counts = table.T
@@ -588,8 +590,8 @@ def batch_metrics(
     numbers = sample_numbers(samples if like is not None else ())
 
     def mean(name: str) -> float:
-        """Return the mean over samples of the means of a part of their rows' rewards."""
-        sums = np.bincount(numbers, [_of(s).parts[name] for s in samples])
+        """Return the mean of a part of the rewards, first over the rows of each sample and then over samples."""
+        sums = np.bincount(numbers, [_reward_of(s).parts[name] for s in samples])
         return float((sums / np.bincount(numbers)).mean())
 
     return {
@@ -611,13 +613,13 @@ def batch_metrics(
 
 
 def _median(values: NDArray[Any]) -> float:
-    """Return the median of the values, 0 if there are none. numpy's own imports its masked arrays, for 0.1 s."""
+    """Return the median, 0 without values; ``np.median`` would import numpy's masked arrays, which takes 0.1 s."""
     ordered = np.sort(values)
     return float(ordered[[(len(ordered) - 1) // 2, len(ordered) // 2]].mean()) if len(ordered) else 0.0
 
 
 def sample_numbers(rows: Sequence[DeliveredSample]) -> Int32:
-    """Return the number of each row's sample, from 0, as int32 [R]; the rows of one sample must be adjacent."""
+    """Number the samples from 0 and return each row's number, int32 [R]; rows of one sample must be adjacent."""
     numbers = [int(i > 0 and row.id != rows[i - 1].id) for i, row in enumerate(rows)]
     return np.cumsum(numbers, dtype=np.int32)
 
@@ -685,7 +687,7 @@ def _joined(rows: Sequence[Array], dtype: type[np.generic]) -> Array:
 
 
 def _offsets(rows: Sequence[Array]) -> Array:
-    """Return the start of each row in the joined array, and then the end of the last row, as int64 [B + 1]."""
+    """Return the start of each row in the joined array, followed by the end of the last row, as int64 [B + 1]."""
     return np.cumsum([0, *(len(row) for row in rows)], dtype=np.int64)
 
 

@@ -1,4 +1,7 @@
-"""Commands: what the scheduling core asks for. The driver executes them in order and reports results as events."""
+"""Defines the commands by which the scheduling core asks the driver for actions, such as sending a request.
+
+The driver executes commands in order. "Answer with X" means that it later passes the event X (``events``) to the core.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ class DrawPrompts(Command, frozen=True):
 
 
 class Continue(Command, frozen=True):
-    """Answer with Continued when the event loop has run what else is due: the core has more work to start."""
+    """Answer with Continued once other tasks of the event loop have run, so that the core can start more work."""
 
 
 class StartSample(Command, frozen=True):
@@ -36,7 +39,7 @@ class Submit(Command, frozen=True):
 
 
 class Abort(Command, frozen=True):
-    """Ask an engine to end these attempts (requests); ``everything`` is True if the engine has no other attempts."""
+    """Ask an engine to end these attempts (requests); ``everything`` means that the engine has no other attempts."""
 
     engine: str
     attempt_ids: tuple[str, ...]
@@ -91,7 +94,7 @@ class StartTimer(Command, frozen=True):
 
 
 class Fence(Command, frozen=True):
-    """Close the streams of attempts that did not end in time; answer AttemptEnded with ``fenced`` for each."""
+    """Close the streams of attempts that did not end in time; answer with AttemptEnded(fenced=True) for each."""
 
     engine: str
     attempt_ids: tuple[str, ...]
@@ -105,9 +108,9 @@ class ProbeEngine(Command, frozen=True):
 
 
 class PauseEngine(Command, frozen=True):
-    """Pause an engine; answer with EngineCallEnded, with the result UNREACHABLE after ``within_s`` seconds.
+    """Pause an engine; answer with EngineCallEnded, with the result UNREACHABLE if it takes over ``within_s`` seconds.
 
-    ``in_flight`` says what happens to the engine's requests; with KEEP the answer names those that have no token yet.
+    ``in_flight`` says what happens to the engine's requests; with KEEP the answer lists requests without a token yet.
     If an earlier call to the engine is still running, it is cancelled before this one begins.
     """
 
@@ -118,10 +121,10 @@ class PauseEngine(Command, frozen=True):
 
 
 class LoadEngine(Command, frozen=True, kw_only=True):
-    """Load the weights of ``version`` from ``path``; answer as PauseEngine.
+    """Load the weights of ``version`` from the directory ``path``; answer as for PauseEngine.
 
     If ``path`` is None, the engine has these weights already and is only told their version.
-    If ``contents`` is not empty, the directory must have one of these content hashes, also at the end of the load.
+    If ``contents`` is not empty, the directory must have one of these content hashes before and after the load.
     """
 
     engine: str
@@ -136,7 +139,7 @@ class LoadEngine(Command, frozen=True, kw_only=True):
 
 
 class ResumeEngine(Command, frozen=True):
-    """Let a paused engine admit requests again; answer as PauseEngine."""
+    """Let a paused engine admit requests again; answer as for PauseEngine."""
 
     engine: str
     call: int
@@ -144,14 +147,14 @@ class ResumeEngine(Command, frozen=True):
 
 
 class HandOver(Command, frozen=True):
-    """Let the trainer transfer its weights to these paused engines; answer with HandedOver."""
+    """Let the trainer send its weights to these paused engines; answer with HandedOver."""
 
     update: int
     engines: tuple[str, ...] = ()
 
 
 class Restore(Command, frozen=True):
-    """Restore a saved state into this core, now that the engines have its weights; answer with Restored."""
+    """Restore a saved state into this core, now that the engines have the state's weights; answer with Restored."""
 
     update: int
 
@@ -159,8 +162,8 @@ class Restore(Command, frozen=True):
 class UpdateEnded(Command, frozen=True):
     """Report the end of a weight update, after which the policy is ``version``.
 
-    ``failed`` is the number of the engine call whose error failed the update (0 for the transfer); None if the update
-    succeeded or was cancelled. ``why`` is the error text if that call itself raised nothing.
+    ``failed`` is the number of the engine call whose error failed the update (0 for the trainer's transfer); None if
+    the update succeeded or was cancelled. ``why`` is the error text for a failure without an exception.
     """
 
     update: int
@@ -197,7 +200,7 @@ class EvaluationDone(Command, frozen=True):
 class EvaluationFailed(Command, frozen=True):
     """Report an evaluation that failed or was cancelled, once none of its requests is at an engine.
 
-    ``kind`` says how the responsible request broke off; None if a function of the user's failed.
+    ``kind`` says how the request that caused the failure broke off; None for other causes, such as a user function.
     """
 
     evaluation: int
@@ -212,7 +215,7 @@ class Paused(Command, frozen=True):
 class Fail(Command, frozen=True):
     """End the step with an error for the trainer.
 
-    ``weights``: the engines' weights are the cause, and only a weight update helps.
+    ``weights`` is True if the engines' weights are the cause, so that only a weight update helps.
     """
 
     error: str

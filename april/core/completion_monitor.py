@@ -1,12 +1,11 @@
 """Tracks the finished groups (or samples), and decides when the step has enough of them for a batch.
 
-A *unit* is a group or, with a group quorum below 1, a sample. A step delivers ``target`` units. With a staleness limit
-it must also deliver enough older units: a unit's *slack* is the number of batches after which it is too old. All units
-can be delivered in time only if, for every k, at most ``(k + 1) * target`` units have slack <= k. So this step owes
-(must deliver) at least ``units with slack <= k  -  k * target`` of them. This is the rule "earliest deadline first"; a
-unit with slack 0 is too old unless it is in this batch.
+A *unit* is a group or, with a group quorum below 1, a sample. A step delivers ``target`` units. A staleness limit gives
+units deadlines: a unit with *slack* k must be in this batch or in one of the k batches after it. Those deliver at most
+``k * target`` units, so of the n units with slack <= k this step *owes* (must deliver) at least ``n - k * target``, for
+every k. This is the scheduling rule "earliest deadline first".
 
-``RolloutCore._enough`` decides when a step ends with fewer units, because no prompt can be added.
+``RolloutCore._enough`` decides when a step ends with fewer units, because no prompts are left.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ Unit = Group | Sample
 
 
 class CompletionMonitor:
-    """Counts the complete units towards the target of a step.
+    """Counts the complete units (groups or samples) towards the target of a step.
 
-    A unit counts once it is finished and scored and the filter, if there is one, has accepted its group. A sample
-    counts only if as many samples of its group as the group quorum requires are finished and scored.
+    A group is complete once enough of its samples (its quorum) are finished and scored and the filter, if there is one,
+    has accepted it. Where samples are the units, a sample is complete once it is finished and scored in such a group.
     """
 
     def __init__(self, target: int) -> None:
         self._target = target
         self._ready: dict[int, Unit] = {}
-        """Complete units by identity, in the order of completion."""
+        """Complete units by ``id()``, in the order of completion."""
         self._held_by_slack: list[int] = []
         self._ready_by_slack: list[int] = []
         self._owed: list[int] = []
@@ -45,7 +44,7 @@ class CompletionMonitor:
         return iter(self._ready.values())
 
     def plan(self, slacks: Iterable[tuple[Unit, int]], horizon: int) -> list[Unit]:
-        """Record each held unit's slack, and return the units with priority.
+        """Record each held unit's slack, and return the units with priority, as the step must deliver some of them.
 
         A slack of ``horizon`` or more sets no deadline.
         """
@@ -105,7 +104,7 @@ class CompletionMonitor:
         return chosen
 
     def next_units(self, goes_first: Callable[[Unit], int] = lambda unit: 0) -> list[Unit]:
-        """Return up to ``target`` complete units: owed ones first, then by ``goes_first`` and completion."""
+        """Return up to ``target`` complete units: owed units first, then by ``goes_first``, then by completion."""
         chosen: dict[int, Unit] = {}
         ready = sorted(self._ready.values(), key=lambda u: (goes_first(u), u.since))
         for k, owed in enumerate(self._owed):

@@ -39,7 +39,7 @@ from april.core.versions import VersionClock
 from april.errors import InvariantError
 
 HISTORY_EVENTS = 100_000
-"""Length of the log: several steps of a large run; takes 16 to 32 MB, depending on the texts (measured)."""
+"""Maximum length of the log: several steps of a large run, which take 16 to 32 MB (measured)."""
 
 
 class CoreContext:
@@ -65,19 +65,18 @@ class CoreContext:
         """Number of batches delivered, which is also the id of the next batch."""
         self.groups_drawn = 0
         self.counters: Counter[str] = Counter()
-        """Totals over the run, by name; a batch's metrics have their increase over its step."""
+        """Totals over the run, by name; a batch's metrics say by how much they grew in its step."""
         self.event_number = 0
         self.log: deque[tuple[int, int, int, str]] = deque(maxlen=HISTORY_EVENTS)
-        """(Event number, group, index, what happened); flat, so that the garbage collector need not walk it."""
+        """(Event number, group, sample index, what happened); flat tuples, which the garbage collector skips."""
         self.changed: list[set[int]] = []
-        """Sets to which the number of every group that changes is added, for snapshots that are collected in parts."""
+        """One set for each snapshot that is being collected in parts; the number of a changed group is added to all."""
         self.out: list[Command] = []
         self.last_timer = 0
         self.retries: dict[int, Sample | tuple[Group, int]] = {}
-        """Request that each retry timer repeats: the reward of a sample, or a filter's judgement of a group."""
+        """By number of the retry timer: the sample to score again, or (group, judgement number) to judge again."""
         self.urgent: dict[int, Group | Sample] = {}
-        """Groups and samples that the latest plan made urgent, and samples that have replaced urgent samples since, by
-        identity."""
+        """Groups and samples that the latest plan made urgent, and later replacements of such samples, by ``id()``."""
         self.failure: str | None = None
         """Reason why the step cannot continue; None if it can."""
         self.reward_layout: RewardLayout = {}
@@ -100,7 +99,7 @@ class CoreContext:
         self.places.change(self.settings.max_in_flight)
 
     def note_change(self, event: Event) -> None:
-        """Note in :attr:`changed` the group that an event names; other groups change by :meth:`change_state` only."""
+        """Add the group that an event names to :attr:`changed`; :meth:`change_state` adds all other changed groups."""
         attempt = self.attempts.get(getattr(event, "attempt_id", ""))
         sample = getattr(event, "sample", None) if attempt is None else attempt.sample.id
         number = getattr(event, "group", None) if sample is None else sample.group
@@ -113,11 +112,11 @@ class CoreContext:
         return (self.evaluation_groups if number < 0 else self.buffer.groups).get(number)
 
     def ledger(self, sample: Sample) -> Ledger:
-        """Return the ledger of the sample's tokens: training's, or its evaluation's."""
+        """Return the ledger that counts the sample's tokens: that of training, or that of its evaluation."""
         return self.tokens if sample.evaluation is None else sample.evaluation.tokens
 
     def counts(self, sample: Sample) -> Counter[str]:
-        """Return the counters for the sample: training's, or its evaluation's."""
+        """Return the counters for the sample: those of training, or those of its evaluation."""
         return self.counters if sample.evaluation is None else sample.evaluation.counters
 
     def sample(self, sample_id: SampleId) -> Sample | None:
@@ -134,10 +133,10 @@ class CoreContext:
         return None
 
     def acting_sample(self, sample_id: SampleId, what: str, *, asks: bool = False) -> Sample | None:
-        """Return the sample whose rollout function has acted (``what``), after releasing the place of its start.
+        """Return the sample whose rollout function did ``what``; its reserved place (see ``Places``) is released.
 
-        Returns None for a settled sample. Raises InvariantError if the function is not running. A function that waits
-        for tokens may act only with ``asks``; otherwise this raises InvariantError too.
+        Returns None for a settled sample. Raises InvariantError if the function is not running or, without ``asks``,
+        if it waits for tokens and so cannot do anything.
         """
         sample = self.sample(sample_id)
         if sample is None:
@@ -148,7 +147,7 @@ class CoreContext:
         return sample
 
     def change_state(self, thing: Stateful[State], state: State, why: str) -> None:
-        """Change the state of a sample, call, attempt or group, and log why; nothing else may change a state."""
+        """Change the state of a sample, call, attempt or group, and log why; all changes of state go through here."""
         if state not in LEGAL_TRANSITIONS[thing.state]:
             raise self.impossible_event(thing.owner, f"cannot go from {thing.state} to {state} ({why})")
         thing.state = state
@@ -163,7 +162,7 @@ class CoreContext:
         group.since = self.event_number
 
     def note(self, sample: Sample, what: str) -> None:
-        """Add a line to the sample's story without a change of state."""
+        """Add a line to the sample's log without a change of state."""
         self.log.append((self.event_number, *sample.id, what))
 
     def story(self, sample: SampleId) -> str:
@@ -173,7 +172,7 @@ class CoreContext:
         return "\n".join([f"history of {sample}:", *(lines or ["  nothing remembered"])])
 
     def impossible_event(self, sample: SampleId, what: str) -> InvariantError:
-        """Return the error for an impossible event of this sample, with its story."""
+        """Return the error for an impossible event of this sample, with the sample's log."""
         return InvariantError(f"{sample} {what}; {self.story(sample)}")
 
     def start_timer(self, kind: TimerKind, seconds: float, engine: str = "", why: str = "") -> int:
@@ -187,14 +186,14 @@ class CoreContext:
         seconds = self.engines.count_failure(name, at_once=at_once)
         if seconds is not None:
             state = self.engines.states[name]
-            state.open_probe = 0  # the answer to an earlier probe says nothing about the engine now
+            state.open_probe = 0  # the answer to an earlier probe no longer counts
             why = f"engine {name} is quarantined until a probe finds it healthy"
             state.probe_timer = self.start_timer(TimerKind.PROBE, seconds, name, why)
 
     def stop(self, attempts: list[Attempt], *, sweep: bool = False) -> None:
         """Ask engines to end attempts.
 
-        ``sweep`` means that nothing new starts meanwhile, so one abort may end all attempts of an engine.
+        ``sweep`` means that no attempt starts meanwhile, so that one abort may end everything at an engine.
         """
         new = self.aborts.new(attempts)
         of_evaluations = self.attempts.of_evaluations

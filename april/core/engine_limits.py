@@ -1,6 +1,6 @@
-"""Describes limits of engines: each has a code, its consequence, a remedy, and the promise that april cannot keep.
+"""Describes what engines lack: each limit has a code, a consequence, a remedy, and the promise that april cannot keep.
 
-Probes of engines create limits, ``april doctor`` prints them, and the conformance suite gives them as reasons.
+Probes of engines create limits, ``april doctor`` prints them, and the conformance suite skips checks because of them.
 
 Invariant: code branches only on :class:`LimitCode`; the sentences of :meth:`Limit.sentence` are for people.
 """
@@ -16,7 +16,7 @@ class Level(StrEnum):
 
     OK = "ok"
     REMARK = "remark"
-    """The feature has a limit that is worth knowing, but results are exact all the same."""
+    """The feature has a limit that is worth knowing; results are still exact."""
     LIMITED = "limited"
     """The feature works, but april cannot keep one of its promises."""
     MISSING = "missing"
@@ -24,12 +24,12 @@ class Level(StrEnum):
 
 
 class LimitCode(StrEnum):
-    """Code of a limit, with the promise that april cannot keep because of the limit; empty if all promises hold."""
+    """Code of a limit; ``promise`` is what april cannot promise because of the limit, or empty if all promises hold."""
 
     promise: str
 
     def __new__(cls, value: str, promise: str = "") -> LimitCode:
-        """Make a member that equals ``value`` as text."""
+        """Make a member that equals the text ``value``."""
         code = str.__new__(cls, value)
         code._value_, code.promise = value, promise
         return code
@@ -41,9 +41,9 @@ class LimitCode(StrEnum):
     NO_TRANSFERS = "no transfers"
     """Weights cannot be sent from the trainer's process."""
     ADAPTER = "adapter", "april gives the server its new weights"
-    """Requests use an adapter, to which an update of the base model's weights would not belong."""
+    """Requests use an adapter, which would not fit updated weights of its base model."""
     ADAPTERS_ONLY = "adapters only"
-    """Requests use an adapter, and april can load new adapters but no whole weights."""
+    """Requests use an adapter, and april can load new adapters but not new full weights."""
     UNUSED_ADAPTERS = "unused adapters"
     """The server has adapters, but requests use the base model."""
     TIED_EMBEDDINGS = "tied embeddings", "april gives the server its new weights"
@@ -126,7 +126,7 @@ UNKNOWN_LOGPROBS = Limit(
 
 
 def raw_logprobs(remedy: str, *flags: str) -> Limit:
-    """Return the limit that log-probabilities are always those of temperature 1."""
+    """Return the limit that the server's log-probabilities are always those of temperature 1."""
     consequence = (
         "Log-probabilities are always those of the raw logits, which is right only at temperature 1, and without top_p "
         "and similar settings"
@@ -146,7 +146,7 @@ def unknown_eos(
         "them: april relies on the server to end responses"
     ),
 ) -> Limit:
-    """Return the limit that the ids which end a response are unknown."""
+    """Return the limit that april does not know the ids of the tokens that end a response."""
     remedy = "set engine.eos_token_ids (eos_token_id of the model's generation_config.json)"
     return Limit(LimitCode.UNKNOWN_EOS, consequence, remedy)
 

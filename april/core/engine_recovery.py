@@ -1,8 +1,9 @@
 """Brings engines back into use: decides when they rest (get no requests because they are busy) or are probed, and gives
-them the present weights if needed. ``EngineTable.count_failure`` decides which failures quarantine an engine.
+them the present weights if needed. ``EngineTable.count_failure`` decides which failures quarantine an engine, and
+``attempt_results`` what becomes of its requests.
 
 Invariant: a quarantined engine is used again only after a probe has found it healthy, not paused, and with the weights
-of the version for which it will be used, and no weights changed between the probe and its answer.
+that its next requests need. The probe does not count if any weights changed before it was answered.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class EngineRecovery:
         self._calls = calls
         self._updates = updates
         self._load_errors: dict[str, str] = {}
-        """Errors of engines that failed to take the present weights, by engine name."""
+        """Errors of engines that failed to load the present weights, by engine name."""
 
     # ---------------------------------------------------------------- joining and leaving engines
 
@@ -74,7 +75,7 @@ class EngineRecovery:
         state.update_load()
 
     def busy(self, name: str, event: ev.AttemptFailed) -> None:
-        """Let an engine rest that refused an attempt because it is busy; probe it after many refusals in a row."""
+        """After an engine refused an attempt because it is busy, let it rest, or quarantine it after many rests."""
         context = self._context
         state = context.engines.states[name]
         # a server may ask for any waiting time, but a step waits no longer than this deadline for an engine
@@ -93,13 +94,13 @@ class EngineRecovery:
     # ---------------------------------------------------------------- sending probes
 
     def start_checks(self, name: str) -> None:
-        """Start the periodic probes of a server that has requests in flight."""
+        """Start periodic probes of an engine, if it is a server and has requests in flight."""
         state = self._context.engines.states[name]
         if state.limits.remote and not state.probe_timer and state.in_flight:
             state.probe_timer = self._context.start_timer(TimerKind.CHECK, CHECK_INTERVAL_S, name)
 
     def probe_all(self) -> None:
-        """Probe all servers now, as one may have been restarted while it was idle."""
+        """Probe all servers now, because a server may have been restarted while it was idle."""
         for name, state in self._context.engines.states.items():
             if state.limits.remote and not state.quarantined and not self._updates.checks(name):
                 self._calls.probe(name)
@@ -123,7 +124,7 @@ class EngineRecovery:
     def probed(self, event: ev.EngineProbed) -> None:
         """Handle the answer to a probe.
 
-        If weights changed since the probe was sent, the answer is used only by an update that waits for it.
+        If weights changed since the probe was sent, only a weight update that waits for the answer uses it.
         """
         name, state = event.engine, self._context.engines.state_of(event.engine)
         if event.probe != state.open_probe:
@@ -168,7 +169,7 @@ class EngineRecovery:
     # ---------------------------------------------------------------- return of quarantined engines
 
     def _readmit(self, name: str, state: EngineState, *, current: bool) -> None:
-        """Use a quarantined engine that answers again if it has the present weights; otherwise load them first."""
+        """Use a quarantined engine again after a successful probe; if it lacks the present weights, load them first."""
         if current:
             state.confirm_previous()
         elif state.loaded or state.loaded_before:
@@ -176,7 +177,7 @@ class EngineRecovery:
         if self._context.clock.current in state.loaded and state.gate is EngineGate.OPEN:
             self._context.engines.mark_well(name)
         elif state.in_flight:
-            self._probe_later(name)  # wait until its requests have ended, as they would go on under other weights
+            self._probe_later(name)  # wait for its requests to end, as they would continue under other weights
         else:
             self._continue_recovery(name, state)
 
@@ -209,7 +210,7 @@ class EngineRecovery:
         return f": april cannot read here whether {path} still holds the current weights" if path and unread else ""
 
     def call_ended(self, event: ev.EngineCallEnded, was: tuple[EngineGate, EngineWeights]) -> None:
-        """Handle the end of a call to a recovering engine; ``was`` has its gate and weights before the call ended."""
+        """Handle the end of a call to a recovering engine; ``was`` is (gate, weights) from before the call ended."""
         name, state = event.engine, self._context.engines.states[event.engine]
         gate, weights = was
         if event.result is not ev.CallResult.DONE:
@@ -229,7 +230,7 @@ class EngineRecovery:
             else:
                 self._continue_recovery(name, state)
         elif weights is EngineWeights.LOADING or name in self._load_errors or not self._updates.can_reload(state):
-            self._calls.resume(name)  # the weights cannot be given any more, for example after another update
+            self._calls.resume(name)  # the weights cannot be loaded any more, for example after another update
         else:
             updates = self._updates
             self._calls.load(name, self._context.clock.current, updates.path, updates.contents, updates.base)

@@ -6,9 +6,9 @@ The engine clients check by themselves whether a server still has the weights th
 
 An engine whose key-value memory is too small for its requests preempts some of them and prefills them again later,
 which costs more than waiting. Its load reports show this: preemptions grow, or requests wait while the memory is full.
-Its cap (the maximum number of concurrent requests) is then lowered to the number that it really held, and raised by an
-eighth per report while there is room. An engine that refuses requests is capped at the number that it accepted. This
-cap, too, is raised by an eighth each time as many requests have ended as it allows at once.
+Its cap (the maximum number of concurrent requests) is then lowered to about the number that fitted, and raised by an
+eighth per report while there is room. An engine that refuses requests is capped at the number that it accepted; this
+cap is raised by an eighth whenever as many requests have ended as it allows at once.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ from april.errors import InvariantError
 
 RESUBMIT = OnWeightUpdate.RESUBMIT
 FULL_MEMORY = 0.95
-"""Requests that wait in the engine are taken to wait for memory if at least this share of its key-value memory is
-used."""
+"""Used share of the key-value memory at or above which waiting requests are taken to wait for memory."""
 SPARE_MEMORY = 0.85
 """Used share of the key-value memory below which there is room for more requests."""
 LOSS_PER_BURST = 4
-"""Largest factor by which a burst of refusals lowers a cap. A burst is a refusal and those that follow while the engine
-rests. An engine that refuses everything for a while does not show how many requests it can hold."""
+"""Largest factor by which a burst of refusals (a refusal, and more while the engine rests) lowers a cap. There is a
+limit because an engine that refuses everything for a while does not show how many requests it can hold."""
 
 
 class AdmissionCap:
@@ -75,9 +74,9 @@ class AdmissionCap:
         if preempted or (waiting > 0 and kv_usage >= FULL_MEMORY):
             held = self._held
             if preempted and in_flight < recently:
-                # some requests have ended since the last report, and were still running when others were preempted
+                # requests that have ended since the last report were still running when others were preempted
                 held = max(held, recently)
-            # a sixteenth fewer requests than it held, because responses grow while they are decoded
+            # a sixteenth fewer requests than the engine held, because responses grow while they are decoded
             lower = max(1, held - max(1, held // 16))
             if self.measured is None or lower < self.measured:
                 self.measured, self._by_refusal = lower, False
@@ -90,7 +89,7 @@ class AdmissionCap:
     def refused(self, in_flight: int, *, again: bool = False) -> None:
         """Lower the cap after the engine refused a request while it had ``in_flight`` others.
 
-        ``again`` means that the refusal belongs to the same burst as the refusal before it.
+        ``again`` means that the refusal belongs to the same burst as the previous refusal.
         """
         if not again:
             self._least = max(1, (in_flight + 1) // LOSS_PER_BURST)
@@ -115,9 +114,9 @@ class AdmissionCap:
 
 
 SPARE_ENTRIES = 64
-"""Void entries are removed once the heap has more than eight entries per engine, and this number on top."""
+"""Void heap entries are removed once there are more entries than this number plus eight per engine."""
 PLACE_BITS = 32
-"""Number of bits of a heap entry that hold the engine's place."""
+"""Number of low bits of a heap entry that hold the engine's place, its number in the order of joining."""
 
 
 class LeastLoaded:
@@ -130,7 +129,7 @@ class LeastLoaded:
     def __init__(self) -> None:
         self._heap: list[int] = []
         self._engines: dict[int, EngineState] = {}
-        """Engines by their place, a number in the order of joining."""
+        """Engines by place."""
         self._joined = 0
 
     def __iter__(self) -> Iterator[EngineState]:
@@ -177,8 +176,8 @@ loaded engine: prefilling a prefix again costs about as much as the slowdown by 
 FIRST_REST_S = 0.5
 LONGEST_REST_S = 60.0
 RESTS_BEFORE_QUARANTINE = 8
-"""Number of rests in a row (about two minutes in all) after which the next refusal quarantines a busy engine. It counts
-as usable again only once one of its requests has ended normally."""
+"""Number of rests in a row (about two minutes in all) after which the next refusal quarantines a busy engine. That
+engine counts as usable again only once one of its requests has ended normally."""
 PROBE_INTERVAL_S = 1.0
 """Seconds between two health probes of a quarantined engine."""
 
@@ -210,10 +209,9 @@ class EngineWeights(StrEnum):
     """The engine has confirmed that it has the versions in ``EngineState.loaded``."""
     LOADING = "loading"
     HALF = "half"
-    """The weights may be incomplete, or belong to an update that did not become the current version or to an earlier
-    run; they must be loaded again before use."""
+    """The weights may be incomplete, or of a failed update or an earlier run; they must be loaded before use."""
     UNKNOWN = "unknown"
-    """The server was restarted, or its weights were changed by someone else."""
+    """The server was restarted, or someone else changed its weights."""
 
 
 # module-level names, as an enum member costs 60 ns per use on Python 3.11 and these are used at every event
@@ -237,7 +235,7 @@ class EngineState:
     limits: EngineLimits
     cap: AdmissionCap
     loaded_before: frozenset[PolicyVersion] = frozenset()
-    """Versions that the engine had before it was told to load others; it may confirm later that it still has them."""
+    """Versions that the engine had before it was told to load others; it may still have them if that load fails."""
     weights: EngineWeights = EngineWeights.CONFIRMED
     open_call: int = 0
     """Id of the running call (pause, load or resume); 0 if no call runs."""
@@ -248,19 +246,19 @@ class EngineState:
     probe_timer: int = 0
     """Id of the timer for the next probe; 0 if no timer runs. Servers are also probed while they work."""
     unloadable_version: PolicyVersion | None = None
-    """Version that the engine could not load, because its directory holds other weights by now; the engine then waits
-    for a later version."""
+    """Version that the engine could not load, because the version's directory now holds other weights; the engine waits
+    for a later version. None if there is none."""
     recovering: bool = False
-    """True while an engine that came back with other weights is given the present ones outside of any update."""
+    """True while an engine that came back with other weights loads the present weights, outside of any update."""
     failures: int = 0
     rests: int = 0
-    """Number of rests in a row without a normally ended request in between."""
+    """Number of rests since a request last ended normally."""
     leaving: bool = False
     """True if the engine gets no more requests because it is about to leave."""
     losses: int = 0
     """Number of times that the engine lost its weights, and with them its prefix cache."""
     has_rested: bool = False
-    """True if the engine has rested at some time of the run."""
+    """True if the engine has rested before; only its first rest is reported to the user."""
     kv_usage: float | None = None
     """Used share of the key-value memory in the engine's last load report; None before the first report."""
 
@@ -319,20 +317,20 @@ class EngineState:
 
     @property
     def may_make_room(self) -> bool:
-        """True if the engine takes requests in general, and one of them can be cut without loss."""
+        """True if room can be made: the engine accepts requests, apart from its cap, and can end a single one."""
         well = self.health is WELL and self.gate is OPEN and not self.leaving
         return well and bool(self.loaded) and self.limits.cuts_single_requests
 
     def awaits_update(self, version: PolicyVersion) -> bool:
-        """Return True if the engine is not quarantined and must wait for the next weight update to get weights."""
+        """Return True if a healthy engine lacks the weights of ``version`` and so waits for the next weight update."""
         return not self.quarantined and version not in self.loaded
 
     def confirm(self, version: PolicyVersion) -> None:
-        """Record that the engine reported to have the complete weights of ``version``."""
+        """Record the engine's report that it has the complete weights of ``version``."""
         self.loaded, self.loaded_before, self.weights = frozenset((version,)), frozenset(), EngineWeights.CONFIRMED
 
     def confirm_previous(self) -> None:
-        """Record that the engine still has the weights from before a load that was refused or never began."""
+        """Record that the engine still has its previous weights, because a load was refused or never began."""
         if self.loaded_before:
             self.loaded, self.loaded_before, self.weights = self.loaded_before, frozenset(), EngineWeights.CONFIRMED
 
@@ -355,13 +353,13 @@ class EngineState:
 
 
 class EngineTable:
-    """Holds the state of all engines, in the order of the configuration, then of joining.
+    """Holds the state of all engines: first those of the configuration, then others in the order of joining.
 
-    Samples rely on what the first engines have in common (context, vocabulary, ...); later engines must have no less.
+    Samples rely on what the first engines have in common (context, vocabulary, ...); engines that join need as much.
 
     Args:
         engines: limits of the first engines, at least one.
-        version: policy version that these engines have, unless an earlier run has written their weights.
+        version: policy version of the first engines, except for engines whose weights an earlier run may have written.
         in_flight: what every engine must be able to do with running requests at a weight update.
         attachments, extras: kinds of attachments, and names of per-token arrays, that every engine must support.
     """
@@ -380,7 +378,7 @@ class EngineTable:
                 state.confirm(version)
             self._by_load.join(state)
         self.left: dict[str, EngineState] = {}
-        """Engines that have left, by name, in their last state; their open calls are void."""
+        """Last states of engines that have left, by name; answers to their open calls are ignored."""
         self.turnover = 0
         """Counter that grows when an engine joins or leaves."""
         self.row_layout: dict[str, Rows] = {}
@@ -395,17 +393,16 @@ class EngineTable:
     # ---------------------------------------------------------------- joining and leaving engines
 
     def unfit(self, engine: EngineLimits) -> str | None:
-        """Return what the engine lacks that samples rely on, so that it cannot join; None if it can join."""
+        """Return why the engine cannot join (it lacks something that samples rely on); None if it can join."""
         has, name = "", f"engine {engine.name}"
         if engine.max_context < self.max_context:
             has = f"a context of {engine.max_context} tokens, but {self.max_context} are needed"
         elif engine.vocab_size < self.vocab_size:
             has = f"a vocabulary of {engine.vocab_size} tokens, but {self.vocab_size} are needed"
         elif not self.eos_token_ids.issuperset(engine.eos_token_ids):
-            theirs = sorted(self.eos_token_ids)
             has = (
                 f"the end-of-sequence tokens {sorted(engine.eos_token_ids)}, but those of the other engines are "
-                f"{theirs}"
+                f"{sorted(self.eos_token_ids)}"
             )
         elif self._in_flight not in (RESUBMIT, *engine.in_flight_updates):
             has = f"no support for on_weight_update: {self._in_flight}"
@@ -461,8 +458,8 @@ class EngineTable:
     def pick(self, version: PolicyVersion, avoid: str = "", prefer: str = "") -> EngineState | None:
         """Return the least loaded engine that has confirmed ``version`` and has room, or None.
 
-        The engine ``avoid`` is returned only if no other engine will do; the engine ``prefer`` is returned if it has
-        not many more requests than the least loaded one.
+        The engine named ``avoid`` is returned only if there is no other; the engine named ``prefer`` is returned if it
+        has at most ``AFFINITY_SLACK`` requests more than the least loaded engine.
         """
         best = self._by_load.first
         if best is not None and (best.limits.name == avoid or version not in best.loaded):
@@ -485,14 +482,14 @@ class EngineTable:
         return name if state is not None and state.cache_key == cache_key else ""
 
     def usable(self, version: PolicyVersion) -> bool:
-        """Return True if an engine has confirmed ``version``, is not quarantined and was not busy for too long."""
+        """Return True if some engine has confirmed ``version``, is not quarantined and was not busy for too long."""
         return any(
             version in s.loaded and not s.quarantined and not s.leaving and s.rests <= RESTS_BEFORE_QUARANTINE
             for s in self.states.values()
         )
 
     def remedy(self, version: PolicyVersion) -> str:
-        """Return advice for the user when no engine is usable, to be put into an error."""
+        """Return advice for the user when no engine is usable, as a clause for an error message."""
         if not self.states:
             return "all engines have left, so add some"
         well = [name for name, state in self.states.items() if state.awaits_update(version)]
@@ -505,7 +502,7 @@ class EngineTable:
         return {name: s.in_flight for name, s in self.states.items()}
 
     def metrics(self, in_flight: dict[str, int], version: PolicyVersion) -> dict[str, float]:
-        """Return the known metrics of each engine; ``in_flight`` counts its requests when the step stopped."""
+        """Return the known metrics of each engine; ``in_flight`` is its number of requests when the step stopped."""
         out: dict[str, float] = {}
         for name, state in self.states.items():
             out[f"engine/{name}/in_flight_at_stop"] = float(in_flight.get(name, 0))
@@ -536,7 +533,7 @@ class EngineTable:
         state.health, state.failures = EngineHealth.RESTING if state.rest_timer else EngineHealth.WELL, 0
 
     def count_end(self, name: str, in_flight: int) -> None:
-        """Count a request that the engine ended normally, with ``in_flight`` others of april's left there."""
+        """Count a request that the engine ended normally; ``in_flight`` other requests of april's are still running."""
         state = self.states[name]
         if state.failures or state.rests:
             state.failures = state.rests = 0
@@ -546,8 +543,8 @@ class EngineTable:
     def count_refusal(self, name: str, asked_s: float, in_flight: int) -> float | None:
         """Handle a refusal by a busy engine that has ``in_flight`` other requests of april's.
 
-        Returns the seconds for which it rests; None if it rests already, or was busy so many times in a row that it
-        must be probed.
+        Returns the seconds for which the engine rests; None if it already rests, or must be probed after too many
+        rests in a row.
         """
         state = self.states[name]
         alone = state.health is not EngineHealth.WELL

@@ -2,10 +2,10 @@
 
 In stepwise generation, training waits until evaluations have ended; in continuous generation, only weight updates wait.
 
-Groups of evaluations use the same queue, engine requests and user functions as training. The differences: evaluations
-have their own ledger and counters; an interrupted response is generated again from the start of its ``llm.generate``
-call, with the same seed; and the first failure of a function, or several failed requests in a row, fail the whole
-evaluation. ``RolloutCore._advance_others`` decides the order of evaluations, updates and training.
+Evaluations use the same queue, engines and user functions as training, but have their own ledger and counters.
+An interrupted ``llm.generate`` call is generated again from its start, with the same seed. The first failure of a user
+function, or several failed requests in a row, fail the whole evaluation. ``RolloutCore._advance_others`` decides the
+order of evaluations, updates and training.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Evaluations:
         self._next_group = FIRST_GROUP
 
     def requested(self, event: EvaluationRequested, behind: int) -> None:
-        """Queue an evaluation. It begins when weight update number ``behind`` has ended and generation is not paused.
+        """Queue an evaluation; it begins when weight update number ``behind`` has ended and generation is not paused.
 
         In stepwise generation it also waits for training's last attempt to end.
         """
@@ -51,7 +51,7 @@ class Evaluations:
         return (e for e in self._context.evaluations.values() if e.version is not None)
 
     def fail_without_engine(self) -> None:
-        """Fail the running evaluations: for too long no engine accepted their requests, or no engine can come back."""
+        """Fail the running evaluations, as no engine accepted their requests for too long, or none can come back."""
         states = self._context.engines.states
         ill = all(s.quarantined for s in states.values())
         why = f"all engines are {'quarantined' if ill else 'quarantined or have other weights'}: {', '.join(states)}"
@@ -72,8 +72,8 @@ class Evaluations:
     def go_before_update(self, *, held: bool, update: int) -> bool:
         """Return True if weight update ``update`` (the first that waits) must wait for evaluations.
 
-        It waits for running evaluations. Unless a pause is requested (``held``), it also waits for evaluations that
-        were requested before it.
+        The update waits for running evaluations. Unless a pause is requested (``held``), it also waits for evaluations
+        that were requested before it.
         """
         evaluations = self._context.evaluations.values()
         return any(e.version is not None or not (held or e.after_update >= update) for e in evaluations)
@@ -81,8 +81,8 @@ class Evaluations:
     def advance(self, *, may_begin: bool = False, half_updated: str | None = None, update: int = 0) -> None:
         """Begin waiting evaluations, and end those that are finished or have failed.
 
-        ``half_updated`` is the reason why nothing may be generated before another weight update, or None. ``update``
-        is the number of the first update that waits or runs; 0 if there is none.
+        ``half_updated`` says why nothing may be generated before another weight update; None if generation is allowed.
+        ``update`` is the number of the first update that waits or runs; 0 if there is none.
         """
         context = self._context
         for number, evaluation in list(context.evaluations.items()):
@@ -122,7 +122,7 @@ class Evaluations:
                 evaluation.fail(why, sample=group.samples[0])
 
     def _give_up(self, evaluation: Evaluation) -> None:
-        """Cancel the functions and end the requests of a failed evaluation; later calls do nothing."""
+        """Cancel the functions and end the requests of a failed evaluation; calling this again does nothing."""
         for sample in self._forget(evaluation):
             self._lifecycle.stop(sample, DropReason.FAILED)
             self._context.change_state(sample, SampleState.DROPPED, "its evaluation has ended")

@@ -1,4 +1,4 @@
-"""Passes events to the core and executes the commands that the core returns, until no event is left."""
+"""Passes events to the scheduling core and executes the commands that the core returns, until no event is left."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from april.core.types import Attempt, SampleId
 
 
 class Observer(Protocol):
-    """Is called before and after each event that a core handles; must not change the core."""
+    """Protocol of observers, which are called before and after each event and must not change the core."""
 
     def before(self, event: Event, /) -> None:
         """Called before the core handles an event."""
 
     def after(self, event: Event, commands: list[Command], error: BaseException | None, /) -> None:
-        """Called after the core has handled an event, or has raised ``error``."""
+        """Called after the core has handled an event; ``error`` is what the core raised, or None."""
 
 
 class ObservedCore:
@@ -50,12 +50,12 @@ class EventPump:
 
     Args:
         core: core that handles the events.
-        executors: functions that execute a command, by command type.
+        executors: functions that execute commands, by command type.
         ignored: command types for which nothing is done.
         observers: observers that are called around each event.
 
     Raises:
-        TypeError: a command type has no executor and is not ignored, or has an executor and is ignored.
+        TypeError: a command type is in neither ``executors`` nor ``ignored``, or in both.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class EventPump:
         self._executors = {**executors, **dict.fromkeys(ignored, _nothing)}
         self._events: deque[Event] = deque()
         self.handled = 0
-        """Number of events that were handled and of commands that were executed."""
+        """Number of events handled plus number of commands executed."""
         self.running = False
         """True while events are handled and commands executed."""
 
     def post(self, event: Event) -> None:
-        """Handle one event and its commands; an event that an executor posts is queued behind the waiting events.
+        """Handle an event and its commands, then all events that executors post meanwhile, which are queued.
 
-        An error of the core or of an executor is raised, and the queued events are dropped.
+        If the core or an executor raises an error, the queued events are dropped.
         """
         self._events.append(event)
         if self.running:
@@ -113,10 +113,10 @@ class EndedRequest(NamedTuple):
         engine: name of the engine.
         sample: id of the sample.
         evaluation: True if the request belonged to an evaluation.
-        age: number of weight updates between the oldest token of its conversation and its sending; 0 without tokens.
-        began_s, ended_s: times of sending and end, in seconds of the clock.
+        age: number of weight updates between the oldest generated token sent and the sending; 0 without such a token.
+        began_s, ended_s: times of sending and end, in seconds of the log's clock.
         context: number of tokens sent: prompt and response so far.
-        generated: number of tokens received.
+        generated: number of tokens received in response.
     """
 
     engine: str
@@ -136,7 +136,7 @@ class RequestSums:
     Attributes:
         generated: number of tokens received.
         context: number of tokens sent.
-        resident: number of tokens in the engine's memory, summed over the decode steps of each request.
+        resident: number of tokens in key-value memory, summed over the decode steps of all requests.
     """
 
     generated: int = 0
@@ -167,7 +167,7 @@ class RequestLog:
         self._sums: dict[str, RequestSums] = {}
 
     def before(self, event: Event) -> None:
-        """Record a request that ends with this event."""
+        """Record the request that this event ends, if it ends one."""
         if type(event) is ev.AttemptEnded or type(event) is ev.AttemptFailed:
             attempt = self._core.context.attempts.get(event.attempt_id)
             if attempt is not None and (ran := self.record_of(attempt, event.counts.tokens)) is not None:
@@ -175,7 +175,7 @@ class RequestLog:
                 del self._sent[attempt.id]
 
     def after(self, event: Event, commands: list[Command], error: BaseException | None) -> None:
-        """Record the requests that are sent after this event."""
+        """Note the requests that the commands send."""
         for command in commands:
             if type(command) is Submit:
                 attempts, oldest = self._core.context.attempts, command.attempt.call.chain.tape.oldest_version
@@ -203,9 +203,9 @@ class RequestLog:
         return self._counts.get(engine, 0)
 
     def take_sums(self) -> dict[str, RequestSums]:
-        """Return and reset the sums over requests that ended since the last call, by engine, idle engines included.
+        """Return the sums over requests that ended since the last call, by engine, idle engines included; reset them.
 
-        Records of engines that have left and had no requests since the last call are deleted.
+        Records of engines that have left are deleted if none of their requests ended since the last call.
         """
         taken, self._sums = self._sums, {}
         there = self._core.engines.states
@@ -224,7 +224,4 @@ class RequestLog:
         self._ended[name].append(ran)
         self._counts[name] += 1
         if not ran.evaluation:
-            brought = self._sums.get(name)
-            if brought is None:
-                brought = self._sums[name] = RequestSums()
-            brought.add(ran)
+            self._sums.setdefault(name, RequestSums()).add(ran)

@@ -1,8 +1,8 @@
 """Defines the events, which are the inputs of :meth:`april.core.rollout_core.RolloutCore.handle`.
 
-Nothing else changes a core. Names: an *attempt* is one engine request; a *call* is one ``llm.generate`` of a rollout
-function, which may take several attempts; a *chain* is one conversation of a sample; a *tape* is the record of the
-tokens that a chain or an attempt has received.
+Only events change a core. Terms: a *call* is one ``llm.generate`` of a rollout function; an *attempt* is one engine
+request, and a call may need several; a *chain* is one conversation of a sample; a *tape* is the record of the tokens
+that a chain or an attempt has received.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class CallMade(Event, frozen=True):
     """True if ``token_ids`` may be any conversation: if it extends a chain, that chain is continued; otherwise a new
     chain begins."""
     attached: tuple[Placed, ...] = ()
-    """Attachments of ``token_ids``, in order; unused without ``token_ids``, as the conversation keeps its own."""
+    """Attachments of ``token_ids``, in order; unused if ``token_ids`` is None."""
     chain: int | None = None
-    """Number of the chain to continue, used with ``any_chain``. NEW_CHAIN begins a new chain; None means that the chain
-    is found by its tokens."""
+    """Number of the chain to continue, used with ``any_chain``. NEW_CHAIN begins a new chain; None means that april
+    finds the chain by its tokens."""
     overridden: bool = False
     """True if a client asked for other sampling parameters and ``sampling`` was used instead."""
 
@@ -73,13 +73,13 @@ class CallUnheard(Event, frozen=True):
 
 
 class AnswerChecked(Event, frozen=True):
-    """An agent's client demanded a form of its answer, such as JSON; ``kept`` says whether the answer has the form."""
+    """An agent's client demanded an answer in some form, such as JSON; ``kept`` says whether the answer has it."""
 
     kept: bool
 
 
 class StopFound(Event, frozen=True):
-    """A running attempt's text contains a stop string; the event that ends the attempt repeats this in ``counts``."""
+    """The text of a running attempt contains a stop string; ``counts`` of the attempt's last event says so again."""
 
     attempt_id: str
 
@@ -113,8 +113,8 @@ class AttemptEnded(Event, frozen=True):
 class AttemptFailed(Event, frozen=True, kw_only=True):
     """An attempt broke off. ``rejected`` counts received tokens that were corrupt or of unknown weights.
 
-    ``counts`` does not include these. ``busy_s`` is the time in seconds that a busy engine asks april to wait; 0 if it
-    names no time.
+    ``counts`` excludes the rejected tokens. ``busy_s`` is the time in seconds that a busy engine asks april to wait; 0
+    if the engine names no time.
     """
 
     attempt_id: str
@@ -146,7 +146,7 @@ class TokensUnused(Event, frozen=True):
 class SampleFailed(Event, frozen=True):
     """A rollout or reward function raised, or returned something invalid.
 
-    ``kind`` names the exception and its line if a retry would probably fail as well; else it is empty.
+    ``kind`` names the exception and its line if a retry would probably fail, too; otherwise it is empty.
     """
 
     sample: SampleId
@@ -157,8 +157,8 @@ class SampleFailed(Event, frozen=True):
 class FunctionLost(Event, frozen=True):
     """A rollout function was lost, because the process in which it ran died.
 
-    StartSample starts it again. In training, the calls that it then repeats get the recorded tokens; in an evaluation,
-    their tokens are generated again.
+    StartSample starts the function again. In training, the calls that it then repeats get the recorded tokens; in an
+    evaluation, the tokens of these calls are generated again.
     """
 
     sample: SampleId
@@ -171,7 +171,7 @@ class Scored(Event, frozen=True):
     rewards: Sequence[tuple[int, float]]
     """(sample index, reward) pairs; rewards are rounded to float32, as in batches."""
     row_rewards: Sequence[tuple[RowReward, ...]] = ()
-    """For each pair, what the reward has beside the number (``Sample.row_rewards``); empty if all are numbers."""
+    """For each pair, the full rewards (``Sample.row_rewards``); empty if all rewards are plain numbers."""
 
 
 class GroupJudged(Event, frozen=True, kw_only=True):
@@ -211,13 +211,13 @@ class UpdateRequested(Event, frozen=True, kw_only=True):
     path: str | None = None
     """Directory to load from; None if the trainer transfers the weights, or if they are in place already."""
     content: str = ""
-    """Content hash of the directory; empty if the process that asked for the update cannot read it."""
+    """Content hash of the directory; empty if the process that asked for the update cannot read the directory."""
     adapter: bool = False
     """True if the directory holds an adapter (LoRA) for the full weights that the engines have."""
     transfers: bool = False
     """True if the trainer transfers the weights, once HandOver says that the engines are paused."""
     sends: bool = False
-    """True if april itself does that transfer. It then knows the result for each engine, so engines can be left out."""
+    """True if april itself transfers the weights, and so knows for each engine whether that succeeded."""
     restores: bool = False
     """True if the weights belong to a saved state that is loaded during a pause (PauseRequested)."""
     held: bool = False
@@ -228,9 +228,9 @@ class UpdateRequested(Event, frozen=True, kw_only=True):
 
 
 class UpdateCancelled(Event, frozen=True):
-    """An update is cancelled; it still happens if engines are loading already.
+    """An update is cancelled. It still happens if engines are already loading.
 
-    If its transfer has begun, HandedOver still reports the end of the transfer.
+    If the trainer's transfer has begun, HandedOver still reports its end.
     """
 
     update: int
@@ -272,7 +272,7 @@ class CallResult(StrEnum):
     """The engine accepts no calls for now; nothing has changed."""
     OTHER_CONTENT = "other content"
     """The version cannot be loaded any more, as the directory holds other weights or the server was restarted; the
-    engine was given nothing."""
+    engine loaded nothing."""
     UNREACHABLE = "unreachable"
     """The engine did not answer in time."""
 
@@ -287,7 +287,7 @@ class EngineCallEnded(Event, frozen=True):
     content: str = ""
     """Content hash of the directory that was loaded; empty if no directory was loaded or its hash is unknown."""
     silent: tuple[str, ...] = ()
-    """Ids of attempts without a token yet, at a paused engine that keeps its requests."""
+    """Ids of attempts that have no token yet, from a paused engine that keeps its requests."""
 
 
 class EngineProbed(Event, frozen=True, kw_only=True):
@@ -298,7 +298,7 @@ class EngineProbed(Event, frozen=True, kw_only=True):
     answered: bool
     ok: bool = False
     current: bool = False
-    """True if the engine has the weights that it was given last."""
+    """True if the engine still has the weights that april gave it last."""
     detail: str = ""
     load: LoadReported | None = None
 
@@ -352,7 +352,7 @@ class EvaluationCancelled(Event, frozen=True):
 
 
 class BatchCommitted(Event, frozen=True):
-    """The trainer is done with this batch and makes no weight update from it."""
+    """The trainer is done with this batch; no weight update follows from it."""
 
     batch_id: int
 
@@ -373,4 +373,4 @@ class WorkChanged(Event, frozen=True, kw_only=True):
 
 
 class SourceExtended(Event, frozen=True):
-    """The prompt source, which had ended, has prompts again."""
+    """The prompt source had ended and now has prompts again."""

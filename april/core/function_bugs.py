@@ -1,7 +1,7 @@
 """Decides when a failure counts as a bug in the user's function, which would fail for all samples.
 
-What then happens is decided elsewhere: ``function_results`` receives the failures, and ``SampleLifecycle`` decides when
-a sample whose function failed is retried, replaced or dropped (``retry_or_give_up``, ``replace_or_drop``).
+``function_results`` receives the failures; ``SampleLifecycle`` decides whether a sample whose function failed is
+retried, replaced or dropped (``retry_or_give_up``, ``replace_or_drop``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from april.core.types import Sample, SampleId
 
 CERTAIN_AFTER_GROUPS = 4
 CERTAIN_AFTER_SAMPLES = 8
-"""Groups and samples with the same failure after which a function is believed to fail for all samples."""
+"""Numbers of groups and of samples with the same failure that make it certain that the function fails for all."""
 
 
 class FunctionKind(StrEnum):
@@ -28,7 +28,7 @@ class FunctionKind(StrEnum):
 
 
 class BugVerdict(NamedTuple):
-    """Says whether a failure may be a bug in the user's function, and whether it certainly is."""
+    """Says whether a failure is likely to be a bug in the user's function, and whether that is certain."""
 
     likely: bool
     certain: bool
@@ -39,7 +39,7 @@ class BugDetector:
 
     def __init__(self, settings: CoreSettings) -> None:
         self.groups = max(2, min(settings.over_sampling_batch_size, CERTAIN_AFTER_GROUPS))
-        """Number of prompts for which a function must fail in the same way before this certainly is a bug."""
+        """Number of prompts for which a function must fail in the same way before a bug is certain."""
         self._samples = min(self.groups * settings.n_samples_per_prompt, CERTAIN_AFTER_SAMPLES)
         self._succeeded: set[FunctionKind] = set()
         self._failed: defaultdict[tuple[FunctionKind, str], set[SampleId]] = defaultdict(set)
@@ -53,7 +53,7 @@ class BugDetector:
     ) -> BugVerdict:
         """Record a failed call for these samples. An empty ``kind`` marks a failure that may be temporary.
 
-        ``others`` are samples for which the call has not ended; while they outnumber the failures, no bug is certain.
+        ``others`` are samples whose calls have not ended; while they outnumber the failures, no bug is certain.
         """
         if not kind or function in self._succeeded:
             return BugVerdict(likely=False, certain=False)
@@ -61,5 +61,3 @@ class BugDetector:
         failed.update(sample.id for sample in samples)
         enough = len(failed) >= self._samples and len({group for group, _ in failed}) >= self.groups
         return BugVerdict(likely=True, certain=enough and sum(s.id not in failed for s in others) <= len(failed))
-
-

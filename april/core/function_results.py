@@ -65,7 +65,7 @@ class FunctionResults:
             self._groups.finish_sample(sample)
 
     def sample_failed(self, event: ev.SampleFailed) -> bool:
-        """Retry or give up after a failed rollout or reward function; return True if it would fail for every sample."""
+        """Retry or give up after a rollout or reward function failed; return True if it fails for all samples."""
         sample = self._context.sample(event.sample)
         if sample is None:
             return False
@@ -73,7 +73,7 @@ class FunctionResults:
         whole = self._context.settings.group_reward and not rollout
         function = FunctionKind.ROLLOUT if rollout else FunctionKind.REWARD
         kind, failed = event.kind * (sample.evaluation is None), sample.group.members if whole else [sample]
-        verdict = self._bugs.record_failure(function, kind, failed, self._as_far_as(sample, whole=whole))
+        verdict = self._bugs.record_failure(function, kind, failed, self._still_running(sample, whole=whole))
         waits = self._should_pause(verdict)
         if sample.state is not FINISHED:
             self._lifecycle.retry_or_give_up(sample, event.error, waits=waits)
@@ -83,8 +83,8 @@ class FunctionResults:
             self._context.counters["late_events"] += 1
         return verdict.certain
 
-    def _as_far_as(self, sample: Sample, *, whole: bool) -> Iterator[Sample]:
-        """Yield samples whose function is running and has got at least as far as the failed function of ``sample``."""
+    def _still_running(self, sample: Sample, *, whole: bool) -> Iterator[Sample]:
+        """Yield samples whose function still runs and has got at least as far as the failed function of ``sample``."""
         scored = (SCORING, FINISHED)
         if sample.state is RUNNING and sample.generated:
             return  # the function failed after it had received tokens; samples that wait for tokens are behind it
@@ -96,9 +96,9 @@ class FunctionResults:
                     yield s
 
     def _should_pause(self, verdict: BugVerdict) -> bool:
-        """Return whether to pause before the retry.
+        """Return True if there should be a pause before the retry.
 
-        A likely bug is retried at once while fewer prompts are held than must fail before the bug counts as certain.
+        A likely bug is retried at once while the held prompts are too few to make it certain.
         """
         return not verdict.likely or len(self._context.buffer.groups) >= self._bugs.groups
 
@@ -140,7 +140,7 @@ class FunctionResults:
         return next((s for s in sample.group.samples if s.state is SCORING), None)
 
     def retry_timer_fired(self, timer: int) -> None:
-        """Retry the reward function or filter whose pause has ended, if its answer is still wanted."""
+        """Call the reward function or filter whose pause before a retry has ended, if its result is still wanted."""
         context = self._context
         what = context.retries.pop(timer, None)
         if isinstance(what, Sample):
@@ -152,7 +152,7 @@ class FunctionResults:
                 context.out.append(do.JudgeGroup(group, judgement))
 
     def group_judged(self, event: ev.GroupJudged) -> bool:
-        """Accept or drop a group after the filter; return True if the filter failed and would fail for every group."""
+        """Accept or drop a group after the filter; return True if the filter fails for all groups."""
         context = self._context
         group = context.buffer.groups.get(event.group)
         if group is None or not self._is_verdict_awaited(group, event.judgement):

@@ -1,6 +1,6 @@
 """Decides when a group is complete: enough of its samples are finished, and the filter has accepted the group.
 
-``CoreSettings.group_quorum`` sets how many samples are enough.
+``CoreSettings.group_quorum`` sets how many finished samples are enough.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class GroupCompletion:
             self._make_deliverable(sample)
 
     def advance(self, group: Group) -> None:
-        """Accept an open group of which enough samples are finished, or ask the filter about it."""
+        """If enough samples of an open group are finished, accept the group or ask the filter about it."""
         if group.state is not OPEN or not group.complete:
             return
         if group.evaluation is not None:
@@ -94,7 +94,7 @@ class GroupCompletion:
         self.advance(group)
 
     def rerun_for_return_values(self, group: Group) -> None:
-        """Run finished functions again whose return values were lost, where a group reward or the filter needs them.
+        """Run finished functions again if their return values were lost and a group reward or the filter needs them.
 
         The calls that these functions repeat get the recorded tokens; nothing is generated again. A group that is
         already accepted needs no return values.
@@ -105,7 +105,7 @@ class GroupCompletion:
         for sample in group.samples:
             if sample.replayed and sample.state is FINISHED:
                 self.unfinish_sample(sample)
-                context.lengths.generated.add(sample.generated, -1)  # counted once more when it finishes again
+                context.lengths.generated.add(sample.generated, -1)  # it is added again when it finishes again
                 sample.finish = None
                 context.change_state(sample, NEW, "runs again because its result was lost")
                 context.over_sampler.push(sample)

@@ -1,8 +1,7 @@
 """Accounts for every token and every prompt of a run, and for the lengths of its responses.
 
-Invariant: ``observed == delivered + held + sum(dropped)`` for tokens, and
-``drawn == delivered + held + sum(dropped)`` for prompts. Batches that are delivered and not yet trained count as
-delivered.
+Invariant: ``observed == delivered + held + sum(dropped)``, for tokens and for prompts. A prompt counts as observed once
+it is drawn. Batches count as delivered even before they are trained.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ class DropReason(StrEnum):
     REPLAY_DIVERGED = "replay_diverged"
     """After a restart, the rollout function made other calls than before."""
     UNHEARD = "unheard"
-    """The rollout function ended, or its client left, before the answer was read."""
+    """Nobody read the answer: the rollout function had ended, or the agent that asked for it had disconnected."""
     LATE = "late"
-    """The tokens arrived after their sample had continued without the request that generated them."""
+    """The tokens arrived from a request after their sample had continued without this request."""
     NO_EXTRAS = "no_extras"
-    """The tokens arrived without the requested extras, as the request broke off before its engine returned them."""
+    """The tokens arrived without the requested per-token arrays (``extras``), because the request broke off first."""
     PUT_ASIDE = "put_aside"
     """The round ended before the prompt was finished, and a later round begins it again (tail batching)."""
     CUT_GRAMMAR = "cut_grammar"
@@ -46,7 +45,7 @@ class DropReason(StrEnum):
 
 @dataclass(slots=True)
 class Ledger:
-    """Counts tokens or prompts; ``held`` is counted apart from the other numbers, so that a lost token is noticed."""
+    """Counts tokens or prompts; ``held`` is counted by itself, not computed, so that a lost token is noticed."""
 
     observed: int = 0
     delivered: int = 0
@@ -105,18 +104,18 @@ class Lengths:
 class LengthLedger:
     """Counts the lengths of the run's responses, to show whether trained and generated responses differ in length.
 
-    A response counts once: when it is finished, or dropped while it waits for its reward. Being carried over steps does
-    not change its count, so only drops make trained and generated lengths differ. Responses that were dropped before
-    they were complete have no known length and are counted separately. Evaluations do not count.
+    A response is complete once its rollout function has returned. It counts once: when it gets its reward or is
+    dropped while it waits for the reward. So only drops make trained and generated lengths differ. Responses dropped
+    before they were complete have no known length and are counted separately. Evaluations do not count.
 
     Invariant, for responses and for their tokens: ``generated == trained + held + sum(dropped)``, where ``held`` counts
-    finished responses that are not delivered yet.
+    responses that have their reward and are not delivered yet.
     """
 
     generated: Lengths = field(default_factory=Lengths)
-    """Lengths of all complete responses."""
+    """Lengths of all complete responses except those that still wait for their reward."""
     trained: Lengths = field(default_factory=Lengths)
-    """Lengths of delivered responses, those in untrained batches included."""
+    """Lengths of delivered responses, including those in batches that were not trained."""
     dropped: dict[DropReason, Lengths] = field(default_factory=dict)
     """Lengths of responses that were dropped after they were complete."""
     unfinished: Counter[DropReason] = field(default_factory=Counter)
@@ -141,13 +140,13 @@ class LengthLedger:
         }
 
     def accounted(self, finished: Iterable[int]) -> Lengths:
-        """Return trained, held and dropped responses together, given the lengths of finished and held responses."""
+        """Return all trained, dropped and held responses; ``finished`` has the lengths of those held."""
         parts, held = (self.trained, *self.dropped.values()), list(finished)
         return Lengths(
             sum(part.samples for part in parts) + len(held), sum(part.tokens for part in parts) + sum(held)
         )
 
     def restore(self, saved: LengthLedger, finished: Iterable[int]) -> None:
-        """Restore the counts of a saved core, given the lengths of its finished and held responses."""
+        """Restore the counts of a saved core; ``finished`` has the lengths of its responses that are not delivered."""
         self.trained, self.dropped, self.unfinished = saved.trained, saved.dropped, saved.unfinished
         self.generated = self.accounted(finished)

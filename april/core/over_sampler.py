@@ -1,8 +1,8 @@
-"""Decides how many prompts to draw, and which queued sample or call goes next.
+"""Decides how many prompts to draw, and which queued work goes next: a new sample or a call of ``llm.generate``.
 
-Work carried over from earlier steps goes before new prompts, and older groups go before younger ones: queues are
-ordered by (urgent, group number, sample index), and groups are numbered in the order in which they were drawn. Training
-and evaluations have a queue each.
+Training and evaluations have a queue each. Urgent work goes first, then the work of older groups (a group is a prompt
+with its samples), so that work carried over from earlier steps goes before new prompts. Without
+refill, ``RolloutCore._fill`` draws prompts at the start of a step, and later only to replace dropped groups.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from april.core.types import NO_DEADLINE, GenerateCall, Refill, Sample
 
 
 class WorkQueue:
-    """Queues calls, and samples to be started."""
+    """Queues calls of ``llm.generate``, and samples whose rollout function is to be started."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[bool, int, int, int, Sample | GenerateCall]] = []
         self.starts: list[tuple[bool, int, int, int, Sample | GenerateCall]] = []
         self.waiting = 0
-        """Number of samples and calls in the queue, void entries not counted."""
+        """Number of queued samples and calls, without void heap entries."""
         self.calls_waiting = 0
-        """Number of calls among them."""
+        """Number of queued calls, which ``waiting`` includes."""
 
     def first(self, places: Places, *, evaluation: bool) -> Sample | GenerateCall | None:
-        """Return the sample or call that goes next, without removing it; None if no place is free for one.
+        """Return the sample or call that goes next, without removing it; None if there is none or no place is free.
 
-        If a function may not start yet, calls that come after it in the queue go before it.
+        A place is a slot for a request in flight. While no rollout function may start, the first call goes next.
         """
         calls, starts = self.calls, self.starts
         for heap in (calls, starts):
@@ -54,9 +54,9 @@ class OverSampler:
         self.requested = 0
         """Number of prompts that were requested from the source and have not arrived."""
         self.granted = 0
-        """Number of further prompts that are requested once these have arrived."""
+        """Number of prompts to request next, once the ``requested`` prompts have arrived."""
         self.bound = NO_DEADLINE
-        """Limit on the staleness of the requested prompts, if the limit was lowered before they were requested."""
+        """Limit on the staleness of the requested prompts if the run has lowered max_staleness; else NO_DEADLINE."""
         self.exhausted = False
         self.held_back = False
         """True if more prompts would have been drawn, but the buffer had no room."""
@@ -67,7 +67,7 @@ class OverSampler:
         return self.training.waiting + self.evaluations.waiting
 
     def push(self, work: Sample | GenerateCall) -> None:
-        """Queue a sample that is NEW, or a call that is QUEUED."""
+        """Queue a sample in the state NEW, or a call in the state QUEUED."""
         sample = work if isinstance(work, Sample) else work.sample
         queue = self.training if sample.evaluation is None else self.evaluations
         heap = queue.starts if work is sample else queue.calls
@@ -92,14 +92,13 @@ class OverSampler:
         self.push(work)
 
     def extended(self, event: SourceExtended) -> None:
-        """Allow drawing again, as the source has prompts again."""
+        """Allow drawing again after the source of prompts got more of them."""
         self.exhausted = False
 
     def first(self, places: Places, *, training: bool = True) -> Sample | GenerateCall | None:
-        """Return the sample or call that goes next, without removing it; None if no place is free for one.
+        """Return the next sample or call of both queues, as :meth:`WorkQueue.first` does for one queue.
 
-        A place is a slot for a request in flight. If a function may not start yet, calls that come after it in its
-        queue go before it. Evaluations go first until they have their share of the requests in flight, and after that
+        Evaluations go before training until they have their share of the requests in flight, and after that they go
         last. ``training`` is False if training may start nothing now.
         """
         evaluation = None
@@ -116,10 +115,10 @@ class OverSampler:
     ) -> int:  # fmt: skip
         """Return how many prompts to draw from the source now.
 
-        ``ready`` counts the complete units that wait for delivery, ``in_work`` the incomplete units. ``free_places`` is
-        how many samples could start besides the samples in flight and in the queue. ``only_missing``: no more than the
-        step needs. ``fits`` returns how many prompts needed by the step the buffer can take, ``room`` how many further
-        prompts.
+        ``ready`` and ``in_work`` are the numbers of complete and incomplete units (a unit is a group or, with a group
+        quorum below 1, a sample). ``free_places`` is the number of samples that could start in addition to all samples
+        in flight or queued. With ``only_missing``, only the prompts that the batch lacks are drawn. ``fits`` returns
+        the limit on these, and ``room`` the limit if more are wanted.
         """
         if self.exhausted or self.requested:
             return 0
@@ -129,18 +128,18 @@ class OverSampler:
         if only_missing:
             wanted = missing
         elif s.refill is Refill.SAMPLE:
-            # free places without queued work are filled by new groups, however many groups there are
+            # new groups fill all places for which no work is queued, however many groups are in progress
             wanted = max(-(-free_places // s.n_samples_per_prompt), 0)
         elif s.refill is Refill.GROUP:
             wanted = s.groups_wanted - in_work // units
         elif step_start:
             wanted = s.groups_wanted - (ready + in_work) // units
         elif s.over_sampling_batch_size < s.rollout_batch_size:
-            # within a step, draw only as many portions as the batch still needs
+            # within a step, draw only as many portions of over_sampling_batch_size as the batch still needs
             portion = s.over_sampling_batch_size
             wanted = -(-missing // portion) * portion
         else:
-            # dropped groups put the batch out of reach; replacing them one at a time would take a response's time each
+            # dropped groups left too few for the batch: refill, as replacing them one after another would take long
             wanted = s.groups_wanted - (ready + in_work) // units if missing else 0
         self.held_back = False
         if wanted <= missing:

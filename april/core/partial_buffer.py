@@ -1,7 +1,8 @@
-"""Stores every group that was drawn and is not yet delivered or dropped: the partial-rollout buffer.
+"""Implements the partial-rollout buffer: it stores every group (a prompt with its samples) until delivery or drop.
 
-Samples of these groups may be partial, finished, or surplus from an earlier step. The buffer computes which samples are
-too old and how many more prompts may be drawn; :class:`Leases` keeps the batches that are delivered and not trained.
+The samples may be partial, finished, or surplus from an earlier step. The buffer computes which samples are too old and
+how many more prompts may be drawn. :class:`Leases` keeps the batches that are delivered and not yet trained.
+``AttemptBook.open`` makes the requests that continue partial samples.
 """
 
 from __future__ import annotations
@@ -18,17 +19,14 @@ from april.core.versions import PolicyVersion, VersionClock
 
 RESUBMIT = OnWeightUpdate.RESUBMIT
 MOST_OUT = 64
-"""Maximum number of delivered, untrained batches, however large ``max_staleness`` is: each takes memory until it is
-trained."""
+"""Maximum number of delivered, untrained batches even if ``max_staleness`` allows more, as each takes memory."""
 
 
 class Leases:
-    """Keeps the batches that are out: delivered and not yet trained. Computes at which version the next is trained.
+    """Keeps the batches that are out (delivered and not yet trained), and computes how old tokens will be in training.
 
-    Each batch is followed by one weight update, in the order of delivery: after u updates and with b batches out, the
-    next batch is trained at version u + b. A delivery raises that version by one; the update that follows a batch
-    leaves it as it is. So the same rule holds for trainers that wait for each batch and for trainers that fetch
-    batches ahead.
+    One weight update is expected after each batch, in the order of delivery. So after u updates and with b batches out,
+    the next batch is trained at version u + b, whether the trainer waits for each batch or fetches batches ahead.
     """
 
     def __init__(self, clock: VersionClock, max_staleness: int) -> None:
@@ -46,7 +44,7 @@ class Leases:
 
     @property
     def lowered(self) -> int:
-        """The limit on staleness if it was lowered; otherwise NO_DEADLINE."""
+        """The limit on staleness if it was lowered during the run; otherwise NO_DEADLINE."""
         return self.bound if self.bound < self._configured else NO_DEADLINE
 
     @property
@@ -56,7 +54,7 @@ class Leases:
         return out > self.bound or out > MOST_OUT
 
     def why_full(self) -> str:
-        """Return the error for a trainer that asks for a batch while :attr:`full`."""
+        """Return the error text for a trainer that asks for a batch while :attr:`full` is True."""
         newest = max(self.batches)
         return (
             f"{len(self.batches)} batches are delivered but not trained (the newest is {newest}), and at most "
@@ -103,11 +101,9 @@ class Leases:
 
 AHEAD = 8
 """Limit on held groups, as a multiple of ``groups_at_a_time``, even if ``max_staleness`` allows more."""
-
-
 ROWS_COUNTED_AGAIN = 16
-"""The bytes of extras are counted again once the held tokens have changed by one part in this number. Counting visits
-every sample, so it is not done each time."""
+"""The bytes of extras (per-token arrays) are recounted once the number of held tokens has changed by a share of
+1 / ROWS_COUNTED_AGAIN, and not more often, as a recount visits every sample."""
 
 
 class IdleCause(StrEnum):
@@ -122,15 +118,15 @@ class IdleCause(StrEnum):
     TRAINER = "trainer"
     """The trainer has not asked for a batch."""
     BOUND = "bound"
-    """``max_staleness`` allows no more work, as some of the work could not be trained in time."""
+    """``max_staleness`` allows no more work, as more could not be trained in time."""
     STOP = "stop"
     """The batch is complete, and the remaining requests are being ended."""
     ENGINES = "engines"
-    """Work is queued, but every engine is at its cap, resting or quarantined."""
+    """Work is queued, but every engine has its maximum of requests, pauses because it was busy, or is quarantined."""
     FUNCTIONS = "functions"
-    """A rollout function holds the place without a request yet, or only functions are left to complete the batch."""
+    """A rollout function that has made no request yet holds the place, or the batch waits only for user functions."""
     PROMPTS = "prompts"
-    """Prompts are being drawn, or the source has ended."""
+    """Prompts are being drawn, or there are no more prompts."""
     HELD = "held"
     """The limit of undelivered work (``max_held_tokens``, ``max_extras_bytes`` or :data:`AHEAD`) is reached."""
     OVER_SAMPLING = "over_sampling"
@@ -140,7 +136,9 @@ class IdleCause(StrEnum):
 class PartialBuffer:
     """Holds the undelivered groups by number, in the order of drawing, and limits their number.
 
-    A unit is what batches are counted in: a group or, with a group quorum below 1, a sample.
+    A unit of a batch is a group or, with a group quorum below 1, a sample. With tail batching, a group that has
+    begun and is not delivered at the end of its round (step) is put aside: it loses its tokens and begins again in a
+    *long round*, which generates only such groups.
     """
 
     def __init__(self, settings: CoreSettings, leases: Leases) -> None:
@@ -148,20 +146,19 @@ class PartialBuffer:
         self._leases = leases
         self.groups: dict[int, Group] = {}
         self.aside: dict[int, Group] = {}
-        """The groups among :attr:`groups` that wait for a long round, without tokens (tail batching)."""
+        """The groups in :attr:`groups` that were put aside and wait for a long round; they have no tokens."""
         self.unbegun: dict[int, Group] = {}
-        """The groups that wait for a short round, since the round they were drawn for ended before they began."""
+        """The groups in :attr:`groups` whose round ended before they began; they wait for the next short round."""
         self.limit_cause = IdleCause.BOUND
-        """Reason that limited the result of the last :meth:`room`."""
+        """Reason for the limit that the last call of :meth:`room` applied."""
         self.batch = settings.target
-        """Number of units in a batch."""
+        """Number of units in a batch: groups or, with a group quorum below 1, samples."""
         self._whole_groups = settings.whole_groups
         self._per_group = settings.units_per_group
         self._rows_counted = 0, 0
         """(Held tokens, bytes of held extras) when the extras were last counted."""
         self.units = 0
-        """Number of held units: groups of the present round or, with a group quorum below 1, samples that are neither
-        delivered nor dropped."""
+        """Number of units of the present round that are neither delivered nor dropped."""
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -175,7 +172,7 @@ class PartialBuffer:
         self.units += 1 if self._whole_groups else group.held
 
     def remove(self, group: Group) -> None:
-        """Remove a group all samples of which are delivered or dropped."""
+        """Remove a group whose samples are all delivered or dropped."""
         del self.groups[group.id]
         if self.in_round(group):
             self.units -= self._whole_groups
@@ -183,7 +180,7 @@ class PartialBuffer:
             self._waiting_like(group).pop(group.id)
 
     def put_aside(self, group: Group, *, begun: bool) -> None:
-        """Let a group without tokens wait for a later round: a long one if it had begun, else a short one."""
+        """Let a group without tokens wait for a later round: a long round if it had ``begun``, else a short round."""
         group.put_aside = begun
         self._waiting_like(group)[group.id] = group
         self.units -= 1
@@ -196,9 +193,9 @@ class PartialBuffer:
         return group.id not in self._waiting_like(group)
 
     def next_waiting(self, *, long: bool, most: int) -> Group | None:
-        """Add a group that waits to the present round and return it; None if the round has ``most`` units already.
+        """Move a waiting group into this round and return it; None if none waits or the round has ``most`` units.
 
-        Groups that were put aside are added only if ``long``.
+        Groups that were put aside are used only if ``long`` is True.
         """
         waiting = self.aside or self.unbegun if long else self.unbegun
         if not waiting or self.units >= most:
@@ -208,7 +205,7 @@ class PartialBuffer:
 
     @property
     def in_long_round(self) -> bool:
-        """True if the present round is one of groups that were put aside; a new one is if they fill a batch."""
+        """True if the present round is a long round, or if it has no groups yet and those put aside fill a batch."""
         present = [group for group in self if self.in_round(group)]
         return any(group.put_aside for group in present) if present else len(self.aside) >= self.batch
 
@@ -244,7 +241,7 @@ class PartialBuffer:
     def room(self, held_tokens: int) -> int:
         """Return how many prompts may be drawn beyond the needs of the step.
 
-        0 while ``max_held_tokens`` or ``max_extras_bytes`` is reached.
+        The result is 0 while ``max_held_tokens`` or ``max_extras_bytes`` is reached.
         """
         most = self.settings.max_held_tokens
         if (most is not None and held_tokens >= most) or (self.settings.extras and self._full_of_rows(held_tokens)):
@@ -254,7 +251,7 @@ class PartialBuffer:
         return self._free(capacity)
 
     def _full_of_rows(self, held_tokens: int) -> bool:
-        """Return True if ``max_extras_bytes`` is reached, by the last count of the extras; see ROWS_COUNTED_AGAIN."""
+        """Return True if ``max_extras_bytes`` was reached at the latest count (see ROWS_COUNTED_AGAIN)."""
         most = self.settings.max_extras_bytes
         if most is None:
             return False
@@ -265,7 +262,7 @@ class PartialBuffer:
 
     @property
     def fits(self) -> int:
-        """Number of prompts that may be drawn at most; with more prompts, some could not be delivered in time."""
+        """Maximum number of prompts that may be drawn now without exceeding :attr:`capacity`."""
         return self._free(self.capacity)
 
     def _free(self, capacity: int) -> int:
@@ -273,7 +270,7 @@ class PartialBuffer:
 
     @property
     def capacity(self) -> int:
-        """Maximum number of held groups in any mode; more groups could not all be delivered in time."""
+        """Maximum number of held groups; if there were more, some could not be delivered in time."""
         return self._most()[0]
 
     def _most(self) -> tuple[int, IdleCause]:
@@ -298,15 +295,15 @@ class PartialBuffer:
         return s.on_stale is not OnStale.FINISH and self._wanted > (s.delivery_bound + 1) * s.rollout_batch_size
 
     def age(self, sample: Sample) -> int:
-        """Return the age of the sample's oldest token in weight updates, if it is trained with the next batch.
+        """Return the age, in weight updates, that the sample's oldest token has when the next batch is trained.
 
-        0 without tokens.
+        The result is 0 for a sample without tokens.
         """
         oldest = self.oldest(sample)
         return 0 if oldest is None else self._leases.age(oldest)
 
     def oldest(self, sample: Sample) -> PolicyVersion | None:
-        """Return the version of the sample's oldest token, tokens of attempts kept through a weight update included."""
+        """Return the version of the sample's oldest token, including those of its requests in flight."""
         chains = sample.chains
         oldest = chains[0].tape.oldest_version if len(chains) == 1 else sample.oldest_version  # saves a call
         if self.settings.on_weight_update is RESUBMIT or (sent := sample.submitted_under) is None:
@@ -315,7 +312,7 @@ class PartialBuffer:
 
     @property
     def horizon(self) -> int:
-        """Smallest slack that sets no deadline; with ``on_stale: drop`` only a slack of 0 sets a deadline."""
+        """Smallest slack (see :meth:`slack`) that sets no deadline; with ``on_stale: drop`` only slack 0 sets one."""
         s = self.settings
         if s.on_stale is OnStale.DROP:
             return 1
@@ -333,7 +330,7 @@ class PartialBuffer:
         return self.bound(unit) - (out if oldest is None else max(out, (age or self._leases.age)(oldest)))
 
     def _oldest_of(self, unit: Unit) -> PolicyVersion | None:
-        """Return the version of the unit's oldest token; a group keeps it, as plans ask for that of every group."""
+        """Return the version of the unit's oldest token; groups cache the version, as each plan needs it."""
         if isinstance(unit, Sample):
             return self.oldest(unit)
         if not unit.oldest_known or self.settings.on_weight_update is not RESUBMIT:
@@ -341,8 +338,8 @@ class PartialBuffer:
             unit.oldest, unit.oldest_known = max(versions, key=self._leases.age, default=None), True
         return unit.oldest
 
-    def why_not_oldest(self, group: Group) -> str | None:
-        """Describe why the version that a group keeps is not that of its oldest token; None if it is, or is unknown."""
+    def wrong_oldest(self, group: Group) -> str | None:
+        """Describe the error if the version cached in ``group.oldest`` is wrong; None if it is right or not cached."""
         if not group.oldest_known or self.settings.on_weight_update is not RESUBMIT:
             return None
         ages = [self._leases.age(v) for v in map(self.oldest, group.members) if v is not None]
@@ -350,7 +347,7 @@ class PartialBuffer:
         return None if kept == ([max(ages)] if ages else []) else f"its oldest token is not of version {group.oldest}"
 
     def bound(self, unit: Unit) -> int:
-        """Return the limit on the unit's staleness, as it was when its prompt was drawn."""
+        """Return the limit on the unit's staleness that applied when its prompt was drawn."""
         group = unit if isinstance(unit, Group) else unit.group
         return min(group.bound, self.settings.max_staleness)
 
@@ -361,20 +358,20 @@ class PartialBuffer:
             in_time = s.max_age - age(group.drawn_under)
             for unit in (group,) if whole else group.members:
                 slack, by_tokens = in_time, self.slack(unit, age)
-                # drop discards old samples instead of waiting for them; samples that are too old already set no
-                # deadline if the settings accept the loss of some work
+                # on_stale: drop discards old samples instead of waiting for them; if the settings accept the loss of
+                # some work, samples that are already too old set no deadline
                 if s.on_stale is not OnStale.DROP and (by_tokens >= 0 or not self._overbooked):
                     slack = min(slack, by_tokens)
                 if s.on_stale is not OnStale.FINISH and any(x.resumes > s.max_resumes for x in unit.members):
-                    slack = 0  # on_stale: finish has its own deadlines, which this would overrule
+                    slack = 0  # not with on_stale: finish, as this would take precedence over the deadlines by age
                 yield unit, slack
 
     def delivery_order(self, unit: Unit) -> int:
-        """Return the sort key of a complete unit without a deadline: its slack, or 0 with ``on_stale: finish``."""
+        """Return the key that sorts complete units without a deadline: slack, or 0 with ``on_stale: finish``."""
         return 0 if self.settings.on_stale is OnStale.FINISH else self.slack(unit)
 
     def too_old(self) -> list[Sample]:
-        """Return the samples older than max_staleness, with ``on_stale: restart`` or ``drop``; otherwise none.
+        """Return the samples older than max_staleness if ``on_stale`` is restart or drop; otherwise none.
 
         All uses of ``on_stale`` are listed in :class:`~april.core.types.OnStale`.
         """

@@ -1,6 +1,7 @@
-"""Counts the places for requests in flight over all engines, and how many rollout functions may start.
+"""Counts the free places (slots for requests in flight over all engines), and how many rollout functions may start.
 
-``over_sampler`` decides which work takes a free place, and how many prompts to draw for places without work.
+``over_sampler`` decides which work takes a free place, and how many prompts to draw if there is no such work;
+``EngineTable.pick`` chooses the engine.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from april.core.types import Sample, SampleId
 
 
 class Places:
-    """Counts the places (slots for requests in flight) over all engines, and how many are free.
+    """Counts the places of training and of evaluations, and how many are free.
 
-    Each attempt takes a place until it has ended. A started rollout function has a place reserved until its first call
-    or its end, so that no more functions are started than can generate. Reservations limit the start of functions, not
-    calls, so a function may wait for a tool or a client for any time. Evaluations ignore the reservations of training.
-
-    Evaluations have places of their own beyond the ``total`` of training, and may use those that training leaves free.
+    Each attempt (engine request) takes a place until it has ended. A started rollout function reserves a place until
+    its first call or its end, so that no more functions are started than can generate. Reservations only limit how many
+    functions start; calls ignore them, so a function that waits for a tool or a client delays no call. Evaluations
+    ignore the reservations of training. They have places of their own in addition to training's ``total``, and may also
+    use the places that training leaves free.
 
     Args:
         total: number of places of training.
@@ -42,7 +43,7 @@ class Places:
 
     @property
     def taken(self) -> int:
-        """Number of training's places that are taken, by its requests or by those of evaluations beyond their own."""
+        """Number of training's places in use: by training, and by evaluations that have no free place of their own."""
         attempts = self._attempts
         beyond = len(attempts.of_evaluations) - self.own
         return len(attempts.in_flight) + beyond if beyond > 0 else len(attempts.in_flight)
@@ -82,7 +83,7 @@ class Places:
         self.own = math.ceil(round(self._share * total, 9))
         """Number of places that only evaluations take."""
         self.max_taken = max(total, self.taken)
-        """Largest valid ``taken``: requests from before ``total`` was lowered are not cut."""
+        """Largest valid ``taken``, which may exceed ``total``: requests go on when ``total`` is lowered."""
 
     def release(self, sample: Sample) -> None:
         """Release the sample's reservation, if it has one: its function made a call or ended."""

@@ -1,8 +1,8 @@
 """Schedules rollouts as a state machine: only ``RolloutCore.handle(event) -> list[Command]`` changes its state.
 
-It connects the four parts (over-sampler, completion monitor, abort controller, partial-rollout buffer), runs the steps,
-and decides when training, evaluations, weight updates and pauses take their turns. What happens to samples is decided
-in ``sample_calls`` (calls of ``llm.generate``), ``attempt_results`` (engine requests), ``function_results`` (results of
+``RolloutCore`` runs steps with the over-sampler, completion monitor, abort controller and partial-rollout buffer, and
+decides when training, evaluations, weight updates and pauses take turns. What happens to samples is decided in
+``sample_calls`` (calls of ``llm.generate``), ``attempt_results`` (engine requests), ``function_results`` (results of
 the user's functions), ``function_bugs``, ``group_completion`` and ``sample_lifecycle`` (retries and drops).
 
 Invariants, checked by :meth:`RolloutCore.validate`: each sample is in exactly one state; tokens and prompts
@@ -82,7 +82,7 @@ class Step:
     """True once all prompts that the step wanted were drawn, including replacements for skipped prompts. False again
     after a commit or a weight update, when the step may draw more."""
     stopping: bool = False
-    """True once the target is reached or the step has failed; from then on, nothing is started."""
+    """True once the batch is complete or the step has failed; from then on, nothing is started."""
     long_round: bool = False
     """True if the step generates groups that earlier steps put aside, and no other prompts (tail batching)."""
     in_flight_at_stop: Counter[str] = field(default_factory=Counter)
@@ -104,23 +104,23 @@ class Step:
 
 
 _Rows = tuple[list[DeliveredSample], SampleFigures]
-"""Rows of one sample, and the figures of the rows."""
+"""Rows of the batch that come from one sample, and what the batch's metrics need of them."""
 NO_REFILL = Refill.NONE
 NEWEST_REQUESTS = 64
 """To make room for n requests of evaluations, the newest n + NEWEST_REQUESTS requests of training are considered."""
 TOO_LONG_IN_A_ROW = 1000
-"""Number of skipped prompts in a row after which the step fails, as the data does not suit these engines."""
+"""Number of prompts in a row that may be too long for the engines before the step fails."""
 MOST_COMMANDS = 64
-"""Number of commands at one event after which samples and calls wait for the event Continued, since starting thousands
-at once would hold the event loop for seconds."""
+"""Number of commands from one event after which further samples and calls start only at the event Continued, since
+starting thousands at once would block the event loop for seconds."""
 MOST_DRAWN = 512
-"""Number of samples whose prompts are drawn at one event, for the same reason."""
+"""Maximum number of samples whose prompts are drawn at one event; like MOST_COMMANDS, it keeps events short."""
 MOST_DELIVERED = 512
-"""Number of samples whose rows of a batch are made at one event, for the same reason."""
+"""Maximum number of samples whose rows of a batch are made at one event, to keep events short."""
 MOST_PUT_ASIDE = 512
-"""Number of samples that are put aside at one event, for the same reason."""
+"""Maximum number of samples that are put aside at one event, to keep events short."""
 MOST_MARKED = 512
-"""Number of groups or samples that are marked as urgent at one event, for the same reason."""
+"""Maximum number of groups or samples that are marked as urgent at one event, to keep events short."""
 # module-level names, as an enum member costs 60 ns per use on Python 3.11
 OPEN, LEASED = GroupState.OPEN, SampleState.LEASED
 
@@ -132,7 +132,7 @@ class RolloutCore:
         settings: settings of the run, already checked.
         engines: limits of the engines, at least one.
         clock: clock with the current policy version; None starts at version 0.0.
-        check: True to run :meth:`validate` after every event (for tests; takes time in proportion to what is held).
+        check: True to run :meth:`validate` after every event; for tests, as it is slow with many samples.
     """
 
     def __init__(
@@ -165,11 +165,11 @@ class RolloutCore:
         self._continues = False
         """True from the command Continue to the event Continued; nothing is started or drawn in between."""
         self._rows: dict[SampleId, tuple[Any, _Rows]] = {}
-        """Rows that were made ahead of the next delivery, each with what they depend on (see :meth:`_depends_on`)."""
+        """Rows made ahead of the next delivery, by sample, with the state they were made from (:meth:`_depends_on`)."""
         self._without_rows: deque[Sample] = deque()
-        """Samples of the next batch whose rows are to be made."""
+        """Samples of the next batch whose rows are still to be made."""
         self._unmarked: dict[int, Unit] = {}
-        """Those of ``context.urgent`` whose samples are not marked as urgent yet."""
+        """Groups and samples in ``context.urgent`` whose samples are not marked as urgent yet."""
         self._long_in_a_row = 0
         self._outage_timer = 0
         self._outage = False
@@ -245,7 +245,7 @@ class RolloutCore:
         """Handle one event; return the commands to be executed, in order.
 
         Raises:
-            InvariantError: the state is inconsistent, or the event is impossible; the text has the sample's story.
+            InvariantError: the state is inconsistent, or the event is impossible; the message has the sample's log.
         """
         self.context.event_number += 1
         out: list[do.Command] = []
@@ -259,7 +259,7 @@ class RolloutCore:
         return out
 
     def validate(self) -> None:
-        """Cross-check every index and ledger; raise InvariantError with the story of the sample concerned."""
+        """Cross-check every index and ledger; raise InvariantError with the log of the sample concerned."""
         try:
             validate(self.context, self.updates)
         except InvariantError as error:
@@ -348,15 +348,15 @@ class RolloutCore:
             return True
         if self.monitor.ready < self.buffer.units or self.attempts:
             return False
-        # with a quorum, failures may leave fewer samples than the target; if samples of new prompts would be too old at
-        # their delivery (fits is 0), the batch is delivered with the samples that are ready
+        # with a quorum, failures may leave too few samples for a batch; if new prompts could not be delivered in time
+        # (fits is 0), the batch is delivered with the samples that are ready
         exhausted = self.over_sampler.exhausted and not (self.buffer.aside or self.buffer.unbegun)
         return exhausted or (self.monitor.ready > 0 and not self.buffer.fits)
 
     def _advance_others(self) -> None:
         """Advance evaluations, weight updates and pauses.
 
-        Training waits for them, and they may have to wait until the running attempts of training have ended.
+        Training may have to wait for these, and these may wait until the running requests of training have ended.
         """
         evaluations, updates = self._evaluations, self.updates
         first = min(updates.numbers, default=0)
@@ -365,7 +365,7 @@ class RolloutCore:
             evaluations.advance(may_begin=may_begin, half_updated=updates.half_updated, update=first)
             if any(evaluations.running) and not self._continues:
                 self._start_waiting(training=False)
-                evaluations.advance()  # an evaluation may just have failed for want of an engine
+                evaluations.advance()  # an evaluation may just have failed because no engine was left
         if updates.waits and (updates.running or not evaluations.go_before_update(held=self.pause_held, update=first)):
             updates.continue_next(held=self.pause_held)
         if self._pause_asked and not self.attempts and not updates.running and not any(evaluations.running):
@@ -392,9 +392,9 @@ class RolloutCore:
         self.context.stop(list(self.attempts.values()), sweep=True)
 
     def _end_step(self) -> None:
-        """End the step with a delivery.
+        """End the step and deliver the batch.
 
-        If the data has ended and less than a batch is left, ``on_data_end: wait`` keeps the rest and delivers nothing.
+        Nothing is delivered if the data has ended and less than a batch is left, with ``on_data_end: wait``.
         """
         ended = self.over_sampler.exhausted and self.monitor.ready < self.settings.target
         waits = ended and self.settings.on_data_end is OnDataEnd.WAIT
@@ -416,7 +416,7 @@ class RolloutCore:
             self._begin_step()
 
     def _put_unfinished_aside(self) -> bool:
-        """Put aside some of the groups that are not finished at the end of a round; return True once none is left."""
+        """Put aside a portion of the groups that a round did not finish; return True once none is left."""
         if self._continues:
             return False
         unfinished = (g for g in self.buffer if not g.ready and self.buffer.in_round(g))
@@ -430,13 +430,13 @@ class RolloutCore:
         out = self.context.out
         for group in groups:
             self.lifecycle.put_aside(group)
-        # the functions of these samples are cancelled; an answer that this event has already sent would let them return
+        # these samples' functions are cancelled: withdraw answers of this event, with which they could still return
         out[:] = [c for c in out if not (isinstance(c, do.CallCompleted) and c.call.sample.state is SampleState.NEW)]
 
     def _make_rows(self) -> bool:
         """Make rows of the next batch, a portion at each event; return True once less than a portion is missing.
 
-        Rows that are still missing, as their samples finished meanwhile and replace others, are made at the delivery.
+        Samples that finish meanwhile may replace others in the batch; their rows are made at the delivery.
         """
         settings = self.settings
         if settings.rollout_batch_size * settings.n_samples_per_prompt <= MOST_DELIVERED:
@@ -458,18 +458,18 @@ class RolloutCore:
         return False
 
     def _rows_of(self, sample: Sample, age: Callable[[PolicyVersion], int]) -> _Rows:
-        """Return the rows of a finished sample, and their figures."""
+        """Return the rows of a finished sample, and what the batch's metrics need of them."""
         masks = self.settings.on_stale in (OnStale.MASK, OnStale.FINISH)
         rows = deliver_sample(sample, age, self.buffer.bound(sample) if masks else None)
         return rows, figures_of(rows, age)
 
     def _rows_made_of(self, sample: Sample) -> _Rows | None:
-        """Return the rows that were made ahead, or None if there are none, or something has changed since."""
+        """Return the rows that were made ahead, or None if there are none or they are outdated."""
         depends_on, rows = self._rows.get(sample.id, (None, None))
         return rows if depends_on == self._depends_on(sample) else None
 
     def _depends_on(self, sample: Sample) -> Any:
-        """Return a value that changes whenever rows of a finished sample, made again, could differ."""
+        """Return all values on which the rows of a finished sample depend and that may still change."""
         return self.clock.current, len(self.leases), sample.restarts, sample.group.since
 
     def _deliver(self, units: list[Unit], step: Step) -> None:
@@ -482,7 +482,7 @@ class RolloutCore:
         samples: list[DeliveredSample] = []
         figures, sizes, why = [], dict.fromkeys(groups, 0), f"leased in batch {context.batches}"
         for number, members in groups.items():
-            # all rows of a group first, since they depend on the states of its samples
+            # make all rows of a group before any of its samples changes its state, as the rows depend on the states
             made = [self._rows_made_of(sample) or self._rows_of(sample, age) for sample in members]
             for sample, (rows, of_rows) in zip(members, made, strict=True):
                 samples += rows
@@ -580,10 +580,10 @@ class RolloutCore:
             step.filled = True
 
     def _begin_waiting_groups(self) -> None:
-        """Queue groups that wait for a later round (tail batching).
+        """Queue groups that waited for a round like the present one (tail batching).
 
-        A long round, and every round once the prompts have ended, has up to ``rollout_batch_size`` groups in work,
-        first those that were put aside. A short round has up to ``over_sampling_batch_size``, none of them put aside.
+        A long round has up to ``rollout_batch_size`` groups in work, first those that were put aside. So does every
+        round once the prompts have ended. A short round has up to ``over_sampling_batch_size`` other groups in work.
         """
         assert self.step is not None
         long = self.step.long_round or self.over_sampler.exhausted
@@ -625,8 +625,8 @@ class RolloutCore:
     def _make_room(self, work: Sample | GenerateCall) -> Sample | GenerateCall | None:
         """Interrupt requests of training for evaluations that have less than their share of the full engines.
 
-        The newest are interrupted, as they have generated least since their prefill, and are continued later. Return a
-        sample of an evaluation to start now, so that its call waits when a place becomes free; None if there is none.
+        The newest requests are interrupted, as they have generated least since their prefill; they are continued later.
+        Return a sample of an evaluation to start now, so that its call is queued before an engine is free, or None.
         """
         context, states, places = self.context, self.engines.states, self.context.places
         queue, pending = self.over_sampler.evaluations, context.aborts.pending
@@ -637,7 +637,7 @@ class RolloutCore:
         if count > 0 and any(state.may_make_room for state in states.values()):
             newest = itertools.islice(reversed(self.attempts.values()), count + pending + NEWEST_REQUESTS)
             able = [a for a in newest if a.id not in context.aborts and states[a.engine].may_make_room]
-            able.sort(key=lambda a: a.sample.urgent)  # a stable sort: the newest of those without priority go first
+            able.sort(key=lambda a: a.sample.urgent)  # a stable sort: not urgent before urgent, then the newest first
             context.stop(able[:count])
         waiting = places.reserved_by_evaluations + queue.calls_waiting
         if isinstance(work, Sample):
@@ -701,8 +701,8 @@ class RolloutCore:
     # ---------------------------------------------------------------- bugs in the user's functions
 
     def _sample_failed(self, event: ev.SampleFailed) -> None:
-        # a function that would fail for every sample fails the step; between steps nothing is noted, since the function
-        # will fail again in the next one
+        # a function whose bug affects every sample fails the step; between steps the failure is not recorded, since the
+        # function will fail again in the next step
         if self._function_results.sample_failed(event) and self.step is not None:
             self.context.failure = f"{event.sample}: {event.error}"
 
@@ -747,7 +747,7 @@ class RolloutCore:
         if self.settings.tail_batching:  # no sample is continued under newer weights, so none gets too old
             return
         for unit in self.monitor.plan(self.buffer.slacks(), self.buffer.horizon):
-            # an open group has not reached its quorum yet, and none of its samples can be delivered before
+            # no sample of an open group can be delivered before the group's quorum is reached, so all are urgent
             group = unit.group if isinstance(unit, Sample) else unit
             first = group if group.state is OPEN else unit
             urgent[id(first)] = first
@@ -759,7 +759,7 @@ class RolloutCore:
         self._mark_urgent()
 
     def _mark_urgent(self) -> None:
-        """Mark some of the samples to which the latest plan gives priority; nothing is started until all are marked."""
+        """Mark some of the samples to which the latest plan gives priority; nothing starts before all are marked."""
         for key in list(itertools.islice(self._unmarked, MOST_MARKED)):
             for sample in self._unmarked.pop(key).members:
                 sample.urgent = True
@@ -783,7 +783,7 @@ class RolloutCore:
             self._recovery.timer_fired(timer)
 
     def _ask_again_for_ends(self, timer: Timer) -> None:
-        # while nothing new starts, one abort may end all requests of an engine
+        # while nothing new starts, each engine may be told to end all its requests with one abort
         quiet = (self.paused or self.step is None or self.step.stopping) and not self.context.evaluations
         commands, late = self.aborts.timer_fired(timer, self.engines.in_flight() if quiet else {})
         self.context.out += commands
@@ -815,9 +815,9 @@ class RolloutCore:
             self._recovery.busy(attempt.engine, event)
 
     def _watch_outage(self, *, training: bool) -> None:
-        """Start the outage timer if no engine is usable: the step or evaluation fails when it fires.
+        """Start the outage timer if no engine is usable; the step or evaluation fails when the timer fires.
 
-        ``training`` is False while only evaluations may start; these fail at once if no engine can come back.
+        ``training`` is False while only evaluations may start; evaluations fail at once if no engine can come back.
         """
         if not training and self._evaluations.no_engine_can_return:
             self._evaluations.fail_without_engine()

@@ -1,7 +1,8 @@
-"""Defines what a reward function may return beside a number: parts, values per turn and per token, and a note.
+"""Defines what a reward function may return besides a number: parts, values per turn and per token, and a note.
 
-A :class:`RowReward` belongs to a whole response or to one of its conversations, which become rows of the batch. All
-rewards of a run have the same names with the same shapes (the *layout*), so that a batch can have arrays of them.
+A response consists of one or more conversations; each becomes a row of the batch. A :class:`RowReward` belongs to a
+response or to one conversation. All rewards of a run have parts and arrays of the same names and shapes (the *layout*),
+so that a batch can join the values of each name into one array.
 """
 
 from __future__ import annotations
@@ -24,46 +25,43 @@ RESERVED = frozenset(
         "turn_numbers", "turn_offsets", "version_incarnation", "version_n",
     }
 )  # fmt: skip
-"""Names of a batch's own arrays, of extras, and ``total``; no part or array of a reward may have one of these."""
+"""Names that rewards' parts and arrays may not have: names of a batch's arrays, of extras, and a reward's ``total``."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowReward:
-    """The reward of a response, or of one of its conversations, with everything that came with the number.
-
-    Arrays are read-only, float32 or int32.
-    """
+    """The reward of a response or of one of its conversations. Arrays are read-only, float32 or int32."""
 
     reward: float
-    """the number that is trained"""
+    """the number from which advantages are computed"""
     row: int | None = None
     """index of the conversation that the reward belongs to; None if it belongs to the whole response"""
     parts: Mapping[str, float] = field(default=NO_PARTS)
-    """numbers by name, such as those that the reward is the sum of"""
+    """numbers by name, for example the terms whose sum is the reward"""
     per_turn: Extras = field(default=NO_EXTRAS, compare=False)
     """arrays by name, [number of turns, ...]: one row for each call of llm.generate that generated tokens"""
     per_token: Extras = field(default=NO_EXTRAS, compare=False)
-    """arrays by name, [T, ...]: one row for each token of the response, those of the environment included"""
+    """arrays by name, [T, ...]: one row for each token of the response, including tokens of the environment"""
     note: Any = field(default=None, compare=False)
-    """plain values for people or for the trainer: text, numbers, lists and mappings"""
+    """value for logs or for the trainer, made of text, numbers, lists and mappings"""
 
 
 RewardLayout = dict[str, tuple[Any, ...]]
-"""What rewards have, by name: (``part``, ``per turn`` or ``per token``, row shape, type of number). The name "" says
-whether rewards belong to responses or to conversations; the mapping is empty before the first reward."""
+"""(Kind, row shape, type of number) of each part and array of the rewards, by name; a kind is ``part``, ``per turn`` or
+``per token``. The entry "" says whether rewards belong to responses or to conversations."""
 
 
 def wrong_row_rewards(
     rows: Sequence[RowReward], sizes: Sequence[tuple[int, int]], layout: RewardLayout
 ) -> str | None:
-    """Describe why the rewards of one response are invalid, as what ``the reward`` has or is; None if they are valid.
+    """Describe what is wrong with the rewards of a response, in words to put after "the reward"; None if all are valid.
 
-    A valid reward becomes the layout of the run if ``layout`` is empty.
+    If ``layout`` is empty (before a run's first reward), the layout of a valid reward is written into it.
 
     Args:
         rows: the rewards; empty if the reward function returned a number.
         sizes: (number of turns, number of tokens) of each conversation.
-        layout: what earlier rewards of the run had.
+        layout: layout of the earlier rewards of the run.
     """
     by_row = bool(rows) and rows[0].row is not None
     if by_row and len(rows) != len(sizes):
@@ -92,7 +90,7 @@ def _wrong_numbers(row: RowReward) -> str | None:
     if len({*names}) < len(names):
         twice = next(name for i, name in enumerate(names) if name in names[:i])
         return f"has the name {twice} twice; parts, per_turn and per_token need different names"
-    # parts first: a sum of parts is wrong because of one of these
+    # parts first, since a wrong part also makes their sum wrong
     wrong_part = next(((n, wrong) for n, value in row.parts.items() if (wrong := wrong_reward(value))), None)
     if wrong_part is not None:
         return f"has a part {wrong_part[0]} that is {wrong_part[1]}"
@@ -135,10 +133,10 @@ def _difference(found: RewardLayout, layout: RewardLayout, before: str) -> str:
 
 
 def cohort_values(members: Iterable[Sequence[RowReward]]) -> Extras:
-    """Return what advantages need of the rewards of k samples: float32 [k, rows, values] by name, padded with NaN.
+    """Return the rewards of k samples for computing advantages: float32 [k, rows, values] by name, padded with NaN.
 
-    A part has one value, an array per turn has one per turn. The name "" has the rewards of conversations, if rewards
-    belong to these. Arrays per turn with further dimensions, and arrays per token, are left out.
+    The last axis holds the single value of a part, or the values of an array per turn. If rewards belong to
+    conversations, the entry "" has these rewards. Arrays per token, and arrays per turn with more axes, are left out.
     """
     rewards = [list(rows) for rows in members]
     if not all(rewards):

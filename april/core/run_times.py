@@ -1,8 +1,8 @@
 """Measures how the trainer and the engines spend the time between two deliveries.
 
 Invariant: the trainer's seconds add up to ``step_s``, and the shares of the places (slots for requests in flight) add
-up to 1. The caller passes the time; nothing here reads a clock. :func:`bottleneck` says which side a step waited for,
-and what to change.
+up to 1. The caller passes the time; nothing here reads a clock. :func:`bottleneck` says whether the trainer or the
+engines limited a step, and what to change.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from april.core.weight_updates import Phase
 
 
 class TrainerTime(StrEnum):
-    """Activities of the trainer as april sees them; if several apply, the first of them counts."""
+    """Activities of the trainer as april sees them; if several apply, the first in this list counts."""
 
     UPDATES = "update_s"
     EVALUATES = "evaluation_s"
@@ -80,7 +80,7 @@ class RunTimes:
         self._engines_changed()
 
     def _engines_changed(self) -> None:
-        """Update the number of places after engines or limits changed; the time until now keeps the old number."""
+        """Update the number of places after engines or limits changed; earlier time counts with the old number."""
         core, before = self._core, self.places
         most = self._most = self._places.total
         self.places = min(most, sum(s.limits.max_in_flight or most for s in core.engines.states.values()))
@@ -106,7 +106,7 @@ class RunTimes:
         self._update_cell = self._updating[self._phase] if self._trainer is UPDATES else None
 
     def update(self, now_s: float) -> None:
-        """Count the time since the last call for the state until now, then read the present state of the core."""
+        """Count the time since the last call for the state that was read then; then read the present state."""
         core = self._core
         if self._began is not None:
             self._count(now_s)
@@ -185,9 +185,9 @@ class RunTimes:
 def pace(steps: Iterable[Mapping[str, float]]) -> tuple[float, int]:
     """Estimate the trainer's seconds per batch, and how many batches it asks for ahead.
 
-    ``steps`` are the metrics of batches. If a trainer asks ahead, its training time is visible only in steps where the
-    next batch was ready before the trainer. Only if most steps are of this kind does the time asked ahead count as
-    training; otherwise the trainer may have waited for a batch in that time.
+    ``steps`` are the metrics of batches. The training time of a trainer that asks ahead is visible only in steps where
+    the next batch was ready before the trainer was. If most steps are like this, the time asked ahead counts as
+    training; otherwise it is not counted, as the trainer may have waited for a batch in that time.
     """
     steps = list(steps)
     if not steps:
@@ -196,7 +196,7 @@ def pace(steps: Iterable[Mapping[str, float]]) -> tuple[float, int]:
     slower = [step for step in steps if step.get(TRAINS, 0.0) > 0.01 * step["step_s"]] if ahead else []
     if 2 * len(slower) > len(steps):
         parts = (*TRAINER_PARTS, AHEAD)
-        # a slow step may contain training of two batches, which makes the mean of the slow steps alone too high
+        # the mean of the slower steps alone is too high if one step contains the training of two batches
         means = (fmean(sum(step.get(part, 0.0) for part in parts) for step in some) for some in (slower, steps))
         return min(means), ahead
     return fmean(sum(step.get(part, 0.0) for part in TRAINER_PARTS) for step in steps), ahead
@@ -298,7 +298,7 @@ def bottleneck(
         )
     waited, ahead = times[TrainerTime.WAITS], times[TrainerTime.AHEAD]
     stepwise = settings.generation is GenerationMode.STEPWISE
-    if ahead > waited:  # the trainer may train meanwhile, but a short TRAINS shows that no batch waited for it
+    if ahead > waited:  # the trainer may train meanwhile, but a short TRAINS shows that no batch had to wait
         starved = times[TrainerTime.TRAINS] < LITTLE * step
     else:  # stepwise, the trainer always waits while the engines work
         starved = waited >= (0.5 if stepwise else LITTLE) * step

@@ -1,11 +1,12 @@
 """Decides how a call of ``llm.generate`` is answered: by an engine, or with tokens that are already stored.
 
-A call continues one of its sample's chains (token sequences), or begins another chain. It takes one or more attempts
-(engine requests), whose results are handled in ``attempt_results``. Each chain records its response in a tape.
+A call continues one of its sample's chains (token sequences) or begins a new chain. It takes one or more attempts
+(engine requests), which ``AttemptBook.open`` makes; ``attempt_results`` handles their results. Each chain records its
+response in a tape.
 
-If the process of a rollout function dies, the function is started again, or fails after too many deaths. Invariant: it
-is started again only when none of its attempts is at an engine; the calls that it then repeats are answered from the
-tapes (a replay). Functions that raise errors are handled in ``function_results``.
+If the process of a rollout function dies, the function is started again; after too many deaths its sample fails. The
+calls that the function then repeats are answered from the tapes (a replay). Invariant: a function is started again only
+when none of its attempts is at an engine. Functions that raise errors are handled in ``function_results``.
 """
 
 from __future__ import annotations
@@ -66,10 +67,7 @@ class SampleCalls:
         self._open(chain, event, len(chain.tape.tokens))
 
     def _call_in_any_chain(self, sample: Sample, event: ev.CallMade) -> None:
-        """Handle a call that brings a whole conversation, which need not be the sample's first or only conversation.
-
-        The call is answered from a tape, or continues or begins a chain.
-        """
+        """Handle a call that contains a whole conversation, which may continue any of the sample's chains or none."""
         ids, attached, sample.any_chain = event.token_ids, event.attached, True
         assert ids is not None
         if event.chain is None:
@@ -88,7 +86,7 @@ class SampleCalls:
                 chain = Chain(sample, 1 + sample.chains[-1].number, np.array(ids, np.int32), attached)
                 sample.chains += (chain,)
             elif not np.array_equal(ids, chain.prompt) or attached != chain.attached:
-                # no call used the group's prompt, so this conversation becomes the first chain
+                # no call has used the group's prompt, so this conversation replaces it in the first chain
                 chain.prompt, chain.attached = np.array(ids, np.int32), attached
         self._append_environment(chain, ids, attached)
         self._open(chain, event, len(chain.tape))
@@ -96,13 +94,13 @@ class SampleCalls:
     def find_chain(self, sample: Sample, token_ids: Int32, attached: Sequence[Placed] = ()) -> Chain | None:
         """Return the chain (token sequence) that a call with these tokens continues; None if it begins a new chain.
 
-        There are two candidates: a replayed chain that has recorded this call or all calls before it, and the longest
-        chain without replay and open call whose tokens are a prefix of ``token_ids``. The first is taken, unless these
-        tokens contain answers of both and the second is at least as long.
+        There may be two candidates: a replayed chain that has recorded this call or all calls before it, and the
+        longest other chain that has no open call and is a prefix of ``token_ids``. The replayed chain is returned,
+        unless ``token_ids`` contains answers of both chains and the other chain is at least as long.
         """
-        lost_ones = [chain for chain in sample.chains if chain.replay is not None]
-        claims = [(chain, self._answers_received(chain, token_ids, attached)) for chain in lost_ones]
-        claimed = [(heard, chain.number, chain) for chain, heard in claims if heard is not None]
+        replayed = [chain for chain in sample.chains if chain.replay is not None]
+        claims = [(chain, self._answers_received(chain, token_ids, attached)) for chain in replayed]
+        claimed = [(received, chain.number, chain) for chain, received in claims if received is not None]
         free = (c for c in sample.chains if c.replay is None and c.open_call is None and c.calls)
         extended = [
             (len(c.prompt) + len(c.tape), -c.number, c)
@@ -111,30 +109,30 @@ class SampleCalls:
         ]
         longest, _, chain = max(extended, default=(-1, 0, None))
         if claimed:
-            heard, _, lost = min(claimed)
-            # of two equally long chains, the call continues the one that calls have used since the restart
-            if not heard or chain is None or self._length_after_answers(lost, heard) > longest:
+            received, _, lost = min(claimed)
+            # of two equally long chains, prefer the other chain, which calls have used since the restart
+            if not received or chain is None or self._length_after_answers(lost, received) > longest:
                 return lost
         return chain
 
-    def _length_after_answers(self, chain: Chain, heard: int) -> int:
-        """Return the length of the conversation (prompt included) after the first ``heard`` replayed answers."""
+    def _length_after_answers(self, chain: Chain, received: int) -> int:
+        """Return the length of the conversation (prompt included) after the first ``received`` replayed answers."""
         assert chain.replay is not None
-        return len(chain.prompt) + chain.replay.calls[heard - 1].end
+        return len(chain.prompt) + chain.replay.calls[received - 1].end
 
     def _answers_received(self, chain: Chain, token_ids: Int32, attached: Sequence[Placed]) -> int | None:
         """Return how many recorded answers of the chain these tokens contain; None if they belong to another chain.
 
-        A rollout function that was started again has received none. Its client, such as an agent in another process,
-        may have survived: the client's tokens contain the answers that it received before.
+        A rollout function that was started again has received no answers. Its client, such as an agent in another
+        process, may have survived; then the client's tokens contain the answers that it received before the restart.
         """
         replay = chain.replay
         assert replay is not None
         starts = [call.start for call in replay.calls]
         starts += [] if replay.open_start is None else [replay.open_start]
-        for heard, start in enumerate(starts):
+        for received, start in enumerate(starts):
             if self._repeats_call_at(chain, token_ids, start, attached):
-                return heard
+                return received
         if replay.open_start is None and replay.calls and chain.is_prefix_of(token_ids, replay.calls[-1].end, attached):
             return len(starts)
         return None
@@ -142,7 +140,7 @@ class SampleCalls:
     def _repeats_call_at(self, chain: Chain, token_ids: Int32, start: int, attached: Sequence[Placed]) -> bool:
         """Return True if a call with these tokens repeats the recorded call that began at response token ``start``.
 
-        It does if the tokens, cut to the chain's maximum length, equal the prompt and that many response tokens.
+        It does if the tokens, cut to the maximum length, equal the prompt and the first ``start`` response tokens.
         """
         asked = token_ids[: self._max_length(chain, attached)]
         return len(asked) == len(chain.prompt) + start and chain.is_prefix_of(asked, start, attached)
@@ -169,7 +167,7 @@ class SampleCalls:
     def _open(self, chain: Chain, event: ev.CallMade, start: int) -> None:
         call = GenerateCall(chain, event.sampling, start, event.number)
         chain.calls.append(call)
-        # a saved state may hold all tokens of a call, but not its end; the call is complete then
+        # a state that was saved just before a call's end may hold all of its tokens; the call is complete then
         stopped = self._context.attempts.ends_in_stop(call)
         cut = bool(event.attached) and self._is_cut(chain, event)
         if not self.complete_if_ended(call, stopped=stopped, length=cut):
@@ -198,13 +196,13 @@ class SampleCalls:
         assert replay is not None
         ids = event.token_ids
         if ids is not None:
-            heard = self._answers_received(chain, ids, event.attached)
+            received = self._answers_received(chain, ids, event.attached)
         else:
-            heard = 0 if replay.next_start == chain.seen_tokens else None
-        if heard is None or (heard and not event.any_chain):
+            received = 0 if replay.next_start == chain.seen_tokens else None
+        if received is None or (received and not event.any_chain):
             self.restart_diverged(chain.sample)
             return
-        for _ in range(heard):
+        for _ in range(received):
             call = GenerateCall(chain, event.sampling, replay.next_start or 0, state=CallState.DONE)
             _, call.end, call.finish = replay.calls.popleft()
             chain.calls.append(call)
@@ -215,7 +213,7 @@ class SampleCalls:
             chain.calls.append(call)
             _, end, finish = replay.calls.popleft()
             if replay.next_start is None:
-                chain.replay = None  # no call was open when the function was lost, so later calls are new
+                chain.replay = None  # no call was open when the function was lost, so all later calls are new
             self._answer(call, end, finish)
             return
         chain.replay = None
@@ -224,7 +222,7 @@ class SampleCalls:
         self._open(chain, event, len(chain.tape) if start is None else start)
 
     def restart_diverged(self, sample: Sample) -> None:
-        """Restart a sample without its tokens, because its function made other calls than before its restart."""
+        """Restart a sample without its tokens, because its restarted function does not repeat its earlier calls."""
         self._context.counters["replays_diverged"] += 1
         self._lifecycle.restart(sample, DropReason.REPLAY_DIVERGED)
 
@@ -239,7 +237,7 @@ class SampleCalls:
         sample.chains = tuple(chain for chain in sample.chains if chain.number == 0 or chain.calls)
 
     def answer_checked(self, event: ev.AnswerChecked) -> None:
-        """Count an answer that a client wanted in a certain form, and whether it has that form."""
+        """Count an answer for which a client demanded a form (such as a JSON schema), and whether it has that form."""
         self._context.counters["constrained_answers"] += 1
         self._context.counters["broken_constraints"] += not event.kept
 
@@ -254,7 +252,7 @@ class SampleCalls:
             return
         last = [chain.calls[-1] for chain in sample.chains if chain.calls]
         call = next((c for c in last if c.number == event.number), None)
-        # a lost function is started again and repeats its calls
+        # a lost function is started again and repeats its calls, so their tokens are kept
         if sample.state is not RUNNING or call is None or any(c.function_lost for c in last):
             return
         if call.state is not CallState.DONE:
@@ -279,7 +277,7 @@ class SampleCalls:
         return self._context.settings.max_sample_tokens is not None and self.complete_if_ended(call, stopped=False)
 
     def complete_if_ended(self, call: GenerateCall, *, stopped: bool, length: bool = False) -> bool:
-        """Complete a call that has ``stopped``, or has used up the engine's context (``length``) or its budget."""
+        """Complete a call that ``stopped``, or used up the context (``length``) or its budget; else return False."""
         if stopped:
             finish = FinishReason.STOP
         elif length or self._context.attempts.budget(call) <= 0:
@@ -307,10 +305,7 @@ class SampleCalls:
     # ---------------------------------------------------------------- functions whose process died
 
     def function_lost(self, event: ev.FunctionLost) -> None:
-        """Restart a rollout function whose process died; it fails if that happens repeatedly without progress.
-
-        Deaths count only while no call is open: a function that waits for tokens cannot have ended its process.
-        """
+        """Restart a rollout function whose process died; its sample fails if this recurs without progress."""
         sample = self._context.sample(event.sample)
         if sample is None or sample.state is not RUNNING:
             return

@@ -1,7 +1,7 @@
 """Decides whether a sample that failed or is too old is retried, restarted, replaced or dropped, alone or as a group.
 
-``function_results``, ``sample_calls`` and ``attempt_results`` report the failures; ``max_attempt_failures`` and
-``on_failed_sample`` are applied here. Invariant: tokens and prompts are dropped only under a named reason.
+The settings ``max_attempt_failures`` and ``on_failed_sample`` decide this; ``function_results``, ``sample_calls`` and
+``attempt_results`` report the failures. Invariant: tokens and prompts are dropped only for a named reason.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SampleLifecycle:
     def retry_or_give_up(self, sample: Sample, error: str, *, waits: bool = True) -> None:
         """Call the failed reward or rollout function again; give up after ``max_attempt_failures`` failures.
 
-        A reward function is called again after a pause if it ``waits``.
+        If ``waits`` is True, a reward function is called again only after a pause.
         """
         context = self._context
         sample.failures += 1
@@ -61,7 +61,7 @@ class SampleLifecycle:
             self.ask_reward(sample)
 
     def retry_pause_s(self, failures: int) -> float:
-        """Return the seconds until the next retry; meanwhile a service that the function calls may recover."""
+        """Return the seconds until the next retry, in which a service that the function calls may recover."""
         return min(self._context.settings.retry_pause_s * PAUSE_GROWTH ** (failures - 1), LONGEST_PAUSE_S)
 
     def ask_reward(self, sample: Sample) -> None:
@@ -84,7 +84,7 @@ class SampleLifecycle:
     def replace_or_drop(self, sample: Sample, error: str, kind: AttemptFailure | None = None) -> None:
         """Replace the sample, or give up the sample, its group or its evaluation, as the settings say.
 
-        ``kind`` tells how the engine request failed; None if a function of the user's failed.
+        ``kind`` tells how the engine request failed; None if one of the user's functions failed.
         """
         if sample.evaluation is not None:
             sample.evaluation.fail(error, kind, sample if kind is None else None)
@@ -203,7 +203,7 @@ class SampleLifecycle:
         self.settle_sample(sample.group, reason)
 
     def settle_sample(self, group: Group, reason: DropReason | None = None) -> None:
-        """Count a sample that was delivered (``reason`` None) or given up; after the last sample, settle the prompt.
+        """Count a sample that was delivered (``reason`` None) or dropped; after the last sample, count the prompt.
 
         A prompt counts as delivered if at least one of its samples was delivered.
         """
@@ -218,7 +218,7 @@ class SampleLifecycle:
             context.prompts.drop(1, reason)
 
     def drop_group(self, group: Group, reason: DropReason, error: str) -> None:
-        """Drop a whole group; the over-sampler decides whether another prompt replaces it."""
+        """Drop a whole group; the over-sampler decides whether a new prompt replaces it."""
         context, groups, settings = self._context, self._groups, self._context.settings
         context.monitor.forget(group)
         context.counters[f"groups_dropped_{reason}"] += 1
@@ -240,9 +240,9 @@ class SampleLifecycle:
                 groups.filtered_in_a_row = 0
 
     def restart_or_drop_stale(self) -> None:
-        """Restart or drop samples older than max_staleness, with ``on_stale: restart`` or ``drop``.
+        """Restart or drop samples older than max_staleness, if ``on_stale`` is restart or drop.
 
-        The other values act at delivery; all uses of ``on_stale`` are listed in :class:`~april.core.types.OnStale`.
+        Other values act at delivery; all uses of ``on_stale`` are listed in :class:`~april.core.types.OnStale`.
         """
         context = self._context
         for sample in context.buffer.too_old():

@@ -1,4 +1,4 @@
-"""Defines the sampling parameters of requests, and computes those that continue an interrupted response."""
+"""Defines the sampling parameters of engine requests, and adjusts them to continue interrupted responses."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class LogprobKind(StrEnum):
 
     @property
     def follows_temperature(self) -> bool:
-        """True if it equals log_softmax(logits / temperature) at every temperature above 0.
+        """True if these log-probabilities equal log_softmax(logits / temperature) at every temperature above 0.
 
-        This is said of requests without other parameters that shape the distribution, such as top-p.
+        This assumes a request without top-p and other parameters that shape the distribution.
         """
         return self in (LogprobKind.TEMPERATURE, LogprobKind.PROCESSED)
 
@@ -53,13 +53,13 @@ class SamplingParams(msgspec.Struct, frozen=True):
         top_p: nucleus mass in (0, 1].
         stop_token_ids: ids that end the response, EOS included; the last token of the response is then this id.
         seed: seed of this request; None for the engine's own random numbers.
-        banned_ids: ids that must not be sampled, because they are placeholders in prompts, such as those of images. If
-            the engine can do this, the log-probabilities of all other ids are the same as without the ban.
-        stop: strings that end the response once its text contains one. april finds them; an engine gets them only for a
-            request in whose tokens it can find them.
+        banned_ids: ids that must not be sampled, because they are placeholders in prompts, such as those of images. The
+            ban should leave the log-probabilities of all other ids unchanged, if the engine can do so.
+        stop: strings that end the response once its text contains one of them; empty in a request whose text april
+            searches, because the engine cannot.
         grammar: form that the response must have, as JSON text of {"json_schema": schema} or {"structural_tag": tag};
-            empty if any is allowed. The log-probabilities are those of the tokens that the grammar allows. An engine
-            begins the grammar at the first token of a request, so a request that is cut cannot be continued.
+            empty if there is none. The log-probabilities are those of the tokens that the grammar allows. An engine
+            begins the grammar at the first token of a request, so an interrupted request cannot be continued.
     """
 
     max_tokens: int
@@ -74,12 +74,12 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
     @property
     def demanded_form(self) -> tuple[str, Any]:
-        """The name and the value of ``grammar``, such as ("json_schema", schema)."""
+        """The kind and the content of ``grammar``, such as ("json_schema", schema)."""
         ((name, value),) = json.loads(self.grammar).items()
         return name, value
 
     def after(self, tokens_held: int, seed: int | None) -> SamplingParams:
-        """Return the parameters for the rest of a response of which ``tokens_held`` tokens exist already."""
+        """Return the parameters for the rest of a response that already has ``tokens_held`` tokens."""
         return SamplingParams(
             self.max_tokens - tokens_held,
             max(0, self.min_tokens - tokens_held),
@@ -102,8 +102,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
 def attempt_seed(run_seed: int, group: int, index: int, token_offset: int, restarts: int = 0, chain: int = 0) -> int:
     """Return the seed of one attempt, in [0, 2**63).
 
-    The seed differs by token offset, so that a resumed response does not repeat random numbers; by ``restarts``, so
-    that a failed response does not fail in the same way again; and by conversation (``chain``) of the sample.
+    The seed depends on the token offset, so that a resumed response does not repeat random numbers; on ``restarts``, so
+    that a failed response does not fail in the same way again; and on the sample's conversation (``chain``).
     """
     text = f"{run_seed}/{group}/{index}/{token_offset}"
     if restarts:

@@ -1,7 +1,7 @@
 """Defines the types of a saved core, and converts them to plain values (numbers, text, bytes, lists, dicts) and back.
 
 Arrays of tokens and log-probabilities become little-endian bytes, or lists of such bytes; other arrays become
-[number type, shape, bytes]. None stands for empty bytes, as ``torch.load`` cannot read these.
+[number type, shape, bytes]. Empty bytes are saved as None, as ``torch.load`` cannot read empty bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from april.core.versions import PolicyVersion
 
 T = TypeVar("T")
 SHORT = 4096
-"""Bytes up to which the arrays of one tape are copied into one ``bytes`` object."""
+"""Size in bytes up to which the arrays of one tape are joined into one ``bytes`` object."""
 
 
 class Packed:
@@ -55,10 +55,10 @@ class Packed:
 
     @classmethod
     def of_plain(cls, value: Any) -> Self:
-        """Return numbers over the memory of these bytes; a list of bytes is replaced by its joined bytes."""
+        """Return the numbers in these bytes, without a copy; a list of bytes is first joined in place."""
         if isinstance(value, (list, tuple)):
             content = b"".join(value)
-            if isinstance(value, list):  # the state need not hold the pieces any longer
+            if isinstance(value, list):  # frees the memory of the pieces
                 value[:] = [content]
         elif value is None or isinstance(value, bytes):
             content = value or b""
@@ -80,7 +80,7 @@ class Logprobs(Packed):
 
 
 class SavedChain(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
-    """A conversation, with the calls that its restarted function will repeat."""
+    """A conversation, with the calls that the restarted rollout function will repeat."""
 
     number: int = 0
     prompt: Tokens | None = None
@@ -96,7 +96,7 @@ class SavedChain(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
 
 
 class SavedSample(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
-    """A response. One that is settled, and will not be delivered again, has no chains."""
+    """A response; it has no chains if it was dropped, or delivered and will not be delivered again (``settled``)."""
 
     settled: SampleState | None = None
     finished: bool = False
@@ -111,7 +111,7 @@ class SavedSample(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
 
 
 class SavedGroup(msgspec.Struct, kw_only=True, gc=False):
-    """A prompt with its samples; ``data`` is stored as it was given, beside the names that have no checksum."""
+    """A prompt with its samples; ``unchecked`` names the entries of the user's ``data`` that have no checksum."""
 
     id: int
     epoch: int
@@ -126,11 +126,11 @@ class SavedGroup(msgspec.Struct, kw_only=True, gc=False):
     finishers: list[int]
     cohort: tuple[tuple[int, float], ...]
     cohort_values: Mapping[str, Any]
-    """Lists of numbers, None for NaN; records keep them, as they keep all rewards."""
+    """Values of :attr:`Group.cohort_values` as lists of numbers by name, with None for NaN."""
 
 
 class SavedCore(msgspec.Struct, kw_only=True, gc=False):
-    """All that a core holds: ``ready`` groups can be delivered, in this order, and the others are ``waiting``."""
+    """Everything that a core holds; ``ready`` has the groups to be delivered, in order, ``waiting`` the others."""
 
     settings: CoreSettings
     max_context: int
@@ -147,9 +147,9 @@ class SavedCore(msgspec.Struct, kw_only=True, gc=False):
     tokens: Ledger
     prompts: Ledger
     lengths: LengthLedger
-    """``generated`` is counted anew when the core is restored."""
+    """Lengths of responses; ``generated`` is recounted when the core is restored."""
     attachments: list[Attachment]
-    """All attachments with their content; those of prompts and chains have only its digest."""
+    """All attachments with their contents; prompts and chains refer to these by digest."""
     ready: list[SavedGroup]
     waiting: list[SavedGroup]
     order: list[SampleId]
@@ -157,7 +157,7 @@ class SavedCore(msgspec.Struct, kw_only=True, gc=False):
 
 
 def to_state(saved: SavedCore) -> State:
-    """Return the saved core as plain values; the data of prompts stays as it is."""
+    """Return the saved core as plain values; the users' data of prompts is not converted."""
     groups = {
         part: [{**_builtins(msgspec.structs.replace(group, data=None)), "data": group.data} for group in of]
         for part, of in (("ready", saved.ready), ("waiting", saved.waiting))
@@ -172,14 +172,14 @@ def _builtins(value: Any) -> State:
 
 
 def _with_lists(value: Any) -> Any:
-    """Replace all tuples by lists, so that a state is equal to itself after it has been a file or a message."""
+    """Replace all tuples by lists, so that a state equals itself after it was written and read back."""
     if isinstance(value, dict):
         return {name: _with_lists(part) for name, part in value.items()}
     return [_with_lists(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def from_state(state: Any, kind: type[T]) -> T:
-    """Return the value that :func:`to_state` converted; raises ValueError or TypeError if it is none of this type."""
+    """Return the value that :func:`to_state` converted; raises ValueError or TypeError if ``state`` does not fit."""
     return msgspec.convert(state, kind, dec_hook=_typed, str_keys=True)
 
 
@@ -211,7 +211,7 @@ def rows_out(rows: Rows) -> list[Any]:
 
 
 def rows_in(state: Sequence[Any]) -> Rows:
-    """Return the array of :func:`rows_out`; raises ValueError if it has no numbers."""
+    """Return the array of :func:`rows_out`; raises ValueError if its elements are no numbers."""
     name, shape, data = state
     kind = np.dtype(name)
     if kind.kind not in "iuf":
@@ -220,7 +220,7 @@ def rows_in(state: Sequence[Any]) -> Rows:
 
 
 def _bytes_of(array: NDArray[Any]) -> bytes:
-    """Return the content of an array: the ``bytes`` object that has exactly this content, or else a copy."""
+    """Return the content of an array: the ``bytes`` object behind it if that has just this content, else a copy."""
     base: object = array.base
     while isinstance(base, np.ndarray):
         base = base.base
@@ -229,12 +229,12 @@ def _bytes_of(array: NDArray[Any]) -> bytes:
 
 
 def values_out(values: Extras) -> dict[str, Any]:
-    """Return the values of a cohort as lists of numbers."""
+    """Return :attr:`Group.cohort_values` as lists of numbers, with None for NaN."""
     return {name: np.where(np.isnan(table), np.array(None), table).tolist() for name, table in values.items()}
 
 
 def values_in(values: Mapping[str, Any]) -> Extras:
-    """Return the values of a cohort that :func:`values_out` converted."""
+    """Return the arrays that :func:`values_out` converted."""
     return {name: np.array(table, np.float32) for name, table in values.items()}
 
 

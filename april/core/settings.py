@@ -28,8 +28,8 @@ class CoreSettings:
     max_in_flight: int
     partial_rollout: bool = True
     evaluation_share: float = 0.5
-    """Number of places that only evaluations take, beyond and as a share of ``max_in_flight``. Also their share of the
-    requests in flight when the engines are full."""
+    """Number of requests that evaluations may have in flight beyond ``max_in_flight``, as a share of it. Also the
+    evaluations' share of the requests in flight when the engines are full."""
     group_quorum: float = 1.0
     """Share of a group's samples that must finish before its finished samples can be delivered; with 1, groups are
     delivered whole."""
@@ -44,12 +44,12 @@ class CoreSettings:
     attachments: tuple[str, ...] = ()
     """Kinds of attachments that prompts may have; every engine must take them."""
     extras: tuple[str, ...] = ()
-    """Names of the per-token arrays that every engine must return with the tokens of training."""
+    """Names of the per-token arrays that every engine must return with training tokens."""
     max_age: int = 24
-    """Number of weight updates after which a group has priority and the step waits for it, with every on_stale."""
+    """Number of weight updates after which a group has priority and the step waits for it, whatever on_stale is."""
     max_resumes: int = 100
-    """Number of continuations of one sample after which its group has priority and the step waits for the group, unless
-    on_stale is finish."""
+    """Number of times that a sample is continued before its group has priority and the step waits for the group; not
+    used with on_stale: finish."""
     on_long_prompt: OnLongPrompt = OnLongPrompt.ERROR
     on_data_end: OnDataEnd = OnDataEnd.SHORT
     max_chains: int = 64
@@ -66,7 +66,7 @@ class CoreSettings:
     max_filtered_groups: int = 1000
     """Number of groups that the filter may reject in a row before the step fails."""
     max_attempt_failures: int = 3
-    """Number of failures after which a sample fails for good: attempts that broke off in a row at the same token, or
+    """Number of failures after which a sample fails for good: requests in a row that broke off at the same token, or
     failures of its functions in total."""
     retry_pause_s: float = 0.0
     """Seconds before the first retry of a failed reward function or filter; 0 means no pause."""
@@ -79,7 +79,7 @@ class CoreSettings:
     auto: tuple[Work, ...] = ()
     """Settings that april may change during a run; all others are fixed."""
     max_off_policy_share: float = 1.0
-    """Largest off-policy share that ``auto`` may choose; the core itself does not use it."""
+    """Limit on the share of off-policy tokens for the automatic choice of settings; the core does not use it."""
     run_seed: int = 0
     run_id: int = 0
     """Number in attempt ids that makes them unique between runs; it has no other effect."""
@@ -110,16 +110,14 @@ class CoreSettings:
 
     @property
     def groups_wanted(self) -> int:
-        """Number of groups in progress at the start of a step: ``over_sampling_batch_size``.
-
-        If this is less than ``rollout_batch_size``, its smallest multiple that is not.
-        """
-        target, portion = self.rollout_batch_size, self.over_sampling_batch_size
-        return portion if portion >= target else -(-target // portion) * portion
+        """Number of groups in progress when a step starts: the smallest multiple of ``over_sampling_batch_size`` that
+        is at least ``rollout_batch_size``."""
+        portion = self.over_sampling_batch_size
+        return -(-self.rollout_batch_size // portion) * portion
 
     @property
     def tail_batching(self) -> bool:
-        """True if prompts that a step with N' > N groups did not finish begin again in a later step."""
+        """True if groups that an over-sampling step did not deliver begin again later, without their tokens."""
         return not self.partial_rollout and self.groups_wanted > self.rollout_batch_size
 
     @property
@@ -164,7 +162,7 @@ class EngineLimits:
     in_flight_updates: tuple[OnWeightUpdate, ...] = ()
     """Policies besides ``resubmit`` that the engine supports for requests in flight at a weight update."""
     streams: bool = True
-    """True if tokens arrive while they are made. If False, a request that lives through a weight update names the
+    """True if tokens arrive while they are made. If False, a request that continues through a weight update names the
     version of each token in its whole answer."""
     stop_strings: bool = False
     """True if the engine ends a request at a stop string in the tokens that the request has generated."""
@@ -173,6 +171,6 @@ class EngineLimits:
     extras: tuple[str, ...] = ()
     """Names of the per-token arrays that the engine can return with its tokens."""
     cuts_single_requests: bool = True
-    """True if an abort ends single requests, not all of them. Then requests of training are cut for evaluations."""
+    """True if an abort can end single requests. Only then are requests of training interrupted for evaluations."""
     written: bool = False
     """True if an earlier run may have written the engine's weights: until the first update, its version is unknown."""

@@ -1,10 +1,10 @@
 """Saves the state of a core as plain numbers, strings, bytes, lists and dicts, and restores it.
 
-Invariant: a restored core holds every token and every prompt that the saved core held, those of attempts in flight and
-of untrained batches included; samples that were delivered and trained are not in a snapshot.
+Invariant: a restored core holds every token and every prompt that the saved core held, including those of requests in
+flight and of untrained batches. Samples that were delivered and trained are not in a snapshot.
 
-The types of a snapshot are in ``saved_state``. A state has a checksum (``state_checksum``), which is verified before
-``restore``; ``restore`` refuses a state whose samples cannot be handled as the present settings promise.
+The types of a snapshot are in ``saved_state``. Before ``restore``, the state's checksum is verified (see
+``state_checksum``). ``restore`` refuses a state whose samples cannot be continued under the present settings.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
 
     Args:
         core: core to save, at any time, also in the middle of a step.
-        trained_through: id of the last batch that the trainer's checkpoint was trained on; -1 if there is none. Later
-            batches are part of the state, delivered or not. None means the last committed batch. The version in the
-            state counts one more update for every batch up to this one that is not committed yet.
+        trained_through: id of the last batch that the trainer's checkpoint was trained on; -1 if there is none, None
+            for the last committed batch. Later batches that were delivered will be delivered again. Each uncommitted
+            batch that the checkpoint was trained on adds one weight update to the saved version.
 
     Raises:
         CheckpointError: there is no such batch, or a later batch is already committed.
@@ -80,20 +80,20 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
 SAMPLES_AT_ONCE = 500
 """Number of samples that one call of :meth:`Freezer.advance` collects, in a few milliseconds."""
 MOST_ROUNDS = 5
-"""Number of times that :meth:`Freezer.advance` goes through the groups that have changed meanwhile."""
+"""Maximum number of passes of :meth:`Freezer.advance`; the first is over all groups, later ones over changed groups."""
 
 
 class Freezer:
-    """Collects references to all that a snapshot needs: in parts while the core goes on, and then at one moment.
+    """Collects references to everything that a snapshot needs: in parts while the core goes on, then the rest at once.
 
-    Arrays are never written into once they are in the core, so that references to them are enough. A group that changes
-    after it was collected is collected again, by the end at the latest.
+    References are enough, since arrays are never written into once they are in the core. A group that changes after it
+    was collected is collected again, in :meth:`finish` at the latest.
     """
 
     def __init__(self, core: RolloutCore, at_once: int = SAMPLES_AT_ONCE) -> None:
         self._core, self._at_once = core, at_once
         self._changed: set[int] = set()
-        """Numbers of the groups that have changed since they were collected."""
+        """Numbers of the groups that have changed since they were collected; the core adds to this set."""
         self._groups: dict[int, _Frozen] = {}
         self._left = deque(self._present)
         self._rounds = 1
@@ -106,7 +106,7 @@ class Freezer:
         return list((self._core.buffer.groups | leased).values())
 
     def advance(self) -> bool:
-        """Collect some of the groups; returns False once the rest can be collected at the end."""
+        """Collect some of the groups; return False once :meth:`finish` can collect the rest."""
         left, samples = self._left, 0
         while left and samples < self._at_once:
             group = left.popleft()
@@ -121,12 +121,12 @@ class Freezer:
         return bool(left)
 
     def close(self) -> None:
-        """End the collection."""
+        """Stop recording which groups change."""
         changed = self._core.context.changed
         changed[:] = [numbers for numbers in changed if numbers is not self._changed]
 
     def finish(self, trained_through: int | None) -> Callable[[], State]:
-        """Return a function that returns the present state of the core, whatever the core does afterwards.
+        """Collect the rest; return a function that builds the state of this moment, even if the core goes on meanwhile.
 
         Call the returned function once, in any thread. Arguments and errors are those of :func:`take`.
         """
@@ -150,7 +150,7 @@ class Freezer:
         ready = [*again, *(sample for unit in core.monitor for sample in unit.members)]
         groups = core.buffer.groups | {sample.id.group: sample.group for sample in again}
         current = core.clock.current
-        # the version after the weight updates for the batches that the checkpoint was trained on
+        # the core does not yet count the weight updates for uncommitted batches that the checkpoint was trained on
         current = current._replace(n=current.n + len(core.leased) - len(untrained))
         saved = SavedCore(
             settings=core.settings,
@@ -178,13 +178,13 @@ class Freezer:
             number: collected[number] if number in collected and number not in changed else _frozen(group)
             for number, group in groups.items()
         }
-        # most engines return whole answers, so that the tapes of their requests in flight are empty
+        # attempts without tokens add nothing; engines that do not stream return all tokens at the end of a request
         attempts = [(a, a.drop_reason, a.tape.freeze()) for a in core.attempts.values() if a.tape.parsed]
         return partial(_state_of, saved, set(core.buffer.groups), [sample.id for sample in again], frozen, attempts)
 
 
 class _Frozen(NamedTuple):
-    """A group at one moment, with the core's own arrays and attachments."""
+    """A group as it was when it was collected; it shares the core's arrays and attachments."""
 
     ready: bool
     prompt: Prompt
@@ -250,10 +250,10 @@ def _state_of(
 
     Args:
         saved: the saved core, without groups and attachments.
-        held: numbers of the groups in the buffer; the others are delivered, and are delivered again.
+        held: numbers of the groups in the buffer; all other groups were delivered and will be delivered again.
         again: delivered samples that will be delivered again after a restart.
         groups: all groups, by number.
-        attempts: attempts of training in flight, each with its drop reason and the fields of its tape.
+        attempts: requests in flight (not of evaluations), each with its drop reason and the fields of its tape.
     """
     for number, index in again:
         sample = groups[number].group.samples[index]
@@ -267,7 +267,7 @@ def _state_of(
     for attempt, drop_reason, fields_of_tape in attempts:
         tape = AttemptTape.of_frozen(*fields_of_tape).sure()
         if drop_reason is None and attempt.constrained and not tape.stopped:
-            drop_reason = DropReason.CUT_GRAMMAR  # after a restart, the call begins again
+            drop_reason = DropReason.CUT_GRAMMAR  # engines cannot continue within a grammar: the call begins again
         saved.tokens.observe(tape.parsed)
         saved.tokens.drop(tape.after_stop, DropReason.AFTER_STOP)
         saved.tokens.drop(tape.unknown, DropReason.UNKNOWN_WEIGHTS)
@@ -308,14 +308,14 @@ def _add_attempt(sample: SavedSample, attempt: Attempt, came: AttemptTape) -> No
 
 
 def _detach(group: SavedGroup, attachments: dict[str, Attachment]) -> None:
-    """Remove settled samples' conversations, and move the contents of attachments to ``attachments``, by digest."""
+    """Remove what delivered and dropped samples held, and move attachments' contents to ``attachments``, by digest."""
     for sample in group.samples:
         if sample.settled is not None:
             sample.chains, sample.row_rewards = [], ()
     chains = [chain for sample in group.samples for chain in sample.chains if chain.attached]
     for placed in (*group.attached, *(p for chain in chains for p in chain.attached or ())):
         known = attachments.get(placed.attachment.digest)
-        if known is None or known.data is None:  # a file may be attached with its bytes elsewhere
+        if known is None or known.data is None:  # prefer an attachment with bytes to a file of the same content
             attachments[placed.attachment.digest] = placed.attachment
     group.attached = bare(group.attached)
     for chain in chains:
@@ -341,7 +341,7 @@ def changed_settings(core: RolloutCore, saved: SavedCore) -> dict[str, tuple[Any
 
 
 class Restored(NamedTuple):
-    """A snapshot with the groups that were made of it."""
+    """A snapshot with the groups that were made from it."""
 
     saved: SavedCore
     ready: list[Group]
@@ -349,15 +349,15 @@ class Restored(NamedTuple):
 
 
 def restore(core: RolloutCore, state: State | SavedCore) -> Restored:
-    """Put a snapshot into a fresh core, which begins a new incarnation (restart) of the policy version.
+    """Put a snapshot into a fresh core, whose policy version becomes the saved one with ``incarnation`` raised by 1.
 
-    No engine is used before it has confirmed that it loaded that version.
+    No engine is used before it has confirmed that it has the weights of this version.
 
     Finished samples stay finished. The rollout functions of all other samples start again, and the calls that they
     repeat are answered with the saved tokens.
 
     Raises:
-        CheckpointError: the core is not fresh; or the state is not one of april's, is damaged, or cannot be continued
+        CheckpointError: the core is not fresh, or the state is not a state of april, is damaged, or cannot be continued
             with these settings or engines.
     """
     require_fresh(core)
@@ -383,7 +383,7 @@ def restore(core: RolloutCore, state: State | SavedCore) -> Restored:
 
 
 def move(restored: Restored, core: RolloutCore) -> None:
-    """Put what :func:`restore` has put into a core into another one like it; do not use the first core any more."""
+    """Put a snapshot into another fresh core. The core into which :func:`restore` put it must not be used again."""
     require_fresh(core)
     _take_over_work(core, restored.saved.settings)
     _put(core, restored)
@@ -400,17 +400,17 @@ def require_fresh(core: RolloutCore) -> None:
 
 
 def _take_over_work(core: RolloutCore, saved: CoreSettings) -> None:
-    """Take over the amount of work from the state, for settings that april chose itself (``auto``) then and now."""
+    """Use the saved values of settings that april chooses itself (``auto``) both in the saved run and in this one."""
     s = core.settings
     work = {str(name): getattr(saved, name) for name in set(s.auto).intersection(saved.auto)}
     if s.on_stale is OnStale.FINISH and (over := work.get(Work.OVER_SAMPLING)) is not None:
-        # more could not be delivered in time
+        # more groups could not be delivered in time
         work[Work.OVER_SAMPLING] = min(over, (s.delivery_bound + 1) * s.rollout_batch_size)
     core.context.change(WorkChanged(**work))
 
 
 def _put(core: RolloutCore, restored: Restored) -> None:
-    """Put groups into a fresh core; they may be in another core that is no longer used."""
+    """Put the groups of a snapshot into a fresh core; an earlier core that is no longer used may have them, too."""
     (saved, ready, waiting), context = restored, core.context
     core.clock.current, core.clock.branches = saved.version, dict(saved.branches)
     core.clock.restart(saved.version.n)
@@ -429,11 +429,11 @@ def _put(core: RolloutCore, restored: Restored) -> None:
             for number in numbers:
                 core.buffer.put_aside(core.buffer.groups[number], begun=begun)
     for group in [*ready, *waiting]:
-        context.event_number += 1  # a number for each group, so that they are delivered in the order of the snapshot
+        context.event_number += 1  # groups are delivered in the order of the events at which they became READY
         for sample in group.members:
             if sample.state is not SampleState.FINISHED and core.buffer.in_round(group):
                 core.over_sampler.push(sample)
-        if group.cohort or group.complete:  # complete but not ready: its filter has been removed since
+        if group.cohort or group.complete:  # without a cohort, a changed setting has made the group complete
             if not group.cohort:
                 group.fix_cohort()
             if group.ready:
@@ -442,7 +442,7 @@ def _put(core: RolloutCore, restored: Restored) -> None:
             if core.settings.whole_groups:
                 core.monitor.accept(group)
     if not core.settings.whole_groups:
-        _count_in(core, saved.order)
+        _accept_ready(core, saved.order)
     _ledger_in(context.tokens, saved.tokens, sum(s.generated for s in core.buffer.samples()))
     _ledger_in(context.prompts, saved.prompts, len(core.buffer))
     finished = [s for s in core.buffer.samples() if s.state is SampleState.FINISHED]
@@ -453,17 +453,17 @@ def _put(core: RolloutCore, restored: Restored) -> None:
             raise ValueError(f"the reward of {sample.id} {wrong}")
     core.validate()
     if context.tokens.held and saved.logprob_kind != core.engines.logprob_kind:
-        core.engines.logprob_kind = "mixed"  # batches may now contain tokens of both kinds
+        core.engines.logprob_kind = "mixed"  # batches may now contain log-probabilities of both kinds
     _require_rewards(core, had_reward=saved.settings.has_reward)
     _require_room(core, saved.max_context)
     segments = (s for sample in core.buffer.samples() for chain in sample.chains for s in chain.tape.segments)
     for version in {group.drawn_under for group in core.buffer}.union(s.version for s in segments):
-        core.clock.staleness(version)  # raises for a version that never was
+        core.clock.staleness(version)  # raises an error for a version that cannot exist
     _require_in_time(core, saved.settings)
 
 
-def _count_in(core: RolloutCore, saved: Sequence[SampleId]) -> None:
-    """Count the deliverable samples in the order of the snapshot; used if batches count samples, not groups."""
+def _accept_ready(core: RolloutCore, saved: Sequence[SampleId]) -> None:
+    """Count the deliverable samples towards a batch in the order of the snapshot; used with a quorum below 1."""
     order = {name: place for place, name in enumerate(saved)}
     ready = [sample for sample in core.buffer.samples() if sample.ready]
     for sample in sorted(ready, key=lambda sample: order.get(sample.id, len(order))):
@@ -511,7 +511,7 @@ def _group_in(core: RolloutCore, saved: SavedGroup, attachments: Mapping[str, At
 
 
 def _sample_in(core: RolloutCore, sample: Sample, saved: SavedSample, attachments: Mapping[str, Attachment]) -> None:
-    """Restore what a sample has: its reward if it is finished, otherwise calls to replay."""
+    """Restore a sample's counters and chains, and its reward if it is finished."""
     sample.attempts, sample.resumes = saved.attempts, saved.resumes
     sample.failures, sample.restarts = saved.failures, saved.restarts
     sample.chains = tuple(_chain_in(core, sample, part, attachments) for part in saved.chains)
@@ -529,7 +529,7 @@ def _sample_in(core: RolloutCore, sample: Sample, saved: SavedSample, attachment
 def _chain_in(
     core: RolloutCore, sample: Sample, saved: SavedChain, attachments: Mapping[str, Attachment]
 ) -> Chain:
-    """Restore the tokens of a conversation, and the calls that its function will repeat."""
+    """Restore the tokens of a conversation, and the calls of llm.generate that the rollout function will repeat."""
     prompt = sample.group.prompt
     chain = Chain(
         sample, saved.number, prompt.token_ids if saved.prompt is None else saved.prompt.whole,
@@ -588,7 +588,7 @@ def _require_rewards(core: RolloutCore, *, had_reward: bool) -> None:
 
 
 def _require_room(core: RolloutCore, before: int) -> None:
-    """Refuse a state with unfinished responses that no longer fit in a smaller engine context."""
+    """Refuse a state if the engines' context is now smaller than before, and too small for unfinished responses."""
     now = core.engines.max_context
     samples = [s for s in core.buffer.samples() if s.state is not SampleState.FINISHED] if now < before else []
     lengths = {s: max(len(chain.prompt) + len(chain.tape) for chain in s.chains) for s in samples}
@@ -628,7 +628,7 @@ def _require_in_time(core: RolloutCore, before: CoreSettings) -> None:
 
 
 def _late(core: RolloutCore, settings: CoreSettings) -> int:
-    """Return the number of held units that cannot be delivered in time in any order (see the completion monitor)."""
+    """Return how many groups (or samples) are late even in the best order of delivery; see ``completion_monitor``."""
     late = (count - max(0, slack + 1) * settings.target for count, slack in enumerate(_slacks(core, settings), 1))
     return max(0, max(late, default=0))
 

@@ -1,4 +1,4 @@
-"""Adds a checksum to saved states, so that a state that was changed on its way to disk and back is refused.
+"""Adds a checksum to saved states, and refuses states that were changed since, for example by a damaged disk.
 
 Invariant: the checksum depends on the values only, not on the file format: it is the same after dicts change their
 order, tuples become lists, arrays become lists of numbers, and numeric keys become text.
@@ -17,7 +17,7 @@ from april.errors import CheckpointError
 FORMAT = 4
 """Format number of everything that april saves; only states of this format can be read."""
 PIECES = (b"tokens", b"logprobs")
-"""Keys whose value may be a list of ``bytes``, which has the checksum of the joined ``bytes``."""
+"""Keys whose value may be one ``bytes`` object or a list of its parts; both forms have the same checksum."""
 LARGEST_ARRAY = 1 << 20
 """Size in bytes above which an array in a prompt's data gets no checksum."""
 State = dict[str, Any]
@@ -27,8 +27,8 @@ _IMMUTABLE = frozenset({type(None), bool, int, float, str, bytes})
 def seal(kind: str, content: Mapping[str, Any]) -> State:
     """Return ``content`` as a state of this kind, with format number and checksum.
 
-    A mapping in ``content`` may have an entry ``data`` from the user, and next to it a list ``unchecked`` of keys of
-    ``data`` whose values are not plain; the checksum leaves these values out.
+    A mapping in ``content`` may have an entry ``data`` with values of the user and an entry ``unchecked``, which lists
+    the keys of ``data`` whose values are not plain. The checksum leaves these values out.
     """
     return {"april": kind, "format": FORMAT, "checksum": checksum(kind, content), **content}
 
@@ -94,9 +94,9 @@ def _add(value: Any, put: Callable[[Any], None]) -> None:
 
 
 def _scalar(value: Any) -> bytes | None:
-    """Return the bytes to hash for a number, string or None; for other values return None.
+    """Return the bytes to hash for a number, string or None; return None for other values.
 
-    An integral float is hashed like the int.
+    A float without a fractional part is hashed like the int.
     """
     if value is None:
         return b"N"

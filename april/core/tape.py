@@ -1,6 +1,6 @@
 """Records tokens with their log-probabilities and policy versions, in packed arrays called tapes.
 
-A ``TokenTape`` has the response of one chain (conversation); an ``AttemptTape`` collects the tokens of one attempt
+A ``TokenTape`` holds the response of one chain (conversation); an ``AttemptTape`` collects the tokens of one attempt
 (engine request) while it runs. Extras are further arrays that an engine returns, with one row per token (see
 :mod:`april.core.attachments`).
 
@@ -58,8 +58,8 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
     """Version of the oldest KV-cache entries from which the tokens were sampled, if the cache was kept through a weight
     update; None if all entries are of the segment's own version."""
     constrained: bool = False
-    """True if a grammar decided which tokens could be sampled; the log-probabilities are then those of the tokens that
-    the grammar allowed (kind ``processed``), whatever those of other tokens of the engine are."""
+    """True if a grammar decided which tokens could be sampled. The log-probabilities are then of the kind ``processed``
+    (only allowed tokens have a probability above 0), whatever kind the engine returns otherwise."""
 
 
 def kept_mask(segments: Sequence[Segment]) -> NDArray[np.uint8]:
@@ -110,7 +110,7 @@ class AttemptCounts(NamedTuple):
 
 NO_COUNTS = AttemptCounts()
 UNPACKED_CHUNKS = 48
-"""Number of chunks that an attempt may have before they are packed into one array; each 256 tokens allow one more."""
+"""Number of chunks above which an attempt's chunks are packed into one array; every 256 tokens allow one more chunk."""
 
 
 def _joined(chunks: Sequence[NDArray[Any]]) -> NDArray[Any]:
@@ -146,7 +146,7 @@ class AttemptTape:
     stopped: bool = False
     """True if the last token completes a stop string, so that no further token may be appended."""
     after_stop: int = 0
-    """Number of checked tokens that arrived after the stop string, to be dropped."""
+    """Number of tokens that arrived after the stop string, to be dropped."""
     unsure: int = 0
     """Number of last tokens whose version is only a guess; the engine names it when the request ends."""
     unknown: int = 0
@@ -205,7 +205,7 @@ class AttemptTape:
         self.extras = first_rows(extras, missing + self.count)
 
     def drop_unnamed(self) -> None:
-        """Remove the tokens whose version the engine has not named; without the requested extras, remove all tokens."""
+        """Remove the tokens whose version the engine has not named; without the requested extras, remove all."""
         if self.needs_rows and not self.extras:
             self.bare = self.parsed
             self._tokens, self._logprobs, self.spans, self.count, self.stopped = [], [], [], 0, False
@@ -220,7 +220,7 @@ class AttemptTape:
         self.unsure = self.after_stop = 0
 
     def sure(self) -> AttemptTape:
-        """Return a copy without the tokens that still lack extras or a sure version; the tape itself if none do."""
+        """Return a copy without the tokens that still lack extras or a sure version; the tape itself if none does."""
         if not (self.unsure or (self.needs_rows and not self.extras)):
             return self
         copy = replace(self)
@@ -241,7 +241,7 @@ class AttemptTape:
         return self._tokens, self._logprobs
 
     def freeze(self) -> tuple[Any, ...]:
-        """Take a snapshot in constant time; :meth:`of_frozen` turns it into a tape with the present contents."""
+        """Take a snapshot in constant time; :meth:`of_frozen` makes a tape from it, without tokens added since then."""
         return _FIELDS(self)
 
     @classmethod
@@ -251,8 +251,8 @@ class AttemptTape:
     ) -> AttemptTape:  # fmt: skip
         """Return a tape with the contents that the original had at :meth:`freeze`, even if it has grown since.
 
-        Both tapes share lists. The original only appends to them, or replaces them by new lists, so the first ``count``
-        tokens stay.
+        Both tapes share their lists. The original only appends to these lists or replaces them by new ones, so the
+        first ``count`` tokens in them do not change.
         """
         chunks = _first_chunks(tokens, count), _first_chunks(logprobs, count)
         return cls(chunks[0], chunks[1], first_of(spans, count), count, *others)

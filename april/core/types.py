@@ -27,17 +27,17 @@ from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.core.versions import OnStale as OnStale
 
 NO_DEADLINE = 1 << 30
-"""Slack of a group without a deadline, such as a group drawn after the latest plan of deadlines."""
+"""Slack (batches until a unit is too old) of a group without a deadline, such as a newly drawn group."""
 WHOLE_GROUP = -1
-"""Value of a sample index that stands for the whole group."""
+"""Sample index that stands for the whole group."""
 
 
 class Event(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=False):
-    """Base class of all events; the events themselves are in ``events``."""
+    """Base class of all events; most of them are in :mod:`april.core.events`."""
 
 
 class SampleId(NamedTuple):
-    """Identifies a response: ``group`` is numbered in the order of drawing, ``index`` counts within the group."""
+    """Identifies a response: number of its group, in the order of drawing, and index within the group."""
 
     group: int
     index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
@@ -89,7 +89,7 @@ class AttemptState(StrEnum):
 
 SETTLED = (SampleState.LEASED, SampleState.DROPPED)
 MAX_SAMPLES_FACTOR = 2
-"""Limit on the samples of a group, including replaced samples, as a multiple of ``n_samples_per_prompt``."""
+"""Maximum number of samples of a group, including replaced samples, as a multiple of ``n_samples_per_prompt``."""
 
 
 class GroupState(StrEnum):
@@ -98,7 +98,7 @@ class GroupState(StrEnum):
     OPEN = "open"
     """Fewer samples are finished than the quorum requires."""
     BEING_JUDGED = "being judged"
-    """Enough samples are finished, and the group waits for the filter's verdict."""
+    """Enough samples are finished, and the group waits for the result of the filter."""
     READY = "ready"
     """The group counts towards a batch: as a whole or, with a quorum below 1, each of its finished samples."""
 
@@ -201,7 +201,7 @@ class OnWeightUpdate(StrEnum):
 
 
 class Work(StrEnum):
-    """Settings for the amount of work in progress, which may change between batches; the values are their names."""
+    """Names of the settings for the amount of work in progress, which april may change between batches."""
 
     OVER_SAMPLING = "over_sampling_batch_size"
     REFILL = "refill"
@@ -222,7 +222,7 @@ class Refill(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt: ``token_ids`` int32 [P], and ``data`` for rewards and rollout functions, which april does not read.
+    """A prompt: ``token_ids`` int32 [P], and ``data``, which april passes on to reward and rollout functions.
 
     ``epoch`` and ``position`` (within the epoch) are set when april draws the prompt; together they identify it.
     ``attached`` lists its attachments, such as images, in order; ``token_ids`` contains for each attachment as many
@@ -243,8 +243,8 @@ class Prompt:
 class EvaluationRequested(Event, frozen=True, kw_only=True):
     """Requests an evaluation of these prompts under the present weights; EvaluationDone or EvaluationFailed answers.
 
-    ``evaluation`` is its number; ``functions_at_once`` limits the rollout functions that run at the same time (None
-    means no limit).
+    ``evaluation`` is the evaluation's number. ``functions_at_once`` is the maximum number of rollout functions that run
+    at the same time; None means no limit.
     """
 
     evaluation: int
@@ -265,7 +265,7 @@ class RecordedCall(NamedTuple):
 
 @dataclass(slots=True)
 class Replay:
-    """Calls that a restarted rollout function will repeat; they get the recorded tokens, without an engine."""
+    """Calls that a restarted rollout function will repeat; they are answered with recorded tokens."""
 
     calls: deque[RecordedCall]
     open_start: int | None
@@ -288,19 +288,19 @@ class Chain:
     sample: Sample
     number: int
     prompt: Int32
-    """int32 [P]: the prompt of the group; in a later chain, the tokens of its first call."""
+    """int32 [P]: the prompt of the group or, in a later chain, the tokens of the chain's first call."""
     attached: tuple[Placed, ...] = ()
     """Attachments of the prompt and of the tokens that followed, in order."""
     tape: TokenTape = field(default_factory=TokenTape)
     extras: Extras = NO_EXTRAS
-    """Extras of the conversation: one row per token, from the second to the last generated token; may be empty."""
+    """Extras of the conversation: one row for each token from the second to the last generated one; may be empty."""
     calls: list[GenerateCall] = field(default_factory=list)
     """Calls that the function has made since it was last started, in order; the last one may be open."""
     replay: Replay | None = None
-    """Calls to be answered from the tape after a restart; None if there are none. A finished sample with such calls has
-    lost the return value of its function."""
+    """Calls to be answered from the tape after a restart; None if there are none. A finished sample may have such calls
+    after a restart, since the return values of rollout functions are not saved."""
     cached_on: str = ""
-    """Name of the engine with the chain's keys and values, valid while ``EngineState.cache_key == cache_key``."""
+    """Name of the engine whose KV cache has the chain while the engine's ``cache_key`` equals the chain's."""
     cache_key: tuple[PolicyVersion | None, int] | None = None
 
     @property
@@ -368,9 +368,9 @@ def repeatable_calls(calls: Iterable[GenerateCall], open_start: int | None, repl
     """Return the calls that a restarted function would repeat; None if there are none.
 
     Args:
-        calls: calls that the function has made; those that are not done are left out.
-        open_start: start of its open call; None if there is none.
-        replay: calls that it has still to repeat, if it was restarted before.
+        calls: calls that the function has made; calls that are not done are left out.
+        open_start: start of the function's open call; None if there is none.
+        replay: calls that the function still has to repeat, if it was restarted before; otherwise None.
     """
     repeated = deque(c.result for c in calls if c.result is not None)
     if replay is not None:
@@ -394,7 +394,7 @@ class GenerateCall:
     """Number of the call's entry in the queue; 0 if it is not queued."""
     attempt: Attempt | None = None
     avoid_engine: str = ""
-    """Name of the engine on which the latest attempt broke off; other engines are preferred. Empty if there is none."""
+    """Name of the engine on which the latest attempt broke off, so that others are preferred; empty if none did."""
     failures: int = 0
     """Number of attempts in a row that broke off at the same token."""
     end: int = 0
@@ -424,7 +424,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: Int32
     sampling: SamplingParams
     priority: int = 0
-    """Priority; lower is more urgent. Engines without priorities ignore it."""
+    """Priority for the engine's queue; lower is more urgent. Engines without priorities ignore it."""
     sample_key: tuple[int, int] | None = None
     """(group, index) of the sample. A real engine's output never depends on it; a simulated engine draws the length of
     the response from it."""
@@ -498,7 +498,7 @@ class Attempt:
 
     @property
     def begins_again(self) -> DropReason | None:
-        """Why the tokens are dropped if the request is cut; None if a later attempt continues them."""
+        """Reason for dropping the tokens if the request is interrupted; None if a later attempt continues them."""
         if self.sample.evaluation is not None:
             return DropReason.FAILED  # the call of an evaluation is repeated with the same seed
         return DropReason.CUT_GRAMMAR if self.constrained else None
@@ -539,7 +539,7 @@ class Sample:
     finish: FinishReason | None = None
     reward: float = 0.0
     row_rewards: tuple[RowReward, ...] = ()
-    """The reward with all that came with it: of the whole response, or one of each row. Empty if it is a number."""
+    """Rewards with parts and arrays: one for the response, or one per row. Empty if the reward is only a number."""
     ticket: int = 0
     """Number of the sample's entry in the queue of samples to start; 0 if the sample is not queued."""
     since: int = 0
@@ -672,8 +672,8 @@ class Group:
     finishers: list[int] = field(default_factory=list)
     """Indices of the finished samples, in the order in which they finished."""
     cohort: tuple[tuple[int, float], ...] = ()
-    """(index, reward) of the first ``quorum`` samples to finish, from which all baselines are computed; set once
-    READY."""
+    """(index, reward) of the first ``quorum`` samples to finish, from which all baselines are computed; empty before
+    the group is READY."""
     cohort_values: Extras = NO_EXTRAS
     """Parts and values per turn of the cohort's rewards, float32 [k, rows, values] by name; see
     :func:`april.core.row_rewards.cohort_values`."""
@@ -684,12 +684,12 @@ class Group:
     delivered: int = 0
     """Number of samples that were delivered in batches."""
     oldest: PolicyVersion | None = None
-    """Version of the oldest token of its held samples; None without tokens. Valid while ``oldest_known``."""
+    """Version of the oldest token of the held samples; None without tokens. Valid while ``oldest_known`` is True."""
     oldest_known: bool = False
     filter_failures: int = 0
     put_aside: bool = False
-    """True once a round ended after the group had begun and before it was finished, so that a long round generates it
-    (tail batching)."""
+    """True once a round (step) ended without delivering the group, which had begun. A long round generates the group
+    again (tail batching)."""
     slack: int = NO_DEADLINE
     """Number of batches after which the group is too old, as of the latest plan."""
 
@@ -700,7 +700,7 @@ class Group:
 
     @property
     def owner(self) -> SampleId:
-        """The id under which the log records changes of the group; these are shown in the story of each sample."""
+        """The id under which the log records changes of the group; the story of each sample includes these changes."""
         return SampleId(self.id, WHOLE_GROUP)
 
     @property
@@ -714,7 +714,7 @@ class Group:
 
     @property
     def cohort_rewards(self) -> tuple[tuple[int, float], ...]:
-        """(index, reward) of the first ``quorum`` samples to finish, in that order; becomes the group's cohort."""
+        """(index, reward) of the first ``quorum`` samples to finish, in the order of finishing, for :attr:`cohort`."""
         return tuple((i, self.samples[i].reward) for i in self.finishers[: self.quorum])
 
     def fix_cohort(self) -> None:
@@ -741,7 +741,7 @@ class Evaluation:
 
     request: EvaluationRequested
     after_update: int = 0
-    """Number of the last waiting weight update that was requested earlier and comes first; 0 if there was none."""
+    """Number of the last weight update that was requested earlier and must run first; 0 if there was none."""
     version: PolicyVersion | None = None
     """Policy version of the tokens; None until the evaluation begins."""
     groups: tuple[Group, ...] = ()
@@ -771,13 +771,13 @@ State = TypeVar("State", SampleState, CallState, AttemptState, GroupState)
 
 
 class Stateful(Protocol[State]):
-    """Protocol of things with a checked state: a sample, a call, an attempt or a group."""
+    """Protocol of objects whose changes of state are checked: samples, calls, attempts and groups."""
 
     state: State
 
     @property
     def owner(self) -> SampleId:
-        """Id of the sample or group in whose story the changes of state are recorded."""
+        """Id of the sample or group under which the log records the changes of state."""
 
 
 LEGAL_TRANSITIONS: Mapping[StrEnum, tuple[StrEnum, ...]] = {
@@ -816,7 +816,7 @@ class TimerKind(StrEnum):
     """Actions that a timer triggers when it fires."""
 
     ABORTS = "aborts"
-    """Send aborts again, and fence attempts that did not end in time."""
+    """Send aborts again, and fence attempts (end them without the engine) that did not end in time."""
     RETRY = "retry"
     """Ask a reward function or filter again."""
     OUTAGE = "outage"
@@ -830,7 +830,7 @@ class TimerKind(StrEnum):
 
 
 class Timer(NamedTuple):
-    """Identifies a timer. It has no effect if the code that started it now waits for another timer, or for none."""
+    """Identifies a timer. A timer that fires has no effect unless the code that started it still waits for it."""
 
     kind: TimerKind
     number: int

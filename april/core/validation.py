@@ -1,4 +1,4 @@
-"""Checks the whole state of a core: compares its indexes with each other, and its ledgers with a recount."""
+"""Checks the whole state of the rollout core: compares indexes with each other, and ledgers with a recount."""
 
 from __future__ import annotations
 
@@ -69,10 +69,7 @@ def _check_chain(sample: Sample, chain: Chain) -> str | None:
 
 
 def check_group(group: Group, *, whole: bool) -> str | None:
-    """Describe what is wrong with a group's counts; None if they are right.
-
-    ``whole`` means that groups are delivered whole.
-    """
+    """Describe what is wrong with a group's counts; None if they are right. ``whole``: groups are delivered whole."""
     members = group.members
     finished = {s.id.index for s in members if s.state is FINISHED}
     leased = {s.id.index for s in group.samples if s.state is LEASED}
@@ -92,7 +89,7 @@ def check_group(group: Group, *, whole: bool) -> str | None:
 
 
 def validate(context: CoreContext, updates: WeightUpdates) -> None:
-    """Raise InvariantError at the first contradiction; the time it takes grows with everything that is held."""
+    """Raise InvariantError at the first contradiction; takes time in proportion to the number of held samples."""
 
     def fail(message: str, sample: Sample | None = None) -> None:
         story = f"\n{context.story(sample.id)}" if sample is not None else ""
@@ -141,7 +138,7 @@ def validate(context: CoreContext, updates: WeightUpdates) -> None:
             wrong = check_calls(sample)
             if wrong:
                 fail(f"{sample}: {wrong}", sample)
-        if training and (wrong := context.buffer.why_not_oldest(group)):
+        if training and (wrong := context.buffer.wrong_oldest(group)):
             fail(f"{group}: {wrong}", group.samples[0])
 
     for attempt in context.attempts:

@@ -1,4 +1,4 @@
-"""Checks of numbers from engines, users and snapshots: token ids, log-probabilities and rewards."""
+"""Checks numbers from engines, users and snapshots: token ids, log-probabilities and rewards."""
 
 from __future__ import annotations
 

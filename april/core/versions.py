@@ -1,4 +1,7 @@
-"""Defines policy versions, and counts the weight updates between two versions, also across restarts."""
+"""Defines policy versions, and counts the weight updates between two versions, also across restarts.
+
+``Leases.age`` in ``partial_buffer`` adds the batches that are not yet trained; that age is compared with limits.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,11 @@ FIRST_VERSION = PolicyVersion(0, 0)
 
 
 class OnStale(StrEnum):
-    """Policies for samples older than max_staleness. With all but DROP, steps wait for samples close to the limit.
+    """Policies for samples older than max_staleness. Except with DROP, steps wait for samples close to this limit.
 
-    Where each is applied: ``SampleLifecycle.restart_or_drop_stale`` (RESTART and DROP, on samples not yet delivered),
-    ``RolloutCore._deliver`` with ``batch.deliver_sample`` (FINISH and MASK, which mask tokens of a delivered sample),
-    ``PartialBuffer.slacks`` (deadlines of the step).
+    ``SampleLifecycle.restart_or_drop_stale`` applies RESTART and DROP to samples that are not delivered yet.
+    ``RolloutCore._rows_of`` with ``batch.deliver_sample`` applies FINISH and MASK to the tokens of delivered samples.
+    ``PartialBuffer.slacks`` applies the deadlines of a step.
     """
 
     FINISH = "finish"
@@ -40,15 +43,15 @@ class OnStale(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class VersionClock:
-    """Holds the current version, and computes how many weight updates an older version lies back.
+    """Holds the current version, and computes how many weight updates have passed since an older version.
 
-    A restart from a checkpoint at ``n = b`` abandons the updates after ``b``. Tokens generated after ``b`` and before
-    the restart are as old as the number of updates from ``b`` to their version, plus the updates since the restart.
+    A restart from a checkpoint at ``n = b`` abandons the updates after ``b``. The age of tokens generated
+    between ``b`` and the restart is the number of updates from ``b`` to their version plus those since the restart.
     """
 
     current: PolicyVersion = FIRST_VERSION
     branches: dict[int, int] = field(default_factory=dict)
-    """The ``n`` of the checkpoint from which the next incarnation began, by incarnation."""
+    """For each past incarnation, the ``n`` of the checkpoint from which the next incarnation began."""
 
     def advance(self) -> PolicyVersion:
         """Count a weight update."""
@@ -56,7 +59,7 @@ class VersionClock:
         return self.current
 
     def restart(self, at: int) -> PolicyVersion:
-        """Begin a new incarnation, whose first weights are those of ``n = at`` in the present one."""
+        """Begin a new incarnation, whose first weights are those of version ``n = at`` of the present incarnation."""
         self.branches[self.current.incarnation] = at
         self.current = PolicyVersion(self.current.incarnation + 1, at)
         return self.current

@@ -1,11 +1,10 @@
 """Runs a weight update over all engines: pause, transfer, load, resume; engines that fail may be left out.
 
-Requests in flight end before the pause. With ``on_weight_update: keep`` or ``recompute`` engines keep them, and april
-ends only those that must not continue. These are requests at an engine that is left out or resumes without complete
-weights and, with ``keep``, requests without a token: their first tokens would come from a prompt that was read with the
-old weights.
+Requests in flight end before the pause. With ``on_weight_update: keep`` or ``recompute``, engines keep them, and april
+ends only requests that must not continue: requests at an engine that is left out or resumes without complete weights
+and, with ``keep``, requests without a token, whose prompt was read with the old weights.
 
-Invariants: the policy version moves only when every engine that may get requests for it has confirmed it. An engine's
+Invariants: the policy version changes only when every engine that may get requests for it has confirmed it. An engine's
 version is confirmed only by its own report of a load; it is unknown while a load runs, and after a load that failed. A
 cancelled update has either changed nothing or goes on to its end. Every engine that can be resumed is resumed.
 """
@@ -31,7 +30,7 @@ MAX_NAMED = 3
 MACHINE_DIGITS = 32
 """Number of digits at the end of a directory's content hash that differ between machines even for equal files."""
 TRANSFER = 0
-"""Number in ``UpdateEnded.failed``, in place of a call number, that means that the trainer's transfer failed."""
+"""Value of ``UpdateEnded.failed``, instead of a call number, if the trainer's transfer of weights failed."""
 
 
 class Phase(StrEnum):
@@ -40,7 +39,7 @@ class Phase(StrEnum):
     IDLE = "idle"
     STOPPING = "stopping"
     """Waits until the requests in flight have ended. If all engines are just being given the present weights (see
-    ``engine_recovery``), also waits until one of them has them."""
+    ``engine_recovery``), also waits until one engine has loaded these."""
     PAUSING = "pausing"
     RECALLING = "recalling"
     """Engines are paused; kept requests that must not continue are being ended."""
@@ -62,14 +61,14 @@ def weights_of(content: str) -> str:
     return content[:-MACHINE_DIGITS]
 
 
-def some(names: Sequence[str]) -> str:
-    """Return the first few engine names, and the number of further engines, as text for a message."""
+def list_engines(names: Sequence[str]) -> str:
+    """Return the first few engine names and the number of further engines, for a message."""
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return f"{'engine' if len(names) == 1 else 'engines'} {', '.join(names[:MAX_NAMED])}{more}"
 
 
 class EngineCalls:
-    """Makes pause, load and resume calls to engines, at most one at a time per engine; a new call replaces the old."""
+    """Makes pause, load and resume calls to engines. Each engine has at most one open call; a new call replaces it."""
 
     def __init__(self, context: CoreContext) -> None:
         self._context = context
@@ -77,7 +76,7 @@ class EngineCalls:
         self._loading: dict[str, tuple[PolicyVersion, bool]] = {}
         """(Version that the engine is loading, True if a failed load may leave incomplete weights), by engine."""
         self.weight_changes = 0
-        """Counter that grows before and after every change of weights; a probe during which it grew is not used."""
+        """Counter that grows before and after every change of weights; a probe during which it grew is ignored."""
         self.step_changes = 0
         """Counter that grows when a step begins or ends; between two steps the trainer may change weights."""
         self._changes_at_probe: dict[str, tuple[int, int]] = {}
@@ -93,7 +92,7 @@ class EngineCalls:
     ) -> None:  # fmt: skip
         """Make an engine load weights; its version is unknown until it confirms the load.
 
-        ``contents`` are the accepted content hashes of the directory; empty accepts any. ``base`` is as in LoadEngine.
+        ``contents`` are the accepted content hashes of the directory; empty accepts any. For ``base`` see LoadEngine.
         """
         state = self._context.engines.states[name]
         self._loading[name] = version, path is not None or state.weights is EngineWeights.HALF
@@ -126,14 +125,14 @@ class EngineCalls:
         state.open_call = 0
         done = event.result is ev.CallResult.DONE
         if state.weights is EngineWeights.LOADING:
-            version, tears = self._loading.pop(event.engine)
-            state.weights = EngineWeights.HALF if tears else EngineWeights.UNKNOWN
+            version, may_be_incomplete = self._loading.pop(event.engine)
+            state.weights = EngineWeights.HALF if may_be_incomplete else EngineWeights.UNKNOWN
             if done:
                 state.confirm(version)
             elif event.result in (ev.CallResult.BUSY, ev.CallResult.OTHER_CONTENT):
                 state.confirm_previous()
-                if event.result is ev.CallResult.OTHER_CONTENT:  # an update may have begun since the call was made
-                    state.unloadable_version = version
+                if event.result is ev.CallResult.OTHER_CONTENT:
+                    state.unloadable_version = version  # of this load; an update may have begun since
         elif state.gate is EngineGate.OPENING:
             state.gate = EngineGate.OPEN if done else EngineGate.CLOSED
         elif done:
@@ -153,16 +152,15 @@ class EngineCalls:
         self._context.out.append(do.ProbeEngine(name, self._number))
 
     def probe_answered(self, event: ev.EngineProbed) -> tuple[bool, bool]:
-        """Return two bools: whether no weights changed since the probe was sent, and whether no step began or ended,
-        either."""
+        """Return (True if no weights changed since the probe was sent, True if also no step began or ended since)."""
         self._context.engines.states[event.engine].open_probe = 0
-        moves, turns = self._changes_at_probe.pop(event.engine)
-        return moves == self.weight_changes, (moves, turns) == (self.weight_changes, self.step_changes)
+        weights, steps = self._changes_at_probe.pop(event.engine)
+        return weights == self.weight_changes, (weights, steps) == (self.weight_changes, self.step_changes)
 
     def weights_lost(self, name: str) -> None:
-        """Record that an engine lost its weights, so that tokens of its running requests are dropped.
+        """Record that an engine lost its weights, and end its requests; their tokens are dropped.
 
-        While the engine is paused it generates nothing, so the tokens of its requests are kept.
+        The tokens are kept if the engine is paused, since a paused engine generates nothing.
         """
         context = self._context
         context.counters["stale_engines"] += 1
@@ -179,8 +177,8 @@ class EngineCalls:
 class WeightUpdates:
     """Runs weight updates one at a time, in the order in which they were requested.
 
-    ``adopt`` is called with the new version and the last trained batch. An unreachable engine is left out if there are
-    other engines: it is quarantined and gets no requests until it has these weights or newer weights. If some engines
+    ``adopt`` is called with the new version and the id of the last trained batch. An unreachable engine is left out if
+    there are other engines: it is quarantined and gets no requests until it has these or newer weights. If some engines
     loaded the new weights and others refused them, nothing is generated until an update has reached all of them.
     """
 
@@ -195,9 +193,9 @@ class WeightUpdates:
         """Reason why nothing may be generated, as the engines hold different or unknown weights; else None."""
         self.path: str | None = None
         self.contents: tuple[str, ...] = ()
-        """Content hashes that ``path`` has with the present weights in it; empty if nobody could read the directory."""
+        """Content hashes of the directory ``path`` with the present weights; empty if they are unknown."""
         self._reloadable = True
-        """True if the present weights can be loaded again: from ``path``, if its content is known, or because they are
+        """True if engines can be given the present weights again: from ``path`` with known content, or because they are
         still the weights with which the servers started."""
         self._requests: list[ev.UpdateRequested] = []
         self._update = ev.UpdateRequested(update=0)
@@ -212,9 +210,9 @@ class WeightUpdates:
         self._transfer_engines: tuple[str, ...] = ()
         """Names of the engines that were paused when the transfer began."""
         self._failed: int | None = None
-        """Number of the call whose error ends the update."""
+        """Number of the call whose error ends the update; None if none failed."""
         self._why = ""
-        """Error text, if the call in ``_failed`` itself raised nothing."""
+        """Error text, if the call in ``_failed`` succeeded but loaded other weights; else empty."""
         self._wrong_loads: frozenset[int] = frozenset()
         """Numbers of the calls that loaded weights other than the update's."""
         self._adopted = False
@@ -231,9 +229,9 @@ class WeightUpdates:
         if not all(state.limits.written for state in states.values()):
             return None
         return (
-            f"{some(list(states))} may have the weights of an earlier run, which belong to no version of this run; "
-            "call weight_update or load_state_dict with path=, weights= or transfer= to load this run's weights, or "
-            "restart the servers, or set engine.first_weights: present if the run begins with the weights that they "
+            f"{list_engines(list(states))} may have the weights of an earlier run, which belong to no version of this "
+            "run; call weight_update or load_state_dict with path=, weights= or transfer= to load this run's weights, "
+            "or restart the servers, or set engine.first_weights: present if the run begins with the weights that they "
             "have"
         )
 
@@ -244,7 +242,7 @@ class WeightUpdates:
 
     @property
     def running(self) -> bool:
-        """True if an update has begun and not ended."""
+        """True if an update has begun and has not ended."""
         return self.phase is not IDLE
 
     @property
@@ -259,14 +257,14 @@ class WeightUpdates:
 
     @property
     def broken(self) -> str | None:
-        """Reason why nothing can be generated; None if generation is possible or a pending update may repair it."""
+        """Reason why nothing can be generated; None if generation is possible or a pending update may make it so."""
         return None if self.half_updated is None or self.pending else self.half_updated
 
     @property
     def waits_for(self) -> str:
         """Text for users: what the running update (or the next update, if none runs) is waiting for."""
-        engines, in_flight = some(sorted(self._awaited)), len(self._context.attempts.in_flight)
-        given = some([name for name, state in self._context.engines.states.items() if state.recovering])
+        engines, in_flight = list_engines(sorted(self._awaited)), len(self._context.attempts.in_flight)
+        given = list_engines([name for name, state in self._context.engines.states.items() if state.recovering])
         return {
             Phase.IDLE: "the end of an evaluation or of a pause",
             Phase.STOPPING: f"{in_flight} requests to end" if in_flight else f"{given} to get the current weights",
@@ -335,7 +333,7 @@ class WeightUpdates:
             self._resume()
 
     def continue_next(self, *, held: bool) -> None:
-        """Begin or continue the next update if nothing is in its way; ``held`` is True during a requested pause."""
+        """Begin or continue the next update if nothing delays it. ``held`` is True during a requested pause."""
         context = self._context
         waits = self._requests if not self.running else ()
         ready = [r for r in waits if (r.restores or r.held) == held]
@@ -358,9 +356,9 @@ class WeightUpdates:
     def engine_joined(self, name: str) -> None:
         """Add an engine; if it joins during an update, it gets the new weights after the update.
 
-        Before the first update an engine has the weights with which it started. Once an update of this run or an
-        earlier run has begun to write, the engine's server may hold weights that were never adopted, as it may have
-        been an engine under another name then.
+        Before the first update, an engine has the weights with which it started. Once an update of this run or an
+        earlier run has begun to write, its server may hold weights that were never adopted, as it may have taken part
+        in that update under another name.
         """
         # if an earlier run wrote this engine's weights, the weights of engines that join later are unknown, too
         self._written |= self._context.engines.states[name].limits.written
@@ -384,7 +382,7 @@ class WeightUpdates:
             self._continue_if_answered()
 
     def weights_written(self, event: ev.WeightsWritten) -> None:
-        """Stop generation until an update has reached all engines, as weights were written outside of any update."""
+        """Stop generation until an update has reached all engines, as weights were written without an update."""
         self.half_updated = event.error
         self._context.stop(list(self._context.attempts.in_flight.values()), sweep=True)
 
@@ -433,10 +431,10 @@ class WeightUpdates:
     def _pause(self) -> None:
         states, limit_s = self._context.engines.states, self._context.settings.abort_deadline_s
         names = self._enter_phase(Phase.PAUSING)
-        hurry = not all(states[name].quarantined for name in names)
+        some_healthy = not all(states[name].quarantined for name in names)
         for name in names:
-            ill = hurry and states[name].quarantined
-            self._calls.pause(name, min(limit_s, QUARANTINED_PATIENCE_S) if ill else limit_s, self._in_flight)
+            impatient = some_healthy and states[name].quarantined
+            self._calls.pause(name, min(limit_s, QUARANTINED_PATIENCE_S) if impatient else limit_s, self._in_flight)
         self._continue_if_answered()
 
     def _paused(self) -> None:
@@ -457,7 +455,7 @@ class WeightUpdates:
             self._load()
 
     def _recall(self, attempts: list[Attempt], *, opens: bool) -> None:
-        """End these attempts, which paused engines keep; then resume the engines (``opens``) or start the transfer."""
+        """End attempts that paused engines keep; then resume the engines (if ``opens``) or start the transfer."""
         self._resumes_after_recall, self._recalled = opens, [attempt.id for attempt in attempts]
         if attempts:
             self.phase = RECALLING
@@ -472,7 +470,7 @@ class WeightUpdates:
         if self._recalled:
             return
         if self._resumes_after_recall:
-            self._let_go_on()
+            self._resume_engines()
         else:
             self._hand_over()
 
@@ -491,26 +489,27 @@ class WeightUpdates:
         self._failed, self._why = TRANSFER, ""
         self._resume()
 
-    def _leave_out_unsent(self, fates: Sequence[ev.TransferFailure]) -> None:
+    def _leave_out_unsent(self, failures: Sequence[ev.TransferFailure]) -> None:
         """Leave out the engines that did not get the weights that all others got."""
         states = self._context.engines.states
-        for fate in [fate for fate in fates if fate.engine in states and fate.engine not in self._left_out]:
-            self._context.out.append(do.Warn(f"engine {fate.engine} is left out of the weight update: {fate.why}"))
-            self._mark_partially_updated(fate)
-            self._context.engine_failed(fate.engine)
-            self._context.stop(self._attempts_at([fate.engine]))
-            self._left_out.add(fate.engine)
+        for failure in [f for f in failures if f.engine in states and f.engine not in self._left_out]:
+            name = failure.engine
+            self._context.out.append(do.Warn(f"engine {name} is left out of the weight update: {failure.why}"))
+            self._mark_partially_updated(failure)
+            self._context.engine_failed(name)
+            self._context.stop(self._attempts_at([name]))
+            self._left_out.add(name)
 
-    def _sent_to_none(self, why: str, fates: Sequence[ev.TransferFailure]) -> None:
+    def _sent_to_none(self, why: str, failures: Sequence[ev.TransferFailure]) -> None:
         """End an update that reached no engine; engines that hold a part of the new weights must not generate."""
         states, current = self._context.engines.states, self._context.clock.current
-        torn = [fate for fate in fates if fate.torn]
-        for fate in torn:
-            self._mark_partially_updated(fate)
-        if torn:  # an engine that joined meanwhile may be one of these servers under another name
+        partial = [failure for failure in failures if failure.torn]
+        for failure in partial:
+            self._mark_partially_updated(failure)
+        if partial:  # an engine that joined meanwhile may be one of these servers under another name
             for state in (state for name, state in states.items() if name not in self._transfer_engines):
                 state.lose_weights(EngineWeights.HALF)
-        if torn and not any(current in state.loaded for state in states.values()):
+        if partial and not any(current in state.loaded for state in states.values()):
             self.half_updated = (
                 f"the last transfer of weights was interrupted ({why}), and no engine has complete weights; call "
                 "weight_update again before the next batch"
@@ -518,10 +517,10 @@ class WeightUpdates:
         self._failed, self._why = TRANSFER, ""
         self._resume()
 
-    def _mark_partially_updated(self, fate: ev.TransferFailure) -> None:
-        if fate.torn:
+    def _mark_partially_updated(self, failure: ev.TransferFailure) -> None:
+        if failure.torn:
             self._written = True
-            if (state := self._context.engines.states.get(fate.engine)) is not None:
+            if (state := self._context.engines.states.get(failure.engine)) is not None:
                 state.lose_weights(EngineWeights.HALF)
 
     @property
@@ -538,12 +537,12 @@ class WeightUpdates:
 
     def _loaded(self) -> None:
         """Adopt the new weights if all engines that are not left out have loaded them; else fail the update."""
-        self._disown()
+        self._reject_wrong_loads()
         for name, event in self._failures().items():
             if event.result is ev.CallResult.UNREACHABLE:
                 self._calls.weights_lost(name)
                 self._context.engine_failed(name)
-        # if weights were sent, only the engine that refused them is left out; a refused directory is wrong for all
+        # an engine that refuses weights that were sent is left out; a refused directory is wrong for all engines
         given = [n for n, e in self._answers.items() if self._update.sends and e.result is ev.CallResult.DONE]
         failures = self._failures()
         if self._update.transfers:  # the weights were written before the load, even if the engine refused it
@@ -554,7 +553,7 @@ class WeightUpdates:
         if not self._record_failure(failed.values()):
             self.half_updated = None
             update, loaded = self._update, {e.content for e in self._answers.values() if e.content}
-            if not self._answers and update.content:  # all engines have left, and those that join will load it
+            if not self._answers and update.content:  # all engines have left; engines that join later load it
                 loaded.add(update.content)
             self.path, self.contents = update.path, tuple(sorted(loaded))
             self._reloadable = bool(loaded) and not update.transfers
@@ -583,11 +582,11 @@ class WeightUpdates:
         else:
             self._resume()
 
-    def _disown(self) -> None:
+    def _reject_wrong_loads(self) -> None:
         """Mark loads as failed if engines found different weights in the same directory.
 
-        The right weights are those that the trainer's process read there; an engine that reports no hash is assumed to
-        have them. If no engine has them, or the trainer's process could not read them, all loads count as failed.
+        The right weights are those that the trainer's process read there; engines that report no hash are assumed to
+        have these. If no engine has the right weights, or the trainer could not read them, all loads count as failed.
         """
         right, path = weights_of(self._update.content), self._update.path
         found = {name: weights_of(e.content) for name, e in self._answers.items() if e.result is ev.CallResult.DONE}
@@ -624,10 +623,10 @@ class WeightUpdates:
 
     def _resume(self) -> None:
         states = self._context.engines.states.items()
-        torn = [name for name, state in states if not state.loaded and name not in self._left_out]
-        self._recall(self._attempts_at(torn), opens=True)
+        incomplete = [name for name, state in states if not state.loaded and name not in self._left_out]
+        self._recall(self._attempts_at(incomplete), opens=True)
 
-    def _let_go_on(self) -> None:
+    def _resume_engines(self) -> None:
         for name in self._enter_phase(Phase.RESUMING):
             self._calls.resume(name)
         self._continue_if_answered()
@@ -690,7 +689,7 @@ class WeightUpdates:
         self._left_out |= set(failed)
 
     def _record_failure(self, events: Iterable[ev.EngineCallEnded]) -> bool:
-        """Record the first of these errors as the update's error; return False if there is none."""
+        """Record the first of these errors as the error of the update; return False if there is none."""
         first = next(iter(events), None)
         self._failed = None if first is None else first.call
         self._why = first.error if first is not None and first.call in self._wrong_loads else ""

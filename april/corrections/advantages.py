@@ -1,9 +1,9 @@
 """Computes advantages for the losses of GRPO and related methods.
 
-**One formula for all groups.** A response with reward r is compared with k - 1 siblings: the first other responses of
-its group to finish (:func:`first_others`). If groups are delivered whole, these are all others; with a group quorum, k
-is the number of responses that the quorum requires. With b the mean of the siblings' rewards, and S the k rewards
-including r:
+**One formula for all groups.** A response with reward r is compared with k - 1 siblings, the other responses of its
+group that finished first (:func:`first_others`). If groups are delivered whole, k is the size of the group. With a
+``group_quorum`` below 1, k is the number of responses that must finish before a part of the group is delivered. Let b
+be the mean of the siblings' rewards, and S the siblings' rewards together with r:
 
 =========  ==================================  =========================================================================
 method     advantage                           paper
@@ -18,11 +18,10 @@ method     advantage                           paper
 
 (k - 1) / k (r - b) equals r - mean(S): the papers' means include the sample itself.
 
-**Why these siblings.** The choice of siblings does not depend on the response itself or its length, so b does not
-depend on them, either: the gradient of `rloo` is unbiased, and the gradient of `dr_grpo` is unbiased up to the factor
-(k - 1) / k. If a long response were compared with all its siblings, it would have another baseline than if it had been
-short. Division by the standard deviation is biased even with whole groups, as std(S) depends on the response's own
-reward.
+**Why these siblings.** Neither the response nor its length influences which siblings it is compared with, so b is
+independent of the response: the gradient of `rloo` is unbiased, and the gradient of `dr_grpo` is unbiased up to the
+factor (k - 1) / k. If instead a late response were compared with all siblings, its baseline would depend on its length.
+Division by the standard deviation is biased even with whole groups, as std(S) depends on the response's own reward.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ Float64 = NDArray[np.float64]
 Method = Literal["grpo", "dr_grpo", "rloo", "dapo", "gspo"]
 METHODS: tuple[str, ...] = get_args(Method)
 Cohort = tuple[tuple[int, float], ...]
-"""(index, reward) of the k samples of a group that finished first, in the order in which they finished."""
+"""(index in the group, reward) of the first k samples of a group to finish, in the order in which they finished."""
 
 
 def first_others(indices: ArrayLike, cohort_indices: ArrayLike, cohort_rewards: ArrayLike) -> Float64:
@@ -100,7 +99,7 @@ def group_advantages(
             (``sample.baseline_rewards``), or one array or tensor [B, K] padded with NaN.
         method: one of ``grpo``, ``dr_grpo``, ``rloo``, ``dapo``, ``gspo``; the table is at the top of this module.
         epsilon: number added to the standard deviation, in methods that divide by it.
-        ddof: 0 divides the variance by k, 1 by k - 1, as in torch (and so in TRL, verl and slime).
+        ddof: 0 to divide the variance by k, or 1 to divide it by k - 1 as torch, TRL, verl and slime do.
 
     Raises ValueError for an unknown method, shapes that do not match, rewards that are not finite, a response without
     siblings for ``rloo``, and values that are no numbers.
@@ -152,14 +151,14 @@ def process_advantages(own: ArrayLike, others: ArrayLike, *, epsilon: float = 1e
         own: rewards of the response's turns, [turns].
         others: rewards of all turns of the responses with which it is compared, [any number].
         epsilon: number added to the standard deviation.
-        ddof: 0 divides the variance by the number of rewards, 1 by one less.
+        ddof: 0 to divide the variance by the number of rewards, 1 to divide it by this number minus 1.
 
-    Raises ValueError for another ``ddof`` and a negative ``epsilon``.
+    Raises ValueError if ``ddof`` is neither 0 nor 1, or ``epsilon`` is negative or infinite.
     """
     check_deviation(epsilon, ddof)
     rewards = np.asarray(own, np.float64)
     every = np.concatenate((rewards, np.asarray(others, np.float64)))
-    if not len(rewards) or every.min() == every.max():  # a rounded mean would give advantages that are almost 0
+    if not len(rewards) or every.min() == every.max():  # exactly 0; with a rounded mean it would be nearly 0
         return np.zeros(len(rewards), np.float64)
     std = np.sqrt(((every - every.mean()) ** 2).sum() / max(len(every) - ddof, 1))
     found: Float64 = np.cumsum(((rewards - every.mean()) / (std + epsilon))[::-1])[::-1]
@@ -173,7 +172,7 @@ def check_method(method: str) -> None:
 
 
 def check_deviation(epsilon: float, ddof: int) -> None:
-    """Raise ValueError for numbers with which no standard deviation can be computed."""
+    """Raise ValueError unless ``ddof`` is 0 or 1, and ``epsilon`` is finite and at least 0."""
     if ddof not in (0, 1) or not 0 <= number("advantages", "epsilon", epsilon) < math.inf:
         raise ValueError(
             f"advantages: ddof must be 0 or 1, epsilon at least 0 and finite, got {ddof!r} and {epsilon!r}"

@@ -1,6 +1,6 @@
-"""Converts arguments of losses and advantages to numbers and arrays, or raises ValueError with one sentence.
+"""Converts the arguments of losses and advantages to numbers and arrays, or raises ValueError.
 
-``who`` is the public function that was called and ``what`` the name of its argument, for the sentence.
+For the error message, ``who`` is the public function that was called, and ``what`` is the name of its argument.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     import torch
 
 ArrayOrTensor = TypeVar("ArrayOrTensor", NDArray[Any], "torch.Tensor")
-"""Type of an argument whose kind, array or tensor, is that of the result."""
+"""Array or tensor; a function with such an argument returns the same kind."""
 
 
 def number(who: str, what: str, value: Any) -> float:
-    """Return a number of Python, numpy or torch as a float; text, bools and several numbers are refused."""
+    """Convert a Python, numpy or torch number to a float. Raises ValueError for text, bools and several numbers."""
     try:
         plain = value.item() if hasattr(value, "item") else value
         if not isinstance(plain, (bool, str, bytes)):
@@ -38,7 +38,7 @@ def pair(who: str, what: str, values: Any) -> tuple[float, float]:
 
 
 def array_of(who: str, what: str, values: Any) -> NDArray[Any]:
-    """Return an array, a list, or a tensor of any device as an array of numbers; float64 from tensors and objects."""
+    """Convert an array, a list, or a tensor on any device to an array. Tensors and object arrays become float64."""
     try:
         array = np.asarray(values.detach().double().cpu() if hasattr(values, "detach") else values)
         array = array.astype(np.float64) if array.dtype == object else array

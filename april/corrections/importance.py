@@ -1,19 +1,19 @@
 """Computes importance weights, which correct the loss for tokens sampled by older weights or by a different engine.
 
-With p the trainer's probability of a token and q its probability at sampling, the ratio is
+Let p be the trainer's probability of a token, q its probability at sampling, and T the number of tokens with loss in
+the response. Ratios are computed at one of three levels:
 
 =============  ==================================================  ====================================================
-level          ratio                                               belongs to
+level          ratio                                               one ratio for
 =============  ==================================================  ====================================================
-`token`        p_t / q_t                                           token t
-`sequence`     product over t of p_t / q_t                         the response; exact, but soon huge or 0
-`geometric`    (product over t of p_t / q_t) ** (1 / T)            the response; as in GSPO, arXiv 2507.18071
+`token`        p_t / q_t                                           each token t
+`sequence`     product over t of p_t / q_t                         each response; exact, but soon huge or near 0
+`geometric`    (product over t of p_t / q_t) ** (1 / T)            each response, as in GSPO, arXiv 2507.18071
 =============  ==================================================  ====================================================
 
-for a response with T tokens with loss. :func:`truncated_weights` (TIS) is min(ratio, limit): Yao et al., "Your
-Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025. :func:`masked_weights` (IcePop) is the ratio
-inside [low, high] and 0 outside: Ling Team, "Every Step Evolves", arXiv 2510.18855. Both papers use weights per token,
-which are constants in the gradient.
+:func:`truncated_weights` (TIS) returns min(ratio, limit): Yao et al., "Your Efficient RL Framework Secretly Brings You
+Off-Policy RL Training", 2025. :func:`masked_weights` (IcePop) returns the ratio inside [low, high] and 0 outside: Ling
+Team, "Every Step Evolves", arXiv 2510.18855. Both papers use weights per token, without a gradient.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ Level = Literal["token", "sequence", "geometric"]
 LEVELS: tuple[str, ...] = get_args(Level)
 
 HALVES = ("float16", "bfloat16")
-"""Types that are too coarse for log-probabilities: bfloat16 stores -10 to within 0.06, and so a ratio to within 6 %."""
+"""Types too coarse for log-probabilities: bfloat16 numbers near -10 are 0.06 apart, which is 6 % of a ratio."""
 LIMIT = 2.0
 """Default limit of the weights."""
 LARGEST = float(np.finfo(np.float32).max)
 """Largest possible weight: a larger number is infinite in float32, and infinity times a loss of 0 is NaN."""
 ROUNDING = 0.01
-"""Largest log-probability that is accepted as a value of 0 with a rounding error."""
+"""Largest accepted log-probability; rounding errors may raise it above 0."""
 JUDGED_TOKENS = 128
-"""Log-probabilities are checked for misalignment if there are at least this many tokens with loss."""
-LOOSE, APART = 0.5, 0.2
-"""Misaligned log-probabilities correlate with those at sampling by less than LOOSE, and differ from them by more than
-APART nats on average. Measured as correlation and difference over 16 steps of a random model with a vocabulary of 24,
-the hardest case: 0.18 and 0.10, later 0.24 and 0.24, if the logits are not shifted. If they are aligned: 0.85 and 0.11
-under weights up to five updates older at a high learning rate, 0.87 and 0.06 with noise like that of bfloat16. In
-pretrained models the gap is larger."""
-LOOSE_NOW, APART_NOW = 0.7, 0.05
-"""The same thresholds for tokens of the current weights, for which missing left padding gives 0.38 and 0.07."""
-FAR_NOW = 0.2
-"""If log-probabilities of the current weights differ by more than this many nats on average, the distributions differ
-even if the correlation is high: a forgotten temperature of 0.6 gives 0.31 at a correlation of 0.997, and bfloat16 gives
-less than 0.06."""
+"""Smallest number of tokens with loss for which log-probabilities are checked for misalignment."""
+MIN_CORRELATION, MAX_DIFFERENCE = 0.5, 0.2
+"""The trainer's log-probabilities count as misaligned if their correlation with those at sampling is below the first
+number and their mean absolute difference in nats is above the second. The hardest case measured is a random model with
+a vocabulary of 24. With logits that are not shifted, correlation and difference are 0.18 and 0.10 at first, 0.24 and
+0.24 later. With aligned logits they are 0.85 and 0.11 if tokens are up to five updates old (at a high learning rate),
+and 0.87 and 0.06 with noise like bfloat16's. In pretrained models the two cases are further apart."""
+MIN_CORRELATION_FRESH, MAX_DIFFERENCE_FRESH = 0.7, 0.05
+"""The same thresholds for tokens that the current weights sampled; missing left padding gives them 0.38 and 0.07."""
+MAX_ALIGNED_DIFFERENCE_FRESH = 0.2
+"""If the mean difference for tokens of the current weights is above this number of nats, engine and trainer use other
+distributions, even if the correlation is high: a forgotten temperature of 0.6 gives a difference of 0.31 at a
+correlation of 0.997, and bfloat16 gives less than 0.06."""
 
 
 def truncated_weights(
@@ -62,23 +62,23 @@ def truncated_weights(
     """Compute truncated importance weights (TIS), min(ratio, limit): float32 [B, T], 0 for tokens without loss.
 
     Args:
-        logprobs: the trainer's log-probabilities in nats, float32 or float64 [B, T]: an array, or a tensor; then the
-            result is a tensor, too.
+        logprobs: the trainer's log-probabilities in nats, float32 or float64 array or tensor [B, T]. The result is an
+            array or a tensor accordingly.
         behaviour_logprobs: log-probabilities at sampling, [B, T]: ``batch.padded()["logprobs"]``.
         loss_mask: mask [B, T], not 0 where a token has loss. Values of other tokens are ignored.
         limit: largest weight, above 0.
-        level: ``token``, ``sequence`` or ``geometric``; the table is at the top of this module. With the last two, all
-            tokens of a response have the same weight.
-        dead_zone: size in nats up to which the log of a token's ratio counts as 0. Rounding moves nearly all tokens by
-            less, and training moves the tokens that matter by more, so rounding does not add up over long responses.
-        keep_gradient: whether the weights carry the gradient of the ratios (0 where truncated); needs a tensor. The
-            weights of the paper carry none; GSPO's ratio carries one in its own loss.
+        level: ``token``, ``sequence`` or ``geometric``; the table is at the top of this module. With ``sequence`` and
+            ``geometric``, all tokens of a response have the same weight.
+        dead_zone: largest absolute log of a token's ratio, in nats, that counts as 0. If nearly all rounding errors are
+            smaller, they do not add up over long responses. Training moves the tokens that matter by more.
+        keep_gradient: True to let the gradient flow through the weights (except truncated ones); needs a tensor. The
+            paper's weights have no gradient, but the ratio in GSPO's loss has one.
 
     It is not settled which level is best: see docs/corrections.md.
 
     Raises ValueError for shapes that do not match, values of tokens with loss that are no log-probability (NaN,
-    infinite, above 0), float16 and bfloat16, an unknown level, a limit not above 0 or beyond float32, and a dead zone
-    that is negative or infinite.
+    infinite, above 0), float16 and bfloat16, an unknown level, a limit that is not above 0 or too large for float32,
+    and a dead zone that is negative or infinite.
     """
     who, behaviour = "truncated_weights", behaviour_logprobs
     weights: ArrayOrTensor = truncated(who, logprobs, behaviour, loss_mask, limit, level, keep_gradient, dead_zone)
@@ -91,14 +91,14 @@ def masked_weights(
 ) -> ArrayOrTensor:  # fmt: skip
     """Compute masked importance weights (IcePop): the ratio if low <= ratio <= high, else 0; float32 [B, T].
 
-    As in the paper, a masked token has no loss but still counts in the number by which the loss is divided.
+    Masked tokens have no loss, but as in the paper, they still count in the number by which the loss is divided.
 
     Args:
         logprobs, behaviour_logprobs, loss_mask, level, keep_gradient: see :func:`truncated_weights`.
-        low, high: the paper's alpha and beta, 0 <= low <= high; 0 and ``math.inf`` mean no bound. Ratios that are too
-            large for float32 are cut to its largest number.
+        low, high: the paper's alpha and beta, 0 <= low <= high; 0 and ``math.inf`` mean no bound. Ratios too large for
+            float32 are cut to the largest float32 number.
 
-    Raises ValueError like :func:`truncated_weights`, and unless 0 <= low <= high and high is above 0.
+    Raises ValueError as :func:`truncated_weights` does, and for bounds other than 0 <= low <= high with high above 0.
     """
     who, behaviour = "masked_weights", behaviour_logprobs
     weights: ArrayOrTensor = masked(who, logprobs, behaviour, loss_mask, low, high, level, keep_gradient)
@@ -115,7 +115,7 @@ def masked(
         raise ValueError(f"{who}: give 0 <= low <= high and high above 0, got low={low!r} and high={high!r}")
     xp, ratios, counted = _log_ratios(who, logprobs, behaviour, loss_mask, level, keep_gradient)
     kept = counted & (ratios >= (math.log(low) if low else -math.inf)) & (ratios <= math.log(high))
-    # masked ratios are replaced by exp(0), as exp of the ratio could overflow and give NaN in the gradient
+    # exp is taken of 0 in place of a masked ratio, as an overflow there would make the gradient NaN
     weights = xp.exp(xp.clip(xp.where(kept, ratios, 0.0), None, math.log(LARGEST)))
     return _float32(xp.where(kept, xp.clip(weights, None, LARGEST), 0.0))
 
@@ -136,7 +136,7 @@ def truncated(
 
 
 def float64_logprobs(who: str, what: str, values: Any) -> NDArray[np.float64]:
-    """Return an array, or a tensor of any device, as a float64 array. Raises ValueError for types in HALVES."""
+    """Convert an array, or a tensor on any device, to a float64 array. Raises ValueError for types in HALVES."""
     check_type(who, what, values)
     return np.asarray(array_of(who, what, values), np.float64)
 
@@ -151,49 +151,47 @@ def check_logprobs(who: str, what: str, values: Any, counted: Any) -> None:
         )
 
 
-def warn_if_misaligned(
-    who: str, own: Any, other: Any, counted: Any, *, loose: float = LOOSE, least: float = APART, far: float = math.inf
-) -> None:
+def warn_if_misaligned(who: str, own: Any, other: Any, counted: Any, *, fresh: bool = False) -> None:
     """Warn if the trainer's log-probabilities seem to belong to other positions, prompts or distributions.
 
     Args:
         who: name of the public function that was called, for the message.
         own: the trainer's log-probabilities in nats, float array or tensor, [B, T] or flat.
         other: log-probabilities at sampling, of the same shape.
-        counted: boolean mask of the same shape, true where a token has loss.
-        loose, least: they count as misaligned if their correlation is below ``loose`` and their mean difference in nats
-            above ``least``.
-        far: mean difference in nats above which the distributions differ, even if the correlation is high.
+        counted: boolean mask of the same shape, true for each token to compare.
+        fresh: True if the current weights sampled all these tokens, so that the thresholds are stricter.
     """
     if getattr(own, "is_meta", False):
         return  # a meta tensor has shapes but no values
     own, other = ((v.detach() if hasattr(v, "detach") else v)[counted] for v in (own, other))
     if len(own) < JUDGED_TOKENS:
         return
-    apart = float(abs(own - other).mean())
+    difference = float(abs(own - other).mean())
     own, other = own - own.mean(), other - other.mean()
     spread = float((own * own).sum() * (other * other).sum())
-    alike = float((own * other).sum()) / math.sqrt(spread) if spread > 0 else 1.0
-    if apart > least and alike < loose:
+    correlation = float((own * other).sum()) / math.sqrt(spread) if spread > 0 else 1.0
+    min_correlation = MIN_CORRELATION_FRESH if fresh else MIN_CORRELATION
+    if correlation < min_correlation and difference > (MAX_DIFFERENCE_FRESH if fresh else MAX_DIFFERENCE):
         warnings.warn(
             # the text does not depend on the data, so that Python shows it once per line of the caller
             f"{who}: the trainer's log-probabilities do not belong to the tokens that were sampled: their correlation "
-            f"with those sampled is below {loose}, where rounding and a few updates leave 0.85. Token t needs the "
-            "logits of position t - 1 (logits[:, :-1]); rows of padded() whose prompts have several lengths need "
-            "padded(left_pad_prompts=True) and its attention_mask",
+            f"with those sampled is below {min_correlation}, where rounding and a few updates leave 0.85. Token t "
+            "needs the logits of position t - 1 (logits[:, :-1]); rows of padded() whose prompts have several lengths "
+            "need padded(left_pad_prompts=True) and its attention_mask",
             stacklevel=_frames_of_april(),
         )
-    elif apart > far:
+    elif fresh and difference > MAX_ALIGNED_DIFFERENCE_FRESH:
         warnings.warn(
             f"{who}: where the weights are the same, the trainer's log-probabilities differ from those sampled by more "
-            f"than {far} nats per token, which rounding does not. Divide the logits by the temperature of sampling "
-            "before log_softmax, give the model the attention_mask, and switch dropout off (model.eval())",
+            f"than {MAX_ALIGNED_DIFFERENCE_FRESH} nats per token, which rounding does not. Divide the logits by the "
+            "temperature of sampling before log_softmax, give the model the attention_mask, and switch dropout off "
+            "(model.eval())",
             stacklevel=_frames_of_april(),
         )
 
 
 def _frames_of_april() -> int:
-    """Return the ``stacklevel`` with which a warning names the caller's line outside this package."""
+    """Return the ``stacklevel`` with which a warning shows the line of the user's code that called this package."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__package__") == __package__:
         level, frame = level + 1, frame.f_back
@@ -203,7 +201,7 @@ def _frames_of_april() -> int:
 def _log_ratios(
     who: str, logprobs: Any, behaviour: Any, loss_mask: Any, level: Level, keep_gradient: bool, dead_zone: float = 0.0
 ) -> Any:
-    """Return (numpy or torch, log of the ratios with 0 for tokens without loss, mask of the tokens with loss)."""
+    """Return (the module numpy or torch, log ratios with 0 for tokens without loss, mask of the tokens with loss)."""
     if level not in LEVELS:
         raise ValueError(f"{who}: level must be one of {', '.join(LEVELS)}, got {level!r}")
     own: Any

@@ -18,7 +18,7 @@ from april.corrections.arguments import ArrayOrTensor, array_of, number
 
 @dataclass(frozen=True, slots=True)
 class BatchShare:
-    """Position of a part within a batch, with the batch's totals by which the loss is divided."""
+    """Number of one rank's part of a batch, and totals of the whole batch, by which the loss is divided."""
 
     rank: int = 0
     """Number of this part, from 0."""
@@ -38,11 +38,11 @@ def loss_weights(
 
     For micro-batches, compute the weights of the whole batch and take the rows of each micro-batch: the losses then add
     up to the loss of the batch. They also add up over ranks if each rank gives its ``share``. As DDP and FSDP average
-    gradients over ranks, multiply by ``share.ranks`` there.
-    With B responses, where response i has T_i tokens with loss:
+    gradients over ranks, multiply the loss by ``share.ranks`` there.
+    With B responses and T_i tokens with loss in response i, the weight of a token is
 
-    * ``grpo``, ``gspo``: 1 / (B T_i), the mean over a response's tokens, then over the responses (GSPO's ratio is the
-      same for all tokens of a response);
+
+    * ``grpo``, ``gspo``: 1 / (B T_i), the mean over a response's tokens, then over the responses;
     * ``dr_grpo``: 1 / (B max_response_len), a constant, so that all tokens weigh the same in long and short responses;
     * ``rloo``: 1 / B, as the log-probability of a response is the sum over its tokens;
     * ``dapo``: 1 / (sum of T_i), the mean over the tokens of the batch.
@@ -52,8 +52,8 @@ def loss_weights(
         method: method of the loss, see above.
         max_response_len: configured largest length of a response; needed for ``dr_grpo``.
         share: ``batch.share``, with B and the sum of T_i of the whole batch; None takes them from ``loss_mask``.
-        samples: ``batch.sample_numbers``, int [B]: rows of the same sample are one response, and T_i is summed over
-            these rows. None means that each row is a response.
+        samples: number of each row's sample, int [B]: ``batch.sample_numbers``. All rows of a sample form one response,
+            and T_i is summed over them. None means that each row is a response.
 
     Raises ValueError for an unknown method or shape, and for ``dr_grpo`` without ``max_response_len``.
     """

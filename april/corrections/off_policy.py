@@ -2,14 +2,14 @@
 
 With w = p / q, the trainer's probability of a token divided by its probability at sampling, and n tokens:
 
-* effective sample size (Kish): (sum of w)**2 / (n sum of w**2), in (0, 1]. So many of the n tokens would carry as much
-  information as all n do now, if they were sampled from the trained weights;
+* effective sample size (Kish): (sum of w)**2 / (n sum of w**2), in (0, 1]. If it is 0.8, the n tokens carry as much
+  information as 0.8 n tokens that were sampled from the trained weights;
 * KL(q || p) in nats per token (Schulman, "Approximating KL Divergence", joschu.net/blog/kl-approx.html), estimated by
   k1 = -log w and by k3 = w - 1 - log w. Both are unbiased; k3 is never negative, and has less variance if w is near 1.
 
 The age of a token is the number of weight updates between its generation and its training. At age 0, p and q differ
-only because engine and trainer compute differently. Kept tokens (``on_weight_update: keep``) differ by more at any age:
-they were sampled with a KV cache from older weights, while p is computed with one set of weights.
+only because engine and trainer compute differently. Kept tokens were sampled with a KV cache of older weights
+(``on_weight_update: keep``). Their p and q differ by more at any age, as p is computed with one set of weights.
 """
 
 from __future__ import annotations
@@ -23,15 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from april.corrections.arguments import number
-from april.corrections.importance import (
-    APART_NOW,
-    FAR_NOW,
-    LIMIT,
-    LOOSE_NOW,
-    check_logprobs,
-    float64_logprobs,
-    warn_if_misaligned,
-)
+from april.corrections.importance import LIMIT, check_logprobs, float64_logprobs, warn_if_misaligned
 from april.errors import OffPolicyError
 
 Float64 = NDArray[np.float64]
@@ -41,25 +33,26 @@ LARGEST = 300.0
 
 
 def off_policy_report(batch: Any, logprobs: Any, *, min_effective_sample_size: float = 0.0) -> dict[str, float]:
-    """Measure how far off-policy a batch is, given log-probabilities under the trained weights, and return figures.
+    """Measure how far off-policy a batch is, given log-probabilities under the trained weights, and return figures:
 
-    The figures are ``ess_token`` (effective sample size of the tokens' ratios), ``ess_response`` (of the products
-    of the ratios of each response), ``weight_response`` (mean of these products, each cut at 2 as in
-    :func:`policy_loss`), ``clip_share`` (share of the tokens in responses whose product is cut), ``kl_k1`` and
-    ``kl_k3`` (nats per token), ``kl_response`` (nats per response: the mean over responses of the sum of k3 over
-    their tokens) and ``tokens``; and for each age that occurs ``age_<a>/ess_token``, ``age_<a>/clip_share``,
-    ``age_<a>/kl_k1``, ``age_<a>/kl_k3`` and ``age_<a>/tokens``. Kept tokens are in no age. If there are kept
-    tokens, the report also has ``kept/ess_token``, ``kept/kl_k1``, ``kept/kl_k3``, ``kept/tokens``, and
-    ``kept/mismatch``, the mean of abs(log w); ``own/mismatch`` is the same for all other tokens. Only tokens with
-    loss count; if there are none, the report has only ``tokens``.
+    * ``tokens``: number of tokens with loss. If it is 0, there are no other figures. Other tokens are ignored.
+    * ``ess_token``: effective sample size of the tokens' ratios w.
+    * ``ess_response``: effective sample size of the responses' ratios, the products of their tokens' ratios.
+    * ``weight_response``: mean of the responses' ratios, each cut at 2 as in :func:`policy_loss`.
+    * ``clip_share``: share of the tokens that belong to responses with a cut ratio.
+    * ``kl_k1``, ``kl_k3``: KL divergence in nats per token; ``kl_response``: mean over responses of their sum of k3.
+    * ``age_<a>/`` with ``tokens``, ``ess_token``, ``clip_share``, ``kl_k1`` and ``kl_k3``: the same for tokens of each
+      age a, without kept tokens.
+    * ``kept/`` with ``tokens``, ``ess_token``, ``kl_k1`` and ``kl_k3``: the same for kept tokens, if there are any.
+      With them come ``kept/mismatch`` and ``own/mismatch``: mean of abs(log w) for kept tokens and for all others.
 
     Args:
         batch: batch, an :class:`april.Batch`.
         logprobs: the trainer's log-probabilities at each token's temperature, before the first optimizer step of the
             batch: float32 or float64 array or tensor, [B, T] like ``batch.padded()["logprobs"]`` or flat like
             ``batch.ragged()``.
-        min_effective_sample_size: OffPolicyError is raised if ``ess_token`` is smaller; 0 means no check. The check
-            finds gross mistakes. In small experiments it did not warn of falling rewards, but :class:`DriftGuard` did.
+        min_effective_sample_size: value of ``ess_token`` below which OffPolicyError is raised; 0 means no check. The
+            check finds gross mistakes. In small experiments, only :class:`DriftGuard` warned of falling rewards.
 
     Raises ValueError for another shape, values of tokens with loss that are no log-probability (NaN, infinite, above
     0), float16 and bfloat16, and ``min_effective_sample_size`` outside [0, 1].
@@ -75,11 +68,10 @@ def off_policy_report(batch: Any, logprobs: Any, *, min_effective_sample_size: f
     check_logprobs("off_policy_report", "logprobs", own, counted)
     log_ratios = own[counted] - arrays["logprobs"][counted].astype(np.float64)
     ages, kept = batch.token_ages[counted], arrays["kept_mask"][counted] != 0
-    # the trainer's log-probabilities of kept and constrained tokens differ from those sampled in any case
-    as_sampled = (arrays["kept_mask"] == 0) & (arrays["constrained_mask"] == 0)
-    present = counted & (batch.token_ages == 0) & as_sampled
-    sampled = arrays["logprobs"].astype(np.float64)
-    warn_if_misaligned("off_policy_report", own, sampled, present, loose=LOOSE_NOW, least=APART_NOW, far=FAR_NOW)
+    # kept tokens and tokens sampled under a grammar are not compared, as their p and q differ without any mistake
+    comparable = (arrays["kept_mask"] == 0) & (arrays["constrained_mask"] == 0)
+    fresh, sampled = counted & (batch.token_ages == 0) & comparable, arrays["logprobs"].astype(np.float64)
+    warn_if_misaligned("off_policy_report", own, sampled, fresh, fresh=True)
     report, cut = _figures(log_ratios), np.zeros(len(log_ratios), np.bool_)
     if len(log_ratios):
         rows = np.repeat(np.arange(len(batch.lengths)), batch.lengths)[counted]
@@ -106,18 +98,18 @@ def off_policy_report(batch: Any, logprobs: Any, *, min_effective_sample_size: f
 
 @dataclass(slots=True)
 class DriftGuard:
-    """Detects drift: :meth:`exceeded` is True when the mean ``kl_k3`` of the latest batches is above a limit.
+    """Detects drift: :meth:`exceeded` returns True when the mean ``kl_k3`` of the latest batches is above a limit.
 
     Batches without trained tokens are ignored. After an alarm the guard starts over, so that the effect of your
-    reaction can be seen. After a restart it starts over, too, unless ``recent`` is restored from a checkpoint.
+    reaction can be seen. It also starts over after a restart, unless ``recent`` is restored from a checkpoint.
 
     Attributes:
         limit: largest accepted mean in nats per token, above 0.
-        batches: number of batches whose mean is taken; there is no alarm before so many batches.
-        recent: ``kl_k3`` of the latest batches since the last alarm, as plain floats for a checkpoint.
+        batches: number of latest batches over which the mean is taken; with fewer batches there is no alarm.
+        recent: ``kl_k3`` of at most ``batches`` batches since the last alarm, as plain floats for a checkpoint.
 
-    Raises ValueError if ``limit`` is not above 0 and finite, ``batches`` is not a whole number of at least 1, or
-    ``recent`` is no list of numbers.
+    Raises ValueError unless ``limit`` is above 0 and finite, ``batches`` is a whole number of at least 1, and
+    ``recent`` is a list of numbers.
     """
 
     limit: float = 0.02
@@ -136,7 +128,7 @@ class DriftGuard:
         self.batches, self.recent = int(batches), [number("DriftGuard", "each of recent", kl) for kl in self.recent]
 
     def exceeded(self, report: Mapping[str, float]) -> bool:
-        """Add the :func:`off_policy_report` of a batch, once per batch, and return True if this causes an alarm.
+        """Add a batch's :func:`off_policy_report`, once per batch; return True if the limit is exceeded (an alarm).
 
         Raises ValueError if the report lacks ``tokens``, or ``kl_k3`` although there are tokens.
         """
@@ -186,7 +178,7 @@ def _flat(logprobs: Float64, lengths: NDArray[np.int32]) -> Float64:
 
 
 def _sentence(batch: int, found: float, limit: float, report: dict[str, float]) -> str:
-    """Return the message of the OffPolicyError: what is wrong, by age, and what to do."""
+    """Return the message of an OffPolicyError: the effective sample size, its values by age, and what to do."""
     by_age = ", ".join(
         f"{value:.3f} at age {name.removeprefix('age_').partition('/')[0]}"
         for name, value in report.items()

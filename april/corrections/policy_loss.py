@@ -1,7 +1,7 @@
 """Computes the loss that april recommends for batches with tokens from older weights.
 
 Let q_t be the probability with which token t of response i was sampled, p_t its probability under the trained weights
-before the first optimizer step of the batch, and r_t = (current probability) / p_t:
+before the first optimizer step of the batch, r_t = (current probability) / p_t, and A_i the advantage:
 
     loss = - sum over i, t of  w_i g(r_t, A_i)  /  number of tokens with loss
     g    = min(r_t A_i, clip(r_t, 1 - low, 1 + high) A_i), and at least negative_bound * A_i where A_i < 0
@@ -15,10 +15,12 @@ before the first optimizer step of the batch, and r_t = (current probability) / 
 * Negative advantages are bounded, as in "dual clip", Ye et al., arXiv 1912.09729: without the bound, one token that
   became much likelier can outweigh a batch.
 
-The product is only useful if engine and trainer agree under equal weights. With a KL divergence of k nats per token
-between them, a response of T tokens has a weight of about e^(-kT); if that is near 0, nothing is learned from it. There
-are two ways out. With a ``dead_zone``, ratios near 1 do not enter the product, so rounding does not add up. If q is
-given in place of p, w_i is 1, and the ratio relative to q is clipped. ``geometric_bounds`` leave out whole responses:
+w_i is only useful if engine and trainer compute nearly equal probabilities with equal weights. If they differ by a KL
+divergence of k nats per token, w_i is about e^(-kT) for T tokens, and a long response teaches nothing. Two remedies:
+``dead_zone`` treats ratios p_t / q_t near 1 as 1, so that rounding errors do not add up. Or pass the log-probabilities
+at sampling as ``proximal_logprobs``: q then takes the place of p, w_i is 1, and the clip limits the ratio to q.
+
+Apart from that, ``geometric_bounds`` can remove the loss of responses whose mean ratio p_t / q_t is far from 1:
 "Geo-Mask" of Liu et al. above, ``seq-mask-tis`` in NeMo-RL.
 """
 
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     import torch
 
 LARGEST_DRIFT = 20.0
-"""Largest log of the ratio r_t, in nats. A larger ratio is clamped, so that it cannot overflow; it has no gradient."""
+"""Largest log of the ratio r_t, in nats; larger ones are clamped, so exp cannot overflow, and have no gradient."""
 
 
 def policy_loss(
@@ -50,22 +52,21 @@ def policy_loss(
         behaviour_logprobs: log-probabilities at sampling, array or tensor [B, T]: ``batch.padded()["logprobs"]``.
         loss_mask: mask [B, T], not 0 where a token has loss. Other tokens are ignored in all arguments.
         advantages: advantages [B], one per response, or [B, T]: ``batch.advantages(...)``.
-        proximal_logprobs: ``logprobs`` [B, T] before the first optimizer step of the batch. None means ``logprobs``
-            without gradient, which is the same if there is only one step. If ``weight_response`` of
-            ``off_policy_report`` is far below 1 although all tokens are from the current weights, engine and trainer
-            disagree: then give ``behaviour_logprobs`` here.
+        proximal_logprobs: log-probabilities [B, T] before the first optimizer step of the batch (log p_t). None means
+            ``logprobs`` without gradient, which is the same if there is only one step. Give ``behaviour_logprobs`` here
+            if engine and trainer compute different probabilities: then ``weight_response`` of ``off_policy_report`` is
+            far below 1 even if all tokens are from the current weights.
         clip: bounds (low, high) of the clip, each at least 0, low at most 1.
         negative_bound: largest ratio r_t that counts where the advantage is negative, at least 1 + high; tokens with a
-            larger one have no gradient. None means no bound.
+            larger ratio have no gradient. None means no bound.
         limit: largest weight of a response.
-        dead_zone: size in nats up to which the log of p_t / q_t counts as 0 in the product; 0 means every token counts.
-            A size above bfloat16's rounding, 0.3 to 0.4, keeps long responses' weights near 1 under equal weights.
-        geometric_bounds: smallest and largest geometric mean of p_t / q_t over a response, such as (0.99, 1.01);
-            another response has no loss, but its tokens still count in the number of tokens. None means all responses.
+        dead_zone: largest absolute log of p_t / q_t, in nats, that counts as 0 in the product; 0 changes nothing. With
+            bfloat16, 0.3 to 0.4 keeps the weights of long responses near 1 if engine and trainer have equal weights.
+        geometric_bounds: bounds (low, high) of the geometric mean of p_t / q_t over a response, such as (0.99, 1.01).
+            Responses outside have no loss, but their tokens still count in ``tokens``. None means no bounds.
         tokens: number of tokens by which the sum is divided; None means those with loss in ``loss_mask``. For
-            micro-batches and ranks, give the number in the whole batch, ``batch.share.loss_tokens``: then the losses
-            add up to the loss of the batch. As DDP and FSDP average over ranks, multiply by ``batch.share.ranks``
-            there.
+            micro-batches and ranks, give the number in the whole batch, ``batch.share.loss_tokens``: the losses then
+            add up to that of the batch. As DDP and FSDP average over ranks, multiply by ``batch.share.ranks`` there.
 
     Each row counts as a response. If no token has loss, the loss is 0.
 

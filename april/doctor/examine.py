@@ -66,7 +66,8 @@ _COMMON: tuple[tuple[str, Callable[[ServerFacts], Any], Level, str, str], ...] =
         "all servers compute exactly the same values",
     ),
 )  # fmt: skip
-"""(subject, function that returns the value, level of a difference, advice, promise that april breaks because of it)"""
+"""Values in which servers are compared: (name, function that returns the value, level of the finding if they differ,
+advice, promise that april cannot keep then)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +82,15 @@ class TimeLimits:
     """Limit for one response while the kind of the server is being found out."""
 
 
-async def examine_urls(urls: Sequence[str], key: str | None, patience: TimeLimits) -> Report:
+async def examine_urls(urls: Sequence[str], key: str | None, time_limits: TimeLimits) -> Report:
     """Examine servers that are given only by their addresses."""
-    examinations = [Examination(url, key, None, patience) for url in urls]
-    report = await _run(examinations, patience)
+    examinations = [Examination(url, key, None, time_limits) for url in urls]
+    report = await _run(examinations, time_limits)
     report.engine_settings = _settings(examinations)
     return report
 
 
-async def examine_config(config: Config, patience: TimeLimits) -> Report:
+async def examine_config(config: Config, time_limits: TimeLimits) -> Report:
     """Examine the servers of a configuration, and check whether they fit it."""
     engine = config.engine
     if not isinstance(engine, ServerEngineConfig):
@@ -101,10 +102,10 @@ async def examine_config(config: Config, patience: TimeLimits) -> Report:
         key = api_key(engine)
     except ConfigError as error:
         return Report([], [missing("key", str(error), f"export {engine.api_key_env}=...")])
-    examinations = [Examination(url, key, config, patience) for url in engine.urls]
+    examinations = [Examination(url, key, config, time_limits) for url in engine.urls]
     if isinstance(engine, SglangEngineConfig) and engine.router is not None:
-        examinations.append(RouterExamination(engine.router, key, config, patience))
-    report = await _run(examinations, patience)
+        examinations.append(RouterExamination(engine.router, key, config, time_limits))
+    report = await _run(examinations, time_limits)
     engines = {e.name: e.facts.capabilities for e in examinations if e.facts is not None}
     report.together += [Finding(CONFIGURATION, Level.MISSING, sentence) for sentence in why_unfit(config, engines)]
     return report
@@ -113,7 +114,7 @@ async def examine_config(config: Config, patience: TimeLimits) -> Report:
 class Examination:
     """Examines one server. ``found`` is valid at any time, even if the examination is interrupted."""
 
-    def __init__(self, url: str, key: str | None, config: Config | None, patience: TimeLimits) -> None:
+    def __init__(self, url: str, key: str | None, config: Config | None, time_limits: TimeLimits) -> None:
         self.found = ServerReport(url=url)
         self.name = urlsplit(url).netloc
         self.identity: Identity | None = None
@@ -121,12 +122,12 @@ class Examination:
         self._key = key
         self._config = config
         self._settings: Any = None if config is None else config.engine
-        self._patience = patience
+        self._time_limits = time_limits
 
     async def run(self) -> None:
         """Examine the server and add the results to ``found``."""
         client = HttpClient(
-            self.found.url, name=self.name, api_key=self._key, connect_timeout_s=self._patience.reach_s
+            self.found.url, name=self.name, api_key=self._key, connect_timeout_s=self._time_limits.reach_s
         )
         try:
             trouble = await self._identify(client)
@@ -154,19 +155,19 @@ class Examination:
 
     def note_timeout(self) -> None:
         """Add a finding that the time limit was reached."""
-        sentence = f"{self.found.url} did not report its features within {self._patience.total_s:g} s"
+        sentence = f"{self.found.url} did not report its features within {self._time_limits.total_s:g} s"
         advice = "is it overloaded with requests? look at its log, and run april doctor again"
         self.found.findings.append(missing("time", sentence, advice))
 
     async def _identify(self, client: HttpClient) -> Finding | None:
-        url, patience = self.found.url, self._patience
-        trouble = await why_unreachable(url, patience.reach_s)
+        url, time_limits = self.found.url, self._time_limits
+        trouble = await why_unreachable(url, time_limits.reach_s)
         if trouble is not None:
             return trouble
         try:
-            self.identity = await identify(client, patience.answer_s)
+            self.identity = await identify(client, time_limits.answer_s)
         except EngineError as error:
-            return await why_no_http(url, error, patience.answer_s)
+            return await why_no_http(url, error, time_limits.answer_s)
         return None
 
     async def _examine(self, client: HttpClient, identity: Identity) -> None:
@@ -175,7 +176,7 @@ class Examination:
         if stop is not None:
             found.findings.append(stop)
             return
-        why = await why_silent(client, identity.kind, self._patience.answer_s)
+        why = await why_silent(client, identity.kind, self._time_limits.answer_s)
         if why:
             found.findings.append(paused_finding(found.url, identity.kind, why))
             return
@@ -204,11 +205,11 @@ async def unfinished(tasks: Iterable[asyncio.Task[None]], seconds: float) -> set
     return (await asyncio.wait(tasks, timeout=seconds))[1]
 
 
-async def _run(examinations: Sequence[Examination], patience: TimeLimits) -> Report:
+async def _run(examinations: Sequence[Examination], time_limits: TimeLimits) -> Report:
     """Run all examinations concurrently, until they finish or the time limit is reached."""
     began = time.monotonic()
     tasks = {asyncio.create_task(e.run()): e for e in examinations}
-    late = await unfinished(tasks, patience.total_s)
+    late = await unfinished(tasks, time_limits.total_s)
     for task in late:
         task.cancel()
         tasks[task].note_timeout()

@@ -1,4 +1,4 @@
-"""The findings of ``april doctor``: plain records, from which both the printed report and the JSON are made."""
+"""Defines the findings of ``april doctor``, plain records from which both the printed report and the JSON are made."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Finding:
     advice: str = ""
     """Advice to the user; empty if there is none."""
     promise: str = ""
-    """Promise that april does not keep because of this; every LIMITED finding has one."""
+    """Promise that april does not keep because of this finding; every finding of level LIMITED has one."""
     flags: tuple[str, ...] = ()
-    """The server's flags and environment variables (NAME=value) that change this."""
+    """The server's flags and environment variables (NAME=value) that would change the finding."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class ServerReport:
 
 @dataclass(slots=True)
 class Report:
-    """Findings about all servers: about each, and about all together or with the configuration."""
+    """Findings about each server, about all servers together, and about their fit with the configuration."""
 
     servers: list[ServerReport]
     together: list[Finding] = field(default_factory=list)
@@ -143,7 +143,7 @@ _OTHER_SUBJECTS = {
 
 
 def abilities(c: Capabilities, config: Config | None = None) -> list[Finding]:
-    """Return a finding for each ability of a server, the most important first, then for other limits.
+    """Return a finding for each ability of a server, the most important first, then for each other limit.
 
     ``config`` is the configuration that names the server, if there is one.
     """

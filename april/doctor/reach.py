@@ -173,7 +173,7 @@ async def _addresses(host: str, port: int) -> None:
     The lookup runs in a thread that can be abandoned after a timeout: a resolver may take half a minute.
     """
     done: Future[None] = Future()
-    done.set_running_or_notify_cancel()  # so that a timeout does not cancel it before the thread sets the result
+    done.set_running_or_notify_cancel()  # a timeout cannot cancel a running future, so the thread can always set it
 
     def look_up() -> None:
         try:
@@ -188,7 +188,7 @@ async def _addresses(host: str, port: int) -> None:
 
 
 async def why_no_http(url: str, error: EngineError, timeout_s: float) -> Finding:
-    """Return a finding on why an open port does not respond like an HTTP server. ``error`` is that of the request."""
+    """Return a finding on why an open port does not respond like an HTTP server; ``error`` was raised by a request."""
     parts = urlsplit(url)
     if not isinstance(error, EngineUnreachable):  # a redirect, or an endless response
         return missing(_HTTP_SUBJECT, str(error), "is this the server itself, or a proxy or web site before it?")

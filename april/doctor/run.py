@@ -79,12 +79,12 @@ def _headline(report: Report) -> str:
 
 
 def _who(server: ServerReport, with_verdict: bool) -> Text:
-    said = [server.url]
+    words = [server.url]
     if server.kind:
-        said.append(" ".join(filter(None, (server.kind, server.version))))
+        words.append(" ".join(filter(None, (server.kind, server.version))))
     if server.model:
-        said.append(f"model {server.model}")
-    text = Text("  ".join(said), style="bold")
+        words.append(f"model {server.model}")
+    text = Text("  ".join(words), style="bold")
     if with_verdict:
         text.append(f"  {server.verdict.value}", style=_STYLE[server.verdict])
     return text
@@ -97,14 +97,14 @@ def _table(findings: list[Finding]) -> RenderableType:
     table.add_column(overflow="fold")
     for finding in findings:
         word, colour = _MARK[finding.level]
-        said = Text(finding.sentence)
+        text = Text(finding.sentence)
         if finding.advice:
-            said.append(f"\n-> {finding.advice}", style="bold")
-        table.add_row(Text(word, style=colour), finding.subject, said)
+            text.append(f"\n-> {finding.advice}", style="bold")
+        table.add_row(Text(word, style=colour), finding.subject, text)
     return table
 
 
-def examine(urls: Sequence[str], config: Path | None, api_key_env: str | None, patience: TimeLimits) -> Report:
+def examine(urls: Sequence[str], config: Path | None, api_key_env: str | None, time_limits: TimeLimits) -> Report:
     """Examine the servers or the configuration that the command line names.
 
     Raises:
@@ -117,14 +117,14 @@ def examine(urls: Sequence[str], config: Path | None, api_key_env: str | None, p
             raise ConfigError(
                 "--api-key-env is for servers given by address; in a configuration, set engine.api_key_env"
             )
-        return asyncio.run(examine_config(Config.from_yaml(config), patience))
+        return asyncio.run(examine_config(Config.from_yaml(config), time_limits))
     key = None
     if api_key_env is not None:
         key = os.environ.get(api_key_env)
         if not key:
             raise ConfigError(f"--api-key-env: the environment variable {api_key_env} is not set")
         checked_key(key)
-    return asyncio.run(examine_urls(list(dict.fromkeys(map(checked_url, urls))), key, patience))
+    return asyncio.run(examine_urls(list(dict.fromkeys(map(checked_url, urls))), key, time_limits))
 
 
 def present(report: Report, as_json: bool) -> int:

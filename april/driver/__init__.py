@@ -1,1 +1,1 @@
-"""Carries out the core's commands on an event loop and reports to the core, as events, what happens."""
+"""Executes the scheduling core's commands on an event loop, and reports their results to the core as events."""

@@ -1,7 +1,7 @@
 """Sends attempts (engine requests), reads their streamed responses, and posts an event when an attempt has ended.
 
-The received tokens are recorded in the attempt's tape. Invariant: each submitted attempt gives exactly one AttemptEnded
-or AttemptFailed, with the token counts of its tape; after that event nothing is written to the tape.
+Each attempt has a tape, the record of its tokens, log-probabilities and versions. Invariant: each submitted attempt
+gives exactly one event AttemptEnded or AttemptFailed, and nothing is written to its tape after that.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger("april")
 
 CORRUPT, WEIGHTS_WRITTEN = AttemptFailure.CORRUPT, AttemptFailure.WEIGHTS_WRITTEN
 DECODING_RETRIES_S = (0.05, 0.2, 0.8)
-"""Seconds before each of the last tries to decode the text of a complete response."""
+"""Seconds to wait before each further try to decode the text of a complete response."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +57,7 @@ class _Stream:
     failure: RolloutError | None = None
     """Last error of the tokenizer."""
     rejected: _Rejected | None = None
-    """Error that :meth:`AttemptStreams.catch_up` found, for the stream's task to raise."""
+    """Error that :meth:`AttemptStreams.catch_up` found and the stream's task must raise; otherwise None."""
     received_s: float = 0.0
     """Loop time at which anything was last received."""
     token_s: float = 0.0
@@ -84,7 +84,7 @@ class AttemptStreams:
     _throttle: LoopThrottle
     _open: dict[str, _Stream] = field(default_factory=dict)
     unrequested_extras: Counter[str] = field(default_factory=Counter)
-    """Number of chunks with extras that were not requested, by name of the extra."""
+    """Number of chunks that came with an extra (additional array) that was not requested, by the extra's name."""
     _resumed_s: dict[str, float] = field(default_factory=dict)
     """Loop time at which each engine was last resumed; infinite while it is paused."""
     _failures: FailureLog = field(default_factory=FailureLog)
@@ -115,15 +115,15 @@ class AttemptStreams:
         attempt = stream.attempt
         event: ev.AttemptEnded | ev.AttemptFailed
         try:
-            await self._throttle.wait_turn()  # thousands of attempts start together
-            # Wait for an abort-all call that is under way, as it would also abort a request that is sent now. For
-            # training the wait is limited: if the call hangs and aborts the request later, its tokens are kept. A
+            await self._throttle.wait_turn()  # thousands of attempts that start together would block the loop
+            # An abort-all call that is under way would also abort a request that is sent now, so wait for it. Training
+            # waits for a limited time, as its requests keep their tokens if the call hangs and aborts them later; a
             # request of an evaluation would lose its tokens.
-            if sweeps := self._abort_all_tasks[attempt.engine]:
+            if abort_tasks := self._abort_all_tasks[attempt.engine]:
                 training = attempt.sample.evaluation is None
-                await asyncio.wait(set(sweeps), timeout=self._core.settings.abort_resend_s if training else None)
+                await asyncio.wait(set(abort_tasks), timeout=self._core.settings.abort_resend_s if training else None)
             finish = EngineFinish.ABORT if stream.checks.aborted else await self._read(stream)
-            await self._throttle.wait_turn()  # thousands of attempts end together when a step ends
+            await self._throttle.wait_turn()  # thousands of attempts may end together with a step
             event = ev.AttemptEnded.of(attempt, finish)
         except _Rejected as rejected:
             log.warning("attempt %s of %s: %s", attempt.id, attempt.sample.key, rejected)
@@ -168,7 +168,7 @@ class AttemptStreams:
             else:
                 async for chunk in chunks:
                     if self._open.get(attempt.id) is not stream:
-                        break  # fenced: the tape is closed, even if the engine ignores the cancellation
+                        break  # fence() has ended the attempt, but the engine ignores the cancellation
                     self._accept(stream, self._copied(attempt, chunk))
                     if len(chunk.tokens):
                         stream.token_s = loop.time()
@@ -187,7 +187,7 @@ class AttemptStreams:
         return finish
 
     async def _read_buffered(self, stream: _Stream, chunks: BufferedStream) -> None:
-        """Read small pieces of the response in batches; each piece at once if april alone finds its stop strings."""
+        """Read the response's pieces in batches, or one by one if the engine was not told the stop strings."""
         attempt = stream.attempt
         most = 1 if attempt.call.sampling.stop and not attempt.request.sampling.stop else PIECES_AT_ONCE
         attempt_id, streams, loop = stream.attempt.id, self._open, asyncio.get_running_loop()
@@ -217,7 +217,8 @@ class AttemptStreams:
     def without_tokens(self, engine: str) -> tuple[str, ...]:
         """Return the attempt ids of an engine's requests that have no token yet.
 
-        Requests whose answer comes whole are not among them: the engine may have made tokens for them.
+        Training requests that were sent and are answered without streaming are left out: the engine may already have
+        made tokens for them.
         """
         there = [
             stream for stream in self._open.values() if stream.attempt.engine == engine
@@ -236,7 +237,7 @@ class AttemptStreams:
         self._resumed_s[engine] = asyncio.get_running_loop().time()
 
     def catch_up(self) -> None:
-        """Put all chunks that have arrived onto the tapes, so that whoever reads the tapes misses nothing."""
+        """Put all chunks that have arrived onto the tapes, so that readers of the tapes miss nothing."""
         for stream in self._open.values():
             self._catch_up(stream)
 
@@ -274,10 +275,10 @@ class AttemptStreams:
         for chunk in chunks.take():
             self._accept(stream, chunk)
             if len(chunk.tokens):
-                stream.token_s = stream.received_s  # a little late if the newest piece of the batch has no tokens
+                stream.token_s = stream.received_s  # a little too late if the newest of the chunks has no tokens
 
     def _copied(self, attempt: Attempt, chunk: Chunk) -> Chunk:
-        """Return a copy of the chunk, without extras that were not requested; warns once for each name of those."""
+        """Return a copy of the chunk, without extras that were not requested; warns once for each such extra."""
         for name in chunk.extras:
             if name not in attempt.request.extras and attempt.sample.evaluation is None:
                 self.unrequested_extras[name] += 1
@@ -370,10 +371,10 @@ class AttemptStreams:
             return
         engine = self._engines[command.engine]
         if command.everything:
-            sweeps = self._abort_all_tasks[command.engine]
+            abort_tasks = self._abort_all_tasks[command.engine]
             task = self._spawn(self._ask_abort(engine, None))
-            sweeps.add(task)
-            task.add_done_callback(sweeps.discard)
+            abort_tasks.add(task)
+            task.add_done_callback(abort_tasks.discard)
         else:
             self._spawn(self._ask_abort(engine, command.attempt_ids))
 
@@ -387,7 +388,7 @@ class AttemptStreams:
             log.warning("abort on engine %s failed: %s", engine.name, describe(error))
 
     def fence(self, command: do.Fence) -> None:
-        """Close streams that did not end in time; tokens that they still yield are ignored."""
+        """Close streams that did not end in time; tokens that arrive later are ignored."""
         for attempt_id in command.attempt_ids:
             stream = self._open.get(attempt_id)
             if stream is not None and stream.task is not None:

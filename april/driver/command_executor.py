@@ -1,6 +1,6 @@
-"""Executes the commands of the scheduling core with the engines and user functions of this process.
+"""Executes the commands of the scheduling core: calls the engines and the user's functions in this process.
 
-Each command leads to the events that ``april.core.commands`` names.
+The results go back to the core as events; ``april.core.commands`` names the events that follow each command.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ CLOSE_PATIENCE_S = 10.0
 
 
 class CommandExecutor:
-    """Runs the engines and user functions of this process; must be created and used on their event loop.
+    """Runs the engines and user functions of one scheduler; must be created and used on its event loop.
 
     Args:
         core: Core that gives the commands.
-        post: Callback for events.
-        failed: Callback with the number and the error of a failed engine call, before the call's event is posted.
-        broke: Callback for unexpected errors of background tasks.
+        post: Callback that passes an event to the core.
+        failed: Callback for a failed engine call, with its number and error; called before the call's event is posted.
+        broke: Callback for an unexpected error of a background task.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class CommandExecutor:
         self.worker_threads = WorkerThreads()
         self.functions = functions
         self.rollout = as_coroutine(functions.rollout, self.worker_threads)
-        pace = LoopThrottle()
+        throttle = LoopThrottle()
         self._user_calls = UserCalls(
-            Timeouts(settings.function_timeout_s, settings.warn_after_s), self.worker_threads, self.spawn, pace
+            Timeouts(settings.function_timeout_s, settings.warn_after_s), self.worker_threads, self.spawn, throttle
         )
         self.samples = samples = SampleFunctions(core, functions, self.rollout, settings, self._user_calls, post)
         stall_timeouts = Timeouts(settings.stall_timeout_s)
         self.streams = streams = AttemptStreams(
-            self.engines, core, post, self.spawn, functions.detokenizer, stall_timeouts, pace
+            self.engines, core, post, self.spawn, functions.detokenizer, stall_timeouts, throttle
         )
         self.engine_control = calls = EngineControl(
             self.engines, post, self.spawn, failed, self.worker_threads, streams
@@ -90,13 +90,13 @@ class CommandExecutor:
         }
 
     def add_engine(self, engine: Engine) -> None:
-        """Add an engine."""
+        """Add an engine; its reports of unused tokens are posted as events."""
         self.engines[engine.name] = engine
         if isinstance(engine, TellsUnused):
             engine.unused = lambda count, reason: self._post(ev.TokensUnused(count, reason))
 
     async def wait_until_engines_idle(self) -> None:
-        """Wait until no engine computes with the trainer's model; a request whose stream was closed may still do so."""
+        """Wait until no engine computes with the trainer's model, as requests may outlive their closed streams."""
         for engine in list(self.engines.values()):
             if engine.capabilities.shares_weights and isinstance(engine, SharesModel):
                 await engine.quiet()
@@ -115,16 +115,16 @@ class CommandExecutor:
 
     async def stop(self) -> None:
         """Cancel all functions and requests; those that do not end in time are left running. Engines stay open."""
-        self.samples.close()  # otherwise functions that wait for an answer would not end
+        self.samples.close()  # first, so that llm.generate also fails in functions that swallow their cancellation
         tasks = list(self._tasks)
-        plain = self._user_calls.close()
-        ends: list[asyncio.Future[None]] = [*tasks, *plain]
+        plain_calls = self._user_calls.close()
+        ends: list[asyncio.Future[None]] = [*tasks, *plain_calls]
         for task in tasks:
             task.cancel()
         if ends:
             _, stubborn = await asyncio.wait(ends, timeout=CLOSE_PATIENCE_S)
             if stubborn:
-                names = sorted(e.get_name() if isinstance(e, asyncio.Task) else plain[e] for e in stubborn)
+                names = sorted(e.get_name() if isinstance(e, asyncio.Task) else plain_calls[e] for e in stubborn)
                 more = f", as are {len(names) - 1} more functions" if names[1:] else ""
                 log.error("%s did not end within %g s and is left running%s", names[0], CLOSE_PATIENCE_S, more)
         self.worker_threads.close()
@@ -138,7 +138,7 @@ class CommandExecutor:
 
 
 def limits_of(engine: Engine) -> EngineLimits:
-    """Return the engine's capabilities as the core's settings for it."""
+    """Convert the engine's capabilities to the EngineLimits that the core works with."""
     c = engine.capabilities
     return EngineLimits(
         engine.name, c.max_context, c.max_in_flight, c.eos_token_ids, c.logprob_kind.value, c.vocab_size,

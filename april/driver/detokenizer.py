@@ -13,7 +13,7 @@ from april.core.types import Attempt
 from april.errors import ConfigError, RolloutError
 
 TRIES = 3
-"""Number of tries to decode, as Hugging Face tokenizers that threads share fail at times (\"Already borrowed\")."""
+"""Number of tries to decode; a Hugging Face tokenizer that threads share sometimes fails with 'Already borrowed'."""
 
 
 class Detokenizer:
@@ -58,7 +58,7 @@ class Detokenizer:
 
 
 BLOCK_TOKENS = 32
-"""Number of tokens that are decoded at once; a block with a match or broken characters is decoded token by token."""
+"""Number of tokens decoded at once. Blocks with a match or incomplete characters are then decoded token by token."""
 UNFINISHED_TOKENS = 3
 """Maximum number of tokens of an incomplete character, as UTF-8 has at most 4 bytes per character."""
 
@@ -72,14 +72,14 @@ def matcher_of(attempt: Attempt, decode: Callable[[list[int]], str], came: Int32
 
 
 class StopMatcher:
-    """Finds stop strings in the tokens that one attempt generates.
+    """Finds stop strings in the tokens of one attempt (engine request); an ``llm.generate`` call may need several.
 
-    A match counts if it begins in the tokens of the call and is completed by a token of this attempt after the first
-    ``min_tokens`` tokens. Of several matches, the one that is completed first counts.
+    A match may begin in an earlier attempt of the call. It must be completed by a token of this attempt, after the
+    first ``min_tokens`` tokens. Of several matches, the one that is completed first counts.
 
     Args:
         decode: Function that returns the text of token ids, special tokens included. It may strip a leading space and
-            show incomplete characters as U+FFFD; otherwise further tokens may only append text.
+            show incomplete characters as U+FFFD; apart from that, further tokens must only append text.
         stops: Stop strings, at least one; see :func:`april.core.sampling.wrong_stop_strings`.
         before: All tokens before this attempt, int32 [P + T]: the prompt and the response so far.
         in_call: Number of tokens at the end of ``before`` that this call generated in earlier attempts.
@@ -92,7 +92,7 @@ class StopMatcher:
         self._decode = decode
         self._stops = tuple(stops)
         self._longest = max(map(len, stops))
-        # usually at most one token per character; byte tokens may be four, and some tokens have no text
+        # a character usually needs at most one token, but up to four byte tokens, and some tokens have no text
         self._stride = self._longest + 8
         self._most = 8 * self._stride
         self._ids: list[int] = before[-self._most :].tolist()
@@ -111,12 +111,12 @@ class StopMatcher:
         The last token to keep is the one that completes the stop string. Nothing may be fed after that.
         """
         for start in range(0, len(tokens), BLOCK_TOKENS):
-            kept = self._look_at(tokens[start : start + BLOCK_TOKENS].tolist())
+            kept = self._feed_block(tokens[start : start + BLOCK_TOKENS].tolist())
             if kept is not None:
                 return start + kept
         return None
 
-    def _look_at(self, block: list[int]) -> int | None:
+    def _feed_block(self, block: list[int]) -> int | None:
         old = len(self._ids)
         self._ids += block
         silent = min(self._silent, len(block))
@@ -124,7 +124,7 @@ class StopMatcher:
             self._silent -= silent
             self._seen = max(self._seen, self._readable(self._ids[: old + silent])[1])
         if silent < len(block):
-            found, readable = self._suspicious()
+            found, readable = self._may_have_match()
             if found:
                 for count in range(silent + 1, len(block) + 1):
                     if self._completed(self._decode(self._ids[: old + count])):
@@ -134,11 +134,12 @@ class StopMatcher:
             self._slide()
         return None
 
-    def _suspicious(self) -> tuple[bool, int]:
+    def _may_have_match(self) -> tuple[bool, int]:
         """Return whether any new token may have completed a stop string, and the length of the readable text.
 
-        Text that is readable now was readable after each token, with one exception: an invalid byte token can make the
-        tokens before it unreadable again. Then this returns True, and the caller decodes token by token.
+        Text is readable up to an incomplete character at its end. What is readable now was so after each token, with
+        one exception: an invalid byte token can make the tokens before it unreadable again. Then this returns True, and
+        the caller decodes token by token.
         """
         text = self._decode(self._ids)
         finished, readable = self._readable(self._ids, text)

@@ -35,10 +35,10 @@ PROBE_TIMEOUT_S = 10.0
 
 @dataclass(slots=True, eq=False, repr=False)
 class EngineControl:
-    """Makes the control calls of engines.
+    """Calls engines to pause, load weights, resume, report their health and close.
 
-    ``_post`` is called with events, ``_spawn`` starts background tasks, ``_failed`` is called with the number and error
-    of a failed call, and ``_streams`` holds the engines' requests.
+    ``_post`` passes events to the core, ``_spawn`` starts background tasks, ``_failed`` is called with the number and
+    error of a failed call, and ``_streams`` holds the engines' requests.
     """
 
     _engines: Mapping[str, Engine]
@@ -146,14 +146,14 @@ class EngineControl:
                     self._streams.resumed(name)
                 self._post(ev.EngineCallEnded(name, command.call, _result(error), why, "" if why else content, silent))
 
-        # the end is reported in a done callback, so that a cancellation during the call is handled first
+        # a done callback, as only after the task's end is it known whether the call was cancelled
         self._running[name] = self._spawn(call())
         self._running[name].add_done_callback(report)
 
     async def _in_time(
         self, name: str, what: str, method: Callable[[], Coroutine[Any, Any, None]], seconds: float
     ) -> Exception | None:
-        """Await a method and return its error, or None; if it takes longer, the error is EngineUnreachable."""
+        """Await a method and return its error or None; after ``seconds``, the error is EngineUnreachable."""
         limit = asyncio.timeout(seconds)
         try:
             async with limit:

@@ -1,4 +1,4 @@
-"""Adds and removes engines during a run, as the trainer calls for it or the user's discovery function returns them."""
+"""Adds and removes engines during a run, when the trainer asks or the user's discovery function finds a change."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class EngineRoster:
             return self._join(engine)
         url = checked_url(engine)
         name = name_at(url)
-        self._driver.require_new(name)  # comes first, as connecting would end the server's present session
+        self._driver.require_new(name)  # before connecting, which would end the server's current session
         if name in self._joining:
             raise ConfigError(f"add_engine: an engine {name} is already about to join")
         self._joining.add(name)
@@ -86,9 +86,9 @@ class EngineRoster:
             log.warning("engine %s has left and could not be closed: %s", name, describe(error))
 
     async def follow(self, discover: Discover, every_s: float, present: dict[str, str]) -> None:
-        """Add and remove engines as ``discover`` returns them, until cancelled.
+        """Call ``discover`` every ``every_s`` seconds, and add and remove engines accordingly, until cancelled.
 
-        ``present`` has the names of the present engines, by address.
+        ``present`` maps the addresses of the present engines to their names; it is kept up to date.
         """
         troubles: dict[str, str] = {}
         leaving: dict[str, asyncio.Task[None]] = {}
@@ -102,7 +102,7 @@ class EngineRoster:
             troubles.pop("discover", None)
             for url in [url for url in present if url not in urls]:
                 leaving[url] = asyncio.ensure_future(self.remove(present.pop(url), cut=False))
-                leaving[url].add_done_callback(_heard)
+                leaving[url].add_done_callback(_retrieve_error)
             for url in [url for url in urls if url not in present]:
                 if url in leaving and not leaving[url].done():
                     continue  # this engine is added again once its removal is complete
@@ -119,12 +119,12 @@ class EngineRoster:
             troubles[of] = what
 
 
-def _heard(task: asyncio.Task[None]) -> None:
+def _retrieve_error(task: asyncio.Task[None]) -> None:
     if not task.cancelled():
-        task.exception()  # marks the error as retrieved: the engine is gone already, or the scheduler has stopped
+        task.exception()  # keeps asyncio from logging it: the engine is gone already, or the scheduler has stopped
 
 
-def _found(discover: Callable[[], Any]) -> Any:
+def _call(discover: Callable[[], Any]) -> Any:
     found = discover()
     return list(found) if isinstance(found, Iterator) else found  # a generator runs here, in the thread
 
@@ -132,7 +132,7 @@ def _found(discover: Callable[[], Any]) -> Any:
 async def urls_of(discover: Discover) -> list[str]:
     """Call ``discover`` and return its addresses without duplicates; raises ConfigError if the result is not a list."""
     try:
-        found: Any = await discover() if is_async(discover) else await run_in_thread(_found, discover)  # type: ignore[misc]
+        found: Any = await discover() if is_async(discover) else await run_in_thread(_call, discover)  # type: ignore[misc]
     except asyncio.CancelledError as error:
         raise own_cancellation(error) from None
     except Exception:

@@ -44,7 +44,7 @@ class Completion:
 
     ``tokens``: int32 [T], EOS included. ``logprobs``: float32 [T] in nats. ``versions``: int32 [T, 2], the policy
     version of each token as (number of restarts, number of weight updates). ``conversation``: int32 [P + ...], the
-    prompt and all tokens after it, these included.
+    prompt and all tokens after it, including ``tokens``.
     """
 
     tokens: Int32
@@ -57,7 +57,7 @@ class Completion:
     resumes: int = 0
     """Number of times that the sample was interrupted and continued so far."""
     extras: Extras = field(default=NO_EXTRAS, compare=False)
-    """Arrays of extra data by name (``Config.extras``): one row for each token of the conversation but the last."""
+    """Arrays of extra data by name (``Config.extras``): one row for each token of the conversation except the last."""
 
     def __repr__(self) -> str:
         return f"<Completion of {len(self.tokens)} tokens, finish={self.finish}>"
@@ -69,10 +69,10 @@ RolloutFunction = Callable[[Prompt, "LLM"], Awaitable[Any]]
 GenerateFunction = Callable[..., Coroutine[Any, Any, Completion]]
 """Generates one response for a sample: ``generate(sampling, token_ids, *, any_chain, attached, images, overridden)``.
 
-With ``any_chain`` the call may continue or start any conversation, and run beside other calls. ``attached`` lists the
+With ``any_chain`` the call may continue or start any conversation, while other calls run. ``attached`` lists the
 attachments of ``token_ids``; if it is None, the conversation keeps its earlier attachments, and ``images`` are added,
-one for each placeholder among the new tokens. ``overridden`` is True if the client asked for another distribution than
-that of ``sampling``.
+one for each placeholder among the new tokens. ``overridden`` is True if the client asked for another distribution, in
+place of which ``sampling`` is used.
 """
 
 
@@ -107,7 +107,7 @@ class AnsweredCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointSample:
-    """The part of a sample that an endpoint or ``llm.chat`` uses.
+    """What an HTTP endpoint or ``llm.chat`` needs to generate for one sample.
 
     ``generate`` must be awaited on ``loop``; cancelling a call of ``generate`` discards its answer.
     """
@@ -125,8 +125,8 @@ class EndpointSample:
     evaluated: bool = False
     """True if the sample belongs to an evaluation."""
     note_checked: Callable[[bool], None] = lambda kept: None
-    """Counts an answer of which a client demanded a form; the argument says whether the answer has it. Must be called
-    on ``loop``."""
+    """Counts an answer for which a client demanded a form, such as JSON; the argument is True if the answer has that
+    form. Must be called on ``loop``."""
 
 
 class ClientEndpoint(Protocol):
@@ -149,7 +149,7 @@ class Chat(Protocol):
         ...
 
     def close(self) -> Iterable[int]:
-        """Stop answering; returns the numbers of the calls whose answers the function has received."""
+        """Stop answering; returns the numbers of the calls whose answers the rollout function has received."""
         ...
 
 
@@ -157,7 +157,7 @@ class ClientEndpoints(Protocol):
     """Opens and closes the endpoints of samples; ``april.agents`` implements it."""
 
     def open(self, sample: EndpointSample, serve: Any = None) -> ClientEndpoint:
-        """Open the endpoint of a sample by the function ``serve`` of a server; None means the one of this process."""
+        """Open a sample's endpoint by ``serve``, a function of another server; None means this process's server."""
         ...
 
     def chat(self, sample: EndpointSample) -> Chat:
@@ -232,7 +232,7 @@ class LLM:
         return self.endpoint().key
 
     def endpoint(self, serve: Any = None) -> ClientEndpoint:
-        """Return the endpoint of :attr:`base_url`. The first call opens it, by the function ``serve`` unless None."""
+        """Return the endpoint of :attr:`base_url`. The first call opens it, as :meth:`ClientEndpoints.open`."""
         return self._open_endpoint(serve)
 
     @contextmanager
@@ -257,21 +257,21 @@ class LLM:
         Args:
             token_ids: Conversation to continue: the prompt, everything generated so far, and the tokens that the
                 environment adds (they become a segment without loss). None means the conversation so far.
-            images: Images that the environment adds, one for each placeholder among the new tokens; with
-                ``any_conversation`` all images after the prompt. The forms that prompts accept, see docs/images.md.
+            images: Images that the environment adds, one for each placeholder among the new tokens (all images after
+                the prompt if ``any_conversation``), in the forms that prompts accept (docs/images.md).
             any_conversation: True if ``token_ids`` may be any conversation. If they begin with a conversation of this
                 sample (the longest one counts), they continue it; otherwise they start a new conversation, which
                 becomes a row of its own. Such calls may run concurrently.
             sampling: ``max_tokens``, ``min_tokens``, ``temperature``, ``top_p``, ``stop_token_ids`` and ``stop``
-                override the configuration for this call. ``max_tokens`` limits its tokens; the budget of the whole
-                response, in which tokens of the environment count, applies as well. If the budget is used up, the
-                environment's tokens are cut to fit, and the call returns no tokens and FinishReason.LENGTH. ``stop``
-                holds strings that end the response. The token that completes a string is the last one kept, so the text
-                may end after the string. A match must lie in the tokens of this call, and the first ``min_tokens``
-                tokens cannot complete a string. Needs the scheduler's ``tokenizer``.
+                override the configuration for this call. ``max_tokens`` limits the tokens of this call; the budget of
+                the whole response, which includes the environment's tokens, applies as well. If the budget is used up,
+                the environment's tokens are cut to fit, and the call returns no tokens and FinishReason.LENGTH.
+                ``stop`` holds strings that end the response, and needs the scheduler's ``tokenizer``. The last token
+                kept is the one that completes a string, so some text may follow the string. A match must lie in the
+                tokens of this call, and the first ``min_tokens`` tokens cannot complete it.
 
         Raises:
-            TypeError: an argument that april does not know; the message lists the known arguments.
+            TypeError: an argument is unknown; the message lists the known arguments.
             UsageError: an argument is out of range or of the wrong type (a ValueError, too).
             RolloutError: another call of this sample is not complete, or ``token_ids`` change earlier tokens.
         """
@@ -279,10 +279,10 @@ class LLM:
         refuse_while_held("llm.generate")
         params = replace(self.sampling, **changes) if changes else self.sampling
         ids = None if token_ids is None else as_token_ids(token_ids)
-        shown = _shown(images, ids)
+        new_images = _images_argument(images, ids)
         if any_conversation:
-            return await self._generate(params, ids, any_chain=True, **shown)
-        return await self._one_at_a_time(params, ids, **shown)
+            return await self._generate(params, ids, any_chain=True, **new_images)
+        return await self._one_at_a_time(params, ids, **new_images)
 
     async def forward(
         self, token_ids: Sequence[int] | Int32, sampling: Mapping[str, Any], attached: tuple[Placed, ...] = ()
@@ -297,12 +297,12 @@ class LLM:
         changed = replace(self.sampling, **sampling)
         return await self._one_at_a_time(changed, as_token_ids(token_ids), attached=attached)
 
-    async def _one_at_a_time(self, sampling: SamplingParams, ids: Int32 | None, **shown: Any) -> Completion:
+    async def _one_at_a_time(self, sampling: SamplingParams, ids: Int32 | None, **images: Any) -> Completion:
         if self._busy:
             raise RolloutError(ONE_CALL_AT_A_TIME)
         self._busy = True
         try:
-            return await self._generate(sampling, ids, **shown)
+            return await self._generate(sampling, ids, **images)
         finally:
             self._busy = False
 
@@ -325,8 +325,8 @@ class LLM:
             sampling: Sampling arguments, as for :meth:`generate`.
 
         Raises:
-            TypeError: an argument that april does not know.
-            UsageError: messages or tools that the chat template does not accept, or an argument out of range.
+            TypeError: an argument is unknown.
+            UsageError: the chat template does not accept the messages or tools, or an argument is out of range.
             RolloutError: the rollout function has ended.
         """
         changes = _changed(sampling, "llm.chat", "messages, tools")
@@ -334,7 +334,7 @@ class LLM:
         return await self._open_chat().ask(messages, tools, changes)
 
 
-def _shown(images: Any, token_ids: Int32 | None) -> dict[str, Any]:
+def _images_argument(images: Any, token_ids: Int32 | None) -> dict[str, Any]:
     """Return ``{"images": [...]}`` for the generate function, or an empty dict without images; raises UsageError."""
     if isinstance(images, (str, bytes, Mapping)) or not hasattr(images, "__len__"):
         raise UsageError(f"llm.generate: images must be a list of images, got {type(images).__name__}")
@@ -346,7 +346,7 @@ def _shown(images: Any, token_ids: Int32 | None) -> dict[str, Any]:
 def _changed(given: SamplingArguments, call: str, others: str) -> dict[str, Any]:
     """Return the sampling arguments that were given to ``call``, as fields of SamplingParams.
 
-    Raises TypeError for an argument that is neither one of these nor one of the call's ``others``.
+    Raises TypeError for an unknown argument; its message also lists ``others``, the names of the other arguments.
     """
     changes: dict[str, Any] = {}
     known = SamplingArguments.__annotations__
@@ -409,7 +409,7 @@ def _out_of_range(sampling: SamplingParams, vocab_size: int) -> str | None:
 
 
 def exact_types(sampling: SamplingParams) -> SamplingParams:
-    """Convert the numbers to Python's int and float, as a record of the run returns only these types."""
+    """Convert numbers, such as numpy's, to Python's int and float, the types that the run's record gives back."""
     return replace(
         sampling,
         max_tokens=int(sampling.max_tokens),
@@ -423,7 +423,7 @@ def exact_types(sampling: SamplingParams) -> SamplingParams:
 def checked_call(
     sample: Sample, sampling: SamplingParams, token_ids: Int32 | None, vocab_size: int, longest: int, can_stop: bool
 ) -> Int32 | None:
-    """Check a call of ``llm.generate``; return its token ids, of which at most ``longest`` are kept.
+    """Check a call of ``llm.generate``; return the first ``longest`` of its token ids.
 
     Raises UsageError for sampling out of range, for stop strings without a tokenizer (``can_stop`` False), and for
     unknown token ids; raises RolloutError for a conversation that does not begin with the conversation so far. Without
@@ -481,7 +481,7 @@ def check_mismatch(sampling: SamplingParams, configured: SamplingParams, any_tem
 
 
 def check_has_conversation(token_ids: Int32 | None, prompt: Prompt) -> None:
-    """Raise UsageError for a call without ``token_ids`` if the sample's prompt has no tokens, either."""
+    """Raise UsageError for a call without ``token_ids``, for samples whose prompt has no tokens."""
     if token_ids is None:
         keys = sorted(map(str, prompt.data))
         raise UsageError(
@@ -512,7 +512,7 @@ def completion_of(chain: Chain, call: RecordedCall, number: int = 0) -> Completi
     """Return the result of a call: the tokens that it added to its conversation."""
     start, end, finish = call
     tape = chain.tape
-    # a long conversation has hundreds of segments before those of this call
+    # skip the segments (token runs of one attempt and version) of earlier calls; a long conversation has hundreds
     segments = tape.segments[max(0, bisect_right(tape.segments, start, key=attrgetter("start")) - 1) :]
     before = start - segments[0].start if segments else 0
     return Completion(

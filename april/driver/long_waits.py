@@ -1,6 +1,6 @@
 """Warns when the trainer has waited long for the same reason, and names the reason.
 
-Invariant: this module only warns and records, and leaves no timer behind when nothing happens any more.
+Invariant: this module does not affect the run, and sets no timer between a warning and the start of the next wait.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WARN_AFTER_S = 60.0
 REPORT_AFTER_S = 6.0
 """Seconds of waiting before the wait is written to the run's record, for ``april watch``."""
 What = tuple[WaitReason | str, Phase]
-"""A reason for waiting, and the phase of the weight update."""
+"""A reason for waiting, and the phase of the current weight update."""
 CALLS = {WaitReason.UPDATE: "weight_update", WaitReason.EVALUATION: "evaluate"}
 """Name of the trainer's call that waits, by reason; for all other reasons it is next_batch."""
 
@@ -34,8 +34,8 @@ class LongWaits:
         now: Clock of the event loop, in seconds.
         after_s: Seconds of waiting for one reason before a warning; None means never. A further warning for the same
             reason needs a wait twice as long, since some trainers wait long in every step.
-        patience_s: Other limits in place of ``after_s``, by reason; None means never.
-        tell: Callback that is called with the seconds waited, before a warning is due.
+        patience_s: Limits in seconds, by reason, that replace ``after_s``; None means never.
+        tell: Callback that records the seconds waited; called once per wait, after ``REPORT_AFTER_S`` or at the limit.
     """
 
     def __init__(
@@ -43,16 +43,16 @@ class LongWaits:
         patience_s: Mapping[WaitReason, float | None], tell: Callable[[float], None] = lambda _: None,
     ) -> None:  # fmt: skip
         self._core, self._now, self._after_s, self._report = core, now, after_s, tell
-        # user_calls.py warns of each slow function
+        # never warn while the trainer trains, nor while it waits for functions: user_calls.py names slow functions
         never = dict.fromkeys((str(WaitReason.TRAINER), str(WaitReason.FUNCTIONS)))
         self._patience_s = {str(waits): limit for waits, limit in patience_s.items()} | never
         self._reason: What = TRAINER, IDLE
         self._given_reason: tuple[str, str] | None = None
-        """Call and reason given by :meth:`waiting_for`, for a wait of which the core does not know."""
+        """Call and reason given by :meth:`waiting_for`, for a wait that the core does not see."""
         self._since: float | None = None
         """Time at which the current wait began; None before the first :meth:`update`."""
         self._reported = False
-        self._observed = 0
+        self._observed_tokens = 0
         self._timer: asyncio.TimerHandle | None = None
         self._warned: dict[What, float] = {}
         """Longest wait in seconds for which a warning was logged, by reason."""
@@ -106,7 +106,7 @@ class LongWaits:
     def _begin(self) -> None:
         self._since = self._now()
         if self._reason[0] is RESPONSES:
-            self._observed = self._core.observed_tokens()
+            self._observed_tokens = self._core.observed_tokens()
         self._arm()
 
     def _arm(self) -> None:
@@ -122,17 +122,17 @@ class LongWaits:
         self._timer = asyncio.get_running_loop().call_at(at, self._check)
 
     def _check(self) -> None:
-        """Report the current wait or warn of it if it is long enough; new tokens of responses begin a new wait."""
+        """Report the current wait, or warn of it, once it is long enough. New tokens of responses start a new wait."""
         self._timer = None
         what = self._reason
         if (limit := self._limit_s(what)) is None:
             return
-        if what[0] is RESPONSES and self._core.observed_tokens() != self._observed:
+        if what[0] is RESPONSES and self._core.observed_tokens() != self._observed_tokens:
             self._begin()
             return
         since, now = self._since, self._now()
         assert since is not None
-        # compare sums as _arm does; a difference is rounded differently, so that the timer could fire again and again
+        # compare sums, as _arm does: now - since is rounded differently, so the timer could fire again and again
         if not self._reported and now >= since + min(limit, REPORT_AFTER_S):
             self._reported = True
             self._report(self.waited_s)
@@ -155,10 +155,10 @@ class LongWaits:
         elif what is WaitReason.BOUND:
             why = f"{why}. {core.leases.why_full()}"
         elif what is WaitReason.EVALUATION:
-            turn = f"{len(core.attempts)} training requests to end, after which it starts"
-            turn = "the end of a pause" if core.pause_held else turn
+            before_start = f"{len(core.attempts)} training requests to end, after which it starts"
+            before_start = "the end of a pause" if core.pause_held else before_start
             begun = any(e.version is not None for e in core.context.evaluations.values())
-            why = "an engine, or for functions of the evaluation" if begun else turn
+            why = "an engine, or for functions of the evaluation" if begun else before_start
         elif what is WaitReason.ENGINES:
             remedy = core.engines.remedy(core.clock.current).rstrip(",")
             why = f"a healthy engine: {remedy}; after outage_deadline_s the step fails"

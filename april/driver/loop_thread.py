@@ -3,8 +3,8 @@
 Reward functions and suspended rollout functions run on it while the trainer trains, whether the trainer is synchronous
 or asynchronous itself.
 
-A signal handler may run, call back and raise between any two steps of a calling thread. Invariant: so nothing here
-holds a lock, and threads reach the loop in one way only: they queue a function with ``call_soon_threadsafe``.
+A signal handler may interrupt a calling thread anywhere, call this module again, and raise. Invariant: therefore no
+code here runs under a lock, and threads reach the loop in one way only: ``call_soon_threadsafe``.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class LoopThread:
         return os.getpid() == self._process
 
     def blocked(self) -> tuple[float, str]:
-        """See :meth:`LoopWatch.take_blocked`."""
+        """Return how long user functions have blocked the loop, as :meth:`LoopWatch.take_blocked` says."""
         return self._watch.take_blocked()
 
     # ---------------------------------------------------------------- from any thread
@@ -102,24 +102,24 @@ class LoopThread:
                 "a call from april's own event loop would wait for itself; make the call in the thread of the trainer"
             )
 
-    def submit(self, work: Work[T], *heard: Callable[[Reply[T]], object]) -> Reply[T]:
-        """Start a coroutine on the loop and return its reply; the callbacks ``heard`` are called there with the reply.
+    def submit(self, work: Work[T], *on_done: Callable[[Reply[T]], object]) -> Reply[T]:
+        """Start a coroutine on the loop; return its thread-safe future, a Reply, which each ``on_done`` function gets.
 
-        ``work`` makes the coroutine on the loop, so a signal that interrupts this call leaves no coroutine unawaited.
+        ``work`` makes the coroutine on the loop, so that a signal cannot interrupt this call and leave it unawaited.
 
         Raises:
             SchedulerClosed: the loop has been stopped.
-            RolloutError: called inside a function that april waits for, or on the loop itself, where waiting for the
-                result would deadlock; or in a forked process, where the loop does not run.
+            RolloutError: this was called in a function that april waits for, or on the loop itself, where waiting for
+                the result would deadlock; or in a forked process, where the loop does not run.
         """
-        reply = Reply(self._pending.discard, *heard)
+        reply = Reply(self._pending.discard, *on_done)
         self.refuse_waiting()
         self._queue(lambda: reply.follow(self._loop.create_task(work())), reply)
         return reply
 
-    def follow(self, coroutine: Coroutine[Any, Any, T], *heard: Callable[[Reply[T]], object]) -> Reply[T]:
+    def follow(self, coroutine: Coroutine[Any, Any, T], *on_done: Callable[[Reply[T]], object]) -> Reply[T]:
         """Start a coroutine and return its reply, as :meth:`submit` does, for callers on the loop itself."""
-        reply = Reply(self._pending.discard, *heard)
+        reply = Reply(self._pending.discard, *on_done)
         self._pending.add(reply)
         reply.follow(self._loop.create_task(coroutine))
         return reply
@@ -155,7 +155,7 @@ class LoopThread:
         loop = asyncio.get_running_loop()
         there = loop.create_future()
 
-        def heard(_: Reply[T]) -> None:
+        def on_done(_: Reply[T]) -> None:
             with suppress(RuntimeError):  # the caller's loop has ended
                 loop.call_soon_threadsafe(wake)
 
@@ -163,7 +163,7 @@ class LoopThread:
             if not there.done():
                 there.set_result(None)
 
-        reply = self.submit(work, heard)
+        reply = self.submit(work, on_done)
         try:
             await there
         except asyncio.CancelledError:
@@ -181,7 +181,7 @@ class LoopThread:
         return result_of(reply)
 
     def wait_for(self, work: Work[T]) -> T:
-        """Do the same as :meth:`run`, also inside user functions, for which the coroutine therefore must not wait."""
+        """Do the same as :meth:`run`; user functions may call this if the coroutine does not wait for them."""
         reply: Reply[T] = Reply(self._pending.discard)
         self._queue(lambda: reply.follow(self._loop.create_task(work())), reply)
         return result_of(reply)
@@ -208,13 +208,13 @@ class LoopThread:
                 return False
 
     def end_with(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run ``last`` on the loop and tell the loop to stop; idempotent. Call :meth:`stop` after an interrupt, too."""
+        """Run ``last`` on the loop, then stop the loop; idempotent. If a signal interrupts this, call :meth:`stop`."""
         if self.alive and self.in_own_process:
             self.wait_for(last)
         self.request_stop()
 
     def stop(self, *, answers: bool = True, last: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Cancel all tasks, await ``last``, and end the loop and its thread; idempotent. In a forked child do nothing.
+        """Cancel all tasks, await ``last``, end the loop and its thread; idempotent. Does nothing in a forked child.
 
         Tasks, and then threads of asyncio.to_thread, have STOP_PATIENCE_S to end; after that they are left running. A
         blocked loop is left running after ANSWER_PATIENCE_S, or at once if ``answers`` is False.
@@ -297,19 +297,19 @@ async def _cancel_everything(last: Callable[[], Awaitable[None]] | None) -> None
 
 OUTCOME = "outcome"
 RECHECK_S = 1.0
-"""Seconds between two checks of a waiting thread, as another thread whose wait was interrupted may have consumed its
-wake-up."""
+"""Seconds after which a waiting thread checks again; its wake-up may have gone to a thread that was interrupted."""
 
 
 class Reply(Generic[T]):
     """A future that any thread may set or wait for; only the first result or error counts.
 
-    A reply is "given" when its result or error is set; the callbacks ``heard`` are then called with the reply.
+    A reply is "given" when its result or error is set; then each callback of ``on_done`` is called with the reply.
     """
 
-    def __init__(self, *heard: Callable[[Reply[T]], object]) -> None:
-        self._callbacks = heard
+    def __init__(self, *on_done: Callable[[Reply[T]], object]) -> None:
+        self._callbacks = on_done
         self._lock = threading.Lock()
+        """Lock that is held until the reply is given, so that acquiring it means waiting for the reply."""
         self._lock.acquire()
         self._outcome: dict[str, tuple[Any, BaseException | None]] = {}
         """The outcome (result, error), once it is given; ``setdefault`` stores it atomically."""
@@ -357,8 +357,8 @@ class Reply(Generic[T]):
         mine = value, error
         if self._outcome.setdefault(OUTCOME, mine) is mine:
             self._release_lock()
-            for heard in self._callbacks:
-                heard(self)
+            for callback in self._callbacks:
+                callback(self)
 
     # ---------------------------------------------------------------- on the loop
 
@@ -396,7 +396,7 @@ SAMPLE_INTERVAL_S = 0.05
 MAX_SAMPLE_GAP_S = 0.25
 """Maximum seconds counted as blocked between two samples; a longer gap means that the whole process was held up."""
 WARN_BLOCKED_S = 1.0
-"""Seconds after which april warns of a function that blocks the loop, once for each function."""
+"""Seconds of blocking after which april warns of a function, once for each function."""
 
 
 class BlockingFunction(NamedTuple):
@@ -434,10 +434,8 @@ class LoopWatch:
         self._closed.set()
 
     def take_blocked(self) -> tuple[float, str]:
-        """Return for how many seconds user functions blocked the loop since the last call.
-
-        The second value is the name of the function that blocked it longest; empty if there is none.
-        """
+        """Return the seconds for which user functions blocked the loop since the last call, and the name of the one
+        that blocked it longest (empty if there is none)."""
         blocked, self._blocked = self._blocked, defaultdict(float)
         longest = max(blocked, key=lambda name: blocked[name], default="")
         return sum(blocked.values()), longest
@@ -447,7 +445,7 @@ class LoopWatch:
             self.sample()
 
     def sample(self) -> None:
-        """Queue a callback on the loop, and sample its stack until it has run; warns of blocking functions."""
+        """Queue a callback, sample the loop's stack until the loop runs it, and warn of functions that block."""
         self._responded.clear()
         try:
             self._loop.call_soon_threadsafe(self._responded.set)
@@ -478,7 +476,7 @@ class LoopWatch:
         """Return the user's function that the loop runs now; None if the loop waits or runs april's own code."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         line, user = "", None
-        while frame is not None and frame.f_code is not asyncio.Handle._run.__code__:  # frames below run the loop
+        while frame is not None and frame.f_code is not asyncio.Handle._run.__code__:  # outer frames run the loop
             file = file_of(frame)
             if user is None and is_april_file(file):
                 return None

@@ -10,7 +10,7 @@ TASKS_PER_ITERATION = 64
 
 
 class LoopThrottle:
-    """Lets TASKS_PER_ITERATION tasks continue per iteration of the event loop, in the order of their calls."""
+    """Lets TASKS_PER_ITERATION tasks continue per iteration of the event loop, first come, first served."""
 
     def __init__(self) -> None:
         self._remaining = TASKS_PER_ITERATION

@@ -26,7 +26,7 @@ MESSAGES = (
 
 
 def iterate(prompts: Any, where: str = "") -> Iterator[Any]:
-    """Return an iterator over prompts; raises ConfigError with a text that begins with ``where`` if there is none."""
+    """Return an iterator over prompts; raises ConfigError, which begins with ``where``, if they are not iterable."""
     hint = ""
     if isinstance(prompts, Mapping):
         hint = "; give a list of prompts, or one split of a data set"
@@ -50,8 +50,8 @@ class PromptReader:
     Attributes:
         vocab_size: Size of the vocabulary; all token ids must be smaller.
         tokenizer: Tokenizer whose ``apply_chat_template`` converts ``messages`` to tokens.
-        images: Reader of the prompts' images, which then also converts ``messages``.
-        data_alone: True if a mapping may have data and no tokens: the rollout function writes the conversations.
+        images: Reader of the prompts' images, which also converts ``messages`` to tokens; None if there are no images.
+        data_alone: True if a prompt may have data without tokens, because the rollout function writes conversations.
     """
 
     vocab_size: int
@@ -124,7 +124,7 @@ def _by_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: A
     try:
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **options)
         return tokenizer.encode(text, add_special_tokens=False)
-    except Exception as error:  # templates raise anything, and a tokenizer may have none
+    except Exception as error:  # a template may raise anything, or the tokenizer has no template
         raise ConfigError(f"{where}: the chat template rejects its messages: {clean(error)}") from error
 
 

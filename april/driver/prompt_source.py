@@ -2,7 +2,7 @@
 
 ``fetch`` may run in a thread while the event loop runs; its prompts count as drawn once ``hand_over`` is called.
 Invariants: a prompt is identified by (epoch, position), and is handed over once, also across a restart. Each epoch has
-a digest of its drawn prompts, so that april notices a restart over other prompts, or in another order.
+a digest of its drawn prompts, by which april notices other prompts, or another order, after a restart.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Draw(NamedTuple):
 
 
 class RemainingPrompts(NamedTuple):
-    """Iterators over the prompts after the position ``position`` of a saved state."""
+    """Prompts that follow the ``position`` of a saved state: those of ``iterator``, then those of ``more`` in turn."""
 
     position: Position
     iterator: Iterator[Any]
     more: list[Iterator[Any]]
     known: int
-    """Number of pending iterators from ``extend`` when this object was made; later iterators are kept unchanged."""
+    """Number of iterators from ``extend`` that were pending when this object was made, which ``more`` replaces."""
     found: bytes
     """Digest of the skipped prompts; equal to ``position.digest`` unless prompts are ``missing``."""
     missing: int
@@ -62,16 +62,16 @@ class RemainingPrompts(NamedTuple):
 
 
 class PromptSource:
-    """Draws prompts from an iterable of anything that a :class:`PromptReader` reads.
+    """Draws prompts from an iterable whose items a :class:`PromptReader` can read.
 
     Args:
-        prompts: Iterable of prompts, iterated once per epoch. Its ``set_epoch(epoch)``, which shuffling samplers have,
-            is called before each epoch; its ``expect(count)`` is called before ``count`` prompts are drawn one by one.
-            If ``prompts.resumes`` is true, whoever supplies ``prompts`` restores their position when a state is loaded,
-            and this class skips no prompts.
+        prompts: Iterable of prompts, iterated once per epoch. A method ``set_epoch(epoch)``, as shuffling samplers
+            have, is called before each epoch, and a method ``expect(count)`` before each draw of up to ``count``
+            prompts. If its attribute ``resumes`` is true, the code that supplies it restores its position after a
+            restart, and this class skips no prompts.
         reader: Reader that makes a Prompt of each item, or the size of the vocabulary for a default reader.
         epochs: Number of epochs; None means no end.
-        refuse: Callback that raises ConfigError for a prompt that is unusable for another reason.
+        refuse: Callback for a further check of each prompt; raises ConfigError if the prompt is unusable.
 
     Raises:
         ConfigError: ``prompts`` is not an iterable, or can be iterated only once although there are several epochs.
@@ -88,8 +88,8 @@ class PromptSource:
         self._error: str | None = None
         self.first: Prompt | None = None
         """First prompt that was drawn in this process."""
-        self._unusable = 0
-        """1 while an unusable prompt was drawn whose error was not returned yet, so it is not counted; otherwise 0."""
+        self._unusable = False
+        """True from the draw of an unusable prompt until its error is returned; the prompt is counted only then."""
         self.epoch = 0
         """Number of complete epochs."""
         self.position = 0
@@ -100,7 +100,7 @@ class PromptSource:
         self._expected = NOTHING_DRAWN
         """Digest that the skipped prompts must have."""
         self._changed_error: str | None = None
-        """Error message if ``extend`` gave other prompts than before a restart; nothing more is drawn then."""
+        """Error message if ``extend`` gave other prompts than before a restart, which ends all draws; else None."""
         self._handed_over = Position()
         """Position after the prompts that were handed over."""
         self._extensions: list[Iterator[Any]] = []
@@ -136,7 +136,7 @@ class PromptSource:
                 f"extend: epoch {self.epoch} of {self._epochs or 'endless'} is not the last one, and the prompts must "
                 "be the same in every epoch; add prompts during the last epoch"
             )
-        # a draw may be using the iterator at this moment
+        # only queued here, as a draw in a thread may be using the current iterator
         self._extensions.append(self._begin(prompts, self.epoch))
         self.is_slow |= not isinstance(prompts, Sequence)
 
@@ -149,7 +149,7 @@ class PromptSource:
     def hand_over(self, draw: Draw) -> tuple[list[Prompt], bool, str | None]:
         """Count fetched prompts as drawn, and return the result of :meth:`draw`.
 
-        The source has not ended if ``extend`` has added prompts since.
+        If ``extend`` has added prompts since they were fetched, the source has not ended.
         """
         self._handed_over = draw.position
         if self.first is None and draw.prompts:
@@ -174,7 +174,7 @@ class PromptSource:
                 if self._unusable:
                     self.position += 1
                     self._digest = _next_digest(self._digest, None)
-                self._unusable = 0
+                self._unusable = False
                 return [], False, error
             try:
                 if self._failed:
@@ -215,11 +215,11 @@ class PromptSource:
                 self.position += 1
                 self._digest = _next_digest(self._digest, prompts[-1])
             except ConfigError as error:
-                self._error, self._unusable = str(error), 1
+                self._error, self._unusable = str(error), True
         return prompts, False, None
 
     def _restart_iterator(self) -> None:
-        """Restart an iterator that raised and skip to the old position; a generator that raised could not go on."""
+        """Restart an iterator that raised, and skip to the old position, as a generator cannot go on after an error."""
         if self._once or self._extended or getattr(self._prompts, "resumes", False):
             return  # such a source cannot be restarted, so ask the same iterator again
         iterator, digest = self._begin(self._prompts, self.epoch), NOTHING_DRAWN
@@ -237,7 +237,7 @@ class PromptSource:
             return _next_digest(digest, None)
 
     def _prompt(self, item: Any, position: int, epoch: int = 0, *, again: bool = False) -> Prompt:
-        """Make a prompt of an item; raises ConfigError if the item is unusable. ``again`` says it was drawn before."""
+        """Make a prompt of an item; raises ConfigError if it is unusable. ``again`` is True if it was drawn before."""
         prompt = self._reader.read(item, position, epoch, again=again)
         if self._refuse is not None:
             self._refuse(prompt)
@@ -264,32 +264,32 @@ class PromptSource:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last prompts handed over; a running draw does not count."""
-        stand = self._handed_over
-        return {**stand._asdict(), "digest": stand.digest.hex()}
+        position = self._handed_over
+        return {**position._asdict(), "digest": position.digest.hex()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the position of another source over the same prompts; raises as :meth:`remaining_after`."""
+        """Continue at the position of another source over the same prompts; see :meth:`remaining_after` for errors."""
         self.continue_with(self.remaining_after(state))
 
     def remaining_after(self, state: Mapping[str, Any]) -> RemainingPrompts:
         """Skip the prompts drawn before a restart and check that they are the same; takes as long as drawing them.
 
-        This does not change the source; :meth:`continue_with` does. Prompts that ``extend`` gave before the restart may
-        be given to ``extend`` later.
+        The source does not change until :meth:`continue_with`. Prompts that came from ``extend`` before the restart may
+        be given to ``extend`` again later.
 
         Raises:
-            CheckpointError: there are other prompts, fewer prompts or another order; or the state is damaged, or of an
-                epoch that this source does not have.
+            CheckpointError: the prompts differ, are fewer or have another order; or the state is damaged, or was saved
+                in an epoch that this source does not have.
         """
-        stand = _position_of(state)
-        epoch = stand.epoch
+        saved = _position_of(state)
+        epoch = saved.epoch
         if self._epochs is not None and epoch >= self._epochs:
             raise CheckpointError(
                 f"the state was saved in epoch {epoch}, but the configuration has epochs={self._epochs}"
             )
         if getattr(self._prompts, "resumes", False):
             more = list(self._extensions)
-            return RemainingPrompts(stand, self._iterator, more, len(more), stand.digest, 0)
+            return RemainingPrompts(saved, self._iterator, more, len(more), saved.digest, 0)
         once = self._once
         if once:
             self._iterator, iterator = tee(self._iterator)
@@ -302,7 +302,7 @@ class PromptSource:
         self._extensions[: len(pairs)] = [mine for mine, _ in pairs]
         more = [theirs for _, theirs in pairs]
         try:
-            return self._skip_drawn(RemainingPrompts(stand, iterator, more, len(more), NOTHING_DRAWN, stand.position))
+            return self._skip_drawn(RemainingPrompts(saved, iterator, more, len(more), NOTHING_DRAWN, saved.position))
         except BaseException:
             if not once:
                 self._iterator = self._begin(self._prompts, self.epoch)
@@ -334,14 +334,14 @@ class PromptSource:
 
     def continue_with(self, rest: RemainingPrompts) -> None:
         """Continue with the iterators that :meth:`remaining_after` returned."""
-        stand, self._iterator = rest.position, rest.iterator
+        saved, self._iterator = rest.position, rest.iterator
         self._extensions = [*rest.more, *self._extensions[rest.known :]]
-        self.epoch, self.position, self._extended = stand.epoch, stand.position, stand.extended
-        self._digest, self._to_skip, self._expected = rest.found, rest.missing, stand.digest
-        self._handed_over = stand
+        self.epoch, self.position, self._extended = saved.epoch, saved.position, saved.extended
+        self._digest, self._to_skip, self._expected = rest.found, rest.missing, saved.digest
+        self._handed_over = saved
 
     def _skip(self) -> None:
-        """Skip missing prompts that were drawn before the restart; raises StopIteration until ``extend`` gives more."""
+        """Skip missing prompts that were drawn before a restart; raises StopIteration if ``extend`` must give more."""
         while self._to_skip:
             item = next(self._iterator)
             self._to_skip -= 1
@@ -357,7 +357,7 @@ def _next_digest(digest: bytes, prompt: Prompt | None) -> bytes:
     """Return the digest after one more prompt; ``prompt`` None stands for an unusable prompt."""
     ids = b"" if prompt is None else prompt.token_ids.astype("<i4").tobytes()
     if prompt is not None and not ids:  # a prompt without tokens is identified by its data
-        with suppress(TypeError, ValueError, RecursionError):  # keys that JSON lacks, or a list that contains itself
+        with suppress(TypeError, ValueError, RecursionError):  # keys that JSON does not allow, or cyclic data
             ids = json.dumps(dict(prompt.data), default=lambda value: type(value).__name__).encode()
     attached = () if prompt is None else prompt.attached
     content = "".join(placed.attachment.digest for placed in attached)
@@ -366,13 +366,13 @@ def _next_digest(digest: bytes, prompt: Prompt | None) -> bytes:
 
 def _position_of(state: Mapping[str, Any]) -> Position:
     try:
-        stand = Position(state["epoch"], state["position"], bytes.fromhex(state["digest"]), state["extended"])
+        position = Position(state["epoch"], state["position"], bytes.fromhex(state["digest"]), state["extended"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"the state is damaged: {type(error).__name__}: {error}") from error
-    for number in (stand.epoch, stand.position):
+    for number in (position.epoch, position.position):
         if type(number) is not int or number < 0:
-            raise CheckpointError(f"the state is damaged: prompt {stand.position} of epoch {stand.epoch}")
-    return stand
+            raise CheckpointError(f"the state is damaged: prompt {position.position} of epoch {position.epoch}")
+    return position
 
 
 def _ended(found: int, epoch: int, drawn: int) -> str:
@@ -389,14 +389,15 @@ def _others(epoch: int, drawn: int, after: str = "the restart") -> str:
     )
 
 
-_said: set[str] = set()
+_compared: set[str] = set()
 """Digests that this process has put into the store, so that its second scheduler is not mistaken for another rank."""
 
 
 def warn_of_equal_rollouts(seed: int, first: Prompt) -> threading.Thread | None:
     """Warn if another rank has drawn the same first prompt under the same seed.
 
-    Ranks compare through the store of ``torch.distributed``, in the returned thread; None if there are no other ranks.
+    Ranks compare digests through the store of ``torch.distributed``, in a thread that is returned; None if there are no
+    other ranks, or this process has compared the digest before.
     """
     torch_ranks = sys.modules.get("torch.distributed")
     if torch_ranks is None or not (torch_ranks.is_available() and torch_ranks.is_initialized()):
@@ -404,9 +405,9 @@ def warn_of_equal_rollouts(seed: int, first: Prompt) -> threading.Thread | None:
     if torch_ranks.get_world_size() < 2:
         return None
     digest = hashlib.sha256(f"{seed}/".encode() + _next_digest(NOTHING_DRAWN, first)).hexdigest()[:32]
-    if digest in _said:
+    if digest in _compared:
         return None
-    _said.add(digest)
+    _compared.add(digest)
 
     def compare() -> None:
         try:

@@ -1,6 +1,6 @@
-"""Defines the responses that reward functions receive, and checks the rewards and verdicts that they return.
+"""Defines what reward functions and filters receive, and checks the rewards and verdicts that they return.
 
-``core/function_results.py`` decides what happens when a function raises.
+``april.core.function_results`` decides what happens when a function raises.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ class Conversation(NamedTuple):
     logprobs: Float32
     loss_mask: NDArray[np.uint8]
     turns: Int32 = np.empty((0, 2), np.int32)
-    """(start, end) in ``tokens`` of each call of ``llm.generate`` that generated tokens, int32 [turns, 2]."""
+    """Start and end in ``tokens`` of each ``llm.generate`` call that generated tokens, int32 [turns, 2]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A reward that is more than a number; a reward function may return one, and a group reward one per response.
+    """A reward with parts, arrays or a note: the result of a reward function, or an item of a group reward's result.
 
-    The values travel with the sample: into the batch (``batch.parts``, ``batch.padded()``, ``sample.row_reward``), the
-    metrics, states, and to other ranks. Every reward of a run must have the same names, with the same shapes.
+    The values are kept with the sample: in batches (``batch.parts``, ``batch.padded()``, ``sample.row_reward``), in
+    metrics and saved states, and on other ranks. All rewards of a run must have the same names and shapes.
     """
 
     total: float | None = None
-    """The number that is trained. With the setting ``reward_weights`` it is the weighted sum of ``parts``; with
-    ``rows`` it is the mean of theirs."""
+    """Number from which advantages are computed. None if the setting ``reward_weights`` makes it the weighted sum of
+    ``parts``, or if it is the mean over ``rows``."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Numbers by name."""
+    """Components of the reward: numbers by name."""
     per_turn: Mapping[str, ArrayLike] = field(default_factory=dict)
     """Arrays by name, one row for each of the conversation's ``turns``, such as the rewards of single steps. Lists
     become float32; arrays and tensors of whole numbers stay whole numbers (int32)."""
     per_token: Mapping[str, ArrayLike] = field(default_factory=dict)
     """Arrays by name, one row for each of the conversation's ``tokens``, such as a teacher's log-probabilities."""
     note: Any = None
-    """Text, or other plain values, that goes along."""
+    """Text or other plain values that are stored with the reward."""
     rows: Sequence[Any] = ()
-    """Instead of all others: a reward for each of ``response.conversations``, in their order."""
+    """One reward for each of ``response.conversations``, in their order; all other fields must then be empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,8 @@ class Response:
     """Reward of the sample, for filters; None for reward functions."""
     detokenizer: Detokenizer | None = field(default=None, repr=False, compare=False)
     row_rewards: tuple[RowReward, ...] = field(default=(), repr=False)
-    """For filters and evaluations, the reward with its parts, arrays and note: of the whole response, or one of each
-    conversation. Empty if it is a number."""
+    """Reward with its parts, arrays and note, for filters and evaluations: one for the whole response, or one for each
+    conversation. Empty if the reward is only a number."""
 
     @property
     def tokens(self) -> Int32:
@@ -117,7 +117,7 @@ class EvaluationResult:
 
     @property
     def parts(self) -> dict[str, NDArray[np.float64]]:
-        """Parts of the rewards, float64 [prompts, n] by name; with rewards of conversations, means over these."""
+        """Parts of the rewards, float64 [prompts, n] by name; means over conversations that have their own rewards."""
         names = next((rows[0].parts for group in self.responses for r in group if (rows := r.row_rewards)), {})
         return {
             name: np.array([[np.mean([row.parts[name] for row in r.row_rewards]) for r in g] for g in self.responses])
@@ -157,8 +157,8 @@ def response_of(
 def rewards_differ(prompt: Prompt, responses: Sequence[Response]) -> bool:
     """Accept a group if its rewards differ: the filter of DAPO's dynamic sampling (arXiv 2503.14476, section 3.2).
 
-    If rewards belong to conversations, those of the same place are compared, as advantages compare them: their mean is
-    always the same in a game in which one side wins what the other loses.
+    If conversations have rewards of their own, those with the same index are compared, as for advantages: in a zero-sum
+    game, the means over conversations would never differ.
     """
     found: dict[int | None, set[float | None]] = {}
     for response in responses:
@@ -189,7 +189,7 @@ def _number(value: Any, what: str) -> float:
     """Return the value as a number, which may be NaN or too large; raises UsageError that begins with ``what``."""
     try:
         if isinstance(value, (str, bytes)):
-            raise TypeError  # float("1_0") is 10, but text has not been checked to be what the user meant
+            raise TypeError  # float("1_0") is 10, which the user may not have meant
         return float(value)
     except Exception:  # tensors and classes of the user raise errors of their own
         shown = f"{value!r:.100} ({type(value).__name__})"
@@ -204,7 +204,7 @@ def _rounded(number: float) -> float:
 def row_rewards_of(
     value: Any, response: Response, weights: Mapping[str, float], layout: RewardLayout
 ) -> tuple[float, tuple[RowReward, ...]]:
-    """Return what a reward function returned as a number and all that came with it (empty for a number alone).
+    """Convert a reward function's result to a number and its RowRewards (empty if the result is only a number).
 
     Args:
         value: return value of the reward function, or one item of the list that a group reward returned.
@@ -277,17 +277,17 @@ def _rows_of(value: Reward, where: str) -> list[Any]:
 
 
 def _in_order(values: Any) -> list[Any] | None:
-    """Return the items of a list, tuple or array; None for values that would give keys, characters or any order."""
+    """Return the items of a list, tuple or array; None for other values, such as a mapping or text."""
     if isinstance(values, (Mapping, Set, str, bytes)) or not hasattr(values, "__len__"):
         return None
     return list(values)
 
 
 def _array(values: Any, where: str) -> NDArray[Any]:
-    """Return numbers as a read-only copy: whole numbers with a type of their own as int32, all others as float32.
+    """Return numbers as a read-only copy: integers of an array or tensor as int32, all others as float32.
 
-    Numbers in lists become float32 whatever they are, as [0, 1] and [0.5, 1] may be the same reward of two responses.
-    Other values become an array that is refused later.
+    Lists always become float32, as the same reward may be [0, 1] for one response and [0.5, 1] for another. Values that
+    are not numbers become an array that is refused later.
     """
     typed = hasattr(values, "dtype")
     try:

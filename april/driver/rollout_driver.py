@@ -1,7 +1,7 @@
-"""Connects the scheduling core to the world: executes its commands on an event loop, and posts results as events.
+"""Connects the scheduling core to engines and user functions: executes its commands and posts the results as events.
 
-The core makes all decisions. The driver runs unchanged on a real event loop and on a loop with a virtual clock. All its
-methods must be called on the event loop on which it was created.
+The core makes all decisions. The driver runs unchanged on a real event loop and on a loop with a virtual clock. Its
+methods must all be called on the event loop on which it was created.
 """
 
 from __future__ import annotations
@@ -66,20 +66,20 @@ log = logging.getLogger("april")
 T = TypeVar("T")
 EvaluationEnd = do.EvaluationDone | do.EvaluationFailed
 QUICK_DRAW_S = 0.25
-"""Longest time in seconds for which the event loop blocks while a thread draws prompts. The waits of all draws share
-this time; once it is used up, the loop never blocks again."""
+"""Maximum number of seconds for which the event loop blocks while a thread draws prompts. The waits of all draws share
+this budget; once it is used up, the loop never blocks again."""
 DRAW_ALLOWANCE_S = 0.005
-"""Seconds that each draw adds to that time, so that the loop can wait for quick draws during the whole run."""
+"""Seconds that each draw adds to the budget QUICK_DRAW_S, which therefore lasts for a whole run of quick draws."""
 MAX_WITHOUT_END = 16
-"""A warning is logged if this many responses from the start of the run have no end-of-sequence token."""
+"""Number of responses, from the start of the run, that must all lack an end-of-sequence token for a warning."""
 HANDLED_PER_COLLECTION = 1000
-"""Number of events and commands between two collections of young objects; they make some 5,000 objects, which a
-collection visits in a few milliseconds."""
+"""Number of events and commands between two garbage collections of young objects. They create some 5,000 objects, which
+a collection visits in a few milliseconds."""
 EVALUATION_ERRORS = {
     None: RolloutError, AttemptFailure.CORRUPT: WireError, AttemptFailure.REFUSED: RequestRefused,
     AttemptFailure.NO_TEXT: RolloutError,
 }  # fmt: skip
-"""The error that a failed evaluation raises, by the kind of failure; EngineError for all others."""
+"""Type of the error that a failed evaluation raises, by the kind of failure; EngineError for all other kinds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,13 +133,13 @@ class RolloutDriver:
         self._drawing = False
         self._broken: AprilError | None = None
         self._loading = False
-        self._ranks_told = False
+        self._ranks_compared = False
         self._without_end: int | None = 0
-        """Number of delivered responses while all of them have reached the length limit; None once a response was
-        shorter, or the warning was logged."""
+        """Number of delivered responses, as long as all of them have reached the length limit; None once a response was
+        shorter, or a warning was logged."""
         self.handed_out: int | None = None
-        """Number of the last batch that the trainer received. The trainer's thread sets it by one assignment, which no
-        signal can interrupt; no event is posted."""
+        """Number of the last batch that the trainer received; None before the first. The trainer's thread sets it by
+        one assignment, which no signal can interrupt, and not by an event."""
         self._batch: asyncio.Future[Batch] | None = None
         """Future of the batch that the trainer has requested and not yet received."""
         self._pauses: list[asyncio.Future[None]] = []
@@ -157,7 +157,7 @@ class RolloutDriver:
         self._pause_call_lock = asyncio.Lock()
         self._pause_stack = AsyncExitStack()
         self._update_lock = asyncio.Lock()
-        """Lock by which calls request their weight updates one after the other, in the order of the calls."""
+        """Lock that makes calls request their weight updates one after another, in the order of the calls."""
         self._closing: asyncio.Task[None] | None = None
         self._leaving: dict[str, asyncio.Future[None]] = {}
         """Futures of callers that wait until an engine is removed, by engine name."""
@@ -204,10 +204,10 @@ class RolloutDriver:
         return batch
 
     async def wait_batch(self, *, blocks: bool = False) -> Batch:
-        """Return the next batch; until ``handed_out`` is set, return the same batch again, as it may not arrive.
+        """Return the next batch; until the caller sets ``handed_out``, further calls return the same batch again.
 
         While too many batches are untrained, this waits for a weight update. ``blocks`` says that the caller's thread
-        is blocked and cannot make a weight update meanwhile; then RolloutError is raised instead.
+        is blocked and cannot make a weight update meanwhile; then this raises RolloutError instead of waiting.
         """
         self._raise_if_broken()
         self._forget_handed_out()
@@ -237,7 +237,7 @@ class RolloutDriver:
         return batch
 
     def _forget_handed_out(self) -> None:
-        """Forget a batch that the trainer has received, or an EngineError, which may no longer hold."""
+        """Forget the last result if it is a batch that the trainer has, or an EngineError, which may be outdated."""
         future = self._batch
         if future is None or not future.done():
             return
@@ -286,11 +286,11 @@ class RolloutDriver:
     ) -> EvaluationResult:
         """Generate ``n_samples`` responses to each prompt and score them by the reward function of training.
 
-        In stepwise generation the requests of training end first. Partial samples and counters of training do not
-        change. A request that fails starts again on another engine, with the same seed.
+        If engines generate only while the trainer waits (stepwise), training's requests end first. Training's partial
+        samples and counters do not change. A request that fails starts again on another engine, with the same seed.
 
         Raises:
-            RolloutError: there is no reward function, or a rollout or reward function failed; names the prompt.
+            RolloutError: there is no reward function, or a rollout or reward function failed (for a named prompt).
             EngineError: no engine is left.
         """
         local, samples = self.executor, self.executor.samples
@@ -301,7 +301,7 @@ class RolloutDriver:
         self._raise_if_broken()
         number = next(self._evaluation_numbers)
         end = self._evaluations[number] = asyncio.get_running_loop().create_future()
-        # each call of a plain function needs a thread, so run no more than can generate
+        # each call of a plain function needs a thread, so run no more calls than requests are allowed
         plain = local.rollout is not local.functions.rollout
         self.post(
             ev.EvaluationRequested(
@@ -315,7 +315,7 @@ class RolloutDriver:
             responses = samples.evaluation_responses(groups)
         except asyncio.CancelledError:
             self.post(ev.EvaluationCancelled(number))
-            await asyncio.wait([end])  # takes until its requests have ended, at most until the abort deadline
+            await asyncio.wait([end])  # until its requests have ended, at most until the abort deadline
             await samples.wait_for_cancelled()
             raise
         finally:
@@ -338,12 +338,12 @@ class RolloutDriver:
 
         Args:
             trained: Number of the last batch that these weights were trained on. None means the oldest delivered batch
-                that no earlier request commits; if there is none, the newest delivered batch.
-            label: Number of the new version, greater than all numbers before; None means one more.
+                that no earlier update commits; if there is none, the newest delivered batch.
+            label: Number of the new version, greater than all earlier numbers; None means the last number plus one.
             update: Update object that the trainer's thread has made; replaces ``transfer``.
 
-        Raises ConfigError, before anything happens, if a server would get no weights, there is no such batch, or the
-        label is not greater. Errors of the transfer or an engine are raised, too; the version is unchanged then. See
+        Raises ConfigError, before anything happens, if a server would get no weights, batch ``trained`` does not exist,
+        or the label is too small. Also raises errors of the transfer or an engine; the version is unchanged then. See
         ``april.core.weight_updates``.
         """
         self._raise_if_broken()
@@ -360,11 +360,11 @@ class RolloutDriver:
             adapter = path is not None and is_adapter(path)
             self.updates.begin(
                 update, path=path, content=content, adapter=adapter, trained=trained, held=self._pause_held,
-                version=self._named(label),
+                version=self._labelled(label),
             )  # fmt: skip
         return await update.ended(self.updates)
 
-    def _named(self, label: int | None) -> PolicyVersion | None:
+    def _labelled(self, label: int | None) -> PolicyVersion | None:
         """Return the policy version with the trainer's number ``label``; raises ConfigError for an invalid number."""
         newest = self.core.updates.newest
         if label is None:
@@ -380,7 +380,7 @@ class RolloutDriver:
         return "" if path is None else await self.executor.engine_control.content_of(path)
 
     def commit(self, batch_id: int) -> None:
-        """Commit this batch and all earlier batches, without a weight update."""
+        """Commit this batch and all earlier batches, as trained, without a weight update."""
         self._raise_if_broken()
         for out in self._uncommitted("commit", batch_id):
             if out <= batch_id:
@@ -407,7 +407,7 @@ class RolloutDriver:
         return bound
 
     def _uncommitted(self, call: str, named: int | None) -> list[int]:
-        """Return the uncommitted batches that the trainer has; raises ConfigError if it never got batch ``named``."""
+        """Return the numbers of the trainer's uncommitted batches; raises ConfigError if it never got ``named``."""
         if named is not None and (isinstance(named, bool) or not isinstance(named, int)):
             raise ConfigError(f"{call}: a batch is named by its number, batch.id; got {named!r}")
         newest = -1 if self.handed_out is None else self.handed_out
@@ -416,14 +416,12 @@ class RolloutDriver:
             raise ConfigError(f"{call}: there is no batch {named}; {there}")
         return [b for b in self.core.leased if b <= newest]
 
-
-
     # ---------------------------------------------------------------- engines that come and go
 
     def add_engine(self, engine: Engine) -> None:
         """Add an engine; it gets the current weights before requests, unless it started with them.
 
-        Raises ConfigError if the name is taken, or if the engine lacks something that samples rely on.
+        Raises ConfigError if the name is taken, or if the engine lacks an ability that the run's samples rely on.
         """
         self._raise_if_broken()
         name, limits = engine.name, limits_of(engine)
@@ -474,9 +472,9 @@ class RolloutDriver:
         return self._frozen(snapshot.Freezer(self.core), trained_through, {})()
 
     async def save(self, trained_through: int | None) -> State:
-        """Return what :meth:`state_dict` does without holding the loop for longer than a few milliseconds.
+        """Return the same as :meth:`state_dict`, without blocking the loop for longer than a few milliseconds.
 
-        References are collected between other callbacks, and a thread makes the state of them.
+        References to the core's objects are collected bit by bit, between other callbacks; a thread makes the state.
         """
         self._refuse_while_loading()
         copies: OutputCopies = {}
@@ -509,7 +507,7 @@ class RolloutDriver:
         core_state = freezer.finish(trained_through)
         outputs = copy_outputs(self._outputs | self.executor.samples.outputs(), copies)
         content = {"prompts": self._source.state_dict(), "sampling": sampling_out(self.sampling)}
-        return partial(_sealed, core_state, content, self.core.settings, outputs)
+        return partial(_make_state, core_state, content, self.core.settings, outputs)
 
     async def load_state_dict(
         self, state: dict[str, Any], path: str | None = None, transfer: Transfer | None = None, *,
@@ -525,7 +523,7 @@ class RolloutDriver:
         outputs = outputs_in(state.get("outputs", ()))
         self._refuse_paused("load_state_dict")
         async with self.paused():
-            # load into another core first, so that a state that is refused changes nothing; what it holds moves later
+            # load into a second core first, so that a refused state changes nothing; restore() moves the content later
             trial = RolloutCore(self.core.settings, [state.limits for state in self.core.engines.states.values()])
             loaded = snapshot.restore(trial, core)
             refuse_sampling(trial, sampling, self.sampling, allow_mismatch=self._settings.allow_mismatch)
@@ -592,16 +590,16 @@ class RolloutDriver:
         if self._broken is not None:
             return
         try:
-            follows = self._pump.running
+            nested = self._pump.running
             self._pump.post(event)
-            if not follows:  # a nested event is handled by the outermost call
+            if not nested:  # the outermost call does this for nested events
                 self._times.update(self.now())
                 self.long_waits.update()
                 self._remove_idle_engines()
                 if self._pump.handled >= self._collect_at:
                     self._collect_at = self._pump.handled + HANDLED_PER_COLLECTION
                     collect_garbage()
-                    self._limit.costs.look()
+                    self._limit.costs.fit_again()
         except Exception as error:
             # the core's state may be inconsistent, so no later result could be trusted
             self._stop_with_error(error)
@@ -645,7 +643,7 @@ class RolloutDriver:
         except RolloutError as error:
             self.post(ev.PromptsDrawn([], exhausted=False, error=str(error)))
             return
-        # wait for quick draws here, before any other event, so that such runs are reproducible
+        # wait for a quick draw here, before any other event, so that runs with quick draws are reproducible
         now = asyncio.get_running_loop().time
         began = now()
         quick = bool(wait([job], self._draw_patience_s).done) and job.result().error is None
@@ -684,7 +682,7 @@ class RolloutDriver:
         outputs = {name: output for name in samples if (output := self.executor.samples.output_of(name)) is not None}
         self.executor.samples.forget(samples)
         if outputs:
-            for sample in batch.samples:  # nobody else has these rows yet; copies of thousands would hold the loop
+            for sample in batch.samples:  # changed in place, as copying thousands would block the loop
                 object.__setattr__(sample, "output", outputs.get(sample.id))
         if self._outputs or outputs:
             out = {sample.id for others in self.core.leased.values() for sample in others}
@@ -711,8 +709,8 @@ class RolloutDriver:
             ), len(batch.group_sizes), self.core.settings.rollout_batch_size)  # fmt: skip
         if self._without_end is not None:
             self._warn_without_ends(batch)
-        if self._source.first is not None and not self._ranks_told:
-            self._ranks_told = True
+        if self._source.first is not None and not self._ranks_compared:
+            self._ranks_compared = True
             warn_of_equal_rollouts(self.core.settings.run_seed, self._source.first)
         if self._batch is not None:
             self._batch.set_result(batch)
@@ -766,7 +764,7 @@ class RolloutDriver:
         future = self._batch
         if future is not None and not future.done():
             future.set_exception(error)
-            future.exception()  # marks the error as retrieved; without a waiter, asyncio would log it
+            future.exception()  # without a waiter, asyncio would log the error
 
     def _fail_waiting(self, error: BaseException) -> None:
         self._fail_batch(error)
@@ -787,7 +785,7 @@ class RolloutDriver:
 KIND = "rollouts"
 """Name of this kind of saved state."""
 ALWAYS_REFUSED = {"stop", "stop_token_ids"}
-"""Sampling settings that must not change while tokens are held, as the tokens may already contain the new stops."""
+"""Sampling settings that must not change if the state holds tokens, as these may already contain the new stops."""
 
 
 def parts_of(state: Any) -> tuple[State, State, State]:
@@ -799,7 +797,7 @@ def parts_of(state: Any) -> tuple[State, State, State]:
     return parts[0], parts[1], parts[2]
 
 
-def _sealed(
+def _make_state(
     core_state: Callable[[], State], content: State, settings: CoreSettings, outputs: Mapping[SampleId, Any]
 ) -> State:
     core = core_state()
@@ -808,15 +806,15 @@ def _sealed(
 
 
 OutputCopies = dict[SampleId, tuple[Any, list[Any]]]
-"""For each sample the return value of its rollout function, and a list of its copy; empty if it has no plain form."""
+"""Return value of each sample's rollout function, with a list of its copy (empty if it has no plain form)."""
 OUTPUTS_AT_ONCE = 256
-"""Number of return values that are copied in one turn of the loop."""
+"""Number of return values that are copied in one iteration of the event loop."""
 
 
 def copy_outputs(outputs: Mapping[SampleId, Any], copies: OutputCopies) -> dict[SampleId, Any]:
     """Return copies of the rollout functions' return values as plain values, without those that have no plain form.
 
-    Values that are in ``copies`` are not copied again; the others are added to it.
+    ``copies`` holds earlier copies, which are used again; new copies are added to it.
     """
     for name, output in outputs.items():
         if name not in copies or copies[name][0] is not output:
@@ -828,9 +826,9 @@ def copy_outputs(outputs: Mapping[SampleId, Any], copies: OutputCopies) -> dict[
 
 
 def outputs_out(settings: CoreSettings, core: State, outputs: Mapping[SampleId, Any]) -> list[Any]:
-    """Return ``[group, index, value]`` for the return value of the rollout function of each sample saved as finished.
+    """Return ``[group, index, value]`` for each sample saved as finished; its rollout function returned ``value``.
 
-    Values that cannot be serialised are left out; ``snapshot`` says which samples are saved as finished.
+    Values that cannot be serialised are left out. ``april.core.snapshot`` decides which samples are saved as finished.
     """
     again = settings.group_reward or settings.has_filter
     return [
@@ -875,13 +873,13 @@ def refuse_sampling(core: RolloutCore, saved: Any, sampling: SamplingParams, *, 
             )
 
 
-def refuse_undrawn(core: RolloutCore, stand: Position) -> None:
-    """Raise CheckpointError if ``core`` holds a prompt twice, or a prompt that was not drawn before ``stand``."""
+def refuse_undrawn(core: RolloutCore, saved: Position) -> None:
+    """Raise CheckpointError if ``core`` holds a prompt twice, or a prompt that was not drawn before ``saved``."""
     names = [(group.prompt.epoch, group.prompt.position) for group in core.buffer]
-    if len(set(names)) < len(names) or any(name >= (stand.epoch, stand.position) for name in names):
+    if len(set(names)) < len(names) or any(name >= (saved.epoch, saved.position) for name in names):
         raise CheckpointError(
-            f"the state is damaged: it holds a prompt twice, or one that was not drawn before prompt {stand.position} "
-            f"of epoch {stand.epoch}"
+            f"the state is damaged: it holds a prompt twice, or one that was not drawn before prompt {saved.position} "
+            f"of epoch {saved.epoch}"
         )
 
 

@@ -65,7 +65,7 @@ class UserFunctions:
     filter: Callable[..., Any] | None = None
     detokenizer: Detokenizer | None = None
     endpoints: ClientEndpoints | None = None
-    """Opens endpoints at which other programs, such as agents, generate for a sample; None if that is not possible."""
+    """Object that opens HTTP endpoints at which agents and other programs generate for a sample; None without one."""
     images: ImagePlacer | None = None
     """Reader of images; None means that no conversation has images."""
 
@@ -94,7 +94,7 @@ MAX_EMPTY_CALLS = 1000
 MAX_RECENT_ERRORS = 8
 """Maximum number of remembered errors of functions, any of which can be the cause of a later error."""
 FORGOTTEN_AT_ONCE = 512
-"""Number of samples that are forgotten in one turn of the loop; thousands would hold the loop."""
+"""Number of samples that are forgotten in one iteration of the event loop; thousands at once would block it."""
 CLEAN_UP_S = 10.0
 """Maximum number of seconds that april waits for the end of an evaluation's cancelled functions."""
 
@@ -111,7 +111,7 @@ class _RunningSample:
     made: int = 0
     """Number of calls of llm.generate so far."""
     empty: int = 0
-    """Number of consecutive calls, up to the present one, that generated no token."""
+    """Number of consecutive calls, up to the latest one, that generated no token."""
     endpoint: ClientEndpoint | None = None
     """Endpoint of this sample, once the function has asked for it."""
     chat: Chat | None = None
@@ -153,7 +153,7 @@ class SampleFunctions:
     """Cancelled functions of evaluations that have not ended yet."""
 
     def forget(self, samples: Sequence[SampleId], start: int = 0) -> None:
-        """Forget delivered samples from number ``start`` on: a portion now and the rest in later turns of the loop."""
+        """Forget delivered samples from index ``start`` on: some now, the others in later iterations of the loop."""
         end = start + FORGOTTEN_AT_ONCE
         for sample in samples[start:end]:
             self._runners.pop(sample, None)
@@ -166,7 +166,7 @@ class SampleFunctions:
         return self._outputs.get(sample)
 
     def outputs(self, *, of_finished: bool = False) -> dict[SampleId, Any]:
-        """Return the values other than None that rollout functions returned, by sample, or only of finished samples."""
+        """Return the values (not None) that rollout functions returned, by sample, or only of finished samples."""
         runners = self._runners
         return {
             name: output
@@ -179,7 +179,7 @@ class SampleFunctions:
         self._runners[sample.id], self._outputs[sample.id] = _RunningSample(sample), output
 
     def close(self) -> None:
-        """Refuse all further generation for functions and their clients, and cancel the calls that wait for it."""
+        """Refuse all further generation for functions and their clients, and cancel all open calls."""
         self._closed = True
         for runner in self._runners.values():
             self._close_endpoint(runner)
@@ -187,7 +187,7 @@ class SampleFunctions:
                 call.cancel()
 
     def _refuse_after_its_end(self, function: UserCall) -> None:
-        """Raise an error if the function has ended or the scheduler is closed; its tasks may still call ``llm``."""
+        """Raise an error if the function has ended or the scheduler is closed; tasks that it started may call this."""
         if self._closed:
             raise SchedulerClosed("llm: the scheduler is closed, so nothing is generated any more")
         if function.done:
@@ -289,11 +289,11 @@ class SampleFunctions:
             return runner.chat
 
         def ended(output: Any, error: BaseException | None) -> None:
-            """Post how the function ended. A lost function will run again and repeat the calls that were answered."""
+            """Post how the function ended."""
             unread = self._close_endpoint(runner)
             if output is not None and self._runners.get(sample.id) is runner:
                 self._outputs[sample.id] = output
-            if isinstance(error, FunctionLost):  # it will repeat its calls, so their answers are not dropped
+            if isinstance(error, FunctionLost):  # it runs again and repeats its calls, so their answers are kept
                 self._end_calls(runner)
                 self._post(ev.FunctionLost(sample.id))
                 return
@@ -337,9 +337,9 @@ class SampleFunctions:
     async def _attached(
         self, sample: Sample, token_ids: Int32, images: Sequence[Any], *, any_chain: bool
     ) -> tuple[Int32, tuple[Placed, ...]]:
-        """Return the tokens of a conversation, with the tokens that the model reads for images, and the attachments.
+        """Return a conversation's tokens, with the tokens of images in place of placeholders, and its attachments.
 
-        ``images`` are the images of the part of the conversation that is new since the last call.
+        ``images`` belong to the part of the conversation that is new since the last call.
         """
         have, known = known_attached(sample, token_ids, any_chain=any_chain, new=bool(images))
         reader = self._functions.images
@@ -368,9 +368,9 @@ class SampleFunctions:
         """
         place = place_of(error, function)
         kind = kind_of(error, place)
-        told, once = describe_with_place(error, place), bool(kind) and which not in self._succeeded
-        self._failures.warn(error, f"{which} failed for %s", where, told=told, once=once)
-        why = f"the {which} failed: {told}"
+        text, once = describe_with_place(error, place), bool(kind) and which not in self._succeeded
+        self._failures.warn(error, f"{which} failed for %s", where, text=text, once=once)
+        why = f"the {which} failed: {text}"
         self._recent_errors.pop(why, None)
         self._recent_errors[why] = error
         if len(self._recent_errors) > MAX_RECENT_ERRORS:
@@ -378,14 +378,14 @@ class SampleFunctions:
         return why, kind
 
     def cause_of(self, failure: str) -> BaseException | None:
-        """Return the remembered error with whose text ``failure`` ends; None if there is none."""
+        """Return the remembered error whose text is the end of ``failure``; None if there is none."""
         return next((error for said, error in reversed(self._recent_errors.items()) if failure.endswith(said)), None)
 
     def _evaluation_failed(self, sample: Sample, what: str, error: BaseException) -> None:
         assert sample.evaluation is not None
         self.evaluation_errors.setdefault(sample.evaluation.request.evaluation, error)
-        told = describe_with_place(error, place_of(error))
-        why = told if isinstance(error, RolloutError) else f"{what} raised {told}"
+        text = describe_with_place(error, place_of(error))
+        why = text if isinstance(error, RolloutError) else f"{what} raised {text}"
         self._post(ev.SampleFailed(sample.id, why))
 
     async def wait_for_cancelled(self) -> None:
@@ -398,7 +398,7 @@ class SampleFunctions:
         sample, result = command.call.sample, command.call.result
         runner = self._runners.get(sample.id)
         if runner is None:
-            self._post(ev.SampleReturned(sample.id))  # the default function returns now
+            self._post(ev.SampleReturned(sample.id))  # only the default function has no runner
             return
         call = runner.calls.pop(command.call.number, None)  # None if the function has ended meanwhile
         assert result is not None
@@ -480,7 +480,7 @@ class SampleFunctions:
                         row_rewards_of(v, response, weights, layout)
                         for v, response in zip(values, responses, strict=True)
                     ]
-                    # only now: the valid rewards of a group with an invalid one decide nothing
+                    # only now, so that a group with an invalid reward does not set the layout of the run's rewards
                     self._core.context.reward_layout.update(layout)
                 except (Exception, SystemExit) as raised:
                     error = raised.with_traceback(None)  # the traceback has only april's own lines

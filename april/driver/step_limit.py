@@ -1,9 +1,9 @@
 """Measures how far a step was from the limit of its engines, and which causes took the rest of the time.
 
 The limit is the time that the same engines would take for the step's tokens if all places (slots for requests) were
-always busy and nothing was prefilled twice. It is computed from costs that are fitted to each engine's requests, with
-the position of each token in its response. Prefilling again counts at the cost of its tokens. The rest of the time is
-divided among the causes of empty places, in proportion to the place-seconds of each.
+always busy and nothing was prefilled twice. It follows from decoding costs that are fitted to each engine's requests
+and grow with the length of the sequence. Tokens that were prefilled again are a loss of their own. The rest of the time
+is divided among the causes of empty places, in proportion to the place-seconds of each.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ GROUPS: dict[str, tuple[IdleCause, ...]] = {
 }
 """Groups of causes for empty places, by the name used in metrics."""
 NEGLIGIBLE_SHARE = 0.02
-"""If less than this share of the place-time was empty, empty places do not explain the lost time."""
+"""If less than this share of the place-seconds was empty, all lost time counts as unexplained."""
 FITS_AT_A_TIME = 2
-"""Maximum number of engines whose cost is fitted again at one delivery."""
+"""Maximum number of engines whose cost is fitted again when a batch is delivered."""
 QUICK_FIT = 512
-"""Maximum number of requests that are fitted at a delivery, in some 3 ms; larger fits are made between events."""
+"""Maximum number of an engine's requests for a fit at a delivery (some 3 ms); larger fits are made between events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class LimitDistance:
     Attributes:
         at_limit: Share that the step would take at the limit.
         reprefill: Share for prefilling interrupted responses again.
-        causes: Shares of the causes of empty places, by group name.
-        unexplained: Share of the lost time in which places were full.
+        causes: Shares that were lost to empty places, by the name of the causes' group in GROUPS.
+        unexplained: Share that was lost although hardly any place was empty.
     """
 
     at_limit: float
@@ -56,11 +56,11 @@ def distance_of(
     """Compute the distance from the limit over a period; None if there were no requests, or no time passed.
 
     Args:
-        brought: For each engine its cost and the sums over its requests.
+        brought: Pairs of each engine's cost and the sums over its requests.
         places: Number of request places of all engines together.
         seconds: Length of the period.
         again: Number of tokens that were prefilled again in the period.
-        idle: Place-seconds that were empty, by the names of GROUPS.
+        idle: Place-seconds that were empty, by the name of the cause's group in GROUPS.
     """
     pairs = list(brought)
     if not pairs or seconds <= 0.0:
@@ -81,7 +81,7 @@ def distance_of(
 
 
 def idle_of(metrics: Mapping[str, float], places: float) -> dict[str, float]:
-    """Return the place-seconds that were empty before a batch, by the names of GROUPS."""
+    """Return the place-seconds that were empty in the step of a batch, by the name of the cause's group in GROUPS."""
     place_s = places * metrics.get("step_s", 0.0)
     return {
         name: place_s * sum(metrics.get(f"idle_{cause}", 0.0) for cause in causes) for name, causes in GROUPS.items()
@@ -91,7 +91,7 @@ def idle_of(metrics: Mapping[str, float], places: float) -> dict[str, float]:
 class EngineCosts:
     """Holds the cost of decoding on each engine, fitted to its latest requests.
 
-    An engine is fitted again when its requests have grown by half, or when all remembered requests are new.
+    An engine is fitted again when the number of its requests has grown by half, or all remembered requests are new.
     """
 
     def __init__(self, requests: RequestLog) -> None:
@@ -100,12 +100,12 @@ class EngineCosts:
         self._seen: dict[str, int] = {}
         """Number of requests of each engine at its latest fit."""
 
-    def look(self, engines: int = 1, most: int = KEPT_REQUESTS) -> None:
+    def fit_again(self, engines: int = 1, most: int = KEPT_REQUESTS) -> None:
         """Fit some engines with enough new requests since their last fit, and forget removed engines.
 
         Args:
             engines: Maximum number of engines to fit.
-            most: Number of kept requests up to which an engine may be fitted.
+            most: Maximum number of remembered requests of an engine; engines with more are left out.
         """
         for gone in self._seen.keys() - {name for name, _ in self._requests}:
             del self._seen[gone]
@@ -132,7 +132,7 @@ class EngineCosts:
 
 
 class StepLimit:
-    """Computes the metrics of each batch about its distance from the limit."""
+    """Computes, for each batch, the metrics of its step's distance from the limit."""
 
     def __init__(self, requests: RequestLog) -> None:
         self._requests = requests
@@ -143,7 +143,7 @@ class StepLimit:
 
         ``metrics`` are the batch's other metrics, ``places`` the number of request places of all engines.
         """
-        self.costs.look(FITS_AT_A_TIME, QUICK_FIT)
+        self.costs.fit_again(FITS_AT_A_TIME, QUICK_FIT)
         known = [(self.costs.of(name), brought) for name, brought in self._requests.take_sums().items()]
         found = distance_of(
             ((cost, brought) for cost, brought in known if cost is not None),

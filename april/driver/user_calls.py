@@ -36,11 +36,10 @@ from april.errors import RolloutError
 log = logging.getLogger("april")
 
 PLAIN_FUNCTIONS_AT_ONCE = min(32, (os.cpu_count() or 1) + 4)
-"""Maximum number of plain reward functions and filters that run at once; functions past their time limit do not
-count."""
+"""Maximum number of plain reward functions and filters that run at once; those past their time limit do not count."""
 
 WARN_AGAIN = 10
-"""After a warning, the same function is not named again for this many times the warning time."""
+"""Multiple of the warning time (``warn_s``) that must pass before a warning names the same function again."""
 
 ResultCallback = Callable[[Any, BaseException | None], None]
 Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
@@ -78,7 +77,7 @@ class UserCall:
         answered(value, error)
 
     def on_timeout(self) -> float | None:
-        """Answer the call with an error; if there is a warning time and no warning yet, only warn."""
+        """Log a warning at the first timeout, if there is a warning time; otherwise answer the call with an error."""
         limits = self._calls.limits
         if limits.warn_s is not None and not self._warned:
             self._warned = True
@@ -117,21 +116,21 @@ class UserCalls:
     """Calls the user's functions for one driver; must be used on its event loop."""
 
     def __init__(
-        self, limits: Timeouts, threads: WorkerThreads, spawn: Spawn, pace: LoopThrottle | None = None
+        self, limits: Timeouts, threads: WorkerThreads, spawn: Spawn, throttle: LoopThrottle | None = None
     ) -> None:  # fmt: skip
         self.limits = limits
-        self._throttle = pace or LoopThrottle()
+        self._throttle = throttle or LoopThrottle()
         self._threads = threads
         self._spawn = spawn
         self._context = copy_context()
         self._closed = False
         self._warned: dict[str, float] = {}
-        """For each function that a warning has named, the loop time from which a warning may name it again."""
+        """Loop time from which a warning may name a function again, by the name of the function."""
         self._free_threads = PLAIN_FUNCTIONS_AT_ONCE
         self._waiting: deque[tuple[UserCall, Callable[..., Any], tuple[Any, ...]]] = deque()
         """Queue of plain functions for which no thread is allowed yet."""
         self._in_threads: dict[UserCall, asyncio.Future[None] | None] = {}
-        """Running plain functions. After :meth:`close`, each has a future that is done when the function ends."""
+        """Running plain functions; after :meth:`close`, each with a future that is done when the function ends."""
 
     def begin(
         self, function: Callable[..., Any], args: tuple[Any, ...], where: object, answered: ResultCallback
@@ -150,7 +149,7 @@ class UserCalls:
     def begin_async(
         self, function: Callable[..., Any], args: tuple[Any, ...], where: object, answered: ResultCallback
     ) -> UserCall:
-        """Do the same as :meth:`begin` for a function that is known to be async."""
+        """Do the same as :meth:`begin`, for a function that is known to be async."""
         call = UserCall(self, function, where, answered)
         call.task = self._spawn(self._run_on_loop(call, function, args))
         call.task.set_name(f"{name_of(function)} for {where}")
@@ -176,7 +175,7 @@ class UserCalls:
             self._start_threads()
 
     def close(self) -> dict[asyncio.Future[None], str]:
-        """Start and answer no more calls. Returns a future of the end of each running plain function, with its name."""
+        """Start and answer no more calls. Returns the names of running plain functions, by futures of their ends."""
         self._closed = True
         self.limits.close()
         self._waiting.clear()
@@ -219,13 +218,13 @@ class UserCalls:
                 self._start_thread(call, function, args)
 
     def _start_thread(self, call: UserCall, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        def heard(outcome: Outcome) -> None:
+        def on_outcome(outcome: Outcome) -> None:
             self.limits.stop(call)
             self._thread_ended(call, outcome)
             self.release_thread(call)
 
         try:
-            self._threads.run(self._context.copy(), run_as_user_code, (function, *args), heard)
+            self._threads.run(self._context.copy(), run_as_user_code, (function, *args), on_outcome)
         except RolloutError as error:
             call.answer(None, error)
             return
@@ -240,7 +239,7 @@ class UserCalls:
         if call.done:
             return
         if outcome.awaitable:
-            # a plain function returned a coroutine; the coroutine is closed if its task is cancelled before the start
+            # a plain function returned a coroutine, which must be closed if its task is cancelled before it starts
             call.task = self._spawn(self._run_on_loop(call, outcome.take, ()))
             call.task.add_done_callback(lambda _: outcome.close())
         else:
@@ -301,7 +300,7 @@ class Timeouts:
     def _check(self) -> None:
         """Call ``on_timeout()`` of all operations past their deadline, and set the timer for the next deadline."""
         loop = asyncio.get_running_loop()
-        # _timer stays set during the loop, so that operations which on_timeout() starts set no second timer
+        # _timer stays set in this loop, so that start(), when on_timeout() calls it, does not set a second timer
         while self._deadlines:
             what, deadline = next(iter(self._deadlines.items()))
             if deadline > loop.time():
@@ -328,11 +327,12 @@ class WorkerThreads:
         self._pool = DaemonPool("april-worker", max_workers=sys.maxsize)
 
     def run(
-        self, context: Context, function: Callable[..., Any], args: tuple[Any, ...], heard: Callable[[Outcome], None]
-    ) -> Future[Outcome]:
-        """Run ``function(*args)`` in a thread, in ``context``, and call ``heard(outcome)`` on the running loop.
+        self, context: Context, function: Callable[..., Any], args: tuple[Any, ...],
+        on_outcome: Callable[[Outcome], None],
+    ) -> Future[Outcome]:  # fmt: skip
+        """Run ``function(*args)`` in a thread, in ``context``, and call ``on_outcome`` on the running loop.
 
-        Returns a future of the outcome, on which threads can wait. ``heard`` is not called once the loop is closed.
+        Returns a future of the outcome, on which threads can wait. A closed loop does not call ``on_outcome``.
 
         Raises:
             RolloutError: the system allows no more threads.
@@ -345,7 +345,7 @@ class WorkerThreads:
                 f"the system gives no more threads ({error}; this process has {threading.active_count()}), and each "
                 "plain function needs one; start fewer samples at a time, or write async functions"
             ) from None
-        job.add_done_callback(lambda done: call_on(loop, heard, done.result()))
+        job.add_done_callback(lambda done: call_on(loop, on_outcome, done.result()))
         return job
 
     async def call(self, function: Callable[..., Any], *args: Any) -> Any:

@@ -44,7 +44,7 @@ def run_as_user_code(function: Callable[..., T], *args: Any) -> T:
 
 
 def call_user_code(function: Callable[[], T]) -> T:
-    """Call a function in a copy of the context that is marked as by :func:`inside_user_code`.
+    """Call a function inside :func:`inside_user_code`, in a copy of the current context.
 
     Because only the copy is marked, a signal that interrupts the trainer's thread cannot leave it marked.
     """
@@ -176,7 +176,7 @@ def outcome_of(function: Callable[[], Any]) -> Outcome:
 
 
 def harmless(error: BaseException) -> BaseException:
-    """Return the error itself, or a RolloutError that wraps it if raising it elsewhere would mean something else.
+    """Return the error; if Python or asyncio would treat it specially, wrapped in a RolloutError.
 
     KeyboardInterrupt, StopIteration and GeneratorExit are examples of such errors.
     """
@@ -190,7 +190,7 @@ def harmless(error: BaseException) -> BaseException:
 
 
 def own_cancellation(error: asyncio.CancelledError) -> RolloutError:
-    """Return a RolloutError for a CancelledError if the current task was not cancelled; otherwise raise it again."""
+    """Raise a CancelledError again if the current task was cancelled; otherwise return a RolloutError for it."""
     task = asyncio.current_task()
     assert task is not None
     if task.cancelling():
@@ -219,7 +219,7 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
-_HOUSE = str(Path(__file__).parent.parent) + os.sep
+_APRIL_DIR = str(Path(__file__).parent.parent) + os.sep
 _STDLIB = tuple(place + os.sep for place in filter(None, map(sysconfig.get_path, ("stdlib", "platstdlib"))))
 _SITES = "site-packages", "dist-packages"
 MOST_CAUSES = 16
@@ -233,7 +233,7 @@ def is_user_file(file: str) -> bool:
 
 def is_april_file(file: str) -> bool:
     """Return whether a source file is april's own."""
-    return file.startswith(_HOUSE)
+    return file.startswith(_APRIL_DIR)
 
 
 @functools.lru_cache(4096)
@@ -254,8 +254,8 @@ def file_of(frame: FrameType) -> str:
 def place_of(error: BaseException, function: Callable[..., Any] | None = None) -> str:
     """Return where the user's code raised an error, such as ``line 7 of rewards.py``.
 
-    If no line of the user's code raised the error, this is the library's line; without that, the line where
-    ``function`` is defined; otherwise empty.
+    If the traceback has no line of the user's code, this is the last line of a library; without such a line, the line
+    where ``function`` is defined; otherwise empty.
     """
     if isinstance(error, RemoteFunctionError):
         return ""
@@ -287,20 +287,20 @@ def describe_with_place(error: BaseException, place: str) -> str:
 class FunctionLost(RolloutError):
     """Raised when the process that ran a function has died.
 
-    A rollout function starts again; its calls that were complete get the recorded answers.
+    A lost rollout function is started again; calls that it had completed then get their recorded answers.
     """
 
 
 class RemoteFunctionError(RolloutError):
-    """Raised for a function that failed in another process, which reported message and ``kind`` (:func:`kind_of`)."""
+    """Raised for a function that failed in another process; ``kind`` is what :func:`kind_of` returned there."""
 
-    def __init__(self, told: str, kind: str = "") -> None:
-        super().__init__(told)
+    def __init__(self, message: str, kind: str = "") -> None:
+        super().__init__(message)
         self.kind = kind
 
 
 def kind_of(error: BaseException, place: str) -> str:
-    """Return type and line of an error that a retry would raise again; empty for an error that may be temporary.
+    """Return type and line of an error that a retry would raise again, or "" for an error that may be temporary.
 
     Only Python's builtin errors and april's UsageError count as permanent. Errors of libraries and users, and errors
     raised because of them, may stand for a server that is temporarily unreachable, such as a judge.
@@ -310,19 +310,19 @@ def kind_of(error: BaseException, place: str) -> str:
     if isinstance(error.__cause__, (StopIteration, StopAsyncIteration)):  # wrapped by harmless()
         error = error.__cause__
     mistaken = isinstance(error, (UsageError, TypeError, AttributeError, NameError, ImportError, NotImplementedError))
-    return f"{type(error).__name__}, {place}" if mistaken or not _passes(error) else ""
+    return f"{type(error).__name__}, {place}" if mistaken or not _may_pass(error) else ""
 
 
-def _passes(error: BaseException, deep: int = MOST_CAUSES) -> bool:
-    """Return whether an error, one of its causes, or any error of a group may be temporary."""
+def _may_pass(error: BaseException, deep: int = MOST_CAUSES) -> bool:
+    """Return whether an error may be temporary: by its type, or that of a cause or of an error in its group."""
     if isinstance(error, (OSError, EOFError, MemoryError)) or type(error).__module__ != "builtins":
         return True
     if isinstance(error, BaseExceptionGroup):
-        return any(_passes(member, deep) for member in error.exceptions)
-    by_hand = not isinstance(error, (LookupError, ArithmeticError, AssertionError))
-    context = error.__context__ if by_hand and not error.__suppress_context__ else None
+        return any(_may_pass(member, deep) for member in error.exceptions)
+    own_bug = isinstance(error, (LookupError, ArithmeticError, AssertionError))  # even if another error came before
+    context = None if own_bug or error.__suppress_context__ else error.__context__
     before = error.__cause__ or context
-    return before is not None and deep > 0 and _passes(before, deep - 1)
+    return before is not None and deep > 0 and _may_pass(before, deep - 1)
 
 
 log = logging.getLogger("april")
@@ -334,8 +334,8 @@ class FailureLog:
     def __init__(self) -> None:
         self._seen: set[tuple[object, ...]] = set()
 
-    def warn(self, error: BaseException, what: str, *where: object, told: str = "", once: bool = False) -> None:
-        """Log the message ``what % where`` with the error or, if given, the text ``told``.
+    def warn(self, error: BaseException, what: str, *where: object, text: str = "", once: bool = False) -> None:
+        """Log the message ``what % where``, followed by ``text`` or, if that is empty, the error.
 
         ``once`` logs only the first error of each type and line.
         """
@@ -345,8 +345,8 @@ class FailureLog:
         kind = (type(error), *((trace.tb_frame.f_code, trace.tb_lineno) if trace is not None else (what,)))
         first = kind not in self._seen
         self._seen.add(kind)
-        if isinstance(error, (UsageError, RemoteFunctionError)):  # the traceback is april's own
+        if isinstance(error, (UsageError, RemoteFunctionError)):  # the traceback has only april's frames
             trace = None
         if first or not once:
             traced = error if first and trace is not None else None
-            log.warning(f"{what}: %s", *where, told or describe(error), exc_info=traced)
+            log.warning(f"{what}: %s", *where, text or describe(error), exc_info=traced)

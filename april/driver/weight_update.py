@@ -40,14 +40,14 @@ class WeightUpdate:
     """A weight update, or the load of a saved state, whose transfer is awaited on the event loop.
 
     Args:
-        transfer: Awaited in the task of :meth:`ended`; None if the engines load the weights themselves.
+        transfer: Coroutine function that :meth:`ended` awaits; None if the engines load the weights themselves.
     """
 
     restore: Callable[[], None]
     """Callback that puts a saved state into the core; set only when a state is loaded."""
 
     sender: WeightSender | None = None
-    """april's weight sender, if the transfer uses it; it knows which engines got all weights."""
+    """april's weight sender, which knows the engines that got all weights; None if the transfer does not use it."""
 
     def __init__(self, transfer: Transfer | None = None) -> None:
         self._transfer = transfer
@@ -57,7 +57,7 @@ class WeightUpdate:
         """Names of the engines that are paused for the update; empty before they are paused."""
 
     def begin(self, number: int) -> None:
-        """Give the update its number and create the futures of its progress."""
+        """Set the update's number, and create the futures ``engines_paused`` and ``version``."""
         loop = asyncio.get_running_loop()
         self.number = number
         self.engines_paused: asyncio.Future[None] = loop.create_future()
@@ -66,9 +66,8 @@ class WeightUpdate:
     async def ended(self, updates: OpenUpdates) -> PolicyVersion:
         """Run the transfer once the engines are paused, wait for the end, and return the new version.
 
-        If the caller is cancelled, the update is cancelled and its end is still awaited.
-
-        Errors of the transfer and of calls to engines are raised.
+        If the caller is cancelled, this cancels the update and still waits for its end. Raises the errors of the
+        transfer and of engine calls.
         """
         transfer, cancelled = self._transfer, None
         while not self.version.done():
@@ -94,21 +93,22 @@ class WeightUpdate:
         if self.sender is None or not self.sender.outcome_known:
             return None
         left_out = self.sender.left_out.items()
-        return tuple(ev.TransferFailure(name, fate.why, fate.partially_updated) for name, fate in left_out)
+        return tuple(ev.TransferFailure(name, failure.why, failure.partially_updated) for name, failure in left_out)
 
     def fail(self, error: BaseException) -> None:
         """End the update with an error, unless it has ended."""
         if not self.version.done():
             self.version.set_exception(error)
-            self.version.exception()  # marks the error as retrieved, as the caller may be gone
+            self.version.exception()  # keeps asyncio from logging the error if the caller is gone
 
 
 class TrainerUpdate(WeightUpdate):
-    """A weight update whose transfer runs in the trainer's thread, which called for it.
+    """A weight update that the trainer's thread requests, and whose transfer function runs in that thread.
 
     Args:
         thread: Thread of april's event loop.
-        transfer: Called in the trainer's thread with the names of the paused engines.
+        transfer: Function that gives the weights to the paused engines, whose names are its argument; None if the
+            engines load the weights themselves.
         asked: Call name, path and other arguments, by which an interrupted call is recognised when it is repeated.
         sender: april's weight sender, if the transfer uses it.
         limit_s: Maximum number of seconds for the transfer function, after which the update fails; None means no limit.
@@ -121,31 +121,31 @@ class TrainerUpdate(WeightUpdate):
         super().__init__(None if transfer is None else self._hand_over)
         self.sender, self._limit_s = sender, limit_s
         self._timeout_error = ""
-        """Error message once the transfer has taken longer than ``limit_s``, so that april waits no more."""
+        """Error message if the transfer has taken longer than ``limit_s``; otherwise empty."""
         self._thread = thread
         self._function = transfer
         self._request = asked
         self._caller_thread: int | None = None
-        """Identifier of the thread that runs the transfer and waits for the end of the update; otherwise None."""
+        """Identifier of the thread that runs the transfer and waits for the end; None if no thread does."""
         self._transferred = transfer is None
         self._interruption: BaseException | None = None
-        """Error that interrupted the caller before the transfer was complete, so that the update does not happen."""
+        """Error that interrupted the caller before the transfer was complete, so that there is no update; else None."""
         self._reply: Reply[PolicyVersion] | None = None
         self._ready = Reply[None]()
-        """Reply that is given once the engines are paused, or once the update has ended without a pause."""
+        """Thread-safe future, done once the engines are paused, or once the update has ended without a pause."""
         self._handed_over: asyncio.Future[None] | None = None
 
     # ---------------------------------------------------------------- the trainer's thread
 
     def repeats(self, asked: tuple[object, ...]) -> bool:
-        """Return whether a call with these arguments repeats this update, whose result was not returned yet."""
+        """Return whether a call with these arguments repeats an interrupted call for this update, to get its result."""
         failed = self._reply is not None and self._reply.done() and self._reply.error() is not None
         return self._request == asked and self._interruption is None and not failed
 
     def carry_out(self, run: Callable[[WeightUpdate], Coroutine[Any, Any, PolicyVersion]]) -> PolicyVersion:
         """Start the update, run the transfer, wait for the end, and return the new version.
 
-        ``run`` makes the driver's coroutine for the update. Steps that are done already are skipped.
+        ``run`` makes the driver's coroutine for the update. A repeated call skips the steps that are done already.
 
         Raises:
             RolloutError: a signal handler called this in the middle of the transfer, so it would wait for itself.
@@ -173,7 +173,7 @@ class TrainerUpdate(WeightUpdate):
             finally:
                 self._report_progress()
             if self._interruption is not None and self._reply is not None:
-                self._reply.wait()  # takes until the engines have resumed with the old version
+                self._reply.wait()  # until the engines have resumed with the old version
             if self._timeout_error and isinstance(error, KeyboardInterrupt):
                 raise EngineError(self._timeout_error) from None
             raise
@@ -238,18 +238,18 @@ class TrainerUpdate(WeightUpdate):
 class OpenUpdates:
     """Holds the updates that have begun and not ended, and passes the core's commands on to them.
 
-    ``post`` is called with the events of these updates.
+    ``post`` passes events to the core.
     """
 
     def __init__(self, post: Callable[[ev.Event], None]) -> None:
         self._post = post
         self._open: dict[int, WeightUpdate] = {}
         self._errors: dict[int, BaseException] = {}
-        """Errors of engine calls by call number (0 is the transfer), to be raised in the call of the trainer."""
+        """Errors of engine calls by call number (0 is the transfer), to be raised in the trainer's call."""
         self._last = 0
 
     def begin(self, update: WeightUpdate, **request: Any) -> None:
-        """Request an update from the core; ``request`` has fields of UpdateRequested. The caller must await the end."""
+        """Request an update from the core; ``request`` has fields of UpdateRequested. The caller must await its end."""
         self._last += 1
         update.begin(self._last)
         self._open[update.number] = update
@@ -278,7 +278,7 @@ class OpenUpdates:
         self._post(ev.UpdateCancelled(number))
 
     def failed(self, call: int, error: BaseException) -> None:
-        """Remember the error of an engine call, for the caller of the update."""
+        """Remember the error of an engine call, to raise it in the trainer's call."""
         if self._open:
             self._errors[call] = error
 
@@ -315,7 +315,7 @@ UNCHANGED = {
     "weight_update": "would keep the old weights under the new version",
     "load_state_dict": "would keep their current weights under the checkpoint's version",
 }
-"""Part of an error message, by the trainer's call: what servers would do that get no weights."""
+"""Part of an error message, by the name of the trainer's call: what servers without new weights would do."""
 
 
 def directory_for(
@@ -325,14 +325,14 @@ def directory_for(
     """Check the path of an update, and return it as the engines need it: absolute if there are servers.
 
     Args:
-        engines: Engines of this process, by name. Those that do not read the trainer's model in place are servers.
+        engines: Engines by name. Servers are those that are remote and do not share the trainer's weights.
         written: True if a transfer gives the engines the weights.
         what: Name of the trainer's call, for messages.
         in_flight: What happens to requests in flight during the update.
 
     Raises:
-        ConfigError: there are servers and neither a path nor a transfer, so the servers would keep the old weights
-            under the new version; or the path is that of an adapter that an engine cannot load.
+        ConfigError: there are servers, but neither a path nor a transfer, so they would keep the old weights; or the
+            path holds an adapter (LoRA) that an engine cannot load, or that ``in_flight`` does not allow.
     """
     able = {name: engine.capabilities for name, engine in engines.items()}
     servers = [name for name, can in able.items() if can.remote and not can.shares_weights]

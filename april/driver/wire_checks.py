@@ -1,6 +1,6 @@
 """Checks the responses of engines: tokens, log-probabilities, policy versions, extras and finish reasons.
 
-``april.core.value_checks`` has the checks of single numbers, which are also used for saved states.
+``april.core.value_checks`` checks single ids and log-probabilities, also those of saved states.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class AnswerChecks:
         self._finish = chunk.finish
         if len(chunk.tokens):
             if not chunk.own_end:
-                self._check_goes_on(chunk.tokens)
+                self._refuse_tokens_after_end(chunk.tokens)
             for token in self._banned:
                 if (chunk.tokens == token).any():
                     raise WireError(
@@ -87,7 +87,7 @@ class AnswerChecks:
             raise WireError(f"{self.count} tokens came with {wrong}")
         note_layout(self._layout, end.extras, request.extras)
 
-    def _check_goes_on(self, tokens: Int32) -> None:
+    def _refuse_tokens_after_end(self, tokens: Int32) -> None:
         """Raise WireError if tokens follow a token that ends responses.
 
         The first ``min_tokens`` tokens cannot end a response.
@@ -109,7 +109,7 @@ class AnswerChecks:
         """Check that the finish reason is plausible (:func:`check_end`), and return it.
 
         ``matched`` says that april found a stop string; then the finish reason is not compared with the tokens. If the
-        engine has stopped at a stop string that april does not find, it has cut the response, and ABORT is returned.
+        engine reports a stop string that april did not find, the response was cut too early, and ABORT is returned.
 
         Raises:
             WireError: the finish reason contradicts the tokens received.
@@ -131,7 +131,7 @@ class AnswerChecks:
 def copied(chunk: Chunk, extras: Sequence[str]) -> Chunk:
     """Return a copy of the chunk with only the named ``extras``, because the engine may reuse its buffers.
 
-    Values that are not arrays are kept as they are; the checks refuse them.
+    Values that are not arrays are kept as they are; later checks refuse them.
     """
     rows = {name: _copy(chunk.extras[name]) for name in extras if name in chunk.extras} if chunk.extras else NO_EXTRAS
     return Chunk(
@@ -158,7 +158,7 @@ def _copy(array: Any) -> Any:
 def refuse_without_extras(attempt: Attempt, finish: EngineFinish) -> None:
     """Raise WireError for a response without the requested extras, unless it was aborted.
 
-    Aborted or not, the response loses its tokens, and they are counted under ``no_extras``."""
+    In both cases the tokens of the response are dropped, and counted as ``no_extras``."""
     if attempt.tape.bare and finish is not EngineFinish.ABORT:
         raise WireError(f"{attempt.tape.bare} tokens came without the rows of {', '.join(attempt.request.extras)}")
 

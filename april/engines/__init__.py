@@ -1,1 +1,1 @@
-"""Engines generate tokens: one protocol for all, and one package or file per engine."""
+"""Inference engines that generate tokens: one protocol for all of them, and one package per kind of engine."""

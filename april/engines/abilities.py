@@ -1,7 +1,7 @@
-"""The abilities of an engine: a record of what it can do, and a table of what april says about each ability.
+"""Describes what an engine can do (:class:`Capabilities`), and what april checks and reports about each ability.
 
-For each ability, the table has the settings that need it, the sentences and remedies where an engine lacks it, and the
-findings of ``april doctor``.
+Each entry of the table ``ABILITIES`` belongs to one ability: a check of the settings that need it, the messages and
+remedies for engines that lack it, and what the command ``april doctor`` reports about it.
 """
 
 from __future__ import annotations
@@ -25,157 +25,155 @@ class AbortMeans(StrEnum):
     BY_ID = "by id"
     """Each request is aborted by its id; the answer contains its tokens."""
     PAUSE = "pause"
-    """All requests are aborted at once, by pausing the server in its abort mode."""
+    """All requests are aborted at once, by pausing the server in a mode that aborts them."""
     CLOSE = "close"
-    """The client closes the stream: tokens that were read are kept, tokens that the server had not sent yet are
-    lost."""
+    """The client closes the stream. Tokens that it has read are kept; tokens that the server has not sent are lost."""
 
 
 class FirstWeights(StrEnum):
     """What a run knows about the weights of an engine when it connects, before the first weight update."""
 
     KNOWN = "known"
-    """The engine has the weights that it was started with, or those that the settings declare as the first version.
-    This is assumed of an engine whose weights have no label to tell by."""
+    """The engine has the weights that it was started with, or the settings say that the run begins with its weights.
+    april assumes this of engines that cannot label their weights."""
     UNVERIFIED = "unverified"
-    """Another program has labelled the weights. april takes them for the first version."""
+    """Another program has labelled the weights, and april assumes that they are the run's first version."""
     OTHERS = "others"
     """Another run of april has loaded all or some of the weights. They belong to no version of this run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSite:
-    """Which adapters (LoRA) an engine accepts as policy versions."""
+    """Which LoRA adapters an engine accepts as new policy versions."""
 
     max_rank: int | None = None
     """Largest rank of an adapter; None if unknown."""
     slots: int | None = None
-    """Number of adapters whose requests can run at the same time, the base model not counted; None if unknown."""
+    """Number of adapters that can serve requests at the same time, not counting the base model; None if unknown."""
     scales: bool = True
-    """True if the engine supports scales and ranks per layer, and rank-stabilised adapters."""
+    """True if the engine supports a separate scale and rank for each layer, and rank-stabilised adapters."""
     base: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
-    """Shapes of the model's matrices, indexed by layer name, as far as they are known."""
+    """Shapes of the base model's matrices, indexed by layer name; layers of unknown shape are missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """The abilities of an engine. The layers above decide by this record, never by the engine's name."""
+    """The abilities of an engine. Other modules decide by these fields, never by the kind of engine."""
 
     logprob_kind: LogprobKind
     vocab_size: int
     """Size of the vocabulary; token ids are in [0, vocab_size)."""
     max_context: int
-    """Largest number of tokens of prompt plus response."""
+    """Maximum number of tokens in the prompt and the response together."""
     eos_token_ids: tuple[int, ...] = ()
     """Token ids that end every response, in addition to the stop ids of a request."""
     max_in_flight: int | None = None
-    """Number of requests decoded at the same time; further ones are queued inside the engine. None if unknown or
+    """Maximum number of requests decoded at the same time; the engine queues further requests. None if unknown or
     unbounded."""
     returns_partials: bool = True
     """True if an aborted request returns the tokens generated so far."""
     shares_weights: bool = False
-    """True if the engine generates from the trainer's own parameters: it must be idle while the optimizer writes.
-    Such an engine implements :class:`~april.engines.protocol.SharesModel`."""
+    """True if the engine generates with the trainer's own parameters, so it must be idle while the optimizer runs.
+    The engine then implements :class:`~april.engines.protocol.SharesModel`."""
     gathers_weights: bool = False
-    """True if the parameters are sharded over ranks: the engine generates only between ``gather`` and ``release``.
-    Such an engine implements :class:`~april.engines.protocol.GathersWeights`."""
+    """True if the parameters are sharded over ranks, so the engine generates only between ``gather`` and ``release``.
+    The engine then implements :class:`~april.engines.protocol.GathersWeights`."""
     updates_from_disk: bool = False
-    """True if ``update_weights`` accepts a path."""
+    """True if ``update_weights`` accepts the path of a directory with the weights."""
     adapters: AdapterSite | None = None
-    """How ``update_weights`` accepts the directory of an adapter (LoRA); None if it does not."""
+    """Which LoRA adapters ``update_weights`` can load from a directory; None if it loads no adapters."""
     collective: tuple[str, ...] = ()
-    """Back-ends ("nccl", "gloo") over which the trainer's process can send weights. An engine with any implements
-    :class:`~april.engines.weight_transfer.ReceivesWeights`."""
+    """Back-ends ("nccl", "gloo") over which the trainer's process can send weights. Unless this is empty, the engine
+    implements :class:`~april.engines.weight_transfer.ReceivesWeights`."""
     takes_tensors: bool = False
-    """True if the engine accepts tensors of this process, by :class:`~april.engines.weight_transfer.TakesTensors`."""
+    """True if the engine copies tensors of this process (:class:`~april.engines.weight_transfer.TakesTensors`)."""
     abort_means: AbortMeans = AbortMeans.BY_ID
-    """How ``abort`` works on this engine."""
+    """How ``abort`` ends requests on this engine."""
     version_spans: bool = True
-    """True if replies say which weights made which token. If False, tokens get the version at submission, and no
-    request may live through a weight update."""
+    """True if responses say which weights made which token. If False, tokens get the version at which their request was
+    sent, and april ends all requests before a weight update."""
     in_flight_updates: tuple[OnWeightUpdate, ...] = ()
-    """What requests may do at a weight update besides being cut; if not empty, the engine implements
-    :class:`~april.engines.protocol.KeepsRequests`. Without ``streams``, a kept request names the versions of its tokens
-    at its end."""
+    """Ways in which requests can continue after a weight update instead of being aborted; unless empty, the engine
+    implements :class:`~april.engines.protocol.KeepsRequests`. Without ``streams``, the versions of a request's tokens
+    arrive at its end."""
     streams: bool = True
     """True if tokens arrive while they are made. If False, all tokens of running requests are lost when the engine
     dies."""
     stop_strings: bool = False
-    """True if the engine ends a request at one of ``sampling.stop`` in the text of the tokens that it has generated for
-    this request, with all these tokens. april searches the text again. False: the engine gets no stop strings."""
+    """True if the engine ends a request once the text that it generated contains one of ``sampling.stop``, and returns
+    all tokens of that text; april searches the text again. If False, the engine is sent no stop strings."""
     remote: bool = False
-    """True if the engine is behind a server, which others may update and which may restart: while it works, april
-    asks regularly for its load and its weights."""
+    """True if the engine is a server, which may restart or get weights from others. While the engine has requests,
+    april regularly checks its load and its weights."""
     own_weights: bool = False
-    """True if the engine is not a server and the trainer copies weights into it: after a transfer that broke off,
-    nobody knows which weights the engine has."""
+    """True if the engine is not a server but has its own copy of the weights, into which the trainer writes. After an
+    interrupted transfer, its weights are unknown."""
     verifies_weights: bool = True
-    """True if the engine can show which weights it has. If False, new weights are unverified: april believes whoever
-    loaded them."""
+    """True if the engine can show which weights it has. If False, april cannot verify that new weights were loaded."""
     first_weights: FirstWeights = FirstWeights.KNOWN
-    """What is known about the weights at creation. With OTHERS, nothing is generated before a weight update."""
+    """What april knows about the weights on connection. With OTHERS, nothing is generated before a weight update."""
     honours_seeds: bool = True
     """True if repeating a request with its seed gives the same tokens."""
     attachments: tuple[str, ...] = ()
     """Kinds of attachments ("image") that the engine accepts with a prompt."""
     extras: tuple[str, ...] = ()
-    """Names of the arrays ("routed_experts") that the engine can return with generated tokens."""
+    """Names of per-token arrays, such as "routed_experts", that the engine can return with generated tokens."""
     bans: bool = False
     """True if ``sampling.banned_ids`` are honoured."""
     constrains: bool = False
     """True if ``sampling.grammar`` is honoured."""
     answers_late: bool = False
-    """True if the engine may answer a request with tokens made under older weights, for an earlier request that did not
-    end in time and whose stream april has closed."""
+    """True if the engine may answer with the late response to an earlier request of the same sample, whose stream april
+    had closed. The tokens may come from older weights."""
     needs: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """What the user should do to get an ability that the engine lacks, indexed by field ("adapters", "attachments",
-    "extras"). A field is missing if nothing helps, or nothing is needed."""
+    """What the user should do to get an ability that the engine lacks, indexed by the name of its field (such as
+    "adapters"). Abilities that need no remedy, or have none, are missing."""
     limits: tuple[Limit, ...] = ()
     """What a user should know about this engine: the promises that april cannot keep with it, and why."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The limits, one sentence each."""
+        """One sentence for each limit."""
         return tuple(limit.sentence for limit in self.limits)
 
     def cause(self, field: str) -> Limit | None:
-        """Return the limit that reduces ``field``, or None."""
+        """Return the limit that explains why the engine lacks the ability ``field``, or None."""
         return next((limit for code in BY_NAME[field].causes for limit in self.limits if limit.code is code), None)
 
     def remedy(self, field: str) -> str:
-        """Return what the user should do where ``field`` is lacking; empty if nothing helps."""
+        """Return what the user should do to get the ability ``field``; empty if nothing helps."""
         cause = self.cause(field)
         return self.needs.get(field) or (BY_NAME[field].remedy if cause is None else cause.remedy)
 
     def lack(self, field: str) -> str:
-        """Return a sentence on why ``field`` is lacking, or on what would give it."""
+        """Return a sentence that says why the engine lacks the ability ``field``, or how to get it."""
         cause = self.cause(field)
         return self.needs.get(field) or (BY_NAME[field].lacking if cause is None else cause.sentence)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ability:
-    """What april says about one field of :class:`Capabilities`."""
+    """What april checks and reports about one field of :class:`Capabilities`."""
 
     name: str
     """Name of the field."""
     unfit: Callable[[Config, Sequence[str], str, Capabilities], str] = lambda config, kinds, engine, c: ""
-    """Function of the configuration, the kinds of attachments that prompts may have, and the name and the capabilities
-    of an engine. Returns why the engine does not fit, and a remedy; empty if it fits."""
+    """Function ``(configuration, kinds of attachments in prompts, engine name, capabilities)`` that returns why the
+    engine does not fit the configuration, and a remedy; empty if it fits."""
     lacking: str = "The server does not offer it"
-    """Sentence on an engine without the ability, if it has no limit that explains this."""
+    """Message for an engine that lacks the ability, if none of the engine's limits explains why."""
     remedy: str = ""
-    """What the user should do, if the engine does not say it."""
+    """What the user should do to get the ability, unless the engine names its own remedy."""
     causes: tuple[LimitCode, ...] = ()
-    """Codes of the limits that may explain why the value is not the best one, most likely first."""
+    """Codes of the limits that may explain why an engine lacks the ability, most likely first."""
     subject: str = ""
-    """Subject of the finding of ``april doctor``."""
+    """Subject under which ``april doctor`` reports the ability; empty if it does not report it."""
     shown: Callable[[Capabilities, Config | None], str | None] = lambda c, config: ""
-    """Function that returns the finding on an engine with the ability: empty if there is nothing to say, None if the
-    engine lacks the ability. The configuration is None if it is unknown."""
+    """Function that returns what ``april doctor`` reports if the engine has the ability: empty for nothing, None if the
+    engine lacks the ability. Its second argument is None if the configuration is unknown."""
     remark: Callable[[Capabilities], str] | None = None
-    """Function that returns the finding on an engine without the ability, if exactness does not depend on it. Otherwise
-    the finding is the limit that explains the lack."""
+    """Function that returns what ``april doctor`` reports if the engine lacks the ability but results are exact all the
+    same. If None, the report is the limit that explains why the ability is missing."""
 
 
 def _is_continuous(config: Config) -> bool:
@@ -203,10 +201,10 @@ def _logprobs(c: Capabilities, config: Config | None) -> str | None:
 
 
 def _wrong_logprobs(config: Config, kinds: Sequence[str], engine: str, c: Capabilities) -> str:
-    """Return a sentence if log-probabilities are not log_softmax(logits / T).
+    """Return an error message if the engine's log-probabilities are not log_softmax(logits / temperature).
 
-    The configuration refuses all sampling parameters that change the distribution, except the temperature. So all kinds
-    of log-probabilities agree at temperature 1; at others, the kinds that follow the temperature do.
+    The temperature is the only setting that may change the sampled distribution. So at temperature 1 all kinds of
+    log-probabilities are right; at other temperatures, only the kinds that follow the temperature are.
     """
     temperature = config.sampling.temperature
     if temperature == 1 or config.allow_mismatch or c.logprob_kind.follows_temperature:
@@ -415,8 +413,8 @@ ABILITIES = (
         ), ""),
     ),
 )  # fmt: skip
-"""All abilities about which april says anything, in the order of the reports."""
+"""All abilities that april checks or reports, in the order in which ``april doctor`` reports them."""
 OF_THE_MODEL = ("vocab_size", "eos_token_ids", "logprob_kind")
-"""Names of the fields that decide what tokens and log-probabilities mean; equal on all servers of one model."""
+"""Names of the fields that decide what token ids and log-probabilities mean; a restart must not change them."""
 BY_NAME = {ability.name: ability for ability in ABILITIES}
 """The abilities, indexed by name."""

@@ -1,4 +1,4 @@
-"""Reads the bytes of attachments from memory or from their files."""
+"""Reads the bytes of a prompt's attachments (images) from memory or from their files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from april.text.server_text import clean
 
 
 def attachment_bytes(attachment: Attachment) -> bytes:
-    """Return the bytes of an attachment; reads its file if they are not in memory.
+    """Return the bytes of an attachment, read from its file if they are not in memory.
 
     Raises:
         AttachmentError: the file cannot be read, or has changed since the prompt was drawn.

@@ -10,11 +10,11 @@ from april.engines.protocol import Capabilities
 from april.errors import EngineError
 
 TURNS = 8
-"""Event-loop iterations in which callers can read their pending chunks."""
+"""Maximum number of event-loop iterations to wait for callers to read their pending chunks."""
 
 
 class EngineBase:
-    """Stores the name and the capabilities of an engine, which are constant, and whether it is paused or closed."""
+    """Stores an engine's constant name and capabilities, and whether the engine is paused or closed."""
 
     _paused = _closed = False
 
@@ -65,11 +65,11 @@ class WithoutWeights(VersionedEngine):
     """Base of engines without a model."""
 
     async def content_of(self, path: str) -> str:
-        """Return the path itself: these engines never read it, so its content cannot change."""
+        """Return the path itself: these engines never read the path, so its content does not matter."""
         return path
 
     async def _read_by_callers(self, unread: Callable[[], bool]) -> None:
-        """Let callers read their pending chunks, while ``unread`` returns True, for a limited time."""
+        """Let callers read their pending chunks while ``unread`` returns True, for at most TURNS iterations."""
         for _ in range(TURNS):
             if unread():
                 await asyncio.sleep(0)

@@ -1,6 +1,6 @@
-"""Checks whether a configuration fits its engines before anything starts, with one sentence for each problem.
+"""Checks before a run starts whether the configuration fits the engines; each problem has one sentence.
 
-The scheduler refuses with the first sentence; ``april doctor`` shows them all.
+The scheduler raises the first sentence as an error; the command ``april doctor`` shows all sentences.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from april.errors import ConfigError
 def why_unfit(config: Config, engines: Mapping[str, Capabilities], attachments: Sequence[str] = ()) -> Iterator[str]:
     """Yield a sentence for each reason why ``config`` cannot work on the engines.
 
-    ``engines`` are given by name; ``attachments`` are the kinds of attachments that prompts may have.
+    ``engines`` are indexed by name; ``attachments`` are the kinds of attachments that prompts may have.
     """
     for name, c in engines.items():
         yield from filter(None, (ability.unfit(config, attachments, name, c) for ability in ABILITIES))
 
 
 def check_engines(config: Config, engines: Sequence[Engine], *, gathers: bool, attachments: Sequence[str] = ()) -> None:
-    """Raise ConfigError if the configuration cannot work on the engines; see :func:`why_unfit` for ``attachments``."""
+    """Raise ConfigError if the configuration cannot work on the engines, for one of the reasons in :func:`why_unfit`.
+
+    ``gathers`` says whether the caller gathers sharded parameters on all ranks, as april.RankScheduler does.
+    """
     if not engines:
         raise ConfigError("engines: at least one engine is needed")
     for engine in engines:

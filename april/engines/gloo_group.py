@@ -1,7 +1,8 @@
-"""Process groups over gloo, as torch.distributed names and files them, and a worker's end of such a group.
+"""Joins gloo process groups that are compatible with torch.distributed, and receives weights over them in a worker.
 
-The members meet at a TCP store that the sender opens on one address only. If a member dies, or the sender closes the
-store before all have met, the others notice it at once; if a member hangs, they notice it after ``timeout_s``.
+The members find each other through a TCP store that the sender opens on one address only. If a member dies, or the
+sender closes the store before all have joined, the others fail at once. If a member hangs, they fail after
+``timeout_s`` seconds.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from april.engines.weight_transfer import TensorSpec
 
 
 def gloo_group(keys: Any, rank: int, world_size: int, address: str, timeout_s: float) -> Any:
-    """Join a group over gloo as ``rank``; blocks until all members are there. ``keys`` come from :func:`group_keys`."""
+    """Join a gloo group as ``rank``, blocking until all members have joined. ``keys`` come from :func:`group_keys`."""
     gloo: Any = _distributed().ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
@@ -24,7 +25,7 @@ def gloo_group(keys: Any, rank: int, world_size: int, address: str, timeout_s: f
 
 
 def group_keys(store: Any, group: str, device: str) -> Any:
-    """Return the part of the store where torch files a named group's keys for this kind of device."""
+    """Return the part of the store where torch.distributed keeps the keys of a named group for this device type."""
     keys: Any = _distributed().PrefixStore(group, store)
     for prefix in (group, device):
         keys = _distributed().PrefixStore(f"{prefix}/", keys)
@@ -32,16 +33,16 @@ def group_keys(store: Any, group: str, device: str) -> Any:
 
 
 def bytes_of(tensor: Any) -> Any:
-    """View a contiguous tensor as flat bytes, without a copy, because gloo lacks some dtypes."""
+    """View a contiguous tensor as flat bytes, without a copy, because gloo does not support all dtypes."""
     import torch
 
     return tensor.reshape(-1).view(torch.uint8)
 
 
 class GlooReceiver:
-    """A worker's end of a group. The constructor blocks until all members are present.
+    """Member of a gloo group that receives tensors from rank 0, the sender.
 
-    Raises what torch raises if the sender or another worker is not there in time.
+    The constructor blocks until all members have joined, and raises torch's own error after ``timeout_s`` seconds.
     """
 
     def __init__(self, address: str, port: int, group: str, rank: int, world_size: int, timeout_s: float) -> None:
@@ -61,12 +62,12 @@ class GlooReceiver:
         return found
 
     def close(self) -> None:
-        """Drop the group."""
+        """Leave the group."""
         self._process_group = None
 
 
 def listening_store(address: str) -> socket.socket:
-    """Open a socket that listens on this address only, on a free port."""
+    """Open a socket for a TCP store that listens on a free port of this address only."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listens = socket.socket(family)
     try:

@@ -1,20 +1,21 @@
-"""The protocol of engines: token ids in; tokens, log-probabilities and versions out.
+"""The protocol that every engine implements: it continues token ids, and yields tokens, log-probabilities and versions.
 
-Contract that every engine keeps:
+Every engine keeps this contract (an *attempt* is one request to an engine):
 
 * ``generate`` yields chunks in order and ends with exactly one chunk whose ``finish`` is set, or raises
   :class:`~april.errors.EngineError`. Every token is yielded exactly once.
 * After ``abort`` the streams of the named attempts end soon, with ``finish=ABORT`` and every generated token, or with
-  another reason if the request had finished before. An id that is unknown, or not registered yet, is ignored: april
-  repeats the abort until the attempt has ended.
-* EOS (or the stop token) is in the tokens, with its log-probability.
+  another reason if the request had finished before. Unknown ids are ignored; april repeats the abort until the attempt
+  has ended, because the engine may learn of an attempt later than of its abort.
+* The EOS or stop token that ends a response is among its tokens, with its log-probability.
 * The version on a chunk is the version of the weights that generated its tokens.
 * While paused, no token is generated and new requests wait.
 * No token of ``sampling.banned_ids`` is generated.
-* Attachments of a request are identified by their digest only, and the tokens say where the model reads them. Anything
-  that the engine caches of them is discarded at a weight update.
+* Attachments (images) of a request are identified by their digest only; placeholder tokens in the prompt say where the
+  model reads them. Whatever the engine caches for attachments is discarded at a weight update.
 
-:class:`Capabilities` says which parts an engine cannot do; ``april.testing.conformance`` checks all others.
+:class:`Capabilities` says which parts of the contract an engine cannot keep; ``april.testing.conformance`` tests all
+other parts.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from april.engines.abilities import FirstWeights as FirstWeights
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
 ROUTED_EXPERTS = "routed_experts"
-"""Name of the extras that hold the experts chosen for each token: [tokens, layers, experts per token], uint8 or
-uint16."""
+"""Name of the array with the experts that each token was routed to, uint8 or uint16, of shape [tokens, layers, experts
+per token]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,50 +58,50 @@ class Chunk:
     version: PolicyVersion
     finish: EngineFinish | None = None
     stopped_at: int | str | None = None
-    """Token or text at which the engine stopped, if ``finish`` is STOP and the engine says it."""
+    """Token id or text at which the engine stopped; None if ``finish`` is not STOP or the engine does not say."""
     sure: bool = True
     """False if ``version`` is a guess, because the weights changed during the request. The last chunk then has
     ``versions``."""
     versions: Sequence[tuple[PolicyVersion, int]] | None = None
-    """Versions of all tokens of the request, run-length encoded; on the last chunk if an earlier one was not
-    ``sure``."""
+    """Pairs (version, number of consecutive tokens) for all tokens of the request; on the last chunk, if the version of
+    an earlier chunk was not ``sure``."""
     extras: Extras = NO_EXTRAS
-    """The arrays that the request asked for, on the last chunk: the rows described at :attr:`Request.extras_from`.
+    """The per-token arrays that the request asked for, on the last chunk; :attr:`Request.extras_from` says which rows.
     If they are missing, april drops the tokens and generates them again."""
     own_end: bool = False
-    """True if the engine may end the request by a rule that april does not know, so that april cannot conclude from the
-    last token why it ended."""
+    """True if the engine may have ended the request by a rule unknown to april. april then does not check whether the
+    finish reason agrees with the tokens."""
     cached_tokens: int | None = None
-    """Number of the request's input tokens whose keys and values the engine had cached; on the last chunk. None if the
+    """Number of the request's input tokens that the engine found in its prefix cache; on the last chunk. None if the
     engine does not say."""
 
 
 PIECES_AT_ONCE = 32
-"""Number of pieces of one response that may accumulate before they are parsed."""
+"""Number of received pieces of one response that april lets accumulate before it parses them together."""
 
 
 class BufferedStream:
-    """An iterator of chunks, as ``generate`` returns it, that can also accumulate pieces and parse them together.
+    """Iterator of chunks that ``generate`` may return, and that can collect received pieces and parse them together.
 
-    Parsing many small pieces at once is far cheaper. april then owns the arrays of the chunks and does not copy
-    them. One task uses the stream, either as an iterator or through :meth:`arrived` and :meth:`take`; ``take`` may
-    be called at any time.
+    Parsing many small pieces together is far cheaper. april owns the arrays of these chunks and does not copy them.
+    One task uses the stream, either as an iterator or through :meth:`arrived` and :meth:`take`; ``take`` may be called
+    at any time.
     """
 
     __slots__ = ()
 
     waiting: int
-    """Number of pieces that have arrived and were not taken yet."""
+    """Number of pieces that have arrived but were not taken yet."""
 
     @property
     def over(self) -> bool:
-        """True if the whole answer has arrived, so only :meth:`take` is left to call."""
+        """True if the whole response has arrived, so that only :meth:`take` remains to be called."""
         raise NotImplementedError
 
     async def arrived(self) -> bool:
-        """Wait for more to :meth:`take`; return False once the request has ended and everything was taken.
+        """Wait until :meth:`take` has something to return; return False if the request has ended and all was taken.
 
-        Raises what the iterator would raise, once everything before the error was taken.
+        An error that the iterator would raise is raised here, after everything before the error was taken.
         """
         raise NotImplementedError
 
@@ -111,7 +112,7 @@ class BufferedStream:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """Load of an engine as reported by the engine itself, with the requests of other clients."""
+    """Load of an engine as reported by the engine itself, including the requests of other clients."""
 
     running: int
     """Number of requests being decoded."""
@@ -125,7 +126,7 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """Answer to a health probe."""
+    """Result of a health check of an engine."""
 
     ok: bool
     detail: str = ""
@@ -138,10 +139,10 @@ class Health:
 
 @runtime_checkable
 class SharesModel(Protocol):
-    """Additional methods of an engine with ``shares_weights``."""
+    """Additional methods of an engine with the capability ``shares_weights``."""
 
     async def quiet(self) -> None:
-        """Wait until nothing computes on the model and it is in the state in which the trainer left it."""
+        """Wait until nothing computes with the model, and the model is in the state in which the trainer left it."""
         ...
 
 
@@ -155,13 +156,13 @@ class KeepsAdapters(Protocol):
         ...
 
     def adapter_paths(self) -> frozenset[str]:
-        """Return directories that may be read again: of the present version and of versions with running requests."""
+        """Return the directories that the server may read again, for the present version and running requests."""
         ...
 
 
 @runtime_checkable
 class TellsUnused(Protocol):
-    """An engine that may receive tokens which no request can use."""
+    """An engine that may receive tokens that no request can use."""
 
     unused: Callable[[int, DropReason], None]
     """Callback ``(count, reason)`` that counts such tokens as dropped; set before the first request."""
@@ -178,40 +179,40 @@ class ShowsWeights(Protocol):
 
 @runtime_checkable
 class ReadsPaths(Protocol):
-    """An engine whose weight-update paths are not local directories, but for instance addresses."""
+    """An engine for which the path of a weight update need not be a local directory; it may be a URL, for example."""
 
     async def content_of(self, path: str) -> str:
-        """Return a text that changes whenever the content behind the path changes; empty if that cannot be told."""
+        """Return a text that changes whenever the content of the path changes; empty if changes cannot be noticed."""
         ...
 
 
 @runtime_checkable
 class KeepsRequests(Protocol):
-    """Additional methods of an engine whose requests may live through weight updates (``in_flight_updates``)."""
+    """Additional methods of an engine whose requests can continue after weight updates (``in_flight_updates``)."""
 
     async def pause_in_flight(self, in_flight: OnWeightUpdate) -> None:
-        """Close admission and stop generating; requests stay, and continue after :meth:`Engine.resume`.
+        """Admit no new requests and stop generating; running requests continue after :meth:`Engine.resume`.
 
-        In between, ``update_weights`` may be called, and an abort ends a request with its tokens so far. With KEEP,
-        requests continue with their old keys and values; with RECOMPUTE, the engine computes them again under the
-        new weights.
+        Until then ``update_weights`` may be called, and an abort ends a request with its tokens so far. With KEEP,
+        requests continue with their old keys and values; with RECOMPUTE, the engine computes their keys and values
+        again under the new weights.
         """
         ...
 
 
 @runtime_checkable
 class GathersWeights(Protocol):
-    """Additional methods of an engine with ``gathers_weights``; called in the trainer's thread."""
+    """Additional methods of an engine with the capability ``gathers_weights``; called in the trainer's thread."""
 
     def gather(self) -> None:
-        """Gather the full weights on this rank. This is collective: every rank calls it at the same time.
+        """Gather the full weights on this rank. This call is collective: every rank makes it at the same time.
 
-        Requests are accepted once it has returned on their rank; before that they fail.
+        A rank accepts requests once its call has returned; earlier requests fail.
         """
         ...
 
     def release(self) -> None:
-        """Free the gathered memory; generation that still runs here ends. Waits for no other rank; idempotent."""
+        """Free the gathered weights and end this rank's requests, without waiting for other ranks; idempotent."""
         ...
 
 
@@ -221,32 +222,32 @@ class Engine(Protocol):
 
     @property
     def name(self) -> str:
-        """Short unique label for segments, metrics and messages."""
+        """Short unique label of the engine, used in metrics, messages and the records of samples."""
         ...
 
     @property
     def capabilities(self) -> Capabilities:
-        """The abilities of the engine; known after construction, constant."""
+        """The abilities of the engine; constant once the engine was constructed."""
         ...
 
     def generate(self, request: Request) -> AsyncIterator[Chunk]:
-        """Run one request, which starts at the first iteration; the module's docstring has the contract."""
+        """Run one request, which starts at the first iteration; the contract is in the docstring of this module."""
         ...
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
-        """Ask the engine to end these attempts (None means all). Returns when asked, not when they have ended."""
+        """Ask the engine to end these attempts (None means all), without waiting until they have ended."""
         ...
 
     async def pause(self) -> None:
-        """Close admission and stop generating; returns when the weights may be written."""
+        """Admit no new requests and stop generating; returns when the weights may be written."""
         ...
 
     async def resume(self) -> None:
-        """Reopen admission."""
+        """Admit requests again, and continue generating."""
         ...
 
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
-        """Begin ``version``, loading the weights from ``path`` if given; called while the engine is paused."""
+        """Switch to ``version``, loading its weights from ``path`` if given; called while the engine is paused."""
         ...
 
     async def health(self) -> Health:

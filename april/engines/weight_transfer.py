@@ -1,8 +1,8 @@
 """Protocols of engines that receive weights from the trainer's process, without a directory; needs no torch.
 
-A *meeting* is the process group of one sender (rank 0) and the workers of all engines that it sends to. The methods
-of :class:`ReceivesWeights` are called on april's event loop while the engine is paused. ``join`` and ``receive``
-return when the workers have joined or received; the trainer's thread does its part at the same time.
+One process group, called *meeting*, connects the sender (rank 0) with the workers of all engines that it sends to. The
+methods of :class:`ReceivesWeights` are called on april's event loop while the engine is paused. While ``join`` and
+``receive`` wait for the workers, the sender joins or sends in the trainer's thread.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ GLOO, NCCL = "gloo", "nccl"
 
 
 class Handshake(StrEnum):
-    """How the sender and an engine's workers form their process group; one group uses one way."""
+    """How the sender and an engine's workers form their process group; all members of a group use the same way."""
 
     TORCH = "torch"
-    """A named process group of torch.distributed, with the store at the meeting's address and port."""
+    """A named process group of torch.distributed, with its store at the address and port of the invitation."""
     UNIQUE_ID = "unique id"
-    """NCCL by the meeting's unique id, without a store."""
+    """An NCCL communicator that is formed by NCCL's unique id, without a store."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Describes one tensor of a transfer: Hugging Face name, dtype as torch spells it ("bfloat16"), shape."""
+    """Hugging Face name, dtype as torch spells it ("bfloat16"), and shape of one tensor in a transfer."""
 
     name: str
     dtype: str
@@ -43,12 +43,12 @@ class GroupInvitation:
     world_size: int
     rank_offset: int
     group: str
-    """Name of the group, unique for each meeting."""
+    """Name of the process group; no two groups have the same name."""
     backend: str
     timeout_s: float
-    """Seconds after which a worker stops waiting for the others."""
+    """Seconds after which a worker stops waiting for other members."""
     bucket_bytes: int
-    """Largest number of bytes in a bucket; only a single tensor may be larger."""
+    """Maximum bytes of a bucket (tensors that are sent together); a larger tensor is a bucket by itself."""
     unique_id: str = ""
     """NCCL's unique id in base64; only with :attr:`Handshake.UNIQUE_ID`."""
 
@@ -57,12 +57,12 @@ class GroupInvitation:
 class ReceivesWeights(Protocol):
     """Additional methods of an engine whose ``capabilities.collective`` is not empty.
 
-    Each raises EngineError, or EngineUnreachable where there was no answer.
+    Each method raises EngineError, or EngineUnreachable if the engine did not answer.
     """
 
     @property
     def handshake(self) -> Handshake:
-        """How the engine's workers meet the sender."""
+        """How the engine's workers form a group with the sender."""
         ...
 
     @property
@@ -75,37 +75,37 @@ class ReceivesWeights(Protocol):
         ...
 
     async def join(self, meeting: GroupInvitation) -> None:
-        """Make all workers join the sender's group; returns when they have."""
+        """Make all workers join the sender's group; returns when all have joined."""
         ...
 
     async def begin(self) -> None:
-        """Prepare for the first bucket."""
+        """Prepare the engine for the first bucket."""
         ...
 
     async def receive(self, bucket: Sequence[TensorSpec], last: bool) -> None:
-        """Make all workers receive the tensors that the sender broadcasts, in this order; returns when they have."""
+        """Make all workers receive the tensors of one bucket, in this order; ``last`` is True for the last bucket."""
         ...
 
     async def finish(self) -> None:
-        """Activate the weights after the last bucket. ``update_weights`` clears the caches and sets the version."""
+        """Put the received weights into use. ``update_weights`` then clears the caches and sets the version."""
         ...
 
     async def leave(self) -> bool:
-        """Leave the group in any phase of a transfer, so that the engine can join a new group; never raises.
+        """Leave the group, in any phase of a transfer, so that the engine can join a new group; never raises.
 
-        Returns True if the engine still has all the weights that it had before the meeting.
+        Returns True if the engine still has all the weights that it had before it joined.
         """
         ...
 
 
 @runtime_checkable
 class TakesTensors(Protocol):
-    """Additional methods of an engine in this process with ``capabilities.takes_tensors``; it needs no group."""
+    """Additional methods of an engine in this process with ``capabilities.takes_tensors``; needs no process group."""
 
     def reads(self, model: Any) -> bool:
-        """Return True if the engine generates from this very module, so that nothing needs to be copied."""
+        """Return True if the engine generates with this very torch module, so that nothing needs to be copied."""
         ...
 
     async def take(self, specs: Sequence[TensorSpec], tensors: Sequence[Any], last: bool) -> None:
-        """Copy these tensors into the engine's weights; the sender owns them and changes them afterwards."""
+        """Copy one bucket into the engine's weights before returning, because the sender overwrites its tensors."""
         ...

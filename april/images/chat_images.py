@@ -25,7 +25,7 @@ def is_image(part: Mapping[str, Any]) -> bool:
 
 
 def image_of_part(part: Mapping[str, Any], where: str) -> Any:
-    """Return the image of a content part, in one of the forms that a Reader reads.
+    """Return the image of a content part, in one of the forms that ImageReader reads.
 
     Returns None for ``{"type": "image"}`` without other fields, which stands for an image of the prompt.
 

@@ -33,7 +33,7 @@ _MAX_CACHED_SIZES = 4096
 
 
 def load_processor(processor: Any) -> Any:
-    """Return the processor, which is loaded if its path or name is given; raises ConfigError if that fails."""
+    """Return the processor, loading it if ``processor`` is a path or name; raises ConfigError if that fails."""
     if not isinstance(processor, (str, os.PathLike)):
         return processor
     require("processor=", "transformers")
@@ -63,7 +63,6 @@ class ImagePlacer:
         self.processor = processor = load_processor(processor)
         self.name = type(processor).__name__
         self.tokenizer: Any = getattr(processor, "tokenizer", None)
-        """The processor's tokenizer."""
         missing = [
             name for name in ("tokenizer", "image_processor", "image_token") if getattr(processor, name, None) is None
         ]
@@ -75,7 +74,7 @@ class ImagePlacer:
         self._placeholder = str(processor.image_token)
         self._placeholder_id = self._id_of(self._placeholder)
         self.banned_ids = tuple(sorted({self._placeholder_id, *self._media_ids()}))
-        """Ids that stand for media instead of text, and must never be generated."""
+        """Ids of placeholder tokens for images, video and sound, which must never be generated."""
         self._special_ids = frozenset((*self.banned_ids, *_unmergeable_ids(self.tokenizer)))
         self._text_codec: ImageTextCodec | None = None
         """Replaces placeholders if the processor writes text around an image; None if it writes none."""
@@ -98,7 +97,7 @@ class ImagePlacer:
                     yield found
 
     def _check_processor(self) -> None:
-        """Place two images and compare with the processor's own tokens; raises ConfigError if they differ."""
+        """Place two images, and raise ConfigError if the tokens differ from those that the processor makes."""
         mark = self._placeholder
         pictures = [Picture(Attachment.of(IMAGE, b""), *size) for size in _TRIAL_SIZES]
         alone = [self._processor_tokens(mark, [size]) for size in _TRIAL_SIZES]
@@ -122,7 +121,7 @@ class ImagePlacer:
         content = [{"type": IMAGE}, {"type": "text", "text": "a"}, {"type": IMAGE}]
         try:
             text = self.text([{"role": "user", "content": content}], None)
-        except Exception:  # there is no template, or it is for other messages, so there can be no chats
+        except Exception:  # without a template, or with one for other messages, there are no chats
             return ""
         return text if text.count(self._placeholder) == len(_TRIAL_SIZES) else ""
 
@@ -151,7 +150,7 @@ class ImagePlacer:
 
     @property
     def kind(self) -> str:
-        """The kind of the attachments that are placed."""
+        """Kind of the attachments that this class places."""
         return IMAGE
 
     # ---------------------------------------------------------------- text
@@ -182,7 +181,7 @@ class ImagePlacer:
     # ---------------------------------------------------------------- placing images
 
     def prompt_pictures(self, token_ids: Int32, attached: Sequence[Placed]) -> list[Picture]:
-        """Return the images of a conversation as pictures that can be placed again, also at other positions."""
+        """Return a conversation's images as pictures that can be placed again, also at other positions."""
         if self._text_codec is not None:  # the tokens depend on the text beside the image, so they cannot be reused
             data = [attachment_bytes(placed.attachment) for placed in attached]
             return [self.reader.read(item, "the prompt's image", decode=False) for item in data]
@@ -191,7 +190,7 @@ class ImagePlacer:
     def place_after(
         self, token_ids: Int32, placed_tokens: int, attached: Sequence[Placed], pictures: Sequence[Picture], where: str
     ) -> tuple[Int32, tuple[Placed, ...]]:
-        """Place images after the first ``placed_tokens`` tokens, to which ``attached`` belongs.
+        """Place images after the first ``placed_tokens`` tokens, whose images ``attached`` are placed already.
 
         Returns all tokens and all attachments.
         """
@@ -200,7 +199,7 @@ class ImagePlacer:
         return np.concatenate((token_ids[:placed_tokens], new)), (*attached, *moved)
 
     def read(self, images: Sequence[Any], where: str, *, decode: bool = True) -> list[Picture]:
-        """Read all images of a conversation, in order; raises ConfigError that names an image which cannot be used."""
+        """Read all images of a conversation, in order; raises ConfigError, naming the image, if one cannot be used."""
         self.reader.check_count(len(images), where)
         return [self.reader.read(item, f"{where}, image {i}", decode=decode) for i, item in enumerate(images, 1)]
 
@@ -250,7 +249,7 @@ class ImagePlacer:
         return ids, tuple(Placed(picture.attachment, *place) for picture, place in found)
 
     def _replacement(self, picture: Picture, where: str) -> Int32:
-        """Return the tokens that the model reads in place of an image, which depend only on the image's size."""
+        """Return the tokens that replace an image's placeholder, which depend only on the image's size."""
         if picture.placed_tokens:
             return np.array(picture.placed_tokens, np.int32)
         size = (picture.height, picture.width)
@@ -285,7 +284,7 @@ class ImagePlacer:
         return None if np.isin(ids[~taken], self.banned_ids).any() else starts
 
     def _count_other_placeholders(self, ids: Int32, at: NDArray[np.int64]) -> int:
-        """Return the number of placeholders that belong to no image."""
+        """Return the number of placeholders of any medium at positions other than ``at``."""
         return int(np.isin(np.delete(ids, at), self.banned_ids).sum())
 
     def _wrong_count_message(self, found: int, others: int, replacements: Sequence[Int32], where: str) -> str:

@@ -1,7 +1,7 @@
 """Reads and checks an image from a user or a client, and makes an attachment of it.
 
-Invariant: the image of an attachment was decoded once, in a mode that all engines and trainers read alike. The
-attachment's name is the hash of its bytes, never a name that a user gave.
+Invariant: an attached image was decoded once, so it is intact, and has a mode that all engines and trainers read alike.
+The attachment's name is the hash of its bytes, never a name that a user gave.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from april.text.install_command import require
 from april.text.server_text import clean
 
 IMAGE = "image"
-"""Kind of the attachments that are made here."""
+"""Kind of the attachments that this module makes."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Image formats that are read; PIL's decoders for other formats never see data from clients."""
 _PLAIN_MODES = ("RGB", "L")
 """PIL modes that every reader converts to the same three channels."""
-_ORIENTATION = 0x0112
+_ORIENTATION = 0x0112  # the EXIF tag
 _IMAGE_FIELDS = ("image_url", "image", "input_image", "url", "source", "data")
 """Fields in which a content part holds its image, in chats of OpenAI, Anthropic and transformers."""
 _CLIENT_FORMS = 'a data: URL in image_url, or a source of {"type": "base64", "data": ...}'
@@ -49,7 +49,7 @@ class Picture(NamedTuple):
     height: int
     width: int
     placed_tokens: tuple[int, ...] = ()
-    """Placeholder tokens of the image, if it has been inserted into a prompt before."""
+    """Tokens that replaced the image's placeholder, if it was placed in a prompt before; otherwise empty."""
 
 
 class ImageReader:
@@ -57,7 +57,7 @@ class ImageReader:
 
     Args:
         limits: limits on images.
-        allow_paths: True if files may be named; False for clients, which may send only bytes and allowed URLs.
+        allow_paths: True if an image may be given as a path; False for clients, which must send its bytes.
     """
 
     def __init__(self, limits: ImagesConfig, *, allow_paths: bool = True) -> None:
@@ -81,10 +81,10 @@ class ImageReader:
         """Make an attachment of an image in any form.
 
         Args:
-            item: encoded bytes, a path, a ``PIL.Image``, a ``data:`` URL, an http(s) URL of an allowed host,
+            item: encoded bytes, a path, a ``PIL.Image``, a ``data:`` or ``file:`` URL,
                 ``{"bytes": ..., "path": ...}``, or a content part of a chat.
             where: name of the image for error messages, such as ``prompt 3, image 1``.
-            decode: False if the image was decoded before and its content is compared by its hash.
+            decode: False if the image was decoded before and only its hash is needed.
 
         Raises:
             ConfigError: the image cannot be used; the message says which image, why, and what to do.
@@ -155,7 +155,7 @@ class ImageReader:
         return unquote_to_bytes(body)
 
     def _decode_base64(self, text: str, where: str) -> bytes:
-        """Decode base64 as any common writer makes it: in lines, URL-safe, or without padding.
+        """Decode base64 in any common form: in lines, URL-safe, or without padding.
 
         A blank within a line is refused, because it may have been a plus sign.
         """
@@ -230,7 +230,7 @@ class ImageReader:
             return Picture(known, height, width)
 
     def _check_content(self, data: bytes, path: str, where: str, decode: bool) -> tuple[bytes, str, tuple[int, int]]:
-        """Return the bytes (encoded again if readers would differ), the path of their file, and (height, width)."""
+        """Return the bytes (encoded again if readers differ), the path (empty if so), and (height, width)."""
         from PIL import Image, UnidentifiedImageError
 
         if not data:
@@ -241,11 +241,11 @@ class ImageReader:
                 if _is_animated(image):
                     raise ConfigError(_animated(where))
                 orientation = image.getexif().get(_ORIENTATION, 1)
-                clear = "transparency" in image.info
+                transparent = "transparency" in image.info
                 (width, height) = image.size
-                if image.mode not in _PLAIN_MODES or orientation != 1 or clear:
-                    lies = orientation in (5, 6, 7, 8)
-                    return _as_png(image, where), "", (width, height) if lies else (height, width)
+                if image.mode not in _PLAIN_MODES or orientation != 1 or transparent:
+                    on_side = orientation in (5, 6, 7, 8)
+                    return _as_png(image, where), "", (width, height) if on_side else (height, width)
                 if decode:
                     image.load()
                 return data, path, (height, width)
@@ -266,7 +266,7 @@ class ImageReader:
 
 
 def _is_animated(image: Any) -> bool:
-    """Return True if the image has several frames. Does not count them, which takes quadratic time for TIFF files."""
+    """Return True if the image has several frames, without counting them, which would be slow for TIFF files."""
     return getattr(image, "format", None) != "MPO" and bool(getattr(image, "is_animated", False))
 
 

@@ -14,11 +14,11 @@ Int32 = NDArray[np.int32]
 Encode = Callable[[str], list[int]]
 Decode = Callable[[Sequence[int]], str]
 _MAX_MERGED_TOKENS = 4
-"""Upper bound of the number of tokens beside an image in which the text around it is searched."""
+"""Exclusive bound on the number of tokens beside an image that are searched for the text around the image."""
 
 
 class Replacement(NamedTuple):
-    """The replacement of an image: its tokens, and the text before and behind them (empty for most processors)."""
+    """What replaces an image's placeholder: tokens, and the text before and after them (empty for most processors)."""
 
     tokens: Int32
     text_before: str = ""
@@ -26,7 +26,7 @@ class Replacement(NamedTuple):
 
 
 class ReplacedSpan(NamedTuple):
-    """The tokens [start, start + length) that replace an image, and the conversation's tokens that they replace."""
+    """The tokens [start, start + length) that stand for an image, and the original tokens that they replace."""
 
     start: int
     length: int
@@ -34,7 +34,7 @@ class ReplacedSpan(NamedTuple):
 
 
 class _MergedTokens(NamedTuple):
-    """The tokens at one side of an image, and the tokens of the conversation that were merged into them."""
+    """The tokens of the text at one side of an image, and the conversation's tokens that were merged into them."""
 
     tokens: list[int]
     merged: list[int]
@@ -53,7 +53,7 @@ class ImageTextCodec:
         self._encode, self._decode, self._special = encode, decode, special
 
     def split(self, tokens: Int32) -> Replacement:
-        """Split the tokens of an image that stands alone into its own tokens and the text around them."""
+        """Split the tokens that replace a single image into the image's own tokens and the text around them."""
         own = [i for i, token in enumerate(tokens.tolist()) if token in self._special]
         first, last = own[0], own[-1] + 1
         return Replacement(tokens[first:last], self._text(tokens[:first].tolist()), self._text(tokens[last:].tolist()))
@@ -64,7 +64,7 @@ class ImageTextCodec:
     def expand(
         self, ids: Int32, positions: Sequence[int], replacements: Sequence[Replacement]
     ) -> tuple[Int32, list[ReplacedSpan]]:
-        """Replace the placeholders at these ``positions``; return all tokens, and the position of each image."""
+        """Replace the placeholders at ``positions``; returns all tokens, and the span of each image among them."""
         out: list[int] = []
         places: list[ReplacedSpan] = []
         starts = [0, *(i + 1 for i in positions)]
@@ -84,8 +84,8 @@ class ImageTextCodec:
                 middle = rest[: len(rest) - len(after.merged)]
             if k:
                 out += before.tokens
-                stands = (*taken_before, int(ids[positions[k - 1]]), *before.merged)
-                places.append(ReplacedSpan(begins, len(out) - begins, stands))
+                replaced = (*taken_before, int(ids[positions[k - 1]]), *before.merged)
+                places.append(ReplacedSpan(begins, len(out) - begins, replaced))
             else:
                 middle = before.tokens + middle
             out += middle
@@ -96,7 +96,7 @@ class ImageTextCodec:
         return np.array(out, np.int32), places
 
     def _tokenize_side(self, neighbour: list[int], text: str, *, after: bool) -> _MergedTokens:
-        """Tokenise the text at one side of an image together with the token beside it, if there is one."""
+        """Tokenise the text at one side of an image, merged with the token beside it if the tokenizer does so."""
         if not text:
             return _MergedTokens([], [])
         alone = self._encode(text)
@@ -107,7 +107,7 @@ class ImageTextCodec:
         return _MergedTokens(alone, []) if together == apart else _MergedTokens(together, neighbour)
 
     def collapse(self, ids: Int32, placeholder: int, replacements: Sequence[Replacement]) -> Int32 | None:
-        """Return the conversation with a placeholder in place of each image; None if one of the images is not found."""
+        """Return the conversation with a placeholder in place of each image; None if an image is not found."""
         spans, position = [], 0
         for replacement in replacements:
             places = np.flatnonzero(ids[position:] == replacement.tokens[0]) + position
@@ -131,7 +131,7 @@ class ImageTextCodec:
         return collapsed if np.array_equal(again, ids) else None
 
     def _strip_text(self, gap: list[int], tail: str, head: str) -> list[int] | None:
-        """Return the tokens between two images without the images' own text; None if that text is missing."""
+        """Return the tokens between two images without the text that belongs to the images; None if it is missing."""
         if tail and head and (text := self._text(gap)) == tail + text[len(tail) : len(text) - len(head)] + head:
             middle = text[len(tail) : len(text) - len(head)]
             if len(self._encode(middle) if middle else []) < 2:

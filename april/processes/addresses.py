@@ -23,7 +23,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def listening_socket(address: str) -> socket.socket:
-    """Return a socket that listens at an address already, so that no other program can take it; raises LinkError."""
+    """Return a socket that already listens, so that no other program can take its address; raises LinkError."""
     host, port = split_address(address)
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)

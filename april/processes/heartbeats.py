@@ -13,7 +13,7 @@ BEATS_PER_DEADLINE = 4
 class Heartbeats(Generic[K]):
     """Detects which peers, each sending a heartbeat every ``interval_s``, have been silent for ``deadline_s``.
 
-    The caller gives the time. If this process itself was stopped, no peer counts as silent because of that.
+    Methods take the current time. A pause of this process itself does not make its peers count as silent.
     """
 
     def __init__(self, deadline_s: float) -> None:
@@ -27,13 +27,13 @@ class Heartbeats(Generic[K]):
         self._last_beat_s[peer] = now
 
     def forget(self, peer: K) -> None:
-        """Expect no more heartbeats from a peer."""
+        """Stop expecting heartbeats from a peer."""
         self._last_beat_s.pop(peer, None)
 
     def silent_peers(self, now: float) -> list[K]:
-        """Return the peers whose deadline is over; if this process itself was stopped, all deadlines start again."""
+        """Return the peers that were silent for too long; after a pause of this process, all deadlines start again."""
         was_stopped = self._last_check_s is not None and now - self._last_check_s > self.deadline_s / 2
         self._last_check_s = now
         if was_stopped:  # heartbeats that arrived in the meantime have not been read yet
             self._last_beat_s = dict.fromkeys(self._last_beat_s, now)
-        return [whom for whom, heard in self._last_beat_s.items() if now - heard >= self.deadline_s]
+        return [peer for peer, beat_s in self._last_beat_s.items() if now - beat_s >= self.deadline_s]

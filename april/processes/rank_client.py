@@ -1,6 +1,6 @@
-"""The client of the rank server, which runs beside the scheduler: a training rank makes its calls through this client.
+"""The client with which a training rank calls the scheduler, through the rank server in the scheduler's process.
 
-Its WebSocket stays open until the rank leaves.
+The client's WebSocket stays open until the rank leaves.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RankClient:
 
     Args:
         name: name of the process that has the scheduler, for messages.
-        server: the rank server, if it is in this process, as for rank 0.
+        server: the rank server if it is in this process, as on rank 0; None if it is in another process.
     """
 
     def __init__(self, ranks: Ranks, name: str = "rank 0", server: RankServer | None = None) -> None:
@@ -43,7 +43,7 @@ class RankClient:
         self.next_call = 0
         """Number of the next call that this rank makes; the server sends the first number when the rank joins."""
         self.token = ""
-        """The token that all ranks share."""
+        """Secret that all ranks share, sent with every request."""
         self._session_id = 0
         """Number of this rank's session at the server."""
         self._requests = itertools.count()
@@ -60,7 +60,7 @@ class RankClient:
 
     @property
     def group_error(self) -> RankError | None:
-        """The error that keeps the ranks from continuing together; None while there is none."""
+        """The error because of which the ranks cannot continue; None while there is none."""
         return self._group_error if self._server is None else self._server.group_error
 
     def raise_group_error(self) -> None:
@@ -125,7 +125,7 @@ class RankClient:
         await self._disconnect()  # ends the requests that still wait
 
     def _check_heartbeats(self, websocket: aiohttp.ClientWebSocketResponse) -> None:
-        """Check whether heartbeats of the server are missing, and send one."""
+        """Disconnect if the server's heartbeats are missing; otherwise send a heartbeat."""
         loop = asyncio.get_running_loop()
         if self._lost_reason is not None:
             return
@@ -163,13 +163,13 @@ class RankClient:
 
         try:
             self.thread.end_with(end)
-        finally:  # an interrupt ends only the wait; the connection is still closed
+        finally:  # an interrupt ends only the wait above; the connection is closed in any case
             self.thread.stop(last=end)
 
     def exchange(
         self, call_number: int, call_text: str, steps_done: int, arguments: bytes = b"", step_result: bytes = b""
     ) -> messages.Step | messages.CallResult:
-        """Take part in a call of all ranks; return the next step that this rank must do, or the call's result.
+        """Take part in a call of all ranks; return the next step that this rank must carry out, or the call's result.
 
         The arguments are the fields of :class:`april.processes.rank_messages.CallRequest`. If the wait is interrupted,
         the rank is withdrawn from the call.
@@ -179,10 +179,10 @@ class RankClient:
         )
 
     def report_failure(self, call_number: int, call_text: str, steps_done: int, error: BaseException) -> None:
-        """Tell all ranks that a step has failed on this one; an interrupt ends only the wait."""
-        said = describe(error)
+        """Tell all ranks that a step has failed on this rank; an interrupt ends the wait, but not the message."""
+        text = describe(error)
         with suppress(SchedulerClosed):
-            self.thread.submit(lambda: self._exchange(call_number, call_text, steps_done, said)).wait()
+            self.thread.submit(lambda: self._exchange(call_number, call_text, steps_done, text)).wait()
 
     def query(self, method: str, *arguments: Any) -> bytes:
         """Return the server's answer to a query; raises the server's error, or RankError if the server is gone."""

@@ -1,4 +1,4 @@
-"""The engines of a rank other than 0, each behind a server, for use by the scheduler in rank 0's process."""
+"""Serves the engines of a rank other than 0 to the scheduler in rank 0's process."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class RankEngines:
     async def _end(self, release_timeout_s: float) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(release_timeout_s):
-                while any(server.has_client for server in self._servers):  # noqa: ASYNC110 - a request ends it
+                while any(server.has_client for server in self._servers):  # noqa: ASYNC110 - there is no event for this
                     await asyncio.sleep(POLL_S)
         for server in self._servers:
             await server.close()

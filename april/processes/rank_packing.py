@@ -1,4 +1,4 @@
-"""Packs the arguments of the trainer ranks' calls to a scheduler in another process, and the results, into bytes."""
+"""Packs the calls of a trainer's ranks to a scheduler in another process, and the results of the calls, into bytes."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ CALL_RESULTS: dict[str, Any] = {
 values of rank 0, with which the other ranks check that they have the same model."""
 _PROMPT_METHODS = {"evaluate", "extend"}
 _MAX_TOKEN_ID = 1 << 31
-"""Upper bound of token ids here; the scheduler checks them against its vocabulary."""
+"""Upper bound of token ids before a call is sent; the scheduler checks the ids against its vocabulary."""
 
 
 class _PackedCall(msgspec.Struct):
-    """The arguments of a call, by name, or the error that kept them from being packed."""
+    """A call with its arguments by name, or the error because of which it could not be packed."""
 
     method: str
     arguments: dict[str, Any] = {}
@@ -62,7 +62,7 @@ def pack_call(method: str, arguments: Mapping[str, Any]) -> bytes:
         call.transfer = True
         del call.arguments["transfer"]
     if isinstance(path := call.arguments.get("path"), str):
-        call.arguments["path"] = absolute(path)  # the actor runs in another directory
+        call.arguments["path"] = absolute(path)  # the scheduler's process has another working directory
     try:
         return pack(call)
     except TypeError as error:
@@ -109,7 +109,7 @@ def _as_plain_prompt(method: str, item: Any, number: int) -> Prompt:
             f"{method}: prompt {number} is a chat or has images, which can only be read in the scheduler's process; "
             "give it among the scheduler's prompts, or give token ids here"
         )
-    # only the scheduler knows whether the rollout function writes its own conversations
+    # accept a prompt without tokens: only the scheduler knows whether the rollout function makes its own
     bare = item and has_no_conversation(item)
     prompt = without_tokens(item, number) if bare else as_prompt(item, _MAX_TOKEN_ID, number)
     refuse_not_plain(prompt)
@@ -129,9 +129,9 @@ def refuse_not_plain(prompt: Prompt) -> None:
 
 
 def with_detokenizer(result: EvaluationResult, detokenizer: Detokenizer | None) -> EvaluationResult:
-    """Return an evaluation whose responses have this detokenizer; None for one that is sent to another rank.
+    """Return an evaluation with this detokenizer in its responses.
 
-    Without a detokenizer, outputs that cannot be sent are dropped, too.
+    With None, the evaluation can be sent to another rank: outputs that cannot be sent are dropped, too.
     """
 
     def changed(r: Response) -> Response:

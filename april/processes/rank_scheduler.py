@@ -1,4 +1,4 @@
-"""The scheduler of a trainer with many processes, which has the interface of RolloutScheduler on every rank.
+"""The scheduler for a trainer with many processes (ranks); every rank gets the interface of RolloutScheduler.
 
 The rule: every rank makes each call that changes something, in the same order and with the same arguments. A call that
 changes nothing may be made by a single rank. The RolloutScheduler runs in rank 0's process; all ranks, rank 0 included,
@@ -71,7 +71,7 @@ log = logging.getLogger("april")
 def packed_weight_sample(engines: Iterable[Engine]) -> bytes:
     """Return float32 values of this rank's weights, for :func:`warn_if_weights_differ`.
 
-    Empty if this rank has no model, or if the ranks gather its weights anyway.
+    The result is empty if this rank has no model, or if the ranks gather the weights anyway.
     """
     showing = (e for e in engines if isinstance(e, ShowsWeights) and not e.capabilities.gathers_weights)
     engine = next(showing, None)
@@ -95,7 +95,7 @@ def warn_if_weights_differ(rank: int, own: bytes, first: bytes) -> bool:
 
 
 class PendingCall:
-    """A call of this rank that has not ended yet; ``call_text`` is its name and arguments."""
+    """A call of this rank that has not ended yet; ``call_text`` is the name and arguments of the call."""
 
     def __init__(self, number: int, call_text: str) -> None:
         self.number = number
@@ -111,13 +111,13 @@ class PendingCall:
         self.step_result = b""
         """Result of the last step, for the scheduler."""
         self.finished = False
-        """True once the call cannot continue, such as after an interrupt in one of its steps, which ends it for all."""
+        """True once the call is over, also if an interrupt in one of its steps has ended it for all ranks."""
         self.weights: RankWeights | None = None
-        """Weights that the call sends, as given when it was first made."""
+        """Weights that the call sends. A call that is made again after an interrupt keeps its first ones."""
         self._runner: int | None = None
 
     def run(self, body: Callable[[PendingCall], Any]) -> None:
-        """Carry out the call, or wait for the thread that does; after an interrupt the call stays open."""
+        """Carry out the call, or wait for the thread that does so; after an interrupt the call can be continued."""
         if self._runner is not None:
             if self._runner == threading.get_ident():
                 raise RolloutError(f"a signal handler called {self.call_text} during {self.call_text}")
@@ -133,7 +133,7 @@ class PendingCall:
             self._runner = None
 
     def value_or_error(self) -> tuple[Any, BaseException | None]:
-        """Return (result, error), of which one is None."""
+        """Return (result, error); one of the two is None."""
         error = self.outcome.error()
         return (None if error is not None else self.outcome.result()), error
 
@@ -141,14 +141,14 @@ class PendingCall:
 TRANSFER = "transfer"
 GATHER = "gathering of the weights"
 ENGINE_RELEASE_S = 5.0
-"""Seconds that a rank's engines wait for the end of rank 0's scheduler."""
+"""Seconds that a rank which closes waits for rank 0's scheduler to release the rank's engines."""
 JOIN = "joining"
 MAX_ARGUMENT_CHARS = 200
-"""Most characters of an argument in the text that the ranks compare."""
+"""Maximum number of characters of an argument in the text that the ranks compare."""
 RANK_0_ARGUMENTS = frozenset({"prompts", "state", "api_key"})
 """Arguments that only rank 0 needs to give; those of other ranks are ignored."""
 OBJECT_ARGUMENTS = frozenset({"transfer", "weights", "engine"})
-"""Arguments for which every rank gives an object of its own."""
+"""Arguments for which every rank gives an object of its own, so that the ranks cannot compare them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +160,7 @@ class _MethodCall:
     method: str
     """Name of the method of RolloutScheduler, or JOIN."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments by name. Those of rank 0 are used."""
+    """Arguments by name; the scheduler uses those of rank 0."""
     weights: RankWeights | None = None
     """Weights that the call sends from this rank."""
 
@@ -189,9 +189,9 @@ class SharedScheduler(RolloutScheduler):
     """The RolloutScheduler behind a rank server; it packs the results of its calls for the ranks.
 
     Args:
-        split_by: how batches are split.
-        crosses_processes: True if prompts' data goes to other processes with the responses, so that it must be plain.
-        options: options of the RolloutScheduler.
+        split_by: how batches are split; see :meth:`april.Batch.split`.
+        crosses_processes: True if batches are sent to other processes, so that their prompts' data must be plain.
+        options: other arguments of the RolloutScheduler.
     """
 
     _gathers = True
@@ -209,14 +209,14 @@ class SharedScheduler(RolloutScheduler):
         return self._thread.call(lambda: list(self._driver.core.leased))
 
     def execute(self, request: Any, on_all: RunOnAllRanks, shares: Sequence[int]) -> tuple[Any, Sequence[bytes]]:
-        """Make a call; return its result, and the packed result for each rank except a rank 0 in this process."""
-        hand_over = partial(on_all, TRANSFER)
+        """Make a call; return its result, and the packed result for each rank, except for a rank 0 in this process."""
+        transfer = partial(on_all, TRANSFER)
         if isinstance(request, bytes):
-            method, arguments = packing.unpack_call(request, hand_over)
+            method, arguments = packing.unpack_call(request, transfer)
         else:
             method, arguments = request.method, dict(request.arguments)
             if callable(arguments.get("transfer")):
-                arguments["transfer"] = hand_over
+                arguments["transfer"] = transfer
             if request.weights is not None:
                 arguments["weights"] = GatheredWeights(request.weights, on_all)
         if method == JOIN:
@@ -284,8 +284,8 @@ class RankScheduler(BatchIterator):
       data; DataExhausted is raised on all ranks, at the same call.
     * ``weight_update`` and ``load_state_dict`` call ``transfer`` in each rank's thread while all engines are paused, so
       it may use the ranks' own collectives. They take ``weights`` from every rank: sharded weights are gathered bucket
-      by bucket, and rank 0 sends them. If one rank fails, all others raise an error that names it, and the version
-      stays.
+      by bucket, and rank 0 sends them. If one rank fails, all others raise an error that names this rank, and the
+      version does not change.
     * ``evaluate`` returns the whole result on every rank.
     * Prompts, a state and an engine object are taken from rank 0; the other ranks may give them, or None.
 
@@ -296,7 +296,7 @@ class RankScheduler(BatchIterator):
         prompts: prompts, needed on rank 0; other ranks may leave out this argument and all that follow. The ``data`` of
             prompts goes to the ranks that get their responses, so it must be plain: numbers, text, bytes, lists, dicts.
         model: the model object for an embedded engine, on every rank so that each generates, or on rank 0 only. Every
-            rank must give it if FSDP2 has sharded it.
+            rank must give its model if FSDP2 has sharded the model.
         engines: engine objects instead of ``model``, on every rank or on rank 0 only.
         tokenizer: as in :class:`april.RolloutScheduler`; the other ranks need theirs for the text of evaluations.
         processor: as in :class:`april.RolloutScheduler`; needed on every rank that has a model of its own.
@@ -309,11 +309,11 @@ class RankScheduler(BatchIterator):
 
     _scheduler: SharedScheduler | None = None
     _server: RankServer | None = None
-    """The scheduler and the server, in rank 0's process only."""
+    """Server for the ranks' calls; it and the scheduler are None except in rank 0's process."""
     _rank_engines: RankEngines | None = None
     """Engines of this rank that rank 0's scheduler uses; None on rank 0, or if there are none."""
     _rank_0_engines: Sequence[Engine] = ()
-    """Engines of rank 0's process."""
+    """Engines of rank 0's process; empty on other ranks."""
 
     def __init__(
         self,
@@ -338,7 +338,7 @@ class RankScheduler(BatchIterator):
         self._set_up(config, ranks, RankClient(ranks, server=self._server), tokenizer)
         self._model_arguments = model, engines, processor
         sizes = f"world_size={ranks.world_size}, data_size={ranks.shares}"
-        digest = _text_digest(config.model_dump_json())  # finds ranks with other settings
+        digest = _text_digest(config.model_dump_json())  # so that the server refuses ranks with other settings
         call_text = f"RankScheduler(config {digest}, split_by={split_by!r}, {sizes})"
         rendezvous = ranks.rendezvous()
         try:
@@ -359,7 +359,10 @@ class RankScheduler(BatchIterator):
     def _create_scheduler(
         self, server: RankServer, rendezvous: Rendezvous, split_by: SplitBy, options: dict[str, Any]
     ) -> dict[str, Any]:
-        """Create the scheduler on rank 0; an error is raised on all ranks, once they have joined."""
+        """Create the scheduler on rank 0 and return the arguments of the JOIN call.
+
+        If this fails, the JOIN call raises the error on all ranks.
+        """
         several = self.ranks.world_size > 1
         if several:
             address = ""
@@ -376,8 +379,8 @@ class RankScheduler(BatchIterator):
             return {}
         self._rank_0_engines = self._scheduler.engines
         server.set_scheduler(self._scheduler)
-        lends = several and (options["model"] is not None or options["engines"] is not None)
-        return {"gathers": bool(engines_to_gather(self._rank_0_engines)), "key": rendezvous.token} if lends else {}
+        embedded = several and (options["model"] is not None or options["engines"] is not None)
+        return {"gathers": bool(engines_to_gather(self._rank_0_engines)), "key": rendezvous.token} if embedded else {}
 
     def _set_up(self, config: Config, ranks: Ranks, client: RankClient, tokenizer: Any) -> None:
         self.config = config
@@ -391,7 +394,10 @@ class RankScheduler(BatchIterator):
         """True once this rank was warned that its weights are not those of rank 0."""
 
     def _offer_engines(self, gathers: bool) -> bytes:
-        """Offer this rank's engines to rank 0; raises ConfigError if the model is sharded and this rank has no part."""
+        """Create this rank's engines and return their packed addresses for rank 0; empty bytes if there are none.
+
+        Raises ConfigError if rank 0's model is sharded and this rank has no part of it.
+        """
         model, engines, processor = self._model_arguments
         if model is not None or engines is not None:
             client = self._client
@@ -466,7 +472,7 @@ class RankScheduler(BatchIterator):
         return RankWeights(given, is_sender=self.ranks.rank == 0, make_copy=self._copy_function)
 
     def _copy_function(self, source: WeightSource) -> CopyBucket | None:
-        """Return a function that copies a bucket into this rank's engines with own models; None if there are none."""
+        """Return a function that copies a bucket into this rank's engines that need a copy; None if there are none."""
         rank_engines = self._rank_engines
         engines = [e for e in self.engines if isinstance(e, TakesTensors) and shares_trainer_weights(e)]
         receivers = [e for e in engines if not (source.module is not None and e.reads(source.module))]
@@ -488,7 +494,7 @@ class RankScheduler(BatchIterator):
             call.run(partial(self._run_steps, method_call))
             value, error = call.value_or_error()
             call.finished = True
-        finally:  # no function is called from here on, so no signal handler can run between the result and the caller
+        finally:  # no calls from here on: Python might run a signal handler at a call, which would lose the result
             call.has_caller = False
             if call.finished:
                 self._client.next_call, self._pending = call.number + 1, None
@@ -525,14 +531,14 @@ class RankScheduler(BatchIterator):
                 f"{call_text} was called while {call.call_text} was still running; make one call after the other"
             )
         if call is None or call.call_text != call_text:
-            # replaces an interrupted call; the server finds that the ranks' calls differ and reports it to all
+            # if this replaces an interrupted call, the server reports to all ranks that their calls differ
             call = PendingCall(self._client.next_call if call is None else call.number, call_text)
         call.has_caller = True
         self._pending = call
         return call
 
     def _packed_arguments(self, method_call: _MethodCall) -> bytes:
-        """Return the packed arguments that the server needs from this rank; empty if the server is in this process."""
+        """Give the call to a server in this process, or return its packed arguments for a server in another one."""
         if self._server is not None:
             self._server.rank0_request = method_call
         return b""
@@ -561,7 +567,7 @@ class RankScheduler(BatchIterator):
                 call.steps_done += 1
         finally:
             release_weights(self.engines)
-        if self._server is not None:  # the result is in this process
+        if self._server is not None:  # this process has the result itself, so none was packed
             value, failure = self._server.last_outcome
             if failure is not None:
                 raise failure
@@ -584,7 +590,7 @@ class RankScheduler(BatchIterator):
         return b""
 
     def _unpack_result(self, method: str, content: bytes) -> Any:
-        """Unpack the result of a call of a scheduler in another process."""
+        """Unpack the result of a call to a scheduler in another process."""
         kind: Any = packing.CALL_RESULTS.get(method)
         result = unpack(content, kind)
         if isinstance(result, EvaluationResult):
@@ -640,7 +646,7 @@ def refuse_unsendable(prompt: Prompt) -> None:
 
 
 def _argument_text(name: str, value: Any) -> str:
-    """Return an argument as text, which the ranks compare; a long one is its beginning and a digest."""
+    """Return an argument as text that the ranks compare; a long text is cut, and a digest of all of it appended."""
     if name in OBJECT_ARGUMENTS and value is not None and not isinstance(value, str):
         return "given"
     text = repr(packing.plain_value(value))

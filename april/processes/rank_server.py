@@ -1,7 +1,7 @@
 """The HTTP server in the scheduler's process, to which the ranks of a trainer send their calls.
 
 The rule: every rank makes each call that changes something, in the same order and with the same arguments. A call
-begins when all ranks have made it. If one rank breaks the rule, all ranks get the same error, for good.
+begins when all ranks have made it. If one rank breaks the rule, this call and all later ones fail on all ranks.
 
 A request to ``/call`` is answered when the rank has a step to carry out, or when the call has ended. After a step, an
 interrupt or a lost answer the rank sends the request again. ``/query`` answers a query of one rank at once.
@@ -37,9 +37,7 @@ log = logging.getLogger("april")
 DRAIN_S = 1.0
 """Seconds that ranks have to read their last answers when the server ends."""
 PIECE_BYTES = 1 << 20
-"""Largest number of bytes written at once, as asyncio copies the rest of a write again and again."""
-
-
+"""Largest number of bytes written at once: asyncio copies what is left of a large write again and again."""
 RunOnAllRanks = Callable[..., Mapping[int, bytes]]
 """``run(step, content=b"")`` makes every rank carry out a step of the current call, and returns each rank's result.
 
@@ -51,7 +49,7 @@ class ServedScheduler(Protocol):
     """The scheduler behind the server; its methods are called in threads."""
 
     def execute(self, request: Any, on_all: RunOnAllRanks, shares: Sequence[int]) -> tuple[Any, Sequence[bytes]]:
-        """Make a call; ``request`` is the call as rank 0 sent it, ``shares`` is the share of a batch for each rank.
+        """Make a call; ``request`` is the call as rank 0 sent it, ``shares`` has the number of each rank's batch share.
 
         Returns the result, and the bytes that are sent to each rank.
         """
@@ -71,20 +69,20 @@ class CollectiveCall:
         self.call_texts: dict[int, str] = {}
         """Name and arguments of the call, by rank that has joined it."""
         self.started = False
-        """True once all ranks have joined, so that the call is carried out."""
+        """True once all ranks have joined, so that the call is being carried out."""
         self.sessions: dict[int, int] = {}
         """Session that each rank had when it joined."""
         self.steps: list[tuple[str, bytes]] = []
         self.step_results: dict[int, bytes] = {}
         """Results of the last step, by rank that has carried it out."""
         self.steps_before_join: dict[int, int] = {}
-        """Number of steps that were over when a restarted rank joined, by rank."""
+        """By restarted rank: number of steps that were over when the rank joined the call again."""
         self.step_error: RankError | None = None
-        """Error of a step that failed."""
+        """Error of the first step that failed; None if none has failed."""
         self.results: Sequence[messages.CallResult] | None = None
-        """Answer to each rank, once the call has ended."""
+        """Answer to each rank; None until the call has ended."""
         self.batch_id: int | None = None
-        """Number of the batch that the call has delivered."""
+        """Number of the batch that the call has delivered; None if it has delivered none."""
 
 
 class RankServer:
@@ -94,7 +92,7 @@ class RankServer:
         ranks: number of ranks, and how long they wait.
         name: name of the process that has the scheduler, for messages.
         allow_rejoin: True if lost ranks may come back and are sent the answers that they missed. False if rank 0 is in
-            this process, and the server ends with it.
+            this process, so that the server ends together with rank 0.
     """
 
     def __init__(self, ranks: Ranks, *, name: str = "rank 0", allow_rejoin: bool = False) -> None:
@@ -105,13 +103,13 @@ class RankServer:
         self.last_outcome: tuple[Any, Exception | None] = None, None
         """(result, error) of the last call, for a rank in this process."""
         self.group_error: RankError | None = None
-        """Error that keeps the ranks from continuing together."""
+        """Error because of which the ranks cannot continue; None while there is none."""
         self.shares = [-1] * ranks.world_size
-        """Share of a batch that each rank gets, as the rank has reported it."""
+        """Number of each rank's batch share, indexed by rank; -1 until the rank has joined."""
         self._calls: dict[int, CollectiveCall] = {}
-        """Calls by number: those that have not ended, and ended ones whose answers a rank may still ask for."""
+        """Calls by number: open calls, and ended calls whose answers a rank may still ask for."""
         self._next_call = 0
-        """Number of the first call of a rank that joins now."""
+        """Number of the first call that a rank takes part in if it joins now."""
         self._latest_calls: dict[int, int] = {}
         """Number of the latest call of each connected rank."""
         self._latest_requests: dict[int, tuple[int, int]] = {}
@@ -124,7 +122,7 @@ class RankServer:
         self._closed_ranks: set[int] = set()
         """The ranks that have closed their scheduler."""
         self._rejoin_timers: dict[int, asyncio.TimerHandle] = {}
-        """Lost ranks that may still come back, with the timers of their timeouts."""
+        """Timers of lost ranks that may still come back, by rank; if a timer expires, all ranks fail."""
         self._waiters: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         self._request_tasks: set[asyncio.Task[Any]] = set()
         """Tasks that answer calls and queries."""
@@ -168,7 +166,7 @@ class RankServer:
         self.thread.call(self._scheduler_set.set)
 
     def close(self, error: BaseException | None = None, *, wait: bool = False) -> None:
-        """Stop answering. ``error`` is rank 0's; with ``wait``, wait first until all ranks have closed or are late."""
+        """Stop answering, after rank 0's ``error`` if any; with ``wait``, first wait until all ranks have closed."""
 
         async def end() -> None:
             if not self._allow_rejoin:
@@ -181,12 +179,12 @@ class RankServer:
 
         try:
             self.thread.end_with(end)
-        finally:  # an interrupt ends only the wait: the other ranks are told at once
+        finally:  # an interrupt ends only the wait above; the server then stops at once
             self.thread.request_stop(self._end)
 
     def stop(self) -> None:
-        """Wait for the server's threads to end; called once the scheduler is closed, as a thread may wait for it."""
-        self.thread.request_stop(self._end)  # an interrupt may have kept close() from it
+        """Wait for the server's threads to end. Close the scheduler before, because a thread may wait for it."""
+        self.thread.request_stop(self._end)  # in case an interrupt ended close() before it requested this
         self.thread.stop()
 
     async def _end(self) -> None:
@@ -253,7 +251,7 @@ class RankServer:
         await websocket.close()
 
     def _check_heartbeats(self) -> None:
-        """Find ranks whose heartbeats are missing, and send a heartbeat to all."""
+        """Remove ranks whose heartbeats are missing, and send a heartbeat to all others."""
         loop = asyncio.get_running_loop()
         for rank in list(self._heartbeats.silent_peers(loop.time())):
             self._in_background(self._disconnect(self._websockets[rank]))
@@ -263,7 +261,7 @@ class RankServer:
         loop.call_later(self._heartbeats.interval_s, self._check_heartbeats)
 
     def _remove_rank(self, rank: int, why: str) -> None:
-        """Remove a rank that is no longer connected; ``why`` is empty if the rank has said that it leaves."""
+        """Remove a rank that is no longer connected; ``why`` is empty if the rank announced that it leaves."""
         del self._sessions[rank], self._latest_calls[rank]
         self._websockets.pop(rank, None)
         self._heartbeats.forget(rank)
@@ -286,7 +284,7 @@ class RankServer:
         self._check_waiters()
 
     def _note_closed(self, rank: int, error: str) -> None:
-        """Note that a rank closes its scheduler, after an error if there is one; an open call of another rank fails."""
+        """Note that a rank has closed its scheduler; all ranks fail if it had an error, or if a call waits for it."""
         self._closed_ranks.add(rank)
         waiting = ((r, what) for c in self._calls.values() if c.results is None for r, what in c.call_texts.items())
         if error:
@@ -333,7 +331,7 @@ class RankServer:
             self._request_tasks.discard(task)
 
     async def exchange(self, request: messages.CallRequest) -> messages.Step | messages.CallResult:
-        """Return what a rank that has joined a call must do next; raises RankError."""
+        """Let a rank take part in a call; return its next step, or the call's result. Raises RankError."""
         rank, call = request.rank, self._register(request)
         steps_done = request.steps_done + call.steps_before_join.get(rank, 0)
         if request.error is not None:
@@ -382,7 +380,7 @@ class RankServer:
         return call
 
     def _require_same_call(self, rank: int, call: CollectiveCall, call_text: str) -> None:
-        """Stop all ranks if a rank makes another call than the others; raises RankError."""
+        """Stop all ranks with a RankError if a rank makes another call than the others."""
         others = {r: text for r, text in call.call_texts.items() if r != rank or call.started}
         other = next((r for r, text in others.items() if text != call_text), None)
         if other is not None and call.results is not None and self._allow_rejoin:
@@ -477,7 +475,7 @@ class RankServer:
                 timer.cancel()
 
     def _check_waiters(self) -> None:
-        """Check all conditions that are waited for, because something has changed."""
+        """Check all conditions that are waited for; must be called after every change that may fulfil one."""
         for waiter in self._waiters:
             self._check_waiter(waiter)
 
@@ -489,7 +487,7 @@ class RankServer:
         if condition():
             future.set_result(None)
         elif not failing and (broken := self._group_error_copy()) is not None:
-            # not before a call with a failed step has ended, because the error of that step says more
+            # if a step has failed, this waits until its call has ended, because the step's own error says more
             future.set_exception(broken)
 
     def _fail_late_in_step(self, call: CollectiveCall, rank: int) -> None:
@@ -524,7 +522,6 @@ class RankServer:
     def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
         self._send_tasks.add(task := asyncio.get_running_loop().create_task(work))
         task.add_done_callback(self._send_tasks.discard)
-
 
 
 def _rank_names(ranks: Iterable[int]) -> str:

@@ -1,8 +1,7 @@
-"""Sends weights that are sharded over the ranks to engines: all ranks gather them, and rank 0 sends them.
+"""Gathers weights that are sharded over the ranks, bucket by bucket, so that rank 0 can send them to engines.
 
-For each bucket, all ranks read their own weights, compare what they have read, and gather it. No rank enters a
-collective before all ranks are known to enter the same one: a rank that fails to read, or has read something else, ends
-the step for all ranks with its message.
+For each bucket, every rank reads its own shards, checks that rank 0 has read the same tensors, and then gathers them.
+If a rank fails to read, or has read other tensors, the call fails on all ranks, and none waits in a collective.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class RankWeights:
     Args:
         given: argument of ``weight_update(weights=...)``.
         is_sender: True if this rank sends the weights, so that it keeps the gathered tensors.
-        make_copy: returns the function that copies a bucket into this rank's engines; None if no engine needs a copy.
+        make_copy: function that returns a CopyBucket for this rank's engines, or None if no engine needs a copy.
     """
 
     def __init__(self, given: Any, *, is_sender: bool, make_copy: Callable[[WeightSource], CopyBucket | None]) -> None:
@@ -38,15 +37,12 @@ class RankWeights:
         self.source: WeightSource | None = None
         self._portions: Iterator[UngatheredBucket] | None = None
         self.portion: UngatheredBucket | None = None
-        """The portion that was read and is not gathered yet."""
+        """The next bucket, which was read but not gathered yet."""
         self.bucket: Bucket | None = None
         """The bucket that was gathered last, if this rank sends."""
 
     def step(self, step: str, content: bytes) -> None:
-        """Carry out one of :data:`STEPS`, as all ranks do now.
-
-        Raises any error of this rank's weights.
-        """
+        """Carry out one of :data:`STEPS`, as all ranks do now; raises any error in reading this rank's weights."""
         if step == INSPECT:
             found = call_user_code(lambda: weight_source(self._given))
             assert isinstance(found, WeightSource)
@@ -88,14 +84,14 @@ class RankWeights:
 
 
 class GatheredWeights(Weights):
-    """The weights that rank 0 sends; all ranks take part in gathering each bucket.
+    """The weights that rank 0 sends; all ranks help to gather each bucket.
 
     Args:
         rank_weights: weights of rank 0.
-        on_all: makes all ranks carry out a step.
+        on_all: function that makes all ranks carry out a step.
 
     Raises:
-        RankError: a rank was given something that is not weights.
+        RankError: the argument of a rank is not weights.
     """
 
     def __init__(self, rank_weights: RankWeights, on_all: RunOnAllRanks) -> None:

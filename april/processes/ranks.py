@@ -1,4 +1,4 @@
-"""The rank of this process among the processes of a trainer, and how the ranks find rank 0's server."""
+"""Says which rank of a trainer this process is, and lets the ranks find rank 0's server."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ class Ranks:
     """number of this rank; rank 0 has the scheduler, the prompts, the reward and the engines"""
     world_size: int = 1
     data_rank: int | None = None
-    """share of a batch that this rank gets, the same for all of a tensor-parallel group; None means ``rank``"""
+    """number of this rank's share of each batch, the same for a whole tensor-parallel group; None means ``rank``"""
     data_size: int | None = None
     """number of shares into which a batch is split; None means ``world_size``"""
     address: str = ""
-    """where rank 0 listens, as "host:port" """
+    """address at which rank 0 listens, as "host:port" """
     token: str = ""
-    """64 hexadecimal digits that all ranks know and nobody else, from :func:`april.new_token`"""
+    """secret of 64 hexadecimal digits, the same on all ranks; :func:`april.new_token` makes one"""
     rank_timeout_s: float = 1800.0
     """seconds that a rank which has made a call waits for the other ranks to make the same call"""
     rank_deadline_s: float = 60.0
     """seconds without a heartbeat after which a rank counts as dead; the exit of its process is noticed at once"""
     store: Any = None
-    """store of torch.distributed, in which rank 0 publishes where it listens"""
+    """store of torch.distributed in which rank 0 publishes its address; None if ``address`` and ``token`` are given"""
 
     def __post_init__(self) -> None:
         for name in ("rank", "world_size", "data_rank", "data_size"):
@@ -95,10 +95,10 @@ class Ranks:
         Every rank calls this after ``init_process_group``. A process that torchrun did not start is the only rank.
 
         Args:
-            data_rank: share that this rank gets, if others get the same one (tensor, pipeline, context parallel).
-            data_size: number of shares, in that case.
-            address: address at which rank 0 listens; port 0 means any free one. Ranks on other machines need an address
-                of rank 0's machine that they reach.
+            data_rank: number of this rank's batch share, if several ranks get the same one (tensor, pipeline or context
+                parallelism); None means the rank.
+            data_size: number of shares; None means the number of ranks.
+            address: address at which rank 0 listens, reachable from all ranks; port 0 means any free one.
             rank_timeout_s: see the class.
             rank_deadline_s: see the class.
 
@@ -124,20 +124,20 @@ class Ranks:
         )  # fmt: skip
 
     def rendezvous(self) -> Rendezvous:
-        """Return how this group finds rank 0's server; called once for each scheduler, on every rank."""
+        """Return a new Rendezvous; every rank must call this once for each scheduler, so that their keys match."""
         return Rendezvous(self)
 
 
 class Rendezvous:
-    """Address and token of rank 0's server, as given by the user or through torch's store."""
+    """Address and token of rank 0's server, which are given by the user or exchanged through torch's store."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._key = f"april/ranks/{next(_rendezvous_numbers)}"
         self.token = ranks.token or (new_token() if ranks.rank == 0 else "")
-        """The token; empty on other ranks if it comes through the store."""
+        """The token; empty on a rank other than 0 that gets the token from torch's store."""
         self.server_listens = ranks.store is not None
-        """True if the server listens before its address can be found, so that a failed connection is not retried."""
+        """True if the server listens before a rank can know its address, so that a failed connection is not retried."""
 
     def publish(self, address: str) -> None:
         """Publish the address at which rank 0 listens; "" means that it could not listen."""

@@ -59,8 +59,8 @@ def remote(
     other function is called again. The actors start with the first call and end with the scheduler.
 
     Args:
-        function: plain or async function. An actor runs a plain one in its main thread, one call at a time; rollout
-            functions and async functions run side by side.
+        function: plain or async function. An actor runs a plain function in its main thread, one call at a time; calls
+            of rollout functions and async functions run concurrently.
         num_actors: number of actors, each of which is a process.
         num_cpus: CPUs that Ray reserves for each actor.
         options: Ray's other options of actors, such as ``num_gpus``, ``resources``, ``runtime_env``;
@@ -161,7 +161,7 @@ class _Pool:
                 self._end(number, actor)  # a plain function ends only with its actor
             raise
         except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, ray.exceptions.RayError):  # it replaces an error that cannot be pickled
+            if isinstance(error.cause, ray.exceptions.RayError):  # in place of an error that Ray cannot pickle
                 raise RolloutError(message_of(error.cause)) from None
             error.cause.add_note(error.traceback_str)
             raise error.cause from None
@@ -209,7 +209,7 @@ class _PlainActor:
             return asyncio.run(value) if inspect.iscoroutine(value) else value
         except Exception:
             raise
-        except BaseException as error:  # some types would end Ray's actor, others the scheduler's event loop
+        except BaseException as error:  # some types of errors would end Ray's actor, others the scheduler's event loop
             raise RolloutError(f"it raised {describe(error)}") from error
 
     def _received(self, value: Any) -> Any:

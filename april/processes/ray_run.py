@@ -1,11 +1,10 @@
-"""A run whose scheduler is a Ray actor. A trainer's ranks attach to it by its name."""
+"""Starts a run whose scheduler is a Ray actor; a trainer's ranks attach to the run by its name."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import logging
-import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,6 +15,7 @@ from april.config.settings import Config
 from april.core.batch import SplitBy
 from april.engines.protocol import Engine
 from april.errors import AprilError, ConfigError, EngineError, RankError
+from april.processes.addresses import new_token
 from april.processes.rank_client import RankClient
 from april.processes.rank_packing import pack_call, pack_failure
 from april.processes.rank_scheduler import RankScheduler, SharedScheduler
@@ -42,7 +42,7 @@ class SchedulerActor:
 
             ip = ray.util.get_node_ip_address()
         self._address = f"[{ip}]:0" if ":" in ip else f"{ip}:0"
-        self._token = secrets.token_hex(32)
+        self._token = new_token()
         self._scheduler: SharedScheduler | None = None
         self.server: RankServer | None = None
         self._attachable = asyncio.Event()
@@ -53,7 +53,7 @@ class SchedulerActor:
         options: Mapping[str, Any],
     ) -> Exception | None:  # fmt: skip
         """Create the scheduler, with the engines that ``engines`` returns; returns the error if that fails."""
-        # daemon threads, since Ray lets an actor that nobody has closed exit by itself; others would keep it alive
+        # Use daemon threads: others would keep the process alive when Ray ends an actor that nobody has closed.
         asyncio.get_running_loop().set_default_executor(DaemonPool("april-core"))
         self._config = config
 
@@ -73,7 +73,6 @@ class SchedulerActor:
         self.server.set_scheduler(self._scheduler)
         return None
 
-
     async def rank(self, rank: int) -> tuple[Config, Ranks] | Exception:
         """Return the Config and the Ranks for a rank, or a RankError if there is no such rank."""
         await self._attachable.wait()
@@ -85,7 +84,7 @@ class SchedulerActor:
 
     async def close(self) -> None:
         """Close the scheduler and its server."""
-        with ExitStack() as ends:  # in reverse order
+        with ExitStack() as ends:  # calls these functions in reverse order
             if self.server is not None:
                 ends.callback(self.server.stop)
             if self._scheduler is not None:
@@ -98,7 +97,7 @@ class SchedulerActor:
 log = logging.getLogger("april")
 
 CLOSE_S = 30.0
-"""Seconds to wait for the actor to close. An actor that Ray has not started yet would never answer."""
+"""Seconds to wait for the actor to close; an actor that Ray has not started yet would never answer."""
 MAX_CONCURRENT_CALLS = 10_000
 """Largest number of the actor's calls that run at the same time."""
 
@@ -112,7 +111,7 @@ class ActorScheduler(RankScheduler):
     """
 
     _packing_error: Exception | None = None
-    """Error that kept rank 0's arguments from being packed."""
+    """Error because of which rank 0's arguments could not be packed."""
 
     def __init__(self, config: Config, ranks: Ranks, tokenizer: Any = None) -> None:
         self._set_up(config, ranks, RankClient(ranks, "the core"), tokenizer)
@@ -155,8 +154,8 @@ class ActorScheduler(RankScheduler):
         self._packing_error = None
         try:
             return super()._run_steps(method_call, call)
-        except AprilError as told:
-            raise self._packing_error or told from None
+        except AprilError as error:
+            raise self._packing_error or error from None
 
     def __repr__(self) -> str:
         return f"<ActorScheduler rank {self.ranks.rank} of {self.ranks.world_size}>"
@@ -173,7 +172,6 @@ class Run:
 
     def __repr__(self) -> str:
         return f"<april.ray.Run {self.name!r}>"
-
 
     def close(self) -> None:
         """End the scheduler, its engines and the actor; idempotent."""
@@ -220,7 +218,7 @@ def scheduler(
     The actor lives as long as the process that starts the run. Ray pickles the arguments for it.
 
     Args:
-        config: see :class:`april.Config`; the actor looks up the servers of ``config.engine``, on its own node.
+        config: see :class:`april.Config`; the actor connects to the servers in ``config.engine`` from its own node.
         name: name of the run, unique in the cluster while the run lives; :func:`attach` takes it.
         prompts: as for :class:`april.RolloutScheduler`. Their ``data`` goes to the ranks, so it must be plain: numbers,
             text, bytes, lists and dicts.
@@ -235,8 +233,8 @@ def scheduler(
         options: all other arguments of :class:`april.RolloutScheduler` (``reward``, ``rollout``, ``tokenizer``, ...).
 
     Raises:
-        ConfigError: Ray is not installed or not initialised, there is a run of this name, or as in
-            :class:`april.RolloutScheduler`.
+        ConfigError: Ray is not installed or not initialised, there is a run of this name, or
+            :class:`april.RolloutScheduler` raises it.
         EngineError: the actor, or its engines, could not be created.
     """
     ray = require_ray()
@@ -250,7 +248,7 @@ def scheduler(
             "new run and load the saved state with load_state_dict"
         )
     group = Ranks(
-        world_size=ranks, address=f"ray:{name}", token=secrets.token_hex(32), rank_timeout_s=rank_timeout_s,
+        world_size=ranks, address=f"ray:{name}", token=new_token(), rank_timeout_s=rank_timeout_s,
         rank_deadline_s=rank_deadline_s,
     )  # fmt: skip
     lives = {"namespace": _namespace(name), **({"lifetime": "detached"} if detached else {})}
@@ -281,8 +279,8 @@ def attach(name: str, rank: int, *, tokenizer: Any = None) -> ActorScheduler:
     """Return the scheduler of a run for one rank of the trainer, in any process of the cluster; close it at the end.
 
     A rank that was restarted attaches again under its number. It gets its share of the oldest batch that is not
-    committed, and the results of all calls that the ranks have completed after that batch. The other ranks wait for it,
-    at most ``rank_timeout_s``.
+    committed, and the results of all calls that the ranks have completed after that batch. The other ranks wait up to
+    ``rank_timeout_s`` for this.
 
     Args:
         name: name of the run.

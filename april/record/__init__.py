@@ -1,1 +1,1 @@
-"""Writes every event that the core handles to a file, and replays such files (see docs/report.md)."""
+"""Records every event that the core (april's scheduler state) handles in a file, and replays it (docs/report.md)."""

@@ -1,7 +1,7 @@
 """Converts events to plain JSON values and back: ids, states, counts and versions, but no user text and no tokens.
 
-Only kind, hash and size of an attachment are kept. The conversion follows the fields of the classes, so a new event
-needs no code here. Text is left out unless its field is known to hold april's own names, as users may pass records on.
+Of an attachment, only kind, hash and size are kept. The conversion follows the fields of the classes, so a new event
+needs no code here. Text is left out unless its field is known to hold april's own names, as users may share records.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OMITTED_FIELDS = frozenset(
 )
 """Fields that are left out: they hold user data or token ids, or can be derived from other fields."""
 OMITTED_OF_ROWS = OMITTED_FIELDS | {"cohort_values", "extras", "row_reward", "turns"}
-"""Fields of delivered rows that are left out: other events and the calls of the samples have what the replay needs."""
+"""Fields of delivered rows that are left out, because a replay finds their contents in other events and in calls."""
 OMITTED_TEXT = "(left out)"
 _EXCEPTION_NAME = re.compile(r"(?:^|: )([A-Za-z_]\w{0,60}(?:Error|Exception|Timeout|Interrupt|Exit))(?=: |$)")
 
@@ -121,8 +121,8 @@ class _Converters(dict[type, Converter]):
     """Holds conversion functions by type, each of which is created when it is first needed."""
 
     def __missing__(self, kind: type) -> Converter:
-        self[kind] = form = _converter(kind)
-        return form
+        self[kind] = converter = _converter(kind)
+        return converter
 
 
 _CONVERTERS = _Converters()
@@ -152,7 +152,7 @@ def from_plain(parts: Any, kind: type[T]) -> T:
 
 
 def blank_extras(names: Iterable[str], rows: int) -> dict[str, Any]:
-    """Return arrays [rows, 0] for the named extras, as a replay knows their number of rows, but no values."""
+    """Return an array of shape [rows, 0] for each name of extras: a replay knows the number of rows, but no values."""
     return {name: np.zeros((rows, 0), np.float32) for name in names}
 
 

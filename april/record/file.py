@@ -2,7 +2,7 @@
 
 The event loop adds lines, and a thread writes them; readers check every line.
 
-Invariant: the event loop neither waits for the disk nor gets its errors. If a record cannot be continued, april logs
+Invariant: the event loop neither waits for the disk nor sees its errors. If a record cannot be continued, april logs
 one warning, and the run goes on without the record.
 """
 
@@ -36,7 +36,7 @@ REPORT = "Learning"
 NO_LAST_LINE = "in the middle: the process was killed, or still runs"
 """Text that says how a record ends if its closing line (CUT_OFF or CLOSED) is missing."""
 WRITE_EVERY_S = 0.2
-"""Seconds between two writes; a process that is killed loses at most the lines of this time."""
+"""Seconds between two writes; a process that is killed loses at most the lines added since the last write."""
 MAX_WAITING_BYTES = 32 << 20
 """Largest number of bytes that may wait for the disk."""
 LAST_LINE_BYTES = 256
@@ -44,7 +44,7 @@ LAST_LINE_BYTES = 256
 MAX_HEAD_BYTES = 1 << 20
 """Largest size of a first line in bytes."""
 _RESPONSE_ENDED = tuple(f',"{what}",'.encode() for what in ("AttemptEnded", "SampleReturned", BATCH))
-"""Parts of lines; a line with one of them shows that a response has ended."""
+"""Texts by which a line shows that a response has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +93,7 @@ class RecordFile:
     def add(self, line: bytes, *, last: bool = False) -> str:
         """Add a line and return "", or return the reason why it cannot be added.
 
-        ``line`` is a JSON array without its last element and bracket; these are appended here, and the element is a
-        checksum of all lines so far.
+        ``line`` is a JSON array without its end; the last element, a checksum of all lines so far, is appended here.
         """
         if not last and self._size + len(line) > self._limit - LAST_LINE_BYTES:
             return f"it has reached its limit of {self._limit >> 20} MiB"
@@ -140,7 +139,7 @@ def _new_file(path: Path) -> int:
             if path.is_file():  # another process was quicker
                 continue
             raise
-        with suppress(OSError):  # on file systems without locks, no file is removed
+        with suppress(OSError):  # on file systems without locks, _remove_if_empty removes nothing
             fcntl.flock(file, fcntl.LOCK_EX)
         if os.fstat(file).st_nlink:
             return file
@@ -183,7 +182,7 @@ def _remove_if_empty(path: Path) -> bool:
 
 
 class Line(NamedTuple):
-    """A line of a record. ``number`` is 1 for the first line; ``digest`` is the digest of all decisions so far."""
+    """A line of a record. ``number`` begins with 1; ``digest`` is the digest of all the core's decisions so far."""
 
     number: int
     time_s: float
@@ -214,7 +213,7 @@ class LineReader:
         """Decode the next line, given with its newline; return None if its kind is not wanted.
 
         Raises:
-            RecordError: the bytes are no line of a record, were changed, or do not follow the previous line.
+            RecordError: the bytes are not a line of a record, were changed, or do not follow the previous line.
         """
         body, _, end = raw.rpartition(b',"')
         self._checksum = zlib.crc32(body, self._checksum)
@@ -256,7 +255,7 @@ def lines_of(path: Path, only: Collection[str] = ()) -> Iterator[Line]:
     An incomplete last line is skipped, as the process may have been killed while it wrote the line.
 
     Raises:
-        RecordError: the file is no record or cannot be read, or a line was changed.
+        RecordError: the file is not a record or cannot be read, or a line was changed.
     """
     reader = LineReader(path, only)
     try:
@@ -280,7 +279,7 @@ def refuse_other_formats(path: Path, head: dict[str, Any]) -> None:
 
 
 def end_text(kind: str, fields: dict[str, Any]) -> str | None:
-    """Return a text that says how the record ends if this line closes it, else None."""
+    """Return a text that says how the record ends, if a line of this kind closes it; else None."""
     if kind == CUT_OFF:
         return f"the run continued, but its record stopped: {fields.get('why')}"
     return "the run was closed" if kind == CLOSED else None

@@ -35,14 +35,13 @@ from april.version import __version__
 log = logging.getLogger("april")
 
 _JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
-"""Encoder that refuses NaN and infinities: readers reject such a line, so all later lines would be lost, too."""
+"""Encoder that refuses NaN and infinities, because readers reject a line with them and could read no later line."""
 STATUS_EVERY_S = 5.0
-"""Minimum number of seconds between two lines about the state of the run, which are written at events and in long
-waits."""
+"""Minimum seconds between two lines with the state of the run, which are written at events and in long waits."""
 
 
 class DecisionDigest:
-    """Computes a digest of all commands of the core so far, without their texts."""
+    """Computes a digest of all commands of the core so far; the contents of their text fields do not count."""
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=8)
@@ -58,12 +57,12 @@ class DecisionDigest:
 
     @property
     def digest(self) -> str:
-        """The digest so far, as 16 hex digits."""
+        """The digest of all commands so far, as 16 hex digits."""
         return self._hash.hexdigest()
 
 
 class _RecordLines:
-    """Formats lines and adds them to the file. Holds no reference to the run, so that :attr:`Recorder.end` has none."""
+    """Formats lines and adds them to the file. It does not hold the run, so that the run's finalizer can hold it."""
 
     def __init__(self, record: RunRecord, now: Callable[[], float]) -> None:
         self._now, self.began_s = now, now()
@@ -122,7 +121,7 @@ class Recorder:
 
     def before(self, event: ev.Event) -> None:
         """Remember facts that can only be read from the core's state before it handles the event."""
-        self._before = None  # if reading the facts fails, this None makes after() end the record
+        self._before = None  # if reading the facts fails, after() fails on this None and ends the record
         if not self._lines.file.ended:
             with suppress(Exception):
                 self._before = self._token_comparison(event) | self._request_facts(event)
@@ -179,7 +178,7 @@ class Recorder:
         return self._lines.close
 
     def _token_comparison(self, event: ev.Event) -> dict[str, Any]:
-        """Return how the tokens of a call compare with those of the sample, as a replay has no tokens to compare."""
+        """Return how a call's tokens compare with those of its sample, because a replay has no tokens to compare."""
         if not isinstance(event, ev.CallMade) or (group := self._core.context.group(event.sample.group)) is None:
             return {}
         sample = group.samples[event.sample.index]
@@ -199,7 +198,7 @@ class Recorder:
         return parts
 
     def _request_facts(self, event: ev.Event) -> dict[str, Any]:
-        """Return facts about the request that this event ends, or the tokens of the function that returns."""
+        """Return facts about the request that this event ends, or the token count of the sample that returns."""
         if isinstance(event, ev.SampleReturned):
             group = self._core.context.group(event.sample.group)
             return {} if group is None else {"generated": group.samples[event.sample.index].generated}

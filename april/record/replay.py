@@ -1,4 +1,4 @@
-"""Replays the record of a run: feeds the recorded events to a new core, which must decide as in the run."""
+"""Replays the record of a run: feeds the recorded events to a new scheduler core, which must decide as in the run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ EventObserver = Callable[[float, ev.Event, list[Command]], object]
 END = 1
 """Token id that ends a response in a replay. All other tokens are 0, as a record holds no tokens."""
 SAMPLES_PER_CHECK = 256
-"""Up to this number of held samples, the core is checked after each event; with k times as many, after each k-th."""
+"""Up to this number of held samples, the core is checked after every event; with k times as many, after every k-th."""
 _EVENTS: dict[str, type[Any]] = {kind.__name__: kind for kind in ev.Event.__subclasses__()}
 _LINE_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError, MemoryError)
 """Errors that a line with impossible contents can raise."""
@@ -86,11 +86,11 @@ def replay(path: Path, *, whole_story: bool = False, watch: EventObserver | None
 
     Args:
         path: path of the record.
-        whole_story: whether to keep the whole history of every sample; otherwise only the latest part is kept.
+        whole_story: whether the core keeps the whole log of its transitions; otherwise it keeps only the latest part.
         watch: function that is called with the time of each event in seconds, the event and the core's commands.
 
     Raises:
-        RecordError: the file is no record or was changed, or the core decides differently than in the run; the
+        RecordError: the file is not a record or was changed, or the core decides differently than in the run; the
             message names the line.
     """
     lines = lines_of(path)
@@ -137,8 +137,8 @@ def _replay_line(run: Replay, time_s: float, kind: str, fields: Any, watch: Even
         snapshot.restore(core, from_plain(fields, SavedCore))
         return
     run.events[kind] += 1
-    for of_others in ("ran", "generated"):
-        fields.pop(of_others, None)
+    for for_readers in ("ran", "generated"):
+        fields.pop(for_readers, None)
     ends = fields.pop("ends", False)
     event = from_plain(fields, _EVENTS[kind])
     if isinstance(event, ev.EnginesJoined):
@@ -161,9 +161,9 @@ def _replay_line(run: Replay, time_s: float, kind: str, fields: Any, watch: Even
             tape, asked, end = chain.tape, event.token_ids, len(chain.prompt) + len(chain.tape) - 1
             tape.tokens = tokens = np.require(tape.tokens, requirements="W")  # joined chunks are read-only
             if asked is not None and end < len(asked):
-                asked[end] = 0 if asked[end] else END  # equals the tape's last token, END, if it did in the run
+                asked[end] = 0 if asked[end] else END  # equals the tape's last token, END, only if it did in the run
     last = len(tokens) - 1
-    tokens[last] = END  # only for this event: the core compares these tokens with those of later calls, which are 0
+    tokens[last] = END  # only for this event: later calls repeat the tape's tokens as 0, and the core compares them
     commands = core.handle(event)
     run.steps += [run.times.delivered(time_s) for command in commands if isinstance(command, Deliver)]
     run.times.update(time_s)

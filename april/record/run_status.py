@@ -38,7 +38,7 @@ _REASON_WHILE_IDLE = {
     IdleCause.ENGINES: WaitReason.ENGINES,
     IdleCause.FUNCTIONS: WaitReason.FUNCTIONS, IdleCause.PROMPTS: WaitReason.PROMPTS,
 }  # fmt: skip
-"""Reason for the wait, by the cause of idle places, while no request is in flight."""
+"""Reason for the wait while no request is in flight, indexed by the cause that keeps the engines idle."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +51,13 @@ class RunStatus:
         target: number of groups or samples that a batch needs.
         whole_groups: whether ``ready`` and ``target`` count groups.
         in_flight: number of training requests at engines.
-        partials: number of unfinished responses with tokens from older weights than the current weights.
+        partials: number of unfinished responses with tokens from older weights than the current ones.
         oldest: number of weight updates between the oldest of these tokens and the training of the next batch; 0 if
             there are no such tokens.
         observed: number of response tokens received so far.
         waits: reason for the wait, as :func:`wait_text` returns it.
         engines: number of requests in flight, by engine.
-        waited_s: minimum number of seconds for which the trainer has waited for this reason.
+        waited_s: seconds that the trainer has waited for this reason, as far as known; the wait may be longer.
     """
 
     step: int
@@ -74,7 +74,7 @@ class RunStatus:
 
 
 def run_status(core: RolloutCore, waited_s: float = 0.0) -> RunStatus:
-    """Return the state of the core between two events, in time proportional to the number of held responses.
+    """Return the state of a core that handles no event now. Takes time proportional to the number of held responses.
 
     ``waited_s`` is the known length of the current wait in seconds.
     """

@@ -27,12 +27,12 @@ _CONTAINERS: dict[type, tuple[str, ...]] = {
     Batch: ("samples",), DeliveredSample: ("prompt", "attached"), Request: ("attached",), Placed: ("attachment",),
 }  # fmt: skip
 """For each class, the fields that contain prompts or attachments."""
-_UNCHANGED_TYPES = {DeliveredSample: {"output"}}
+_OMITTED_FIELDS = {DeliveredSample: {"output"}}
 """For each class, the fields that are left out of the encoding, because they may hold any object."""
 _SHARED: dict[type, tuple[str, ...]] = {Prompt: ("attached",), Attachment: ()}
-"""Classes whose values are encoded once per message, with their fields that contain such values."""
+"""Classes whose values are encoded once per message; for each, the fields that contain other such values."""
 _PART = 1
-"""MessagePack extension type of a reference to a shared value; its content is the value's number."""
+"""MessagePack extension type of a reference to a shared value; its content is the value's index in the message."""
 
 
 def pack(value: Any) -> bytes:
@@ -50,11 +50,11 @@ def unpack(content: bytes, kind: type[T]) -> T:
         parts, root = _ENVELOPE.decode(content)
         if not parts:
             return _decoder(kind).decode(root)  # type: ignore[arg-type, no-any-return]
-        there: list[Any] = []
+        shared: list[Any] = []
         for part in parts:
-            fields = msgspec.msgpack.decode(part, ext_hook=partial(_part, there))
-            there.append(msgspec.convert(fields, Attachment) if "digest" in fields else fields)
-        plain = msgspec.msgpack.decode(root, ext_hook=partial(_part, there))
+            fields = msgspec.msgpack.decode(part, ext_hook=partial(_part, shared))
+            shared.append(msgspec.convert(fields, Attachment) if "digest" in fields else fields)
+        plain = msgspec.msgpack.decode(root, ext_hook=partial(_part, shared))
         return msgspec.convert(plain, kind, dec_hook=_decoded)
     except (msgspec.DecodeError, ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
         raise LinkError(f"another process has sent bytes that are not a valid {_name(kind)}: {error}") from None
@@ -83,8 +83,8 @@ class _SharedParts:
         return value
 
     def _fields(self, value: Any, names: tuple[str, ...]) -> dict[str, Any]:
-        stays = _UNCHANGED_TYPES.get(type(value), ())
-        fields = {name: getattr(value, name) for name in type(value).__annotations__ if name not in stays}
+        omitted = _OMITTED_FIELDS.get(type(value), ())
+        fields = {name: getattr(value, name) for name in type(value).__annotations__ if name not in omitted}
         return fields | {name: self.extract(fields[name]) for name in names if fields[name]}
 
     def _reference(self, key: bytes | str, content: Callable[[], bytes]) -> msgspec.msgpack.Ext:
@@ -94,8 +94,8 @@ class _SharedParts:
         return msgspec.msgpack.Ext(_PART, self._numbers[key].to_bytes(4, "big"))
 
 
-def _part(parts: list[Any], code: int, number: memoryview) -> Any:
-    at = int.from_bytes(number, "big")
+def _part(parts: list[Any], code: int, index: memoryview) -> Any:
+    at = int.from_bytes(index, "big")
     if code != _PART or at >= len(parts):
         raise ValueError("a reference to a part that is missing")
     return parts[at]

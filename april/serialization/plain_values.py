@@ -12,25 +12,25 @@ from april.errors import CheckpointError
 
 ARRAY = "__array__"
 """Key of an encoded array, [library, dtype, shape, bytes]; empty bytes are None, as ``torch.load`` cannot read them."""
-_OTHERS: dict[str, Callable[[bytes], Any]] = {
+_DECODERS: dict[str, Callable[[bytes], Any]] = {
     "bytes": bytes, "int": partial(int, base=16), "text": partial(bytes.decode, errors="surrogatepass"),
 }  # fmt: skip
-"""In place of the library of an array: how other values are read that ``torch.load`` or MessagePack does not have."""
+"""Decoders of other values that ``torch.load`` or MessagePack cannot hold, by the name in place of the library's."""
 _EXACT: dict[type, Callable[[Any], Any]] = {
     str: str.__str__, bytes: bytes.__bytes__, int: int.__int__, float: float.__float__
 }  # fmt: skip
-"""How a value of a subclass, such as an enum's or NumPy's float64, becomes one of the type; readers know no others."""
+"""Functions that convert values of subclasses, such as enum members or NumPy's float64, to the plain type itself."""
 
 
 def plain(value: Any, where: str = "it") -> Any:
     """Return ``value`` with arrays and tensors encoded under the key ARRAY; ``where`` names it in errors.
 
     Raises:
-        CheckpointError: the value contains an object that is neither plain nor an array.
+        CheckpointError: the value contains an object that is neither a plain value nor an array.
     """
     own = type(value)
     if own is float or (own is int and -(2**63) <= value < 2**63) or (own is str and value.isascii()):
-        return value  # most values, at once, since the event loop waits
+        return value  # most values, first and fast, because the event loop waits for this
     if value is None or own is bool:
         return value
     for kind, exact in _EXACT.items():
@@ -64,7 +64,7 @@ def _scalar(value: Any) -> Any:
 
 
 def _key(key: Any, where: str) -> Any:
-    """Return a mapping's key as a value that readers know, and that can be a key."""
+    """Return a mapping's key as a plain value that can be a key. Raises CheckpointError if there is none."""
     if isinstance(key, tuple):
         return tuple(_key(part, where) for part in key)
     found = plain(key.item() if isinstance(key, np.generic) else key, where)
@@ -74,7 +74,7 @@ def _key(key: Any, where: str) -> Any:
 
 
 def restored(value: Any) -> Any:
-    """Decode a value that :func:`plain` encoded; tuples stay lists. Raises CheckpointError for an invalid array."""
+    """Decode a value from :func:`plain`, where tuples became lists. Raises CheckpointError for an invalid array."""
     if isinstance(value, list):
         return [restored(item) for item in value]
     if not isinstance(value, dict):
@@ -83,8 +83,8 @@ def restored(value: Any) -> Any:
         return {key: restored(item) for key, item in value.items()}
     try:
         library, name, shape, content = value[ARRAY]
-        if library in _OTHERS:
-            return _OTHERS[library](content or b"")
+        if library in _DECODERS:
+            return _DECODERS[library](content or b"")
         if library == "numpy":
             return np.frombuffer(bytearray(content or b""), np.dtype(name)).reshape(shape)
         import torch

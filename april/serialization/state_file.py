@@ -1,12 +1,12 @@
-"""Reads and writes files with april's state beside a trainer's checkpoint: MessagePack with a checksum, no pickle.
+"""Reads and writes the files with april's state beside a trainer's checkpoint: MessagePack with checksums, no pickle.
 
 A file consists of MAGIC, the long ``bytes`` values one after the other, a MessagePack map with everything else and with
 references to the long values, and the length of that map. So a state is written, and read, without a second copy of its
 tokens in memory.
 
-Two checksums protect a file. A sealed state is a mapping with its own checksum (key ``checksum``), which
-``load_state_dict`` checks; it covers the long values in the state, except those in the prompts' data (key ``data``).
-The file's checksum covers everything else.
+Two checksums protect a file. A sealed state, as ``state_dict`` returns it, has its own checksum (key ``checksum``),
+which ``load_state_dict`` checks; it covers the long values in the state, except those in the prompts' data (key
+``data``). The file's checksum covers everything else.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ MAGIC = b"april %d\n" % FORMAT
 LONG = 1024
 """``bytes`` values of at least this length are long: they are written before the map."""
 _CHECKED, _SEALED = 1, 2
-"""MessagePack extension types of references to long values, by the checksum that covers the value: the file's, or that
-of a sealed state."""
+"""MessagePack extension types of references to long values that the file's checksum or a sealed state's covers."""
 
 
 def pack(kind: str, content: Any) -> bytes:
@@ -43,7 +42,7 @@ def pack(kind: str, content: Any) -> bytes:
 
 
 def unpack(kind: str, data: bytes, where: str) -> Any:
-    """Decode bytes from :func:`pack`; error messages name ``where`` they come from. Raises CheckpointError."""
+    """Decode bytes from :func:`pack`. Raises CheckpointError, whose message names ``where`` the bytes come from."""
     return _read(io.BytesIO(data), kind, where)
 
 
@@ -53,7 +52,7 @@ def write_state(path: Path, kind: str, content: Any) -> None:
     Arrays, tensors and numpy numbers become lists and numbers.
 
     Raises:
-        CheckpointError: ``content`` contains a value that is not plain, or the file cannot be written.
+        CheckpointError: ``content`` contains a value of another type, or the file cannot be written.
     """
     try:
         with atomic_file(path) as file:
@@ -90,12 +89,12 @@ def _write(file: BinaryIO, kind: str, content: Any) -> None:
 
 
 class _Head(msgspec.Struct):
-    """The last part of a file: its kind of state, and the checksum of ``content`` and ``long``."""
+    """The map at the end of a file. ``april`` is the kind of state, ``checksum`` that of ``content`` and ``long``."""
 
     april: str
     checksum: str
     long: bytes
-    """Digest of the long values that no sealed state's own checksum covers."""
+    """Digest of the long values that are not covered by the checksum of a sealed state."""
     content: bytes
     """MessagePack of everything except the long values."""
 
@@ -109,7 +108,7 @@ class _Writer:
     def __init__(self, file: BinaryIO) -> None:
         self.plain = bytearray()
         self.digest = hashlib.blake2b(digest_size=16)
-        """Digest of the long values that no sealed state's own checksum covers."""
+        """Digest of the long values that are not covered by the checksum of a sealed state."""
         self._file = file
 
     def add(self, value: Any, *, sealed: bool | None = None) -> None:
@@ -137,8 +136,8 @@ class _Writer:
 
 def _read(file: BinaryIO, kind: str, where: str) -> Any:
     other = CheckpointError(f"april's state in {where} was not written by this version of april")
-    if file.read(len(MAGIC)) != MAGIC:
-        raise other
+    if (begin := file.read(len(MAGIC))) != MAGIC:
+        raise CheckpointError(f"april's state in {where} is cut short") if MAGIC.startswith(begin) else other
     damaged = CheckpointError(f"april's state in {where} is damaged: its checksum does not fit its content")
     digest = hashlib.blake2b(digest_size=16)
 

@@ -1,7 +1,7 @@
 """Finds the best settings for a run with ``auto`` settings, by simulation, in a separate process.
 
-``python -m april.simulate.choose`` reads a question on stdin and writes the answer to stdout. In the process of the
-run, the seconds of CPU time that a simulation takes would block the event loop.
+``python -m april.simulate.choose`` reads a question on stdin and writes the answer to stdout. The simulation takes
+seconds of CPU time, which would block the event loop in the process of the run.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from april.simulate.plan import EQUAL_SPEED, QUORUMS, CandidateResult, SearchSpa
 from april.simulate.workload import MOST_IN_FLIGHT, Placement, Schedule, Workload
 
 MIN_SHARE_REDUCTION = 0.5
-"""At equal speed, settings are changed if this brings the off-policy share below this fraction of the current share."""
+"""A change that brings no speed must bring the off-policy share below this fraction of the current share."""
 MARGIN = 0.97
-"""New settings must stay below this fraction of the limit of the off-policy share, so that noise does not undo them."""
+"""New settings may use this fraction of the allowed off-policy share; the rest is a margin for noise."""
 NICE = 10
-"""Niceness of this process, so that the processes of the run go before it."""
+"""Niceness of this process, so that the processes of the run have priority."""
 
 
 def choose(question: TuningQuestion) -> TuningAnswer:
@@ -32,7 +32,7 @@ def choose(question: TuningQuestion) -> TuningAnswer:
 
     Raises:
         ValueError: no settings can be simulated.
-        RolloutError: the core gave up.
+        RolloutError: a simulation failed.
     """
     q = question
     workload = workload_of(q)
@@ -40,7 +40,7 @@ def choose(question: TuningQuestion) -> TuningAnswer:
     space = space_of(q)
     found = plan(workload, space, max_off_policy_share=share * q.max_off_policy_share)
     best, base = found.best, found.base
-    # the current settings may only stay if they themselves were simulated, not a changed version of them
+    # if the current settings could not be simulated, the base is another candidate, and the best one replaces them
     is_now = base.schedule == space.base and space.base.quorum == q.now.group_quorum
     within = base.off_policy_share <= q.max_off_policy_share
     if is_now and within and best.tokens_per_s < (1.0 + GAIN) * base.tokens_per_s:
@@ -69,13 +69,13 @@ def workload_of(q: TuningQuestion) -> Workload:
 
 
 def space_of(q: TuningQuestion) -> SearchSpace:
-    """Return the space of settings that the question leaves free."""
+    """Return the space of settings to search; settings that are not free keep their current values."""
     mode = q.max_staleness if q.continuous else None
     places = min(q.places, MOST_IN_FLIGHT)
     if Work.IN_FLIGHT not in q.free:
         places = min(places, q.now.max_in_flight)
     now = q.now
-    # at least three samples of a group must be finished, which rules out small quorums of small groups
+    # Config requires at least three finished samples per group, which rules out small quorums of small groups
     quorums = [quorum for quorum in QUORUMS if quorum * q.samples >= 3.0] or [1.0]
     base = Schedule(
         over=now.over_sampling_batch_size, refill=now.refill, in_flight=min(now.max_in_flight, places),

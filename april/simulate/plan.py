@@ -1,10 +1,10 @@
-"""Finds the best settings for a workload by simulating candidates, most of them briefly.
+"""Finds the best settings for a workload by simulating candidates, for ``april plan`` and for ``auto`` settings.
 
 All candidates see the same responses. A coarse grid is run for a few steps, then the neighbours of its best candidate;
-then the most promising candidates are run for longer. In a few steps, the tokens per second depend on which lengths
-happen to occur. So the speed of a candidate is the fraction of the limit that it reaches for these lengths, times the
-limit for a large sample of lengths. N' stands for ``over_sampling_batch_size``, N for ``rollout_batch_size``, and n for
-``n_samples_per_prompt``.
+then the most promising candidates are run for longer. In a few steps, the tokens per second depend on which response
+lengths happen to occur. A candidate's speed is therefore its fraction of the possible throughput for these lengths,
+times the possible throughput for a large sample of lengths. N' stands for ``over_sampling_batch_size``, N for
+``rollout_batch_size``, and n for ``n_samples_per_prompt``.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from april.simulate.run import measure
 from april.simulate.workload import MOST_IN_FLIGHT, Schedule, Workload
 
 RATIOS = (1.0, 1.25, 1.5, 2.0, 3.0)
-"""Ratios N'/N of the candidates without refill in the coarse grid."""
+"""Ratios N'/N of the coarse grid's candidates without refill, which start all groups at the beginning of a step."""
 TAIL_RATIOS = (1.125, 1.25, 1.5)
-"""Ratios N'/N of the coarse grid's candidates with tail batching."""
+"""Ratios N'/N of the coarse grid's candidates with tail batching (unfinished prompts get rounds of their own)."""
 PLACES = (0.5, 1.0, 1.5)
-"""Samples in flight, as a multiple of N x n, of the candidates with refill in the coarse grid."""
+"""Samples in flight of the coarse grid's candidates with refill, as multiples of N x n."""
 QUORUMS = (1.0, SMALLEST_QUORUM)
 """Values of ``group_quorum`` that are tried."""
 ROUNDS = 2
 """Number of rounds in which neighbours of the best candidate are tried; each round halves the distance."""
 BRIEF, LONG = (14, 6), (40, 12)
 """(steps to simulate, first steps to leave out) of brief and of long simulations."""
+FINALISTS = 4
+"""Largest number of candidates with a long simulation (finalists), besides the base."""
 FINALIST_TOLERANCE = 0.04
-"""A candidate gets a long simulation if speed and off-policy share are within this relative distance of the best."""
+"""Largest fraction by which a finalist may be slower than the best candidate, or exceed the off-policy limit."""
 ENOUGH_RESPONSES = 256
 """Number of responses per batch for which the steps of BRIEF and LONG suffice; smaller batches get more steps."""
 MAX_STEP_FACTOR = 8
 """Largest factor by which small batches get more steps."""
 EQUAL_SPEED = 0.01
 """Speeds count as equal if they differ by at most this fraction; then the smaller off-policy share wins."""
-FINALISTS = 4
-"""Largest number of candidates with a long simulation, besides the base."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +49,8 @@ class CandidateResult:
     Attributes:
         schedule: schedule that was simulated.
         tokens_per_s: trained tokens per second, all engines together.
-        off_policy_share: off-policy share of the trained tokens.
-        staleness_mean, staleness_max: staleness of the trained responses.
+        off_policy_share: share of the trained tokens that come from older weights.
+        staleness_mean, staleness_max: age of the trained responses, in weight updates.
         step_s: seconds from one delivery to the next.
         long: whether the figures are from a long simulation.
     """
@@ -79,10 +79,9 @@ class Plan:
 
     Attributes:
         rows: candidates, the fastest first.
-        best: the fastest candidate within the limit of the off-policy share; at equal speed, the least off-policy one.
+        best: fastest candidate within the off-policy limit; of equally fast ones, the one with the smallest share.
         base: candidate with which all others are compared.
-        speculative_gains: speed of ``best`` and of ``base`` over their speed without speculative decoding, if engines
-            have it.
+        speculative_gains: factors by which speculative decoding speeds up ``best`` and ``base``; empty without it.
     """
 
     rows: list[CandidateResult]
@@ -96,12 +95,12 @@ class SearchSpace:
     """The space of candidates to search.
 
     Attributes:
-        base: candidate with which all others are compared; if the configuration refuses it, the first possible one.
+        base: candidate with which all others are compared; if it is invalid, the first valid candidate takes its place.
         free: settings that may differ from the base.
         quorums: values of ``group_quorum`` to try.
         places: largest number of samples in flight.
-        continuous: values of :attr:`.workload.Schedule.continuous` to try; None in it stands for stepwise generation.
-        below: number of samples in flight below which all candidates but the base must stay; None means no bound.
+        continuous: values of :attr:`.workload.Schedule.continuous` to try.
+        below: exclusive bound of samples in flight, for all candidates except the base; None means no bound.
         tail_batching: whether to try tail batching, too.
     """
 
@@ -125,16 +124,16 @@ class SearchSpace:
         return cls(base=base, quorums=quorums, places=places, continuous=modes, tail_batching=True)
 
     def quorums_to_try(self, quorum: float) -> Sequence[float]:
-        """Return the quorums to try; only ``quorum`` if that setting is not free."""
+        """Return the quorums to try; only ``quorum`` if ``group_quorum`` is not free."""
         return self.quorums if Work.QUORUM in self.free else (quorum,)
 
     def allows_refill(self, refill: Refill) -> bool:
-        """Return True if candidates with this refill policy and other sizes (N' or samples in flight) may be tried."""
+        """Return True if candidates may have this refill policy, with another N' or number in flight than the base."""
         size = Work.OVER_SAMPLING if refill is Refill.NONE else Work.IN_FLIGHT
         return size in self.free and (refill is self.base.refill or Work.REFILL in self.free)
 
     def clipped(self, schedule: Schedule) -> Schedule:
-        """Return the candidate with at most ``places`` samples in flight and, with refill, fewer than ``below``."""
+        """Return the schedule with at most ``places`` samples in flight; with refill, also fewer than ``below``."""
         most = self.places
         if self.below is not None and schedule.refill is Refill.SAMPLE:
             most = min(most, self.below - 1)
@@ -142,7 +141,7 @@ class SearchSpace:
 
 
 def coarse_grid(workload: Workload, space: SearchSpace) -> list[Schedule]:
-    """Return the coarse grid: each candidate with the largest and the smallest quorum; a possible base comes first."""
+    """Return the base (if it is valid), then the coarse grid, with the largest and the smallest quorum."""
     n, full = workload.groups, workload.groups * workload.samples
     found = [space.base]
     if space.allows_refill(Refill.NONE) and None in space.continuous:
@@ -154,13 +153,11 @@ def coarse_grid(workload: Workload, space: SearchSpace) -> list[Schedule]:
         found += [replace(workload.one_shot(round(n * ratio)), tail_batching=True) for ratio in TAIL_RATIOS]
     quorums = space.quorums_to_try(space.base.quorum)
     ends = dict.fromkeys((max(quorums), min(quorums)))
-    beside = [replace(space.clipped(s), quorum=quorum) for quorum in ends for s in found]
-    return _possible(workload, beside, space)
+    return _possible(workload, [replace(space.clipped(s), quorum=quorum) for quorum in ends for s in found], space)
 
 
 def neighbours(workload: Workload, best: Schedule, tried: Iterable[Schedule], space: SearchSpace) -> list[Schedule]:
-    """Return candidates whose size is half way between ``best`` and its next tried sizes, and ``best`` with other
-    quorums."""
+    """Return ``best`` with sizes half way to the next smaller and larger tried sizes, and with other quorums."""
     tried, out = list(tried), []
     one_shot = best.refill is Refill.NONE
     sizes = sorted({_size(s) for s in tried if _kind(s) == _kind(best)})
@@ -186,7 +183,7 @@ def _kind(schedule: Schedule) -> tuple[object, ...]:
 
 
 def _possible(workload: Workload, schedules: Iterable[Schedule], space: SearchSpace) -> list[Schedule]:
-    """Return the base and the schedules that are worth trying, each once, if the configuration allows them."""
+    """Return the base, then the schedules that are worth trying, each once; leaves out invalid schedules."""
     out: dict[Schedule, None] = {}
     base, below = space.base, math.inf if space.below is None else space.below
     for schedule in (base, *schedules):
@@ -195,10 +192,10 @@ def _possible(workload: Workload, schedules: Iterable[Schedule], space: SearchSp
         except ValueError:  # for example N' above (max_staleness + 1) N
             continue
         one_shot = schedule.refill is Refill.NONE
-        # with no more groups than a batch needs, the step waits for all responses, so a quorum has no effect
-        same = schedule.quorum != 1.0 or schedule.tail_batching
-        needless = one_shot and same and schedule.over <= workload.groups
-        # even if the configuration allows so many groups, they could not be trained in time
+        # with no more groups than a batch needs, a step waits for all responses, so nothing is left for later
+        leaves_rest = schedule.quorum != 1.0 or schedule.tail_batching
+        needless = one_shot and leaves_rest and schedule.over <= workload.groups
+        # Config may allow more groups than this, but they could not be trained within max_staleness updates
         most = (workload.max_staleness + 1) * workload.groups
         too_many = one_shot and schedule.over > most and not schedule.tail_batching
         some = workload.engines <= schedule.in_flight < below
@@ -217,7 +214,7 @@ def pareto_front(rows: Sequence[CandidateResult]) -> list[CandidateResult]:
 
 
 def choose(rows: Sequence[CandidateResult], max_off_policy_share: float) -> CandidateResult:
-    """Return the fastest row within the limit; at equal speed, or if no row is within, the least off-policy row."""
+    """Return the fastest row within the limit, or the least off-policy row if several are fastest or none is within."""
     within = [row for row in rows if row.off_policy_share <= max_off_policy_share]
     if not within:
         return min(rows, key=lambda row: row.off_policy_share)
@@ -227,13 +224,14 @@ def choose(rows: Sequence[CandidateResult], max_off_policy_share: float) -> Cand
 
 
 def _row(workload: Workload, schedule: Schedule) -> CandidateResult:
+    """Simulate a schedule, and return its speed for typical response lengths, as described at the top of the module."""
     f = measure(workload, schedule)
     batch = workload.groups * workload.samples * float(workload.length_sample.mean())
     trained = batch * f["trained_tokens"] / (f["trained_tokens"] + f["masked_tokens"])
     at_limit_s = f["kept_tokens"] / f["limit_tokens_per_s"]
-    stands_still_s = 0.0 if workload.separate else f["steps"] * workload.train_s
-    near = at_limit_s / (f["rollout_s"] - stands_still_s)
-    rollout_s = batch / (near * f["long_run_limit_tokens_per_s"])
+    paused_s = 0.0 if workload.separate else f["steps"] * workload.train_s
+    fraction = at_limit_s / (f["rollout_s"] - paused_s)
+    rollout_s = batch / (fraction * f["long_run_limit_tokens_per_s"])
     step_s = max(rollout_s, workload.train_s) if workload.separate else rollout_s + workload.train_s
     return CandidateResult(
         schedule=schedule, tokens_per_s=trained / step_s, step_s=step_s,
@@ -259,7 +257,7 @@ def plan(
 
     Raises:
         ValueError: ``max_off_policy_share`` is out of range, or no candidate can be simulated.
-        RolloutError: the core gave up.
+        RolloutError: a simulation failed.
     """
     if not 0.0 <= max_off_policy_share <= 1.0:
         raise ValueError(f"max_off_policy_share must be from 0 to 1, got {max_off_policy_share:g}")

@@ -1,4 +1,4 @@
-"""Runs ``april plan``: reads lengths or the record of a run, searches the best settings, and shows the result."""
+"""Runs ``april plan``: reads lengths or the record of a run, searches for the best settings, and shows the result."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHOWN_ALWAYS = (
 )  # fmt: skip
 """Settings that are written into a plan even if they have their default values."""
 MAX_SHOWN_ROWS = 8
-"""Largest number of rows in the table, besides the chosen and the synchronous candidate."""
+"""Largest number of rows in the table, besides the rows of the chosen and the synchronous candidate."""
 
 
 def plan_table(plan: Plan) -> Table:
@@ -49,7 +49,7 @@ def plan_table(plan: Plan) -> Table:
 
 
 def settings(workload: Workload, row: CandidateResult) -> str:
-    """Return the configuration for a candidate as YAML, with the other settings of the run and notes as comments."""
+    """Return the run's configuration with the settings of a candidate, as YAML; comments hold :func:`notes`."""
     import yaml
 
     config = workload.config(row.schedule)
@@ -108,14 +108,15 @@ COST_ARGUMENTS = ("model", "gpu", "tensor_parallel")
 def plan_file(
     path: Path, given: dict[str, Any], max_off_policy_share: float | None, out: Path, console: Console
 ) -> Plan:
-    """Plan for a file of lengths or a record; ``given`` has fields of :class:`.workload.Workload` that replace its own.
+    """Search for the best settings for a file of response lengths or the record of a run.
 
-    If ``max_off_policy_share`` is None, the limit of the recorded run is used.
+    ``given`` overrides fields of the :class:`.workload.Workload` that the file describes. If ``max_off_policy_share``
+    is None, the limit of the recorded run holds.
 
     Raises:
         ValueError: an argument is wrong.
         RecordError: the record is damaged or has too few responses.
-        RolloutError: the core gave up.
+        RolloutError: a simulation failed.
         OSError: ``out`` cannot be written.
     """
     workload = read_workload(path, given)

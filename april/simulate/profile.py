@@ -1,8 +1,8 @@
-"""Measures the decode and prefill cost of a server: sends few or many requests at a time, and fits a cost to them.
+"""Measures the decode and prefill cost of a server for ``april profile``: sends requests, and fits a cost to them.
 
-The fit is the same as for a run (:mod:`april.engines.simulated.fitted_cost`), but the requests are chosen for it: short
-and long prompts and responses, from one in flight to many. The last round is not used for the fit; it measures the
-fit's error.
+The fit is the same as for a run (:mod:`april.engines.simulated.fitted_cost`), but the requests are made for it: short
+and long prompts and responses, and from one to many requests at a time. The last round of requests is not used for the
+fit, but measures its error.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from april.view.bars import bars
 from april.view.units import cost_of_a_step, short_time
 
 ROUNDS = 4
-"""Number of rounds over all numbers in flight. The first round is discarded, as a server is slow at first; the last
-round measures the error."""
+"""Number of rounds; each measures every number of requests in flight. The first round is discarded, because a server is
+slow at first; the last round measures the error of the fit."""
 PROMPTS = (32, 512)
 """Prompt lengths in tokens, used in turn."""
 LEAST_ID = 3
@@ -50,7 +50,7 @@ class CostProfile:
     Attributes:
         cost: fitted cost of one engine.
         requests: number of requests to which the cost was fitted.
-        held_out: relative error of the predicted durations in the last round, averaged over the numbers in flight.
+        held_out: relative error of the predicted durations in the last round, averaged over the number in flight.
         speeds: measured tokens per second of one engine, by the number of requests in flight.
     """
 
@@ -79,7 +79,7 @@ def read_cost(path: Path) -> DecodeCost:
 
 
 def in_flight_points(most: int) -> list[int]:
-    """Return the numbers of requests in flight that are measured: powers of two, and ``most``."""
+    """Return the numbers of requests in flight to measure: powers of two up to ``most``, and ``most`` itself."""
     return sorted({*(2**i for i in range(most.bit_length()) if 2**i <= most), most})
 
 
@@ -104,9 +104,9 @@ async def profile(
     seen: list[list[list[EndedRequest]]] = []
     done = 0
 
-    async def one(length: int, prompt: int) -> EndedRequest:
+    async def measure_request(length: int, prompt: int) -> EndedRequest:
         number = next(names)
-        # each profile has other random prompts, as the server may still have those of an earlier profile in its cache
+        # every profile draws new prompts, because the server's prefix cache may hold the prompts of an earlier profile
         ids = np.random.default_rng((int(run, 16), number)).integers(
             LEAST_ID, max(LEAST_ID + 1, engine.capabilities.vocab_size), prompt, dtype=np.int32
         )
@@ -123,7 +123,7 @@ async def profile(
         for in_flight in numbers:
             lengths = [tokens - (tokens - tokens // 4) * i // max(1, in_flight) for i in range(in_flight)]
             prompts = [PROMPTS[(i + len(seen)) % len(PROMPTS)] for i in range(in_flight)]
-            waves.append(list(await asyncio.gather(*map(one, lengths, prompts))))
+            waves.append(list(await asyncio.gather(*map(measure_request, lengths, prompts))))
             done += 1
             progress(done, ROUNDS * len(numbers))
         seen.append(waves)
@@ -153,7 +153,7 @@ def _fitted(numbers: Sequence[int], seen: list[list[list[EndedRequest]]]) -> Cos
 def profile_server(
     url: str, kind: str, api_key_env: str | None, model: str | None, most: int, tokens: int, out: Path, console: Console
 ) -> CostProfile:
-    """Run ``april profile``.
+    """Measure a server, show the result and write it to ``out``, as ``april profile`` does.
 
     Raises:
         ConfigError: an argument is wrong, or the server lacks something that april needs.
@@ -168,7 +168,7 @@ def profile_server(
     _require_writable(out)
 
     async def measured() -> CostProfile:
-        (opened,) = await open_servers(config.engine)  # type: ignore[arg-type]  # a kind of server, by then
+        (opened,) = await open_servers(config.engine)  # type: ignore[arg-type]  # Config has converted the mapping
         try:
             with bars(console) as begin:
                 most_here = min(most, opened.capabilities.max_in_flight or most)
@@ -194,7 +194,7 @@ def profile_server(
 
 
 def _require_writable(out: Path) -> None:
-    """Raise OSError if ``out`` cannot be written; called first, as the measurement takes minutes."""
+    """Raise OSError if ``out`` cannot be written; called before the measurement, which takes minutes."""
     there = out.exists()
     out.parent.mkdir(parents=True, exist_ok=True)
     out.open("a").close()

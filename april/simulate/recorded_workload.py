@@ -1,4 +1,4 @@
-"""Derives a workload to simulate from the record of a run: response lengths, cost of the engines, training time."""
+"""Derives a workload for simulations from the record of a run: response lengths, cost of the engines, training time."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from april.simulate.workload import Placement, Workload
 from april.view.run_data import RecordedEngine, RunData, limit_distance_of, read_run
 
 MIN_RESPONSES = 32
-"""Smallest number of finished responses from which a plan is made; fewer would not show the distribution of lengths."""
+"""Smallest number of finished responses for a plan; fewer responses would not show the distribution of lengths."""
 FEW_BATCHES = 10
-"""A plan from a record with fewer batches has a warning."""
+"""Number of batches below which a plan from a record carries a warning."""
 
 
 def workload_of(path: Path) -> Workload:

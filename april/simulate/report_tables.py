@@ -28,7 +28,7 @@ ROWS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
 )
 
 WORTH_MORE_STALENESS = 0.01
-"""A larger max_staleness is recommended only if it brings the speed closer to the limit by at least this fraction."""
+"""A larger max_staleness is recommended only if it raises the fraction of the limit by more than this."""
 
 
 def headline(report: dict[str, Any]) -> list[str]:
@@ -63,7 +63,7 @@ def mode_table(report: dict[str, Any]) -> Table:
 
 
 def loop_table(report: dict[str, Any]) -> Table:
-    """Return a table of the loop of generation and training, with a row for each mode."""
+    """Return a table of figures of generation and training together, with a row for each mode."""
     loop = report["loop"]
     out = Table(
         title=f"Generation and training, {loop['placement']}: {loop['train_s']:.3g} s per batch, "
@@ -122,12 +122,12 @@ def _loop_verdict(report: dict[str, Any]) -> list[str]:
         f"a batch takes the engines {loop['batch_s']:.3g} s at their limit and the trainer {loop['train_s']:.3g} s; "
         f"{limit}"
     ]
-    of_them = {name: m for name, m in modes.items() if m["generation"] == "continuous"} or modes
-    most = max(m["fraction_of_limit"] for m in of_them.values())
+    candidates = {name: m for name, m in modes.items() if m["generation"] == "continuous"} or modes
+    most = max(m["fraction_of_limit"] for m in candidates.values())
     name, enough = next(
-        (name, m) for name, m in of_them.items() if m["fraction_of_limit"] >= most - WORTH_MORE_STALENESS
+        (name, m) for name, m in candidates.items() if m["fraction_of_limit"] >= most - WORTH_MORE_STALENESS
     )
-    if of_them is not modes:
+    if candidates is not modes:
         lines.append(
             f"generation: continuous with max_staleness: {enough['max_staleness']} reaches "
             f"{enough['fraction_of_limit']:.1%} of it (sync {modes['sync']['fraction_of_limit']:.1%}, refill "

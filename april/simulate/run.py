@@ -2,13 +2,12 @@
 
 Invariant: the same workload gives the same report, to the last bit.
 
-The fraction of the limit is computed from the tokens kept after the ramp: the tokens generated, less the tokens dropped
-for age (equal to tokens trained, plus those held at the end, less those held at the start). The least time for these
-tokens is the time that the same engines need for them, each at its position in its response, if the same number of
-samples is in flight all the time: no step ends, and nothing is prefilled twice. The fraction of the limit is this time
-divided by the time taken. So it does not depend on which responses happened to be long, and dropped tokens never count.
-If training takes time, the least time is the larger of the engines' and the trainer's times if each has its own GPUs,
-and their sum if they share GPUs.
+The report says how close each schedule comes to the limit: the least possible time for the kept tokens, divided by the
+time taken. Kept tokens are the tokens generated after the ramp that were not dropped for their age. The least time is
+the time that the same engines need for these tokens if the same number of samples is always in flight, without ends of
+steps and without a second prefill. It therefore does not depend on which responses happened to be long. If training
+takes time, the least time is the larger of the engines' and the trainer's times if each has its own GPUs, and their sum
+if they share GPUs.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def measure(workload: Workload, schedule: Schedule, progress: Progress = lambda 
     """Simulate ``workload.steps`` steps with one schedule, and return figures of the steps after the ramp.
 
     Raises:
-        RolloutError: the core gave up.
+        RolloutError: the simulation failed.
     """
     simulation = Simulation(
         workload.core_settings(schedule), workload.cost, workload.lengths, engines=workload.engines,
@@ -59,7 +58,7 @@ def measure(workload: Workload, schedule: Schedule, progress: Progress = lambda 
 
 
 def _training_s(deliveries: Iterable[float], train_s: float, start: float, end: float) -> float:
-    """Return how many seconds between two times the trainer trains; batches are trained in the order of delivery."""
+    """Return the trainer's busy seconds between ``start`` and ``end``; it trains batches in the order of delivery."""
     seconds, ended = [0.0], 0.0
     for delivered in deliveries:
         began = max(delivered, ended)
@@ -85,7 +84,7 @@ def _figures(
     least_s = max(at_limit_s, trained_s) if workload.separate else at_limit_s + trained_s
     busy_slot_s = math.fsum(step.busy_slot_s for step in steps)
     reprefill = totals["reprefill_tokens"]
-    times = whole(step.metrics for step in steps)  # as the metrics of real runs
+    times = whole(step.metrics for step in steps)  # computed as for real runs
     return {
         "over_sampling_batch_size": schedule.over,
         "generation": "stepwise" if schedule.continuous is None else "continuous",
@@ -143,7 +142,7 @@ def simulate(workload: Workload, begin: Begin) -> dict[str, Any]:
     """Simulate all modes and return the report.
 
     Raises:
-        RolloutError: the core gave up.
+        RolloutError: a simulation failed.
     """
     modes = {name: measure(workload, s, begin(name, workload.steps)) for name, s in workload.modes.items()}
     for figures in modes.values():
@@ -166,7 +165,7 @@ def simulate(workload: Workload, begin: Begin) -> dict[str, Any]:
 
 
 def _loop_times(workload: Workload) -> dict[str, Any]:
-    """Return the time that a batch takes on the engines alone and on the trainer alone, and which of them is slower."""
+    """Return the seconds that a batch takes on the engines and on the trainer, and which of the two is slower."""
     return {
         "placement": str(Placement.SEPARATE if workload.separate else Placement.COLOCATED),
         "batch_s": workload.batch_s,
@@ -189,7 +188,7 @@ LOGNORMAL = ("median_len", "sigma_between", "sigma_within")
 
 
 def _notes(workload: Workload, modes: dict[str, dict[str, Any]]) -> list[str]:
-    """Return sentences that warn about figures which could be misread."""
+    """Return sentences that warn about figures that are easily misunderstood."""
     notes = []
     for name, m in modes.items():
         if m["in_flight"] > workload.fits:

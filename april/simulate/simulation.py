@@ -1,8 +1,7 @@
 """Simulates a run: the real core with simulated engines on virtual time, without asyncio.
 
-All tokens are blank, but counts and times are exact.
-
-Every decision is made by :class:`april.core.rollout_core.RolloutCore`; the engines are discrete-event models
+All token ids are 0, but counts and times are exact. As in a real run, every decision is made by the core
+(:class:`april.core.rollout_core.RolloutCore`). The engines are discrete-event models
 (:mod:`april.engines.simulated.decoder_model`). The same arguments give the same result, to the last bit, on every
 Python version and for every hash seed.
 """
@@ -42,7 +41,7 @@ from april.record.recorder import Recorder
 
 @dataclass(slots=True)
 class _RunningAttempt:
-    """An attempt (request) in a decoder; ``count`` is the number of tokens that it generates if it is not aborted."""
+    """A request in a decoder. If it is not aborted, it gets ``count`` tokens, which may make the response complete."""
 
     attempt: Attempt
     count: int
@@ -50,11 +49,11 @@ class _RunningAttempt:
 
 
 class SimulatedEngines:
-    """Executes the core's commands for all engines of a simulation, and posts their events to the core.
+    """Executes the core's commands for all engines of a simulation, and reports the engines' events.
 
     Args:
         decoders: decoder of each engine, by name.
-        length: function that returns the full length of a sample's response, in tokens, as the sample began last.
+        length: function that returns a sample's full response length in tokens; each restart draws another length.
         longest: largest number of tokens in a response.
         now: function that returns the virtual time in seconds.
         version: function that returns the policy version of the engines' weights.
@@ -79,9 +78,9 @@ class SimulatedEngines:
         self.executors: dict[type[do.Command], Callable[[Any], None]] = {
             do.Submit: self._submit,
             do.Abort: self._abort,
-            do.PauseEngine: self._called,
-            do.LoadEngine: self._called,
-            do.ResumeEngine: self._called,
+            do.PauseEngine: self._complete_call,
+            do.LoadEngine: self._complete_call,
+            do.ResumeEngine: self._complete_call,
         }
 
     @property
@@ -90,7 +89,7 @@ class SimulatedEngines:
         return min(decoder.next_event_time() for decoder in self.decoders.values())
 
     def run_next_event(self) -> None:
-        """Process the next event, at equal times that of the first engine. The caller must have set the time."""
+        """Process the engines' next event, whose time the caller has set; at equal times, the first engine is first."""
         self._advance(min(self.decoders, key=lambda name: self.decoders[name].next_event_time()))
 
     def catch_up(self) -> None:
@@ -99,7 +98,7 @@ class SimulatedEngines:
             self._advance(engine)
 
     def tokens_in_flight(self) -> list[tuple[SampleId, int]]:
-        """Return (sample, tokens generated) of every running request; the core has not counted these tokens yet."""
+        """Return (sample, number of generated tokens) of every running request; the core does not know these tokens."""
         return [
             (r.attempt.sample.id, self.decoders[r.attempt.engine].tokens_of(attempt_id))
             for attempt_id, r in self._running.items()
@@ -108,7 +107,7 @@ class SimulatedEngines:
     # ---------------------------------------------------------------- commands
 
     def _advance(self, engine: str) -> None:
-        """Advance one engine to the current time, and post the end of each request that finishes at this instant."""
+        """Advance one engine to the current time, and post the end of each request that has finished."""
         for finished in self.decoders[engine].advance(self._now()):
             running = self._running.pop(finished.request_id)
             self._append(running.attempt, running.count)
@@ -130,11 +129,11 @@ class SimulatedEngines:
             self._append(running.attempt, count)
             self._post(ev.AttemptEnded.of(running.attempt, EngineFinish.ABORT))
 
-    def _called(self, command: do.PauseEngine | do.LoadEngine | do.ResumeEngine) -> None:
+    def _complete_call(self, command: do.PauseEngine | do.LoadEngine | do.ResumeEngine) -> None:
         self._post(ev.EngineCallEnded(command.engine, command.call, ev.CallResult.DONE))
 
     def _append(self, attempt: Attempt, count: int) -> None:
-        """Append the ``count`` tokens of an attempt that has ended to its tape."""
+        """Append ``count`` tokens to the tape (the recorded tokens of a response) of an attempt that has ended."""
         attempt.tape.append(self._blank[:count], self._blank_logprobs[:count], self._version())
 
 
@@ -143,8 +142,8 @@ class SimulatedTrainer:
 
     Args:
         train_s: seconds per batch.
-        fetch_ahead: number of batches that the trainer requests before the current batch is trained; with 0 it waits
-            for the weight update.
+        fetch_ahead: number of further batches that the trainer requests while it trains one; 0 means that it requests
+            a batch only after the weight update.
     """
 
     def __init__(self, train_s: float, fetch_ahead: int) -> None:
@@ -206,10 +205,10 @@ class SimulationResult:
     digest: str = ""
 
     def summary(self, skip: int = 0) -> dict[str, float]:
-        """Return totals and rates over the steps, without the first ``skip`` steps, in which the run only fills up.
+        """Return totals and rates over the steps after the first ``skip`` steps, in which the engines fill up.
 
         Raises:
-            RolloutError: these steps took no time.
+            RolloutError: the steps took no time.
         """
         steps = self.steps[skip:]
         wall = math.fsum(s.end_s - s.start_s for s in steps)  # fsum gives the same result on every Python version
@@ -246,9 +245,9 @@ class Simulation:
         engines: number of engines.
         prompt_len: number of tokens in every prompt.
         train_s, fetch_ahead: see :class:`SimulatedTrainer`.
-        choose: function that finds the best settings, and takes no virtual time; needed if settings are ``auto``.
-        most_in_flight: number of decode slots of all engines together, for runs whose max_in_flight may change; None
-            means max_in_flight.
+        choose: function that finds the best settings, in no virtual time; required if a setting is ``auto``.
+        most_in_flight: number of decode slots of all engines together; None means max_in_flight, which does not suffice
+            if max_in_flight may grow.
         check: whether to cross-check the core's ledgers after every event.
         record: file in which to record the simulation like a real run; None means no record.
         config: configuration for the record.
@@ -308,7 +307,7 @@ class Simulation:
         self._batch_requested = False
         self._batch: Batch | None = None
         self._waited: dict[str, float] = {}
-        """Metrics about the time before the delivery of ``_batch``."""
+        """Metrics about the step that ended with the delivery of ``_batch``."""
         self._updates = 0
         self._delivered_s, self._delivered_totals = 0.0, self._totals()
         self._times = RunTimes(self.core)
@@ -369,7 +368,7 @@ class Simulation:
         self._times.update(self.now)
 
     def _update_weights(self) -> None:
-        """Update the weights after a batch was trained, and check that its ages were computed for this version."""
+        """Update the weights after a batch was trained; check that its token ages were computed for this version."""
         batch = self._trainer.pop_trained()
         if batch.trained_at != self.core.clock.current:
             raise InvariantError(f"batch {batch.id} was planned for {batch.trained_at}, not {self.core.clock.current}")
@@ -377,7 +376,7 @@ class Simulation:
         self._pump.post(ev.UpdateRequested(update=self._updates, trained=batch.id))
 
     def held_lengths(self) -> list[int]:
-        """Return the length of each held response with tokens, including tokens of running requests."""
+        """Return the present length of each undelivered response with tokens, including tokens of running requests."""
         lengths = {sample.id: sample.tokens for sample in self.core.buffer.samples()}
         for sample_id, count in self.engines.tokens_in_flight():
             lengths[sample_id] += count

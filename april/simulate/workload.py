@@ -1,7 +1,6 @@
 """Defines the workload of a simulation: the model and its engines, the batch, the response lengths.
 
-Invariant: every :class:`Workload` that can be constructed can be simulated; mistakes in the arguments are found here,
-before anything runs.
+Invariant: every :class:`Workload` that can be constructed can be simulated; its constructor finds wrong arguments.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from april.errors import ConfigError
 from april.simulate import Placement as Placement
 
 MEDIAN_LEN, SIGMA_BETWEEN, SIGMA_WITHIN = 2500.0, 0.62, 0.51
-"""Default lognormal lengths in tokens. The total sigma is 0.8; lengths vary more between prompts than within one."""
+"""Defaults of lognormal lengths: median in tokens, sigma between prompts, sigma within a prompt (0.8 in total)."""
 LENGTH_SAMPLES = 50_000
 """Number of responses drawn to estimate the distribution of lengths."""
 MOST_IN_FLIGHT = 100_000
@@ -37,15 +36,15 @@ BOUNDS = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Schedule:
-    """A way to schedule samples; everything else in the workload is the same for all schedules.
+    """A way to schedule the samples of a workload.
 
     Attributes:
         over: over_sampling_batch_size (N'), the number of groups in progress.
         refill: policy that says when new work starts inside a step.
         in_flight: largest number of samples in flight, which is the number of decode slots.
-        continuous: max_staleness, if generation is continuous; None if it is stepwise, where ``Workload.max_staleness``
-            holds.
-        quorum: share of a group that must be finished before its finished samples count.
+        continuous: max_staleness of generation that goes on during training; None means stepwise generation, with
+            ``Workload.max_staleness``.
+        quorum: share of a group's samples that must be finished before any of them is delivered.
         tail_batching: whether unfinished prompts begin again in rounds of their own (partial_rollout: false).
     """
 
@@ -69,31 +68,30 @@ class Workload:
         model, gpu, tensor_parallel: description of one engine, see
             :func:`april.engines.simulated.decode_cost.roofline`.
         engines: number of engines.
-        groups, samples: number of groups per batch, and of responses per group.
+        groups, samples: number of groups (prompts) per batch, and of responses per group.
         over: number of groups in progress in the april mode; None means twice ``groups``.
         in_flight: samples in flight in the refill mode; None means ``groups`` times ``samples``, as in the sync mode.
         max_response_len, prompt_len: lengths in tokens.
-        max_staleness, on_stale: bound on the age of tokens, and what happens to older tokens.
-        group_quorum: share of a group that must be finished. Below 1, the modes april and refill are simulated twice,
-            with and without it; the continuous mode only with it.
+        max_staleness, on_stale: bound on the age of tokens in weight updates, and what happens to older samples.
+        group_quorum: share of a group that must be finished before any of it is delivered. If it is below 1, the modes
+            april and refill are simulated with and without it, the continuous mode only with it.
         train_time: time to train a batch: seconds ("40"), or a multiple of the time that the engines need for a batch
             at their maximum throughput ("0.5x"); None means that training takes no time.
         placement: placement of the trainer, if training takes time; None means separate.
         fetch_ahead: number of batches that a trainer on its own GPUs requests while it trains a batch.
-        tail_batching: N' of tail batching, which is then simulated, too; None means that it is not.
+        tail_batching: N' of an additional mode with tail batching; None means no such mode.
         lengths_file: JSONL file of lengths (see :meth:`TraceLengths.from_jsonl`); None means lognormal lengths.
         median_len, sigma_between, sigma_within: parameters of the lognormal lengths; None means the defaults above.
         steps, ramp: number of simulated steps, and of first steps that are left out of the figures.
         seed: seed of the lengths.
         measured_cost: cost of one engine; None means an estimate for ``model`` on ``gpu``.
-        speculative: what speculative decoding brings, as SEQUENCES:FACTOR points ("8:2,64:1"), see
-            :attr:`april.engines.simulated.decode_cost.DecodeCost.speed_up`; None means what ``measured_cost`` says.
+        speculative: speed-up by speculative decoding, as SEQUENCES:FACTOR points ("8:2,64:1"), see
+            :attr:`april.engines.simulated.decode_cost.DecodeCost.speed_up`; None means that of ``measured_cost``.
         measured_lengths: lengths to use; None means those of ``lengths_file`` or the lognormal distribution.
-        settings: configuration of a recorded run; settings that are also given by a schedule or another attribute are
-            ignored.
+        settings: configuration of a recorded run; schedules and the other attributes take precedence over it.
         slots: largest number of samples in flight on one engine, used in plans; None means no limit.
         whole_groups: whether only finished groups may be delivered.
-        filtered: whether the run had a filter, which is not simulated.
+        filtered: whether the recorded run had a filter, which is not simulated.
         doubts: sentences that say why lengths or cost of a recorded run may be wrong.
 
     Raises:
@@ -150,7 +148,7 @@ class Workload:
             )
         if self.tail_batching is not None and self.tail_batching <= self.groups:
             raise ValueError(f"tail_batching={self.tail_batching} is N', which must be more than groups={self.groups}")
-        assert self.train_s >= 0.0  # parses train_time, which may raise
+        assert self.train_s >= 0.0  # computed now, because a wrong train_time raises ValueError
         capacity, context = self.cost.kv_capacity_tokens, self.prompt_len + self.max_response_len
         if capacity is not None and context > capacity:
             raise ValueError(
@@ -169,7 +167,7 @@ class Workload:
                     f"{schedule.in_flight} samples in flight leave some of {self.engines} engines empty for ever; "
                     "use fewer engines or more samples"
                 )
-        assert self.lengths is not None  # reads the file, which may raise
+        assert self.lengths is not None  # read now, because a wrong file raises ValueError
 
     # -- the engines and the lengths ---------------------------------------------------------------------------------
 
@@ -253,7 +251,7 @@ class Workload:
 
     @cached_property
     def fits(self) -> float:
-        """Number of samples whose KV cache fits into all engines together, on average."""
+        """Average number of samples whose KV cache fits into all engines together."""
         return self.engines * in_flight_that_fits(self.cost, self.length_sample.ravel(), self.prompt_len)
 
     # -- the schedules -----------------------------------------------------------------------------------------------
@@ -291,7 +289,7 @@ class Workload:
         return 0 if schedule.tail_batching else bound
 
     def one_shot(self, over: int) -> Schedule:
-        """Return a schedule that starts ``over`` groups at the beginning of a step, all in flight, and none later."""
+        """Return a schedule that starts ``over`` groups at the beginning of a step, and no group later in the step."""
         return Schedule(over, Refill.NONE, max(over, self.groups) * self.samples)
 
     def core_settings(self, schedule: Schedule) -> CoreSettings:

@@ -1,7 +1,7 @@
 """Audits april from outside: compares the delivered batches with the tokens that fake engines have yielded.
 
-The audit reads the batches and the engines' own records, none of april's internal state. If a ledger is given, its
-counts are compared with the recount, and used for nothing else.
+The audit reads the batches and the engines' own records, none of april's internal state. If a ledger (april's own token
+counts) is given, the audit also compares the ledger with its own counts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from april.errors import AprilError
 from april.testing.fake_engine import FakeEngine
 from april.testing.records import AttemptRecord
 
-_SHOWN = 20
+_MAX_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class Audit:
     delivered: int
     """Number of tokens in delivered batches that match the engines' records."""
     waiting: int
-    """Number of tokens of samples that were in no batch."""
+    """Number of tokens of samples that are in none of the batches."""
     rejected: int
-    """Number of tokens of attempts with an invalid chunk."""
+    """Number of tokens of attempts (requests) with an invalid chunk."""
     lost: int
-    """Number of tokens that delivered samples lack: dropped when the sample began again, or lost."""
+    """Number of tokens missing from delivered samples: dropped when a sample began again, or lost by mistake."""
     duplicated: int
     """Number of tokens delivered more than once; not part of ``handed_over``."""
     samples: int
@@ -48,7 +48,7 @@ class Audit:
 
 
 class LoadedState:
-    """Tokens and counts of a run just after it loaded a state; they come from engines that the audit does not know."""
+    """Tokens and counts of a run just after it loaded a saved state; the audited engines have no record of them."""
 
     def __init__(self, core: RolloutCore) -> None:
         self.ledger = deepcopy(core.tokens)
@@ -89,7 +89,7 @@ def audit(
         engines: All engines that served them.
         ledger: Result of the scheduler's ``ledger()`` after the last batch. Without it no token of a delivered sample
             may be missing; with it, as many may be missing as the ledger lists as dropped.
-        loaded: Tokens and counts of the run just after it loaded a state, if batches and engines are from after that.
+        loaded: State that the run loaded before it delivered the batches; None for a run that began anew.
 
     Raises:
         AuditError: an error was found; the message names samples, attempts and the engines' fault scripts.
@@ -98,8 +98,8 @@ def audit(
     engines = [engines] if isinstance(engines, FakeEngine) else list(engines)
     found = _Auditor(batches, engines, loaded).run(ledger["tokens"] if isinstance(ledger, Mapping) else ledger)
     if found.problems:
-        shown = "\n  ".join(found.problems[:_SHOWN])
-        more = f"\n  and {len(found.problems) - _SHOWN} more" if len(found.problems) > _SHOWN else ""
+        shown = "\n  ".join(found.problems[:_MAX_SHOWN])
+        more = f"\n  and {len(found.problems) - _MAX_SHOWN} more" if len(found.problems) > _MAX_SHOWN else ""
         scripts = "\n  ".join({repr(e.faults): None for e in engines})
         raise AuditError(f"{len(found.problems)} problems:\n  {shown}{more}\nunder\n  {scripts}\n{found}", found)
     return found
@@ -120,7 +120,6 @@ class _Auditor:
         """Number of delivered tokens of each attempt."""
 
     def run(self, ledger: Ledger | None) -> Audit:
-        """Run all checks."""
         if ledger is not None and self.loaded is not None:
             ledger = self.loaded.since(ledger)
         seen: set[tuple[int, int]] = set()
@@ -239,7 +238,7 @@ class _Auditor:
             self.wrong(sample, f"has {what} {got[i]} at {start + i}; {_name(record)} handed over {expected[i]}")
 
     def rows(self, sample: DeliveredSample, record: AttemptRecord, start: int, taken: slice) -> None:
-        """Check the extras of a segment; those of an attempt's first segment may begin at earlier tokens."""
+        """Check a segment's extras (one row per token); an attempt's first segment may have rows of earlier tokens."""
         request, prompt = record.request, len(sample.prompt.token_ids)
         before = len(request.token_ids) - 1 - request.extras_from
         first = 0 if taken.start == 0 else before + taken.start
@@ -249,7 +248,7 @@ class _Auditor:
             self.equal(sample, f"row of {name}", at, sample.extras[name][at : at + len(expected)], expected, record)
 
     def request(self, sample: DeliveredSample, record: AttemptRecord, start: int) -> None:
-        """Check that an attempt continued exactly the sample's tokens, prompt and response."""
+        """Check that an attempt's request had exactly the prompt and the response tokens before position ``start``."""
         before = np.concatenate((sample.prompt.token_ids, sample.tokens[:start]))
         if not np.array_equal(record.request.token_ids, before):
             self.wrong(sample, f"{_name(record)} was not asked to continue the {len(before)} tokens before it")
@@ -293,7 +292,7 @@ class _Auditor:
             ("observed", handed_over - running, ledger.observed),
             ("delivered", delivered, ledger.delivered),
             ("held or dropped", handed_over - running - delivered, ledger.held + dropped),
-            # april may have dropped tokens of a rejected attempt before its wrong chunk came, as they had no rows
+            # tokens of a rejected attempt may have been dropped before its wrong chunk came, because they had no extras
             ("corrupt", rejected, min(max(rejected, corrupt), corrupt + ledger.dropped[DropReason.NO_EXTRAS])),
         ):
             if counted != booked:

@@ -4,7 +4,7 @@ It runs on the event loop's clock, virtual or real. A token takes ``seconds_per_
 all times can be computed by hand.
 
 Invariant: every chunk is recorded in ``attempts`` before the caller gets it. Token t of a response depends only on
-(conversation before it, sample key, t), not on the engine or on the number of attempts.
+(conversation before the response, sample key, t), not on the engine or on the number of attempts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FakeStream:
     """A request at a fake engine: tokens are made as time passes, and taken out in chunks.
 
     Invariant: made = sent + tokens in ``unsent``, and no token is made beyond ``target``, so a fault after k tokens
-    finds exactly k.
+    hits a stream with exactly k tokens.
     """
 
     record: AttemptRecord
@@ -52,7 +52,7 @@ class FakeStream:
     made_until: float = 0.0
     """Time at which work on the next token begins; if that is in the future, no token is made until then."""
     unsent: deque[tuple[PolicyVersion, int]] = field(default_factory=deque)
-    """(version, count) of tokens that were made and not yielded."""
+    """(version, count) of tokens that were made but not yielded yet."""
     sent: int = 0
     fault_tokens_checked: int = -1
     """Number of yielded tokens at which faults were last checked; only faults at a higher number can still hit."""
@@ -102,7 +102,7 @@ class FakeStream:
         return tokens, version
 
     def withhold(self) -> None:
-        """Discard the tokens that were made and not yielded."""
+        """Discard the tokens that were made but not yielded."""
         self.record.withheld += sum(count for _, count in self.unsent)
         self.unsent.clear()
 
@@ -158,15 +158,15 @@ class FakeEngine(WithoutWeights):
 
     Args:
         name: Unique label.
-        lengths: Tokens of a response, stop token included: a number, a table by (group, index), or a function of the
-            request that uses its sample key and :func:`conversation` only.
-        responses: Function of the request, as above, that returns the token ids of the response, in place of
-            ``lengths``; the response ends at the first stop id, and one is appended if there is none.
+        lengths: Response length in tokens, including the stop token: a number, a table by sample key (group, index), or
+            a function of the request that only uses its sample key and :func:`conversation`.
+        responses: Function that replaces ``lengths``: it returns the response's token ids, and may use the same parts
+            of the request. The response ends at the first stop id, which is appended if it is missing.
         faults: Script of faults; several engines may share one.
         seconds_per_token: Time per token and request.
-        chunk_tokens: Tokens per chunk; None means one chunk at the end, and one at a pause.
-        max_running: Number of requests served at the same time; further ones wait inside.
-        weight_update_s: Duration of ``update_weights`` in seconds. A path is accepted, recorded and not read.
+        chunk_tokens: Tokens per chunk; None means that tokens are yielded only at the end, an abort or a pause.
+        max_running: Number of requests served at the same time; further requests wait in the engine.
+        weight_update_s: Duration of ``update_weights`` in seconds. Paths of weights are recorded, but not read.
         extras: Names of the arrays returned with tokens, see :mod:`april.engines.simulated.synthetic_rows`.
         vocab_size, eos_token_id, max_context, version: as in :class:`april.engines.protocol.Capabilities`.
 
@@ -205,7 +205,7 @@ class FakeEngine(WithoutWeights):
             logprob_kind=LogprobKind.TEMPERATURE, vocab_size=vocab_size, max_context=max_context,
             eos_token_ids=(eos_token_id,), max_in_flight=max_running, updates_from_disk=True,
             in_flight_updates=(OnWeightUpdate.KEEP, OnWeightUpdate.RECOMPUTE), attachments=("image",), bans=True,
-            extras=tuple(extras), constrains=responses is not None,  # the function sees the grammar of a request
+            extras=tuple(extras), constrains=responses is not None,  # ``responses`` can follow a request's grammar
         ), version)  # fmt: skip
         self._lengths, self._responses, self._eos = lengths, responses, eos_token_id
         self.faults = faults if faults is not None else FaultScript()
@@ -292,7 +292,7 @@ class FakeEngine(WithoutWeights):
                 self._abort(stream, now)
 
     async def pause(self) -> None:
-        """Close admission; tokens made so far are yielded under the present version."""
+        """Stop making tokens; the tokens made so far are yielded under the present version."""
         self._start_clock()
         self._raise_if_dead("pause")
         self._make_all()
@@ -300,7 +300,7 @@ class FakeEngine(WithoutWeights):
         self._wake_all()
 
     async def pause_in_flight(self, in_flight: OnWeightUpdate) -> None:
-        """Pause as :meth:`pause` does, which ends no request; returns when callers have taken the tokens so far."""
+        """Pause without ending any request, and let the callers take the tokens made so far."""
         await self.pause()
         await self._read_by_callers(lambda: any(stream.unsent for stream in self._streams.values()))
 
@@ -348,7 +348,7 @@ class FakeEngine(WithoutWeights):
     # ---------------------------------------------------------------- the clock, and the death of the engine
 
     def _start_clock(self) -> float:
-        """Return the loop's time; the first call starts the engine's clock and timers for faults ``by_time_alone``."""
+        """Return the loop's time; the first call starts the engine's clock, and timers for faults at a set time."""
         loop = asyncio.get_running_loop()
         now = loop.time()
         if self._origin is None:
@@ -504,7 +504,7 @@ class FakeEngine(WithoutWeights):
             stream.make(asyncio.get_running_loop().time(), self._version)
 
     async def _next(self, stream: FakeStream) -> Chunk | None:
-        """Return the next chunk, or None if the stream must be evaluated again; the last chunk sets ``record.end``."""
+        """Return the next chunk, or None if the caller must try again; the last chunk sets ``record.end``."""
         self._make(stream)
         now = asyncio.get_running_loop().time()
         if stream.error is not None:
@@ -524,7 +524,7 @@ class FakeEngine(WithoutWeights):
         return empty_chunk(self._version, None)
 
     def _break_here(self, stream: FakeStream, now: float) -> bool:
-        """Apply faults that hit between two chunks; return True if the stream must be evaluated again."""
+        """Apply faults that hit between two chunks; return True if one of them changes what the stream does next."""
         if self._due_fault(stream, FaultKind.BREAK_OFF):
             raise EngineError(f"engine {self._name}: the fault script breaks the stream off after {stream.sent} tokens")
         fault = self._due_fault(stream, FaultKind.ENGINE_DIES)
@@ -547,7 +547,7 @@ class FakeEngine(WithoutWeights):
         room = stream.record.request.sampling.max_tokens - stream.sent
         tokens, version = stream.take(self._version)
         last = stream.sent == len(stream.tokens)
-        # for a fault after its last token, the stream must first yield that token without a finish
+        # if a fault is due after the last token, the stream yields this token without a finish, and the fault follows
         breaks = len(tokens) and len(stream.tokens) in stream.marks
         finish = stream.finish if last and not breaks else None
         if finish is not None:
@@ -621,7 +621,7 @@ class FakeEngine(WithoutWeights):
         stream.wake_up()
 
     def _aborted(self, stream: FakeStream) -> Chunk:
-        """Return the next chunk of an aborted stream; the last one has finish ABORT."""
+        """Return the next chunk of an aborted stream; the last one has finish ABORT unless all tokens were yielded."""
         if self._due_fault(stream, FaultKind.ABORT_EMPTY):
             stream.withhold()
         tokens, version = stream.take(self._version)

@@ -1,7 +1,7 @@
 """Fault scripts declare in advance which faults hit fake engines, when, and how often; they are the same in every run.
 
 Invariant: whether a fault hits depends on the script, the sample, the number of the attempt, tokens and time; never
-on chance, attempt ids or the order of a set. A random script draws from a hash of (seed, sample, number).
+on chance, attempt ids or the order of a set. A random script draws from a hash of (seed, sample, attempt number).
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ WRONG_CHUNKS = (
 WRONG_ENDS = {FaultKind.EARLY_LENGTH: EngineFinish.LENGTH, FaultKind.EARLY_STOP: EngineFinish.STOP}
 """Kinds that end a response with an impossible finish."""
 ROW_FAULTS = (FaultKind.NO_ROWS, FaultKind.SHORT_ROWS, FaultKind.ABORT_NO_ROWS)
-"""Kinds for requests that ask for extras."""
+"""Kinds for requests that ask for extras (per-token arrays)."""
 AT_TOKENS = (
     FaultKind.BREAK_OFF, FaultKind.ENGINE_DIES, FaultKind.STALL, FaultKind.EMPTY_CHUNKS, *WRONG_CHUNKS, *WRONG_ENDS
 )  # fmt: skip
 """Kinds that hit when ``after_tokens`` tokens were yielded."""
-_ABOUT_THE_ENGINE = frozenset({FaultKind.ENGINE_DIES, FaultKind.SICK_PROBE, FaultKind.FAILED_UPDATE})
-_SECONDS = {
+_ENGINE_FAULTS = frozenset({FaultKind.ENGINE_DIES, FaultKind.SICK_PROBE, FaultKind.FAILED_UPDATE})
+_DEFAULT_SECONDS = {
     FaultKind.ENGINE_DIES: 10.0,
     FaultKind.STALL: math.inf,
     FaultKind.EMPTY_CHUNKS: math.inf,
@@ -77,8 +77,8 @@ _SECONDS = {
     FaultKind.ABORT_MISSED: 2.0,
 }
 ALL_FAULTS = tuple(FaultKind)
-"""All kinds."""
-STREAM_FAULTS = tuple(kind for kind in FaultKind if kind not in (*_ABOUT_THE_ENGINE, *ROW_FAULTS))
+"""Every kind: those of STREAM_FAULTS and ROW_FAULTS, and those that hit whole engines."""
+STREAM_FAULTS = tuple(kind for kind in FaultKind if kind not in (*_ENGINE_FAULTS, *ROW_FAULTS))
 """Kinds that april handles by itself: if they hit a few times, no call raises and no response changes."""
 
 
@@ -88,16 +88,15 @@ class Fault:
 
     Attributes:
         kind: A :class:`FaultKind` or its name.
-        engine: Name of the engine that it hits; None means any.
-        sample: (group, index) of the sample that it hits; None means any.
-        attempt: Number of the sample's attempt, counted from 1 over all engines; None means any.
-        after_tokens: Number of the attempt's tokens after which it hits; ignored by kinds that concern a whole stream
-            or other calls of an engine.
-        from_s, until_s: Period in which it may hit, in seconds since the engine was created. If no event loop was
-            running then, the time begins with the engine's first call.
+        engine: Name of the engine to hit; None means any engine.
+        sample: (group, index) of the sample to hit; None means any sample.
+        attempt: Number of the sample's attempt (request), counted from 1 over all engines; None means any attempt.
+        after_tokens: Number of tokens of the attempt after which the fault hits; used by the :data:`AT_TOKENS` kinds.
+        from_s, until_s: Period in which the fault may hit, in seconds since the engine was created, or since its first
+            call if it was created without a running event loop.
         seconds: Duration; None means the default of the kind (engine_dies 10, abort_late 5, abort_missed 2, stall,
             empty_chunks and abort_hangs for ever).
-        times: Number of times that it may hit.
+        times: Number of times that the fault may hit.
 
     Raises:
         ValueError: a value is out of range or does not fit the kind.
@@ -119,7 +118,7 @@ class Fault:
         object.__setattr__(self, "kind", FaultKind(self.kind))
         if self.sample is not None and not (isinstance(self.sample, tuple) and len(self.sample) == 2):
             raise ValueError(f"fault {self.kind}: sample must be (group, index), got {self.sample!r}")
-        if self.seconds is not None and self.kind not in _SECONDS:
+        if self.seconds is not None and self.kind not in _DEFAULT_SECONDS:
             raise ValueError(f"fault {self.kind} has no duration; leave seconds out")
         if self.seconds is not None and not self.seconds > 0:
             raise ValueError(f"fault {self.kind}: seconds must be positive, got {self.seconds}")
@@ -139,11 +138,11 @@ class Fault:
     @property
     def duration_s(self) -> float:
         """Duration in seconds: ``seconds``, or the default of the kind."""
-        return self.seconds if self.seconds is not None else _SECONDS.get(self.kind, math.inf)
+        return self.seconds if self.seconds is not None else _DEFAULT_SECONDS.get(self.kind, math.inf)
 
     @property
     def by_time_alone(self) -> bool:
-        """True if it hits the engine at ``from_s``, independently of requests."""
+        """True if the fault hits the engine at ``from_s``, independently of requests."""
         return self.kind is FaultKind.ENGINE_DIES and (self.sample, self.attempt, self.after_tokens) == (None, None, 0)
 
 
@@ -172,11 +171,11 @@ class AttemptFaults:
 
 
 class FaultScript:
-    """A script of faults for one or several engines; ``fired`` lists those that have hit.
+    """A script of faults for one or several engines; ``fired`` lists the faults that have hit.
 
     Requests of evaluations are hit only by the death of an engine, and not counted as attempts.
 
-    A script keeps counts: create a new one for every run.
+    A script counts its hits, so create a new script for every run.
     """
 
     def __init__(self, *faults: Fault) -> None:
@@ -199,9 +198,9 @@ class FaultScript:
     def random(cls, seed: int, rate: float = 0.1, kinds: Iterable[FaultKind | str] = STREAM_FAULTS) -> FaultScript:
         """Create a random mix of faults that is the same for the same seed.
 
-        A share ``rate`` of all attempts gets one fault, with each of ``kinds`` equally likely; for sick_probe and
-        failed_update, ``rate`` is the share of those calls that fail. Faults hit after 0 to 11 tokens; durations are
-        0.25 to 16 s, so no stall lasts for ever. Prints its own call, so that a failed test shows the seed.
+        A share ``rate`` of all attempts gets one fault, with each of ``kinds`` equally likely. With sick_probe or
+        failed_update, a share ``rate`` of the health probes or weight updates fails. Faults hit after 0 to 11 tokens
+        and last 0.25 to 16 s. Prints the call that makes the same script, so that a failed test shows the seed.
 
         Raises:
             ValueError: ``rate`` outside [0, 1], or an unknown kind.
@@ -252,7 +251,7 @@ class FaultScript:
 
     def hits(self, fault: Fault, engine: str, now_s: float, attempt: AttemptFaults | None = None) -> bool:
         """Return True if a matching fault hits now, and record it."""
-        # a fault drawn for this attempt has no entry yet
+        # a fault that was drawn at random has no entry before its first hit
         left = self._left.setdefault(id(fault), fault.times)
         if not left or not fault.from_s <= now_s < fault.until_s:
             return False
@@ -286,12 +285,12 @@ class FaultScript:
         kind = kinds[int(self._chance(what, "kind") * len(kinds))]
         least = 1 if kind in (FaultKind.OLDER_VERSION, FaultKind.ENGINE_DIES) else 0
         after = least + int(self._chance(what, "tokens") * (12 - least)) if kind in AT_TOKENS else 0
-        seconds = 0.25 * 2 ** int(self._chance(what, "seconds") * 7) if kind in _SECONDS else None
+        seconds = 0.25 * 2 ** int(self._chance(what, "seconds") * 7) if kind in _DEFAULT_SECONDS else None
         fault = Fault(kind, after_tokens=after, seconds=seconds)
         self._drawn.append(fault)
         return fault
 
     def _chance(self, what: bytes, purpose: str) -> float:
-        """Return a number in [0, 1) that depends on nothing but the seed and the arguments."""
+        """Return a number in [0, 1) that depends only on the seed and the arguments."""
         digest = hashlib.blake2b(what, digest_size=8, key=f"{self._seed}/{purpose}".encode()).digest()
         return int.from_bytes(digest, "big") / 2.0**64

@@ -37,7 +37,7 @@ class RecordingEngine:
         self.yielded: dict[str, list[Chunk]] = defaultdict(list)
         """Copies of the chunks that the caller got, by attempt id."""
         self.ends: dict[str, EngineFinish | None] = {}
-        """Finish of every attempt; None while it runs and if it was broken off."""
+        """Finish of every attempt, by attempt id; None while the attempt runs, or if it ended with an error."""
         self.aborts: list[AbortRecord] = []
         self.open_streams = 0
 
@@ -55,11 +55,11 @@ class RecordingEngine:
         return sum(len(chunk.tokens) for chunks in self.yielded.values() for chunk in chunks)
 
     def alter_request(self, request: Request) -> Request:
-        """Return the request to pass on to the engine; to override in subclasses."""
+        """Return the request to pass on to the engine; subclasses may override this."""
         return request
 
     def alter_chunk(self, request: Request, chunk: Chunk) -> Chunk:
-        """Return the chunk to pass on to the caller; to override in subclasses."""
+        """Return the chunk to pass on to the caller; subclasses may override this."""
         return chunk
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:

@@ -1,7 +1,7 @@
-"""Tokens of a fake engine, and its records of requests, chunks and aborts.
+"""Generates the tokens of fake engines, and defines their records of requests, chunks and aborts.
 
 Tokens depend on (conversation, sample, position), log-probabilities on (token, version). So a test can recompute every
-delivered token, and notices a log-probability at the wrong token or under the wrong version.
+delivered token, and notices a log-probability that belongs to another token or another version.
 
 Invariant: a record holds copies. Changes to a chunk after it left the engine do not change the record.
 """
@@ -27,7 +27,7 @@ def conversation(request: Request) -> Int32:
 
 
 def with_attachment_ids(request: Request) -> Int32:
-    """Return the conversation int32 [P] as a :class:`FakeEngine` reads it: digests give the ids of attachments."""
+    """Return the conversation int32 [P], with attachments (such as images) replaced by ids made from their digests."""
     ids = conversation(request).copy()
     for placed in request.attached:
         first = int(placed.attachment.digest[:7], 16)
@@ -44,9 +44,9 @@ def fake_response(
     stop_token_ids: Sequence[int] = (),
     banned_ids: Sequence[int] = (),
 ) -> Int32:
-    """Return the response int32 [length] of a :class:`FakeEngine` to a conversation; the last token is the stop token.
+    """Return the response int32 [length] of a :class:`FakeEngine` to a conversation.
 
-    The response contains none of ``banned_ids``.
+    The last token is the stop token, and no other token is a stop token or one of ``banned_ids``.
     """
     if length < 1:
         raise ValueError(f"a response has at least one token, got length {length}")
@@ -65,7 +65,7 @@ def fake_logprobs(tokens: Sequence[int] | Int32, version: PolicyVersion) -> Floa
 
 
 class AbortRecord(NamedTuple):
-    """A recorded call of ``abort``; ``attempt_ids`` None means all."""
+    """A recorded call of ``abort``; ``attempt_ids`` None means all requests."""
 
     at_s: float
     attempt_ids: tuple[str, ...] | None
@@ -96,7 +96,7 @@ class YieldedChunks:
 
 @dataclass(slots=True, kw_only=True)
 class AttemptRecord(YieldedChunks):
-    """A request and its answer, as recorded by the engine."""
+    """An attempt (a request for a response or the rest of it) and its answer, as recorded by the engine."""
 
     engine: str
     request: Request
@@ -119,7 +119,7 @@ class AttemptRecord(YieldedChunks):
 
     @property
     def evaluation(self) -> bool:
-        """True if the request belongs to an evaluation, and so to no batch."""
+        """True if the request belongs to an evaluation; no batch has its tokens."""
         return is_evaluation(self.request.attempt_id)
 
     @property

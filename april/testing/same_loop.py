@@ -1,6 +1,6 @@
 """Runs the scheduler on the caller's own event loop, so that tests of user functions can use virtual time.
 
-This is the real scheduler with the real driver; only the background thread is left out.
+The scheduler is the real one; only its background thread is left out.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class _SameLoop(LoopThread):
     def __init__(self, *, relax_gc: bool = False) -> None:
         self._open = True
         self._running: dict[asyncio.Task[Any], asyncio.Future[None]] = {}
-        """Running calls by the task that made them; each future is done when the call has ended."""
+        """Future for each task that waits in a call; the future is done when the call has ended."""
         self._cancelled: set[asyncio.Task[Any]] = set()
-        """Tasks whose calls were cancelled by close."""
+        """Tasks whose calls :meth:`end` has cancelled."""
 
     @property
     def alive(self) -> bool:
@@ -55,9 +55,9 @@ class _SameLoop(LoopThread):
         return 0.0, ""
 
     def refuse_waiting(self) -> None:
-        raise RolloutError("the blocking calls would stop the loop that they wait for; await those of the facade")
+        raise RolloutError("a blocking call would stop the loop that it waits for; await the methods of Rollouts")
 
-    def submit(self, work: Work[T], *heard: Callable[[Reply[T]], object]) -> Reply[T]:
+    def submit(self, work: Work[T], *on_done: Callable[[Reply[T]], object]) -> Reply[T]:
         self.refuse_waiting()
         raise AssertionError("unreachable")
 
@@ -71,7 +71,7 @@ class _SameLoop(LoopThread):
         try:
             return await work()
         except asyncio.CancelledError:
-            # the error means a closed scheduler if only ``end`` has cancelled this task
+            # if nobody except ``end`` has cancelled this task, its caller should see a closed scheduler
             if me in self._cancelled and me.uncancel() == 0:
                 raise SchedulerClosed(_CLOSED) from None
             raise
@@ -136,13 +136,14 @@ class Rollouts:
         self, path: str | None = None, transfer: Callable[[], Any] | None = None, trained: int | None = None,
         label: int | None = None,
     ) -> PolicyVersion:  # fmt: skip
-        """Commit the batch ``trained`` (None means the oldest delivered one); raise the version, to ``label`` if given.
+        """Update the weights of all engines; the policy version rises by one, or to ``label``.
 
-        ``transfer``, plain or async, runs while engines are paused.
+        ``trained`` is the last batch on which the weights were trained (None means the oldest delivered batch without
+        an update). ``transfer``, a plain or async function, runs while the engines are paused.
 
         Raises:
             ConfigError: an engine is behind a server, but neither path nor transfer is given; nothing has happened.
-            EngineError: an engine could not be paused or could not load; the version stays. Call it again later.
+            EngineError: an engine could not pause or load the weights; the version stays, and the call may be repeated.
         """
 
         async def hand_over() -> None:
@@ -156,7 +157,7 @@ class Rollouts:
         return await self._loop.run_async(partial(self._driver.update_weights, path, update, trained, label=label))
 
     async def load_state_dict(self, state: dict[str, Any], path: str | None = None) -> PolicyVersion:
-        """Load a state as ``RolloutScheduler.load_state_dict`` does, into newly created rollouts."""
+        """Load a state as ``RolloutScheduler.load_state_dict`` does; call it before the first batch."""
         version = await self._loop.run_async(partial(self._driver.load_state_dict, state, path))
         self._loaded = LoadedState(self._driver.core)
         return version
@@ -166,7 +167,7 @@ class Rollouts:
         return await self._scheduler.aevaluate(prompts, **sampling)
 
     def audit(self) -> Audit:
-        """Run :func:`april.testing.audit` on all batches so far, with the ledger; all engines must be fake ones.
+        """Run :func:`april.testing.audit` on all batches so far, with the ledger; all engines must be FakeEngines.
 
         Raises:
             AuditError: the batches or the ledger differ from the tokens that the engines yielded.
@@ -182,7 +183,7 @@ class Rollouts:
         return self._scheduler
 
     def __getattr__(self, name: str) -> Any:
-        """Delegate non-waiting attributes to the scheduler: ``version``, ``engines``, ``ledger``, ``story``, ..."""
+        """Return any other attribute from the scheduler, such as ``version``, ``engines``, ``ledger`` or ``story``."""
         return getattr(self._scheduler, name)
 
     def __repr__(self) -> str:
@@ -216,12 +217,12 @@ def rollouts(
 ) -> Rollouts:
     """Create the real scheduler on the running loop, virtual or real; arguments as for :class:`april.RolloutScheduler`.
 
-    Plain reward functions and filters run directly on the loop, not in a thread, since a virtual clock waits for no
-    thread. For the same reason a rollout function must be async on a virtual clock. ``check`` cross-checks april's
-    whole state after every event. Use it as ``async with rollouts(...)``.
+    Use it as ``async with rollouts(...)``. Reward functions and filters that are not async run directly on the loop,
+    because a virtual clock cannot wait for threads. For the same reason a rollout function must be async on a virtual
+    clock. With ``check``, april cross-checks its whole state after every event.
 
     Raises:
-        ConfigError: as for RolloutScheduler; or a plain rollout function on a virtual clock.
+        ConfigError: as for RolloutScheduler; or the rollout function is not async, on a virtual clock.
     """
     if isinstance(config, Config):
         check_functions(config, rollout, reward, group_reward, filter)  # check the functions before they are wrapped
@@ -245,7 +246,7 @@ def rollouts(
 
 
 def _on_the_loop(function: Callable[..., Any] | None) -> Callable[..., Awaitable[Any]] | None:
-    """Wrap a plain function as a coroutine function; anything that is not callable is refused later."""
+    """Wrap a plain function as a coroutine function; anything not callable is returned as it is, and refused later."""
     if function is None or not callable(function):
         return function
 

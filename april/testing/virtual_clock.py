@@ -1,7 +1,7 @@
 """An asyncio event loop on virtual time: waiting takes no real time, and a program always runs in the same order.
 
 Invariant: ``loop.time()`` advances only when no callback is ready, and then to the exact time of the next timer; no
-callback runs before its time. So a timer one float above t runs after everything that happens at t.
+callback runs before its time. So even a timer at the next float after t runs after everything that happens at t.
 
 A virtual loop cannot wait for sockets, pipes, signals, processes or other threads. If nothing is scheduled, so that a
 real loop would hang, it raises ``VirtualDeadlock`` and names the waiting tasks.
@@ -18,14 +18,14 @@ from typing import Any, NoReturn, TypeVar
 from april.errors import AprilError
 
 _T = TypeVar("_T")
-_TASKS_NAMED = 12
+_MAX_NAMED_TASKS = 12
 
 
 class VirtualDeadlock(AprilError, RuntimeError):
     """Raised if all tasks wait and nothing is scheduled, or if the time limit is exceeded."""
 
 
-class _NoFiles(selectors.BaseSelector):
+class _ClockSelector(selectors.BaseSelector):
     """A selector that never sleeps, but advances the virtual clock instead."""
 
     def __init__(self, loop: VirtualClockLoop) -> None:
@@ -59,7 +59,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
     def __init__(self, start_s: float = 0.0, limit_s: float = math.inf) -> None:
         self._virtual_now = start_s
         self._virtual_end = start_s + limit_s
-        super().__init__(_NoFiles(self))
+        super().__init__(_ClockSelector(self))
         self._set_resolution()
 
     def time(self) -> float:
@@ -72,31 +72,31 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         if not timers:
             raise VirtualDeadlock(
                 f"nothing is scheduled at virtual time {self._virtual_now} s, and threads or sockets cannot wake a "
-                f"virtual loop; {self._who_waits()}"
+                f"virtual loop; {self._waiting_tasks()}"
             )
         when = timers[0].when()
         if when > self._virtual_end:
             raise VirtualDeadlock(
                 f"the limit of virtual time is reached at {self._virtual_now} s, and the next timer is at {when} s; "
-                f"raise limit_s if the program really takes that long; {self._who_waits()}"
+                f"raise limit_s if the program really takes that long; {self._waiting_tasks()}"
             )
         self._virtual_now = max(self._virtual_now, when)
         self._set_resolution()
 
     def _set_resolution(self) -> None:
-        # The base loop runs timers with when < time() + resolution: this makes it exactly when <= time().
+        # asyncio runs the timers with when < time() + resolution; with this resolution, those with when <= time()
         self._clock_resolution = math.ulp(self._virtual_now)
 
-    def _who_waits(self) -> str:
+    def _waiting_tasks(self) -> str:
         tasks = sorted(asyncio.all_tasks(self), key=lambda task: task.get_name())
         if not tasks:
             return "no task is left"
         lines = []
-        for task in tasks[:_TASKS_NAMED]:
+        for task in tasks[:_MAX_NAMED_TASKS]:
             stack = task.get_stack(limit=1)
             where = f"{stack[0].f_code.co_qualname} line {stack[0].f_lineno}" if stack else "its start"
             lines.append(f"{task.get_name()} in {where}")
-        more = f" and {len(tasks) - _TASKS_NAMED} more" if len(tasks) > _TASKS_NAMED else ""
+        more = f" and {len(tasks) - _MAX_NAMED_TASKS} more" if len(tasks) > _MAX_NAMED_TASKS else ""
         return f"{len(tasks)} tasks wait: {'; '.join(lines)}{more}"
 
     def _make_self_pipe(self) -> None:

@@ -1,1 +1,1 @@
-"""Text for messages: what servers send, made safe to print, and commands that install optional packages."""
+"""Text for messages: makes text from servers safe to print, and builds commands that install optional packages."""

@@ -12,7 +12,7 @@ NAME = "april-rl"
 
 
 def install(extra: str) -> str:
-    """Return the ``pip install`` command for one of april's extras, which keeps the april that is installed, if any."""
+    """Return the ``pip install`` command that adds one of april's pip extras to the april that runs."""
     from importlib.metadata import PackageNotFoundError, distribution
 
     try:
@@ -23,7 +23,7 @@ def install(extra: str) -> str:
 
 
 def require(who: str, *packages: str, extra: str | None = "transformers") -> None:
-    """Raise ConfigError for the first of ``packages`` that is missing; ``extra`` (or None) of april includes them."""
+    """Raise ConfigError for the first missing one of ``packages``; ``extra`` is april's pip extra with them, if any."""
     for package in packages:
         if find_spec(package) is None:
             how = f"pip install {package}" if extra is None else install(extra)

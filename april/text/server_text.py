@@ -19,7 +19,7 @@ KEY_REPLACEMENT = "<the key>"
 _PIECE = 8
 """Number of consecutive letters and digits of a key that are removed like the whole key, because texts may be cut."""
 _SHORTEST = 4
-"""Fewest letters and digits of a key that is searched for in pieces; a shorter one must occur literally."""
+"""Fewest letters and digits of a key that is searched for in pieces; shorter keys are searched for literally."""
 _LAYERS = 4
 """Most nested layers of escapes that are decoded."""
 _ESCAPE = re.compile(
@@ -39,7 +39,7 @@ class _Key:
         self.literal = key if len(plain) < _SHORTEST else ""
         written = [plain, plain[::-1], raw.hex()] if not self.literal else []
         if not self.literal:
-            # the encoded letters depend on the number of bytes before the key, modulo the group size
+            # base64 encodes groups of 3 bytes and base32 of 5, so the letters depend on the key's place in its group
             written += [_inner(base64.b64encode, raw, 3, 4, before) for before in range(3)]
             written += [_inner(base64.b32encode, raw, 5, 8, before) for before in range(5)]
         self.starts = tuple(w for w in written[:3])
@@ -56,7 +56,7 @@ _hidden: dict[str, _Key] = {}
 
 
 def hide(key: str) -> None:
-    """Have this key removed from all texts from now on."""
+    """Remove this API key from all texts that are cleaned from now on."""
     if key and key not in _hidden:
         _hidden[key] = _Key(key)
 
@@ -64,7 +64,7 @@ def hide(key: str) -> None:
 def clean(value: object, limit: int = MAX_CHARS) -> str:
     """Return a server's text on one line of at most ``limit`` characters, followed by "..." if it was longer.
 
-    Keys are removed before the text is cut, also escaped ones; unprintable characters are shown as escapes.
+    Keys, escaped ones too, are removed before the text is cut. Unprintable characters are shown as escapes.
     """
     text = _text_of(value)
     more = len(text) > MAX_SCANNED_CHARS
@@ -87,7 +87,7 @@ def quoted(value: object, limit: int = 64) -> str:
 
 
 def without_keys(text: str, *, cut: bool = False) -> str:
-    """Return the text without hidden keys; ``cut`` says that it was cut and may end within a key."""
+    """Return the text without the keys given to :func:`hide`; ``cut`` means that it was cut, perhaps within a key."""
     # merge the spans of all keys, because keys may overlap
     spans = _merged([span for key in list(_hidden.values()) for span in _spans(text, key, cut)])
     parts, at = [], 0
@@ -111,7 +111,7 @@ def _plain(text: str) -> str:
 
 
 def _inner(encode: Callable[[bytes], bytes], raw: bytes, group: int, letters: int, before: int) -> str:
-    """Return those letters of an encoding that depend on the key only, if ``before`` bytes of its group precede it."""
+    """Encode the key after ``before`` other bytes of its group; return the letters that depend on the key alone."""
     whole = encode(b"\0" * before + raw + b"\0" * group).decode()
     bits = 8 * group // letters
     return _plain(whole[-(-8 * before // bits) : 8 * (before + len(raw)) // bits])

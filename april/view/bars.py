@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 Begin = Callable[[str, int], Callable[..., None]]
-"""Function that starts a bar for (name, total steps) and returns ``update(done, total=None, note="")``."""
+"""Function that starts a bar for (name, total number of steps) and returns ``update(done, total=None, note="")``."""
 
 EVERY_S = 10.0
 """Seconds between two printed lines if no bar can be drawn."""

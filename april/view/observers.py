@@ -1,4 +1,4 @@
-"""Shows a running scheduler to people, by a progress line and exporters; neither can hold up the scheduler."""
+"""Shows a running scheduler to people with a progress line and exporters, neither of which can hold it up."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from april.driver.user_code import describe
 from april.errors import ConfigError
 from april.export import Exporter, choose_samples, texts_of
 from april.record.run_status import run_status
-from april.view.progress import Tell, progress_on
+from april.view.progress import StatusReceiver, progress_on
 
 log = logging.getLogger("april")
 
@@ -77,19 +77,19 @@ class Observers:
         """Functions that close the exporters without waiting for them, and do not refer to the driver."""
         return [feed.begin_to_close for feed in self._feeds]
 
-    def _ask(self, tell: Tell) -> None:
-        def look() -> None:
+    def _ask(self, receive: StatusReceiver) -> None:
+        def answer() -> None:
             driver = self.driver
-            driver.executor.streams.catch_up()  # so that tokens which have arrived and are not read yet count
-            tell(driver.now(), run_status(driver.core, driver.long_waits.waited_s))
+            driver.executor.streams.catch_up()  # otherwise tokens that have arrived but are not read would not count
+            receive(driver.now(), run_status(driver.core, driver.long_waits.waited_s))
 
-        self._thread.call_later(look)
+        self._thread.call_later(answer)
 
 
 class ExporterThread:
     """Runs one exporter in its own thread, so that nothing waits for it.
 
-    An exporter that fails gets the next batch all the same; its first failure is logged as a warning.
+    An exporter that fails still gets the next batch. Only its first failure is logged as a warning.
     """
 
     def __init__(self, exporter: Exporter, detokenizer: Detokenizer | None) -> None:

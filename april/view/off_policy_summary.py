@@ -11,7 +11,7 @@ import numpy as np
 from april.view.run_data import RecordedReport, RunData
 
 DRIFT = 0.02
-"""If the mean ``kl_k3`` of the latest batches is larger, the run drifts; also the default limit of ``DriftGuard``."""
+"""Mean ``kl_k3`` of the latest batches above which a run drifts; also the default limit of ``DriftGuard``."""
 LATEST_BATCHES = 3
 """Number of latest batches over which the mean ``kl_k3`` is taken."""
 _AGE = re.compile(r"age_(\d{1,6})")
@@ -77,12 +77,12 @@ def _age(age: int) -> str:
 
 
 def _figures(name: str, prefix: str, reports: Sequence[RecordedReport]) -> TokenClassMeans:
-    said = [report.report for report in reports]
+    figures = [report.report for report in reports]
 
     def mean(of: str) -> float | None:
-        pairs = [(r[prefix + of], r.get(f"{prefix}tokens", 0.0)) for r in said if prefix + of in r]
+        pairs = [(r[prefix + of], r.get(f"{prefix}tokens", 0.0)) for r in figures if prefix + of in r]
         values, weights = np.array(pairs, np.float64).reshape(-1, 2).T
         return float(np.average(values, weights=weights)) if weights.sum() > 0 else None
 
-    tokens = sum(report.get(f"{prefix}tokens", 0.0) for report in said)
+    tokens = sum(report.get(f"{prefix}tokens", 0.0) for report in figures)
     return TokenClassMeans(name, tokens, mean("kl_k3"), mean("ess_token"), mean("clip_share"))

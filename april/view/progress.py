@@ -1,6 +1,7 @@
-"""Shows the progress line of ``next_batch`` and ``april watch``: a thread of rich redraws it, or lines are printed.
+"""Formats the progress line of ``next_batch`` and ``april watch``, and shows it while ``next_batch`` waits.
 
-Invariant: an error of the terminal never reaches the caller who waits for a batch.
+The line is redrawn by rich in a thread, or printed from time to time if there is no terminal. Invariant: an error of
+the terminal never reaches the caller of ``next_batch``.
 """
 
 from __future__ import annotations
@@ -31,15 +32,16 @@ WINDOW_S = 10.0
 MIN_SHOWN_WAIT_S = 3.0
 """Shortest wait in seconds whose length is shown on the line."""
 PER_SECOND = 1.0
-"""How often per second the line is redrawn and the event loop is asked for the state of the run."""
+"""Number of times per second that the line is redrawn and the event loop is asked for the state of the run."""
 FIRST_PRINT_S = 10.0
-"""Seconds of waiting before the first line is printed, if lines cannot be redrawn; each next pause is twice as long."""
+"""Seconds before the first line is printed, if lines cannot be redrawn; each further pause is twice as long."""
 STATE_TIMEOUT_S = 1.0
 """Maximum wait in seconds for the current state of the run; after that the last known state is printed."""
 _line_lock = threading.Lock()
 """Lock that is held while a line is shown, as a process shows only one line at a time."""
 
-Tell = Callable[[float, RunStatus], None]
+StatusReceiver = Callable[[float, RunStatus], None]
+"""Function that is called with a time in seconds and the state of the run at that time."""
 
 
 class ProgressLine:
@@ -55,17 +57,17 @@ class ProgressLine:
         self._latest: RunStatus | None = None
         self._began = self._waits_since = 0.0
 
-    def add(self, time_s: float, standing: RunStatus) -> None:
+    def add(self, time_s: float, status: RunStatus) -> None:
         """Add the state of the run at ``time_s``; the times of the calls must not decrease."""
-        if self._latest is not None and standing.observed < self._latest.observed:
+        if self._latest is not None and status.observed < self._latest.observed:
             self._seen.clear()  # a saved state was loaded
-        if self._latest is None or standing.step != self._latest.step:
+        if self._latest is None or status.step != self._latest.step:
             self._began = self._waits_since = time_s
-        elif standing.waits != self._latest.waits:
+        elif status.waits != self._latest.waits:
             self._waits_since = time_s
-        self._waits_since = min(self._waits_since, time_s - standing.waited_s)
-        self._latest = standing
-        self._seen.append((time_s, standing.observed))
+        self._waits_since = min(self._waits_since, time_s - status.waited_s)
+        self._latest = status
+        self._seen.append((time_s, status.observed))
         while len(self._seen) > 2 and time_s - self._seen[1][0] >= self._window_s:
             self._seen.popleft()
 
@@ -112,10 +114,10 @@ class RedrawnProgress:
 
     Args:
         console: console on which the line is shown.
-        ask: function that can be called in any thread; soon after, it calls its argument ``tell`` with the run's state.
+        ask: function that asks for the run's state and later passes it to its argument; may be called in any thread.
     """
 
-    def __init__(self, console: Console, ask: Callable[[Tell], None]) -> None:
+    def __init__(self, console: Console, ask: Callable[[StatusReceiver], None]) -> None:
         self._console, self._ask = console, ask
 
     @contextmanager
@@ -147,30 +149,30 @@ class PrintedProgress:
     The first line is printed once a wait has become long, and further lines at growing intervals.
     """
 
-    def __init__(self, ask: Callable[[Tell], None]) -> None:
+    def __init__(self, ask: Callable[[StatusReceiver], None]) -> None:
         self._ask = ask
-        self._goes_on: threading.Lock | None = None
-        """Held while the current wait lasts."""
+        self._wait_lock: threading.Lock | None = None
+        """Lock that is held until the current wait ends; None between waits."""
 
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Print lines while the ``with`` block runs."""
         # uses a bare lock and thread, as a KeyboardInterrupt inside Event or Thread.start would break them and get lost
-        goes_on = self._goes_on = threading.Lock()
-        goes_on.acquire()
+        wait_lock = self._wait_lock = threading.Lock()
+        wait_lock.acquire()
         try:
-            _thread.start_new_thread(self._write, (goes_on,))
+            _thread.start_new_thread(self._write, (wait_lock,))
             yield
         finally:
-            self._goes_on = None
-            goes_on.release()
+            self._wait_lock = None
+            wait_lock.release()
 
-    def _write(self, goes_on: threading.Lock) -> None:
+    def _write(self, wait_lock: threading.Lock) -> None:
         wait, pause_s = _WaitDisplay(self._ask), FIRST_PRINT_S
         wait.latest_line()
-        while not goes_on.acquire(timeout=pause_s):
+        while not wait_lock.acquire(timeout=pause_s):
             wait.latest_line()
-            if goes_on.acquire(timeout=STATE_TIMEOUT_S) or self._goes_on is not goes_on:
+            if wait_lock.acquire(timeout=STATE_TIMEOUT_S) or self._wait_lock is not wait_lock:
                 return
             if text := wait.latest_line():
                 _log_errors(partial(print, f"april: {text}", file=sys.stderr, flush=True))
@@ -180,7 +182,7 @@ class PrintedProgress:
 class _WaitDisplay:
     """Draws the line of one wait. Each drawing asks for the run's state, which the next drawing shows."""
 
-    def __init__(self, ask: Callable[[Tell], None]) -> None:
+    def __init__(self, ask: Callable[[StatusReceiver], None]) -> None:
         self._ask, self._line, self._text = ask, ProgressLine(), ""
         self._asked = False
         """True while an answer is awaited, so that a busy event loop is not asked twice."""
@@ -192,18 +194,18 @@ class _WaitDisplay:
         return Text(self.latest_line(), no_wrap=True, overflow="ellipsis")
 
     def latest_line(self) -> str:
-        """Return the line that was made from the latest answer, and ask for the next state."""
+        """Return the line for the latest answer, and ask for the next state."""
         if not self._asked:
             self._asked = True
             self._ask(self._answered)
         return self._text
 
-    def _answered(self, time_s: float, standing: RunStatus) -> None:
-        self._line.add(time_s, standing)
+    def _answered(self, time_s: float, status: RunStatus) -> None:
+        self._line.add(time_s, status)
         self._text, self._asked = str(self._line), False
 
 
-def progress_on(wanted: Any, ask: Callable[[Tell], None]) -> RedrawnProgress | PrintedProgress | None:
+def progress_on(wanted: Any, ask: Callable[[StatusReceiver], None]) -> RedrawnProgress | PrintedProgress | None:
     """Return the object that shows the progress of a wait; None if ``wanted`` (the scheduler's ``progress``) is False.
 
     Raises:
@@ -222,7 +224,7 @@ def progress_on(wanted: Any, ask: Callable[[Tell], None]) -> RedrawnProgress | P
 
 
 def _own_console() -> Console | None:
-    """Return a console for the notebook or the terminal at standard error; None if there is none, or no rich."""
+    """Return a console for the notebook or the terminal at stderr; None if there is neither, or rich is missing."""
     if find_spec("rich") is None:
         return None
     if "ipykernel" in sys.modules:

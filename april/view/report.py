@@ -311,7 +311,7 @@ def _limit(run: RunData, found: RunDistance | None) -> str:
 
 
 def _settings(run: RunData) -> str:
-    """Return an HTML table of the settings over the run; empty if they did not change and ``auto`` is off."""
+    """Return an HTML table of the settings over the run; empty if they did not change and none of them is auto."""
     rows: list[list[str]] = []
     last: tuple[Any, ...] = ()
     for batch in run.batches:

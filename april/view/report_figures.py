@@ -60,7 +60,7 @@ IDLE = {
 }  # fmt: skip
 """Label and colour of each reason why places (slots for requests) may be idle."""
 MARKED = 24
-"""Curves with at most this many points have markers, as without them a single point would be invisible."""
+"""Largest number of points of a curve with markers, without which a single point would be invisible."""
 
 
 def cause_label(cause: IdleCause) -> str:
@@ -113,7 +113,7 @@ def _by_age(run: RunData) -> list[tuple[str, Colour, NDArray[np.bool_]]]:
 
 
 def _over_steps(batches: Sequence[RecordedBatch], metric: str, points: int) -> tuple[Floats, Floats]:
-    """Return (step numbers, values) of a metric; if there are more than ``points`` steps, they are averaged."""
+    """Return (step numbers, values) of a metric; more than ``points`` steps are averaged to ``points`` values."""
     values = np.array([batch.metrics.get(metric, np.nan) for batch in batches], np.float64)
     steps = np.array([batch.id for batch in batches], np.float64)
     if len(values) <= points:
@@ -155,7 +155,7 @@ def time_shares(run: RunData, name: str, width: float) -> str:
 
 
 PARTS = (Colour.AGE2, "#7fb7a5", Colour.EVALUATION, Colour.AGE4, "#d9c37a", "#a98f6f")
-"""Colours of the parts of rewards; further parts are not drawn."""
+"""Colours of the named parts of rewards; parts beyond these are not drawn."""
 
 
 def rewards(run: RunData, name: str, width: float) -> str:
@@ -297,7 +297,7 @@ def legend(axes: Axes, columns: int) -> None:
 def svg_of(figure: Figure, name: str, what: str) -> str:
     """Return a figure as HTML, which can be scrolled on a narrow screen.
 
-    ``name`` makes the ids in it unique, and ``what`` is its aria-label.
+    ``name`` makes the ids in the SVG unique, and ``what`` is the aria-label of the SVG.
     """
     from matplotlib import rc_context
 

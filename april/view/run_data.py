@@ -40,19 +40,17 @@ LARGEST_VALUE = 1e12
 LARGEST_SETTING = 1 << 64
 """Integer settings of this size or more are refused, as the arithmetic here is done in floats."""
 MAX_FIT_ERROR = 0.1
-"""If the fitted request durations have a larger relative error, the report calls its limit doubtful.
-
-The same holds if the limits fitted to the two halves of the requests differ by more.
-"""
+"""Largest accepted relative error of the fitted request durations, and largest accepted difference between the engine
+limits computed from two halves of the requests. Beyond it, the report calls its engine limit doubtful."""
 NEARLY_FULL = 0.9
-"""If at least this share of the places was busy at times, the cost of decoding with all places busy is known."""
+"""Share of busy places from which on a record shows what decoding costs with all places busy."""
 MIN_BUSY_RATIO = 1.5
-"""The cost of one more request is also known if at least half of the places were busy at times, and the largest number
-of busy places was at least this multiple of the smallest."""
+"""With fewer busy places, this cost can be extrapolated if at least half of the places were busy at times, and the
+busiest times had at least this multiple of the busy places of the quietest times."""
 
 
 class RecordedEngine(msgspec.Struct):
-    """An engine in a record; ``max_in_flight`` None means that only the run's ``max_in_flight`` limits it."""
+    """An engine in a record. ``max_in_flight`` None means that the engine has no limit beside that of the run."""
 
     name: str
     max_in_flight: Slots | None = None
@@ -65,11 +63,11 @@ class EngineHistory:
 
     Args:
         engines: engines at the start.
-        most: ``max_in_flight`` of the run at the start.
+        max_in_flight: ``max_in_flight`` of the run at the start.
     """
 
-    def __init__(self, engines: Iterable[RecordedEngine], most: int) -> None:
-        self._max_in_flight = most
+    def __init__(self, engines: Iterable[RecordedEngine], max_in_flight: int) -> None:
+        self._max_in_flight = max_in_flight
         self._present: dict[str, int | None] = {}
         self.names: dict[str, None] = {}
         """Names of all engines that were ever part of the run, in the order in which they joined."""
@@ -119,7 +117,7 @@ class EngineHistory:
         return float(self._seconds_in_force(since, until) @ np.array(self._engines, np.float64))
 
     def _seconds_in_force(self, since: float, until: float) -> Floats:
-        """Return, for each entry of ``since_s``, for how many seconds between the two times it was in force."""
+        """Return, for each entry of ``since_s``, the seconds between the two times for which its values held."""
         began = np.array(self.since_s)
         ended = np.append(began[1:], np.inf)
         return np.asarray(np.maximum(0.0, np.minimum(ended, until) - np.maximum(began, since)))
@@ -176,7 +174,7 @@ class RunData:
         engines: names of the engines with ended requests; ``engine`` holds indices into this list.
         engine, age, began_s, ended_s, context, generated, evaluation: arrays [R] with one entry for each request that
             ended; see :class:`april.core.event_pump.EndedRequest`.
-        finished, finished_group: response tokens and group of each rollout function that returned.
+        finished, finished_group: number of response tokens, and group, of each rollout function that returned.
         reports: reports that the trainer gave to ``record_report``, in order.
         failures: number of requests that failed, by kind of failure.
         costs: fitted cost of each engine, by name; engines with too few requests have none.
@@ -267,7 +265,8 @@ def read_run(path: Path) -> RunData:
         settings = from_plain(head["settings"], CoreSettings)
         if any(abs(value) >= LARGEST_SETTING for value in asdict(settings).values() if isinstance(value, int)):
             raise ValueError("a setting is too large")
-        there = EngineHistory(msgspec.convert(head["engines"], _First), msgspec.convert(settings.max_in_flight, Slots))
+        slots = msgspec.convert(settings.max_in_flight, Slots)
+        history = EngineHistory(msgspec.convert(head["engines"], _First), slots)
         for line in lines:
             parts, seconds = line.fields, msgspec.convert(line.time_s, _Time)
             match line.kind:
@@ -284,16 +283,16 @@ def read_run(path: Path) -> RunData:
                 case "Batch":
                     batches.append(batch := msgspec.convert(parts | {"time_s": seconds}, RecordedBatch, str_keys=True))
                     if (most := batch.metrics.get("auto_max_in_flight")) is not None:  # also after a restore
-                        there.limit_changed(seconds, msgspec.convert(int(most), Slots))
+                        history.limit_changed(seconds, msgspec.convert(int(most), Slots))
                 case "Learning":
                     reports.append(msgspec.convert(parts, RecordedReport))
                 case "EnginesJoined":
-                    there.joined(seconds, msgspec.convert(parts["engines"], list[RecordedEngine]))
+                    history.joined(seconds, msgspec.convert(parts["engines"], list[RecordedEngine]))
                 case "EnginesLeft":
-                    there.left(seconds, msgspec.convert(parts["names"], list[str]))
+                    history.left(seconds, msgspec.convert(parts["names"], list[str]))
                 case "WorkChanged":
                     if (most := parts.get("max_in_flight")) is not None:
-                        there.limit_changed(seconds, msgspec.convert(most, Slots))
+                        history.limit_changed(seconds, msgspec.convert(most, Slots))
                 case what:
                     end = end_text(what, parts) or end
     except RecordError:
@@ -307,7 +306,7 @@ def read_run(path: Path) -> RunData:
     columns = np.array(rows, np.float64).reshape(-1, 7).T
     lengths = np.array(finished, np.int64).reshape(-1, 2).T
     run = RunData(
-        path=path, name=path.name, head=head, settings=settings, engine_history=there, seconds=seconds, end=end,
+        path=path, name=path.name, head=head, settings=settings, engine_history=history, seconds=seconds, end=end,
         batches=batches, engines=list(numbers),
         engine=columns[0].astype(np.int64), age=columns[1].astype(np.int64), began_s=columns[2], ended_s=columns[3],
         context=columns[4], generated=columns[5], evaluation=columns[6] != 0,
@@ -320,7 +319,7 @@ def read_run(path: Path) -> RunData:
 
 
 def _older_record(path: Path) -> str:
-    """Return words that name the older record that was renamed when this one was created; empty if there is none."""
+    """Name the previous record, which was renamed when this one was created, for a message; empty if there is none."""
     aside = (Path(f"{path}.{number}") for number in count(1))
     there = list(takewhile(Path.exists, aside))
     return f"; the previous record is {there[-1]}" if there else ""
@@ -348,8 +347,8 @@ class RunDistance:
 
     Attributes:
         distance: distance from the limit, computed with the cost that was fitted to all requests.
-        halves: share of the time that the same work takes at the limit, computed with the cost fitted to the first half
-            of the requests and with the cost fitted to the second half; None if one of the costs is unknown.
+        halves: ``distance.at_limit`` computed with costs that were fitted to the first half of the requests, and to the
+            second half; None if one of them is unknown.
         doubt: reason why the distance is only a guess; empty if it can be trusted.
     """
 
@@ -436,7 +435,7 @@ def distance(
         for cause in IdleCause:
             idle[cause] += places * step_s * metrics.get(f"idle_{cause}", 0.0)
     again = sum(metrics.get("reprefill_tokens", 0.0) for _, metrics in batches)
-    # engines join and leave, so the formula gets constant numbers of engines and places with the same totals over time
+    # distance_of assumes constant numbers of engines and places, so it gets the averages over time
     seconds = engine_s / len(brought)
     places = run.engine_history.place_s(since, until) / seconds
     return distance_of(

@@ -1,8 +1,8 @@
 """Estimates how fast a recorded run would have been with synchronous steps on the same engines.
 
-A synchronous step generates just ``rollout_batch_size`` groups, and waits for all of them. Groups are taken in the
-order in which they were drawn, up to the first unfinished group; in the order of delivery, the first steps would get
-the short responses. Engines are simulated with the cost that was fitted to their requests
+A synchronous step generates only the ``rollout_batch_size`` groups of its batch, and waits for all of them. Groups are
+taken in the order in which they were drawn, up to the first unfinished group; in the order of delivery, the first steps
+would get the short responses. Engines are simulated with the cost that was fitted to their requests
 (:mod:`april.engines.simulated.fitted_cost`); training takes as long as in the record.
 """
 
@@ -28,9 +28,11 @@ steps are simulated."""
 MIN_STEPS = 2
 """Smallest number of synchronous steps from which an estimate is made."""
 MAX_FUNCTION_IDLE = 0.1
-"""If functions or prompts left a larger share of place-seconds idle, no estimate is made from lengths alone."""
+"""Largest share of place-seconds (request slots x time) that may be idle because of functions or prompts; beyond it, no
+estimate is made, as it would not include their times."""
 MAX_UNKNOWN_LENGTHS = 0.02
-"""If a larger share of the responses was given up before their end, too many lengths are unknown for an estimate."""
+"""Largest share of responses that may be given up before their end, so that their lengths are unknown; beyond it, no
+estimate is made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,7 @@ def _steps(run: RunData) -> list[NDArray[np.int64]]:
         lengths = by_group.get(group, [])
         if len(lengths) < n:
             break
-        whole.append(lengths[-n:])  # a rollout function that was lost and ran again has returned twice
+        whole.append(lengths[-n:])  # there are more than n if a lost rollout function ran again and returned twice
     size = settings.rollout_batch_size
     return [np.array(whole[i : i + size], np.int64).ravel() for i in range(0, len(whole) - size + 1, size)]
 

@@ -58,12 +58,12 @@ _DROPPED = "_dropped_"
 
 @dataclass(slots=True)
 class WatchedRun:
-    """State of a run, as far as its record was read.
+    """State of a run after the lines of its record that were read so far.
 
     Attributes:
         lines: number of lines that were read.
         seconds: time of the last line.
-        standing: latest status of the run.
+        status: latest status of the run.
         line: progress line, made of every status so far.
         batches: latest batches, as (number, metrics, sentence on the bottleneck).
         dropped: number of prompts and responses dropped so far, by the name of the metric.
@@ -72,7 +72,7 @@ class WatchedRun:
 
     lines: int = 0
     seconds: float = 0.0
-    standing: RunStatus | None = None
+    status: RunStatus | None = None
     line: ProgressLine = field(default_factory=lambda: ProgressLine(WINDOW_S))
     batches: deque[tuple[int, dict[str, float], str]] = field(default_factory=lambda: deque(maxlen=SHOWN_BATCHES))
     dropped: Counter[str] = field(default_factory=Counter)
@@ -168,8 +168,8 @@ class RecordFollower:
             if line.number == 1:
                 refuse_other_formats(self._path, parts)
             elif line.kind == STATUS:
-                seen.standing = msgspec.convert(parts, RunStatus)
-                seen.line.add(line.time_s, seen.standing)
+                seen.status = msgspec.convert(parts, RunStatus)
+                seen.line.add(line.time_s, seen.status)
             elif line.kind == BATCH:
                 metrics = {str(name): float(value) for name, value in parts["metrics"].items()}
                 seen.batches.append((int(parts["id"]), metrics, str(parts["bottleneck"])))
@@ -204,8 +204,8 @@ def screen(follower: RecordFollower, silent_s: float = 0.0) -> RenderableType:
     if seen.dropped:
         dropped = ", ".join(f"{clean(name, 60)} {count}" for name, count in sorted(seen.dropped.items()))
         parts.append(Text(f"so far: {dropped}"))
-    if seen.standing is not None and seen.standing.engines:
-        parts.append(_engines(seen, seen.standing.engines))
+    if seen.status is not None and seen.status.engines:
+        parts.append(_engines(seen, seen.status.engines))
     return Group(*parts)
 
 
@@ -266,7 +266,7 @@ def watch(
                 more = follower.read_more()
                 if follower.seen.lines != lines:
                     wrote, lines = now(), follower.seen.lines
-                # Live draws nothing where the console is no terminal
+                # without a terminal, Live draws nothing
                 if not console.is_terminal and not more and follower.notice not in ("", said):
                     said = follower.notice
                     console.print(said, soft_wrap=True)

@@ -1,1 +1,1 @@
-"""Transfers a trainer's weights to engines, directly or as an adapter's directory; torch is imported on first use."""
+"""Transfers a trainer's weights to engines, as tensors or as an adapter's files; torch is imported on first use."""

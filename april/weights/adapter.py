@@ -1,7 +1,7 @@
 """Writes a trainer's adapter (LoRA, PEFT) to a directory from which servers load it.
 
-Invariant: the trainer's model is never modified. If the model is sharded over ranks, all ranks call the same methods at
-the same time, and one of them writes.
+Invariant: the trainer's model is never modified. If the model is sharded over ranks, all ranks must call the same
+methods at the same time, and one of them writes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from april.engines.http.weight_directories import ADAPTER_FILE
 from april.errors import ConfigError
 
 MIN_KEPT_DIRECTORIES = 2
-"""Number of newest directories that are always kept, because a slow server may still read the previous one."""
+"""Number of newest adapter directories that are always kept, because a slow server may still read the previous one."""
 
 
 def is_adapted(model: Any) -> bool:
@@ -43,7 +43,7 @@ class TrainedAdapter:
         """Write the adapter into a new directory. Collective if tensors are sharded over ranks.
 
         Args:
-            writes: True if this rank writes; False if it only takes part in gathering.
+            writes: True if this rank writes the files; False if it only takes part in gathering.
             private: True if only this user may read the files.
         """
         whole = {}
@@ -77,7 +77,7 @@ def _on_cpu(tensor: Any) -> Any:
 
 
 def adapter_of(model: Any) -> TrainedAdapter:
-    """Return the active adapter; raises ConfigError if anything else is trained, or if servers cannot compute it."""
+    """Return the active adapter; raises ConfigError if other parameters are trained, or if servers cannot use it."""
     configs: Mapping[str, Any] = model.peft_config
     active = getattr(model, "active_adapters", None) or [model.active_adapter]
     names = list(active() if callable(active) else active)
@@ -98,10 +98,10 @@ def adapter_of(model: Any) -> TrainedAdapter:
     if not tensors:
         raise ConfigError(f"PEFT adapter {name} has no tensors")
     mine = {id(tensor) for tensor in tensors.values()}
-    besides = [key for key, p in model.named_parameters() if p.requires_grad and id(p) not in mine]
-    if besides:
+    others = [key for key, p in model.named_parameters() if p.requires_grad and id(p) not in mine]
+    if others:
         raise ConfigError(
-            f"PEFT model that trains {besides[0]} in addition to its adapter {name}: servers would keep the old "
+            f"PEFT model that trains {others[0]} in addition to its adapter {name}: servers would keep the old "
             "values; train only the adapter"
         )
     return TrainedAdapter({**settings, "inference_mode": True}, tensors)
@@ -111,7 +111,7 @@ _PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 
 
 def _split(key: str) -> tuple[str, str, str]:
-    """Split a parameter's name into (layer, part, adapter and the rest); the part is "" outside of adapters."""
+    """Split a parameter's name into (layer, part, rest from the adapter's name on); part is "" outside of adapters."""
     for part in _PARTS:
         layer, found, rest = key.partition(f".{part}.")
         if found:
@@ -128,10 +128,10 @@ def _json_value(value: Any) -> Any:
 
 
 class AdapterDirectories:
-    """Makes a directory for each version of the adapter, inside a directory that is removed at the end.
+    """Writes each version of the adapter to a new directory, inside a directory that is removed at the end.
 
     Args:
-        parent: directory that the servers can read, too; None means a temporary one on this machine.
+        parent: directory that the servers can also read; None means this machine's directory for temporary files.
     """
 
     def __init__(self, parent: Path | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Prepares ``weight_update(weights=...)`` of a PEFT model, whose adapter is sent as a directory, or merged into it."""
+"""Prepares a PEFT model's weights for engines: saves the adapter to a directory, or merges it into a copy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger("april")
 
 
 class AdapterUpdates:
-    """Writes the trainer's adapters to directories of april's own, from which engines load them."""
+    """Writes the trainer's adapters to directories that april creates and removes, from which engines load them."""
 
     def __init__(self, config: Config) -> None:
         directory = config.adapters_dir
@@ -32,7 +32,7 @@ class AdapterUpdates:
     def prepare(self, caller: str, weights: Any, engines: Sequence[Engine]) -> tuple[str | None, Any]:
         """Return (directory of the adapter, None), or (None, weights to be sent). No engine is called yet.
 
-        Raises ConfigError for a model with an adapter that the engines accept neither as an adapter nor merged.
+        Raises ConfigError if the engines accept neither the model's adapter nor a merged model.
         """
         if not is_adapted(weights):
             return None, weights

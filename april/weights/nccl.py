@@ -1,4 +1,4 @@
-"""Rank 0 of an NCCL group that vLLM's workers join with a unique id alone, without a store and without pickle.
+"""Sends weights to vLLM's workers as rank 0 of an NCCL group, which they join with only the group's unique id.
 
 The module calls the C interface of the NCCL library that torch has loaded, because torch's own groups need a store and
 do not use vLLM's handshake.
@@ -46,7 +46,7 @@ class NcclSender:
         """The group's unique id in base64, for the workers."""
         return base64.b64encode(bytes(self._id)).decode()
 
-    def connect(self, goes_on: Callable[[], None]) -> None:
+    def connect(self, check: Callable[[], None]) -> None:
         """Wait until all workers have joined; NCCL's call blocks and cannot be cancelled, so it runs in a thread."""
         ended: list[BaseException | None] = []
 
@@ -62,29 +62,29 @@ class NcclSender:
                 ended.append(None)
 
         threading.Thread(target=connect, name="april-nccl-joins", daemon=True).start()
-        poll_until(lambda: bool(ended), goes_on)
+        poll_until(lambda: bool(ended), check)
         if ended[0] is not None:
             raise ended[0]
         self._stream = self._torch.cuda.Stream(self._device)
         # vLLM's workers begin with an all-reduce of one element
         one = self._torch.zeros(1, device=self._device)
-        self._run(goes_on, lambda stream: self._nccl.ncclAllReduce(
+        self._run(check, lambda stream: self._nccl.ncclAllReduce(
             _at(one), _at(one), ctypes.c_size_t(1), FLOAT32, SUM, self._group, stream
         ))  # fmt: skip
 
-    def broadcast(self, tensors: Sequence[Any], specs: Sequence[TensorSpec], goes_on: Callable[[], None]) -> None:
+    def broadcast(self, tensors: Sequence[Any], specs: Sequence[TensorSpec], check: Callable[[], None]) -> None:
         """Send one bucket as one buffer without gaps, which is vLLM's packed format."""
         with self._torch.no_grad():
             parts = [t.detach().to(self._device).contiguous().view(-1).view(self._torch.uint8) for t in tensors]
             self._buffer = self._torch.cat(parts)
         del parts
         flat = self._buffer
-        self._run(goes_on, lambda stream: self._nccl.ncclBroadcast(
+        self._run(check, lambda stream: self._nccl.ncclBroadcast(
             _at(flat), _at(flat), ctypes.c_size_t(flat.numel()), UINT8, 0, self._group, stream
         ))  # fmt: skip
 
     def close(self) -> None:
-        """Release the workers; a call that hangs is aborted if NCCL can do that."""
+        """End the group; a call that hangs is aborted if NCCL can do that."""
         group, self._group, self._buffer = self._group, ctypes.c_void_p(), None
         if group:
 
@@ -94,15 +94,15 @@ class NcclSender:
 
             threading.Thread(target=abort, name="april-group-ends", daemon=True).start()
 
-    def _run(self, goes_on: Callable[[], None], begin: Callable[[Any], int]) -> None:
-        """Start a call on the sender's own stream, behind the trainer's work so far, and wait for its end."""
+    def _run(self, check: Callable[[], None], begin: Callable[[Any], int]) -> None:
+        """Start a call on the sender's own CUDA stream, after the work queued by the trainer, and wait for its end."""
         cuda = self._torch.cuda
         self._stream.wait_stream(cuda.current_stream(self._device))
         with cuda.stream(self._stream):
             self._require(begin(ctypes.c_void_p(self._stream.cuda_stream)))
             over = cuda.Event()
             over.record(self._stream)
-        poll_until(over.query, goes_on)
+        poll_until(over.query, check)
 
     def _require(self, result: int) -> None:
         if result:

@@ -23,8 +23,8 @@ from april.weights.group import Group, open_group
 from april.weights.source import Bucket, Weights
 
 WORKER_LIMIT_SHARE = 0.75
-"""Share of the limit after which a worker stops waiting for others. The worker's error then arrives before the limit of
-its engine's call. So an engine that does not answer within its limit is stuck itself; it does not wait for another."""
+"""Fraction of ``limit_s`` for which a worker waits for other workers. Its error thus arrives within ``limit_s``, so an
+engine that does not answer within ``limit_s`` is stuck itself, and does not just wait for another engine."""
 
 
 class PendingCall(Protocol):
@@ -39,7 +39,7 @@ class PendingCall(Protocol):
         ...
 
     def result(self) -> tuple[Any, Exception | None]:
-        """Return (value, error), of which one is None."""
+        """Return (value, error); one of the two is None."""
         ...
 
 
@@ -87,12 +87,12 @@ class _PhaseCalls:
 
 @dataclass(slots=True)
 class WeightSender:
-    """Sends weights to engines, in the thread that calls :meth:`send`, which is the trainer's.
+    """Sends weights to engines, in the trainer's thread, which calls :meth:`send`.
 
     Args:
         engines: engines of this process, by name.
         start_calls: function that starts calls to engines on april's loop.
-        limit_s: seconds allowed for each call to an engine, and for the sender's own part of it.
+        limit_s: seconds allowed for each call to an engine, and for the sender's own work during the call.
     """
 
     engines: Mapping[str, Engine]
@@ -103,7 +103,7 @@ class WeightSender:
     left_out: dict[str, EngineWithoutWeights] = field(default_factory=dict)
     """Engines that did not get the weights; all other engines of the transfer have all of them."""
     outcome_known: bool = True
-    """True if ``left_out`` is right. False during a transfer, and after one whose end was interrupted."""
+    """True if ``left_out`` is correct; False during a transfer, and after one whose end was interrupted."""
     partially_updated: set[str] = field(default_factory=set)
     """Engines that got only some weights in a round and have not got all weights since."""
 
@@ -139,14 +139,14 @@ class WeightSender:
             else:
                 self.outcome_known = True
                 return
-            blamed = transfer.outcomes(transfer.failed_engines)
-            self.left_out |= blamed
-            remaining = [name for name in remaining if name not in blamed]
+            failed = transfer.outcomes(transfer.failed_engines)
+            self.left_out |= failed
+            remaining = [name for name in remaining if name not in failed]
             if remaining and transfer.source_read and not source.repeatable:
                 self.left_out |= transfer.outcomes(remaining)
                 self.outcome_known = True
                 raise EngineError(
-                    f"{_failure_sentence(blamed)}; the weights cannot be sent to the other engines again, because they "
+                    f"{_failure_sentence(failed)}; the weights cannot be sent to the other engines again, because they "
                     "were given as an iterator: give a module, a mapping, or an object that can be iterated again"
                 )
         self.outcome_known = True
@@ -185,9 +185,9 @@ class _Round:
         self._sender.outcome_known, self._started = False, True
         self._call_all("to prepare for new weights", lambda name: self._receiver(name).begin(), self._receivers)
         self.source_read = True
-        passing: Any = self._source.buckets()
-        with closing(passing):
-            for bucket in passing:
+        buckets: Any = self._source.buckets()
+        with closing(buckets):
+            for bucket in buckets:
                 self._send_bucket(bucket)
         self._call_all("to put the weights into use", lambda name: self._receiver(name).finish(), self._receivers)
 
@@ -199,8 +199,8 @@ class _Round:
             key = self._engine(name).capabilities.collective[0], self._receiver(name).handshake
             groups.setdefault(key, _EngineGroup(*key, [])).engines.append(name)
         self._groups = list(groups.values())
-        for lane in self._groups:
-            self._join(lane, ranks)
+        for engine_group in self._groups:
+            self._join(engine_group, ranks)
 
     def _join(self, engine_group: _EngineGroup, ranks: Mapping[str, int]) -> None:
         sender, offsets, size = self._sender, {}, 1
@@ -208,7 +208,7 @@ class _Round:
             offsets[name] = size
             size += ranks[name]
         address = _reachable_address(self._receiver(name).sender_address for name in engine_group.engines)
-        engine_group.group, meeting = sender.open_group(
+        engine_group.group, invitation = sender.open_group(
             engine_group.backend, engine_group.handshake, address, size, WORKER_LIMIT_SHARE * sender.limit_s,
             self._source.bucket_bytes,
         )  # fmt: skip
@@ -216,12 +216,12 @@ class _Round:
         assert group is not None
         self._call_with_local_work(
             "to connect to the sender",
-            lambda name: self._receiver(name).join(replace(meeting, rank_offset=offsets[name])),
-            engine_group.engines, lambda goes_on: group.connect(goes_on),
+            lambda name: self._receiver(name).join(replace(invitation, rank_offset=offsets[name])),
+            engine_group.engines, lambda check: group.connect(check),
         )  # fmt: skip
 
     def _send_bucket(self, bucket: Bucket) -> None:
-        # widest dtypes first: then each tensor is aligned, even in a buffer without gaps
+        # send the widest dtypes first, so that each tensor is aligned even in a buffer without gaps
         order = sorted(range(len(bucket.specs)), key=lambda i: -bucket.tensors[i].element_size())
         specs, tensors = [bucket.specs[i] for i in order], [bucket.tensors[i] for i in order]
 
@@ -231,10 +231,10 @@ class _Round:
                 return engine.take(specs, tensors, bucket.last)
             return self._receiver(name).receive(specs, bucket.last)
 
-        def broadcast(goes_on: Callable[[], None]) -> None:
-            for lane in self._groups:
-                if lane.group is not None:
-                    lane.group.broadcast(tensors, specs, goes_on)
+        def broadcast(check: Callable[[], None]) -> None:
+            for engine_group in self._groups:
+                if engine_group.group is not None:
+                    engine_group.group.broadcast(tensors, specs, check)
 
         self._tensors_sent = True
         self._call_with_local_work(f"to receive {_tensor_names(specs)}", receive, self._names, broadcast)
@@ -257,13 +257,13 @@ class _Round:
         self, phase: str, call: Callable[[str], Coroutine[Any, Any, Any]], names: Sequence[str]
     ) -> dict[str, Any]:
         """Make a call to each engine and return the answers."""
-        return self._call_with_local_work(phase, call, names, lambda goes_on: None)
+        return self._call_with_local_work(phase, call, names, lambda check: None)
 
     def _call_with_local_work(
         self, phase: str, call: Callable[[str], Coroutine[Any, Any, Any]], names: Sequence[str],
         local_work: Callable[[Callable[[], None]], None],
     ) -> dict[str, Any]:  # fmt: skip
-        """Make a call to each engine, do the sender's part (``local_work``) at the same time, return the answers."""
+        """Make a call to each engine, do ``local_work`` (the sender's part) at the same time, return the answers."""
         sender = self._sender
         started = [_with_time_limit(call(name), name, phase, sender.limit_s) for name in names]
         self._calls = calls = _PhaseCalls(phase, dict(zip(names, sender.start_calls(started), strict=True)))
@@ -307,10 +307,10 @@ class _Round:
         self._errors = {name: f"engine {name} failed {calls.phase}: {_error_text(e)}" for name, e in failed.items()}
 
     def _close_groups(self) -> None:
-        for lane in self._groups:
-            if lane.group is not None:
-                lane.group.close()
-                lane.group = None
+        for engine_group in self._groups:
+            if engine_group.group is not None:
+                engine_group.group.close()
+                engine_group.group = None
 
     def leave_groups(self) -> None:
         """End a broken round: afterwards no call is running, and every engine that answers has left its group."""
@@ -322,7 +322,7 @@ class _Round:
         for name, answer in zip(asked, answers, strict=True):
             answer.wait()
             self._left_group[name] = answer.result()[0] is True
-        # added to those of earlier rounds: an engine that got no weights in this round reports it as unchanged
+        # keep those of earlier rounds: an engine that got no weights in this round still has its partial weights
         self._sender.partially_updated |= {name for name in self._names if self._is_partially_updated(name)}
 
     def _is_partially_updated(self, name: str) -> bool:
@@ -335,7 +335,7 @@ class _Round:
         return isinstance(self._calls.errors().get(name), EngineUnreachable)
 
     def outcomes(self, names: Iterable[str]) -> dict[str, EngineWithoutWeights]:
-        """Return what each of these engines has, after the round has ended."""
+        """Return why each of these engines lacks the weights, and whether it may have some of them."""
         why = f"the transfer was interrupted when engines were {self._calls.phase}"
         partial = self._sender.partially_updated
         return {name: EngineWithoutWeights(self._errors.get(name, why), name in partial) for name in names}
@@ -374,10 +374,10 @@ def _error_text(error: Exception) -> str:
 
 
 def _failure_sentence(left_out: Mapping[str, EngineWithoutWeights]) -> str:
-    return "; ".join(fate.why for fate in left_out.values())
+    return "; ".join(engine.why for engine in left_out.values())
 
 
 def _reachable_address(addresses: Iterable[str]) -> str:
-    """Return the sender's address that engines on other machines can reach; engines on this machine reach any."""
+    """Return an address that engines on other machines can reach, if there is one; engines here reach every address."""
     found = list(dict.fromkeys(addresses))
     return next((a for a in found if not a.startswith("127.") and a != "::1"), found[0])

@@ -1,10 +1,8 @@
-"""Reads the trainer's weights bucket by bucket, with the names of the model's checkpoint.
+"""Reads the trainer's weights bucket by bucket, under the names in the model's checkpoint.
 
-A bucket holds at least one tensor and otherwise stays within its size limit. Sharded parameters (DTensor: FSDP2, tensor
-parallelism) are gathered one by one, on every rank at the same time, so no rank ever holds more than two buckets of
-them, where a bucket is at least the largest tensor.
-
-torch is imported only when there are weights.
+A bucket stays within its size limit, unless it holds a single larger tensor. Sharded parameters (DTensor: FSDP2, tensor
+parallelism) are gathered one by one, on every rank at the same time, so that no rank ever holds more than two buckets
+of gathered tensors. torch is imported only when there are weights.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ _ALREADY_READ = (
 _WRAPPED_ATTRIBUTE = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
 """Wrapper classes of torch, each with the attribute that holds the wrapped model."""
 _INSERTED_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""Parts that torch.compile and activation checkpointing insert into the names of parameters."""
+"""Texts that torch.compile and activation checkpointing insert into the names of parameters."""
 
 
 @dataclass(slots=True)
@@ -64,7 +62,7 @@ class _SourceTensor:
     name: str
     tensor: Tensor
     split: Callable[[str, Tensor], Mapping[str, Tensor]] | None = None
-    """Function that splits the tensor into tensors of the checkpoint; None if the checkpoint has the same tensor."""
+    """Function that splits the tensor into tensors of the checkpoint; None if the checkpoint has this tensor itself."""
 
     @property
     def sharded(self) -> bool:
@@ -115,7 +113,7 @@ class WeightSource(Weights):
         bucket_bytes: largest size of a bucket in bytes; a larger tensor is a bucket by itself.
 
     Raises:
-        ConfigError: the object is not weights, or has weights that no engine could load. An iterator is checked only
+        ConfigError: ``weights`` has another type, or tensors that no engine could load. An iterator is checked only
             while it is read.
     """
 
@@ -136,7 +134,7 @@ class WeightSource(Weights):
 
     @property
     def sharded(self) -> bool:
-        """True if all ranks must take part; False for an iterable, whose tensors are not known in advance."""
+        """True if a tensor is sharded over ranks; False for an iterable, whose tensors are not known in advance."""
         return self._items is not None and any(item.sharded for item in self._items)
 
     def ungathered_buckets(self) -> Iterator[UngatheredBucket]:
@@ -163,7 +161,7 @@ class WeightSource(Weights):
             items_taken.clear()
 
     def gather(self, portion: UngatheredBucket) -> Bucket:
-        """Return a portion as whole tensors. If some are sharded, all ranks must call this at the same time."""
+        """Return a bucket with whole tensors. If some are sharded, all ranks must call this at the same time."""
         specs: list[TensorSpec] = []
         tensors: list[Tensor] = []
         for item in portion.items:
@@ -176,13 +174,13 @@ class WeightSource(Weights):
         return Bucket(tuple(specs), tensors, portion.last)
 
     def gather_for_others(self, portion: UngatheredBucket) -> None:
-        """Take part in gathering a portion for another rank, and keep nothing. Collective as :meth:`gather`."""
+        """Take part in gathering a bucket for another rank, and keep nothing. Collective, like :meth:`gather`."""
         for item in portion.items:
             if item.sharded:
                 item.full_tensor()
 
     def buckets(self) -> Iterator[Bucket]:
-        """Yield all buckets, on a rank that sends; the tensors of each are dropped when the next one is requested."""
+        """Yield all buckets, with whole tensors; the tensors of each are dropped when the next one is requested."""
         for portion in self.ungathered_buckets():
             bucket = self.gather(portion)
             portion.items.clear()
@@ -204,7 +202,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _items_of(weights: Any) -> list[_SourceTensor] | None:
-    """Return the items if they can be checked in advance; None for an iterable, which must be read first."""
+    """Return all tensors, checked; None for an iterable, whose tensors can be checked only while it is read."""
     import torch
 
     if isinstance(weights, torch.nn.Module):

@@ -1,8 +1,8 @@
-"""Rank 0, the sender, of a named torch.distributed group that engines join.
+"""Sends weights as rank 0 of a named torch.distributed group that engines join.
 
-SGLang makes its end of the group with torch's helpers, from an address and a port, beside its own groups; vLLM with
-april's :mod:`april.engines.gloo_group`. The sender's end is made without torch's helpers, so the trainer's default
-group is neither touched nor needed. Tensors are sent one by one, as SGLang receives them.
+SGLang's workers join through torch's own functions, with an address and a port; vLLM's workers join through
+:mod:`april.engines.gloo_group`. The sender avoids the functions of torch that would change or need the trainer's
+default group. Tensors are sent one by one, as SGLang receives them.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from april.engines.weight_transfer import GLOO, TensorSpec
 from april.weights.polling import poll_until
 
 T = TypeVar("T")
-LONGEST_S = 24 * 3600.0
-"""Timeout in seconds that NCCL is given. When it is over, torch ends the trainer's whole process, so april's own limit
-has to come first."""
-PATIENCE_S = 2.0
-"""Longest wait, in seconds, for a thread that is inside a call of torch."""
+NCCL_TIMEOUT_S = 24 * 3600.0
+"""NCCL's own timeout, in seconds. If it expired, torch would end the trainer's whole process, so it must be longer than
+april's limits."""
+JOIN_TIMEOUT_S = 2.0
+"""Seconds that :meth:`TorchSender.close` waits for a thread that is inside a call of torch."""
 
 
 class TorchSender:
     """Rank 0 of a group; implements :class:`april.weights.group.Group`.
 
     Args:
-        address: address of this machine, as the workers reach it.
+        address: address at which the workers reach this machine.
     """
 
     def __init__(self, backend: str, address: str, group: str, world_size: int, timeout_s: float) -> None:
@@ -49,9 +49,9 @@ class TorchSender:
         """Broadcasts of the last bucket."""
         self._thread: threading.Thread | None = None
 
-    def connect(self, goes_on: Callable[[], None]) -> None:
+    def connect(self, check: Callable[[], None]) -> None:
         """Wait until the workers have joined; with NCCL they join at the first tensor."""
-        self._process_group = self._run_in_thread(self._make, goes_on)
+        self._process_group = self._run_in_thread(self._make, check)
 
     def _make(self) -> Any:
         import torch
@@ -63,10 +63,10 @@ class TorchSender:
         if self._backend == GLOO:
             return gloo_group(keys, 0, self._world_size, self._address, self._timeout_s)
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=LONGEST_S)
+        options._timeout = timedelta(seconds=NCCL_TIMEOUT_S)
         return dist.ProcessGroupNCCL(keys, 0, self._world_size, options)
 
-    def broadcast(self, tensors: Sequence[Any], specs: Sequence[TensorSpec], goes_on: Callable[[], None]) -> None:
+    def broadcast(self, tensors: Sequence[Any], specs: Sequence[TensorSpec], check: Callable[[], None]) -> None:
         """Send one bucket, tensor by tensor."""
         from torch.distributed import BroadcastOptions
 
@@ -79,16 +79,16 @@ class TorchSender:
         self._works = []
         # in a thread, because the first broadcast creates NCCL's group, which may block
         works = (self._process_group.broadcast([t], options) for t in ready)
-        self._run_in_thread(lambda: self._works.extend(works), goes_on)
-        poll_until(lambda: all(work.is_completed() for work in self._works), goes_on)
+        self._run_in_thread(lambda: self._works.extend(works), check)
+        poll_until(lambda: all(work.is_completed() for work in self._works), check)
         for work in self._works:
             work.wait()
 
     def close(self) -> None:
-        """Release the workers; a transfer that hangs is aborted if the back-end can do that."""
+        """End the group; a transfer that hangs is aborted if the backend can do that."""
         group, self._process_group, self._store = self._process_group, None, None
         if self._thread is not None:
-            self._thread.join(PATIENCE_S)  # its wait ends when the store is closed
+            self._thread.join(JOIN_TIMEOUT_S)  # if the thread waits for the store, that wait ends now
         hangs = not all(work.is_completed() for work in self._works)
         self._works = []
         if group is None or (self._backend == GLOO and not hangs):
@@ -100,14 +100,14 @@ class TorchSender:
             with suppress(Exception):
                 if self._backend != GLOO:
                     held[0].abort()
-            held.clear()  # a gloo group with a transfer that hangs ends after its timeout
+            held.clear()  # this blocks until the timeout if a transfer of a gloo group hangs
 
-        # with gloo, Python's exit waits for this thread, because a daemon thread inside torch would then kill the
-        # process; with NCCL it does not wait, because the call may never return
+        # With gloo, Python must wait for this thread at exit: a daemon thread inside torch would crash the process.
+        # With NCCL, Python must not wait, because the call may never return.
         threading.Thread(target=end, name="april-group-ends", daemon=self._backend != GLOO).start()
 
-    def _run_in_thread(self, call: Callable[[], T], goes_on: Callable[[], None]) -> T:
-        """Run a call in a thread, because it may block and cannot be cancelled; closing the store ends its wait."""
+    def _run_in_thread(self, call: Callable[[], T], check: Callable[[], None]) -> T:
+        """Run a call in a thread, because it may block and cannot be cancelled; closing the store ends its waits."""
         import torch
 
         cuda: Any = torch.cuda
@@ -124,7 +124,7 @@ class TorchSender:
 
         self._thread = threading.Thread(target=run, name="april-group-calls", daemon=True)
         self._thread.start()
-        poll_until(lambda: bool(ended or errors), goes_on)
+        poll_until(lambda: bool(ended or errors), check)
         if errors:
             raise errors[0]
         return ended[0]

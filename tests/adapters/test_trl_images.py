@@ -228,8 +228,8 @@ def test_an_image_within_messages_is_refused_where_it_is_drawn() -> None:
     within = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]
     assert images.column_of(data()) == "images"
     assert images.column_of(trl.prompts(2)) is None
-    assert images.of_row({"image": None}) == images.of_row({"images": None}) == images.of_row({}) == []
+    assert [*map(images.images_of_row, ({"image": None}, {"images": None}, {}))] == [[], [], []]
     with pytest.raises(april.ConfigError, match="has an image in its messages"):
-        images.shown(within, [])
+        images.with_images(within, [])
     with pytest.raises(april.ConfigError, match="has images and a prompt of plain text"):
-        images.shown("t20", [1])
+        images.with_images("t20", [1])

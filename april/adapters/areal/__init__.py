@@ -2,7 +2,7 @@
 
     from april.adapters.areal import PPOTrainer  # in place of areal's
 
-april's settings are passed as its keyword argument ``april``. A subclass of AReaL's workflow executor gets the training
+Pass april's settings as the keyword argument ``april``. A subclass of AReaL's workflow executor gets the training
 batches from april; AReaL itself is not patched. Importing this package imports neither areal nor torch.
 """
 

@@ -1,7 +1,7 @@
-"""Runs one rank's rollouts: a scheduler with AReaL's workflow as rollout function and AReaL's servers as its engine.
+"""Runs the rollouts of one AReaL rank: april's scheduler calls AReaL's workflow, which generates on AReaL's servers.
 
-Invariant: no server has a request from april between ``pause`` and ``resume``; with stepwise generation, none between
-two batches either.
+Invariant: no server has a request from april between ``pause`` and ``resume`` or, if the setting ``generation`` is
+stepwise, between two batches.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from april.serialization.state_file import read_state, write_state
 KIND = "areal"
 Trajectory = dict[str, Any]
 CURRENT_LLM: ContextVar[LLM | None] = ContextVar("april_llm", default=None)
-"""april's LLM handle for the running workflow; None if april does not run it, as in an evaluation."""
+"""april's LLM handle for the running workflow; None if AReaL itself runs the workflow, as in an evaluation."""
 
 
 class ArealPrompts:
-    """Iterates endlessly over the rows of AReaL's loader, as prompts without tokens.
+    """Iterates endlessly over the rows of AReaL's loader, as prompts without tokens (workflows tokenize them).
 
     Each epoch has its own order, which stays the same after a restart.
     """
 
     resumes = True
-    """True, since AReaL's loader restores its own position."""
+    """True tells april not to restore the position in the prompts: AReaL's loader does that itself."""
     attachments = ("image",)
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
         self.epoch = 0
-        """Number of the epoch that is being read, from 0."""
+        """Number of the current epoch, from 0."""
         self._batches: Iterator[Any] | None = None
         self._empty = 0
         self.carried = RowQueue(self._next)
@@ -70,17 +70,17 @@ class ArealPrompts:
                 return list(batch)
             self._batches = None
             self._empty += 1
-            if self._empty > 1:  # one empty pass is allowed: a restart may be at the end of an epoch
+            if self._empty > 1:  # one empty pass is allowed, since a restored loader may be at the end of its epoch
                 raise RolloutError("the prompt loader returns no batch; is the data set smaller than a batch?")
             self.epoch += 1
 
 
 class ArealRollouts:
-    """Makes one rank's training batches; created when the first batch is asked for.
+    """Makes the training batches of one rank; created when the trainer asks for its first batch.
 
     Args:
-        end_all: function that ends every request at the servers; they accept new ones at once.
-        episode: coroutine that runs the workflow once for a row and returns its trajectory, None if rejected.
+        end_all: function that ends every request at the servers, which then accept new requests at once.
+        episode: coroutine that runs the workflow once for a data row; returns its trajectory, or None if it rejects.
         join: function that joins the trajectories of a group.
         accepts: AReaL's filter for joined trajectories; None means no filter.
     """
@@ -126,7 +126,7 @@ class ArealRollouts:
         return joined, self.deliveries.metrics(batch, self.scheduler.ledger())
 
     def _abort_remaining(self) -> None:
-        """End all requests at the servers if there are any; AReaL's servers cannot end single ones."""
+        """End all requests at the servers if there are any; AReaL's servers cannot end single requests."""
         if self._servers.busy:
             self._end_all()
 
@@ -136,16 +136,16 @@ class ArealRollouts:
         self._abort_remaining()
 
     def resume(self, label: int) -> None:
-        """Send requests again, under the weights to which the trainer gave the number ``label``."""
+        """Send requests again; ``label`` is the trainer's version number of the weights that the servers hold."""
         self.deliveries.report_weights(self.scheduler, label)
         self.scheduler.resume()
 
     def close(self) -> None:
-        """Close the scheduler; partial samples that are in no checkpoint are lost."""
+        """Close the scheduler; unfinished samples that are in no checkpoint are lost."""
         self.scheduler.close()
 
     def _joined(self, rows: Sequence[DeliveredSample]) -> Trajectory:
-        """Join a group's trajectories and apply april's loss masks. A sample has one row per conversation."""
+        """Join a group's trajectories and apply april's loss masks. ``rows`` are the conversations of its samples."""
         kept = [row for row in rows if row.output[0] is not None]
         samples = {row.id: row.output[0] for row in kept}
         group = self._join([*samples.values()])
@@ -182,9 +182,9 @@ class ArealRollouts:
     # ---------------------------------------------------------------- checkpoints
 
     def save(self, path: Path, loader_state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Write april's state to ``path`` and return the loader's state of the same moment. Raises CheckpointError.
+        """Write april's state to ``path`` and return the loader's state of that moment.
 
-        All delivered batches count as trained.
+        All delivered batches count as trained. Raises CheckpointError if a prompt or trajectory cannot be saved.
         """
         state = self.scheduler.state_dict(self.deliveries.last)
         theirs, ahead = self.prompts.carried.save(state["prompts"]["position"], loader_state)
@@ -215,4 +215,4 @@ class ArealRollouts:
             self.prompts.epoch = content["epoch"]
             self.prompts.carried.restore(state["prompts"]["position"], restored(content["ahead"]))
             self._servers.restore(content["late"])
-        self.scheduler.load_state_dict(state)  # the trainer has loaded the weights
+        self.scheduler.load_state_dict(state)  # the trainer has already loaded the weights

@@ -1,4 +1,4 @@
-"""Checks that the installed AReaL fits, and turns AReaL's configuration into april's."""
+"""Checks that the installed AReaL fits april's adapter, and converts AReaL's configuration to april's."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ DECIDED = {
     "extras": "rollout.return_routed_experts",
 }
 MAX_CONTEXT = 1 << 30
-"""Conversation length in tokens that is never reached, because workflows and servers have limits of their own."""
+"""Conversation length in tokens that is never reached, because AReaL's workflows and servers limit it themselves."""
 NEUTRAL_TOP_K = 1_000_000
-SHOWN = "april[{!r}]"
-"""Form in which a message names one of april's settings."""
+NAME_PATTERN = "april[{!r}]"
+"""Format of the name of an april setting in error messages."""
 
 
 def require_areal() -> None:
@@ -67,7 +67,7 @@ def config_of(config: Any, settings: Any, *, groups: int, ranks: int) -> Config:
     The rank trains ``groups`` groups in each step, and all ``ranks`` share ``rollout.max_concurrent_rollouts``. Raises
     ConfigError if settings contradict each other or are not supported.
     """
-    values = own_settings(settings, "AReaL", DECIDED, shown=SHOWN)
+    values = own_settings(settings, "AReaL", DECIDED, pattern=NAME_PATTERN)
     refuse(refusals(config, values))
     values.pop("check", None)
     stale = int(config.rollout.max_head_offpolicyness)
@@ -86,13 +86,13 @@ def config_of(config: Any, settings: Any, *, groups: int, ranks: int) -> Config:
         max_staleness=stale,
         sampling={"temperature": config.gconfig.temperature, "top_p": config.gconfig.top_p},
         extras=(ROUTED_EXPERTS,) if config.rollout.return_routed_experts else (),
-        # refusals() has checked the configured sampling already, and workflows choose their own for each call
+        # refusals() has checked gconfig already, and a workflow may choose other sampling for each call
         **limits | values | {"allow_mismatch": True},
     )
 
 
 def is_colocated(config: Any) -> bool:
-    """Return True if trainer and servers take turns on the same GPUs, by AReaL's own rule."""
+    """Return True if trainer and servers take turns on the same GPUs. The rule is AReaL's own."""
     pairs = ((config.actor.scheduling_strategy, "rollout"), (config.rollout.scheduling_strategy, "actor"))
     return any(s is not None and str(getattr(s.type, "value", s.type)) == "colocation" and s.target == target
                for s, target in pairs)  # fmt: skip
@@ -102,7 +102,7 @@ def refusals(config: Any, own: Mapping[str, Any]) -> Iterator[Refusal]:
     """Yield a refusal for each setting that april does not support."""
     rollout, actor, sampling = config.rollout, config.actor, config.gconfig
     # fmt: off
-    yield from divided_groups(own, "AReaL", "gconfig.n_samples rows", SHOWN)
+    yield from divided_groups(own, "AReaL", "gconfig.n_samples rows", NAME_PATTERN)
     for name in Work:
         yield (own.get(name) == AUTO, f"april[{str(name)!r}]='auto'",
                "AReaL's ranks share their servers, and each would choose as if they were its own",
@@ -140,7 +140,7 @@ def refusals(config: Any, own: Mapping[str, Any]) -> Iterator[Refusal]:
            "actor.recompute_logprob without actor.use_decoupled_loss",
            "log-probabilities of the current weights replace those of the sampling, so tokens of older weights would "
            "be trained without correction", "set use_decoupled_loss to true, or recompute_logprob to false")
-    # AReaL computes the importance weights of tokens in rejection_sampling
+    # AReaL computes importance weights of tokens only with rejection_sampling
     unweighted = getattr(actor, "rejection_sampling", True) is None
     yield (older and actor.use_decoupled_loss and unweighted,
            "actor.use_decoupled_loss without actor.rejection_sampling",

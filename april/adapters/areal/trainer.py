@@ -26,7 +26,7 @@ from areal.utils.environ import is_single_controller
 from areal.utils.recover import RecoverHandler
 
 from april.adapters.areal.rollouts import CURRENT_LLM, ArealPrompts, ArealRollouts, Trajectory
-from april.adapters.areal.settings import DECIDED, MAX_CONTEXT, SHOWN, config_of, refusals
+from april.adapters.areal.settings import DECIDED, MAX_CONTEXT, NAME_PATTERN, config_of, refusals
 from april.adapters.common.data_loader import KEY, CheckpointedLoader
 from april.adapters.common.deliveries import closing_on_error
 from april.adapters.common.placed_media import placed_media
@@ -60,10 +60,10 @@ class WorkflowCall:
 
 
 class WorkflowEngine:
-    """Replaces AReaL's engine for workflows: ``agenerate`` goes through april, other calls go to AReaL's engine.
+    """Engine that april gives to workflows: ``agenerate`` goes through april, other calls go to AReaL's engine.
 
-    ``inner`` is AReaL's RemoteInfEngine, ``pauses`` returns how often the weights may have changed so far, and
-    ``end_all`` ends every request at every server.
+    ``inner`` is AReaL's RemoteInfEngine. ``pauses`` returns how often the weights may have changed so far, and
+    ``end_all`` ends every request at every server. ``ends`` are the token ids that end a response.
     """
 
     def __init__(
@@ -99,12 +99,12 @@ class WorkflowEngine:
         if req.vision_msg_vllm:
             raise RolloutError("images in vLLM's chat format cannot be continued by token ids; use SGLang, or text")
         began = time.perf_counter()
-        stands: int | None = getattr(req.processor, "image_token_id", None)
+        image_id: int | None = getattr(req.processor, "image_token_id", None)
         attached: tuple[Placed, ...] = ()
-        if stands is not None and req.image_data:
-            attached = await run_in_thread(placed_media, prompt, {"image": req.image_data}, {"image": stands})
-        # images without a known position are sent, but april does not track them
-        banned = () if stands is None or (stands in prompt and not attached) else (int(stands),)
+        if image_id is not None and req.image_data:
+            attached = await run_in_thread(placed_media, prompt, {"image": req.image_data}, {"image": image_id})
+        # images whose position is unknown are sent to the servers, but april does not track them
+        banned = () if image_id is None or (image_id in prompt and not attached) else (int(image_id),)
         asked = self.servers.requests[llm.sample_id] = WorkflowCall(req, copy_context())
         done = await llm.forward(
             prompt,
@@ -131,7 +131,7 @@ class WorkflowEngine:
         )
 
     async def _ask(self, asked: WorkflowCall, token_ids: Int32, max_tokens: int) -> ServerResult:
-        """Send a single engine request for april and return the result."""
+        """Send one request to AReaL's servers for april and return the result."""
         inner, sampling = self._inner, asked.request.gconfig
         label, pauses = inner.get_version(), self._pauses()
         one = asked.request.copy()
@@ -151,7 +151,7 @@ class WorkflowEngine:
         return ServerResult(
             tokens=tokens, logprobs=logprobs, label=label, unused=unused,
             aborted=made.stop_reason == "abort" or unused is not None,
-            # ends that april cannot check by the last token: the server may have a lower token limit of its own
+            # the last token does not show these ends: stop strings, tool calls, and the server's own token limit
             own_end=bool(getattr(sampling, "stop", None)) or made.stop_reason in ("length", "tool_calls"),
             extras={} if experts is None or not len(tokens) else {ROUTED_EXPERTS: narrow_ids(experts, None)},
         )  # fmt: skip
@@ -176,7 +176,7 @@ class WorkflowEngine:
 class AprilExecutor(WorkflowExecutor):  # type: ignore[misc]
     """Workflow executor whose training batches come from april; ``submit``, ``wait`` and evaluations stay AReaL's.
 
-    ``april`` has the settings for this rank, and ``ends`` are token ids that end a response.
+    ``april`` has april's settings for this rank, and ``ends`` are the token ids that end a response.
     """
 
     _expected_trajectory_keys: set[str] | None
@@ -199,7 +199,7 @@ class AprilExecutor(WorkflowExecutor):  # type: ignore[misc]
         self, dataloader: Any, workflow: Any, should_accept_fn: Callable[[Trajectory], bool] | None = None,
         dynamic_bs: bool = False,
     ) -> list[Trajectory]:  # fmt: skip
-        """Return one trajectory per group. The first call decides loader, workflow and filter for the whole run."""
+        """Return one trajectory per group. The whole run uses loader, workflow and filter of the first call."""
         if dynamic_bs:
             raise ConfigError("dynamic_bs: april's batches always have the configured size; set it to false")
         if self.rollouts is None:
@@ -231,11 +231,11 @@ class AprilExecutor(WorkflowExecutor):  # type: ignore[misc]
             self.rollouts = None
         super().destroy()
 
-    # ---------------------------------------------------------------- the run
+    # ---------------------------------------------------------------- opening the rollouts
 
     def _open(self, loader: Any, workflow: Any, accepts: Callable[[Trajectory], bool] | None) -> ArealRollouts:
         if isinstance(workflow, GroupedRolloutWorkflow):
-            workflow = workflow.workflow  # april itself runs the samples of a group
+            workflow = workflow.workflow  # the single-sample workflow, since april itself runs the samples of a group
         engine = WorkflowEngine(self.inference_engine, lambda: self._pauses, self._abort, self._ends, self.april.extras)
 
         async def episode(row: Any) -> Trajectory | None:
@@ -276,7 +276,7 @@ class AprilExecutor(WorkflowExecutor):  # type: ignore[misc]
         return accept
 
     def _abort(self) -> None:
-        """End all requests; the servers accept new ones at once, and april decides when to send them."""
+        """End all requests. The servers accept new requests at once; april decides when to send any."""
         self.inference_engine.pause_generation()
         self.inference_engine.continue_generation()
 
@@ -301,7 +301,7 @@ class PPOTrainer(ArealPPOTrainer):  # type: ignore[misc]
         april: mapping of april's own settings.
 
     Raises:
-        ConfigError: april does not support this configuration; nothing has been started.
+        ConfigError: april does not support this configuration. It is raised before anything starts.
     """
 
     def __init__(
@@ -314,7 +314,7 @@ class PPOTrainer(ArealPPOTrainer):  # type: ignore[misc]
                 "start the run in SPMD mode: AREAL_SPMD_MODE=1, python3 -m areal.infra.launcher.local train.py"
             )
         self._april_settings = april or {}
-        refuse(refusals(config, own_settings(april, "AReaL", DECIDED, shown=SHOWN)))
+        refuse(refusals(config, own_settings(april, "AReaL", DECIDED, pattern=NAME_PATTERN)))
         self._april: AprilExecutor | None = None
         self._april_files: list[Path] = []
         super().__init__(config, train_dataset=train_dataset, valid_dataset=valid_dataset)
@@ -355,7 +355,7 @@ class PPOTrainer(ArealPPOTrainer):  # type: ignore[misc]
         return Path(RecoverHandler.recover_info_path(recover.experiment_name, recover.trial_name, recover.fileroot))
 
     def _with_april(self, loader_state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Write april's state beside AReaL's; keep the previous file, because AReaL's last checkpoint names it."""
+        """Write april's state beside AReaL's; keep the previous file too, because AReaL's last checkpoint names it."""
         if self._april is None or self._april.rollouts is None:
             return {**loader_state(), KEY: ""}
         folder = self._folder()
@@ -373,7 +373,7 @@ class PPOTrainer(ArealPPOTrainer):  # type: ignore[misc]
                 "AReaL's recover checkpoint was saved without april: unfinished responses are lost, and their prompts "
                 "are not used again in this epoch"
             )
-        if not name:
+        if not name:  # april had no rollouts yet when the checkpoint was saved
             return
         path = self._folder() / name
         if path.parent != self._folder() or not path.is_file():

@@ -1,4 +1,4 @@
-"""Wraps a trainer's data loader so that its state includes april's, and one checkpoint holds both."""
+"""Wraps a trainer's data loader so that the trainer's checkpoint, which has the loader's state, includes april's."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class CheckpointedLoader:
     """A trainer's data loader whose saved state includes april's; all other calls are passed on to the loader.
 
     Args:
-        save: Function that gets a function for the loader's state, calls it, and returns the state with april's part.
-        load: Function that loads april's part of a state (None if it has none); returns a true value if the prompts of
-            the saved epoch had ended.
+        save: Function ``(loader_state) -> state`` that calls ``loader_state()`` and adds april's state to the result.
+        load: Function that restores april's part of a saved state (None if the state has no such part). Returns a true
+            value if the saved epoch had no prompts left.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class CheckpointedLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._ended:  # the saved epoch is over, but the loader would begin the next epoch here
+        if self._ended:  # the saved epoch has no rows left, but the loader would begin the next epoch here
             self._ended = False
             return iter(())
         return iter(self._loader)
@@ -43,7 +43,7 @@ class CheckpointedLoader:
         return self._save(self._loader.state_dict)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the loader's state, for the rest of the saved epoch, and pass april's part to ``load``."""
+        """Restore the loader's position in the saved epoch, and pass april's part of the state to ``load``."""
         theirs = dict(state)
         ours = theirs.pop(KEY, None)
         self._loader.load_state_dict(theirs)
@@ -53,17 +53,17 @@ class CheckpointedLoader:
 class RowQueue:
     """A thread-safe queue of rows from a trainer's data loader, from which april draws prompts.
 
-    A saved state contains each row that came from the loader and is not in april's own state. ``read_rows`` returns
-    further rows of the loader, in order, and raises an error at their end.
+    Rows that were read from the loader but are not in april's own state are saved too, so that none is lost.
+    ``read_rows`` returns the loader's next rows, and raises an error if there are none.
     """
 
     def __init__(self, read_rows: Callable[[], Iterable[Any]]) -> None:
         self._read_rows = read_rows
         self._lock = threading.Lock()
         self._recent: deque[Any] = deque()
-        """Rows drawn last, to be saved with a state of april that does not contain them yet."""
+        """Latest drawn rows; a state that april saves now may not contain them yet."""
         self.ahead: deque[Any] = deque()
-        """Rows that came from the loader and that april has not drawn."""
+        """Rows that were read from the loader and that april has not drawn yet."""
         self.drawn = 0
         """Number of rows drawn, including those before a restart."""
 
@@ -78,13 +78,13 @@ class RowQueue:
         return row
 
     def save(self, position: int, loader_state: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], list[Any]]:
-        """Return the loader's state, and its rows after the first ``position`` ones, which april's state contains."""
+        """Return the loader's state, and the rows that april's state lacks: all after the first ``position`` rows."""
         with self._lock:
             while len(self._recent) > self.drawn - position:
                 self._recent.popleft()
             return loader_state(), [*self._recent, *self.ahead]
 
     def restore(self, position: int, ahead: Sequence[Any]) -> None:
-        """Continue after a restart, at ``position`` drawn rows, with the saved rows ``ahead`` first."""
+        """Restore a saved queue, from which ``position`` rows were drawn; the saved rows ``ahead`` come next."""
         self.drawn = position
         self.ahead.extend(ahead)

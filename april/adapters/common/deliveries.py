@@ -1,4 +1,4 @@
-"""Helpers around a trainer's scheduler: metrics of batches, values kept for samples, saved states, errors."""
+"""Helpers with which adapters use april's scheduler: batch metrics, per-sample values, saved states, errors."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from april.scheduler import RolloutScheduler
 
 
 class Deliveries:
-    """Tracks the last delivered batch and the dropped prompts, and passes the trainer's weight updates on."""
+    """Tracks the last delivered batch and the dropped prompts, and tells april's scheduler of new weights."""
 
     def __init__(self) -> None:
         self.last: int | None = None
-        """Number of the last batch; None before the first batch."""
+        """Id of the last delivered batch; None before the first batch."""
         self._dropped: dict[str, int] = {}
 
     def metrics(self, batch: Batch, ledger: Any) -> dict[str, float]:
-        """Return metrics of the batch, with the number of prompts dropped since the previous batch by reason."""
+        """Return the batch's metrics, and as ``dropped_REASON`` the number of prompts dropped since the last batch."""
         self.last = batch.id
         before = self._dropped
         self.skip_dropped(ledger)
@@ -30,23 +30,23 @@ class Deliveries:
         return kept | {f"dropped_{reason}": float(count) for reason, count in more.items() if count}
 
     def skip_dropped(self, ledger: Any) -> None:
-        """Leave the prompts dropped so far out of the next batch's metrics."""
+        """Do not count the prompts that were dropped so far in the next batch's metrics."""
         self._dropped = {str(reason): count for reason, count in ledger["prompts"].dropped.items()}
 
     def report_weights(self, scheduler: RolloutScheduler, label: int) -> None:
-        """Report weights with a new ``label`` to the scheduler; all batches delivered so far count as trained."""
+        """Report weights to the scheduler if their ``label`` is new; all delivered batches then count as trained."""
         if label != scheduler.version.n:
             scheduler.weight_update(trained=self.last, label=label)
 
 
 class KeptSamples:
-    """Removes the values of samples whose group was dropped, one batch after april has dropped the group.
+    """Deletes the per-sample values of a dropped group, one batch after april has dropped the group.
 
-    The values are kept for one more batch because a state saved just before the drop may need them, and a reward may
-    arrive just after it.
+    They are kept for one more batch because a state saved just before the drop may need them, and a reward may arrive
+    just after the drop.
 
     Args:
-        tables: Dicts of values by sample. The adapter adds values and removes delivered ones, also in other threads.
+        tables: Dicts of values by sample id. The adapter adds samples and removes delivered ones, in any thread.
     """
 
     def __init__(self, *tables: dict[SampleId, Any]) -> None:
@@ -54,7 +54,7 @@ class KeptSamples:
         self._dropped: set[SampleId] = set()
 
     def forget_dropped(self, held_groups: Set[int]) -> None:
-        """Remove the samples whose groups are not in ``held_groups`` for the second time; called once per batch."""
+        """Delete samples of groups that april held neither at the last call nor now. Call it once per batch."""
         out = {sample for table in self._tables for sample in list(table) if sample.group not in held_groups}
         for sample in out & self._dropped:
             for table in self._tables:
@@ -69,7 +69,7 @@ def saved_groups(state: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 @contextmanager
 def checkpoint_errors(what: str) -> Iterator[None]:
-    """Turn errors that damaged saved values cause inside the block into CheckpointError."""
+    """Convert errors that damaged saved values cause inside the block to CheckpointError; ``what`` names the values."""
     try:
         yield
     except CheckpointError:

@@ -11,11 +11,11 @@ from typing import Any
 from april.errors import ConfigError
 
 RequiredFunctions = Mapping[str, tuple[str, ...]]
-"""Functions of a trainer that an adapter calls, overrides or relies on, ``module:path``, with their parameter names."""
+"""Parameter names of each function of a trainer on which an adapter relies, by ``module:path``."""
 
 
 def import_trainer(package: str, needs: str, tested: str, otherwise: str = "") -> Any:
-    """Import a trainer's package; raises ConfigError, with ``needs`` and ``otherwise`` in its text, if that fails."""
+    """Import a trainer's package. If that fails, raises ConfigError with ``needs`` and ``otherwise`` in its message."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -24,7 +24,7 @@ def import_trainer(package: str, needs: str, tested: str, otherwise: str = "") -
 
 
 def version_of(package: str) -> str:
-    """Return the installed version of a package; ``of unknown version`` if it has no metadata."""
+    """Return the installed version of a package, or the text ``of unknown version`` if the package has no metadata."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -34,7 +34,7 @@ def version_of(package: str) -> str:
 def require_functions(package: str, tested: str, functions: RequiredFunctions, owner: Any = None) -> None:
     """Raise ConfigError for the first function that is missing or has other parameters than in the tested version.
 
-    With an ``owner`` the paths of ``functions`` are relative to that object.
+    If ``owner`` is given, ``functions`` names attributes of that object instead of ``module:path``.
     """
     for where, parameters in functions.items():
         found = _parameters(where, owner)
@@ -56,7 +56,7 @@ def _parameters(where: str, owner: Any) -> tuple[str, ...] | None:
         names: Sequence[str] = tuple(inspect.signature(inspect.unwrap(found)).parameters)
     except (ImportError, AttributeError, TypeError, ValueError):
         return None
-    return tuple(name for name in names if not name.startswith("_ray_"))  # Ray adds parameters of its own
+    return tuple(name for name in names if not name.startswith("_ray_"))  # Ray adds these to actor methods
 
 
 def undecorated_class(found: Any) -> Any:

@@ -1,7 +1,7 @@
 """Describes the images, videos and audio of a conversation by their hashes and the positions of their placeholders.
 
-Used with trainers that send the media to the servers themselves. april gets only the hashes, with which it recognises a
-conversation that is continued, or repeated after a restart.
+For trainers that themselves send the media to the servers. april needs only the hashes, to recognise a conversation
+that is continued, or repeated after a restart.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def placed_media(
 ) -> tuple[Placed, ...]:  # fmt: skip
     """Return the media of a conversation as attachments, each at its run of consecutive placeholder tokens.
 
-    ``media`` has the items by kind, in order. A kind is left out if its number of placeholder runs is not its number of
-    items, or if an item cannot be hashed.
+    ``media`` holds the items of each kind, in order. A kind is left out if the numbers of its items and of its
+    placeholder runs differ, or if an item cannot be hashed.
     """
     placed: list[Placed] = []
     for kind, items in media.items():
@@ -43,7 +43,7 @@ def placed_media(
 
 
 def runs_of(token_ids: NDArray[Any], placeholder_id: int) -> list[tuple[int, int]]:
-    """Return [start, end) of each run of the placeholder id."""
+    """Return [start, end) of each run of consecutive placeholder ids."""
     there = np.concatenate(([0], token_ids == placeholder_id, [0])).astype(np.int8)
     edges = np.flatnonzero(np.diff(there))
     return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]

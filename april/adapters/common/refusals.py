@@ -1,4 +1,4 @@
-"""Refuses settings and batches that a trainer cannot use, each in one sentence with the remedy."""
+"""Raises errors for settings and batches that a trainer cannot use; each message names the reason and the remedy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def refuse(rows: Iterable[Refusal]) -> None:
 
 
 def mapping_of(settings: Any, where: str) -> dict[str, Any]:
-    """Return april's own settings as a dict, empty for None. Raises ConfigError for anything but a mapping."""
+    """Return ``settings`` as a dict, empty for None. Raises ConfigError if they are not a mapping."""
     if settings is None:
         return {}
     if not isinstance(settings, Mapping):
@@ -31,53 +31,53 @@ def mapping_of(settings: Any, where: str) -> dict[str, Any]:
 
 
 def own_settings(
-    settings: Any, trainer: str, decided: Mapping[str, str], *, where: str = "april", shown: str = "april.{}"
+    settings: Any, trainer: str, decided: Mapping[str, str], *, where: str = "april", pattern: str = "april.{}"
 ) -> dict[str, Any]:
-    """Return april's own settings that are not None. Raises ConfigError for those that are not april's to decide.
+    """Return the settings that a user has given for april, without None values.
 
-    ``decided`` has the settings of april that the trainer decides, each with the trainer's name for it. For messages,
-    ``where`` names the place of the settings, and ``shown`` is the form in which a setting is named.
+    Raises ConfigError for a setting that the trainer decides; ``decided`` maps it to the trainer's name for it. In
+    messages, ``where`` says where the settings come from, and ``pattern`` is the format of a setting's name.
     """
     own = {name: value for name, value in mapping_of(settings, where).items() if value is not None}
-    refuse((flag, shown.format(name), f"{trainer}'s {flag} decides this", "leave it out")
+    refuse((flag, pattern.format(name), f"{trainer}'s {flag} decides this", "leave it out")
            for name in own for flag in [decided.get(name.partition(".")[0])])  # fmt: skip
-    refuse(agents_sampling(own, trainer, shown))
+    refuse(agents_sampling(own, trainer, pattern))
     return own
 
 
 def distorting(settings: Mapping[str, Any], instead: str = "") -> Iterator[Refusal]:
-    """Yield refusals of sampling settings (name -> True if used) that the trainer's log-probabilities leave out."""
+    """Yield refusals of sampling settings (name: True if used) that the trainer's log-probabilities do not include."""
     for setting, applies in settings.items():
         why = f"this is not part of the log-probabilities {_RECOMPUTED}, so its ratios would be wrong"
         yield applies, setting, why, f"leave it out{instead}"
 
 
 def greedy(applies: Any, setting: str, instead: str = "") -> Refusal:
-    """Return the refusal of temperature 0, for :func:`refuse`; ``applies`` is true if it is set."""
+    """Return the refusal of temperature 0, for :func:`refuse`; ``applies`` is true if the temperature is 0."""
     why = "greedy samples of a group are all equal, and the trainer recomputes log_softmax(logits / temperature)"
     return applies, setting, why, f"use a positive temperature{instead}"
 
 
-def agents_sampling(own: Mapping[str, Any], trainer: str, shown: str = "april.{}") -> Iterator[Refusal]:
-    """Yield refusals of settings for agents whose tokens need a temperature or a mask of their own in the loss."""
-    setting = shown.format("sampling_of_clients")
+def agents_sampling(own: Mapping[str, Any], trainer: str, pattern: str = "april.{}") -> Iterator[Refusal]:
+    """Yield refusals of agent settings with which each row would need its own temperature or token mask in the loss."""
+    setting = pattern.format("sampling_of_clients")
     why = f"rows would have temperatures of their own, but {trainer} divides all logits by the same temperature"
     yield own.get("sampling_of_clients") == "client", f"{setting}=client", why, "leave it out"
-    yield from distorting({f"{shown.format('constraints')}=enforce": own.get("constraints") == "enforce"})
+    yield from distorting({f"{pattern.format('constraints')}=enforce": own.get("constraints") == "enforce"})
 
 
-def divided_groups(own: Mapping[str, Any], trainer: str, samples: str, shown: str = "april.{}") -> Iterator[Refusal]:
-    """Yield refusals of incomplete groups, for a trainer that finds a group's rewards by position in the batch."""
+def divided_groups(own: Mapping[str, Any], trainer: str, samples: str, pattern: str = "april.{}") -> Iterator[Refusal]:
+    """Yield refusals of settings that allow incomplete groups, for trainers that find groups by position in a batch."""
     quorum, by_place = own.get("group_quorum"), f"of {samples} by their place in the batch"
     # fmt: off
-    yield (quorum not in (None, 1), f"{shown.format('group_quorum')}={quorum}",
+    yield (quorum not in (None, 1), f"{pattern.format('group_quorum')}={quorum}",
            f"{trainer} takes rewards over whole groups {by_place}, so groups are delivered whole", "leave it out")
-    yield (own.get("on_failed_sample") == "shrink", f"{shown.format('on_failed_sample')}=shrink",
+    yield (own.get("on_failed_sample") == "shrink", f"{pattern.format('on_failed_sample')}=shrink",
            f"{trainer} takes rewards over groups {by_place}, so none may have fewer", "use replace")
 
 
 def require_count(count: int, wanted: int, unit: str = "prompts") -> None:
-    """Raise RolloutError if the trainer asks for a batch size that differs from its configuration."""
+    """Raise RolloutError if the trainer asks for another batch size than its configuration says."""
     if count != wanted:
         raise RolloutError(f"the trainer asked for {count} {unit}, but its configuration says {wanted}")
 

@@ -1,4 +1,4 @@
-"""Reads the values that a trainer needs from delivered samples: generated segments, spans of versions, images."""
+"""Extracts what trainers need from delivered samples: generated segments, spans of policy versions, images."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def is_masked(row: DeliveredSample) -> bool:
 
 
 def generated_segments(segments: Sequence[Segment]) -> list[Segment]:
-    """Return the segments that the policy generated, without those of the environment."""
+    """Return the segments that the policy generated, without segments from tools or environments."""
     return [s for s in segments if s.kind is SegmentKind.GENERATED]
 
 
 def spans_of(segments: Sequence[Segment]) -> list[tuple[int, int, PolicyVersion | None]]:
-    """Return (start, end, policy version) spans of a response, merged across attempts; None for the environment."""
+    """Return a response as spans (start, end, policy version), where tool results have the version None."""
     spans: list[tuple[int, int, PolicyVersion | None]] = []
     for s in segments:
         version = s.version if s.kind is SegmentKind.GENERATED else None
@@ -41,7 +41,7 @@ def spans_of(segments: Sequence[Segment]) -> list[tuple[int, int, PolicyVersion 
 
 
 def attached_pictures(attached: Sequence[Placed], mode: str | None = "RGB") -> list[Any]:
-    """Open the images that were sent to the engines with PIL, converted to ``mode`` (None means not converted)."""
+    """Return the images that were sent to the engines as PIL images, converted to ``mode`` unless it is None."""
     from PIL import Image
 
     opened = (Image.open(io.BytesIO(attachment_bytes(placed.attachment))) for placed in attached)

@@ -1,7 +1,8 @@
-"""An engine that stands for a trainer's own servers: the trainer sends the requests, balances them and loads weights.
+"""april's engine for servers that a trainer owns: the trainer's client sends and balances requests and loads weights.
 
-The servers can abort all requests or none. Invariant: no call of a rollout function has two requests at the servers. A
-response that arrives after april stopped waiting for it answers the next attempt, or is counted as dropped (LATE).
+The servers can abort only all requests at once. Invariant: a generate call of a rollout function never has two requests
+at the servers. If april stops waiting for a request, its response answers the next request of the same call, or its
+tokens are counted as dropped (LATE).
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ ANY_TOKEN = 2**31 - 1
 class ServerResult:
     """A server's response to one request.
 
-    ``label`` is the trainer's number of the weights (None if the server does not report it). ``unused`` is the number
-    of further tokens and the reason why they are not among ``tokens``. ``own_end`` is True if the finish reason cannot
-    be checked by the last token, for instance with stop strings. ``extras`` are rows from the first prompt token on.
+    ``label`` is the trainer's version number of the weights (None if the server does not report it). ``unused`` is the
+    number of generated tokens that ``tokens`` omits, and the reason. ``own_end`` is True if the last token cannot show
+    why the response ended, as with stop strings. ``extras`` are per-token rows, from the first prompt token on.
     """
 
     tokens: Int32
@@ -49,11 +50,11 @@ class ServerResult:
 
 @dataclass(slots=True, eq=False)
 class _SentRequest:
-    """A request at the servers, or its result; ``offset`` is the number of tokens that it sent."""
+    """A request that is at the servers or has ended; ``offset`` is its number of input tokens."""
 
     offset: int
     no_resend: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set if the request must not be sent again, because all requests were aborted, or nobody waits for this one."""
+    """Set if the request must not be sent again, because all requests were aborted or nobody waits for its response."""
     task: asyncio.Task[None] | None = None
     result: ServerResult | None = None
     version: PolicyVersion = FIRST_VERSION
@@ -66,12 +67,12 @@ class TrainerServers(VersionedEngine):
     """An :class:`april.engines.protocol.Engine` that sends requests through a trainer's own client.
 
     Args:
-        send: Function ``(entry of requests, token ids int32 [T], maximum number of tokens)`` that sends a request to
-            one of the servers.
-        abort_all: Function that makes the servers abort every request.
-        max_context: Largest number of tokens of a conversation, not counting the first one.
-        max_in_flight: Largest number of requests at the same time; None means any number.
-        attachments, extras: As in Capabilities.
+        send: Coroutine function that sends a request, ``(entry of .requests, token ids int32 [T], maximum number of
+            new tokens)``.
+        abort_all: Coroutine function that makes the servers abort every request.
+        max_context: Maximum number of tokens of a conversation, not counting its first token.
+        max_in_flight: Maximum number of concurrent requests; None means no limit.
+        attachments, extras: Media kinds and per-token arrays that the servers support, as in Capabilities.
     """
 
     unused: Callable[[int, DropReason], None] = staticmethod(lambda count, reason: None)
@@ -83,13 +84,13 @@ class TrainerServers(VersionedEngine):
     ) -> None:  # fmt: skip
         super().__init__(name, Capabilities(
             logprob_kind=LogprobKind.TEMPERATURE, vocab_size=ANY_TOKEN,
-            max_context=max_context + 1,  # prompts have no tokens when they are drawn
+            max_context=max_context + 1,  # for the first token, since prompts have no tokens when they are drawn
             eos_token_ids=tuple(eos_token_ids), max_in_flight=max_in_flight, abort_means=AbortMeans.PAUSE,
             streams=False, honours_seeds=False, attachments=tuple(attachments), extras=tuple(extras), answers_late=True,
         ))  # fmt: skip
         self._send_to_server, self._abort_all = send, abort_all
         self.requests: dict[SampleId, Any] = {}
-        """Data of each sample's current call that ``send`` needs besides the tokens."""
+        """Data that ``send`` needs for the current call of each sample, besides the tokens; by sample id."""
         self._sent: dict[SampleId, _SentRequest] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._aborted: dict[str, asyncio.Future[None]] = {}
@@ -100,7 +101,7 @@ class TrainerServers(VersionedEngine):
         return bool(self._running)
 
     async def generate(self, request: Request) -> AsyncIterator[Chunk]:
-        """Yield the response in one chunk; reuses an earlier request of the same call if there is one."""
+        """Yield the response in one chunk. Sends no request if an earlier one of the call is running or unread."""
         key = SampleId(*(request.sample_key or (0, 0)))
         sent = self._sent.get(key)
         fits = sent is not None and sent.offset == len(request.token_ids) and not sent.error
@@ -141,11 +142,11 @@ class TrainerServers(VersionedEngine):
                     break
                 except TimeoutError:
                     wait_s = min(2 * wait_s, LONGEST_RESEND_S)
-        except Exception as error:  # a server died or refuses the request; the core decides about a retry
+        except Exception as error:  # a server died or refuses the request; april's core decides about a retry
             sent.error = f"{type(error).__name__}: {error}".partition("\n")[0]
             return
-        version_unknown = result.label is None and version != self._version  # the weights are unknown
-        if not sent.has_reader or version_unknown:
+        weights_unknown = result.label is None and version != self._version  # they may have changed during the request
+        if not sent.has_reader or weights_unknown:
             self._count_unused(result)
             sent.error = "its answer came after the weights had changed, and does not show which weights made it"
             return
@@ -170,7 +171,7 @@ class TrainerServers(VersionedEngine):
         self._discard(key)
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
-        """Abort all requests at the servers. For single requests, only stop waiting: servers cannot abort one."""
+        """Abort all requests. If only some are given, just stop waiting: the servers cannot abort single requests."""
         if attempt_ids is None:
             for sent in self._sent.values():
                 sent.no_resend.set()
@@ -185,12 +186,12 @@ class TrainerServers(VersionedEngine):
         return Health(ok=True)
 
     async def close(self) -> None:
-        """Cancel the waits for all responses."""
+        """Cancel all requests without waiting for them."""
         for task in self._running:
             task.cancel()
 
     def late_responses(self) -> list[list[Any]]:
-        """Return the responses that no attempt has received yet, as plain data for a saved state."""
+        """Return the responses that april has not read yet, as plain data for a saved state."""
         return [
             [*key, s.offset, r.tokens.tolist(), r.logprobs.tolist(), list(s.version), r.aborted, r.own_end,
              {name: rows_out(rows) for name, rows in r.extras.items()}]
@@ -198,7 +199,7 @@ class TrainerServers(VersionedEngine):
         ]  # fmt: skip
 
     def restore(self, saved: Sequence[Sequence[Any]]) -> None:
-        """Restore the responses that :meth:`late_responses` returned; raises ValueError, TypeError and the like."""
+        """Restore what :meth:`late_responses` returned. Damaged data raise ValueError, TypeError or similar errors."""
         for group, index, offset, tokens, logprobs, version, aborted, own_end, extras in saved:
             result = ServerResult(
                 tokens=np.array(tokens, np.int32), logprobs=np.array(logprobs, np.float32), label=None,

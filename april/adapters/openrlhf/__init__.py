@@ -1,7 +1,7 @@
 """Adapter for OpenRLHF: ``python -m april.adapters.openrlhf <OpenRLHF's flags> --april.config april.yaml``.
 
-It replaces OpenRLHF's trainers and engine actor by subclasses, in memory, and then runs OpenRLHF's own command line,
-``openrlhf.cli.train_ppo_ray``. No file of OpenRLHF is changed. docs/openrlhf.md describes the effects.
+The command replaces OpenRLHF's trainers and engine actor by subclasses, in memory, and then runs OpenRLHF's own command
+line, ``openrlhf.cli.train_ppo_ray``. No file of OpenRLHF is changed. docs/openrlhf.md describes the effects.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ __all__ = ["main"]
 COMMAND = "openrlhf.cli.train_ppo_ray"
 HELP = """april's flags, beside those of OpenRLHF that follow:
   --april.config FILE       settings of april.Config that OpenRLHF's flags do not decide, as YAML
-  --april.SETTING VALUE     one of them, above the file: --april.over_sampling_batch_size 64
+  --april.SETTING VALUE     one such setting, which overrides the file: --april.over_sampling_batch_size 64
 """
 
 
 def install(settings: Mapping[str, Any]) -> None:
-    """Replace OpenRLHF's classes by april's in this process. ConfigError if the installed OpenRLHF does not fit."""
+    """Replace OpenRLHF's classes by april's in this process. Raises ConfigError if this OpenRLHF does not fit."""
     require_openrlhf()
     from april.adapters.openrlhf import actors
 
@@ -41,7 +41,7 @@ def install(settings: Mapping[str, Any]) -> None:
     def checked_strategy(args: Any) -> Any:
         """Check april's settings. OpenRLHF's train() calls this with its checked flags before it starts any actor."""
         config_of(args, settings)
-        args.april = dict(settings)  # is sent to the actors with the other flags
+        args.april = dict(settings)  # OpenRLHF sends args to all actors
         return get_strategy(args)
 
     utils.get_strategy = checked_strategy

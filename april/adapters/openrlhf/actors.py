@@ -54,7 +54,7 @@ class AprilSamplesGenerator(GeneratesByApril, SamplesGenerator):  # type: ignore
 
 
 class WithApril:
-    """Mixin that puts april into a trainer class with a ``samples_generator`` and a ``prompts_dataloader``."""
+    """Mixin for trainer classes with a ``samples_generator`` and a ``prompts_dataloader``: april makes the batches."""
 
     samples_generator: Any
     prompts_dataloader: Any
@@ -97,10 +97,10 @@ class AprilGenerateSamplesActor(WithApril, GenerateSamplesActor):  # type: ignor
         assert self.april is not None
         self._transfer = TransferThread(self.april.hand_over)
         if self.april.continuous:
-            self._partial_rollout = True  # then OpenRLHF locks the engines for evaluations only
+            self._partial_rollout = True  # with this flag OpenRLHF locks the engines for evaluations only
 
     def april_begin_transfer(self) -> None:
-        """Wait until weights may be written. Called by the training actor."""
+        """Pause generation and return once weights may be written. Called by the training actor."""
         self._transfer.begin()
 
     def april_end_transfer(self, written: bool) -> None:
@@ -111,11 +111,11 @@ class AprilGenerateSamplesActor(WithApril, GenerateSamplesActor):  # type: ignor
 class NotifiesGenerator(BasePPOTrainer):  # type: ignore[misc]
     """Base class of AprilTrainingActor that announces each weight transfer to the generating actor.
 
-    TrainingActor's method takes the lock that keeps evaluations and transfers apart, and then calls the one below.
+    OpenRLHF's TrainingActor.broadcast_to_vllm takes a lock against concurrent evaluations, then calls the method below.
     """
 
     april_generator: Any = None
-    """Ray handle of the generating actor; None until it is known."""
+    """Ray handle of the generating actor; None until :meth:`AprilTrainingActor.april_set_generator` sets it."""
 
     def broadcast_to_vllm(self) -> None:
         """Broadcast the weights while no engine has a request from april."""
@@ -137,8 +137,8 @@ class NotifiesGenerator(BasePPOTrainer):  # type: ignore[misc]
 class AprilTrainingActor(TrainingActor, NotifiesGenerator):  # type: ignore[misc]
     """Training actor of OpenRLHF's asynchronous trainer, with april.
 
-    Ray pickles methods inherited from a decorated class by value, which breaks ``super()``, so the methods are repeated
-    here.
+    Ray pickles methods inherited from a decorated class by value, which breaks ``super()`` in them, so this class
+    defines them again.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -154,10 +154,10 @@ class AprilTrainingActor(TrainingActor, NotifiesGenerator):  # type: ignore[misc
 
 
 class AprilPPOTrainerAsync(PPOTrainerAsync):  # type: ignore[misc]
-    """OpenRLHF's asynchronous trainer, made of april's two actors."""
+    """OpenRLHF's asynchronous trainer, with april's subclasses of its generating and training actors."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # __init__ of the base looks the actor classes up in its module
+        # the base class looks up its actor classes in ppo_trainer_async
         ppo_trainer_async.GenerateSamplesActor = as_actor(AprilGenerateSamplesActor)
         ppo_trainer_async.TrainingActor = as_actor(AprilTrainingActor)
         super().__init__(*args, **kwargs)
@@ -209,7 +209,7 @@ class AprilRolloutRayActor(RolloutRayActor):  # type: ignore[misc]
         return self._pushes
 
     async def april_judge(self, query: str, prompt: str, label: Any) -> Any:
-        """Return the reward of one response. Errors of the reward function or server are passed on."""
+        """Return the reward of one response, from OpenRLHF's reward function or server, whose errors are raised."""
         executor = self.executor
         fetch = executor._fetch_rewards_via_func if executor.reward_func else executor._fetch_rewards_via_http
         answers = await fetch([query], [prompt], [label])

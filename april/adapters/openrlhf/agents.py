@@ -1,6 +1,6 @@
 """Runs OpenRLHF's agents as rollout functions: OpenRLHF's executor gets april in place of its vLLM engine.
 
-Invariant: the tokens that the executor returns are trained, and april checks that they equal the generated ones.
+Invariant: april trains the tokens that the executor returns, which begin with the conversation that april generated.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class AgentEngine:
     llm: LLM
     tokenizer: Any
     given: Mapping[str, Any]
-    """Sampling parameters of the run, to find those that an agent changes."""
+    """Sampling parameters of the run; only parameters that an agent has changed are passed to april."""
     last: Completion | None = None
 
     async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
@@ -75,7 +75,7 @@ class AgentEngine:
 
 
 class Agents:
-    """Holder of the rollout function for ``--train.agent_func_path``; it writes results into ``scored``."""
+    """Provides the rollout function for ``--train.agent_func_path``, which stores results in ``scored``."""
 
     def __init__(self, args: Any, tokenizer: Any, scored: Held) -> None:
         self._executor = load_executor(args.train.agent_func_path)

@@ -1,4 +1,4 @@
-"""Checks that the installed OpenRLHF fits, and turns OpenRLHF's flags into april's configuration."""
+"""Checks that the installed OpenRLHF fits april's adapter, and converts OpenRLHF's flags to april's configuration."""
 
 from __future__ import annotations
 
@@ -94,14 +94,14 @@ def _read(text: str) -> Any:
 def config_of(args: Any, own: Mapping[str, Any]) -> Config:
     """Return april's configuration, from OpenRLHF's checked flags and april's ``own`` settings.
 
-    Raises ConfigError, naming OpenRLHF's flags, if they contradict each other or april does not support them.
+    Raises ConfigError, naming OpenRLHF's flags, if settings contradict each other or are not supported.
     """
     own = own_settings(own, "OpenRLHF", DECIDED)
     refuse(_refusals(args, own))
     most = args.rollout.max_new_tokens
-    shown = getattr(args.data, "max_images_per_prompt", 0)
-    if shown and isinstance(own.get("images", {}), Mapping):
-        own["images"] = {"max_per_prompt": shown, **own.get("images", {})}
+    most_images = getattr(args.data, "max_images_per_prompt", 0)
+    if most_images and isinstance(own.get("images", {}), Mapping):
+        own["images"] = {"max_per_prompt": most_images, **own.get("images", {})}
     config = Config(
         rollout_batch_size=args.rollout.batch_size,
         n_samples_per_prompt=args.rollout.n_samples_per_prompt,
@@ -154,7 +154,7 @@ def _refusals(args: Any, own: Mapping[str, Any]) -> Iterator[Refusal]:
 
 
 def _refusals_together(args: Any, config: Config) -> Iterator[Refusal]:
-    """Yield refusals that depend on several settings together."""
+    """Yield a refusal for each unsupported combination of settings."""
     queued = int(getattr(args.train, "async_queue_size", None) or 1)
     separate = getattr(args.train, "async_enable", False)
     continuous = config.generation is GenerationMode.CONTINUOUS

@@ -1,8 +1,8 @@
-"""Runs the rollouts of an OpenRLHF training: a scheduler over its prompts, a batch per step, state in checkpoints.
+"""Runs the rollouts of an OpenRLHF training: opens april's scheduler, delivers a batch per step, saves april's state.
 
-Invariant: no engine has a request from april while OpenRLHF changes weights. With stepwise generation there is no
-request between two calls of :meth:`OpenRLHFRollouts.next`, so engines may sleep then. With continuous generation,
-:meth:`OpenRLHFRollouts.hand_over` pauses the engines.
+Invariant: no engine has a request from april while OpenRLHF changes weights. With the setting ``generation: stepwise``
+there is no request between two calls of :meth:`OpenRLHFRollouts.next`, so engines may sleep then. With ``continuous``,
+:meth:`OpenRLHFRollouts.hand_over` pauses the engines during a weight update.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from april.adapters.openrlhf.agents import Agents
 from april.adapters.openrlhf.samples import (
     Held,
     OpenRLHFPrompts,
+    PromptImages,
     RewardResult,
-    ShownImages,
     judged_text,
     prompt_ids,
     responses_of,
@@ -55,8 +55,8 @@ class OpenRLHFEngine(ActorEngine):
 
 async def connect(actors: Sequence[Any]) -> list[OpenRLHFEngine]:
     """Ask each actor for its capabilities and make an engine for it."""
-    told = await asyncio.gather(*(actor.april_capabilities.remote() for actor in actors))
-    pairs = enumerate(zip(actors, told, strict=True))
+    capabilities = await asyncio.gather(*(actor.april_capabilities.remote() for actor in actors))
+    pairs = enumerate(zip(actors, capabilities, strict=True))
     return [OpenRLHFEngine(actor, f"vllm{i}", capabilities_of(plain)) for i, (actor, plain) in pairs]
 
 
@@ -74,7 +74,7 @@ class TransferThread:
         self._ended: Future[Any] = Future()
 
     def begin(self) -> None:
-        """Pause generation and wait until weights may be written. Raises the error that prevents it."""
+        """Pause generation and return once weights may be written. Raises the error of a pause that fails."""
         self._may_write, self._written = Future(), Future()
         self._ended = self._pool.submit(self._hand_over, self._transfer)
         wait((self._may_write, self._ended), return_when=FIRST_COMPLETED)
@@ -103,7 +103,7 @@ class OpenRLHFRollouts:
     Args:
         tokenizer: the trainer's tokenizer, or processor for a vision model.
         actors: Ray handles of the engine actors.
-        open_engines: coroutine that makes april's engines from the actors, each like :class:`OpenRLHFEngine`.
+        open_engines: coroutine function that makes an engine like :class:`OpenRLHFEngine` for each of the actors.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class OpenRLHFRollouts:
         open_engines: Callable[[Sequence[Any]], Any] = connect, check: bool = False,
     ) -> None:  # fmt: skip
         self._args, self._config, self._actors = args, config, actors
-        self._shown = ShownImages(tokenizer, config.images) if args.data.max_images_per_prompt else None
-        self._tokenizer = tokenizer if self._shown is None else self._shown.tokenizer
+        self._images = PromptImages(tokenizer, config.images) if args.data.max_images_per_prompt else None
+        self._tokenizer = tokenizer if self._images is None else self._images.tokenizer
         self._open_engines, self._check = open_engines, check
         self._engines: list[Any] = []
         self.scheduler: RolloutScheduler | None = None
@@ -120,8 +120,8 @@ class OpenRLHFRollouts:
         self.batch: Batch | None = None
         """Last delivered batch."""
         self.ledger: dict[str, Ledger] = {}
-        """april's ledgers at the end of the run."""
-        self._prompts = OpenRLHFPrompts(self._encode, None if self._shown is None else self._shown.kept)
+        """april's counts of prompts and tokens (delivered, dropped, held) at the end of the run; empty before."""
+        self._prompts = OpenRLHFPrompts(self._encode, None if self._images is None else self._images.kept)
         self._scored: Held = {}
         self._agents = Agents(args, self._tokenizer, self._scored) if args.train.agent_func_path else None
         self._rows: Iterator[Any] | None = None
@@ -129,7 +129,7 @@ class OpenRLHFRollouts:
         self._saved: dict[str, Any] | None = None
         self._pushes = 0
         self._handing_over = threading.Lock()
-        """Lock held during a transfer, so that the scheduler is not closed during it."""
+        """Lock held during a weight transfer, so that :meth:`close` waits for its end."""
 
     @property
     def continuous(self) -> bool:
@@ -144,9 +144,9 @@ class OpenRLHFRollouts:
     # ---------------------------------------------------------------- a step
 
     def next(self, rows: Iterator[Any]) -> tuple[list[dict[str, Any]], int, bool]:
-        """Return N groups in OpenRLHF's form, the number of prompts drawn, and True if the episode is over.
+        """Return the next batch, the number of prompts drawn for it, and True if the episode is over.
 
-        ``rows`` is the loader's iterator for the current episode; groups have the form of OpenRLHF's executor.
+        ``rows`` is the loader's iterator for the current episode. Responses have the form of OpenRLHF's executor.
         """
         begins = rows is not self._rows
         if begins:
@@ -165,7 +165,7 @@ class OpenRLHFRollouts:
             self._rows = None  # a loader with worker processes reuses its iterator for the next episode
             return [], self._prompts.carried.drawn - before, True
         self.batch = batch
-        of_images = {} if self._shown is None else {"inputs_of": self._shown.inputs_of}
+        of_images = {} if self._images is None else {"inputs_of": self._images.inputs_of}
         responses = list(responses_of(batch, self._scored, with_rewards=self._has_rewards, **of_images))
         for sample in batch.samples:
             self._scored.pop(sample.id, None)
@@ -175,16 +175,16 @@ class OpenRLHFRollouts:
         return responses, self._prompts.carried.drawn - before, False
 
     def _follow_weights(self) -> None:
-        """Report a weight update to the scheduler for each transfer since the last step."""
+        """Report each weight transfer since the last step to the scheduler."""
         assert self.scheduler is not None
         now = self._updates_of_engines()
         while self._pushes < now:
-            # the engines have the weights already; this call drops the KV caches of the old weights
+            # the engines have the weights already, but must drop KV caches of the old weights
             self.scheduler.weight_update(transfer=lambda: None)
             self._pushes += 1
 
     def hand_over(self, transfer: Callable[[], None]) -> None:
-        """Transfer the trainer's weights to the engines; the oldest uncommitted batch then counts as trained.
+        """Run ``transfer``, which sends weights to the engines; the oldest batch in training then counts as trained.
 
         Continuous generation is paused during the transfer. May be called in another thread than :meth:`next`. Raises
         RolloutError unless all engines got the weights, EngineError if an engine does not resume.
@@ -221,7 +221,7 @@ class OpenRLHFRollouts:
             self._config, prompts=self._prompts, engines=self._engines, tokenizer=self._tokenizer, check=self._check,
             reward=self._reward if self._has_rewards else None, filter=self._in_range if filters else None,
             rollout=single_turn if self._agents is None else self._agents.rollout,
-            processor=None if self._shown is None else self._shown.processor,
+            processor=None if self._images is None else self._images.processor,
         )  # fmt: skip
         if self._saved is not None:
             with closing_on_error(scheduler.close):
@@ -256,7 +256,7 @@ class OpenRLHFRollouts:
         return bool(low < sum(scores) / len(scores) < high)
 
     def close(self) -> None:
-        """Close the scheduler; partial samples that are in no checkpoint are lost."""
+        """Close the scheduler; unfinished samples that are in no checkpoint are lost."""
         with self._handing_over:
             scheduler, self.scheduler = self.scheduler, None
         if scheduler is None:
@@ -270,9 +270,9 @@ class OpenRLHFRollouts:
     # ---------------------------------------------------------------- checkpoints
 
     def save(self, loader_state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the loader's state with april's state of the same moment; the last batch counts as trained.
+        """Return the loader's state, with april's state of the same moment. The last batch counts as trained.
 
-        april's part is a uint8 tensor [length], since OpenRLHF logs the states that it loads. Raises CheckpointError.
+        april's state is packed into a uint8 tensor, which prints short: OpenRLHF logs every state that it loads.
         """
         if self.scheduler is None:
             return loader_state()
@@ -290,7 +290,7 @@ class OpenRLHFRollouts:
         return {**theirs, KEY: torch.frombuffer(bytearray(pack(KIND, content)), dtype=torch.uint8)}
 
     def load(self, saved: Any) -> bool:
-        """Keep a saved state for the next batch; return True if its episode had ended. Raises CheckpointError."""
+        """Unpack a saved state, to restore it at the next batch. Returns True if its episode had ended."""
         if saved is None:
             log.warning(
                 "the checkpoint was written without april, so it has no unfinished samples, and april starts new ones"
@@ -303,6 +303,6 @@ class OpenRLHFRollouts:
 
     def _restore(self, scheduler: RolloutScheduler, saved: dict[str, Any]) -> None:
         with checkpoint_errors(CARRY):
-            self._prompts.go_on(saved["state"]["prompts"]["position"], saved["prompts"])
+            self._prompts.restore(saved["state"]["prompts"]["position"], saved["prompts"])
             self._scored |= {SampleId(group, index): RewardResult(*said) for group, index, *said in saved["scored"]}
-        scheduler.load_state_dict(saved["state"], transfer=lambda: None)  # the trainer has loaded the weights
+        scheduler.load_state_dict(saved["state"], transfer=lambda: None)  # the trainer has already loaded the weights

@@ -27,8 +27,8 @@ OF_BATCH = ("off_policy_share", "staleness_mean", "staleness_max", "aborted_atte
 """Batch metrics that are copied to each sample, because OpenRLHF logs means over samples."""
 IMAGES = "its images"
 """Key in a prompt's data that holds the images for OpenRLHF's trainer, as paths, URLs or bytes."""
-_BARE = 256
-"""Length above which OpenRLHF treats text as base64 if it has no scheme and only base64 characters."""
+_BASE64_LENGTH = 256
+"""Length above which OpenRLHF takes an image's text for base64 data, if all its characters are base64 characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class RewardResult:
 
     @classmethod
     def of(cls, answer: Any) -> RewardResult:
-        """Parse rewards, scores and extra_logs: numbers, or lists or tensors of one number. Raises RolloutError."""
+        """Parse ``rewards``, ``scores`` and ``extra_logs``. Values are numbers, or lists or tensors of one number."""
         if not isinstance(answer, Mapping) or answer.get("rewards") is None:
             raise RolloutError(f"the reward function returned {answer!r}; expected a mapping with rewards")
         reward = _number(answer["rewards"])
@@ -67,7 +67,7 @@ Held = dict[SampleId, RewardResult]
 def prompt_ids(tokenizer: Any, text: str, max_len: int, max_new_tokens: int | None) -> list[int]:
     """Tokenize a prompt without special tokens, cutting off the beginning of a long one as OpenRLHF does.
 
-    Of ``max_len`` tokens for prompt and response, ``max_new_tokens`` are for the response; None means at least one.
+    At most ``max_len - max_new_tokens`` tokens are kept, or ``max_len - 1`` if ``max_new_tokens`` is None.
     """
     ids = tokenizer(text=text, add_special_tokens=False)["input_ids"]
     room = max(1, max_len - len(ids)) if max_new_tokens is None else max_new_tokens
@@ -97,10 +97,8 @@ def responses_of(
 ) -> Iterator[dict[str, Any]]:
     """Yield, for each sample, the dict that OpenRLHF's executor would return, group by group.
 
-    ``inputs_of`` makes further training inputs of a row, such as the processor's outputs for images.
-
-    Raises RolloutError if a sample has several conversations, or if responses have different names in
-    ``extra_logs``, since OpenRLHF cannot stack them.
+    ``inputs_of`` makes further training inputs of a row, such as the processor's outputs for images. Raises
+    RolloutError if a sample has several conversations, or if ``extra_logs`` of two responses have different names.
     """
     refuse_several_rows(
         batch, "OpenRLHF", "rewards.reshape(-1, n_samples_per_prompt) in compute_advantages_and_returns"
@@ -145,7 +143,7 @@ def trained_ranges(mask: Sequence[int], offset: int) -> list[tuple[int, int]]:
 
 
 def provenance(sample: DeliveredSample) -> dict[str, float]:
-    """Return metrics of a sample's policy versions, as numbers that OpenRLHF can average."""
+    """Return metrics of the weights that generated a sample, as numbers that OpenRLHF can average."""
     versions = {s.version for s in generated_segments(sample.segments)}
     return {
         "april/versions": float(len(versions)),
@@ -157,8 +155,8 @@ def provenance(sample: DeliveredSample) -> dict[str, float]:
 class OpenRLHFPrompts:
     """Iterates over the prompts of the current episode, in april's own thread.
 
-    ``encode(text, whole)`` returns token ids, cut off at the limit unless ``whole`` is true. ``images`` makes a
-    prompt's images storable in a checkpoint; it is None if prompts have no images.
+    ``encode(text, whole)`` returns token ids, cut to the length limit unless ``whole`` is true. ``images`` converts a
+    prompt's images to values that a checkpoint can hold; it is None if prompts have no images.
     """
 
     resumes = True
@@ -202,16 +200,16 @@ class OpenRLHFPrompts:
         return self._images(images) if images and self._images is not None else []
 
     def save(self, position: int, loader_state: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the loader's state, and the prompts drawn after ``position``, which april's state does not contain."""
+        """Return the loader's state, and the prompts after the first ``position``, which april's state lacks."""
         theirs, ahead = self.carried.save(position, loader_state)
         return theirs, {"ahead": ahead, "ended": self.ended}
 
-    def go_on(self, position: int, saved: Mapping[str, Any]) -> None:
-        """Restore the prompts that had been drawn after ``position``."""
+    def restore(self, position: int, saved: Mapping[str, Any]) -> None:
+        """Restore the prompts that were read after the first ``position``."""
         self.carried.restore(position, [list(row) for row in saved["ahead"]])
 
 
-class ShownImages:
+class PromptImages:
     """Prepares the images of prompts (``--data.max_images_per_prompt``) for april's requests and for training.
 
     Raises ConfigError if ``processor``, which is OpenRLHF's tokenizer for vision models, does not process images.
@@ -232,7 +230,7 @@ class ShownImages:
 
     def _kept(self, image: Any) -> Any:
         if isinstance(image, str):
-            bare = len(image) > _BARE and re.fullmatch(r"[A-Za-z0-9+/\n\r]+=*", image[: 2 * _BARE])
+            bare = len(image) > _BASE64_LENGTH and re.fullmatch(r"[A-Za-z0-9+/\n\r]+=*", image[: 2 * _BASE64_LENGTH])
             return base64.b64decode(image) if bare else image
         return image if isinstance(image, bytes) else self._reader.read(image, "an image of a prompt").attachment.data
 
@@ -240,7 +238,7 @@ class ShownImages:
         """Return the training inputs for a row's images, made by OpenRLHF's processor; None without images."""
         if not row.attached:
             return None
-        if self._last is None or self._last[0] != row.id.group:  # the rows of a group are next to each other
+        if self._last is None or self._last[0] != row.id.group:  # cached, since the rows of a group follow each other
             self._last = row.id.group, self._made(row)
         inputs: dict[str, Any] = self._last[1]
         return inputs

@@ -31,11 +31,11 @@ class RolloutFunction:
     ) -> None:
         self._options: dict[str, Any] = {"engines": engines, "tokenizer": tokenizer, "check": check}
         self.sessions: dict[int, SlimeRollouts] = {}
-        """Sessions by ``id()`` of their data source, which they keep alive."""
+        """Sessions by ``id()`` of their data source; the id stays unique because a session keeps its source alive."""
 
     def __call__(self, args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
         framework = framework_of(data_source)
-        if evaluation:  # slime's own; the servers have no requests from april during a stepwise run's evaluation
+        if evaluation:  # slime evaluates by itself; with stepwise generation april has no requests at the servers now
             evaluate = framework.get("rollout.sglang_rollout.generate_rollout")
             return evaluate(args, rollout_id, data_source, evaluation=True)
         session = self.sessions.get(id(data_source))
@@ -45,7 +45,7 @@ class RolloutFunction:
         return session.rollout(rollout_id)
 
     def close(self) -> None:
-        """Close all sessions; partial samples that are in no checkpoint are lost."""
+        """Close all sessions; unfinished samples that are in no checkpoint are lost."""
         while self.sessions:
             self.sessions.popitem()[1].close()
 

@@ -1,4 +1,4 @@
-"""Turns slime's flags into april's configuration."""
+"""Converts slime's flags to april's configuration."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ DECIDED = {
 WHOLE_GROUPS = (
     "group_rm", "log_passrate", "rollout_all_samples_process_path", "custom_convert_samples_to_train_data_path",
 )  # fmt: skip
-"""Flags of slime, as attribute names, that need whole groups."""
+"""Attribute names of slime's flags that need whole groups."""
 MAX_RESPONSE = 1 << 24
-"""Response length that is never reached, for functions that respect slime's limits themselves."""
+"""Response length that is never reached, for custom generate functions, which apply slime's limits themselves."""
 OWN_GENERATE = "slime.rollout.sglang_rollout.generate"
 
 
 def config_of(args: Any, urls: Sequence[str] | None, *, own_function: bool = False) -> Config:
     """Return april's configuration, from slime's flags and ``april:`` in the file of --custom-config-path.
 
-    ``urls`` is None if engine objects are used. With ``own_function`` a custom generate function talks to the servers.
+    ``urls`` is None if engine objects are used. ``own_function`` is True if a custom generate function sends requests.
 
-    Raises ConfigError, naming slime's flags, if they contradict each other or april does not support them.
+    Raises ConfigError, naming slime's flags, if settings contradict each other or are not supported.
     """
     own = _own_settings(args)
     if own.pop("rollout", None) is not None:
@@ -68,7 +68,7 @@ def config_of(args: Any, urls: Sequence[str] | None, *, own_function: bool = Fal
     if urls is not None and not own_function:
         values["engine"] = {
             "kind": "sglang",
-            "first_weights": "present",  # slime loads them before it asks for a rollout
+            "first_weights": "present",  # slime loads the first weights before it asks for a rollout
             "router": router_url(args),
             "urls": list(urls),
             "max_in_flight": getattr(args, "sglang_server_concurrency", None),
@@ -107,7 +107,7 @@ def _own_settings(args: Any) -> dict[str, Any]:
 
 
 def agent_path(args: Any) -> str | None:
-    """Return the setting ``april.rollout``, the path of a rollout function, or None. ConfigError if it is no path."""
+    """Return the setting ``april.rollout``, the path of a rollout function, or None. ConfigError if it is no text."""
     path = _own_settings(args).get("rollout")
     if path is not None and not isinstance(path, str):
         raise ConfigError(f"april.rollout must be the path of a function, such as package.module.rollout, got {path!r}")
@@ -125,7 +125,7 @@ def _ends(args: Any) -> dict[str, Any]:
 
 # fmt: off
 def _refusals_with_agent(args: Any, own_function: bool) -> Iterator[Refusal]:
-    """Yield refusals of flags that do not work together with ``april.rollout``."""
+    """Yield a refusal for each flag that does not work together with ``april.rollout``."""
     hook = getattr(args, "custom_reward_post_process_path", None)
     rows = "it may return several rows for one response"
     yield (own_function, "april.rollout and --custom-generate-function-path", "both generate the responses",
@@ -165,7 +165,7 @@ def _refusals(args: Any, own_function: bool) -> Iterator[Refusal]:
 
 
 def _refusals_together(args: Any, config: Config, own_function: bool) -> Iterator[Refusal]:
-    """Yield refusals that depend on several settings together."""
+    """Yield a refusal for each unsupported combination of settings."""
     continuous, parts = config.generation is GenerationMode.CONTINUOUS, config.delivers_parts
     for flag in ("colocate", "offload_rollout"):
         yield (continuous and getattr(args, flag, False), f"--{flag.replace('_', '-')}", (

@@ -1,6 +1,6 @@
 """Finds slime, or its fork miles, and checks before the run starts that it has the functions that april calls.
 
-slime is used from a source tree, so there is no version that could be pinned.
+slime is run from a source tree, so april cannot check a version number instead.
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ class Framework:
 
 
 def framework_of(data_source: Any) -> Framework:
-    """Return the framework of a data source, else the imported one, else the installed one. ConfigError if none."""
+    """Return slime or miles: the data source's own, else the imported, else the installed one. ConfigError if none."""
     homes = {base.__module__.partition(".")[0] for base in type(data_source).__mro__}
     loaded = [name for name in NAMES if f"{name}.rollout.base_types" in sys.modules]
     for name in NAMES:
         if name in homes or (loaded and name == loaded[0] and not homes & set(NAMES)):
             return Framework(name)
     for name in NAMES:
-        # a mere folder of that name in the current directory is found too, but has no origin
+        # find_spec also finds a mere folder of that name in the current directory, which has no origin
         spec = importlib.util.find_spec(name)
         if spec is not None and (spec.origin or importlib.util.find_spec(f"{name}.rollout") is not None):
             return Framework(name)

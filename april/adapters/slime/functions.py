@@ -1,7 +1,7 @@
-"""Makes an engine from a custom generate function of slime: april schedules the calls, the function asks the servers.
+"""Makes an engine from slime's custom generate function: april schedules calls, the function sends the requests.
 
-The requests that the function sends can be aborted only all at once (``abort_all``). slime trains on the sample that
-the function returns; april copies the sample's tokens, to count them and to note their policy versions.
+The function's requests can be aborted only all at once (SGLang's ``abort_all``). slime trains on the sample that the
+function returns; april copies the sample's tokens to count them and to record their policy versions.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from april.errors import EngineError, RequestRefused
 log = logging.getLogger("april")
 
 MAX_CONTEXT = 1 << 30
-"""Context length that is never reached, because the function itself respects slime's limits."""
+"""Context length that is never reached, because the function itself applies slime's limits."""
 
 
 class FunctionEngine(ServerEngine):
     """Engine that answers each request by one call of ``function`` (see :class:`april.engines.protocol.Engine`).
 
-    ``function`` is a coroutine ``(args, sample, sampling_params[, evaluation]) -> sample``, like slime's ``generate``,
-    and ``samples`` receives the latest state of each sample from it.
+    ``function`` is a coroutine function ``(args, sample, sampling_params[, evaluation]) -> sample``, like slime's
+    ``generate``. The engine stores the latest state of each sample in ``samples``.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class FunctionEngine(ServerEngine):
         self._groups, self._samples = groups, samples
         self._fresh: Held = {}
         self._before: Held = {}
-        """Samples before their last call, in case april rejects the tokens of that call."""
+        """Samples as they were before their last call, in case april rejects the tokens of that call."""
         self.kept = (samples, self._fresh, self._before)
         self._urls = urls
         self._clients: list[HttpClient] = []
         self._calls: dict[str, asyncio.Task[Any]] = {}
-        self._cut: set[str] = set()
+        self._cancelled: set[str] = set()
 
     async def rollout(self, prompt: Prompt, llm: LLM) -> None:
         """Rollout function for this engine: makes a new sample and one request for it."""
@@ -81,7 +81,7 @@ class FunctionEngine(ServerEngine):
             if not admitted:
                 yield empty_chunk(self._version, EngineFinish.ABORT)
                 return
-            known = self._standing_at(key, request.response_offset)
+            known = self._state_with(key, request.response_offset)
             before = known.response_length
             # the function gets a copy, because a call that fails may leave its sample half changed
             call = asyncio.ensure_future(self._framework.on_its_loop(self._call(copy.deepcopy(known), key.index)))
@@ -89,18 +89,18 @@ class FunctionEngine(ServerEngine):
             try:
                 sample = await call
             except asyncio.CancelledError:
-                if request.attempt_id not in self._cut:
+                if request.attempt_id not in self._cancelled:
                     raise
                 yield empty_chunk(self._version, EngineFinish.ABORT)
                 return
             finally:
                 del self._calls[request.attempt_id]
-                self._cut.discard(request.attempt_id)
+                self._cancelled.discard(request.attempt_id)
             self._before[key], self._samples[key] = known, sample
             yield self._chunk(sample, before)
 
-    def _standing_at(self, key: SampleId, offset: int) -> Any:
-        """Return a sample's latest state, or that before its last call, with exactly ``offset`` response tokens."""
+    def _state_with(self, key: SampleId, offset: int) -> Any:
+        """Return a sample with ``offset`` response tokens: its latest state, or the state before its last call."""
         for known in (self._samples.get(key), self._before.get(key)):
             if known is not None and known.response_length == offset:
                 return known
@@ -143,7 +143,7 @@ class FunctionEngine(ServerEngine):
         return Chunk(tokens, logprobs, self._version, finish)
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
-        """End attempts, that is, calls of the custom generate function.
+        """End attempts (calls of the custom generate function); None means all.
 
         If every running attempt is to end, all requests at the servers are aborted, and the function gets their tokens.
         If only some are to end, their calls are cancelled and their tokens are lost.
@@ -161,7 +161,7 @@ class FunctionEngine(ServerEngine):
 
     def _end(self, attempt_ids: Collection[str]) -> None:
         for attempt in attempt_ids:
-            self._cut.add(attempt)
+            self._cancelled.add(attempt)
             self._calls[attempt].cancel()
 
     async def pause(self) -> None:
@@ -181,7 +181,7 @@ class FunctionEngine(ServerEngine):
         self._labels.present = version
 
     async def health(self) -> Health:
-        """Return a healthy state, since slime itself watches its servers."""
+        """Report the servers as healthy, because slime itself monitors them."""
         return Health(ok=True)
 
     async def close(self) -> None:

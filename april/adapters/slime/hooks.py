@@ -29,7 +29,7 @@ class SlimeHooks:
         self.dropped: Counter[str] = Counter()
         """Number of groups that the filter has rejected since the last batch, by reason."""
         self.judged: list[list[Any]] = []
-        """Groups scored since the last batch, also rejected ones; empty if no hook of slime asks for them."""
+        """Groups scored since the last batch, with rejected groups; only for --rollout-all-samples-process-path."""
         self._remaining = 0
         path = getattr(args, "dynamic_sampling_filter_path", None)
         self._filter = framework.load_function(path) if path else None
@@ -52,7 +52,7 @@ class SlimeHooks:
 
     async def reward(self, prompt: Prompt, response: Response) -> float:
         """Return the reward of a response, from slime's ``async_rm`` unless its sample already has one."""
-        sample = await self._hooked(self._sample(prompt, response))
+        sample = await self._apply_hooks(self._sample(prompt, response))
         if sample.reward is None:
             sample.reward = await self._framework.on_its_loop(
                 self._framework.get("rollout.rm_hub.async_rm")(self._args, sample)
@@ -62,7 +62,7 @@ class SlimeHooks:
 
     async def group_reward(self, prompt: Prompt, responses: Sequence[Response]) -> list[float]:
         """Return the rewards of a group (``--group-rm``), from slime's ``batched_async_rm``."""
-        samples = [await self._hooked(self._sample(prompt, response)) for response in responses]
+        samples = [await self._apply_hooks(self._sample(prompt, response)) for response in responses]
         rewards = await self._framework.on_its_loop(
             self._framework.get("rollout.rm_hub.batched_async_rm")(self._args, samples)
         )
@@ -106,7 +106,7 @@ class SlimeHooks:
         prompt_ids = response.conversations[0].prompt_ids if response.conversations else prompt.token_ids
         return fill(sample, prompt_ids, response.tokens, response.logprobs, response.loss_mask, response.finish, text)
 
-    async def _hooked(self, sample: Any) -> Any:
+    async def _apply_hooks(self, sample: Any) -> Any:
         if not self._has_hooks:
             return sample
         apply = self._framework.get("rollout.sample_hooks.apply_rollout_sample_hooks")
@@ -122,7 +122,7 @@ class SlimeHooks:
                 f"the reward of sample {sample.index} is {value!r}, which is not a number; if there are several, "
                 "choose one with --reward-key"
             ) from None
-        if wrong_reward(number) is None:  # so that slime's filter sees the same number as april's batch
+        if wrong_reward(number) is None:  # round, so that slime's filter sees the same number as april's batch
             number = float32_reward(number)
             sample.reward = {**sample.reward, key: number} if key else number
         return number

@@ -1,8 +1,8 @@
-"""Runs the rollouts of a slime training: a scheduler over its data source, a batch per rollout, state in checkpoints.
+"""Runs the rollouts of a slime training: opens april's scheduler, delivers a batch per rollout, saves april's state.
 
-Invariant: no server has a request from april while slime updates weights. With stepwise generation there is no request
-between two calls of :meth:`SlimeRollouts.rollout`; with continuous generation there is none from slime's pause of its
-servers to the end of its update.
+Invariant: no server has a request from april while slime updates weights. With the setting ``generation: stepwise``
+there is no request between two calls of :meth:`SlimeRollouts.rollout`; with ``continuous`` there is none from the
+moment when slime pauses its servers until its weight update ends.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from april.serialization.state_file import read_state, write_state
 log = logging.getLogger("april")
 
 STEADY_S, STEADY_TRIES = 0.05, 200
-"""Seconds, and number of tries, that a checkpoint waits for a prompt that is being drawn."""
+"""Seconds between tries, and number of tries, to find a moment for a checkpoint at which no prompt is being drawn."""
 NAMED_BATCHES = 16
 """Number of latest rollouts for which a checkpoint can still be written."""
 
@@ -74,9 +74,9 @@ class SlimeRollouts:
         self._check = check
         self._images: SampleImages | None = None
         self._batches: dict[int, int] = {}
-        """Number of the batch that each rollout returned, for checkpoints."""
+        """Id of the batch that each rollout returned, by rollout id; needed for checkpoints."""
         self._leased: dict[int, Held] = {}
-        """Delivered samples that may not be trained yet, by batch, oldest first."""
+        """Delivered samples that may not be trained yet, by batch id, oldest batch first."""
         router = None if engines is not None else router_url(args)
         # april's engines set their own weight labels; with a custom generate function slime's labels stay
         self._weights = ServerWeights(router, rollout_id, relabels=self._function is None)
@@ -89,8 +89,9 @@ class SlimeRollouts:
     # ---------------------------------------------------------------- one rollout
 
     def rollout(self, rollout_id: int) -> Any:
-        """Return N groups of n samples in slime's form. With ``group_quorum`` below 1, groups may be incomplete, but
-        there are N * n samples.
+        """Return the next batch as groups of slime's samples.
+
+        With ``group_quorum`` below 1, groups may be incomplete, but the number of samples is the same.
         """
         with nullcontext() if self._followed is None else self._followed.caught_up():
             self._follow_weights(rollout_id)
@@ -129,7 +130,7 @@ class SlimeRollouts:
                 if self._finished is not None:
                     self._finished.pop(sample_id, None)
                 if self._agent is not None and sample.rollout_id is None:
-                    sample.rollout_id = sample.index  # by this id slime finds the rows of one response
+                    sample.rollout_id = sample.index  # slime recognises the rows of one response by this id
                 made = [(further(sample, row, self._text(row)), row) for row, _ in others]
                 for one, row in [(sample, first), *made]:
                     group.append(finish(one, row, batch.version, advantage, mask_offpolicy=mask))
@@ -142,7 +143,7 @@ class SlimeRollouts:
         return str(self._tokenizer.decode(row.tokens.tolist(), self._args.rollout_skip_special_tokens))
 
     def _follow_weights(self, rollout_id: int) -> None:
-        """Switch to servers and weights that are new since the last call."""
+        """Tell april about servers and weights that have changed since the last rollout."""
         before = self._weights.urls
         updated = self._weights.updated(rollout_id)
         if moved := self._weights.urls != before:
@@ -153,9 +154,9 @@ class SlimeRollouts:
             self._weights.note_update()
 
     def _update(self, until_there: Callable[[], None]) -> None:
-        """Pause, wait for the weights by calling ``until_there``, and continue under their new version."""
+        """Pause generation, wait for new weights by calling ``until_there``, and continue with a new policy version."""
         out = list(self._leased)
-        trained = max(out[:-1] or out, default=None)  # the newest but one, since asynchronous trainers ask in advance
+        trained = max(out[:-1] or out, default=None)  # asynchronous trainers have not trained the newest batch yet
         self.scheduler.weight_update(transfer=until_there, trained=trained)
         for batch in [b for b in self._leased if trained is not None and b <= trained]:
             del self._leased[batch]
@@ -211,7 +212,7 @@ class SlimeRollouts:
         self._open(saved)
 
     def close(self) -> None:
-        """Close the scheduler; partial samples that are in no checkpoint are lost."""
+        """Close the scheduler; unfinished samples that are in no checkpoint are lost."""
         if self._followed is not None:
             self._followed.end()
         self.scheduler.close()
@@ -228,8 +229,8 @@ class SlimeRollouts:
             return
         through = max((b for r, b in self._batches.items() if r <= rollout_id), default=None)
         content = self._content(through, lambda: save(rollout_id))
-        # Without labels each rollout counts as an update, even if an asynchronous trainer asked for it in advance. The
-        # saved weights are then one update ahead of april's count.
+        # Without weight labels each rollout counts as an update, even if an asynchronous trainer asks for it early. The
+        # saved weights are then one update newer than april's policy version, which _restore corrects.
         if through is not None and through not in self._leased:
             content["lag"] = 1
         write_state(carry_path(directory, rollout_id), KIND, content)
@@ -247,15 +248,15 @@ class SlimeRollouts:
         else:
             raise CheckpointError(f"the data source has returned the same prompt for {STEADY_S * STEADY_TRIES:g} s")
         inside = {group["id"] for group in saved_groups(state)}
-        theirs = self._function is not None  # april's state has no images of samples that a custom function fills
+        custom = self._function is not None  # then april's own state lacks the images and routed experts of samples
 
         def plain(samples: Held, *, experts: bool = True) -> list[list[Any]]:
             rows = [(i, s) for i, s in samples.copy().items() if i.group in inside]
-            return [[*i, as_dict(s, images=theirs, experts=experts)] for i, s in rows]
+            return [[*i, as_dict(s, images=custom, experts=experts)] for i, s in rows]
 
         held = plain(self._hooks.held)
-        for leased in list(self._leased.values()):  # april's state has the experts of samples that are delivered again
-            held += plain(leased, experts=theirs)
+        for leased in list(self._leased.values()):
+            held += plain(leased, experts=custom)
         for group in saved_groups(state):
             group["data"] = {"group": [as_dict(s, images=True) for s in group["data"]["group"]]}
         ahead = [[as_dict(s, images=True) for s in group] for group in self._groups.ahead]
@@ -281,13 +282,13 @@ class SlimeRollouts:
             return [from_dict(unpacked(entry)) for entry in entries]
 
         with checkpoint_errors("april's carry"):
-            self._groups.go_on(state["prompts"]["position"], [samples(group) for group in saved["ahead"]])
+            self._groups.restore(state["prompts"]["position"], [samples(group) for group in saved["ahead"]])
             for group in saved_groups(state):
                 group["data"] = {"group": samples(group["data"]["group"])}
             lag = int(saved["lag"])
             for kept, key in ((self._hooks.held, "held"), (self._finished, "finished")):
                 if kept is not None:
                     kept |= {SampleId(group, index): from_dict(unpacked(s)) for group, index, s in saved[key]}
-        self.scheduler.load_state_dict(state, transfer=lambda: None)  # slime has loaded the weights
+        self.scheduler.load_state_dict(state, transfer=lambda: None)  # slime has already loaded the weights
         for _ in range(lag):
             self.scheduler.weight_update(transfer=lambda: None)

@@ -1,7 +1,7 @@
 """Converts groups of slime's data source to april's prompts, and delivered rows to slime's samples, with images.
 
 Invariants: each group from the data source is either in april's state or in ``Groups.ahead``. While april holds a
-sample, its images exist only once per group, as attachments of the prompt; the same is true in files.
+sample, its images exist only once per group, as attachments of the prompt; the same is true in saved files.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ SCALED, CENTRED = ("grpo", "gspo", "cispo"), ("reinforce_plus_plus_baseline",)
 INPUTS, TRAIN_INPUTS, EXPERTS = "multimodal_inputs", "multimodal_train_inputs", "rollout_routed_experts"
 """Fields of a sample: media of the data set, the processor's outputs for them, and routed experts for replay."""
 KIND = "slime"
-_MOST_OPEN = 16
+_CACHED_GROUPS = 16
 """Number of groups whose opened images are cached, because the samples of a group are scored one by one."""
 Held = dict[SampleId, Any]
 """Samples that are not delivered yet, by id."""
 
 
 def method_of(args: Any) -> Method | None:
-    """Return april's name of slime's method for group advantages, or None if slime leaves rewards as they are."""
+    """Return april's name for slime's method of group advantages, or None if slime does not normalise rewards."""
     estimator = getattr(args, "advantage_estimator", "grpo")
     if estimator not in SCALED + CENTRED or not getattr(args, "rewards_normalization", True):
         return None
@@ -72,12 +72,12 @@ def post_process_rewards(args: Any, samples: Sequence[Any], **kwargs: Any) -> tu
 class Groups:
     """Iterates over the groups of slime's data source, in order, as april's prompts.
 
-    ``check`` raises ConfigError for a sample that april cannot use. With ``any_prompt`` a custom function reads the
-    prompt, and april needs its token ids for records only. ``images`` is None if samples may have no images.
+    ``check`` raises ConfigError for a sample that april cannot use. ``any_prompt`` is True if a custom function reads
+    the prompt, whose token ids april then only records. ``images`` is None if samples have no images.
     """
 
     resumes = True
-    """True, since slime's data source restores its own position."""
+    """True tells april not to restore the position in the prompts: slime's data source does that itself."""
 
     def __init__(
         self, data_source: Any, n: int, encode: Callable[[str], Sequence[int]], check: Callable[[Any], None], *,
@@ -87,9 +87,9 @@ class Groups:
         self._any_prompt, self._images = any_prompt, images
         self._checked = False
         self.begun = self.drawn = 0
-        """Number of groups that were asked for, and number handed out, since the beginning of the run."""
+        """Number of groups that april has asked for, and number that it got, since the beginning of the run."""
         self.ahead: list[Any] = []
-        """Groups that came from the data source before a restart and that april has not drawn yet."""
+        """Groups that were read from the data source before a restart and that april has not drawn yet."""
 
     def __iter__(self) -> Groups:
         return self
@@ -106,7 +106,7 @@ class Groups:
             self.begun = self.drawn
         return prompt
 
-    def go_on(self, drawn: int, ahead: list[Any]) -> None:
+    def restore(self, drawn: int, ahead: list[Any]) -> None:
         """Restore the position, and the groups that came from the data source but were not drawn."""
         self.begun = self.drawn = drawn
         self.ahead = ahead
@@ -114,7 +114,7 @@ class Groups:
     def begin(self, prompt: Prompt, sample_id: SampleId) -> Any:
         """Return a new sample without a response, for ``sample_id``.
 
-        A replacement gets a negative index, because miles counts samples of the same index only once.
+        A sample that replaces another gets a negative index, because miles counts samples of equal index only once.
         """
         group = prompt.data["group"]
         sample = copy.deepcopy(group[sample_id.index % len(group)])
@@ -181,7 +181,7 @@ def fill(
 
 
 def further(sample: Any, row: DeliveredSample, text: str) -> Any:
-    """Make a sample for a further conversation of the same rollout as ``sample``; it gets the same reward."""
+    """Make a sample for a further conversation (``row``) of the rollout that made ``sample``, with the same reward."""
     made = fill(copy.deepcopy(sample), row.prompt.token_ids, row.tokens, row.logprobs, row.loss_mask, row.finish, text)
     made.reward = copy.deepcopy(sample.reward)
     return made
@@ -192,7 +192,7 @@ def finish(
 ) -> Any:
     """Write loss mask, policy versions and advantage of april's row into a sample of slime and return the sample.
 
-    ``version`` is that of the current weights. ``mask_offpolicy`` excludes tokens older than the sample's newest
+    ``version`` is the current policy version. ``mask_offpolicy`` excludes tokens older than the sample's newest
     policy version from the loss.
     """
     mask = delivered.loss_mask.astype(bool)
@@ -243,22 +243,22 @@ def carry_path(directory: str, rollout_id: int) -> Path:
 
 
 def as_dict(sample: Any, *, images: bool = False, experts: bool = True) -> dict[str, Any]:
-    """Return a sample as plain values, with its images and its routed experts if these are wanted."""
+    """Return a sample as plain values, with its images if ``images`` and with its routed experts if ``experts``."""
     values = dict(sample.to_dict())
-    if INPUTS in values:  # april's own state has the images already, with its prompts
+    if INPUTS in values:  # april's prompts have the images already
         given = values[INPUTS]
         values[INPUTS] = dict.fromkeys(given or ()) or None
         if images and given is not None:
             values[INPUTS] = _with_images(given, _png)
         values.pop(TRAIN_INPUTS, None)
-    if (rows := values.get(EXPERTS)) is not None:  # from a custom generate function: array, lists or tensor
+    if (rows := values.get(EXPERTS)) is not None:  # made by a custom generate function, as array, lists or tensor
         rows = np.asarray(rows, "<i4")
         values[EXPERTS] = [list(rows.shape), rows.tobytes()] if experts else None
     return values
 
 
 def unpacked(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of :func:`as_dict` in the form that the sample's ``from_dict`` takes."""
+    """Convert the result of :func:`as_dict` to the form that the sample's ``from_dict`` takes."""
     values = dict(entry)
     if (rows := values.get(EXPERTS)) is not None:
         values[EXPERTS] = np.frombuffer(rows[1], "<i4").reshape(rows[0]).astype(np.int32)
@@ -268,7 +268,7 @@ def unpacked(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_sample(function: Any, groups: Groups) -> Any:
-    """Wrap a rollout function so that ``prompt.data`` holds fields of slime's sample."""
+    """Wrap a rollout function of april so that its ``prompt.data`` holds fields of slime's sample."""
 
     def given(prompt: Prompt, sample_id: SampleId) -> Prompt:
         sample = groups.begin(prompt, sample_id)
@@ -360,7 +360,7 @@ class SampleImages:
         names = _names(attached)
         found = self._open.pop(names) if names in self._open else attached_pictures(attached)
         self._open[names] = found
-        while len(self._open) > _MOST_OPEN:
+        while len(self._open) > _CACHED_GROUPS:
             self._open.popitem(last=False)
         return found
 

@@ -15,34 +15,34 @@ from april.engines.sglang.router import router_workers
 from april.errors import ConfigError, EngineError
 
 UNLABELLED = (None, "default")
-"""Values that a server reports if its weights have no label."""
+"""Values of ``weight_version`` that a server reports if the trainer has not labelled its weights."""
 
 class ServerWeights:
-    """Detects whether the servers have new weights, by the labels that the trainer sets at each update.
+    """Detects new weights on the servers by their labels (``weight_version``), which slime sets at each update.
 
     Without labels, every rollout counts as having new weights. ``router`` is None if there are no servers, and
-    ``relabels`` is True if april's engines replace the trainer's labels by their own.
+    ``relabels`` is True if april's engines replace slime's labels by their own.
     """
 
     def __init__(self, router: str | None, rollout_id: int, *, relabels: bool) -> None:
         self._router, self._relabels = router, relabels
         self._last_id = rollout_id
         self.urls, self._seen = self._ask()
-        """Addresses of the servers, and the labels that they report now."""
+        """Addresses of the servers, and the labels that they reported last."""
         self._known = self._seen
-        """Labels after april's last update."""
+        """Labels of the weights that april knows about."""
         self.labelled = any(label not in UNLABELLED for label in self._seen)
-        """True if the trainer labels its weights, so that an unchanged label means unchanged weights."""
+        """True if slime labels its weights, so that an unchanged label means unchanged weights."""
 
     def updated(self, rollout_id: int) -> bool:
-        """Look up the servers, and return True if the trainer has updated weights since the last rollout."""
+        """Look up the servers, and return True if slime has updated the weights since the last rollout."""
         self.urls, self._seen = self._ask()
         self.labelled |= any(label not in (*UNLABELLED, *self._known) for label in self._seen)
         last, self._last_id = self._last_id, rollout_id
         return rollout_id != last and (not self.labelled or self._seen != self._known)
 
     def note_update(self) -> None:
-        """Remember the labels to which the trainer, or april's engines after it, have set the weights of now."""
+        """Remember the labels of the current weights, because april has been told about these weights."""
         self._known = self._ask()[1] if self._relabels else self._seen
 
     def are_served(self) -> bool:
@@ -95,17 +95,17 @@ async def _answer(url: str, *routes: str, retry: bool = False) -> bytes | None:
     return None
 
 
-LOOK_S = 0.1
+POLL_S = 0.1
 """Seconds between two checks whether slime's weight update is over."""
 
 
 class SlimeUpdates:
-    """Starts a weight update in april, in a thread, whenever slime pauses its servers to update them.
+    """Starts a weight update in april, in a thread, whenever slime pauses its servers to change their weights.
 
-    There is one update at a time, and none while slime asks for a rollout. ``update`` updates april, and calls its
-    argument to wait for slime's weights.
+    Updates run one at a time, and none starts while slime asks for a rollout. ``update(wait)`` tells april about the
+    new weights, and must call ``wait()`` to wait until slime has written them.
 
-    Raises ConfigError for an engine that is not one of slime's servers, or whose server has no label.
+    Raises ConfigError for an engine that is not one of slime's SGLang servers.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class SlimeUpdates:
 
     @contextmanager
     def caught_up(self) -> Iterator[None]:
-        """Wait for april's running update, and start no update inside the block. Raises the error of that update."""
+        """Wait for the running update, and start none inside the block. Raises the error if the update failed."""
         with self._lock:
             thread, self._thread, self._held = self._thread, None, True
             self._over.set()
@@ -173,5 +173,5 @@ class SlimeUpdates:
 
     def _until_over(self) -> None:
         """Wait until all servers run again, or until slime asks for a rollout although some servers do not run."""
-        while not self._weights.are_served() and not self._over.wait(LOOK_S):
+        while not self._weights.are_served() and not self._over.wait(POLL_S):
             pass

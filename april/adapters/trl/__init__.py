@@ -20,7 +20,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Make the trainers' subclasses on first access, since their base classes are in trl."""
+    """Make the trainers' subclasses on first access, since making them imports trl."""
     if name == "AprilGRPOTrainer":
         globals()[name] = april_trainer(require_trl().GRPOTrainer)
     elif name == "AprilAsyncGRPOTrainer":

@@ -2,9 +2,9 @@
 
 Invariants:
 
-* the rows of one batch of april are those of one optimizer step, in the order in which the trainer fetches them;
-* a row's ``model_version`` is that of its oldest trained token, so TRL's own bound on staleness is kept token by token;
-* april's state in a checkpoint of the trainer holds the rows that were fetched and not trained.
+* an optimizer step trains exactly the rows of one batch of april, in the order in which the trainer fetches them;
+* a row's ``model_version`` is the version of its oldest trained token, so TRL's staleness limit holds for each token;
+* april's state in a checkpoint of the trainer includes the rows that were fetched but not yet trained.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from april.adapters.trl.checks import (
     given_settings,
     require_trl,
 )  # fmt: skip
-from april.adapters.trl.data import DatasetPasses, asking, message_of, sample_reward, scored
+from april.adapters.trl.data import DatasetPasses, message_of, sample_reward, scored, scorer_of
 from april.adapters.trl.ranks import may_send, sharding_of, why_not_sent, why_not_taken
 from april.adapters.trl.trainer import METRICS, Filter, logged_metrics
 from april.config.settings import Config
@@ -42,11 +42,11 @@ from april.scheduler import RolloutScheduler
 from april.serialization.state_file import write_state
 
 EPSILON = 1e-8
-"""What AsyncGRPOTrainer's own worker adds to the standard deviation of a group's rewards."""
+"""Constant that AsyncGRPOTrainer's own worker adds to the standard deviation of a group's rewards."""
 
 
 class RowQueue(queue.Queue[Any]):
-    """A queue that calls ``fetch`` for the rows of the next batch when the trainer asks for a row and none is left."""
+    """A queue that, if it is empty when the trainer asks for a row, calls ``fetch`` for the rows of the next batch."""
 
     def __init__(self, fetch: Callable[[], Sequence[Any]]) -> None:
         super().__init__()
@@ -63,10 +63,10 @@ class RowQueue(queue.Queue[Any]):
 class RolloutWorker:
     """The ``rollout_worker`` and ``weight_transfer`` of an :data:`AprilAsyncGRPOTrainer`.
 
-    The arguments are those of :class:`april.adapters.trl.Rollout`. A mapping or a file may leave out what
+    The arguments are those of :class:`april.adapters.trl.Rollout`. A mapping or file as ``config`` may leave out what
     AsyncGRPOConfig already sets (rows per step, samples per prompt, length, temperature, staleness, seed).
 
-    Raises ConfigError if the settings cannot be read. They are checked when the trainer is made.
+    Raises ConfigError if the settings cannot be read. Their values are checked when the trainer is made.
     """
 
     def __init__(
@@ -84,20 +84,20 @@ class RolloutWorker:
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
         """Queue from which the trainer takes april's metrics for its log."""
         self.scheduler: RolloutScheduler | None = None
-        """The scheduler while the trainer trains; else None."""
+        """april's scheduler; None while the trainer does not train."""
         self.ledger: dict[str, Ledger] = {}
-        """april's ledgers at the end of the last training."""
+        """april's counts of prompts and tokens (delivered, dropped, held) at the end of the last training."""
         self._saved: dict[str, Any] | None = None
-        """april's state in the checkpoint that is resumed, until the first weight transfer restores it; else None."""
+        """april's state from a checkpoint, which the first weight transfer restores; None without a checkpoint."""
         self._first_step = 0
         self._batches: list[tuple[int, frozenset[int]]] = []
-        """Number and groups of each batch, by optimizer step from ``_first_step`` on."""
+        """Batch id and group numbers for each optimizer step from ``_first_step`` on."""
         self._sends: bool | None = None
         """True if this process sends weights to the servers, False if a directory is used; None until it is decided."""
         self._written: Path | None = None
 
     def attach(self, trainer: Any, given: Mapping[str, Any]) -> None:
-        """Attach this worker to a trainer with these further arguments. Raises ConfigError if april cannot use them."""
+        """Attach this worker to a trainer. Raises ConfigError if its settings, or arguments ``given``, do not fit."""
         args = trainer.args
         rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * trainer.accelerator.num_processes
         decided = {
@@ -107,7 +107,7 @@ class RolloutWorker:
         defaults = {"generation": GenerationMode.CONTINUOUS, "on_data_end": OnDataEnd.WRAP}
         config = config_for(self._settings, trainer, decided, defaults)
         refuse(async_refusals(trainer, config, servers=self._weights_dir is not None, rows=rows, given=given))
-        args.token_budget = 0  # with None, TRL asks a server for a budget, and the number of rows per step varies
+        args.token_budget = 0  # with None, TRL asks a server for a budget, and steps have different numbers of rows
         self._trainer, self._config, self._passes = trainer, config, DatasetPasses(trainer)
 
     # ---------------------------------------------------------------- what TRL calls in a rollout worker
@@ -116,7 +116,7 @@ class RolloutWorker:
         """Do nothing: generation begins when the trainer asks for its first row."""
 
     def stop(self) -> None:
-        """Close the scheduler and its engines; another training of this trainer gets no rows of this one."""
+        """Close the scheduler and its engines, and discard fetched rows, so that no later training gets them."""
         scheduler, self.scheduler, self._saved = self.scheduler, None, None
         for fetched in (self.rollout_buffer, self.metrics_queue):
             fetched.queue.clear()
@@ -138,7 +138,7 @@ class RolloutWorker:
         """Connect to the servers."""
         trainer, config = self._trainer, self._config
         assert config is not None
-        ask = asking(trainer, lambda response: None)
+        ask = scorer_of(trainer, lambda response: None)
         reward: dict[str, Any] = {"reward": sample_reward(ask)}
         if not config.delivers_parts and config.on_failed_sample is not OnFailedSample.REPLACE:
             reward = {"group_reward": lambda prompt, responses: [scored(prompt, v) for v in ask(prompt, responses)]}
@@ -150,10 +150,10 @@ class RolloutWorker:
         self._sends = may_send(why, config, has_weights_dir=self._weights_dir is not None)
 
     def pause(self) -> None:
-        """Do nothing: april interrupts the servers' requests itself while they load."""
+        """Do nothing: april itself interrupts requests while the servers load weights."""
 
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
-        """Give the servers the weights and commit the batches that they were trained on."""
+        """Send the weights to the servers, and report to april the batches on which the weights were trained."""
         scheduler, saved = self.scheduler, self._saved
         assert scheduler is not None
         route = self._route(iterator)
@@ -168,7 +168,7 @@ class RolloutWorker:
         self._written = path
 
     def resume(self) -> None:
-        """Do nothing: the requests go on already."""
+        """Do nothing: april has already resumed the requests."""
 
     def destroy(self) -> None:
         """Close the scheduler if :meth:`stop` has not done so."""
@@ -178,16 +178,16 @@ class RolloutWorker:
 
     @property
     def _steps(self) -> int:
-        """Number of batches that have been trained since the training began or went on."""
+        """Number of batches trained since this training began or was resumed."""
         return int(self._trainer.state.global_step) - self._first_step
 
     @property
     def _trained(self) -> int | None:
-        """Number of the last batch that was trained; None before the first."""
+        """Id of the last trained batch; None before the first."""
         return self._batches[self._steps - 1][0] if self._steps else None
 
     def _next_rows(self) -> list[Any]:
-        """Return the rows of april's next batch. The batch that is being trained meanwhile stays uncommitted."""
+        """Return the rows of april's next batch, after telling april which batches are trained."""
         scheduler = self.scheduler
         if scheduler is None:
             raise RolloutError(
@@ -195,7 +195,7 @@ class RolloutWorker:
                 "training; make a new trainer, and call train(resume_from_checkpoint=...) to go on"
             )
         if self._trained is not None:
-            scheduler.commit(self._trained)  # not every step ends with a weight update (weight_sync_steps)
+            scheduler.commit(self._trained)  # now, since not every step ends with a weight update (weight_sync_steps)
         batch = scheduler.next_batch()
         refuse_several_rows(batch, "AsyncGRPOTrainer")
         self._batches.append((batch.id, frozenset(batch.group_ids.tolist())))
@@ -228,7 +228,7 @@ class RolloutWorker:
     def _route(self, iterator: Iterator[tuple[str, Any]]) -> dict[str, Any]:
         """Return the arguments of ``weight_update`` for the current weights; writes the weights if servers read files.
 
-        Only ``iterator`` gathers a sharded model, with all ranks, so it must be read exactly once, to its end.
+        Reading ``iterator`` gathers a sharded model from all ranks, so it must be read exactly once, to its end.
         """
         trainer, directory = self._trainer, self._weights_dir
         model = trainer.accelerator.unwrap_model(trainer.model)
@@ -242,7 +242,7 @@ class RolloutWorker:
     # ---------------------------------------------------------------- checkpoints
 
     def save(self, folder: Path) -> None:
-        """Write april's state, with the rows that were fetched and not trained, into the trainer's checkpoint."""
+        """Write april's state, with the rows that were fetched but not trained, into the trainer's checkpoint."""
         trainer, scheduler = self._trainer, self.scheduler
         assert scheduler is not None
         groups = frozenset[int]().union(*(of_one for _, of_one in self._batches[: self._steps]))
@@ -272,9 +272,9 @@ def april_async_trainer(base: Any) -> Any:
     require_functions("trl", TESTED_VERSION, ASYNC_FUNCTIONS, base)
 
     class AprilTrainer(base):  # type: ignore[misc]
-        """The base trainer with april's rollouts, which are its argument ``rollout_worker``."""
+        """The base trainer, which gets its rows from april through the argument ``rollout_worker``."""
 
-        # as GRPOTrainer has them, for the parts of the adapter that both trainers use
+        # attributes of GRPOTrainer that april reads in code for both trainers
         environment_factories, tools, shuffle_dataset = None, (), False
 
         def __init__(
@@ -292,7 +292,7 @@ def april_async_trainer(base: Any) -> Any:
             self._rollouts = rollout_worker
             schemas = ("response_template", "response_schema")
             if all(getattr(self.processing_class, name, None) is None for name in schemas):
-                with suppress(ValueError):  # TRL knows no way to parse this chat template; messages then hold the text
+                with suppress(ValueError):  # TRL cannot parse this chat template, so messages hold plain text
                     importlib.import_module("trl.chat_template_utils").add_response_schema(self.processing_class)
             given = {
                 "tools": tools, "environment_factory": environment_factory, "weight_transfer": weight_transfer,
@@ -300,7 +300,7 @@ def april_async_trainer(base: Any) -> Any:
             rollout_worker.attach(self, given)
 
         def _tokenize_prompts(self, prompts: list[Any]) -> Any:
-            """Tokenize as AsyncGRPOTrainer's own worker does; returns what GRPOTrainer's method returns."""
+            """Tokenize like AsyncGRPOTrainer's own worker, but return the tuple that GRPOTrainer's method returns."""
             template = self.args.chat_template_kwargs or {}
             ids = [
                 self.processing_class.apply_chat_template(
@@ -311,7 +311,7 @@ def april_async_trainer(base: Any) -> Any:
             return ids, None, {}
 
         def _save_checkpoint(self, model: Any, trial: Any) -> None:
-            if self.accelerator.is_main_process:  # first, so that each complete checkpoint has april's state
+            if self.accelerator.is_main_process:  # before TRL, so that each complete checkpoint has april's state
                 self._rollouts.save(Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}")
             super()._save_checkpoint(model, trial)
 

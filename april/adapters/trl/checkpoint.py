@@ -12,13 +12,13 @@ from april.serialization.state_file import read_state, write_state
 
 STATE_FILE = "april_state.msgpack"
 KIND, ASYNC_KIND = "trl", "trl_async"
-"""Kinds of state files: those of GRPOTrainer and of AsyncGRPOTrainer."""
+"""Kinds of april's state files for GRPOTrainer and for AsyncGRPOTrainer."""
 BUFFER_KIND = "trl_buffer"
-"""Kind of the files with one rank's rest of a half-trained generation batch."""
+"""Kind of the files in which each rank saves the untrained rest of its generation batch."""
 
 
 def buffer_file(rank: int) -> str:
-    """Return the name of the file for a rank's rest of a half-trained generation batch."""
+    """Return the name of the file in which a rank saves the untrained rest of its generation batch."""
     return f"april_buffer_rank{rank}.msgpack"
 
 

@@ -1,4 +1,4 @@
-"""Checks that the installed TRL fits, and turns GRPOConfig's settings into april's."""
+"""Imports TRL, checks the settings of its trainers, and converts GRPOConfig's settings to april's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from april.adapters.common.installed_trainer import import_trainer
 from april.adapters.common.refusals import Refusal, agents_sampling, distorting, greedy, mapping_of, refuse
-from april.adapters.trl.data import column_of, of_row, require_shown, tokenizer_of
+from april.adapters.trl.data import column_of, images_of_row, require_trainable, tokenizer_of
 from april.adapters.trl.ranks import UNREADABLE, sharding_of, why_not_sent, why_unmerged
 from april.config.engines import EngineConfig, OpenAIEngineConfig, TransformersEngineConfig
 from april.config.settings import Config, read_yaml
@@ -50,8 +50,8 @@ def config_for(
 ) -> Config:  # fmt: skip
     """Return april's settings, completed from the trainer's. Raises ConfigError if the two contradict each other.
 
-    ``decided`` has the settings that the trainer decides, (name there, value) by april's name; None means
-    GRPOTrainer's. ``defaults`` are april's settings where none are given.
+    ``decided`` has (TRL's name, value) of each setting that the trainer decides, by april's name; None stands for the
+    settings of GRPOTrainer. ``defaults`` are used for settings that the user has not given.
     """
     args = trainer.args
     refuse([greedy(args.temperature == 0, "GRPOConfig.temperature=0")])
@@ -78,7 +78,7 @@ def config_for(
                 f"{name}={ours[name]} of april contradicts {their_name}={value} of GRPOConfig; leave it out, or make "
                 "them equal"
             )
-    # TRL takes these tokens for the end of a completion, so generation must stop at them
+    # TRL ends a completion at any of these tokens, so generation must stop there too
     stop = tuple(sorted({*config.sampling.stop_token_ids, *trainer.eos_token_ids}))
     return config.model_copy(update={"sampling": config.sampling.model_copy(update={"stop_token_ids": stop})})
 
@@ -86,7 +86,7 @@ def config_for(
 def given_settings(
     config: Config | Mapping[str, Any] | str | Path | None, settings: Mapping[str, Any], metrics: Any
 ) -> Config | dict[str, Any]:
-    """Return the settings that a user gives to ``rollout(...)``; raises ConfigError if they cannot be read."""
+    """Return the settings that a user has given to ``rollout(...)``. Raises ConfigError if they cannot be read."""
     if metrics != "all" and (isinstance(metrics, str) or not all(isinstance(name, str) for name in metrics)):
         raise ConfigError(f'rollout: metrics must be a list of names, or "all", got {metrics!r}')
     if isinstance(config, Config):
@@ -99,7 +99,7 @@ def given_settings(
 
 
 # fmt: off
-def _refused_of_both(trainer: Any, config: Config, *, servers: bool) -> Iterator[Refusal]:
+def _shared_refusals(trainer: Any, config: Config, *, servers: bool) -> Iterator[Refusal]:
     """Yield the refusals that GRPOTrainer and AsyncGRPOTrainer share."""
     args, dataset = trainer.args, trainer.train_dataset
     embedded = isinstance(config.engine, TransformersEngineConfig)
@@ -125,12 +125,13 @@ def _refused_of_both(trainer: Any, config: Config, *, servers: bool) -> Iterator
 
 def async_refusals(trainer: Any, config: Config, *, servers: bool, rows: int, given: Mapping[str, Any]
                    ) -> Iterator[Refusal]:
-    """Yield a refusal for each setting that AsyncGRPOTrainer and april cannot have together.
+    """Yield a refusal for each setting with which april cannot run in AsyncGRPOTrainer.
 
-    An optimizer step trains ``rows`` rows. ``given`` has further arguments of the trainer, None if not given.
+    ``servers`` is true if servers read weights from a directory, ``rows`` is the number of rows per optimizer step, and
+    ``given`` has further arguments of the trainer, with None for those not given.
     """
     args = trainer.args
-    yield from _refused_of_both(trainer, config, servers=servers)
+    yield from _shared_refusals(trainer, config, servers=servers)
     yield (isinstance(config.engine, TransformersEngineConfig), "the embedded engine",
            "AsyncGRPOTrainer trains while servers generate",
            "name them: rollout_worker(engine={'kind': 'vllm', 'urls': [...]})")
@@ -160,7 +161,7 @@ def async_refusals(trainer: Any, config: Config, *, servers: bool, rows: int, gi
 def refusals(trainer: Any, config: Config, *, servers: bool, filters: bool) -> Iterator[Refusal]:
     """Yield a refusal for each setting of GRPOTrainer with which rollouts or their log-probabilities would be wrong.
 
-    ``servers`` is true if servers read new weights from a directory, and ``filters`` if a filter may reject groups.
+    ``servers`` is true if servers read weights from a directory, and ``filters`` if a filter may reject groups.
     """
     args = trainer.args
     parallel, sharding = getattr(trainer.accelerator, "parallelism_config", None), sharding_of(trainer)
@@ -171,7 +172,7 @@ def refusals(trainer: Any, config: Config, *, servers: bool, filters: bool) -> I
     for name in ("use_vllm", "use_transformers_continuous_batching"):
         yield (getattr(args, name), f"{name}=True", "april generates on the engine of its own configuration",
                f"leave {name} out")
-    yield from _refused_of_both(trainer, config, servers=servers)
+    yield from _shared_refusals(trainer, config, servers=servers)
     yield (args.generation_kwargs, f"GRPOConfig.generation_kwargs={sorted(args.generation_kwargs or ())}",
            "april generates", "see april's sampling")
     yield from _refused_images(trainer)
@@ -205,14 +206,14 @@ def _refused_images(trainer: Any) -> Iterator[Refusal]:
            "set processing_class.tokenizer.padding_side = 'left'")
     first = trainer.train_dataset[0] if len(trainer.train_dataset) else {}
     if first.get("prompt") is not None:
-        require_shown(first["prompt"], of_row(first))
+        require_trainable(first["prompt"], images_of_row(first))
     what = "environment_factory" if trainer.environment_factories else "tools"
     yield (trainer._is_vlm and (trainer.tools or trainer.environment_factories), f"{what} with a vision model",
            "april does not pass images of later turns to TRL's loss", f"leave {what} out")
 
 
 def _refused_adapters(trainer: Any, engine: EngineConfig) -> Iterator[Refusal]:
-    """Yield refusals about PEFT adapters; raises ConfigError if a model that must be merged cannot be."""
+    """Yield refusals about PEFT adapters. Raises ConfigError if they must be merged for the servers but cannot be."""
     model = trainer.model
     adapters = getattr(model, "peft_config", None)
     if adapters is None:
@@ -223,8 +224,8 @@ def _refused_adapters(trainer: Any, engine: EngineConfig) -> Iterator[Refusal]:
         yield (getattr(adapter, "is_prompt_learning", False),
                f"PEFT adapter {name} is of the kind prompt learning, which puts virtual tokens before every prompt",
                "april resumes from real tokens only", "use LoRA")
-    # other servers may load the adapter itself, if some rank has its whole tensors
-    alone = isinstance(engine, OpenAIEngineConfig) or sharding_of(trainer) in UNREADABLE
-    if not isinstance(engine, TransformersEngineConfig) and alone and (why := why_unmerged(trainer)):
+    # in other cases the servers may load the adapter itself, unmerged
+    must_merge = isinstance(engine, OpenAIEngineConfig) or sharding_of(trainer) in UNREADABLE
+    if not isinstance(engine, TransformersEngineConfig) and must_merge and (why := why_unmerged(trainer)):
         raise ConfigError(why)
 # fmt: on

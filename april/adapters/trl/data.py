@@ -28,8 +28,7 @@ from april.images.image_reader import ImageReader
 
 EPSILON = 1e-4
 ROW = "row"
-"""Key, in a prompt's data, of its row number in the train dataset."""
-
+"""Key of the row number in the train dataset, in the data of a prompt."""
 
 Row = dict[str, Any]
 Message = dict[str, Any]
@@ -40,7 +39,7 @@ Said = str | list[Message]
 class DatasetPasses:
     """Iterates over the train dataset as april's prompts; the trainer's seed decides the order of each epoch.
 
-    Prompts are tokenized exactly as TRL does it. Other threads may do this while TRL runs.
+    Prompts are tokenized exactly as in TRL, possibly in other threads while TRL runs.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -61,7 +60,7 @@ class DatasetPasses:
         return row.get("environment") if getattr(self._trainer, "_multi_environment", False) else None
 
     def prompt_of(self, row: Mapping[str, Any]) -> Any:
-        """Return a row's prompt. With environments it may be missing, which means an empty user message."""
+        """Return a row's prompt: with environments, an empty user message if the row has none."""
         return row.get("prompt", [{"role": "user", "content": ""}]) if self._of_environment else row["prompt"]
 
     def tokens_of(self, row: Mapping[str, Any]) -> list[int]:
@@ -74,7 +73,7 @@ class DatasetPasses:
                     f"{list(self._of_environment)}; name one of these"
                 )
             writer = self._of_environment[name]
-        prompt = shown(self.prompt_of(row), of_row(row))
+        prompt = with_images(self.prompt_of(row), images_of_row(row))
         return list(writer._tokenize_prompts([prompt])[0][0])
 
     def set_epoch(self, epoch: int) -> None:
@@ -88,7 +87,7 @@ class DatasetPasses:
         for row in rows.tolist():
             drawn = self._dataset[row]
             prompt = {"token_ids": self.tokens_of(drawn), ROW: row}
-            yield prompt | {"images": of_row(drawn)} if self._with_images else prompt
+            yield prompt | {"images": images_of_row(drawn)} if self._with_images else prompt
 
     def drawn(self, prompt: Any) -> Row:
         """Return a copy of the dataset row from which a prompt was made."""
@@ -97,7 +96,7 @@ class DatasetPasses:
     def row_of(self, prompt: Any, asked: Any = None) -> Row:
         """Return a copy of a prompt's row for TRL. Raises CheckpointError if the data set has another prompt now.
 
-        ``asked`` is the prompt as an environment has changed it; None means that the prompt is unchanged.
+        ``asked`` is the prompt after an environment has changed it; None if the prompt is unchanged.
         """
         if asked is None and self._last is not None and self._last[0] is prompt:
             return dict(self._last[1])
@@ -135,7 +134,7 @@ def scores(
     count = len(completions)
     arguments = {
         **{key: [value] * count for key, value in row.items() if key not in ("prompt", "completion")},
-        "prompts": [shown(row["prompt"], of_row(row))] * count,
+        "prompts": [with_images(row["prompt"], images_of_row(row))] * count,
         "completions": completions,
         "completion_ids": ids,
         "trainer_state": trainer.state,
@@ -159,12 +158,12 @@ def weighted(trainer: Any, values: Sequence[float]) -> float:
     return sum(found) if found else math.nan
 
 
-Ask = Callable[[Any, Sequence[Any]], list[float]]
+Scorer = Callable[[Any, Sequence[Any]], list[float]]
 """Function of a prompt and its responses; returns their rewards, NaN for a response that no function scores."""
 
 
-def asking(trainer: Any, said_of: Callable[[Any], list[Message] | None]) -> Ask:
-    """Wrap the trainer's reward functions for april. Their logs are dropped, as TRL calls them again for trained rows.
+def scorer_of(trainer: Any, said_of: Callable[[Any], list[Message] | None]) -> Scorer:
+    """Wrap the trainer's reward functions for april, and drop what they log: TRL calls them again for trained rows.
 
     ``said_of`` returns the messages of a multi-turn response, or None for a single turn.
     """
@@ -187,12 +186,12 @@ def asking(trainer: Any, said_of: Callable[[Any], list[Message] | None]) -> Ask:
     return ask
 
 
-def group_reward(ask: Ask) -> Callable[[Any, Sequence[Any]], list[float]]:
+def group_reward(ask: Scorer) -> Callable[[Any, Sequence[Any]], list[float]]:
     """Make april's ``group_reward``, which group filters need. A response that no function scores gets 0, as in TRL."""
     return lambda prompt, responses: [0.0 if math.isnan(value) else value for value in ask(prompt, responses)]
 
 
-def sample_reward(ask: Ask) -> Callable[[Any, Any], float]:
+def sample_reward(ask: Scorer) -> Callable[[Any, Any], float]:
     """Make april's ``reward``, which ``group_quorum`` below 1 needs, because single samples are then delivered.
 
     The reward raises RolloutError for a response that no function scores.
@@ -223,7 +222,7 @@ def put_advantages(trainer: Any, batch: Batch, output: dict[str, Any]) -> None:
     everywhere, like = trainer.accelerator.gather, output["advantages"]
     found = like.new_tensor(advantages_of(batch, trainer.scale_rewards, everywhere(like.new_tensor(batch.rewards))))
     output["advantages"] = found
-    # this deque holds one batch, so april's values push out those that TRL has logged
+    # this deque has room for one batch, so april's values push out TRL's
     trainer._logs["advantages"].extend(everywhere(found).tolist())
     if trainer.scale_rewards != "batch":
         alike = [bool((sample.baseline_rewards == np.float32(sample.reward)).all()) for sample in batch.samples]
@@ -231,7 +230,7 @@ def put_advantages(trainer: Any, batch: Batch, output: dict[str, Any]) -> None:
 
 
 def advantages_of(batch: Batch, scale_rewards: str, rewards: Any) -> Float32:
-    """Return advantages, float32 [B], scaled as GRPOConfig.scale_rewards says; ``rewards`` come from all ranks."""
+    """Return advantages, float32 [B], scaled by GRPOConfig.scale_rewards; ``rewards`` are those of all ranks."""
     if scale_rewards == "group":
         return batch.advantages("grpo", epsilon=EPSILON, ddof=1)
     centred = batch.advantages("dr_grpo")
@@ -255,16 +254,16 @@ def tokenizer_of(trainer: Any) -> Any:
     return getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
 
 
-def of_row(row: Mapping[str, Any]) -> list[Any]:
+def images_of_row(row: Mapping[str, Any]) -> list[Any]:
     """Return the images in a dataset row, in order; empty if there are none."""
     if "images" in row:
         return list(row["images"] or ())
     return [] if row.get("image") is None else [row["image"]]
 
 
-def shown(prompt: Any, images: Sequence[Any]) -> Any:
-    """Return a prompt with its images inserted into its messages, as TRL gives it to rewards and templates."""
-    require_shown(prompt, images)
+def with_images(prompt: Any, images: Sequence[Any]) -> Any:
+    """Return a prompt with images in its messages, as TRL passes it to reward functions and chat templates."""
+    require_trainable(prompt, images)
     if not images:
         return prompt
     from trl.data_utils import prepare_multimodal_messages
@@ -272,7 +271,7 @@ def shown(prompt: Any, images: Sequence[Any]) -> Any:
     return prepare_multimodal_messages(prompt, images=list(images))
 
 
-def require_shown(prompt: Any, images: Sequence[Any]) -> None:
+def require_trainable(prompt: Any, images: Sequence[Any]) -> None:
     """Raise ConfigError if TRL cannot train on a prompt in this form together with its images."""
     plain = isinstance(prompt, str)
     parts = () if plain else (p for m in prompt if isinstance(m.get("content"), list) for p in m["content"])
@@ -289,7 +288,7 @@ def require_shown(prompt: Any, images: Sequence[Any]) -> None:
 
 
 def put_back(row: dict[str, Any], attached: Sequence[Placed]) -> None:
-    """Replace a row's images by the ones from which its responses were generated, as april has read them."""
+    """Replace a row's images by those that april read and from which the responses were generated."""
     if not attached:
         return
     opened = attached_pictures(attached, None)
@@ -299,15 +298,15 @@ def put_back(row: dict[str, Any], attached: Sequence[Placed]) -> None:
         row["image"] = opened[0]
 
 
-def evaluated(trainer: Any, rows: Sequence[list[int]], shown: Sequence[Sequence[Any] | None]) -> list[dict[str, Any]]:
+def evaluation_prompts(trainer: Any, rows: list[list[int]], images: Sequence[list[Any] | None]) -> list[dict[str, Any]]:
     """Return the evaluation prompts of all ranks with their images. Must be called on every rank.
 
-    ``rows`` are the token ids of all ranks' prompts, ``shown`` the images of this rank's rows.
+    ``rows`` are the token ids of all ranks' prompts, ``images`` the images of this rank's rows.
     """
     reader = ImageReader(ImagesConfig())
     read = [
-        [reader.read(image, f"row {i}, image {j}").attachment for j, image in enumerate(images or (), 1)]
-        for i, images in enumerate(shown)
+        [reader.read(image, f"row {i}, image {j}").attachment for j, image in enumerate(of_one or (), 1)]
+        for i, of_one in enumerate(images)
     ]
     everywhere = rows_of_all_ranks(trainer, [[attachment_bytes(attachment) for attachment in row] for row in read])
     return [{"token_ids": ids, "images": images} for ids, images in zip(rows, everywhere, strict=True)]

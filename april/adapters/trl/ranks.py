@@ -1,4 +1,4 @@
-"""Functions for trainers on several ranks: making the scheduler, gathering values, and giving servers the weights.
+"""Makes the scheduler, gathers values and gives weights to servers, for TRL trainers on one or several ranks.
 
 Invariant: the trainer's tensors are never written to. PEFT adapters are merged into a copy, since unmerging in bfloat16
 does not restore the same numbers.
@@ -24,9 +24,9 @@ from april.weights.adapter import adapter_of, is_adapted, merged_copy
 
 
 def scheduler_of(trainer: Any, config: Config, address: str | None, **arguments: Any) -> Any:
-    """Make a RolloutScheduler, or with several ranks a RankScheduler on each. Must be called on every rank.
+    """Make a RolloutScheduler or, with several ranks, a RankScheduler on each rank. Must be called on every rank.
 
-    ``address`` is the address on which rank 0 listens; with None all ranks must be on one machine.
+    ``address`` is the address on which rank 0 listens; with None, all ranks must be on one machine.
     """
     if trainer.accelerator.num_processes == 1:
         return RolloutScheduler(config, **arguments)
@@ -38,7 +38,7 @@ def scheduler_of(trainer: Any, config: Config, address: str | None, **arguments:
 
 
 def of_all_ranks(trainer: Any, value: Any) -> list[Any]:
-    """Gather a value from each rank, in rank order. Call it on every rank; RolloutError if msgpack cannot encode it."""
+    """Gather a value from each rank, in rank order; call on every rank. RolloutError if msgpack cannot encode one."""
     accelerator = trainer.accelerator
     if accelerator.num_processes == 1:
         return [value]
@@ -77,7 +77,7 @@ def sharding_of(trainer: Any) -> str:
 def takes_adapters(trainer: Any, scheduler: Any) -> bool:
     """Return True if the servers get the trained adapter itself, not merged into the model.
 
-    Call it on every rank; all get the same answer. Raises ConfigError if the servers do not accept the adapter and it
+    Call it on every rank; all get the same result. Raises ConfigError if the servers do not accept the adapter and it
     cannot be merged either.
     """
     model = trainer.accelerator.unwrap_model(trainer.model)
@@ -116,9 +116,9 @@ def why_not_sent(trainer: Any, config: Config) -> str:
 
 
 def sends_weights(trainer: Any, scheduler: Any, config: Config, *, has_weights_dir: bool) -> bool:
-    """Return True if this process sends weights to the servers. Call it on every rank; all get the same answer.
+    """Return True if this process sends weights to the servers. Call it on every rank; all get the same result.
 
-    Raises ConfigError if the servers do not accept weights in this way and the settings allow no other way.
+    Raises ConfigError if this process cannot send weights and the settings allow no other way.
     """
     why = why_not_sent(trainer, config)
     if not why and trainer.accelerator.is_main_process:
@@ -133,7 +133,7 @@ def why_not_taken(scheduler: Any) -> str:
 
 
 def may_send(why_not: str, config: Config, *, has_weights_dir: bool) -> bool:
-    """Return True if there is no reason against sending weights; raises ConfigError if a directory will not do."""
+    """Return True if ``why_not`` is empty. Otherwise raises ConfigError unless a directory can be used instead."""
     if why_not and not has_weights_dir:
         raise ConfigError(f"weights go through a directory ({why_not}): give rollout(weights_dir=...)")
     if why_not and config.weights is WeightsRoute.COLLECTIVE:
@@ -147,7 +147,7 @@ def tensors_of(trainer: Any) -> Any:
 
 
 def why_unmerged(trainer: Any) -> str:
-    """Return the reason why servers cannot get a PEFT model merged, or an empty string if they can."""
+    """Return the reason why a PEFT model cannot be merged for servers, or an empty string if it can."""
     if sharding := sharding_of(trainer):
         return (
             f"PEFT model under {sharding}: adapters are merged on a rank with the whole model, but no rank has it; use "
@@ -167,7 +167,7 @@ def write_weights(trainer: Any, folder: Path, *, as_adapter: bool = False) -> No
     if as_adapter:
         here = bool(accelerator.is_main_process)
         if here:
-            shutil.rmtree(folder, ignore_errors=True)  # files of an interrupted run
+            shutil.rmtree(folder, ignore_errors=True)  # removes files of an interrupted run
         adapter_of(accelerator.unwrap_model(trainer.model)).write(folder, writes=here)
         return
     parts = {}

@@ -1,11 +1,11 @@
-"""Runs TRL's tools and environments: repeats TRL's loop of tool calls, as a rollout function for a single response.
+"""Runs TRL's tools and environments: reimplements TRL's loop of tool calls as a rollout function for one response.
 
 Invariants:
 
 * a response equals, token for token, the row that TRL's own loop would make of the same sampled tokens;
-* a response's note (messages, counts, rewards from an environment) is stored before the function returns, so each
-  finished response in a saved state has its note;
-* an environment serves one response at a time, and is used again only after that response has its rewards.
+* a response's note (messages, counts, rewards from an environment) is stored before the rollout function returns, so
+  each finished response in a saved state has its note;
+* an environment serves one response at a time, and is reused only after the rewards of that response are computed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from april.driver.llm import BlockingLLM
 from april.errors import CheckpointError, RolloutError
 
 INPUT = "input"
-"""Key, in the data of an evaluation's prompt, of its row number."""
+"""Key of the row number, in the data of an evaluation prompt."""
 
 
 class Note(msgspec.Struct, array_like=True):
@@ -38,14 +38,13 @@ class Note(msgspec.Struct, array_like=True):
     calls: int = 0
     failures: int = 0
     rewards: list[float] = msgspec.field(default_factory=list)
-    """One reward per function, NaN if it gave none. Empty without an environment, because TRL then calls the functions.
-    """
+    """One reward per function, NaN if it gave none; empty without an environment, since TRL then computes rewards."""
 
 
 class ToolLoop:
     """Rollout function for a trainer with tools or environments.
 
-    With ``group_quorum`` below 1, ``needs_rewards`` must be True.
+    ``needs_rewards`` makes a missing reward an error, as advantages with ``group_quorum`` below 1 need every reward.
     """
 
     def __init__(self, trainer: Any, *, needs_rewards: bool) -> None:
@@ -55,7 +54,7 @@ class ToolLoop:
         self._factories: Mapping[Any, Callable[[], Any]] = trainer.environment_factories or {}
         self._idle: defaultdict[Any, deque[Any]] = defaultdict(deque)
         self._notes: dict[tuple[int, int], Note] = {}
-        """Notes of training responses by (group, index); filled in the process that runs rollout functions."""
+        """Notes of training responses by (group, index); filled on rank 0, which runs the rollout functions."""
         self._inputs: Sequence[Row] = ()
         self._of_inputs: dict[int, Note] = {}
         """Notes of an evaluation's responses by row number."""
@@ -103,7 +102,7 @@ class ToolLoop:
             completion = llm.generate(ids, any_conversation=True)
             generated: list[int] = completion.conversation[len(prompt) :].tolist()
             if not len(completion.tokens):
-                return generated  # the tool results have left no room
+                return generated  # tool results have left no room in the context
             message = message_of(trainer, completion.tokens.tolist(), ids, written)
             note.messages.append(message)
             calls = message.get("tool_calls")
@@ -133,10 +132,10 @@ class ToolLoop:
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             try:
                 if name not in tools:
-                    raise ValueError(f"Tool {name} not found.")  # the model sees TRL's message
+                    raise ValueError(f"Tool {name} not found.")  # TRL's text, which the model reads
                 value = tools[name](**arguments)
                 (running if inspect.iscoroutinefunction(tools[name]) else results).append((name, value))
-            except Exception as error:  # the model gets the error's text, as with TRL
+            except Exception as error:  # as in TRL, the model reads the error's text
                 note.failures += 1
                 results.append((name, {"error": str(error)}))
         for (name, _), value in zip(running, self._awaited([value for _, value in running]), strict=True):
@@ -150,7 +149,7 @@ class ToolLoop:
         ]
 
     def _awaited(self, running: list[Any]) -> list[Any]:
-        """Await async tools on TRL's event loop and return results or exceptions."""
+        """Await async tools on TRL's event loop and return their results or exceptions."""
         if not running:
             return []
 
@@ -165,9 +164,9 @@ class ToolLoop:
         return None if note is None else note.messages
 
     def reward_of(self, prompt: Prompt, response: Any) -> float:
-        """Return the reward in a response's note, for ``group_quorum`` below 1.
+        """Return the weighted reward from a response's note; 0 if it has no note, such as in evaluations.
 
-        Raises RolloutError if no function scored the response.
+        If no function scored the response, return 0, or raise RolloutError if ``needs_rewards`` is set.
         """
         note = self._notes.get(response.sample_id) if ROW in prompt.data else None
         value = 0.0 if note is None else weighted(self._trainer, note.rewards)
@@ -178,7 +177,7 @@ class ToolLoop:
         return self._of_this_rank([self._notes.get(tuple(i)) for i in rows_of_all_ranks(self._trainer, list(ids))])
 
     def _of_this_rank(self, notes: Sequence[Note | None]) -> list[Note]:
-        """Return this rank's part of rank 0's ``notes``."""
+        """Return this rank's equal part of the ``notes`` of rank 0."""
         accelerator = self._trainer.accelerator
         first, *_ = of_all_ranks(self._trainer, notes if accelerator.is_main_process else None)
         if None in first:
@@ -194,13 +193,13 @@ class ToolLoop:
                 self._notes.pop((group, index), None)
 
     def evaluation(self, inputs: Sequence[Row]) -> list[dict[str, Any]]:
-        """Return the prompts of an evaluation from all ranks' rows. Must be called on every rank."""
+        """Return the evaluation prompts of all ranks; ``inputs`` are this rank's rows. Must be called on every rank."""
         self._of_inputs.clear()
         self._inputs = rows_of_all_ranks(self._trainer, list(inputs))
         tokens_of = self._passes.tokens_of
         return [{"token_ids": tokens_of(row), INPUT: number} for number, row in enumerate(self._inputs)]
 
-    def evaluated(self) -> list[Note]:
+    def evaluation_notes(self) -> list[Note]:
         """Return the notes of this rank's evaluation rows. Must be called on every rank."""
         return self._of_this_rank([self._of_inputs.get(number) for number in range(len(self._inputs))])
 
@@ -214,7 +213,7 @@ class ToolLoop:
 
 
 def check_notes(state: Any, loop: ToolLoop | None) -> None:
-    """Raise CheckpointError if only one of the two has tools: the trainer that saved ``state``, or this one."""
+    """Raise CheckpointError if only the saved run (``state``) or only this trainer (``loop``) has tools."""
     if (state is None) != (loop is None):
         had, has = ("none", "some") if state is None else ("some", "none")
         raise CheckpointError(

@@ -2,11 +2,11 @@
 
 Invariants:
 
-* TRL scores and trains the rows that april delivers: TRL's sampler decides their number, april decides which they are;
-* rank r gets rows [r * asked, (r + 1) * asked) of the batch, as TRL expects, and all ranks take the same decisions;
+* TRL scores and trains the rows that april delivers, not those of TRL's sampler, which decides only their number;
+* rank r gets the r-th of equal parts of the batch, as TRL expects, and all ranks take the same decisions;
 * the old log-probabilities in the loss come from the weights that generated the tokens;
-* with ``group_quorum`` below 1, a response's baseline is made of the first other finishers of its group, in any batch;
-* april's state in a checkpoint of the trainer was taken at the same moment as the trainer's own.
+* with ``group_quorum`` below 1, a response is compared with the first others of its group to finish, in any batch;
+* a checkpoint of the trainer has april's state of the same moment as the trainer's own state.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from april.adapters.trl import checkpoint
 from april.adapters.trl.checks import REQUIRED_FUNCTIONS, TESTED_VERSION, config_for, given_settings, refusals
 from april.adapters.trl.data import (
     DatasetPasses,
-    asking,
     column_of,
-    evaluated,
+    evaluation_prompts,
     group_reward,
     put_advantages,
     sample_reward,
+    scorer_of,
     tokenizer_of,
 )  # fmt: skip
 from april.adapters.trl.ranks import (
@@ -58,7 +58,7 @@ METRICS = (
 
 
 def logged_metrics(batch: Batch, wanted: Sequence[str] | Literal["all"]) -> dict[str, float]:
-    """Return the wanted metrics of a batch under TRL's names, without the mean reward, which TRL logs itself."""
+    """Return the wanted metrics of a batch as ``april/NAME``, without the mean reward, which TRL logs itself."""
     names = batch.metrics.keys() - {"reward_mean"} if wanted == "all" else wanted
     if batch.id == 0 and (missing := [name for name in names if name not in batch.metrics]):
         log.warning("metrics: the first batch has no %s; docs/metrics.md has the names", ", ".join(missing))
@@ -66,7 +66,7 @@ def logged_metrics(batch: Batch, wanted: Sequence[str] | Literal["all"]) -> dict
 
 
 class Rollout:
-    """The ``rollout_func`` of an :data:`AprilGRPOTrainer`: draws prompts, generates, and gives TRL finished responses.
+    """The ``rollout_func`` of an :data:`AprilGRPOTrainer`: draws prompts, generates, and returns finished responses.
 
     Args:
         config: an :class:`april.Config`, a mapping of its settings, or the path of a YAML file. A mapping or a file may
@@ -82,8 +82,8 @@ class Rollout:
         settings: further settings, which override those of ``config``: ``rollout(over_sampling_batch_size=64)``.
 
     Raises:
-        ConfigError: the file cannot be read, or both a Config and ``settings`` are given. The settings are checked when
-            the trainer is made.
+        ConfigError: the file cannot be read, or both a Config and ``settings`` are given. The values of settings are
+            checked when the trainer is made.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Rollout:
         self.scheduler: Any = None
         """RolloutScheduler, or RankScheduler on several ranks, while the trainer trains or evaluates; else None."""
         self.ledger: dict[str, Ledger] = {}
-        """april's ledgers at the end of the last training; filled on rank 0 only."""
+        """april's counts of prompts and tokens (delivered, dropped, held) after the last training; on rank 0 only."""
         self._written: str | None = None
         self._forget()
 
@@ -109,11 +109,11 @@ class Rollout:
         self._batch: Batch | None = None
         """This rank's part of a delivered batch that TRL has not fetched yet."""
         self._evaluated: dict[str, list[Any]] = {}
-        """Columns of an evaluation for TRL to fetch; used with tools only."""
+        """Columns of an evaluation that TRL fetches next; used with tools only."""
         self._notes: list[Note] = []
-        """Notes of the rows that TRL is working on; empty without tools."""
+        """Messages, counts and rewards of the rows that TRL is working on; empty without tools."""
         self._masks: list[list[int]] = []
-        """Loss masks of the same rows: 1 where the policy wrote the token and it is not too old."""
+        """Loss masks of the same rows: 1 for tokens that the policy generated and that are not too old to train."""
         self._last_batch: Batch | None = None
         self._warned_of_rewards = False
         self._saved: dict[str, Any] | None = None
@@ -148,7 +148,7 @@ class Rollout:
     # ---------------------------------------------------------------- called by TRL
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
-        """Return ``prompt_ids``, ``completion_ids`` and ``logprobs`` by row. ConfigError for a plain GRPOTrainer."""
+        """Return ``prompt_ids``, ``completion_ids``, ``logprobs``. Raises ConfigError for a plain GRPOTrainer."""
         if not getattr(trainer, "trains_with_april", False):
             raise ConfigError(
                 "this rollout_func needs AprilGRPOTrainer (april.adapters.trl): a plain GRPOTrainer ignores the "
@@ -162,7 +162,7 @@ class Rollout:
         columns = _columns([s.prompt.token_ids.tolist() for s in batch.samples], batch.samples)
         self._masks = [s.loss_mask.tolist() for s in batch.samples]
         # with tools, TRL takes the masks from _tool_call_loop; without tools it takes them from this column
-        if not trainer.tools and (self._tools is not None or batch.metrics["masked_tokens"]):  # of all ranks
+        if not trainer.tools and (self._tools is not None or batch.metrics["masked_tokens"]):  # counted over all ranks
             columns["env_mask"] = self._masks
         return columns
 
@@ -200,13 +200,13 @@ class Rollout:
         return [passes.row_of(sample.prompt, note.prompt) for sample, note in pairs]
 
     def rows_to_evaluate(self, trainer: Any, inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the rows that TRL evaluates. With tools they are generated here, since environments change prompts."""
+        """Return the rows to evaluate. With tools, generates responses first, since environments change prompts."""
         if self._tools is None:
             return inputs
         scheduler = self._open(trainer)
         self._give_weights(trainer)
         responses = scheduler.evaluate(self._tools.evaluation(inputs), seed=trainer.args.seed).responses
-        self._notes = self._tools.evaluated()
+        self._notes = self._tools.evaluation_notes()
         first = trainer.accelerator.process_index * len(inputs)
         rows = [response.conversations[0] for (response,) in responses[first : first + len(inputs)]]
         self._masks = [row.loss_mask.tolist() for row in rows]
@@ -221,7 +221,7 @@ class Rollout:
         return [note.rewards for note in self._notes if note.rewards]
 
     def tool_rows(self, completion_ids: list[list[int]], logprobs: list[list[float]]) -> tuple[Any, ...]:
-        """Return the tuple that TRL's own ``_tool_call_loop`` would return for these rows."""
+        """Return what TRL's own ``_tool_call_loop`` would return for these rows."""
         return (
             self._masks,
             [note.messages for note in self._notes],
@@ -250,11 +250,11 @@ class Rollout:
         """Generate an evaluation response for each row with the current weights; training rollouts are not affected."""
         scheduler = self._open(trainer)
         self._give_weights(trainer)
-        ids, shown, _ = trainer._tokenize_prompts(prompts)
+        ids, images, _ = trainer._tokenize_prompts(prompts)
         first = trainer.accelerator.process_index * len(ids)
         asked: list[Any] = rows_of_all_ranks(trainer, ids)
         if column_of(trainer.train_dataset) is not None:
-            asked = evaluated(trainer, asked, [[] for _ in ids] if shown is None else shown)
+            asked = evaluation_prompts(trainer, asked, [[] for _ in ids] if images is None else images)
         rounds = scheduler.evaluate(asked, seed=trainer.args.seed).responses
         rounds = rounds[first : first + len(ids)]
         return _columns([list(row) for row in ids], [responses[0] for responses in rounds])
@@ -289,13 +289,13 @@ class Rollout:
         return scheduler
 
     def _functions(self, trainer: Any) -> dict[str, Any]:
-        """Return the scheduler's reward (always 0 if TRL alone scores) and, for tools, its rollout function."""
+        """Return the scheduler's reward function (always 0 if TRL alone scores) and, with tools, rollout function."""
         tools, found = self._tools, {}
         if tools is not None:
             found["rollout"] = tools.rollout
             if trainer.environment_factories:
                 return {**found, "reward": tools.reward_of}
-        ask = asking(trainer, (lambda response: None) if tools is None else tools.said_of)
+        ask = scorer_of(trainer, (lambda response: None) if tools is None else tools.said_of)
         if self.config.delivers_parts:
             return {**found, "reward": sample_reward(ask)}
         if self._filter is not None:
@@ -322,7 +322,7 @@ class Rollout:
     def _route(self, trainer: Any, scheduler: Any) -> dict[str, Any]:
         """Return the arguments of ``weight_update`` for the current weights; writes them if servers read files.
 
-        There are none for the embedded engine, which reads the model in place.
+        The embedded engine needs no arguments, since it reads the model in place.
         """
         if self._embedded:
             return {}
@@ -351,7 +351,7 @@ class Rollout:
         if scheduler is None:
             return
         try:
-            if self._is_main:  # only here, because rank 0 may close the scheduler before another rank could ask
+            if self._is_main:  # other ranks cannot ask, because rank 0 may have closed its scheduler already
                 self.ledger = scheduler.ledger()
         finally:
             scheduler.__exit__(kind, error, trace)
@@ -364,7 +364,7 @@ class Rollout:
 
         def state() -> dict[str, Any]:
             rollouts = scheduler.state_dict(trained_through=self._trained)
-            # after state_dict: every finished sample in that state has its note
+            # notes last, so that every finished sample in ``rollouts`` has its note
             return {"rollouts": rollouts, "notes": None if tools is None else tools.state()}
 
         checkpoint.write(folder, trainer, state)
@@ -404,7 +404,7 @@ def april_trainer(base: Any) -> Any:
     require_functions("trl", TESTED_VERSION, REQUIRED_FUNCTIONS, base)
 
     class AprilTrainer(base):  # type: ignore[misc]
-        """The base trainer with april's rollouts, given as ``rollout_func=april.adapters.trl.rollout(...)``."""
+        """The base trainer, which gets its rows from april through ``rollout_func=april.adapters.trl.rollout(...)``."""
 
         trains_with_april = True
         environment_factories: Any
@@ -451,7 +451,7 @@ def april_trainer(base: Any) -> Any:
 
         def _save_checkpoint(self, model: Any, trial: Any) -> None:
             folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-            self.rollout_func.save(self, folder)  # first, so that each complete checkpoint has april's state
+            self.rollout_func.save(self, folder)  # before TRL, so that each complete checkpoint has april's state
             super()._save_checkpoint(model, trial)
 
         def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

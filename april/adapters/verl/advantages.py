@@ -1,7 +1,7 @@
-"""Registers ``april_grpo`` in verl, an advantage estimator that compares a sample with its group's first finishers.
+"""Registers ``april_grpo`` in verl: an advantage estimator that compares a sample with the first finished of its group.
 
-verl gives estimators the rows of one batch only, with the column ``uid``. april's sampler therefore computes advantages
-itself, stores them here by rollout name, and writes that name into ``uid``. Both run in verl's driver process.
+verl gives estimators only the rows of one batch, with the column ``uid``. april's sampler therefore computes advantages
+itself, stores them here by rollout name, and writes that name into ``uid``. All of this runs in verl's driver process.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _given: dict[str, float] = {}
 
 
 def name_of(uid: str, rollout: int) -> str:
-    """Return the name of a rollout, which is the prefix of its keys in verl's queue."""
+    """Return the name of a rollout, with which its keys in verl's queue begin."""
     return f"{uid}_{rollout}"
 
 
-def leave(delivery: DeliveredRows, *, scaled: bool) -> None:
-    """Store advantages for the next call of :func:`april_grpo`; if ``scaled``, divided by the deviation as in GRPO."""
+def store_advantages(delivery: DeliveredRows, *, scaled: bool) -> None:
+    """Store advantages for :func:`april_grpo`, divided by the group's standard deviation if ``scaled`` is True."""
     values = delivery.batch.advantages("grpo" if scaled else "dr_grpo", ddof=1)
     _given.clear()
     _given.update(zip((name_of(*rollout) for rollout in delivery.rollouts), values.tolist(), strict=True))
@@ -38,7 +38,7 @@ def leave(delivery: DeliveredRows, *, scaled: bool) -> None:
 def april_grpo(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Sequence[str], **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return advantages and returns, float [B, T] each: a row's stored advantage on each of its tokens with loss.
+    """Return advantages and returns, float [B, T] each: a row's stored advantage at each token with loss, else 0.
 
     Raises RolloutError for a row that does not belong to the last delivered batch.
     """

@@ -106,7 +106,7 @@ class LLMCall:
 
 @dataclass(frozen=True, slots=True)
 class AgentLoopResult:
-    """Message that an agent loop has ended. Its trajectory is stored under ``keys``; the filter compares ``value``."""
+    """Message that an agent loop has ended. verl's queue has its trajectory under ``keys``; filters use ``value``."""
 
     reward: float | None
     value: float | None
@@ -134,7 +134,7 @@ class AgentLoopSession:
         self.given_up = False
         self._calls = calls
         self._answer: asyncio.Future[LLMResult | str] | None = None
-        self._left = False
+        self._left_a_call = False
 
     def provenance(self, prompt: int, response: int) -> tuple[list[list[Any]], int | None, int | None]:
         """Return spans [start, end, "incarnation.n"] of the response after ``prompt`` tokens, and its min and max n."""
@@ -144,12 +144,12 @@ class AgentLoopSession:
         return [[s, e, f"{i}.{n}"] for s, e, i, n in kept], min(steps, default=None), max(steps, default=None)
 
     async def generate(self, asked: LLMCall) -> LLMResult:
-        """Send a call to the scheduler and return the complete response, however many requests it took.
+        """Send a call to the scheduler and return the complete response, which may take several requests.
 
-        Raises SampleGivenUp if the sample was dropped, or continues without this agent loop; RolloutError if another
-        call is unfinished, or april rejects the conversation.
+        Raises SampleGivenUp if the sample was dropped or continues in another agent loop, and RolloutError if another
+        call is unfinished or april rejects the conversation.
         """
-        if self._left:
+        if self._left_a_call:
             raise RolloutError(GIVEN_UP)
         if self._answer is not None:
             raise RolloutError(
@@ -162,7 +162,7 @@ class AgentLoopSession:
         try:
             answer = await self._answer
         finally:
-            self._left = not self._answer.done() or self._answer.cancelled()
+            self._left_a_call = not self._answer.done() or self._answer.cancelled()
             self._answer = None
         self._raise_if_given_up()
         if isinstance(answer, str):
@@ -177,11 +177,11 @@ class AgentLoopSession:
 
     def require_complete(self) -> None:
         """Raise RolloutError if the agent loop returned while one of its calls was unfinished."""
-        if self._left or self._answer is not None:
+        if self._left_a_call or self._answer is not None:
             raise RolloutError(GIVEN_UP)
 
     def receive(self, answer: LLMResult | str | None) -> None:
-        """Complete the pending call with an answer or an error's text; None means that this agent loop must give up."""
+        """End the pending call with a result or an error's text; None means that this agent loop must give up."""
         self.given_up |= answer is None
         if self._answer is not None and not self._answer.done():
             self._answer.set_result("" if answer is None else answer)
@@ -191,7 +191,7 @@ CURRENT_SESSION: ContextVar[AgentLoopSession | None] = ContextVar("april_session
 """Session of the running agent loop; None if april did not start it, as in a validation."""
 
 Message = tuple[int, LLMCall | AgentLoopResult | tuple[str, str]]
-"""Message of a session: (number of the session, its call, end, or failure as (text, kind))."""
+"""(Session number, message of the agent loop): a call, its result at the end, or a failure as (text, kind)."""
 
 
 class WorkerCalls:
@@ -203,7 +203,7 @@ class WorkerCalls:
         self._posted = asyncio.Event()
 
     def begin(self, number: int, uid: str, index: int, stored: Sequence[str]) -> None:
-        """Create a session, which :meth:`run` will run."""
+        """Create the session that :meth:`run` needs."""
         self._sessions[number] = AgentLoopSession(self, number, uid, index, stored)
 
     def post(self, number: int, what: LLMCall | AgentLoopResult | tuple[str, str]) -> None:
@@ -246,12 +246,12 @@ class WorkerCalls:
         except (Exception, asyncio.CancelledError) as error:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
-                raise  # this task itself was cancelled, and not a task that it awaits
+                raise  # this task itself was cancelled, not a task that it awaits
             place = place_of(error)
             outcome = describe_with_place(error, place), kind_of(error, place)
             if not session.given_up:
                 where = session.index, session.uid
-                _failures.warn(error, "rollout %d of %s failed", *where, told=outcome[0], once=bool(outcome[1]))
+                _failures.warn(error, "rollout %d of %s failed", *where, text=outcome[0], once=bool(outcome[1]))
         finally:
             del self._sessions[number]
         if session.keys and (session.given_up or not isinstance(outcome, AgentLoopResult)):

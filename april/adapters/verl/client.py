@@ -45,7 +45,7 @@ async def ask_servers(client: LLMServerClient, asked: LLMCall, token_ids: list[i
 
 
 class AprilServerClient(FullyAsyncLLMServerClient):  # type: ignore[misc]
-    """verl's client, but agent loops that april runs get their responses from april's scheduler."""
+    """verl's client, except that agent loops that april runs get their responses from april's scheduler."""
 
     max_tokens: int
     placeholder_ids: Mapping[str, int]
@@ -53,7 +53,7 @@ class AprilServerClient(FullyAsyncLLMServerClient):  # type: ignore[misc]
 
     @classmethod
     def around(cls, client: Any, max_tokens: int) -> AprilServerClient:
-        """Make a copy of verl's client; ``max_tokens`` is the limit of calls that set none."""
+        """Make a copy of verl's client; ``max_tokens`` is the token limit of calls that set none."""
         new = cls.__new__(cls)
         new.__dict__.update(client.__dict__)
         new.__dict__.setdefault("_only_hybrid", False)
@@ -101,7 +101,7 @@ def placeholder_ids_of(processor: Any) -> dict[str, int]:
 def worker_class() -> Any:
     """Make the class of april's agent-loop worker.
 
-    It is a new class on each call so that Ray pickles it by value: its base, verl's class, cannot be found by name.
+    The class is made in a function so that Ray pickles it by value, since its base class cannot be imported by name.
     """
     base = undecorated_class(AgentLoopWorkerTQ)
 
@@ -136,10 +136,10 @@ def worker_class() -> Any:
             if trajectory["validate"]:
                 await super()._run_prompt(prompt, sampling_params, trajectory, trace)
                 return
-            self.llm_client.placeholder_ids = stands = placeholder_ids_of(self.processor)
+            self.llm_client.placeholder_ids = placeholders = placeholder_ids_of(self.processor)
             sampling = dict(sampling_params)
-            if stands and self.rollout_config.name in UNBANNED:
-                sampling["logit_bias"] = dict.fromkeys(map(str, stands.values()), NEVER)
+            if placeholders and self.rollout_config.name in UNBANNED:
+                sampling["logit_bias"] = dict.fromkeys(map(str, placeholders.values()), NEVER)
 
             async def agent_loop(session: AgentLoopSession) -> None:
                 await self._run_agent_loop(

@@ -22,7 +22,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
 from april.adapters.common.refusals import refuse, require_count
-from april.adapters.verl.advantages import leave, name_of
+from april.adapters.verl.advantages import name_of, store_advantages
 from april.adapters.verl.client import AprilServerClient, ask_servers, worker_class
 from april.adapters.verl.rollouts import STATE_FILE, DeliveredRows, VerlRollouts, servers_of
 from april.adapters.verl.settings import settings_of
@@ -32,15 +32,15 @@ from april.scheduler import RolloutScheduler
 
 log = logging.getLogger("april")
 
-AGENT_LOOPS = 1_000_000
+MAX_WORKER_CALLS = 1_000_000
 """Maximum number of concurrent calls to a worker: one for each validation and a few for training."""
 
 
 class Sampler(ReplayBufferAsync):  # type: ignore[misc]
-    """verl's sampler, but training batches come from april's scheduler, without polling verl's queue."""
+    """verl's sampler, except that training batches come from april's scheduler instead of polling verl's queue."""
 
     present: Sampler | None = None
-    """The only sampler of this process, since verl has one trainer per process."""
+    """The sampler of this process; there is only one, since verl has one trainer per process."""
     rollouts: VerlRollouts
     scheduler: RolloutScheduler | None = None
 
@@ -52,7 +52,7 @@ class Sampler(ReplayBufferAsync):  # type: ignore[misc]
         self.settings = settings_of(trainer.config)
         super().__init__(**kwargs)
         self.validations: list[tuple[list[str], list[Any]]] = []
-        """Uids of each running validation's prompts, with the pending calls to the workers."""
+        """For each running validation, the uids of its prompts and the pending calls to the workers."""
         Sampler.present = self
 
     def open(self, llm_client: Any, workers: Sequence[Any]) -> None:
@@ -69,7 +69,7 @@ class Sampler(ReplayBufferAsync):  # type: ignore[misc]
         self.scheduler = RolloutScheduler(settings.config, **self.rollouts.parts)
 
     async def _end_all(self) -> None:
-        """End all requests at verl's servers, and reject those in transit if a server can."""
+        """End all requests at verl's servers, and reject requests in transit if a server can."""
         await run_in_thread(self.trainer.checkpoint_manager.abort_replicas, reject_request=True)
 
     # ---------------------------------------------------------------- called by verl
@@ -92,7 +92,7 @@ class Sampler(ReplayBufferAsync):  # type: ignore[misc]
         batch = self._batch_of(partition_id, lambda key: _name_of(key) in names, delivery.settled, delivery.held)
         self._mask(batch, delivery)
         if self.settings.scaled is not None:
-            leave(delivery, scaled=self.settings.scaled)
+            store_advantages(delivery, scaled=self.settings.scaled)
             rows = tu.list_of_dict_to_tensordict([{"uid": _name_of(key)} for key in batch.keys])
             tq.kv_batch_put(keys=batch.keys, partition_id=partition_id, fields=rows)
         metrics = {f"april/{name}": value for name, value in delivery.metrics.items()}
@@ -103,11 +103,13 @@ class Sampler(ReplayBufferAsync):  # type: ignore[misc]
         self, partition_id: str, wanted: Callable[[str], bool], settled: Collection[str],
         held: Collection[str] | None = None,
     ) -> Any:  # fmt: skip
-        """Return the ``wanted`` trajectories of verl's queue. Remove ``settled`` prompts from it and, if ``held`` is
-        given, the other trajectories of prompts that are not held."""
+        """Return the ``wanted`` trajectories of verl's queue, and remove ``settled`` prompts from the queue.
+
+        If ``held`` is given, all other trajectories of prompts that are not ``held`` are removed too.
+        """
         labels = (tq.kv_list(partition_id) or {}).get(partition_id, {})
         rows = {k: t for k, t in labels.items() if not t.get("is_prompt", False) and wanted(k)}
-        gone = [*settled, *([] if held is None else [key for key in _not_of(held, labels) if key not in rows])]
+        gone = [*settled, *([] if held is None else [key for key in _keys_of_others(held, labels) if key not in rows])]
         if gone:
             tq.kv_clear(partition_id=partition_id, keys=gone)
         return KVBatchMeta(partition_id=partition_id, keys=list(rows), tags=list(rows.values()))
@@ -119,7 +121,7 @@ class Sampler(ReplayBufferAsync):  # type: ignore[misc]
             for key in (k for k in batch.keys if k.startswith(f"{uid}_{index}_")):
                 data = tq.kv_batch_get(keys=[key], partition_id="train", select_fields=["response_mask"])
                 response = data["response_mask"][0]
-                kept = torch.zeros_like(response)  # tokens that the agent loop added after its last call have no loss
+                kept = torch.zeros_like(response)  # 0 for tokens that the agent loop added after its last call
                 part = torch.as_tensor(mask[: len(response)], dtype=response.dtype)
                 kept[: len(part)] = response[: len(part)] * part
                 keys.append(key)
@@ -151,14 +153,13 @@ class Checkpoints(CheckpointCallback):  # type: ignore[misc]
 
 
 HELD = "held_by_april"
-"""Status in verl's queue of prompts that april continues. verl itself would restart prompts that are pending or
-running."""
-UNKNOWN = ("__rollout_n__", "__do_sample__")
-"""Columns by which a prompt asks for another number or kind of samples; april refuses both."""
+"""Status in verl's queue of prompts that april continues; verl would restart pending or running prompts."""
+REFUSED_COLUMNS = ("__rollout_n__", "__do_sample__")
+"""Columns of verl's data that change the number or kind of samples of a prompt; april refuses both."""
 
 
 class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
-    """verl's manager of agent loops, but training prompts go to april; validation prompts stay with verl."""
+    """verl's manager of agent loops, except that training prompts go to april; verl still runs validation prompts."""
 
     def __init__(
         self, config: Any, llm_client: Any, teacher_client: Any = None, reward_loop_worker_handles: Any = None
@@ -178,14 +179,14 @@ class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
         self._sampler = sampler
         client = AprilServerClient.around(llm_client, sampler.settings.max_tokens)
         super().__init__(config, client, teacher_client, reward_loop_worker_handles)
-        self.agent_loop_workers_class = ray.remote(max_concurrency=AGENT_LOOPS)(worker_class())
+        self.agent_loop_workers_class = ray.remote(max_concurrency=MAX_WORKER_CALLS)(worker_class())
 
     @classmethod
     def create(cls, *args: Any, **kwargs: Any) -> Any:
         """Create verl's manager and april's scheduler, and resume from a checkpoint if verl has loaded one."""
         manager = super().create(*args, **kwargs)
         manager._sampler.open(manager.llm_client, manager.agent_loop_workers)
-        manager.go_on()
+        manager.restore_april()
         return manager
 
     def generate_sequences(self, prompts: Any) -> None:
@@ -198,13 +199,13 @@ class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
             return
         refuse((column in prompts, f"the data have a column {column}",
                 "with april every prompt has rollout.n samples of one kind", "leave the column out")
-               for column in UNKNOWN)  # fmt: skip
+               for column in REFUSED_COLUMNS)  # fmt: skip
         rows = map(ray.put, prompts.chunk(len(prompts)))  # stored in Ray once for all samples of a prompt
         self._sampler.rollouts.prompts.offer(zip(prompts["uid"], rows, strict=True))
 
     # ---------------------------------------------------------------- after a restart
 
-    def go_on(self) -> None:
+    def restore_april(self) -> None:
         """Restore april's state from the loaded checkpoint. verl has loaded its queue but restarted no prompt yet."""
         trainer, scheduler, rollouts = self._sampler.trainer, self._sampler.scheduler, self._sampler.rollouts
         assert scheduler is not None
@@ -212,8 +213,8 @@ class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
         labels = (tq.kv_list("train") or {}).get("train", {})
         prompts = [key for key, tag in labels.items() if tag.get("is_prompt", False)]
         if folder is None or not (folder / STATE_FILE).is_file():
-            # remove trajectories left over from the batch on which the saved weights were trained
-            if orphans := _not_of(prompts, labels):
+            # these trajectories are left over from the batch on which the saved weights were trained
+            if orphans := _keys_of_others(prompts, labels):
                 tq.kv_clear(keys=orphans, partition_id="train")
             if folder is not None and prompts:
                 log.warning(
@@ -231,7 +232,7 @@ class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
         scheduler.load_state_dict(state)
         held = rollouts.restored(scheduler, self._rows, waiting)
         here = {*held, *waiting}
-        if gone := [*(uid for uid in prompts if uid not in here), *_not_of(held, labels)]:
+        if gone := [*(uid for uid in prompts if uid not in here), *_keys_of_others(held, labels)]:
             tq.kv_clear(keys=gone, partition_id="train")
         if here:
             _label(sorted(here), HELD, trainer.global_steps)
@@ -246,12 +247,12 @@ class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
 
 
 def _name_of(key: str) -> str:
-    """Return the part ``uid_rollout`` of a key ``uid_rollout_output``."""
+    """Return the rollout's name from a trajectory's key, which is ``name_output``."""
     return key.rpartition("_")[0]
 
 
-def _not_of(prompts: Collection[str], labels: Mapping[str, Any]) -> list[str]:
-    """Return the keys of trajectories that belong to none of these prompts."""
+def _keys_of_others(prompts: Collection[str], labels: Mapping[str, Any]) -> list[str]:
+    """Return the keys of trajectories in verl's queue (``labels``) that belong to none of these prompts."""
     return [k for k, tag in labels.items() if not tag.get("is_prompt", False) and k.split("_")[0] not in prompts]
 
 

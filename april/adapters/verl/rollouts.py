@@ -58,7 +58,7 @@ def servers_of(
 
 
 class VerlPrompts:
-    """Iterates over verl's prompts (uids, without tokens); ``fetch(count)`` makes verl :meth:`offer` that many more."""
+    """Iterates over verl's prompts, as uids without tokens; ``fetch(count)`` makes verl :meth:`offer` more of them."""
 
     resumes = True
     attachments = MEDIA_KINDS
@@ -68,7 +68,7 @@ class VerlPrompts:
         self.offered: deque[tuple[str, Any]] = deque()
         """Prompts that verl has submitted and april has not drawn, as (uid, verl's row)."""
         self.rows: dict[str, Any] = {}
-        """verl's rows, by uid, of prompts that are drawn but neither delivered nor dropped yet."""
+        """verl's row of each prompt, by uid, from the draw until the prompt is delivered or dropped."""
 
     def offer(self, rows: Iterable[tuple[str, Any]]) -> None:
         """Add (uid, row) pairs of prompts that verl has submitted."""
@@ -144,7 +144,7 @@ class _Worker:
 
 
 class _Session:
-    """The scheduler's side of one agent loop, which runs in a worker: forwards its calls and awaits its end."""
+    """The scheduler's side of one agent loop, which runs in a worker: answers its calls and awaits its end."""
 
     def __init__(self, number: int, uid: str, llm: LLM, servers: TrainerServers, worker: _Worker) -> None:
         self.number, self.uid, self.llm = number, uid, llm
@@ -170,7 +170,7 @@ class _Session:
         self._servers.requests[self.llm.sample_id] = asked
         try:
             completion = await self.llm.forward(asked.token_ids, asked.sampling, asked.attached)
-            answer: LLMResult | str = _done(completion)
+            answer: LLMResult | str = _llm_result(completion)
         except Exception as error:
             answer = describe(error)
         self._worker.answer(self.number, answer)
@@ -185,7 +185,7 @@ class _Session:
         self._servers.forget(self.llm.sample_id)
 
 
-def _done(completion: Completion) -> LLMResult:
+def _llm_result(completion: Completion) -> LLMResult:
     at = len(completion.conversation) - len(completion.tokens)
     changes = np.flatnonzero(np.any(np.diff(completion.versions, axis=0), axis=1)) + 1
     ends = [0, *changes.tolist(), len(completion.tokens)]
@@ -201,22 +201,22 @@ def _done(completion: Completion) -> LLMResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeliveredRows:
-    """Description of a batch of B samples; verl's queue holds the trajectories themselves."""
+    """Description of a delivered batch; verl's queue holds the trajectories themselves."""
 
     batch: Batch
     rollouts: tuple[Rollout, ...]
-    """Samples of the batch, group by group, the oldest completion first."""
+    """Samples of the batch, group by group, in the order in which groups were completed."""
     settled: tuple[str, ...]
     """Uids of prompts that have been delivered or dropped since the previous batch."""
     held: Collection[str]
-    """Uids of prompts whose agent loops have begun and that are neither delivered nor dropped."""
+    """Uids of prompts in progress: an agent loop has begun, and the prompt is neither delivered nor dropped."""
     metrics: dict[str, float]
     masked: dict[Rollout, Any]
-    """Loss masks, uint8 [T], of those responses in which april excludes generated tokens from the loss."""
+    """Loss masks, uint8 [T], of responses with generated tokens that april excludes from the loss; by sample."""
 
 
 class VerlRollouts:
-    """Supplies the scheduler's arguments and describes its batches; ``workers`` have the methods of WorkerCalls."""
+    """Provides the scheduler's arguments and describes its batches; ``workers`` have the methods of WorkerCalls."""
 
     def __init__(
         self, settings: RunSettings, servers: TrainerServers, fetch: Callable[[int], None], workers: Sequence[Any]
@@ -224,14 +224,14 @@ class VerlRollouts:
         self._settings, self._servers = settings, servers
         self.prompts = VerlPrompts(fetch)
         self._workers = [_Worker(calls) for calls in workers]
-        self._turn = itertools.count()
+        self._next_worker = itertools.cycle(self._workers)
         self._groups: dict[int, str] = {}
         """Uids by group number, of prompts whose agent loop has begun or that a checkpoint held."""
-        self._of_prompts: dict[str, _Worker] = {}
+        self._worker_of: dict[str, _Worker] = {}
         """Worker of each prompt, by uid."""
         self._numbers = itertools.count()
         self.stored: dict[Rollout, Sequence[str]] = {}
-        """Keys of the trajectories in verl's queue, by rollout."""
+        """Keys under which a sample's trajectory is in verl's queue, by sample."""
         self.deliveries = Deliveries()
 
     @property
@@ -247,9 +247,9 @@ class VerlRollouts:
     async def rollout(self, prompt: Prompt, llm: LLM) -> AgentLoopResult:
         """Run the agent loop of a sample in one of verl's workers; this is the scheduler's rollout function."""
         uid = self._groups[llm.sample_id.group] = str(prompt.data["uid"])
-        if uid not in self._of_prompts:
-            self._of_prompts[uid] = self._workers[next(self._turn) % len(self._workers)]
-        worker, rollout = self._of_prompts[uid], (uid, llm.sample_id.index)
+        if uid not in self._worker_of:
+            self._worker_of[uid] = next(self._next_worker)
+        worker, rollout = self._worker_of[uid], (uid, llm.sample_id.index)
         session = _Session(next(self._numbers), uid, llm, self._servers, worker)
         worker.begin(session, self.prompts.rows[uid], self.stored.pop(rollout, ()))
         try:
@@ -281,7 +281,7 @@ class VerlRollouts:
     # ---------------------------------------------------------------- batches
 
     def delivered(self, batch: Batch, scheduler: Any) -> DeliveredRows:
-        """Describe a batch for verl, and forget the prompts that were delivered or dropped with it."""
+        """Describe a batch for verl, and forget the prompts that were delivered or dropped since the last one."""
         rollouts = [(str(s.prompt.data["uid"]), s.id.index) for s in batch.samples]
         pairs = zip(batch.samples, rollouts, strict=True)
         masked = {rollout: sample.loss_mask for sample, rollout in pairs if is_masked(sample)}
@@ -289,7 +289,7 @@ class VerlRollouts:
         settled = tuple(uid for group, uid in self._groups.items() if group not in present)
         self._groups = {group: uid for group, uid in self._groups.items() if group in present}
         for uid in settled:
-            self._of_prompts.pop(uid, None)
+            self._worker_of.pop(uid, None)
             self.prompts.rows.pop(uid, None)
         held = set(self._groups.values())
         self.stored = {rollout: keys for rollout, keys in self.stored.items() if rollout[0] in held}
@@ -312,8 +312,8 @@ class VerlRollouts:
     def read(self, folder: Path, stored: Mapping[str, Mapping[int, Sequence[str]]]) -> tuple[dict[str, Any], list[str]]:
         """Return the scheduler's saved state, and the uids of prompts that were offered but not drawn.
 
-        ``stored`` holds the keys of verl's trajectories, by prompt and sample. verl saves them shortly before april's
-        state. A sample that finished in between runs again, and its calls get the recorded responses.
+        ``stored`` holds the keys of verl's trajectories, by prompt and sample. verl saves trajectories shortly before
+        april's state. A sample that finished in between runs again, and its calls get the recorded responses.
 
         Raises CheckpointError if the state is damaged or belongs to another checkpoint.
         """

@@ -1,4 +1,4 @@
-"""Checks that the installed verl fits, and turns verl's configuration into april's."""
+"""Checks that the installed verl fits april's adapter, and converts verl's configuration to april's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from april.adapters.common import installed_trainer as seams
+from april.adapters.common import installed_trainer
 from april.adapters.common.refusals import Refusal, distorting, greedy, own_settings, refuse
 from april.config.settings import Config
 from april.engines.protocol import ROUTED_EXPERTS
@@ -52,26 +52,26 @@ DECIDED = {
     "max_chains": "rows, one per sample,",
 }
 ESTIMATOR = "april_grpo"
-"""Value of algorithm.adv_estimator that selects april's own estimator."""
+"""Value of algorithm.adv_estimator that selects april's advantage estimator."""
 WITHOUT_GROUPS = ("gae", "reinforce_plus_plus")
 """Estimators of verl that compute a row's advantage from that row alone."""
 UNBANNED = ("sglang",)
 """``rollout.name`` of servers that generate placeholder ids of images unless a logit bias prevents it."""
 RAY_CALLS = 960
-"""Maximum number of concurrent requests to a Ray actor of verl: 1,000 calls, less some calls for aborts and weights."""
+"""Maximum number of concurrent requests to a Ray actor of verl; Ray allows 1,000 calls, aborts and others included."""
 ABORT_DEADLINE_S = 2.0
-"""Seconds to wait for aborted requests. Short, since tokens that arrive later are still used."""
+"""Seconds to wait for aborted requests; short, because tokens that arrive later are still used."""
 
 
 def require_verl() -> None:
     """Raise ConfigError if verl is missing or unsupported, or a function that april needs has other parameters."""
-    seams.import_trainer("verl", "april.adapters.verl needs verl", TESTED_VERSION)
-    version = seams.version_of("verl")
+    installed_trainer.import_trainer("verl", "april.adapters.verl needs verl", TESTED_VERSION)
+    version = installed_trainer.version_of("verl")
     numbers = tuple(int(part) if part.isdecimal() else -1 for part in version.split(".")[:3])
     fitting = f"april.adapters.verl needs verl {TESTED_VERSION} or a later 0.9.x"
     wrong = not OLDEST <= numbers < TOO_NEW
     refuse([(wrong, f"verl {version} is installed", fitting, f"pip install verl=={TESTED_VERSION}")])
-    seams.require_functions("verl", TESTED_VERSION, REQUIRED_FUNCTIONS)
+    installed_trainer.require_functions("verl", TESTED_VERSION, REQUIRED_FUNCTIONS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ def settings_of(config: Any) -> RunSettings:
     april = Config(
         rollout_batch_size=n,
         n_samples_per_prompt=samples,
-        max_response_len=context - 1,  # bounds a conversation, less one prompt token; each call has its own limit
+        max_response_len=context - 1,  # for a conversation without its first token; each call has its own limit
         max_chains=1,  # verl has one row per sample
         sampling={"temperature": select(config, f"{rollout}.temperature", 1.0)},
         extras=(ROUTED_EXPERTS,) if select(config, f"{rollout}.enable_rollout_routing_replay", False) else (),
@@ -207,7 +207,7 @@ def _filter_metric(config: Any) -> str | None:
 
 
 def _scored_later(config: Any) -> bool:
-    """Return True if a reward model shares the training GPUs, so that it can score complete batches only."""
+    """Return True if a reward model shares the training GPUs, so that only complete batches can be scored."""
     model = "reward.reward_model"
     return bool(select(config, f"{model}.enable", False)) and not select(config, f"{model}.enable_resource_pool", False)
 

@@ -1,4 +1,4 @@
-"""Reads adapter (LoRA) directories and says why a server must not be asked to load one.
+"""Checks an adapter (LoRA) directory before a server is asked to load it, and says what does not fit.
 
 Invariant: only the settings and the headers of files are read, never a tensor.
 """
@@ -19,7 +19,7 @@ from april.text.server_text import clean
 TENSORS = "adapter_model.safetensors"
 MOST_HEADER_BYTES = 64 << 20
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
+_PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 """PEFT initialisations that leave the base model unchanged. Others, such as PiSSA, change it."""
 _CHANGES: dict[str, str] = {
     "use_dora": "DoRA",
@@ -57,16 +57,15 @@ class Adapter:
 
 
 def why_unservable(settings: Mapping[str, Any], *, scales: bool) -> str | None:
-    """Return why a server would not compute what PEFT computes with these adapter settings; None if it would.
+    """Return why a server's results would differ from PEFT's with these adapter settings; None if they would agree.
 
-    Args:
-        scales: Whether the server supports scales and ranks per layer.
+    ``scales`` means that the server supports the settings in ``_SCALES``.
     """
     kind = settings.get("peft_type")
     if str(getattr(kind, "value", kind)) != "LORA":
         return f"it is of the kind {clean(getattr(kind, 'value', kind))}, but servers only accept LoRA"
     start = settings.get("init_lora_weights")
-    if isinstance(start, str) and start.lower() not in _PLAIN_STARTS:
+    if isinstance(start, str) and start.lower() not in _PLAIN_INITS:
         return (
             f"it began with init_lora_weights={clean(start)}, which changes the base weights, and servers do not have "
             "the changed ones"
@@ -103,7 +102,7 @@ def why_refused(path: str, site: AdapterSite | None) -> str | None:
 
 
 class _Unreadable(Exception):
-    """Raised for an unreadable adapter directory; its message is a clause for the end of a longer error message."""
+    """Raised for an unreadable adapter directory; its message becomes the end of a longer error message."""
 
 
 def _read(where: Path) -> Adapter:
@@ -122,28 +121,28 @@ def _read(where: Path) -> Adapter:
 def header_of(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return {name: (dtype, shape)} from the header of a safetensors file.
 
-    Raises OSError if it cannot be read, and ValueError if it is not a complete safetensors file.
+    Raises OSError if the file cannot be read, and ValueError if it is not a complete safetensors file.
     """
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if not 0 < length <= MOST_HEADER_BYTES:
             raise ValueError("the header of safetensors is missing")
-        told = read_json(opened.read(length))
-        if not isinstance(told, dict):
+        header = read_json(opened.read(length))
+        if not isinstance(header, dict):
             raise ValueError("the header of safetensors is not a mapping")
-        rest = max((t["data_offsets"][1] for n, t in told.items() if n != "__metadata__"), default=0)
+        rest = max((t["data_offsets"][1] for n, t in header.items() if n != "__metadata__"), default=0)
         if opened.seek(0, 2) < 8 + length + rest:
             raise ValueError("the file is truncated")
-    return {n: (str(t["dtype"]), tuple(t["shape"])) for n, t in told.items() if n != "__metadata__"}
+    return {n: (str(t["dtype"]), tuple(t["shape"])) for n, t in header.items() if n != "__metadata__"}
 
 
 def base_shapes(root: object) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model's matrices, indexed by layer name; empty if its directory is not on this machine."""
+    """Return the shapes of a model's matrices by layer name; empty if its directory ``root`` is not on this machine."""
     found: dict[str, tuple[int, ...]] = {}
     try:
         for file in sorted(Path(str(root)).glob("*.safetensors")):
             for name, (kind, shape) in header_of(file).items():
-                if kind in _FLOATS and len(shape) == 2:  # packed weights have other shapes than their matrices
+                if kind in _FLOATS and len(shape) == 2:  # quantized weights are packed integers of other shapes
                     found[name.removesuffix(".weight")] = shape
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
@@ -154,10 +153,7 @@ _PART = re.compile(r"^(?:base_model\.model\.)?(?P<layer>.+)\.lora_(?P<part>A|B)(
 
 
 def _why_of_another_base(shapes: Mapping[str, tuple[int, ...]], base: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Return which tensor does not fit the base model; None if all fit.
-
-    Checked here because servers silently accept tensors that are too small.
-    """
+    """Return which tensor does not fit the base model, as servers silently accept too small ones; None if all fit."""
     for name, shape in shapes.items():
         found = _PART.match(name)
         if found is None or found["layer"] not in base or len(shape) != 2:

@@ -173,7 +173,7 @@ class HttpClient:
             raise WireError(f"{self.url}{route} answered with invalid JSON: {error}") from None
 
     async def post(self, route: str, body: bytes, headers: Mapping[str, str] = NO_HEADERS) -> ResponseBytes:
-        """POST JSON and return the streamed response; the caller closes it. Raises EngineError unless it is a 200."""
+        """POST JSON and return the streamed response, which the caller closes. Raises EngineError unless status 200."""
         task = asyncio.current_task()
         assert task is not None
         self._callers.add(task)
@@ -278,7 +278,7 @@ class HttpClient:
         return self._session
 
     async def _read(self, response: aiohttp.ClientResponse, limit: int, route: str) -> bytes:
-        """Return the body if it has at most ``limit`` bytes. Error texts are cut at the limit, without API keys."""
+        """Return the body; raise if it has more than ``limit`` bytes. Error texts are cut there, without API keys."""
         length = response.content_length
         if response.status == 200 and length is not None and length > limit:
             raise self._too_large(route, limit)
@@ -350,7 +350,7 @@ class ResponseBytes:
         return self._response.content.exception() is not None
 
     async def read(self) -> bytes:
-        """Return the bytes that have arrived, at least one, or nothing at the end. Raises EngineUnreachable."""
+        """Wait for bytes and return those that have arrived; empty at the end. Raises EngineUnreachable."""
         if self._client._closed:
             raise self._client._closed_early()
         self.reading = not self._stopped
@@ -426,7 +426,7 @@ def _date(text: str) -> datetime | None:
 
 
 Confirms = Callable[[Any], bool]
-"""Returns whether the JSON value of a response confirms that the server has done what was asked."""
+"""Function that returns whether the JSON value of a response confirms that the server has done what was asked."""
 
 
 def json_value(reply: Reply) -> Any:
@@ -484,7 +484,7 @@ async def control(
 
 
 async def weight_version(client: HttpClient, route: str) -> str:
-    """Return the label of the weights that a GET route shows. Raises EngineError if it shows none."""
+    """Return the label of the server's weights, as a GET route shows it. Raises EngineError if it shows none."""
     said = await client.json("GET", route, retry=True)
     label = said.get("weight_version") if isinstance(said, dict) else None
     if isinstance(label, str):

@@ -1,4 +1,4 @@
-"""Names and tracks the adapters (LoRA) that april has loaded into a server, one of which is the present version.
+"""Names and tracks the adapters (LoRA) that april has loaded into a server; one of them serves new requests.
 
 Invariant: no name is used twice, even after a failure, because servers use the name to look up cached keys and values
 and to read an adapter from disk again. So the adapter name in a request tells the policy version of its tokens.
@@ -42,7 +42,7 @@ class LoadedAdapter:
 async def unload_adapter(
     client: HttpClient, route: str, adapter: LoadedAdapter, is_gone: Callable[[Reply], Awaitable[bool]]
 ) -> bool:
-    """Unload an adapter; if by the answer the server may still have it, log a warning and return False."""
+    """Unload an adapter. If ``is_gone`` says that the server may still have it, log a warning and return False."""
     try:
         reply = await client.call("POST", route, {"lora_name": adapter.name}, timeout_s=UNLOAD_S, retry=True)
         if await is_gone(reply):
@@ -97,7 +97,7 @@ class LoadedAdapters:
         return self.present.name
 
     def unused(self, inside: Collection[str]) -> list[LoadedAdapter]:
-        """Return the adapters that neither the present version nor any attempt in ``inside`` (not yet ended) uses."""
+        """Return the adapters that neither the present version nor a running attempt (in ``inside``) uses."""
         self._sent = {attempt: adapter for attempt, adapter in self._sent.items() if attempt in inside}
         used = {adapter.name for adapter in self._sent.values()}
         return [adapter for adapter in self._others.values() if adapter.name not in used]
@@ -111,7 +111,7 @@ class LoadedAdapters:
         self._others.pop(adapter.name, None)
 
     def paths(self, inside: Collection[str]) -> frozenset[str]:
-        """Return the directories that the server may have to read again."""
+        """Return the directories of the adapters in use, which the server may have to read again."""
         unused = {adapter.name for adapter in self.unused(inside)}
         kept = [a.path for a in self._others.values() if a.name not in unused]
         return frozenset([*kept, *(() if self.present is None else (self.present.path,))])

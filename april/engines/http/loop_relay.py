@@ -28,10 +28,7 @@ async def result_from(there: asyncio.AbstractEventLoop, work: Coroutine[Any, Any
 
 
 async def _stopped(there: asyncio.AbstractEventLoop) -> bool:
-    """Return whether the loop ``there`` has stopped.
-
-    If it has, first let the present loop run all callbacks that code on ``there`` has queued here.
-    """
+    """Return whether the loop ``there`` has stopped; if so, first run the callbacks that it has queued on this loop."""
     if there.is_running():
         return False
     await asyncio.sleep(0)  # continues after all callbacks that are queued now
@@ -41,8 +38,8 @@ async def _stopped(there: asyncio.AbstractEventLoop) -> bool:
 class LoopRelay:
     """Iterates on the present event loop over the generator ``make()``, which runs on the event loop ``there``.
 
-    The generator starts at once, and the relay must be closed. An error in it is raised after its last item;
-    RuntimeError is raised if ``there`` was stopped.
+    The generator starts at once, and the relay must be closed. An error in the generator is raised after its last item,
+    and RuntimeError if ``there`` was stopped.
     """
 
     def __init__(self, there: asyncio.AbstractEventLoop, make: Callable[[], AsyncGenerator[Any, None]]) -> None:
@@ -71,7 +68,7 @@ class LoopRelay:
         raise StopAsyncIteration
 
     async def close(self) -> None:
-        """Cancel the generator if it is running, and wait until it ends; a stopped loop is not waited for."""
+        """Cancel the generator if it is running, and wait until it ends or its loop has stopped."""
         if self._ended:
             return
         with contextlib.suppress(RuntimeError):  # the other loop is closed

@@ -15,7 +15,7 @@ import numpy as np
 
 from april.core.attachments import NO_EXTRAS, Extras, wrong_rows
 from april.core.versions import PolicyVersion
-from april.engines.http.weight_labels import ReadingLabels, Span, foreign_weights, require_covering
+from april.engines.http.weight_labels import ReadingLabels, Span, foreign_weights, spans_cover
 from april.engines.http.wire import NotJson, failure_said, float32_array, int32_array, read_with
 from april.engines.protocol import Chunk, EngineFinish, Int32, Request
 from april.errors import EngineError, WireError
@@ -31,9 +31,9 @@ class ResponseEnd(msgspec.Struct, gc=False):
     reason: EngineFinish | EngineError
     stopped_at: int | str | None = None
     spans: Sequence[Span] | None = None
-    """Weight labels of all tokens; None if the server sent none, so that the part's own label holds for its tokens."""
+    """Weight labels of all tokens of the response; if None, each part's own ``label`` holds for its tokens."""
     extras: Extras = NO_EXTRAS
-    """Rows for the tokens of the conversation, starting with row ``extras_from``."""
+    """Rows per token, such as routed experts, from row ``extras_from`` of the conversation on."""
     extras_from: int = 0
 
 
@@ -71,7 +71,7 @@ class Parser(Generic[E]):
     def piece(self, event: E, payload: bytes, had: int) -> ResponsePart:
         """Return the content of one event. ``payload`` is its raw JSON, ``had`` the number of tokens before it.
 
-        Raises WireError for an event that cannot be right, or the error that the server reports in it.
+        Raises WireError for an invalid event, or the error that the server reports in it.
         """
         raise NotImplementedError
 
@@ -91,7 +91,7 @@ class ReadProgress(StrEnum):
     ENDED = "ended"
     """The server has given the finish reason."""
     DONE = "done"
-    """The server has given the finish reason, and marked the end of the stream."""
+    """The server has given the finish reason and sent [DONE], the end mark of the stream."""
     WRONG = "wrong"
     """Reading has stopped at an error, which is in ``failure``."""
 
@@ -101,7 +101,7 @@ OTHER_PROCESSOR = (
     "does the server's processor split images as the one here does (same files, min_pixels and max_pixels), and does "
     "the prompt have the tokens that its model expects around an image?"
 )
-"""Hint that ends the error message when the server has expanded a prompt to other token ids than april."""
+"""Hint at the end of errors about a prompt with images that the server has expanded to other token ids than april."""
 
 
 def require_prompt(parser: Parser[Any], sent: Int32, said: Sequence[int]) -> None:
@@ -140,13 +140,13 @@ class ResponseReader:
         self._extras: Extras = NO_EXTRAS
         self._version = self._guess = version
         self._sure_tokens: int | None = None
-        """Number of tokens made before the weights changed during this request; None if they have not changed. Later
-        tokens are marked as ``_guess`` until the last event names their spans."""
+        """Number of tokens made before the first weight change during this request; None if there was none. Later
+        tokens count as made by version ``_guess``, until the last event names the versions of all tokens."""
         self._runs: list[tuple[list[int], list[float], PolicyVersion]] = []
         """Tokens that were made before the latest weight change and not handed over yet: (ids, log-probabilities,
         version that is assumed for them)."""
         self._versions: list[tuple[PolicyVersion, int]] | None = None
-        """Versions of all tokens with their counts, from the last event; None if the weights did not change."""
+        """Versions of all tokens, as (version, number of tokens), from the last event; None without a weight change."""
         self.labels = labels
         self._label = labels.of(version) if labels is not None else ""
         self._prompt_tokens = prompt_tokens
@@ -154,7 +154,7 @@ class ResponseReader:
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._last: list[tuple[list[int], list[float], PolicyVersion]] = []
-        # tokens under another label than at submission: only the spans at the end tell which version made them
+        # tokens with another label than at submission; only the spans at the end tell which version made them
         self._held_ids: list[int] = []
         self._held_logprobs: list[float] = []
         self.progress = ReadProgress.TOKENS
@@ -186,10 +186,7 @@ class ResponseReader:
             self.fail(error)
 
     def set_version(self, version: PolicyVersion) -> None:
-        """Assume ``version`` for all tokens that follow, because the paused server got new weights.
-
-        The assumption holds until the last event names the spans.
-        """
+        """Assume ``version`` for later tokens until the last event names the true ones: a paused server got weights."""
         if version != self._guess:
             if self._ids:
                 self._runs.append((self._ids, self._logprobs, self._guess))
@@ -200,8 +197,8 @@ class ResponseReader:
     def take(self, *, last: bool = False) -> list[Chunk]:
         """Return the chunks read since the last call; ``last`` means that nothing more arrives.
 
-        The last chunk then carries the finish reason. Until then, tokens that arrived with the finish reason are kept
-        back, because a later event can still prove it wrong.
+        Then the last chunk carries the finish reason. Without ``last``, tokens that arrived with the finish reason are
+        kept back, because the server's token count in a later event may still contradict them.
         """
         chunks: list[Chunk] = []
         runs, self._runs = self._runs, []
@@ -232,7 +229,7 @@ class ResponseReader:
     # ---------------------------------------------------------------- inside
 
     def _chunk(self, ids: list[int], logprobs: list[float], version: PolicyVersion, *, ends: bool) -> Chunk:
-        """Return the chunk of one run of tokens; the last one of the response (``ends``) carries its end."""
+        """Return the chunk of one run of tokens; ``ends`` means that it is the response's last and carries its end."""
         tokens, scored = int32_array(ids), float32_array(logprobs)
         sure = self._sure_tokens is None or version == self._version or not ids
         if not ends:
@@ -249,7 +246,7 @@ class ResponseReader:
                 events: list[Any] = read_with(self._parser.list_decoder, b"[%b]" % b",".join(payloads))
             except NotJson:
                 events = []
-            if len(events) == len(payloads):  # one broken payload may parse as two values, or as half of one
+            if len(events) == len(payloads):  # a broken payload may have parsed as two values, or as half of one
                 return events
         return map(self._decode, payloads)
 
@@ -324,9 +321,9 @@ class ResponseReader:
         self.finish, self._stopped_at, self.progress = end.reason, end.stopped_at, ReadProgress.ENDED
 
     def _rows(self, request: Request, end: ResponseEnd, total: int) -> Extras:
-        """Return the requested rows out of those that the server sent.
+        """Return the requested extras (rows per token), out of the rows that the server sent.
 
-        Empty for a preempted request that the server aborted without rows: its tokens are generated again.
+        Empty if the server aborted a preempted request without rows, because its tokens are generated again.
         """
         if not end.extras and end.reason is EngineFinish.ABORT:
             return NO_EXTRAS
@@ -340,7 +337,7 @@ class ResponseReader:
     def _add_spans(self, labels: ReadingLabels, spans: Sequence[Span], ids: list[int], logprobs: list[float]) -> None:
         """Split the last tokens by ``spans``. Tokens handed over earlier must have the version at submission."""
         had, total = self.count, self.count + len(ids)
-        if not require_covering(spans, total):
+        if not spans_cover(spans, total):
             raise self._parser.wrong(f"has version spans that do not cover its {total} tokens without gaps")
         for span in spans:
             known = span.version == self._label
@@ -354,9 +351,9 @@ class ResponseReader:
     def _set_all_versions(self, labels: ReadingLabels, spans: Sequence[Span], total: int) -> None:
         """Set the versions of all tokens of a response during which the weights changed.
 
-        Raises EngineError if a token that was handed over as sure has another version.
+        Raises EngineError if a token from before the first change was made by other weights than those at submission.
         """
-        if not require_covering(spans, total):
+        if not spans_cover(spans, total):
             raise self._parser.wrong(f"has version spans that do not cover its {total} tokens without gaps")
         self._versions = []
         for span in spans:

@@ -1,9 +1,9 @@
 """Streams one request to a server: waits for admission, sends it, and turns its response into chunks.
 
-Parsing many one-token events together is much cheaper than one at a time. So the caller may let pieces of the response
-pile up here and parse them together; whatever has arrived can be taken at any time.
+Parsing many one-token events together is much cheaper than one at a time. So pieces of the response collect here
+unparsed until the caller takes them, which it may do at any time.
 
-Invariant: tokens that need a confirmation of the server's weights are handed over only after that confirmation.
+Invariant: if the server must first confirm which weights it has, no token is handed over before that confirmation.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class EventSplitter:
         self._pieces: list[bytes] = []
         self._size = 0
         self._data: list[bytes] = []
-        self._lines = 0
-        """Number of bytes in the lines of ``_data``."""
+        self._data_bytes = 0
+        """Number of bytes of the lines in ``_data``."""
         self._first = True
 
     def feed(self, piece: bytes) -> list[bytes]:
@@ -66,12 +66,12 @@ class EventSplitter:
             line = raw.removesuffix(b"\r")
             if line.startswith(b"data:"):
                 self._data.append(line[5:].removeprefix(b" "))
-                self._lines += len(line)
-                self._require_room(self._lines)
+                self._data_bytes += len(line)
+                self._require_room(self._data_bytes)
             elif not line:
                 if self._data:
                     events.append(b"\n".join(self._data) if len(self._data) > 1 else self._data[0])
-                    self._data, self._lines = [], 0
+                    self._data, self._data_bytes = [], 0
             elif not (line.startswith(b":") or line.split(b":", 1)[0] in (b"event", b"id", b"retry")):
                 raise WireError(f"the stream has a line that is not a server-sent event ({len(line)} bytes)")
         return events
@@ -139,7 +139,7 @@ class StreamState(StrEnum):
     """The caller has closed the stream."""
 
 
-# module names are faster than enum attributes, and these are read for every piece
+# module-level names are faster than enum attributes, and these are read for every piece of a response
 _HELD, _READING = StreamState.HELD, StreamState.READING
 _OVER = frozenset({StreamState.ENDED, StreamState.FAILED, StreamState.CLOSED})
 
@@ -156,16 +156,16 @@ class GenerateRoute:
     the attachments to send. Raises EngineError for a request that must not be sent."""
     abort_means: AbortMeans
     marks_end: bool
-    """True if a stream is complete only with its end mark; the finish reason alone does not suffice, because the server
-    sends its token count after it."""
+    """True if a stream is complete only with its end mark ([DONE]), because the server sends its token count between
+    the finish reason and the mark."""
     confirmation: Confirmation | None = None
-    """Confirms which weights the server has; needed if a response does not name them before it ends."""
+    """Check that the server has the right weights, if its responses do not say this from the start; else None."""
     paused_by_others: Callable[[], Awaitable[bool]] | None = None
-    """Returns whether the server's owner has paused it; called when the server ends a request on its own."""
+    """Function that returns whether somebody else has paused the server; called if the server ends a request."""
     attachments: SentAttachments = field(default_factory=SentAttachments)
     """Record of the attachments that the server has received."""
     routing_key: RoutingKey = "off"
-    """Which requests share a routing key, so that a router in front of the servers sends them to the same server."""
+    """Value of the setting ``routing_key``, which says which requests a router should send to the same server."""
     open_streams: dict[str, ResponseStream] = field(default_factory=dict)
     """Streams that were admitted and have not ended, by attempt id."""
 
@@ -181,7 +181,7 @@ class GenerateRoute:
             stream.set_version(version)
 
     def recall_unstarted(self) -> None:
-        """Recall all requests without tokens, because the server is paused; they wait for admission again."""
+        """Take back all requests without tokens, because the server is paused; they wait for admission again."""
         for stream in list(self.open_streams.values()):
             stream.recall()
 
@@ -336,7 +336,7 @@ class ResponseStream(BufferedStream):
     async def _post(self, urls: Urls) -> bool:
         """Send the request with the attachments in ``urls``; False if it has already ended."""
         endpoint, request = self._endpoint, self._request
-        # stream a request with attachments: its first event shows that they have arrived; other requests wait for that
+        # stream if attachments are sent: other requests wait for their arrival, and the first event shows it
         self._streamed = self._streamed or (bool(urls) and endpoint.attachments.by_name)
         self._reader, body = endpoint.prepare(request, self._streamed, urls)
         if self._closing:
@@ -380,9 +380,9 @@ class ResponseStream(BufferedStream):
         return reader
 
     async def _end_request(self, error: EngineError | None) -> None:
-        """End the request: its response is complete, ``error`` has broken it off, or it was never sent.
+        """Read the rest of the response and end the stream, or let the request wait for admission again.
 
-        Tokens that came before the error are kept; so is a finish reason, if nothing had to follow it.
+        Tokens that came before ``error`` are kept, and so is a finish reason, unless the end mark had to follow it.
         """
         reader = self._reader
         if reader is None:
@@ -428,15 +428,14 @@ class ResponseStream(BufferedStream):
         return self._recalled or (self._abort_wanted and self._endpoint.abort_means is AbortMeans.CLOSE)
 
     async def _is_taken_back(self, reader: ResponseReader) -> bool:
-        """Return whether the request must wait for admission again: it has no token, and the owner paused the
-        server."""
-        stands_still = self._endpoint.paused_by_others
+        """Return whether the request must wait for admission again: it has no token, and the server is paused."""
+        is_paused = self._endpoint.paused_by_others
         if self._recalled:
-            return not reader.count  # its tokens would come from weights that april does not know
-        if stands_still is None or self._abort_wanted:
+            return not reader.count  # a request that has tokens ends here with these instead of being sent again
+        if is_paused is None or self._abort_wanted:
             return False
         by_others = reader.finish is EngineFinish.ABORT or reader.failure is not None
-        return by_others and await stands_still() and not (reader.count or self._abort_wanted)
+        return by_others and await is_paused() and not (reader.count or self._abort_wanted)
 
     async def _confirm(self, chunks: list[Chunk], then: StreamState | None = None) -> None:
         """Hand chunks over; the first tokens wait until the server has confirmed its weights."""
@@ -468,7 +467,7 @@ class ResponseStream(BufferedStream):
         self.state = state
 
     def _release(self) -> None:
-        """Release the connection and the place in admission."""
+        """Release the connection, and tell the admission that the request has ended."""
         body, self._body = self._body, None
         if body is not None:
             body.close()

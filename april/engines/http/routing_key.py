@@ -13,16 +13,16 @@ from april.engines.protocol import Request
 
 HEADERS = (
     "X-SMG-Routing-Key",  # sglang-router and its successor smg
-    "X-Session-ID",  # vllm-router; the routers of production-stack and llm-d when told so
+    "X-Session-ID",  # vllm-router; the routers of production-stack and llm-d if configured
     "X-Dynamo-Session-ID",  # Dynamo
 )
 
 
 def routing_headers(request: Request, by: RoutingKey) -> dict[str, str]:
-    """Return the headers with the key of the request's sample or group; none with ``off``, or without a sample.
+    """Return the headers with the key of the request's sample or group; empty with ``off``, or without a sample.
 
-    The key is a hash of the numbers of the group and the sample, so it holds nothing of the prompt, and a run that is
-    restarted sends the same one.
+    The key is a hash of the numbers of the group and the sample, so it holds nothing of the prompt, and a restarted run
+    sends the same key.
     """
     if by == "off" or request.sample_key is None:
         return {}

@@ -1,7 +1,7 @@
 """Sends attachments to a server: their bytes once, then only their digests if the server keeps them.
 
-Invariant: an attachment is sent by digest alone only to a server that has received its bytes. If the server has lost
-them, the request that it refused for that is sent again with the bytes. Only digests are remembered, not bytes.
+Invariant: an attachment is sent by digest alone only to a server that has received its bytes. If the server refuses a
+request because it has lost the bytes, the request is sent again with them. april remembers digests here, but no bytes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from april.errors import AttachmentError, RequestRefused
 T = TypeVar("T")
 
 MAX_REMEMBERED = 1 << 16
-"""Number of digests remembered as known to a server. The least recently used beyond that are sent again."""
+"""Maximum number of digests remembered per server; beyond that, april forgets the least recently used ones."""
 MAX_INLINE_BYTES = 1 << 17
 """Attachments up to this many bytes are encoded on the event loop, in less than a millisecond."""
 MAX_SENDS = 4
-"""Maximum number of times one request is sent; if the server still lacks something then, that is its error."""
+"""Maximum number of times one request is sent; the last time, it carries the bytes of all its attachments."""
 _MAGIC = (
     (b"\x89PNG", "png"), (b"\xff\xd8\xff", "jpeg"), (b"GIF8", "gif"), (b"BM", "bmp"), (b"II*\0", "tiff"),
     (b"MM\0*", "tiff"),
@@ -49,8 +49,8 @@ class SentAttachments:
     """Tracks which attachments one server has received.
 
     Args:
-        misses: Returns whether a refusal means that the server lacks the bytes of a digest. None if the server keeps
-            nothing by digest, so that every request carries the bytes.
+        misses: Function that returns whether a refusal means that the server lacks the bytes of a digest. None if the
+            server keeps nothing by digest, so that every request carries the bytes.
     """
 
     def __init__(self, misses: Callable[[RequestRefused], bool] | None = None) -> None:
@@ -91,10 +91,9 @@ class SentAttachments:
     async def send(self, attempt_id: str, attached: Sequence[Placed], post: Callable[[Urls], Awaitable[T]]) -> T:
         """Call ``post`` with data URLs of the attachments that the server lacks, until the server accepts the request.
 
-        If the server refuses it because it has lost other attachments, ``post`` is called again with these as well.
-
-        If several requests bring the same attachment at once, one sends its bytes and the others wait until its
-        ``post`` has returned; by then the server must have accepted the attachment.
+        If the server refuses the request because it has lost other attachments, ``post`` is called again with these,
+        too. If several requests bring the same attachment at once, the first one sends its bytes and the others wait
+        until its ``post`` ends. So ``post`` must not return before the server has accepted the attachments.
 
         Raises:
             RequestRefused: The content cannot be read, or the server refuses the request.

@@ -47,9 +47,9 @@ class Admission:
 
     @asynccontextmanager
     async def request(self, attempt_id: str) -> AsyncIterator[bool]:
-        """Hold one place while a request runs; yields False if it was aborted while it waited and must not be sent.
+        """Admit a request for the length of the block; yields False if it was aborted first and must not be sent.
 
-        Raises RequestRefused for an id that is in use: on one abort, servers end both requests with that id.
+        Raises RequestRefused for an id that is in use, because one abort would end both requests with that id.
         """
         admitted = self.is_open or await self.wait(attempt_id)
         if not admitted:
@@ -70,10 +70,10 @@ class Admission:
         """Wait until the attempt may enter; False if it was aborted. Raises RequestRefused for an id that is in use."""
         self._require_new(attempt_id)
         while not self._open:
-            turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-            self._waiting[attempt_id] = turn
+            admitted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+            self._waiting[attempt_id] = admitted
             try:
-                if not await turn:
+                if not await admitted:
                     return False
             finally:
                 self._waiting.pop(attempt_id, None)
@@ -90,13 +90,13 @@ class Admission:
             raise RequestRefused(f"attempt {attempt_id} is already in flight: give every attempt an id of its own")
 
     def leave(self, attempt_id: str) -> None:
-        """Record that its request has ended."""
+        """Record that the attempt's request has ended."""
         self._inside.discard(attempt_id)
         if not self._inside:
             self._idle.set()
 
     def abort(self, attempt_ids: Collection[str] | None) -> None:
-        """Abort attempts that are waiting, all of them if None. Admitted ones are left to the server."""
+        """Abort these attempts if they are waiting (None means all). Admitted attempts are aborted at the server."""
         self._end_waits(list(self._waiting) if attempt_ids is None else attempt_ids, admit=False)
 
     def close(self) -> None:
@@ -114,13 +114,13 @@ class Admission:
 
     def _end_waits(self, attempt_ids: Collection[str], *, admit: bool) -> None:
         for attempt_id in attempt_ids:
-            turn = self._waiting.get(attempt_id)
-            if turn is not None and not turn.done():
-                turn.set_result(admit)
+            admitted = self._waiting.get(attempt_id)
+            if admitted is not None and not admitted.done():
+                admitted.set_result(admit)
 
 
 ABORT_RESEND_S = 1.0
-"""Seconds between aborts during a pause; an abort may arrive before the server knows the request."""
+"""Seconds after which a pause repeats its abort, because the first may arrive before the server knows the request."""
 PAUSE_DEADLINE_S = 25.0
 """Seconds for a pause; below the driver's own limit of 30 s, so that the driver sees the reason."""
 UNLOAD_ALL_S = 5.0
@@ -157,10 +157,10 @@ class ServerEngine(EngineBase):
         return self._labels.present
 
     def set_up_labels(self, labels: Sequence[str | None], *, present: bool) -> str | None:
-        """Set up the labels from those that the servers showed on connection; return the label to give them now.
+        """Set up the labels from those that the servers showed on connection; return the label to set on them now.
 
-        None means that they have weights of another run and keep their labels; a warning says so. With ``present``, the
-        settings say that the run begins with the servers' present weights, whether or not they started with these.
+        If the servers have weights of another run, they keep their labels: a warning is logged, and None is returned.
+        ``present`` means that the settings let the run begin with the servers' present weights, whatever they are.
         """
         self._labels.name_first(of_start=not present and all(map(start_is_known, labels)))
         shown = ", ".join(dict.fromkeys(quoted(label) for label in labels if label is not None))
@@ -215,18 +215,18 @@ class ServerEngine(EngineBase):
             )
 
     def _check_places(self, request: Request) -> None:
-        """Refuse a request with more placeholder tokens than attachments: SGLang would never answer it."""
+        """Refuse a request whose placeholder tokens do not match its attachments: SGLang would never answer it."""
         sent = collapsed(request.token_ids, request.attached)
-        stands = [token for placed in request.attached for token in placed.stands]
-        found = int(np.isin(sent, stands).sum())
-        if found != len(stands):
+        placeholders = [token for placed in request.attached for token in placed.stands]
+        found = int(np.isin(sent, placeholders).sum())
+        if found != len(placeholders):
             raise RequestRefused(
                 f"attempt {request.attempt_id} has {found} placeholder tokens for attachments, but its attachments "
-                f"need {len(stands)}; were some generated, on an engine that cannot ban them?"
+                f"need {len(placeholders)}; were some generated, on an engine that cannot ban them?"
             )
 
     def _to_abort(self, attempt_ids: Sequence[str] | None) -> list[str]:
-        """Abort attempts that wait for admission; return the ones that the server has (``None`` means all attempts)."""
+        """Abort those of the attempts that wait for admission; return those that the server has. None means all."""
         self._admission.abort(attempt_ids)
         inside = self._admission.inside
         return list(inside) if attempt_ids is None else [i for i in attempt_ids if i in inside]
@@ -238,7 +238,7 @@ class ServerEngine(EngineBase):
     async def pause(self) -> None:
         """Close admission, abort the requests in flight, and repeat the abort until all have ended, even if one fails.
 
-        The server itself is not paused: none of april's requests is left, and to every probe a paused server looks
+        The server itself is not paused: april has no requests left there, and health probes take a paused server for
         dead. Raises EngineError if requests have not ended within PAUSE_DEADLINE_S.
         """
         self._admission.close()
@@ -282,7 +282,7 @@ class ServerEngine(EngineBase):
         await self._set_version(version)
 
     async def _load_whole(self, version: PolicyVersion, path: str | None) -> None:
-        """Load whole weights from ``path``, or label the weights that the servers were sent if it is None."""
+        """Load whole weights from ``path``. If it is None, the servers already have the weights; only label them."""
         raise NotImplementedError
 
     async def _load_adapter(self, adapter: LoadedAdapter, version: PolicyVersion) -> None:
@@ -296,7 +296,7 @@ class ServerEngine(EngineBase):
     async def _set_version(self, version: PolicyVersion, adapter: LoadedAdapter | None = None) -> None:
         """Record ``version`` as the one that serves requests from now on, and unload adapters that no request uses.
 
-        An adapter that cannot be unloaded is tried again at the next update.
+        If an adapter cannot be unloaded, that is tried again at the next update.
         """
         self._adapters.set_present(adapter, version)
         self._labels.present, self._why_incomplete = version, ""
@@ -322,8 +322,7 @@ class ServerEngine(EngineBase):
             raise EngineError(why)
 
     async def _why_version_gone(self) -> tuple[str, bool]:
-        """Return why the present version would not answer requests (empty if it would), and whether its adapter is
-        gone."""
+        """Return why the present version would not answer requests, or "", and whether the server lost its adapter."""
         present = self._adapters.present
         if present is None:
             return await self._why_not_served(), False

@@ -1,4 +1,4 @@
-"""Connects to servers and finds out what they can do: the parts that all kinds of servers share."""
+"""Connects to engine servers and finds out what they can do: the parts that all kinds of servers share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NO_TOKEN = 2**31 - 2
 _NARROW = {"temperature": 0.5, "top_p": 1e-6}
 """Sampling settings under which only the most likely token can be sampled, at a temperature other than 0 and 1."""
 _SAME_LOGPROB = 0.02
-"""Two log-probabilities of one token count as the same if they differ by less (nats; allows for half precision)."""
+"""Difference in nats below which two log-probabilities of one token count as equal; allows for half precision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +44,14 @@ class ServerFacts:
     routing_key: RoutingKey = "off"
     """Setting ``engine.routing_key``."""
     base: str | None = None
-    """Base model, if ``model`` is an adapter."""
+    """Name of the base model if ``model`` is an adapter, else None."""
     software: str = ""
     """Version of the server's software, with its name if the engine kind does not say it."""
     label: str | None = None
     """Label of the present weights; None if the server has no labels."""
     paused: bool = False
     started_s: float | None = None
-    """Time when the server's process began, in seconds since 1970; None if it does not say."""
+    """Time when the server's process began, in seconds since 1970; None if the server does not say."""
     capabilities: Capabilities
     """Capabilities of an engine in front of this server."""
 
@@ -62,20 +62,20 @@ def least(*limits: int | None) -> int | None:
 
 
 TRIES, AGAIN_S = 3, 0.1
-"""Number of tries, and seconds between them, if an answer does not come from the server itself. A run relies to its end
-on what it learns here, so a proxy's page or a passing error must not count."""
+"""Number of tries, and seconds between them, until the server itself answers. The whole run relies on the answer, so
+a proxy's page or a passing error must not count as one."""
 REFUSES = (401, 403, 404, 405)
-"""Statuses with which a server, or a proxy in front of it, says that april cannot use a route."""
+"""Statuses by which a server, or a proxy in front of it, says that april cannot use a route."""
 
 
 def model_files(root: Any, tokenizer: Any = None, ends: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Return the model's configuration files, plus its tokenizer's end tokens, if its directory is on this machine.
+    """Return the model's configuration files and its tokenizer's end tokens; empty unless ``root`` is on this machine.
 
-    ``tokenizer`` is the tokenizer's directory, by default the model's. ``ends`` are texts of further tokens at which
-    the server stops; those that are not among the tokenizer's added tokens are ignored.
+    ``root`` is the model's directory; ``tokenizer`` is the tokenizer's, by default the same. ``ends`` are texts of
+    further tokens at which the server stops; texts that are not among the tokenizer's added tokens are ignored.
     """
     found = [f for f in (_json_file(root, name) for name in ("config.json", "generation_config.json")) if f]
-    # servers also stop at the tokenizer's EOS, which may differ from the model's (that of a chat format, say)
+    # servers also stop at the tokenizer's EOS, which may differ from the model's, for example in a chat format
     return [*found, {"eos_token_id": _tokenizer_ends(tokenizer or root, ends)}] if found else []
 
 
@@ -88,7 +88,7 @@ def _json_file(root: Any, name: str) -> dict[str, Any]:
 
 
 def _tokenizer_ends(root: Any, ends: Collection[str]) -> list[int]:
-    """Return the ids of the tokenizer's EOS and of ``ends``, as far as its files name them."""
+    """Return the ids of the tokenizer's EOS and of ``ends``; texts that its files do not contain are ignored."""
     config = _json_file(root, "tokenizer_config.json")
     eos = config.get("eos_token")
     texts = {*ends, eos.get("content") if isinstance(eos, dict) else eos}
@@ -116,10 +116,10 @@ def eos_of(files: Sequence[dict[str, Any]]) -> tuple[int, ...] | None:
 
 
 class ServerProbe:
-    """Base class of probes, with the abilities that are found out in the same way for all kinds of servers.
+    """Base class of probes. Its methods find out abilities in the same way for all kinds of servers.
 
-    Each method finds out one ability. It returns the value for the capabilities, and notes a limit if the server could
-    do more when started differently.
+    Such a method returns a value for the :class:`Capabilities`, and notes a :class:`Limit` if the server could do more
+    when started differently.
     """
 
     files: Sequence[dict[str, Any]] = ()
@@ -158,9 +158,9 @@ class ServerProbe:
         return (*self._limits, *(() if self.served is None else self.served.limits(takes_adapters=takes_adapters)))
 
     async def answer_of(self, method: str, route: str, is_own: Callable[[Reply], bool], body: Any = None) -> Reply:
-        """Make a harmless call, repeated until the server itself answers. Raises EngineError if it never does.
+        """Make a harmless call until ``is_own`` accepts the answer as the server's own. Raises EngineError after TRIES.
 
-        Single calls have no timeout, since a cold server is slow at first; the caller limits the time of the probe.
+        Single calls have no timeout, as a cold server is slow at first; the caller limits the time of the whole probe.
         """
         for left in reversed(range(TRIES)):
             reply = await self.client.call(method, route, body, timeout_s=None, retry=method == "GET")
@@ -177,8 +177,8 @@ class ServerProbe:
     async def get_json(self, *routes: str, has: str = "") -> Any:
         """Return the JSON answer of the first GET route that exists; None if none does.
 
-        With ``has``, the answer must be an object with that key. Raises ConfigError if the answer is not JSON, and
-        EngineError for an error status, or if the answer seems to come from another server.
+        ``has`` is a key that the answer must have. Raises ConfigError if the answer is not JSON, and EngineError for an
+        error status, or if the answer seems to come from another server.
         """
 
         def is_own(reply: Reply) -> bool:
@@ -200,11 +200,11 @@ class ServerProbe:
         return None
 
     async def has_route(self, route: str) -> bool:
-        """Return whether a POST route exists, by a GET that must be refused with 405 and has no effect."""
+        """Return whether a POST route exists: then a GET, which has no effect, is answered with status 405."""
         return (await self.answer_of("GET", route, lambda reply: reply.status in REFUSES)).status == 405
 
     async def ask(self, route: str, body: dict[str, Any]) -> Reply:
-        """Send a request without a timeout; the caller of the probe limits its whole time."""
+        """Send a request without a timeout; the caller limits the time of the whole probe."""
         return await self.client.call("POST", route, body, timeout_s=None)
 
     def choose_model(self, models: Any) -> ServedModel:
@@ -213,7 +213,7 @@ class ServerProbe:
         return served
 
     def size_of_vocabulary(self, *sizes: object, danger: str = "") -> int:
-        """Return the first of the sizes that is known. Raises ConfigError if none is."""
+        """Return the first known size. Raises ConfigError if none is known; ``danger`` is a part of its message."""
         size = next((size for size in sizes if isinstance(size, int)), None)
         if size is None:
             raise ConfigError(
@@ -223,7 +223,7 @@ class ServerProbe:
         return size
 
     async def vocabulary_in_refusal(self, route: str, body: dict[str, Any], words: str) -> int | None:
-        """Return the number that the pattern ``words`` finds in the refusal of a request that can never run."""
+        """Send a request that can never run; return the number that the pattern ``words`` finds in its refusal."""
         reply = await self.ask(route, body)
         found = None if reply.ok else re.search(words, error_text(reply.body))
         return None if found is None else int(found[1])
@@ -235,17 +235,17 @@ class ServerProbe:
         return ids or ()
 
     def logprobs(self, seen: LogprobKind, raw: Limit) -> LogprobKind:
-        """Return the kind of log-probabilities: from the settings, otherwise as ``seen``."""
+        """Return the kind of log-probabilities from the settings, else ``seen``; note a limit for raw or unknown."""
         kind = seen if self.config.logprobs is None else LogprobKind(self.config.logprobs)
         self.note(raw, kind is LogprobKind.RAW)
         self.note(UNKNOWN_LOGPROBS, kind is LogprobKind.UNKNOWN)
         return kind
 
     def experts(self, said: Routing | None, seen: Routing | str, limit: Limit) -> Routing | None:
-        """Return the shape of a token's experts. If it was not seen, return None and note what the user should do.
+        """Return the shape of a token's routed experts; None if no reply has shown it.
 
-        ``said`` is the shape in the model's files: if it is known and the server is not paused, ``limit`` is noted.
-        ``seen`` is the shape in a reply, or what is needed to see one.
+        ``seen`` is the shape in a reply, or a text on what the user must do to get it, which is noted in ``needs``.
+        ``said`` is the shape in the model's files; if known but not seen, and unless paused, ``limit`` is noted.
         """
         if isinstance(seen, Routing):
             return seen
@@ -256,9 +256,9 @@ class ServerProbe:
     async def kind_of_logprobs(
         self, one_token: Callable[[list[int], dict[str, float]], Awaitable[tuple[int, float]]],
     ) -> LogprobKind:
-        """Find out from which distribution the server's log-probabilities are.
+        """Find out whether the server's log-probabilities include the temperature, or all sampling settings.
 
-        ``one_token`` maps (prompt, sampling) to (token id, log-probability).
+        ``one_token`` generates a token: it maps (prompt, sampling settings) to (token id, log-probability).
         """
         for start in range(3):
             prompt = [start * 7 + i for i in (3, 4, 5)]
@@ -280,8 +280,8 @@ class ServerProbe:
     ) -> Capabilities:  # fmt: skip
         """Return the capabilities: ``found``, and those that are found out in the same way for all kinds of servers.
 
-        ``context`` is the server's own limit of tokens in a request, ``places`` that of requests at the same time.
-        Raises ConfigError if neither the server nor the settings say how long a request may be.
+        ``context`` is the server's limit of tokens per request, and ``places`` its limit of concurrent requests (None
+        if unknown). Raises ConfigError if neither the server nor the settings say how long a request may be.
         """
         longest = least(context, self.config.max_len)
         if longest is None:
@@ -299,10 +299,10 @@ class ServerProbe:
 
 
 def _kind_seen(greedy: tuple[int, float], narrow: tuple[int, float]) -> LogprobKind:
-    """Tell the kind from (token, log-probability) of one greedy token, and of one under ``_NARROW``.
+    """Return the kind, from the (token, log-probability) that greedy sampling gave and the one under ``_NARROW``.
 
     Raw log-probabilities ignore the sampling settings, so both are equal. Processed ones are 0 under ``_NARROW``, as
-    ``top_p`` leaves one token. If only the temperature is applied, the second is neither.
+    ``top_p`` leaves one token. If only the temperature is applied, the second is neither equal nor 0.
     """
     (token, raw), (other, said) = greedy, narrow
     if token != other or raw > -5 * _SAME_LOGPROB:
@@ -319,13 +319,13 @@ NAMES = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """Entry of a server's list of models."""
+    """Model or adapter in a server's list of models."""
 
     name: str
     base: str | None = None
-    """Base model, if this entry is an adapter."""
+    """Name of the base model if this is an adapter, else None."""
     card: dict[str, Any]
-    """The server's entry of the model; for an adapter that of the base model, if the server lists it."""
+    """Entry in the server's list; for an adapter, the entry of its base model if the server lists it."""
     adapters: tuple[str, ...] = ()
     """Names of the adapters that the server also has."""
 
@@ -392,7 +392,7 @@ async def is_listed(client: HttpClient, name: str) -> bool | None:
 
 
 async def why_not_served(client: HttpClient, name: str | None) -> str:
-    """Return why :func:`choose_model` fails on the server's present list; empty if it works, or there is no list."""
+    """Return the error of :func:`choose_model` for the server's present list; empty without an error or a list."""
     answer = await _listed_models(client)
     try:
         if answer is not None:
@@ -456,7 +456,7 @@ async def connect_all(config: AddressedEngineConfig, connect: Callable[[HttpClie
 
 
 def client_of(url: str, config: AddressedEngineConfig) -> HttpClient:
-    """Make the client of one server from the configuration; raises ConfigError like :func:`api_key`."""
+    """Make the client of one server from the configuration. Raises ConfigError like :func:`api_key`."""
     return HttpClient(
         url, name=name_at(url), api_key=api_key(config), connect_timeout_s=config.connect_timeout_s
     )

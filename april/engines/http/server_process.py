@@ -1,7 +1,7 @@
 """Checks that responses come from the server process that holds the present weights, and not from a restarted one.
 
-A restarted server has the weights it was started with. Servers with labels show that. Others are told apart by the
-start time in their metrics; without that, april only notices when the server's port was found closed.
+A restarted server has the weights it was started with. A server with weight labels then shows another label; of others,
+april compares the start time in their metrics. Without that, april notices a restart only if it found the port closed.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ async def while_paused(pause: Call, resume: Call) -> AsyncIterator[None]:
 def require_left_paused(url: str, label: str | None, load: EngineLoad | None, remedy: str) -> None:
     """Raise EngineError unless an april run has left this server paused; log that the server will be resumed.
 
-    The signs are april's weight label and a server without requests. If the run still lives, resuming its server does
-    no harm, because a run sends no requests while it has paused a server.
+    The signs of such a run are april's weight label and a server without requests. If the run still lives, resuming its
+    server does no harm, because a run sends no requests while it has paused a server.
     """
     if not is_ours(label) or load is None or load.running or load.waiting:
         raise EngineError(f"{url} is paused; {remedy} and start the run again")
@@ -76,7 +76,7 @@ _KIND_OF = {
     "trtllm_num_requests_waiting": "waiting",
     "trtllm_kv_cache_utilization": "kv_usage",
 }
-"""Kinds of metrics, by their names in vLLM and TensorRT-LLM."""
+"""april's names of metrics, indexed by their names in vLLM and TensorRT-LLM."""
 
 MAX_PAGE_BYTES = 8 << 20
 """Maximum bytes of a metrics page; a server with many models sends a few hundred KB."""
@@ -139,14 +139,14 @@ AGAIN_S = 0.5
 UNSAID = "its metrics do not show whether it is still the process that got the current weights"
 
 Check = Callable[[], Awaitable[bool | None]]
-"""Returns whether the server has the present weights; None if it does not say."""
+"""Function that returns whether the server has the present weights, or None if the server does not say."""
 
 
 class ServerProcess:
     """Detects, by the start time in its metrics, whether a server's process was replaced by a new one.
 
     Args:
-        started_s: Start time on connection, in seconds since 1970; None if the server does not say.
+        started_s: Start time of the process when april connected, in seconds since 1970; None if it does not say.
         metrics_route: Route of the metrics; None if the server has none.
     """
 
@@ -156,10 +156,10 @@ class ServerProcess:
         self._refusals = client.refusals
         self._paused: tuple[float | None, int] | None = None
         self.keeps_weights = True
-        """True if a restarted process has the present weights too, because servers start with them."""
+        """True if a restarted process has the present weights too, because the server starts with them."""
 
     async def check(self) -> tuple[bool | None, ServerMetrics]:
-        """Return whether this process has the present weights (None if it does not say), and its metrics."""
+        """Return whether the server has the present weights (None if that cannot be told), and its metrics."""
         metrics = await read_metrics(self._client, self._metrics_route)
         if self._present is None:
             return self.keeps_weights or self._client.refusals == self._refusals, metrics
@@ -198,13 +198,13 @@ class ServerProcess:
 class Confirmation:
     """Holds responses back until a check made after they began shows that the server has the present weights.
 
-    A check that begins after a response began also shows that the checked process sent the response. So one check
-    decides for all responses that began before it, whether it succeeds or fails.
+    Such a check also shows that the checked process sent the response, so one check decides for all responses that
+    began before it, whether it succeeds or fails.
     """
 
     def __init__(self, check: Check, name: str, needed: Callable[[], bool] = lambda: True) -> None:
         self.needed = needed
-        """Returns whether responses have to wait at all."""
+        """Function that returns whether responses have to wait at all."""
         self._check = check
         self._name = name
         self._confirmed_s = -math.inf
@@ -213,7 +213,7 @@ class Confirmation:
         """Loop time when the last check began."""
         self._same: bool | None = None
         """Outcome of the last check."""
-        self._one = asyncio.Lock()
+        self._check_lock = asyncio.Lock()
 
     async def wait_since(self, began_s: float, *, broken: Callable[[], bool] = lambda: False) -> None:
         """Wait for a successful check that began at ``began_s`` (loop time) or later.
@@ -224,7 +224,7 @@ class Confirmation:
         loop = asyncio.get_running_loop()
         deadline, heard_s = loop.time() + IDENTITY_TIMEOUT_S, -math.inf
         while True:
-            async with self._one:
+            async with self._check_lock:
                 if self._confirmed_s >= began_s:
                     return
                 if self._checked_s < began_s or self._checked_s <= heard_s:

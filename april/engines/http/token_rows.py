@@ -1,6 +1,6 @@
-"""Decodes the rows that servers send with tokens (extras): base64 text of plain numbers or of a numpy file.
+"""Decodes ``routed_experts``, the rows of expert ids that servers send per token, from base64 text.
 
-The data is not trusted: nothing is unpickled, and a shape is used only if it fits the bytes that came.
+The data is not trusted: nothing is unpickled, and a stated shape is used only if it fits the number of bytes.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from april.engines.protocol import ROUTED_EXPERTS
 from april.text.server_text import clean
 
 NO_EXPERTS = "serve a model with experts; the config.json of this one has no num_experts_per_tok"
-_LARGEST = 1 << 16
-"""Number of ids that fit into two bytes."""
+_MAX_EXPERTS = 1 << 16
+"""Largest number of experts per layer, because ids are kept in one or two bytes."""
 _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 
 class InvalidRows(ValueError):
-    """Raised for data that is not valid rows; the message can follow "has"."""
+    """Raised for data that is not valid rows; the message completes the sentence "The answer has ..."."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Shape of one row of ``routed_experts``."""
+    """Shape of one row of ``routed_experts``: the ids of the experts that computed one token, for each layer."""
 
     layers: int
     """Number of layers of the model, including those without experts."""
     top_k: int
-    """Number of experts per token."""
+    """Number of experts per token and layer."""
     experts: int | None = None
-    """Number of experts per layer, above all ids; None if unknown."""
+    """Number of experts per layer, whose ids begin with 0; None if unknown."""
 
     @property
     def width(self) -> int:
-        """Return how many numbers one row has."""
+        """Return the number of ids in one row."""
         return self.layers * self.top_k
 
 
@@ -60,7 +60,7 @@ def routing_of(files: Sequence[dict[str, Any]]) -> Routing | None:
 
 
 def experts_of_numbers(text: str, routing: Routing) -> Rows:
-    """Decode rows from base64 int32 numbers (SGLang). Raises InvalidRows."""
+    """Decode rows from base64 text of int32 numbers (SGLang). Raises InvalidRows."""
     raw = _bytes_of(text)
     if len(raw) % (4 * routing.width):
         raise InvalidRows(
@@ -71,12 +71,12 @@ def experts_of_numbers(text: str, routing: Routing) -> Rows:
 
 
 def experts_of_npy(text: str, routing: Routing | None = None) -> Rows:
-    """Decode rows from a base64 numpy file (vLLM), and compare them with ``routing`` if known. Raises InvalidRows."""
+    """Decode rows from base64 text of a .npy file (vLLM). Raises InvalidRows, also if they do not fit ``routing``."""
     return experts_of_array(_array_of(_bytes_of(text)), routing)
 
 
 def experts_of_array(rows: Rows, routing: Routing | None = None) -> Rows:
-    """Check and narrow rows that are already an array. Raises InvalidRows, like :func:`experts_of_npy`."""
+    """Check rows that are already an array, and shrink their dtype. Raises InvalidRows like :func:`experts_of_npy`."""
     if rows.ndim != 3 or rows.dtype.kind not in "iu":
         raise InvalidRows(
             f"{ROUTED_EXPERTS} of shape {rows.shape} and type {rows.dtype}, but rows of ids per layer are needed"
@@ -90,13 +90,13 @@ def experts_of_array(rows: Rows, routing: Routing | None = None) -> Rows:
 
 
 def narrow_ids(rows: Rows, experts: int | None) -> Rows:
-    """Convert ids to the smallest unsigned dtype that holds all experts, or all ids if the number is unknown.
+    """Convert ids to uint8 if that holds all ids below ``experts`` (None means all ids in ``rows``), else to uint16.
 
-    Raises InvalidRows for an id that no expert has.
+    Raises InvalidRows for a negative or too large id.
     """
     low, high = (int(rows.min()), int(rows.max())) if rows.size else (0, 0)
-    most = _LARGEST if experts is None else experts
-    if low < 0 or high >= most or most > _LARGEST:
+    most = _MAX_EXPERTS if experts is None else experts
+    if low < 0 or high >= most or most > _MAX_EXPERTS:
         raise InvalidRows(f"the expert {low if low < 0 else high}, but experts are numbered from 0 to {most - 1}")
     small = (high + 1 if experts is None else experts) <= 256
     return rows.astype(np.uint8 if small else np.uint16)
@@ -110,7 +110,7 @@ def _bytes_of(text: str) -> bytes:
 
 
 def _array_of(raw: bytes) -> Rows:
-    """Decode a .npy file. The header is trusted only if the number of bytes after it matches."""
+    """Decode a .npy file. Raises InvalidRows unless its header fits the number of bytes after it."""
     file = io.BytesIO(raw)
     try:
         shape, by_columns, dtype = _HEADERS[npy.read_magic(file)](file)

@@ -1,4 +1,4 @@
-"""Inspects the directories that engines load weights from: is it an adapter, and has its content changed?"""
+"""Finds out whether a directory that engines load weights from holds an adapter, and whether its content changed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 ADAPTER_FILE = "adapter_config.json"
 SAMPLES, SAMPLE_BYTES = 16, 4096
-"""Number of samples per file, evenly spaced, and bytes per sample; a file of at most that size is read whole."""
+"""Number of evenly spaced samples per file, and bytes per sample; a file of at most SAMPLE_BYTES is read whole."""
 MOST_FILES = 1_000
 LOAD_WEIGHTS_S = 3600.0
 """Seconds for a server to load weights."""
@@ -24,41 +24,40 @@ def is_adapter(path: str) -> bool:
 def content_of(path: str) -> str:
     """Return a fingerprint of a directory, which changes when a file is written, replaced, added or removed.
 
-    The first half covers the weights only and is the same on every machine: it is made from names below ``path``, sizes
-    and samples of the bytes. The second half also covers full names and times on this machine. Empty if the directory
-    cannot be read here or has no files.
+    The first half covers only the weight files, by their names below ``path``, sizes and samples of their bytes, so it
+    is the same on every machine. The second half covers all files, also by full names and times on this machine. Empty
+    if the directory cannot be read here, has no files, or has more than MOST_FILES.
     """
     weights, files = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
     try:
         names = sorted(_files(path))
         if not 0 < len(names) <= MOST_FILES:
             return ""
-        # other files may differ between machines: logs, optimizer states
-        weighty = {name for name in names if name.endswith(WEIGHTS)} or set(names)
+        # other files, such as logs and optimizer states, may differ between machines
+        weight_files = {name for name in names if name.endswith(WEIGHTS)} or set(names)
         for name in names:
             with open(name, "rb") as file:  # network file systems refresh times only on open
                 stat = os.fstat(file.fileno())
-                told = name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
-                files.update(_text(told))
+                files.update(_encoded((name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)))
                 last = max(0, stat.st_size - SAMPLE_BYTES)
                 read = hashlib.blake2b()
                 for i in range(SAMPLES if last else 1):
                     file.seek(last * i // (SAMPLES - 1))
                     read.update(file.read(SAMPLE_BYTES))
                 files.update(read.digest())
-                if name in weighty:
-                    weights.update(_text((os.path.relpath(name, path), stat.st_size)) + read.digest())
+                if name in weight_files:
+                    weights.update(_encoded((os.path.relpath(name, path), stat.st_size)) + read.digest())
     except OSError:
         return ""
     return weights.hexdigest() + files.hexdigest()
 
 
-def _text(told: object) -> bytes:
-    return repr(told).encode("utf-8", "surrogateescape")
+def _encoded(facts: object) -> bytes:
+    return repr(facts).encode("utf-8", "surrogateescape")
 
 
 def _files(path: str) -> list[str]:
-    """Return all files except hidden ones, which file systems and editors create and remove."""
+    """Return all files except hidden ones, which file systems and editors create and remove on their own."""
     if os.path.isfile(path):
         return [path]
     found: list[str] = []

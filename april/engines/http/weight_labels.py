@@ -1,4 +1,4 @@
-"""Labels that name the weights of a server, and the rules by which an engine trusts them."""
+"""Labels the weights on engine servers, which tells the policy version of each token and reveals a restarted server."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ class Span(msgspec.Struct, gc=False):
 START_LABEL = "default"
 """Label that servers give to the weights they were started with."""
 MARK = "between-"
+"""Prefix of labels that name no policy version."""
 GIVEN = "-given"
-"""Suffix of the first version's label once the weights may differ from those of the server's start."""
+"""Suffix of the first version's label once the weights may differ from those that the server was started with."""
 _OURS = re.compile(rf"(v\d+\.\d+|{MARK}[0-9a-f]{{8}})-[0-9a-f]{{6}}({GIVEN})?")
 _OF_START = re.compile(rf"v{re.escape(str(FIRST_VERSION))}-[0-9a-f]{{6}}")
 
 
 class LabelledServer(Protocol):
-    """Server that shows a label of its weights. A new process has lost the label that the old one was given."""
+    """Server that shows a label of its weights. After a restart, it no longer shows the label that april set."""
 
     async def label(self) -> str:
         """Return the present label. Raises EngineError if the server does not answer."""
@@ -53,7 +54,7 @@ class ReadingLabels(Protocol):
         ...
 
     def version_of(self, label: str, since: PolicyVersion) -> PolicyVersion | None:
-        """Return the version of tokens with another label; None if the label is unknown."""
+        """Return the version that ``label`` names, for a request sent under ``since``; None if the label is unknown."""
         ...
 
 
@@ -61,8 +62,7 @@ class WeightLabels:
     """Labels of one engine for the weights of its server: ``v<version>-<six hex digits>``.
 
     The digits are random per engine, so that two engines on one server do not mistake each other's labels for their
-    own. For later runs, the label of the first version also tells whether the server still has the weights of its
-    start.
+    own. The label of the first version also tells later runs whether the server has the weights it was started with.
     """
 
     def __init__(self) -> None:
@@ -74,12 +74,12 @@ class WeightLabels:
 
     def of(self, version: PolicyVersion) -> str:
         """Return the label of ``version``."""
-        if self._latest[0] != version:  # cached, because it is asked for every request
+        if self._latest[0] != version:  # cached, because every request needs the label
             self._latest = (version, self._first if version == FIRST_VERSION else f"v{version}{self._end}")
         return self._latest[1]
 
     def salt(self, version: PolicyVersion) -> str:
-        """Return the cache salt of requests under ``version``. No other engine or run ever uses it."""
+        """Return the prefix-cache salt of requests under ``version``, which no other engine or run uses."""
         return f"v{version}-{self._salt}"
 
     def is_of(self, label: str | None, version: PolicyVersion) -> bool:
@@ -87,12 +87,12 @@ class WeightLabels:
         return label == self.of(version) or (version == FIRST_VERSION and label in (self._start, self._start + GIVEN))
 
     def name_first(self, *, of_start: bool) -> None:
-        """Set whether the label of the first version says that the weights are those of the server's start."""
+        """Choose the first version's label; with ``of_start`` it says that the server was started with its weights."""
         self._first = self._start if of_start else self._start + GIVEN
         self._latest = (FIRST_VERSION, self._first)
 
     def mark(self) -> str:
-        """Return a new label that stands for no version, for weights that are unknown or about to change."""
+        """Return a new label that names no version, for weights that are unknown or about to change."""
         return f"{MARK}{secrets.token_hex(4)}{self._end}"
 
     def is_mark(self, label: str) -> bool:
@@ -100,9 +100,9 @@ class WeightLabels:
         return label.startswith(MARK) and label.endswith(self._end)
 
     def version_of(self, label: str, since: PolicyVersion) -> PolicyVersion | None:
-        """Return the version with this label, if it is ``since`` or a later confirmed one.
+        """Return the version with this label if it is ``since``, or a later one that the server confirmed; else None.
 
-        None means that the label says nothing about tokens of a request that was sent under ``since``.
+        ``since`` is the version under which a request was sent, so its tokens cannot be older.
         """
         if self.is_of(label, FIRST_VERSION):
             return FIRST_VERSION if since == FIRST_VERSION else None
@@ -116,7 +116,7 @@ class WeightLabels:
 
 
 class LabelOfBase:
-    """Label of the base model of adapters. It does not change with the version, and any other label is an error."""
+    """Label of the base model while adapters are in use: the same for all versions, so any other label is an error."""
 
     __slots__ = ("_label",)
 
@@ -124,7 +124,7 @@ class LabelOfBase:
         self._label = label
 
     def of(self, version: PolicyVersion) -> str:
-        """Return the label of the server while requests under ``version`` run."""
+        """Return the base model's label, which does not depend on ``version``."""
         return self._label
 
     def version_of(self, label: str, since: PolicyVersion) -> PolicyVersion | None:
@@ -135,12 +135,11 @@ class LabelOfBase:
 async def mark_process(
     server: LabelledServer, labels: WeightLabels, first: str | None, version: PolicyVersion | None = None
 ) -> str:
-    """Return a label that identifies the present process and is not that of ``version``.
+    """Make sure that the server shows a label which only its present process has, other than ``version``'s; return it.
 
-    A label that was given to this process identifies it. The label it had from its start (``first``) does not, since a
-    restarted process would have it too, so it is replaced by a :meth:`WeightLabels.mark`. A label that says "weights of
-    the start" is replaced as well: the weights may be overwritten from now on, and the run may die before it labels the
-    new ones.
+    A label that april gave to this process will do. The label that the process had on connection (``first``) may return
+    after a restart, so it is replaced by a :meth:`WeightLabels.mark`. A label that says "weights of the start" is
+    replaced as well, because from now on the weights may be overwritten, and the run may die before it labels them.
     """
     shown = await server.label()
     if is_of_start(shown) and labels.is_of(shown, FIRST_VERSION):
@@ -155,10 +154,10 @@ async def mark_process(
 
 
 def is_another_process(label: str, mark: str | None, labels: WeightLabels, first: str | None) -> bool:
-    """Return whether the server's process was replaced since it had the label ``mark``; ``label`` is the present one.
+    """Return whether the server was restarted after it had the label ``mark``; ``label`` is its present label.
 
-    With ``mark`` None the former label is unknown, so any label other than that of the present version may belong to a
-    new process. A trainer may label the weights that it sends, but hardly with a label that a process has at its start.
+    If ``mark`` is None, the former label is unknown, so any label except the present version's counts as a restart.
+    Otherwise only the label of a fresh process does, because a trainer may set labels of its own.
     """
     if label == mark or labels.is_of(label, labels.present):
         return False
@@ -168,12 +167,12 @@ def is_another_process(label: str, mark: str | None, labels: WeightLabels, first
 async def require_base(
     server: LabelledServer, labels: WeightLabels, first: str | None, base: PolicyVersion
 ) -> None:
-    """Set the server's label to that of ``base``, the model below the adapters; it must have that model.
+    """Label the server's model as version ``base``, on which the adapters are trained.
 
     Raises WeightsGone if the server was restarted and has another model.
     """
     of_start = base == FIRST_VERSION and start_is_known(first)
-    if of_start:  # adapters do not overwrite them
+    if of_start:  # adapters leave the server's own weights unchanged
         labels.name_first(of_start=True)
     shown, label = await server.label(), labels.of(base)
     if shown == label:
@@ -187,15 +186,15 @@ async def require_base(
 
 
 def start_is_known(first: str | None) -> bool:
-    """Return whether a restarted server has the weights that it had when april connected and it showed ``first``.
+    """Return whether a server that showed ``first`` on connection would have the same weights after a restart.
 
-    Servers show START_LABEL until other weights are loaded. A server without labels is assumed to have them.
+    Servers show START_LABEL until other weights are loaded. A server without labels (None) is assumed to have the same.
     """
     return first in (None, START_LABEL) or is_of_start(first)
 
 
 def is_of_start(label: str | None) -> bool:
-    """Return whether the label is one that april gives to weights with which a server was started."""
+    """Return whether april gives this label to the weights that a server was started with."""
     return label is not None and _OF_START.fullmatch(label) is not None
 
 
@@ -205,7 +204,7 @@ def is_ours(label: str | None) -> bool:
 
 
 def first_weights(label: str | None, *, present: bool) -> FirstWeights:
-    """Return what a new run knows of weights with this label; ``present`` is the setting that it starts with them."""
+    """Return what a new run knows about weights with this label; ``present`` means the settings tell it to use them."""
     if present or start_is_known(label):
         return FirstWeights.KNOWN
     return FirstWeights.OTHERS if is_ours(label) else FirstWeights.UNVERIFIED
@@ -214,14 +213,14 @@ def first_weights(label: str | None, *, present: bool) -> FirstWeights:
 async def require_first_weights(
     server: LabelledServer, labels: WeightLabels, first: str | None, version: PolicyVersion
 ) -> None:
-    """Raise WeightsGone if ``version`` means weights from before april connected that the server may have lost."""
+    """Raise WeightsGone if ``version`` is the first one and the server may have lost its weights in a restart."""
     if version == FIRST_VERSION and not start_is_known(first) and not labels.is_of(await server.label(), version):
         raise WeightsGone(
             f"its server was restarted, and had got weights ({quoted(first)}) before april connected"
         )
 
 
-def require_covering(spans: Sequence[Span], total: int) -> bool:
+def spans_cover(spans: Sequence[Span], total: int) -> bool:
     """Return whether the spans cover ``total`` tokens without gaps or overlaps."""
     if not spans:
         return total == 0
@@ -229,7 +228,7 @@ def require_covering(spans: Sequence[Span], total: int) -> bool:
 
 
 def foreign_weights(attempt_id: str, sent_to: str, label: str, *, too_late: bool) -> EngineError:
-    """Return the error for tokens of foreign weights; ``too_late`` means that some may have been handed over."""
+    """Return the error for tokens of unexpected weights; ``too_late`` means that the caller may have some already."""
     error = WireError if too_late else EngineError
     return error(
         f"attempt {attempt_id} was sent to weights {sent_to}, but has tokens of weights {quoted(label)}: the server "

@@ -48,15 +48,15 @@ def positive(values: dict[str, Any], key: str) -> int | None:
 
 
 _AT_REST = re.compile(r"\bis (?:paused|asleep|sleeping)\b", re.IGNORECASE)
-"""Text with which TensorRT-LLM says, under a status for a faulty request, that it accepts no requests now."""
+"""Text by which TensorRT-LLM says that it accepts no requests now; the status looks like a fault of the request."""
 
 _ADAPTER_GONE = re.compile(r"\bLoRA (?:adapters are not loaded|is not enabled|adapter that has never been loaded)\b")
-"""Text with which SGLang says, under a status for a faulty request, that it no longer has the adapter it was started
-with."""
+"""Text by which SGLang says that it has lost the adapter that it was started with; the status looks like a fault of the
+request."""
 
 
 def failure_of(status: int, text: str, retry_after_s: float | None = None) -> EngineError:
-    """Return the error for a status. Only 400, 413 and 422 mean that other requests would not fail as well."""
+    """Return the error for a status. RequestRefused (400, 413, 422) means that other requests may still succeed."""
     if status in (429, 503) or (status in (400, 500) and _AT_REST.search(text)):
         return EngineBusy(text, retry_after_s)
     refused = status in (400, 413, 422) and not _ADAPTER_GONE.search(text)
@@ -128,15 +128,15 @@ def float32_array(values: Sequence[float]) -> Float32:
 
 
 def _array(values: Sequence[float], dtype: type[np.generic], code: str) -> NDArray[Any]:
-    """Return a list of numbers as an array; ``code`` names ``dtype`` in a format of struct.
+    """Return a list of numbers as an array; ``code`` is the format character of ``dtype`` in struct.
 
-    struct takes a third of the time of np.array, which looks for the type of every value first.
+    struct takes a third of the time of np.array, which first finds out the type of every value.
     """
     array = np.empty(len(values), dtype)
     try:
         struct.pack_into(f"{len(values)}{code}", array.data, 0, *values)
     except (struct.error, OverflowError):
-        # values beyond float32 become infinite here and are refused like other infinite ones
+        # values beyond float32 become infinite here, and are refused like other infinite values
         with np.errstate(over="ignore"):
             return np.array(values, dtype)
     return array

@@ -25,16 +25,16 @@ from april.errors import ConfigError
 
 
 def create_engines(
-    config: EngineConfig,
-    model: Any,
-    seed: int,
-    run: Callable[[Callable[[], Coroutine[Any, Any, list[Engine]]]], list[Engine]],
-    processor: Any = None,
-) -> list[Engine]:
-    """Create the engines that ``config`` describes; ``model`` is the model object for an engine that embeds one.
+    config: EngineConfig, model: Any, seed: int,
+    run: Callable[[Callable[[], Coroutine[Any, Any, list[Engine]]]], list[Engine]], processor: Any = None,
+) -> list[Engine]:  # fmt: skip
+    """Create the engines that ``config`` describes.
 
-    ``processor`` is transformers' processor, for an engine in this process that gets images. ``run`` runs a coroutine
-    function on the event loop that will use the engines; servers are probed there.
+    Args:
+        model: Model object for an engine in this process; None if the configuration names the model or servers.
+        seed: Seed of an engine in this process.
+        run: Function that runs a coroutine function on the event loop that will use the engines, to probe servers.
+        processor: Processor of transformers, for an engine in this process that gets images.
 
     Raises:
         ConfigError: a model is missing or superfluous, packages are not installed, a server cannot do what april needs,
@@ -53,7 +53,7 @@ def create_engines(
 async def open_servers(
     config: AprilEngineConfig | VllmEngineConfig | SglangEngineConfig | OpenAIEngineConfig,
 ) -> list[Engine]:
-    """Open one engine per server, all at the same time; if one server cannot be used, all engines are closed again."""
+    """Open one engine per server, all at the same time; if one server cannot be used, close all engines again."""
     # imported here, because the configuration and simulations need no aiohttp
     if isinstance(config, AprilEngineConfig):
         from april.engines.served.client import connect_april
@@ -73,7 +73,7 @@ async def open_servers(
 
 
 async def open_server(config: EngineConfig, url: str, api_key: str | None = None) -> Engine:
-    """Open one more server, with the settings of ``config`` if its engines are servers, else as an april server.
+    """Open one more server, with the settings of ``config`` if its engines are servers, otherwise as an april server.
 
     Raises:
         ConfigError: the server cannot be used, or ``config`` has a router, to which the server must be added instead.
@@ -84,7 +84,7 @@ async def open_server(config: EngineConfig, url: str, api_key: str | None = None
             f"the router {config.router} decides which servers get requests; add {url} there and restart the run"
         )
     if api_key is not None:
-        checked_key(api_key)  # checked here, because the error of the settings would show the key
+        checked_key(api_key)  # checked here, because an error in the settings would show the key
     changes: dict[str, Any] = {"urls": (url,)} | ({} if api_key is None else {"api_key": api_key, "api_key_env": None})
     if not isinstance(config, AprilEngineConfig | VllmEngineConfig | SglangEngineConfig | OpenAIEngineConfig):
         config = AprilEngineConfig(**changes)
@@ -96,12 +96,9 @@ async def open_server(config: EngineConfig, url: str, api_key: str | None = None
 
 def _transformers(config: TransformersEngineConfig, model: Any, seed: int, processor: Any) -> Engine:
     options: dict[str, Any] = {
-        "slots": config.slots,
-        "max_len": config.max_len,
-        "stream_interval": config.stream_interval,
-        "seed": seed,
+        "slots": config.slots, "max_len": config.max_len, "stream_interval": config.stream_interval, "seed": seed,
         "processor": processor,
-    }
+    }  # fmt: skip
     if model is not None:
         return TransformersEngine(model, **options)
     if config.model is None:
@@ -118,12 +115,8 @@ def _simulated(config: SimulatedEngineConfig, seed: int) -> list[Engine]:
     lengths = LognormalLengths(config.median_len, config.sigma_between, config.sigma_within, seed=seed)
     return [
         SimulatedEngine(
-            f"simulated{i}",
-            cost,
-            by_sample_key(lengths),
-            max_running=config.slots,
-            vocab_size=config.vocab_size,
+            f"simulated{i}", cost, by_sample_key(lengths), max_running=config.slots, vocab_size=config.vocab_size,
             max_context=config.max_len,
         )
         for i in range(config.count)
-    ]
+    ]  # fmt: skip

@@ -1,8 +1,8 @@
 """Finds out which kind of server is behind an address, by GET requests that change nothing on any server.
 
 The kind follows from routes that only one kind has: sglang-router lists its workers, SGLang has ``/model_info``, and
-vLLM names itself as the owner of its models. ``/health`` is not used: on SGLang it takes a second at best, and 20
-while paused.
+vLLM names itself as the owner of its models. ``/health`` is not used, because on SGLang it takes at least a second, and
+20 seconds while the server is paused.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Identity:
 
     kind: ServerKind
     version: str | None = None
-    """Version of the server's software; for kind OPENAI with its name, if april knows that."""
+    """Version of the server's software; for kind OPENAI it begins with the software's name, if april knows the name."""
     models: tuple[str, ...] = ()
     workers: tuple[str, ...] = ()
     """Addresses of a router's workers, as the router reports them."""
@@ -104,7 +104,7 @@ def _judge(replies: dict[str, Reply]) -> Identity:
         return found(ServerKind.SGLANG)
     if any(m.get("owned_by") == "sglang" for m in listed):
         return found(ServerKind.SGLANG)
-    # vLLM that requires a key hides its models from callers without it, but not its version
+    # without its key, a vLLM server hides its models but not its version
     if any(m.get("owned_by") == "vllm" for m in listed) or (version is not None and models_locked):
         return found(ServerKind.VLLM)
     if models:
@@ -136,7 +136,7 @@ _PAUSED: dict[ServerKind, tuple[tuple[str, Callable[[Reply], bool]], ...]] = {
     ServerKind.VLLM: (("/is_paused", _says("is_paused")), ("/is_sleeping", _says("is_sleeping"))),
     ServerKind.SGLANG: (("/ready", lambda reply: reply.status == 503),),
 }
-"""Routes that tell whether a server of a kind is paused, each with a test of the reply. Unknown routes never match."""
+"""Routes that show whether a server is paused, each with a test of the reply. Replies to unknown routes never pass."""
 
 
 SETTINGS: dict[ServerKind, type[VllmEngineConfig | SglangEngineConfig | OpenAIEngineConfig]] = {
@@ -144,7 +144,7 @@ SETTINGS: dict[ServerKind, type[VllmEngineConfig | SglangEngineConfig | OpenAIEn
     ServerKind.SGLANG: SglangEngineConfig,
     ServerKind.OPENAI: OpenAIEngineConfig,
 }
-"""Settings class for a server of which only the kind is known."""
+"""Settings class for each kind of server that april can use."""
 _PROBES: dict[type[ServerEngineConfig], Callable[[HttpClient, Any], Awaitable[ServerFacts]]] = {
     VllmEngineConfig: probe_vllm,
     SglangEngineConfig: probe_sglang,
@@ -153,7 +153,7 @@ _PROBES: dict[type[ServerEngineConfig], Callable[[HttpClient, Any], Awaitable[Se
 
 
 async def probe(client: HttpClient, config: ServerEngineConfig) -> ServerFacts:
-    """Probe what a server is and can do as an engine of ``config``'s kind; changes nothing there.
+    """Find out what a server is and can do as an engine of ``config``'s kind, without changing anything there.
 
     Raises ConfigError if the server is of another kind or april cannot use it, EngineError if it could not be probed.
     """

@@ -1,4 +1,4 @@
-"""Runs a process that only serves engines: local ones, or servers of other kinds behind april's protocol."""
+"""Runs a process that only serves engines: its own, or servers to which it forwards requests."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def serve_forever(
     """Run :func:`serve` for one or more engines on a new event loop, until interrupted.
 
     Args:
-        make: Function that returns one or several engines; or settings like those of ``engine`` in
-            :class:`april.Config` with the ``urls`` of servers, to which this process then forwards requests.
+        make: Function that returns one or several engines, or a mapping of settings as for ``engine`` in
+            :class:`april.Config`, whose servers (``urls``) this process forwards requests to.
         host: Address to listen at, as in :func:`serve`.
         port: Port of the first engine; the others use the following ports. 0 means any free ones.
-        key: Secret of the clients, as in :func:`serve`.
-        told: Callback that receives each url.
+        key: Secret that clients must send, as in :func:`serve`.
+        told: Callback that receives the URL of each engine.
 
     Raises:
-        ConfigError: as :func:`serve` does, or the settings are wrong, or a server cannot be used.
+        ConfigError: the settings are wrong, a server cannot be used, or for a reason of :func:`serve`.
         EngineError: a server could not be probed.
     """
 

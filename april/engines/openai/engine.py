@@ -1,7 +1,8 @@
 """Engine for servers with an OpenAI-compatible completions route that takes and returns token ids.
 
-These servers have neither aborts nor weight versions. So a request is aborted by closing its stream, after reading
-everything that has arrived. Every request ends before a weight update, so its tokens get the version at submission.
+These servers can neither abort a request by its id nor say which weights made its tokens. So april aborts a request by
+closing its stream, and reads what has arrived. All requests end before a weight update, so their tokens get the version
+at which the request was sent.
 """
 
 from __future__ import annotations
@@ -53,14 +54,14 @@ class OpenAIEngine(ServerEngine):
     def _prepare(self, request: Request, streamed: bool, urls: Urls) -> tuple[ResponseReader, bytes]:
         self._check(request)
         reader = ResponseReader(CompletionParser(request), self._version, None, len(request.token_ids))
-        # TensorRT-LLM gets seeds too: requests without seeds may share one random stream there
+        # TensorRT-LLM gets seeds although it does not honour them: without seeds, requests may share one random stream
         return reader, completion_body(
             self.facts.model, request, is_trtllm=self.facts.is_trtllm, bans=self._capabilities.bans,
             seeds=self._capabilities.honours_seeds or self.facts.is_trtllm, salt=self._labels.salt(self._version),
         )  # fmt: skip
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
-        """Close the streams of these attempts (None means all); bytes that have arrived are still read."""
+        """Close the streams of these attempts (None means all); what has arrived is still read."""
         self._endpoint.abort(self._to_abort(attempt_ids))
 
     async def _has_weights(self) -> bool | None:
@@ -68,10 +69,7 @@ class OpenAIEngine(ServerEngine):
         return (await self._process.check())[0]
 
     async def pause(self) -> None:
-        """Pause like :class:`ServerEngine`, and note the server's start time.
-
-        So a restart before the trainer has written its weights is noticed.
-        """
+        """Pause like :class:`ServerEngine`, and note the server's start time, to notice a restart."""
         await super().pause()
         await self._process.pause()
 
@@ -81,7 +79,7 @@ class OpenAIEngine(ServerEngine):
         await super().resume()
 
     async def _load_whole(self, version: PolicyVersion, path: str | None) -> None:
-        """Check that the process into which the trainer has loaded the weights still runs."""
+        """Check that the server was not restarted since the pause in which the trainer has loaded the weights."""
         self.require_idle()
         await self._require_model()
         await self._process.note_weights(version)

@@ -29,7 +29,7 @@ from april.engines.protocol import AbortMeans, EngineFinish, Request
 from april.errors import ConfigError, EngineError, RequestRefused, WireError
 from april.text.server_text import clean
 
-# these ids exist in every vocabulary; their choice does not matter
+# any ids that exist in every vocabulary
 _PROMPT = (1, 4, 7)
 _SEED_TOKENS = 16
 _EOS_BIAS = 100.0
@@ -50,7 +50,7 @@ _LACKS = (
         "make it forget the cached keys and values of the old weights",
     ),
 )
-"""What all these servers lack: the code of each limit and its consequence."""
+"""Limits of all OpenAI-compatible servers: the code and the consequence of each."""
 _SEEDS_DIFFER = (
     (LimitCode.NO_SEEDS, "does not repeat a response for the same seed, so runs cannot be repeated exactly"),
 )
@@ -86,9 +86,9 @@ _TRTLLM_LACKS = (
 _TRTLLM = "tensorrt_llm"
 _TRTLLM_METRICS = "/prometheus/metrics"
 _LACKS_BY_OWNER = {"vllm": _VLLM_LACKS, _TRTLLM: _TRTLLM_LACKS}
-"""What a server lacks although short requests do not show that, by the owner of its models."""
+"""Limits that short requests do not reveal, indexed by the owner that the server names for its models."""
 SOFTWARE = {"sglang": "SGLang", _TRTLLM: "TensorRT-LLM", "vllm": "vLLM"}
-"""Name of a server's software, by the owner of its models."""
+"""Names of servers' software, indexed by the owner that the server names for its models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +96,9 @@ class OpenAIFacts(ServerFacts):
     """Results of probing an OpenAI-compatible server."""
 
     is_trtllm: bool
-    """True if the server runs TensorRT-LLM, which is asked for token ids in a way of its own."""
+    """True if the server runs TensorRT-LLM, which needs other keys in a request to return token ids."""
     metrics_route: str | None
-    """Route of the Prometheus metrics; None if april must not ask for any."""
+    """Route of the Prometheus metrics; None if april must not read them."""
 
 
 async def probe_openai(client: HttpClient, config: OpenAIEngineConfig) -> OpenAIFacts:
@@ -119,9 +119,9 @@ async def probe_openai(client: HttpClient, config: OpenAIEngineConfig) -> OpenAI
 
 
 async def completions_facts(found: ServerProbe, vocab_size: int, remedy: str = "", *flags: str) -> OpenAIFacts:
-    """Probe the completions route, by which the chosen model is used.
+    """Probe the completions route with the chosen model.
 
-    ``remedy`` and ``flags`` say how other routes of the server, which can do more, are opened.
+    ``remedy`` and ``flags`` say how the user can open other routes of the server, which can do more; both may be empty.
     """
     client, config, served = found.client, found.config, found.served
     assert served is not None
@@ -147,7 +147,7 @@ async def completions_facts(found: ServerProbe, vocab_size: int, remedy: str = "
         server=client.url,
     )  # fmt: skip
     metrics_route: str | None = "/metrics"
-    if is_trtllm:  # its /metrics waits 2 s for records of its iterations, and takes them away from other readers
+    if is_trtllm:  # reading /metrics takes 2 s there, and takes records of iterations away from other readers
         page = await found.answer_of("GET", _TRTLLM_METRICS, lambda reply: reply.ok or reply.status in REFUSES)
         metrics_route = _TRTLLM_METRICS if page.ok else None
     return OpenAIFacts(
@@ -210,8 +210,8 @@ class _Probe:
 async def _refuse_without_token_ids(probe: _Probe) -> None:
     """Raise ConfigError unless the server returns each token once, by its id and with its log-probability.
 
-    In a complete response the server's token count reveals events that repeat earlier tokens; a stream that is cut off
-    has no count.
+    Events that repeat earlier tokens are noticed by the server's token count at the end of a response. This is checked
+    here because streams that april aborts later have no such count.
     """
     try:
         count = len((await probe.ask(SamplingParams(SEVERAL, temperature=0.0))).tokens)
@@ -231,7 +231,7 @@ async def _refuse_without_stop_ids(probe: _Probe) -> None:
     token = (await probe.ask(greedy)).tokens[0]
     try:
         answer = await probe.ask(replace(greedy, max_tokens=2, stop_token_ids=(token,)))
-    except WireError:  # the server has counted the stop token but not returned it
+    except WireError:  # the server has counted the stop token, but has not returned it
         answer = _Generated([], [], EngineFinish.STOP)
     if answer.tokens != [token] or answer.finish is not EngineFinish.STOP:
         what = "leaves the stop token out" if not answer.tokens else "does not stop at the ids in stop_token_ids"
@@ -242,7 +242,7 @@ async def _refuse_without_stop_ids(probe: _Probe) -> None:
 
 
 async def _is_eos_returned(probe: _Probe, eos: int) -> bool:
-    """Make EOS almost certain and return True if the response includes it; False if that cannot be found out.
+    """Make EOS almost certain, and return whether the response includes it; False also if the bias has no effect.
 
     Raises ConfigError if the server omits EOS.
     """
@@ -275,7 +275,7 @@ async def _logprob_kind(found: ServerProbe, probe: _Probe) -> LogprobKind:
 
 
 async def _honours_seeds(probe: _Probe) -> bool:
-    """Return whether the same seed gives the same tokens twice, and another seed gives others."""
+    """Return whether the same seed gives the same tokens twice, and another seed gives other tokens."""
     sampling = SamplingParams(_SEED_TOKENS, _SEED_TOKENS, temperature=1.0, seed=7)
     first, again = await probe.ask(sampling), await probe.ask(sampling)
     other = await probe.ask(replace(sampling, seed=8))

@@ -1,7 +1,7 @@
 """Builds requests for the OpenAI completions route with token ids, and parses the events of its stream.
 
-The choices have the ids of generated tokens with ``return_token_ids: true``, where the first event repeats the prompt's
-ids, and on TensorRT-LLM with ``detokenize: false``.
+Servers return the ids of generated tokens if a request has ``return_token_ids: true`` (the first event then repeats the
+prompt's ids), and TensorRT-LLM if it has ``detokenize: false``.
 """
 
 from __future__ import annotations
@@ -50,14 +50,13 @@ def completion_body(
 ) -> bytes:  # fmt: skip
     """Return the JSON body of one streamed request; ``changes`` are keys that override others.
 
-    A server with ``cache_salt`` shares entries of its prefix cache only between requests with the same ``salt``;
-    TensorRT-LLM does not accept salts on this route.
+    Only requests with the same ``salt`` share entries of the prefix cache. TensorRT-LLM accepts no salts on this route.
     """
     params = sampling_of(request, bans=bans, seeds=seeds)
     asked = _TRTLLM if is_trtllm else {
         "return_token_ids": True,
         "logprobs": 0,  # the log-probability of the sampled token alone
-        "return_weight_versions": True,  # at the end of a response (vLLM 0.33 and later; older ones ignore it)
+        "return_weight_versions": True,  # returned at the end of a response by vLLM 0.33 and later
         **({"cache_salt": salt} if salt else {}),
     }  # fmt: skip
     body = {"model": model, "prompt": request.token_ids.tolist(), "n": 1, **params, **STREAMED, **asked}
@@ -76,7 +75,7 @@ def bias_of(banned_ids: Sequence[int]) -> dict[str, float]:
 def sampling_of(request: Request, *, bans: bool, seeds: bool) -> dict[str, Any]:
     """Return the sampling settings of a request as JSON keys, with everything explicit that affects the distribution.
 
-    ``bans`` means that the server supports banned ids, ``seeds`` that a seed does not crash it.
+    ``bans`` is True if the server supports banned ids, ``seeds`` if a seed does not crash the server.
     """
     sampling = request.sampling
     params: dict[str, Any] = {
@@ -88,7 +87,7 @@ def sampling_of(request: Request, *, bans: bool, seeds: bool) -> dict[str, Any]:
     }
     if sampling.stop_token_ids:
         params["stop_token_ids"] = sampling.stop_token_ids
-    if sampling.stop:  # april reads special tokens as text
+    if sampling.stop:  # april finds stop strings in text that includes special tokens, so the server must, too
         params |= {"stop": sampling.stop, "skip_special_tokens": False}
     if seeds and sampling.seed is not None:
         params["seed"] = sampling.seed
@@ -100,7 +99,7 @@ def sampling_of(request: Request, *, bans: bool, seeds: bool) -> dict[str, Any]:
 
 
 def structured_outputs_of(name: str, value: Any) -> dict[str, Any]:
-    """Return vLLM's ``structured_outputs`` for the form that a request demands."""
+    """Return vLLM's ``structured_outputs`` for the grammar that a response must follow."""
     return {"json": value} if name == "json_schema" else {name: msgspec.json.encode(value).decode()}
 
 

@@ -1,8 +1,8 @@
-"""Uses an engine of another process, offered there by :func:`april.serve`, like an engine of this process.
+"""The client engine: uses an engine that another process offers with :func:`april.serve` like a local engine.
 
-A session begins when a client connects, and ends when the server's process ends or another client begins a session.
-Invariant: the client yields only tokens that the server made in this client's session, and relies only on versions that
-the server has confirmed in it.
+A session begins when a client connects. It ends when the client closes, another client begins a session, or the
+server's process ends. Invariant: the client yields only tokens that the server made in this client's session, and
+relies only on versions that the server confirmed in this session.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ ATTACHMENT_S = 600.0
 class ServedEngine(ServerEngine):
     """An engine that another process serves; created by :func:`connect_april`."""
 
-    def __init__(self, client: HttpClient, config: AprilEngineConfig, began: CallReply, me: str) -> None:
+    def __init__(self, client: HttpClient, config: AprilEngineConfig, began: CallReply, client_id: str) -> None:
         can = began.capabilities
         if can is None:
             raise WireError(f"{client.url} does not report what its engine can do")
         present = config.first_weights == "present"
         self._of_start = began.untouched or present or can.shares_weights
-        """True if the weights that the server had at the start of the session count as the first version."""
+        """True if the weights that the server had when the session began count as the run's first version."""
         super().__init__(
             client.name,
             replace(
@@ -77,12 +77,12 @@ class ServedEngine(ServerEngine):
         )  # fmt: skip
         self._client = client
         self._interval_s = config.interval_s
-        self._client_id = me
+        self._client_id = client_id
         self._session = began.session
         self._connection: _Connection | None = None
         self._opening = asyncio.Lock()
         self._keeps = False
-        """True if the engine was paused with its requests kept."""
+        """True while the engine is paused but keeps its requests."""
         self._sent: dict[str, asyncio.Task[None]] = {}
         """Uploads of attachments, finished or running, indexed by digest."""
         self.attachments_sent = 0
@@ -103,13 +103,13 @@ class ServedEngine(ServerEngine):
                 return
             self._check(request)
             self._adapters.note_request(request.attempt_id)
-            bare = tuple(replace(p, attachment=replace(p.attachment, data=None, path="")) for p in request.attached)
-            told = structs.replace(request, attached=bare) if bare else request
+            digests = tuple(replace(p, attachment=replace(p.attachment, data=None, path="")) for p in request.attached)
+            without_bytes = structs.replace(request, attached=digests) if digests else request
             for _ in range(TRIES):
                 for placed in request.attached:
                     await self._send(placed.attachment)
                 missing: list[str] = []
-                async with aclosing(self._answer(told)) as pieces:
+                async with aclosing(self._answer(without_bytes)) as pieces:
                     async for piece in pieces:
                         for chunk in piece.chunks:
                             yield chunk
@@ -123,9 +123,9 @@ class ServedEngine(ServerEngine):
             raise EngineError(f"{self._client.url} loses attachments right after it gets them")
 
     async def _answer(self, request: Request) -> AsyncGenerator[ChunkMessage, None]:
-        line = await self._connect()
-        inbox = line.inboxes[request.attempt_id] = asyncio.Queue()
-        line.outbox.put(Start(request))
+        connection = await self._connect()
+        inbox = connection.inboxes[request.attempt_id] = asyncio.Queue()
+        connection.outbox.put(Start(request))
         over = False
         try:
             while not over:
@@ -136,9 +136,9 @@ class ServedEngine(ServerEngine):
                 over = piece.last
                 yield piece
         finally:
-            del line.inboxes[request.attempt_id]
+            del connection.inboxes[request.attempt_id]
             if not over:
-                line.outbox.put(Leave(request.attempt_id))
+                connection.outbox.put(Leave(request.attempt_id))
 
     async def _connect(self) -> _Connection:
         async with self._opening:
@@ -151,7 +151,7 @@ class ServedEngine(ServerEngine):
             return self._connection
 
     async def _send(self, attachment: Attachment) -> None:
-        """Upload the bytes once; concurrent requests with the same attachment wait for that upload."""
+        """Upload the attachment's bytes once; concurrent requests with the same attachment wait for that upload."""
         sent = self._sent.get(attachment.digest)
         if sent is None:
             sent = self._sent[attachment.digest] = asyncio.ensure_future(self._put(attachment))
@@ -179,11 +179,10 @@ class ServedEngine(ServerEngine):
     async def _call(self, name: str, call: EngineCall) -> CallReply:
         return await _answer_of(self._client, name, pack(call))
 
-    async def _hold(self) -> None:
-        """Make sure that this client has the session: begin a new one if the server was restarted or is free again.
+    async def _ensure_session(self) -> None:
+        """Begin a new session if this client's session has ended and no other client has one.
 
-        Raises EngineError if another client uses the engine, since two clients cannot share its weights, or if the
-        model has changed.
+        Raises EngineError if another client uses the engine, or if the server was restarted with another model.
         """
         now = await self._call("health", EngineCall(self._session))
         if now.session == self._session:
@@ -204,7 +203,7 @@ class ServedEngine(ServerEngine):
             )
 
     def _differs(self, now: Capabilities | None) -> str:
-        """Describe a change that alters what tokens and log-probabilities mean; empty if there is none."""
+        """Describe a change of abilities that changes the meaning of tokens or log-probabilities; empty if none."""
         before = self._capabilities
         if now is None:
             return "it does not say which one"
@@ -218,14 +217,14 @@ class ServedEngine(ServerEngine):
         """Close admission, end all requests and pause the remote engine."""
         self._admission.close()
         self._keeps = False
-        await self._hold()
+        await self._ensure_session()
         await super().pause()
         await self._call("pause", EngineCall(self._session))
 
     async def pause_in_flight(self, in_flight: OnWeightUpdate) -> None:
-        """Pause with requests kept, as in :class:`~april.engines.protocol.KeepsRequests`, if the engine can."""
+        """Pause but keep the requests (:class:`~april.engines.protocol.KeepsRequests`), if the engine can."""
         self._admission.close()
-        await self._hold()
+        await self._ensure_session()
         await self._call("pause", EngineCall(self._session, in_flight=in_flight))
         self._keeps = True
 
@@ -245,8 +244,8 @@ class ServedEngine(ServerEngine):
 
         Raises:
             WeightsGone: the weights of the version were lost when a server was restarted.
-            EngineError: whatever the engine raises. The engine then gets no requests until an update succeeds, unless
-                it still has its previous weights.
+            EngineError: the error of the remote engine. Unless that engine still has its previous weights, it gets no
+                requests until an update succeeds.
         """
         if path is not None:
             self._require_loadable(path)
@@ -309,12 +308,10 @@ class ServedEngine(ServerEngine):
         said = now.health or Health(ok=False, detail="the engine does not report its state")
         if now.session != self._session and now.client:
             # ``current`` is left as it is: False would make april load weights although another client uses the engine
-            return replace(said, ok=False, detail=(
-                "another client uses the engine"
-            ))
+            return replace(said, ok=False, detail="another client uses the engine")
         whole = now.session == self._session and now.version == self._version and not self._why_incomplete
-        amiss = "" if now.session == self._session else "the server was restarted, or has no client"
-        detail = "; ".join(filter(None, (said.detail, self._why_incomplete, amiss)))
+        lost = "" if now.session == self._session else "the server was restarted, or has no client"
+        detail = "; ".join(filter(None, (said.detail, self._why_incomplete, lost)))
         return replace(said, current=said.current and whole, detail=detail)
 
     async def close(self) -> None:
@@ -326,13 +323,13 @@ class ServedEngine(ServerEngine):
         await self._client.close()
 
     async def _disconnect(self) -> None:
-        line, self._connection = self._connection, None
-        if line is not None:
-            await line.close()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.close()
 
 
 class _ReadsPaths(ServedEngine):
-    """A served engine that reads weight paths itself; for other engines this process reads the directories."""
+    """A served engine whose own process reads weight paths; for other engines, this process reads the directories."""
 
     async def content_of(self, path: str) -> str:
         """Return the remote engine's fingerprint of the content of a path."""
@@ -340,7 +337,7 @@ class _ReadsPaths(ServedEngine):
 
 
 class _Connection:
-    """The WebSocket that carries requests to the server and answers back."""
+    """The WebSocket that carries requests to the server and brings back the answers."""
 
     def __init__(self, url: str, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._url, self._socket = url, socket
@@ -406,10 +403,10 @@ async def connect_april(config: AprilEngineConfig) -> list[ServedEngine]:
     """
 
     async def connect(client: HttpClient) -> ServedEngine:
-        me = secrets.token_hex(8)
-        call = EngineCall(client=me, present=config.first_weights == "present")
+        client_id = secrets.token_hex(8)
+        call = EngineCall(client=client_id, present=config.first_weights == "present")
         began = await _answer_of(client, "begin", pack(call))
         kind = _ReadsPaths if began.reads_paths else ServedEngine
-        return kind(client, config, began, me)
+        return kind(client, config, began, client_id)
 
     return await connect_all(config, connect)

@@ -1,8 +1,8 @@
-"""A server that offers one engine to one client at a time: the client that began a session last.
+"""The server behind :func:`april.serve`: offers one engine to the client that began a session last.
 
 Invariants: no request runs for a client whose session has ended. No request begins while the weights match no policy
-version, such as after a failed update. A control call runs to its end even if its client has disconnected, and no other
-control call runs at the same time.
+version, for example after a failed update. A control call (pause, update, ...) runs to its end even if its client has
+disconnected. Control calls run one at a time, except for health and quiet.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ from april.text.server_text import clean
 log = logging.getLogger("april")
 
 ATTACHMENT_BYTES = 1 << 30
-"""Total bytes of the attachments that are kept. The least recently used are dropped; clients send them again."""
+"""Largest total size of the attachments that are kept. The least recently used are dropped; clients resend them."""
 ABORT_AGAIN_S = 0.02
-"""Seconds between two aborts while the server waits for requests to end: some engines register a request late."""
+"""Seconds after which requests that still run are aborted again, because some engines register a request late."""
 NO_SESSION = "the engine's server was restarted or serves another client now"
 
 
@@ -159,15 +159,15 @@ class EngineServer:
             return web.Response(status=400, text="interval_s is missing, or is not a number")
         ws = web.WebSocketResponse(max_msg_size=MESSAGE_BYTES, compress=False, heartbeat=HEARTBEAT_S)
         await ws.prepare(http)
-        line, before = _ClientConnection(self, ws, interval_s), self._connection
-        self._connection = line
+        connection, before = _ClientConnection(self, ws, interval_s), self._connection
+        self._connection = connection
         if before is not None:  # the client reconnected before this side noticed the disconnect
             await before.close()
-        await line.run()
+        await connection.run()
         return ws
 
     def generate(self, request: Request) -> AsyncIterator[Chunk]:
-        """Begin a request, with the attachments that were uploaded before."""
+        """Begin a request, after adding the uploaded bytes of its attachments."""
         if self._version is None:
             raise EngineError("the engine's weights match no policy version; update them")
         if request.attached:
@@ -210,22 +210,22 @@ class EngineServer:
         except LinkError as error:
             return web.Response(status=400, text=str(error))
 
-        async def made(answer: CallReply) -> None:
+        async def fill(answer: CallReply) -> None:
             if method not in (self._begin, self._health):
                 self._require(call.session)
             await method(call, answer)
 
-        # a health probe does not wait for long calls
-        return await self._respond(made, alone=method not in (self._health, self._quiet))
+        # health and quiet do not wait for other calls, which may take long
+        return await self._respond(fill, alone=method not in (self._health, self._quiet))
 
-    async def _respond(self, made: Callable[[CallReply], Awaitable[None]], *, alone: bool = True) -> web.Response:
+    async def _respond(self, fill: Callable[[CallReply], Awaitable[None]], *, alone: bool = True) -> web.Response:
         answer = CallReply()
         try:
             if alone:
                 async with self._one_call:
-                    await made(answer)
+                    await fill(answer)
             else:
-                await made(answer)
+                await fill(answer)
         except Exception as error:
             answer.failure = Failure.of(error)
         answer.session, answer.client, answer.version = self._session, self._client, self._version
@@ -233,7 +233,7 @@ class EngineServer:
         return web.Response(body=pack(answer), content_type="application/octet-stream")
 
     async def _begin(self, call: EngineCall, answer: CallReply) -> None:
-        """Begin a session for this client; the previous client receives no more bytes, not even the rest of answers."""
+        """Begin a session for this client; the previous client receives nothing more, not even unfinished answers."""
         self._session, self._client = secrets.token_hex(16), call.client
         if self._connection is not None:
             await self._connection.close()
@@ -244,10 +244,9 @@ class EngineServer:
             self._version = FIRST_VERSION
         await self.engine.resume()
         can = self.engine.capabilities
-        sends = self._shares_model or not can.takes_tensors
         answer.capabilities = replace(
             can, remote=True, own_weights=False, shares_weights=self._shares_model, gathers_weights=False,
-            collective=(), takes_tensors=not sends,
+            collective=(), takes_tensors=can.takes_tensors and not self._shares_model,
         )  # fmt: skip
         answer.reads_paths = isinstance(self.engine, ReadsPaths)
 
@@ -282,7 +281,7 @@ class EngineServer:
         try:
             await self.engine.update_weights(call.version, call.path)
         except Exception:
-            with suppress(Exception):  # if the health check fails, the weights count as unknown
+            with suppress(Exception):  # if health() fails too, the weights match no version
                 if before is not None and (await self.engine.health()).current:
                     self._version, self._untouched = before, untouched
             raise
@@ -318,14 +317,14 @@ class EngineServer:
         except (LinkError, EngineError, asyncio.IncompleteReadError, ValueError, RuntimeError, AttributeError) as error:
             return web.Response(status=400, text=str(error))
 
-        async def made(answer: CallReply) -> None:
+        async def fill(answer: CallReply) -> None:
             self._require(head.session)
             if not isinstance(self.engine, TakesTensors):
                 raise EngineError(f"engine {self.engine.name} accepts no tensors")
             self._version, self._untouched = None, False
             await self.engine.take(head.specs, tensors, head.last)
 
-        return await self._respond(made)
+        return await self._respond(fill)
 
     async def _content(self, call: EngineCall, answer: CallReply) -> None:
         if not isinstance(self.engine, ReadsPaths) or call.path is None:
@@ -350,11 +349,11 @@ class _ClientConnection:
         self._kept: dict[str, list[Chunk]] = {}
         """Chunks that were not sent yet, indexed by attempt id."""
         self._streams: dict[str, BufferedStream] = {}
-        """Streams that accumulate pieces until they are parsed together, indexed by attempt id."""
+        """Streams that buffer the engine's pieces until they are parsed together, indexed by attempt id."""
         self._helpers: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Answer requests until the connection ends, then cancel those that still run."""
+        """Answer requests until the connection ends, then cancel the requests that still run."""
         self._spawn(self._outbox.run())
         if self._interval_s > 0:
             self._spawn(self._hand_over())
@@ -448,11 +447,11 @@ class _ClientConnection:
                     self._send(attempt_id, kept)
 
 
-async def _in_portions(chunks: Any, most: int) -> AsyncGenerator[list[Chunk], None]:
-    """Yield the engine's chunks with arrays that stay valid; a buffered stream yields ``most`` pieces at a time."""
+async def _in_portions(chunks: Any, enough: int) -> AsyncGenerator[list[Chunk], None]:
+    """Yield copies of the chunks; a buffered stream yields when ``enough`` pieces have arrived, or all of them."""
     if isinstance(chunks, BufferedStream):
         while await chunks.arrived():
-            if chunks.waiting >= most or chunks.over:
+            if chunks.waiting >= enough or chunks.over:
                 yield chunks.take()
         return
     async for chunk in chunks:
@@ -482,7 +481,7 @@ async def serve(
             required.
         port: Port to listen at; 0 means any free one.
         key: Secret that lets a client use the engine and change its weights; ``april.new_token()`` makes one.
-        shares_model: True if this process trains the very model that the engine generates from; clients send no
+        shares_model: Whether this process trains the model that the engine generates from; clients then send no
             weights.
 
     Returns:

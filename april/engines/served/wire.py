@@ -34,8 +34,8 @@ TOGETHER_BYTES = 4 << 20
 PIECE_BYTES = 1 << 20
 """Bytes of tensors that are written at a time, because asyncio copies unsent bytes repeatedly."""
 HEARTBEAT_S = 10.0
-"""Seconds between two pings. After a silence of 1.5 times HEARTBEAT_S a connection is closed, because a process that is
-suspended would never close it."""
+"""Seconds between two pings. A connection is closed after 1.5 times HEARTBEAT_S of silence, because a suspended process
+would never close it."""
 
 
 class Failure(msgspec.Struct, array_like=True):
@@ -48,14 +48,14 @@ class Failure(msgspec.Struct, array_like=True):
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """Describe an error; one that is not an EngineError becomes an EngineError that names its class."""
+        """Describe an error; an error of another type becomes an EngineError whose message names that type."""
         if isinstance(error, EngineError):
             kind = next(c.__name__ for c in type(error).__mro__ if c.__module__ == errors.__name__)
             return cls(kind, str(error), getattr(error, "retry_after_s", None), getattr(error, "unsound", 0))
         return cls(EngineError.__name__, f"{type(error).__name__}: {error}")
 
     def error(self) -> EngineError:
-        """Build the exception that was described."""
+        """Build the exception that this object describes."""
         kind = getattr(errors, self.kind, None)
         if not (isinstance(kind, type) and issubclass(kind, EngineError)):
             return EngineError(self.message)
@@ -65,19 +65,19 @@ class Failure(msgspec.Struct, array_like=True):
 
 
 class Start(msgspec.Struct, array_like=True, tag=True):
-    """Begin a request; its attachments are given by their digests only."""
+    """Begin a request; its attachments contain no bytes, only their digests."""
 
     request: Request
 
 
 class Abort(msgspec.Struct, array_like=True, tag=True):
-    """End requests; each is answered with its tokens so far."""
+    """End requests; the answer to each request is its tokens so far."""
 
     attempt_ids: list[str]
 
 
 class Leave(msgspec.Struct, array_like=True, tag=True):
-    """Cancel a request whose answer nobody reads any more."""
+    """Cancel a request because its consumer has stopped reading."""
 
     attempt_id: str
 
@@ -90,7 +90,7 @@ class ChunkMessage(msgspec.Struct, array_like=True):
     last: bool = False
     failure: Failure | None = None
     missing: list[str] = []
-    """Digests of attachments that the server lacks; if any, the request has not begun."""
+    """Digests of attachments that the server lacks; if there are any, the request has not begun."""
 
 
 Ask = Start | Abort | Leave
@@ -158,11 +158,11 @@ def _as_one(run: Sequence[Chunk]) -> Chunk:
 
 
 class EngineCall(msgspec.Struct):
-    """A control call. ``session`` is the id that the server gave the client; a call that begins a session has none."""
+    """A control call. ``session`` is the id from the server; it is empty in the call that begins a session."""
 
     session: str = ""
     client: str = ""
-    """Name of the client, in the call that begins a session; empty in all other calls."""
+    """Random id of the client, in the call that begins a session; empty in all other calls."""
     present: bool = False
     """True if the present weights count as the first version of a new session, no matter who has loaded them."""
     in_flight: OnWeightUpdate = OnWeightUpdate.RESUBMIT
@@ -185,9 +185,9 @@ class CallReply(msgspec.Struct):
     failure: Failure | None = None
     session: str = ""
     client: str = ""
-    """Client that has the session; empty if there is no session."""
+    """Id of the client that has the session; empty if there is no session."""
     version: PolicyVersion | None = None
-    """Version of the present weights in the session; None if they match no version."""
+    """Policy version of the present weights; None if they match no version."""
     untouched: bool = False
     """True if the server still has the weights that it started with."""
     health: Health | None = None

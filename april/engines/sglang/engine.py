@@ -2,8 +2,8 @@
 
 The module ``worker`` makes the control calls to one server; ``transfer`` sends weights.
 
-A label is the name of the present weights, which april sets on the server. Invariants: an HTTP call is never closed in
-order to abort its request, because the server would drop tokens. april uses a response only after the server has
+april gives the weights of a server a label, which names their policy version. Invariants: april never aborts a request
+by closing its HTTP call, because the server would drop tokens; and april uses a response only after the server has
 confirmed the label.
 """
 
@@ -38,13 +38,13 @@ from april.text.server_text import quoted
 ABORTS_AT_ONCE = 32
 """Maximum number of abort calls in progress to one server; hundreds at a time have crashed servers."""
 HEALTH_S = 5.0
-"""Seconds for the answers that a health probe needs."""
+"""Maximum seconds to wait for each answer that a health check needs."""
 STREAM_INTERVAL = 16
-"""Tokens per stream event by default. On an abort, a request that the server has preempted for lack of memory loses
-fewer tokens than this, and all others lose none. Measured client CPU per 1,000 tokens: 37 ms at 1, 6.8 ms at 8, 3.5 ms
-at 16, 2.0 ms at 50, 0.9 ms without streaming (there up to 49 tokens are lost)."""
+"""Default number of tokens per stream event. An abort loses tokens only if the server has preempted the request for
+lack of memory, and then fewer than this number. Client CPU measured per 1,000 tokens: 37 ms at 1 token per event,
+6.8 ms at 8, 3.5 ms at 16, 2.0 ms at 50, 0.9 ms without streaming (which may lose up to 49 tokens)."""
 STOP_STRING_INTERVAL = 2
-"""Tokens per stream event for a request that april may end by its content, because the server does not."""
+"""Tokens per stream event for a request whose stop strings april finds itself, so that few surplus tokens are made."""
 
 
 class SglangEngine(ServerEngine):
@@ -56,8 +56,8 @@ class SglangEngine(ServerEngine):
     Args:
         requests: Client for requests, connected to the server itself or to the router.
         workers: The servers; control calls go to each of them.
-        facts: What the probe has learned about all of them.
-        max_token_loss: Maximum tokens of a response that may be lost when a server dies; None means no such limit.
+        facts: Results of the probe that hold for all servers.
+        max_token_loss: Maximum tokens of a response that may be lost when a server dies; None means no limit.
     """
 
     def __init__(
@@ -73,22 +73,22 @@ class SglangEngine(ServerEngine):
         self.attachments = SentAttachments()
         self._endpoint = GenerateRoute(
             client=requests, route="/generate", admission=self._admission, labels=self._labels, prepare=self._prepare,
-            abort_means=facts.capabilities.abort_means, marks_end=False, paused_by_others=self._stands_still,
+            abort_means=facts.capabilities.abort_means, marks_end=False, paused_by_others=self._others_paused_servers,
             attachments=self.attachments, routing_key=facts.routing_key,
         )  # fmt: skip
         self.on_foreign_pause: Callable[[], None] | None = None
-        """Called when requests end because somebody else has paused the servers to change their weights. Nothing is
-        sent from then until :meth:`resume`, so a weight update must follow. None means no check for such pauses."""
+        """Callback for requests that end because another client has paused the servers to change their weights. april
+        sends no requests from then until :meth:`resume`, so a weight update must follow. None disables the check."""
         self.is_paused_by_others = False
         """True from a call of ``on_foreign_pause`` until :meth:`resume`."""
-        self._look: asyncio.Task[None] | None = None
-        """Running check whether the servers are paused, shared by all requests that end during the check."""
+        self._pause_check: asyncio.Task[None] | None = None
+        """Running check for a pause by others, shared by all requests that end meanwhile; None if there is none."""
         self._paused_as: tuple[str | None, ...] = (None,) * len(self.workers)
-        """Label that each worker showed when it was paused for a weight update; None if it did not answer. Another
-        label later means that the worker was restarted."""
+        """Label that each worker showed when this engine was paused; None if the worker did not answer. Another label
+        later means that the worker was restarted."""
         self._transfers = tuple(WeightTransfer(worker) for worker in self.workers)
         self._mark = ""
-        """Label of partly written weights in the present transfer."""
+        """Label for partly written weights in the present transfer."""
 
     # ---------------------------------------------------------------- requests
 
@@ -125,7 +125,10 @@ class SglangEngine(ServerEngine):
         return min(interval, STOP_STRING_INTERVAL) if request.stream else interval
 
     def _seed(self, request: Request) -> int | None:
-        """Return the seed, or None if the server ignores it; requests without a seed would all get the same one."""
+        """Return the request's seed, or one made from its sample; None if the server ignores seeds.
+
+        The server gives the same seed to all requests that have none.
+        """
         if not self._capabilities.honours_seeds:
             return None
         if request.sampling.seed is not None:
@@ -143,40 +146,36 @@ class SglangEngine(ServerEngine):
         if rids:
             await _all(worker.abort(rids, ABORTS_AT_ONCE) for worker in self.workers)
 
-    async def _stands_still(self) -> bool:
+    async def _others_paused_servers(self) -> bool:
         """Return whether another client has paused the servers; if so, close admission.
 
-        A paused server would start waiting requests later, under the weights that it has then. So requests without a
-        token are recalled.
+        Requests that have no token yet then wait for admission again; the servers would run them under unknown weights.
         """
         if self.on_foreign_pause is None:
             return False
         if self._admission.is_open:
-            if self._look is None:
-                self._look = asyncio.create_task(self._look_for_pause(self.on_foreign_pause))
-            await asyncio.shield(self._look)
+            if self._pause_check is None:
+                self._pause_check = asyncio.create_task(self._check_for_pause(self.on_foreign_pause))
+            await asyncio.shield(self._pause_check)
         return not self._admission.is_open
 
-    async def _look_for_pause(self, tell: Callable[[], None]) -> None:
+    async def _check_for_pause(self, callback: Callable[[], None]) -> None:
         labels, base = self._labels, self._adapters.base
-        looks = await asyncio.gather(*(w.is_foreign(labels, base) for w in self.workers), return_exceptions=True)
-        self._look = None
-        if self._admission.is_open and any(look is True for look in looks):
+        foreign = await asyncio.gather(*(w.is_foreign(labels, base) for w in self.workers), return_exceptions=True)
+        self._pause_check = None
+        if self._admission.is_open and any(answer is True for answer in foreign):
             self._admission.close()
             self.is_paused_by_others = True
             self._endpoint.recall_unstarted()
-            tell()
+            callback()
 
     # ---------------------------------------------------------------- weights
 
     async def pause(self) -> None:
-        """Pause like :class:`ServerEngine`, and note each worker's label.
-
-        So a restart before the trainer has written its weights is noticed.
-        """
+        """Pause like :class:`ServerEngine`, and note each worker's label, by which the update notices a restart."""
         await super().pause()
         marks = await asyncio.gather(*(w.mark(self._labels) for w in self.workers), return_exceptions=True)
-        # if a worker does not answer, the update will report that
+        # a worker that does not answer fails in the update
         self._paused_as = tuple(None if isinstance(mark, BaseException) else mark for mark in marks)
 
     async def resume(self) -> None:
@@ -186,19 +185,19 @@ class SglangEngine(ServerEngine):
         await super().resume()
 
     async def _load_whole(self, version: PolicyVersion, path: str | None) -> None:
-        """Update every worker; the new version counts once all of them have it."""
+        """Update every worker; until all workers have the new version, the engine refuses requests."""
         await self._require_model()
         if path is None:
             await _all(require_first_weights(w, self._labels, w.facts.label, version) for w in self.workers)
         before, self._why_incomplete = self._why_incomplete, (
             f"engine {self.name} is between two versions, because an update to {version} has not reached all of its "
             "weights; update them again"
-        )  # also holds if this call is cancelled
+        )  # set before the calls, so that it also holds if they are cancelled
         results = await asyncio.gather(
             *(
                 worker.update(
                     self._labels, version, path, transfer.mark or mark, paused=not self._admission.is_open,
-                    stands_still=transfer.paused,
+                    server_paused=transfer.paused,
                 )
                 for worker, mark, transfer in zip(self.workers, self._paused_as, self._transfers, strict=True)
             ),
@@ -218,7 +217,7 @@ class SglangEngine(ServerEngine):
 
     @property
     def sender_address(self) -> str:
-        """Return the address that this machine uses towards the first worker."""
+        """Return this machine's address on the route to the first worker."""
         return local_address(*self.workers[0].client.address)
 
     async def ranks(self) -> int:
@@ -242,7 +241,7 @@ class SglangEngine(ServerEngine):
         await all_or_first_error([transfer.begin() for transfer in self._transfers])
 
     async def receive(self, bucket: Sequence[TensorSpec], last: bool) -> None:
-        """Have all workers receive these tensors."""
+        """Have all workers receive the tensors of one bucket."""
         self._why_incomplete = (
             f"engine {self.name} is between two versions, because a transfer of weights was not completed; update them "
             "again"
@@ -271,12 +270,12 @@ class SglangEngine(ServerEngine):
     async def health(self) -> Health:
         """Check the load and label of every worker and the readiness of the router, without generating a token.
 
-        A router bypasses dead workers, so one live worker is enough. A worker that comes back has another label.
+        A router bypasses dead workers, so one live worker is enough. A restarted worker shows another label.
         """
         label = self._labels.of(self._adapters.base)
         (router,), results, (amiss, lost) = await asyncio.gather(
-            asyncio.gather(self._look_at_router(), return_exceptions=True),
-            asyncio.gather(*map(_look_at, self.workers), return_exceptions=True),
+            asyncio.gather(self._require_router_ready(), return_exceptions=True),
+            asyncio.gather(*map(_label_and_load, self.workers), return_exceptions=True),
             self._why_version_gone(),
         )
         sick = [r for r in (router, *results) if isinstance(r, BaseException)]
@@ -286,7 +285,7 @@ class SglangEngine(ServerEngine):
         well = [r for r in results if not isinstance(r, BaseException)]
         loads = [load for _, load in well]
         other = next((name for name, _ in well if not self._labels.is_of(name, self._adapters.base)), None)
-        if other not in (None, START_LABEL) and await self._stands_still() and self.is_paused_by_others:
+        if other not in (None, START_LABEL) and await self._others_paused_servers() and self.is_paused_by_others:
             # another client has paused the servers to give them new weights, so other labels do not mean lost weights
             return Health(ok=False, detail="another client is changing its weights", current=not self._why_incomplete)
         named = "" if other is None else f"its weights are labelled {quoted(other)}, but april set {label!r}"
@@ -307,7 +306,7 @@ class SglangEngine(ServerEngine):
             load=total if loads else None,
         )
 
-    async def _look_at_router(self) -> None:
+    async def _require_router_ready(self) -> None:
         """Raise EngineError if requests go through a router that is not ready."""
         if all(worker.client is not self._requests for worker in self.workers):
             reply = await self._requests.call("GET", "/readiness", timeout_s=HEALTH_S, retry=True)
@@ -323,9 +322,9 @@ class SglangEngine(ServerEngine):
             await worker.client.close()
 
     async def adopt(self, *, present: bool) -> None:
-        """Give every worker april's label for its present weights, unless they are those of another run.
+        """Label every worker's weights as the first version, unless they belong to another run of april.
 
-        ``present`` is as in :meth:`ServerEngine.set_up_labels`.
+        ``present`` means that the settings let the run begin with any weights that the workers have now.
         """
         if name := self.set_up_labels([worker.facts.label for worker in self.workers], present=present):
             await _all(worker.set_label(name) for worker in self.workers)
@@ -358,7 +357,7 @@ async def connect_sglang(config: SglangEngineConfig) -> list[Engine]:
 
 
 async def _behind_router(config: SglangEngineConfig, url: str, engines: Sequence[SglangEngine]) -> SglangEngine:
-    """Make one engine from those of the workers; on failure it closes only the router's client."""
+    """Make one engine for the router from the engines of its workers; on failure, close only the router's client."""
     router = client_of(url, config)
     try:
         await require_same_workers(router, config)
@@ -370,7 +369,7 @@ async def _behind_router(config: SglangEngineConfig, url: str, engines: Sequence
     return SglangEngine(router, workers, facts, config.max_token_loss)
 
 
-async def _look_at(worker: SglangWorker) -> tuple[str, EngineLoad]:
+async def _label_and_load(worker: SglangWorker) -> tuple[str, EngineLoad]:
     try:
         async with asyncio.timeout(HEALTH_S):
             label, load = await asyncio.gather(worker.label(), worker.load())

@@ -1,6 +1,6 @@
 """Finds out what one SGLang server can do, without disturbing it: by GET calls and a few requests for one token.
 
-Behind an sglang-router, an ability counts only if all workers have it; see the module ``router``.
+The workers behind an sglang-router are probed one by one; the module ``router`` combines the results.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from april.engines.weight_transfer import GLOO, NCCL
 from april.errors import ConfigError, WireError
 
 ENDS_OF_TURNS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
-"""Added tokens at which SGLang stops although no model file says so (0.5.19: the first two; 0.5.23: all)."""
+"""Special tokens at which SGLang stops although no model file says so (0.5.19: the first two; 0.5.23: all)."""
 NEEDED_ROUTES = ("/update_weights_from_disk", "/update_weight_version", "/pause_generation")
 TRANSFER_ROUTES = ("/init_weights_update_group", "/update_weights_from_distributed", "/begin_weight_update")
-"""Routes for sending weights from the trainer's process; the last one is newer (0.5.23)."""
+"""Routes for sending weights from the trainer's process; the last one came later, with SGLang 0.5.23."""
 ADAPTERS_NEED = (
     "start the server with --enable-lora, --max-lora-rank of at least the adapter's rank, and --lora-target-modules"
 )
@@ -48,7 +48,7 @@ class SglangFacts(ServerFacts):
 
 
 async def workers_of(client: HttpClient) -> int:
-    """Ask a server how many processes hold a part of its weights. Raises EngineError if it does not answer."""
+    """Return how many processes of a server hold a part of its weights. Raises EngineError if it does not answer."""
     info = await client.json("GET", "/server_info", retry=True)
     return (positive(info, "tp_size") if isinstance(info, dict) else None) or 1
 
@@ -59,19 +59,19 @@ async def probe_sglang(client: HttpClient, config: SglangEngineConfig) -> Sglang
 
 
 class _SglangProbe(ServerProbe):
-    """Probes one server by its own descriptions and by requests for one token. A paused server returns no tokens."""
+    """Probes one server by its descriptions of itself, and by requests for one token unless the server is paused."""
 
     config: SglangEngineConfig
 
     async def facts(self) -> SglangFacts:
-        """Find out all abilities; some answers decide which questions follow."""
+        """Find out all abilities of the server."""
         await self._read()
         model, server = self.model, self.server
         vocab_size, *transfers = await asyncio.gather(self._vocab_size(), *map(self.has_route, TRANSFER_ROUTES))
         self.files = await asyncio.to_thread(
             model_files, model["model_path"], model.get("tokenizer_path"), ENDS_OF_TURNS
         )
-        seen = LogprobKind.UNKNOWN if self.paused else await self._look_at_replies(vocab_size)
+        seen = LogprobKind.UNKNOWN if self.paused else await self._logprob_kind(vocab_size)
         routing = await self._routing(vocab_size)
         adapter = None if self.served is None or self.served.base is None else self.served.name
         copies, stages = int(server.get("dp_size") or 1), int(server.get("pp_size") or 1)
@@ -112,7 +112,7 @@ class _SglangProbe(ServerProbe):
                 eos_token_ids=self.ends(), updates_from_disk=adapter is None,
                 collective=_backends(server) if sent else (), adapters=site,
                 extras=() if routing is None else (ROUTED_EXPERTS,),
-                # cumulative events cost more than streaming gains
+                # with cumulative events, streaming costs more than it gains
                 streams=incremental or self.config.max_token_loss is not None,
                 stop_strings=server.get("skip_tokenizer_init") is False,
                 honours_seeds=seeds, attachments=attachments,
@@ -149,7 +149,7 @@ class _SglangProbe(ServerProbe):
         return ConfigError(f"{self.client.url} {why}; upgrade it to SGLang 0.5.20 or later")
 
     async def _routing(self, vocab_size: int) -> Routing | None:
-        """Return the shape of a token's experts. If the server returns none, note how to get them; return None."""
+        """Return the shape of routed experts; if the server returns none, note how to get them, and return None."""
         said, limit = routing_of(self.files), no_experts(EXPERTS_NEED, "--enable-return-routed-experts")
         return self.experts(said, await self._routing_seen(said, vocab_size), limit)
 
@@ -202,7 +202,7 @@ class _SglangProbe(ServerProbe):
         return tuple(FIELDS) if named else ()
 
     async def _adapter_site(self, copies: int) -> AdapterSite | None:
-        """Return which adapters the server accepts. If it accepts none, note what it needs; return None."""
+        """Return which adapters the server accepts; if it accepts none, note how to change that, and return None."""
         if not self.server.get("enable_lora") or not await self.has_route("/load_lora_adapter"):
             self.needs["adapters"] = ADAPTERS_NEED
             return None
@@ -216,18 +216,18 @@ class _SglangProbe(ServerProbe):
         return AdapterSite(max_rank=rank, slots=slots, scales=False, base=base)
 
     async def _vocab_size(self) -> int:
-        """Take the size from the settings, or from the refusal of an impossible request. Raises ConfigError."""
+        """Return the vocabulary's size, from the settings or the refusal of an invalid request. Raises ConfigError."""
         if self.config.vocab_size is not None:
             return self.config.vocab_size
-        # SGLang always refuses two grammars, so nothing is generated even if it does not check the id in logit_bias
+        # SGLang refuses every request with two grammars, so nothing is generated even if the id goes unchecked
         params = {"max_new_tokens": 1, "logit_bias": {str(NO_TOKEN): 1.0}, "json_schema": "{}", "regex": "a"}
         body = {"rid": self.new_id(), "input_ids": [0], "sampling_params": params}
         found = await self.vocabulary_in_refusal("/generate", body, r"in \[0, (\d+)\]")
         danger = ", and an id outside of it would crash the server"
         return self.size_of_vocabulary(None if found is None else found + 1, danger=danger)
 
-    async def _look_at_replies(self, vocab_size: int) -> LogprobKind:
-        """Find out the kind of log-probabilities. Raises ConfigError if replies lack the versions of their tokens."""
+    async def _logprob_kind(self, vocab_size: int) -> LogprobKind:
+        """Find out the kind of log-probabilities. Raises ConfigError if responses lack the versions of their tokens."""
 
         async def ask(prompt: list[int], params: dict[str, float]) -> tuple[int, float]:
             meta = await self._token([i % vocab_size for i in prompt], params)
@@ -239,7 +239,7 @@ class _SglangProbe(ServerProbe):
         return await self.kind_of_logprobs(ask)
 
     async def _token(self, prompt: list[int], params: dict[str, Any], **asked: Any) -> Meta:
-        """Generate one token, and return what the reply says about it."""
+        """Generate one token, and return the ``meta_info`` of the response."""
         body = {
             "rid": self.new_id(),
             "input_ids": prompt,
@@ -262,7 +262,7 @@ class _SglangProbe(ServerProbe):
 
 
 def _backends(server: dict[str, Any]) -> tuple[str, ...]:
-    """Return the backends over which the server's workers can join a group of torch.distributed, by their device."""
+    """Return the back-ends over which the server's workers can join a process group, which depend on their device."""
     device = str(server.get("device") or "cuda")
     return (GLOO,) if device == "cpu" else (NCCL, GLOO) if device == "cuda" else ()
 
@@ -270,11 +270,11 @@ def _backends(server: dict[str, Any]) -> tuple[str, ...]:
 def _context(server: dict[str, Any], models: Any) -> int | None:
     """Return the maximum tokens of a request, response included; None if unknown.
 
-    SGLang accepts only inputs a few tokens shorter than its context, and silently ends responses two tokens before it.
-    Memory is a limit as well, less two pages, one of them because the input's last page may be partly unused.
+    SGLang accepts only inputs that are a few tokens shorter than its context, and silently ends responses two tokens
+    before the end of the context. Its memory is a limit, too, minus two pages; the input's last page may be half empty.
     """
     longest, memory = positive(server, "max_req_input_len"), positive(server, "max_total_num_tokens")
-    if longest is not None and memory is not None and longest < memory:  # else memory is that of one shard
+    if longest is not None and memory is not None and longest < memory:  # otherwise it is the memory of one shard
         longest = min(longest, memory - 2 * (positive(server, "page_size") or 1))
     if longest is None:
         try:

@@ -1,4 +1,4 @@
-"""Combines several SGLang servers behind one sglang-router, and checks that it has the configured workers."""
+"""Checks that an sglang-router has the configured SGLang servers, and combines what was learned about them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from april.errors import ConfigError
 from april.text.server_text import clean
 
 EMPTY_PATIENCE_S = 15.0
-"""Seconds to wait for workers, since a router that has just started lists none for some seconds."""
+"""Maximum seconds to wait for the router's workers, since a router that has just started lists none at first."""
 ASK_AGAIN_S = 0.25
 
 
 async def router_workers(router: HttpClient) -> frozenset[str]:
-    """Return the addresses of the router's workers; empty while it has none. Raises ConfigError for other routers."""
+    """Return the addresses of the router's workers. Raises ConfigError if april cannot use such a router."""
     reply = await router.call("GET", "/workers", retry=True)
     if reply.status == 404:
         raise ConfigError(f"engine.router: {router.url} has no /workers; it must be an sglang-router (0.3 or later)")
@@ -37,7 +37,7 @@ async def router_workers(router: HttpClient) -> frozenset[str]:
 
 
 async def require_same_workers(router: HttpClient, config: SglangEngineConfig) -> None:
-    """Raise ConfigError unless the router's workers are ``engine.urls``; a router with too few gets some time."""
+    """Raise ConfigError unless the router's workers are ``engine.urls``; waits a while for missing workers."""
     wanted = frozenset(config.urls)
     loop = asyncio.get_running_loop()
     deadline = loop.time() + min(EMPTY_PATIENCE_S, config.probe_timeout_s / 2)
@@ -58,7 +58,7 @@ async def require_same_workers(router: HttpClient, config: SglangEngineConfig) -
 
 
 def common_facts(workers: Sequence[SglangFacts]) -> SglangFacts:
-    """Return the facts of all workers together, since a request may reach any of them.
+    """Return facts that hold for all workers, since the router may send a request to any of them.
 
     Raises ConfigError if the workers differ in an ability.
     """
@@ -86,11 +86,11 @@ def common_facts(workers: Sequence[SglangFacts]) -> SglangFacts:
 
 
 _MAY_DIFFER = ("max_context", "max_in_flight", "first_weights", "limits", "needs")
-"""Capabilities in which the workers of one router may differ."""
+"""Names of the capabilities in which the workers of one router may differ."""
 
 
 def _abilities(worker: SglangFacts) -> dict[str, object]:
-    """Return the values that the workers of one router must share."""
+    """Return the values in which the workers of one router must agree."""
     c = worker.capabilities
     return {field.name: getattr(c, field.name) for field in fields(c) if field.name not in _MAY_DIFFER} | {
         "incremental": worker.incremental, "version": worker.software, "adapter": worker.adapter,

@@ -1,7 +1,7 @@
 """Sends weights from the trainer's process to one SGLang server, over a process group.
 
-The server is paused (``retract``) from the first call to the last. Otherwise requests of other clients would run on a
-mix of two versions, and SGLang would wait for their end before each bucket.
+The server is paused during the whole transfer (mode ``retract``, in which requests go back to the queue). Otherwise
+requests of other clients would run on a mix of two versions, and SGLang would wait for their end before each bucket.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ log = logging.getLogger("april")
 
 _DONE = has_value("success", True)
 _OPEN_ALREADY = "already open"
-"""Text with which a server says that an earlier transfer was left open."""
+"""Text in a server's refusal to begin a transfer because an earlier one was left open."""
 
 
 @dataclass(slots=True)
 class WeightTransfer:
-    """State of one server in a transfer, from :meth:`join` to :meth:`resume`."""
+    """One server's part in a transfer of weights, from :meth:`join` to :meth:`resume`."""
 
     worker: SglangWorker
     meeting: GroupInvitation | None = None
-    """Group that the server was asked to join; None outside a transfer."""
+    """Process group that the server was asked to join; None outside a transfer."""
     begun: bool = False
-    """True if the server was told to begin, and not yet to end."""
+    """True if the server was asked to begin the transfer, and not yet to end it."""
     touched: bool = False
     """True if the server was asked to receive a bucket, so that its weights match no version."""
     mark: str | None = None
-    """Label of the partly written weights; None if none were written."""
+    """Label of the partly written weights; None before the first bucket."""
     paused: bool = False
     """True if the server was paused for the transfer and has not been resumed."""
 
@@ -67,9 +67,9 @@ class WeightTransfer:
         self._require(reply, "begin a transfer of weights")
 
     async def receive(self, bucket: Sequence[TensorSpec], last: bool, mark: str) -> None:
-        """Have the server receive these tensors.
+        """Have the server receive the tensors of one bucket.
 
-        Before the first bucket its weights get the label ``mark``, because they are incomplete from then on.
+        Before the first bucket, the server's weights get the label ``mark``, because they are incomplete from then on.
         """
         assert self.meeting is not None
         self.touched = True
@@ -87,7 +87,7 @@ class WeightTransfer:
         """Put the received weights into use, and leave the group."""
         await self._post("/end_weight_update", "put the new weights into use")
         self.begun = False
-        await self._part()
+        await self._leave_group()
 
     async def leave(self) -> bool:
         """Abandon the transfer: end it if it was begun, leave the group and resume the server. Never raises.
@@ -98,15 +98,15 @@ class WeightTransfer:
             self.begun = False
             with suppress(EngineError):
                 await self.client.call("POST", "/end_weight_update", {}, timeout_s=CONTROL_TIMEOUT_S)
-        await self._part()
+        await self._leave_group()
         try:
             await self.resume()
         except EngineError as error:
             log.warning("a server that was paused for a transfer may still be paused now: %s", error)
         return not self.touched
 
-    async def _part(self) -> None:
-        """Leave the group; errors are ignored, since the server may be gone or may never have joined."""
+    async def _leave_group(self) -> None:
+        """Leave the process group; errors are ignored, since the server may be gone or may never have joined."""
         meeting, self.meeting = self.meeting, None
         if meeting is not None:
             body = {"group_name": meeting.group}

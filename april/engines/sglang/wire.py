@@ -1,7 +1,7 @@
 """Builds requests for ``/generate`` of SGLang servers, and parses the responses into typed values.
 
-Tokens that a later event repeats (in cumulative streams, and the last token at an abort) are dropped. It is an error if
-a later event contains fewer tokens than were received.
+Events may repeat tokens of earlier events: all tokens in a cumulative stream, the last one at an abort. Such tokens are
+dropped. An event that counts fewer tokens than were received is an error.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from april.text.server_text import clean, quoted
 
 
 class Finish(msgspec.Struct, gc=False):
-    """``finish_reason`` of a response. ``matched`` is what stopped it (a string also if the model returned NaN).
-    ``status_code`` is set if the server gave the request up, because of a time limit for example."""
+    """``finish_reason`` of a response. ``matched`` is the stop token or stop string, or some text if the model returned
+    NaN. ``status_code`` is set if the server gave up the request, for example because of a time limit."""
 
     type: str
     matched: int | str | list[int] | None = None
@@ -34,7 +34,7 @@ class Finish(msgspec.Struct, gc=False):
 
 
 class TokenLogprob(msgspec.Struct, array_like=True, gc=False):
-    """Token with its log-probability; the other list items (its text) are ignored."""
+    """A token with its log-probability. On the wire this is a list; its third item, the token's text, is ignored."""
 
     logprob: float
     token: int
@@ -52,16 +52,16 @@ class Meta(msgspec.Struct):
     weight_versions: list[Span] | None = None
     output_token_logprobs: list[TokenLogprob] = []
     routed_experts: str | None = None
-    """Rows as int32 in base64, for all tokens of the conversation but the last; only with the end."""
+    """Base64 of int32 rows, one for each token except the last one of the conversation; only in the last event."""
 
 
 class Reply(msgspec.Struct):
-    """Response, or one event of a stream. Errors come as events, too."""
+    """Response, or one event of a stream; an error is sent as an event, too."""
 
     output_ids: list[int] = []
     meta_info: Meta | None = None
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
-    """Prompt ids, repeated in every event; only if requested."""
+    """Prompt ids, repeated in every event; empty unless they were requested."""
 
 
 DECODER = msgspec.json.Decoder(Reply)
@@ -70,24 +70,24 @@ _FINISHES = {"stop": EngineFinish.STOP, "length": EngineFinish.LENGTH, "abort": 
 
 
 def rid_of(attempt_id: str) -> str:
-    """Return the attempt's id at the server. An abort hits all ids with that prefix, so a final dot makes it unique."""
+    """Return the attempt's id at the server. It ends with a dot, because SGLang aborts all ids with a given prefix."""
     return f"{attempt_id}."
 
 
 MAX_STOPS = 32
-"""SGLang refuses requests with more stop strings; april then finds all of them itself."""
+"""Maximum number of stop strings that SGLang accepts; if there are more, april finds all of them itself."""
 FIELDS = {"image": "image_data"}
-"""Kinds of attachments, with the request field for each."""
+"""Request field for each kind of attachment."""
 
 
 def request_body(
     request: Request, *, stream: bool, stream_interval: int | None, seed: int | None, adapter: str | None = None,
     urls: Urls | None = None, label: str = "", salt: str,
 ) -> bytes:  # fmt: skip
-    """Return the JSON body for ``/generate``, with no setting left to defaults.
+    """Return the JSON body for ``/generate``, with every sampling setting explicit.
 
-    ``adapter`` None means the model itself, ``urls`` holds all attachments, ``label`` names the weights. Requests share
-    entries of the prefix cache only if they have the same ``salt``.
+    ``adapter`` is None for the model itself, ``urls`` holds all attachments, ``label`` names the weights. Only requests
+    with the same ``salt`` share entries of the prefix cache.
     """
     sampling = request.sampling
     params: dict[str, Any] = {
@@ -114,7 +114,7 @@ def request_body(
     if sampling.banned_ids:
         params["logit_bias"] = bias_of(sampling.banned_ids)
     if sampling.grammar:
-        # the names of both forms are those of SGLang's parameters, whose values are JSON text
+        # ``name`` (json_schema or structural_tag) is also a parameter of SGLang, which takes JSON text
         name, form = sampling.demanded_form
         params[name] = msgspec.json.encode(form).decode()
     body: dict[str, Any] = {
@@ -123,7 +123,7 @@ def request_body(
         "sampling_params": params,
         "return_logprob": True,
         "stream": stream,
-        # a router passes this key on, but not cache_salt
+        # used instead of cache_salt, which a router does not pass on
         "extra_key": salt,
     }
     if adapter is not None:
@@ -135,13 +135,13 @@ def request_body(
         for kind, field in FIELDS.items():
             body[field] = [(urls or {})[a.digest] for a in attachments if a.kind == kind]
         body["mm_hashes"] = [name_under(label, a.digest) for a in attachments]
-        # some processors decode the ids to text and encode it again, which may silently change the ids
+        # some image processors decode the ids to text and encode the text again, which may silently change the ids
         body["return_prompt_token_ids"] = True
     return msgspec.json.encode(body)
 
 
 def name_under(label: str, digest: str) -> str:
-    """Return the server's name for an attachment under the weights ``label``.
+    """Return the name that the server gets for an attachment under the weights ``label``.
 
     SGLang caches encoded images by this name and empties that cache neither when weights are loaded nor when other
     caches are flushed. If the name did not depend on the weights, images encoded by old weights would be reused.
@@ -152,8 +152,8 @@ def name_under(label: str, digest: str) -> str:
 class ReplyParser(Parser[Reply]):
     """Parser for ``/generate``. With ``incremental``, events contain only new tokens, otherwise all tokens so far.
 
-    ``routing`` is the shape of the requested experts, ``extras_from`` the first requested row. If the server reports
-    prompt ids, they must equal ``prompt``, unless that is None.
+    ``routing`` is the shape of the requested experts (None if none were requested), ``extras_from`` the first requested
+    row. Prompt ids that the server reports must equal ``prompt``; None means no check.
     """
 
     __slots__ = ("_extras_from", "_incremental", "_prompt", "_rid", "_routing")
@@ -179,7 +179,7 @@ class ReplyParser(Parser[Reply]):
         if self._prompt is not None and (said := bytes(event.prompt_token_ids)):
             self._require_prompt(self._prompt, said)
             self._prompt = None
-        ids, logprobs = self._fresh(event, meta, had)
+        ids, logprobs = self._new_tokens(event, meta, had)
         end = None if meta.finish_reason is None else self._end(meta.finish_reason, meta)
         return ResponsePart(
             ids, logprobs, end, meta.weight_version, meta.prompt_tokens, cached_tokens=meta.cached_tokens
@@ -193,14 +193,14 @@ class ReplyParser(Parser[Reply]):
         if ids is not None:
             require_prompt(self, sent, ids)
 
-    def _fresh(self, reply: Reply, meta: Meta, had: int) -> tuple[list[int], list[float]]:
-        """Return the ids and log-probabilities of tokens that were not read before."""
+    def _new_tokens(self, reply: Reply, meta: Meta, had: int) -> tuple[list[int], list[float]]:
+        """Return the ids and log-probabilities of the tokens that follow the ``had`` tokens of earlier events."""
         ids, scored = reply.output_ids, meta.output_token_logprobs
         aborted = meta.finish_reason is not None and meta.finish_reason.type == "abort"
         total = meta.completion_tokens
         if total is None:
-            # old servers report no count for a request aborted in the queue, which has no new tokens; otherwise a
-            # missing count would leave new and repeated tokens indistinguishable
+            # old servers report no count for a request that was aborted in the queue and has no new tokens; in other
+            # events, new and repeated tokens cannot be told apart without a count
             if not aborted:
                 raise self.wrong("does not report how many tokens there are")
             total = had if self._incremental else len(ids)
@@ -214,7 +214,7 @@ class ReplyParser(Parser[Reply]):
             # the abort event repeats the last token, or contains one that is not counted
             ids = ids[:new]
         if aborted and len(scored) > new:
-            # it also repeats all log-probabilities, even in an incremental stream
+            # the abort event also repeats all log-probabilities, even in an incremental stream
             scored = scored[:new]
         if len(ids) != new or len(scored) != new:
             raise self.wrong(
@@ -228,7 +228,7 @@ class ReplyParser(Parser[Reply]):
         return ids, [one.logprob for one in scored]
 
     def _extras(self, meta: Meta) -> Extras:
-        """Return the rows of the response; empty if none were requested."""
+        """Return the routed experts of the response; empty if none were requested."""
         if self._routing is None or meta.routed_experts is None:
             return NO_EXTRAS
         try:

@@ -1,4 +1,4 @@
-"""Control calls to one SGLang server: aborts, weights, labels, adapters and load."""
+"""Makes the control calls to one SGLang server: for aborts, weights and their labels, adapters, and the load."""
 
 from __future__ import annotations
 
@@ -39,8 +39,6 @@ log = logging.getLogger("april")
 
 FLUSH_S = 30.0
 """Seconds for which the server may wait until it can empty its cache."""
-
-
 _FLUSHED = b"Cache flushed."
 """Beginning of the server's answer when its cache has been emptied."""
 _KEPT_CACHE = "Weights were updated, but the cache was not flushed"
@@ -48,7 +46,7 @@ _KEPT_CACHE = "Weights were updated, but the cache was not flushed"
 
 
 class PartlyUpdated(EngineError):
-    """Raised if a server has, or may have, new weights, but a later part of the update (cache, label) has failed."""
+    """Raised if a server has, or may have, new weights, but emptying its cache or labelling the weights has failed."""
 
 
 class PartlyUpdatedAndGone(PartlyUpdated, EngineUnreachable):
@@ -73,7 +71,7 @@ class SglangWorker:
     facts: SglangFacts
 
     async def abort(self, rids: Sequence[str], at_once: int) -> None:
-        """Abort these requests, with ``at_once`` calls in parallel; afterwards the first EngineError is raised."""
+        """Abort these requests, with ``at_once`` calls in parallel; raise the first EngineError after all calls."""
         left = deque(rids)
         errors: list[EngineError] = []
 
@@ -98,7 +96,7 @@ class SglangWorker:
             raise errors[0]
 
     async def label(self) -> str:
-        """Return the label of the present weights."""
+        """Return the label (version name) that the server shows for its present weights."""
         return await weight_version(self.client, "/model_info")
 
     async def is_foreign(self, labels: WeightLabels, version: PolicyVersion) -> bool:
@@ -108,11 +106,11 @@ class SglangWorker:
 
     async def go_on(self) -> None:
         """Resume the server if it is paused."""
-        await control(self.client, "/continue_generation", has_value("status", "ok"), body={})
+        await control(self.client, "/continue_generation", has_value("status", "ok"), body={})  # needs a body
 
     async def set_label(self, label: str) -> None:
-        """Label the present weights, also for running requests. Raises EngineError unless the server shows it."""
-        # without this flag the server would abort all its requests
+        """Label the present weights, also for running requests. Raises EngineError unless the server then shows it."""
+        # by default, the server would abort all its requests
         body = {"new_version": label, "abort_all_requests": False}
         await control(self.client, "/update_weight_version", has_value("success", True), body=body)
         now = await self.label()
@@ -120,28 +118,28 @@ class SglangWorker:
             raise PartlyUpdated(f"{self.client.url} labels its weights {clean(now)} after april set {label}")
 
     async def mark(self, labels: WeightLabels) -> str:
-        """Call :func:`~april.engines.http.weight_labels.mark_process` with a timeout of a few seconds."""
+        """Return a label that identifies the server's process; see :func:`mark_process`. Raises TimeoutError."""
         async with asyncio.timeout(PAUSE_CHECK_S):
             return await mark_process(self, labels, self.facts.label)
 
     async def update(
         self, labels: WeightLabels, version: PolicyVersion, path: str | None, paused_as: str | None = None, *,
-        paused: bool = False, stands_still: bool = False,
+        paused: bool = False, server_paused: bool = False,
     ) -> None:  # fmt: skip
-        """Load weights from ``path`` (None means that they are already there), empty the cache, and label them.
+        """Load weights from ``path`` (None if the server already has them), empty the cache, and label the weights.
 
         Args:
-            paused_as: Result of :meth:`mark` when the engine was paused for the update.
-            paused: True if the engine was paused for the update.
-            stands_still: True if the server itself is already paused.
+            paused_as: Result of :meth:`mark` when the engine was paused for the update; None if there is none.
+            paused: True if the engine was paused for the update, so that april sends no requests.
+            server_paused: True if the server itself is already paused.
 
         Raises:
-            PartlyUpdated: The weights are, or may be, new, and a later part of the update failed.
+            PartlyUpdated: The server has, or may have, the new weights, but a later step of the update failed.
             EngineError: The server has its old weights.
         """
         label, loaded = labels.of(version), path is None
         try:
-            async with nullcontext() if stands_still else self._retracted():
+            async with nullcontext() if server_paused else self._other_clients_paused():
                 process = await self._process()
                 if path is None:
                     shown = await self.label()
@@ -161,7 +159,7 @@ class SglangWorker:
                     raise PartlyUpdated(self._started_anew(label))
                 if now != label:
                     await self.set_label(label)
-                # a process that began before it was labelled would have the label, and the weights of its start
+                # if the server restarted just before set_label, the label is new but the weights are those of its start
                 if await self._process() not in (None, process):
                     raise PartlyUpdated(self._started_anew(label))
         except PartlyUpdated:
@@ -174,9 +172,9 @@ class SglangWorker:
             raise kind(what) from error
 
     async def load_adapter(self, labels: WeightLabels, base: PolicyVersion, adapter: LoadedAdapter) -> None:
-        """Load an adapter of the model ``base``; nothing else on the server changes.
+        """Load an adapter for the base model of version ``base``; nothing else on the server changes.
 
-        Raises EngineError unless the server confirms and lists it.
+        Raises EngineError unless the server confirms and lists the adapter.
         """
         await require_base(self, labels, self.facts.label, base)
         body = {"lora_name": adapter.name, "lora_path": adapter.path}
@@ -200,8 +198,7 @@ class SglangWorker:
         return await unload_adapter(self.client, "/unload_lora_adapter", adapter, is_gone)
 
     async def _process(self) -> Any:
-        """Return a value that identifies the server's process: the times that parts of its start took. None if the
-        server does not show them."""
+        """Return how long the steps of the server's start took, which identifies its process; None if not shown."""
         reply = await self.client.call("GET", "/server_info", retry=True)
         answer = json_value(reply) if reply.ok else None
         return answer.get("startup_time") if isinstance(answer, dict) else None
@@ -227,7 +224,7 @@ class SglangWorker:
         )
 
     async def _load(self, label: str, path: str, before: str | None) -> bool:
-        """Load weights over those labelled ``before``; return False if the server has not emptied its cache.
+        """Load new weights in place of those labelled ``before``; return False if the server has not emptied its cache.
 
         Raises PartlyUpdated if it is unknown whether the server has loaded the weights, EngineError if it has not.
         """
@@ -261,16 +258,15 @@ class SglangWorker:
             )
 
     @asynccontextmanager
-    async def _retracted(self) -> AsyncIterator[None]:
-        """Pause the server so that other clients' requests wait in its queue, and do not delay the update.
+    async def _other_clients_paused(self) -> AsyncIterator[None]:
+        """Pause the server while it has requests of other clients, so that these do not delay the update.
 
-        It is paused only if it has requests, because a server left paused by an april that died would serve nobody.
+        Without such requests the server is not paused: if april died, it would stay paused and serve nobody.
         """
         load = await self.load()
         if not load.running and not load.waiting:
             yield
             return
-        # the body must be present, but may be empty
         async with while_paused(
             lambda: control(self.client, "/pause_generation", has_value("status", "ok"), body={"mode": "retract"}),
             self.go_on,

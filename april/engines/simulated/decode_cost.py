@@ -1,4 +1,4 @@
-"""Time model of decoding on one engine, and the throughput limit that follows from it.
+"""Models how long decoding takes on one engine (for the simulated engine), and the resulting limit of throughput.
 
 One decode step with n active sequences and K tokens resident in the KV cache takes ``t(n, K) = a + b n + g K`` seconds;
 every step adds n to K. Prefill costs a constant time per token. Speculative decoding divides the time of a step by a
@@ -29,13 +29,13 @@ class DecodeCost:
     """Cost coefficients of one engine; all times in seconds.
 
     Attributes:
-        base_s: a, fixed time of one step (reading the weights once, and overhead); > 0.
-        per_sequence_s: b, time per active sequence and step.
-        per_kv_token_s: g, time per token resident in the KV cache and step.
+        base_s: Fixed time of one step (a): reading the weights once, and overhead; > 0.
+        per_sequence_s: Time per active sequence and step (b).
+        per_kv_token_s: Time per token resident in the KV cache and step (g).
         per_prefill_token_s: Time per prefilled token.
-        kv_capacity_tokens: Tokens that the KV cache holds; None means unlimited.
-        speed_up: What speculative decoding brings: points (active sequences, factor on the tokens per second), by
-            ascending number; linear between them, constant outside. Empty means none.
+        kv_capacity_tokens: Number of tokens that the KV cache holds; None means unlimited.
+        speed_up: Gain from speculative decoding, as ascending points (active sequences, factor on tokens per second);
+            interpolated linearly, constant before the first and after the last point. Empty means no speculation.
     """
 
     base_s: float
@@ -47,7 +47,7 @@ class DecodeCost:
 
     @classmethod
     def mean(cls, costs: Iterable[DecodeCost]) -> DecodeCost:
-        """Return the cost whose times are the means of those of ``costs``."""
+        """Return a cost with the mean times of ``costs``, unlimited capacity and no speculation."""
         times = [(c.base_s, c.per_sequence_s, c.per_kv_token_s, c.per_prefill_token_s) for c in costs]
         base, sequence, token, prefill = map(fmean, zip(*times, strict=True))
         return cls(base, sequence, token, prefill)
@@ -66,28 +66,28 @@ class DecodeCost:
                 f"speed_up={self.speed_up}: expected ascending numbers of sequences, at least 1, each with a positive "
                 "factor, as in ((8, 2.0), (64, 1.0))"
             )
-        object.__setattr__(self, "speed_up", points)  # a file has lists
+        object.__setattr__(self, "speed_up", points)  # from a file, they are lists
 
     def speculative_factor(self, n: float) -> float:
-        """Factor by which speculative decoding makes a step with ``n`` sequences shorter."""
+        """Return the factor by which speculative decoding makes a step with ``n`` sequences shorter."""
         points = self.speed_up
         return float(np.interp(n, [at for at, _ in points], [factor for _, factor in points])) if points else 1.0
 
     def step_s(self, n: int, kv_tokens: int) -> float:
-        """Seconds of one step with ``n`` sequences and ``kv_tokens`` resident when it starts."""
+        """Return the seconds of one step with ``n`` sequences and ``kv_tokens`` resident tokens at its start."""
         plain = self.base_s + self.per_sequence_s * n + self.per_kv_token_s * kv_tokens
         return plain / self.speculative_factor(n) if self.speed_up else plain
 
     def steps_s(self, steps: int, n: int, kv_tokens: int) -> float:
-        """Seconds of ``steps`` steps with ``n`` sequences; the KV starts at ``kv_tokens``, grows by n a step."""
+        """Return the seconds of ``steps`` steps with ``n`` sequences and at first ``kv_tokens`` resident tokens."""
         grown = self.per_kv_token_s * (n * (steps * (steps - 1) // 2))
         return steps * self.step_s(n, kv_tokens) + (grown / self.speculative_factor(n) if self.speed_up else grown)
 
     def steps_within(self, seconds: float, n: int, kv_tokens: int) -> int:
-        """Whole steps that fit into ``seconds``: the largest k with ``steps_s(k, n, kv_tokens) <= seconds``."""
+        """Return the number of steps that fit: the largest k with ``steps_s(k, n, kv_tokens) <= seconds``."""
         if seconds < 0.0:
             return 0
-        # half k^2 + slope k = seconds, solved in the form that does not cancel
+        # half k^2 + slope k = seconds, solved by the formula that does not subtract nearly equal numbers
         half = 0.5 * self.per_kv_token_s * n / self.speculative_factor(n)
         slope = self.step_s(n, kv_tokens) - half
         root = math.sqrt(slope * slope + 4.0 * half * seconds)
@@ -99,7 +99,7 @@ class DecodeCost:
         return k
 
     def prefill_s(self, tokens: int) -> float:
-        """Seconds to prefill ``tokens`` tokens."""
+        """Return the seconds to prefill ``tokens`` tokens."""
         return self.per_prefill_token_s * tokens
 
 
@@ -146,9 +146,9 @@ def roofline(
 ) -> DecodeCost:
     """Estimate the cost of ``model`` on an engine of ``tensor_parallel`` GPUs.
 
-    a = weight bytes / bandwidth + 1.5 ms; b = prefill per token = 2 parameters / FLOPS; g = KV bytes per token /
-    bandwidth. The KV cache gets ``memory_share`` of the memory minus the weights. Tensor parallelism is assumed to
-    divide all work evenly and to communicate for free, which is optimistic.
+    base_s = weight bytes / bandwidth + 1.5 ms; per_sequence_s = per_prefill_token_s = 2 x parameters / FLOPS;
+    per_kv_token_s = KV bytes per token / bandwidth. The KV cache gets ``memory_share`` of the memory minus the weights.
+    Tensor parallelism is assumed to divide all work evenly and to communicate for free, which is optimistic.
 
     Raises:
         ValueError: an unknown name, fewer than one GPU, or weights that do not fit.
@@ -183,7 +183,7 @@ def _known(table: Mapping[str, _T], name: str, what: str) -> _T:
 
 
 def limit_s(cost: DecodeCost, lengths: Lengths, in_flight: float, prompt_tokens: float = 0.0) -> float:
-    """Return the seconds in which an engine that always has ``in_flight`` active sequences makes these tokens."""
+    """Return the seconds for responses of these ``lengths`` on an engine that always has ``in_flight`` sequences."""
     response = _as_float(lengths)
     if in_flight <= 0:
         raise ValueError(f"in_flight must be positive, not {in_flight}")
@@ -199,7 +199,7 @@ def limit_tokens_per_s(cost: DecodeCost, lengths: Lengths, in_flight: float, pro
 def in_flight_that_fits(cost: DecodeCost, lengths: Lengths, prompt_tokens: float = 0.0) -> float:
     """Return the mean number of sequences that the KV cache of an always full engine holds; inf if unlimited.
 
-    A sequence of length L is present with probability proportional to L, and on average half done.
+    At a random time, a sequence of length L is present with probability proportional to L, and half done on average.
     """
     if cost.kv_capacity_tokens is None:
         return math.inf
@@ -216,7 +216,7 @@ def _as_float(lengths: Lengths) -> NDArray[np.float64]:
 
 
 def _work_s(cost: DecodeCost, response: NDArray[np.float64], prompt_tokens: float) -> float:
-    """Return the seconds of work of decoding that every schedule needs: compute per token, KV reads."""
+    """Return the decoding seconds that do not depend on the schedule: compute per token, and KV reads."""
     tokens = float(response.sum())
     kv_reads = float((response * response).sum()) / 2.0 + prompt_tokens * tokens
     return cost.per_sequence_s * tokens + cost.per_kv_token_s * kv_reads

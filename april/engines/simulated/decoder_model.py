@@ -1,16 +1,19 @@
 """A discrete-event model of an engine with continuous batching: it computes times and token counts, no token ids.
 
-Decode steps follow one another; every active sequence gains one token per step; a step's duration follows
-from the batch and the resident KV at its start (``DecodeCost``). Between two steps, in this order: finished sequences
-leave; while the KV cache has no room for one more token per sequence, the youngest sequence is preempted (its KV is
-dropped, it returns to the head of the queue and is prefilled again later); the queue is admitted first come, first
-served, as slots and KV allow, and the prefill of the admitted requests delays the next step. A request added or aborted
-during a step changes the batch from the next step on; an aborted sequence gets no token of the step in progress.
+Every active sequence gains one token per decode step. The duration of a step follows from the batch and the KV at its
+start (``DecodeCost``). Between two steps, in this order:
 
-Invariant: only whole steps yield tokens, and token counts equal those of a loop over single steps. The model does not
-loop: it computes the time of the next change of the batch with a formula. All active sequences gain a token at the same
-time, so the order in which they end never changes. A heap, ordered by last step, gives the sequence that ends next, and
-no operation visits all sequences (except ``abort(None)``).
+* Finished sequences leave.
+* While the KV cache has no room for one more token per sequence, the youngest sequence is preempted: its KV is dropped,
+  and it returns to the head of the queue and is prefilled again later.
+* Requests are admitted first come, first served, as slots and KV allow. Their prefill delays the next step.
+
+A request added or aborted during a step changes the batch from the next step on; an aborted sequence gets no token of
+the step in progress.
+
+Invariant: only whole steps yield tokens, and token counts equal those of a loop over single steps. The model itself
+does not loop: it computes the time of the next change of the batch by a formula. All active sequences gain tokens at
+the same time, so a heap ordered by last step gives the next to end. Only ``abort(None)`` visits all sequences.
 
 Not modelled: prompt KV shared by the samples of a group, the token that a real prefill yields, CPU time per request.
 """
@@ -40,15 +43,15 @@ class DecoderCounters:
 
     Attributes:
         decode_steps: Whole decode steps.
-        busy_slot_steps: Sequences that gained a token, summed over those steps.
-        slot_steps: Slots (``max_running``), summed over those steps.
-        prefill_tokens: Tokens prefilled; those of preempted sequences count again.
+        busy_slot_steps: Sequences that gained a token, summed over decode steps.
+        slot_steps: Slots (``max_running``), summed over decode steps.
+        prefill_tokens: Tokens prefilled; a preempted sequence counts again when it is prefilled again.
         generated_tokens: Response tokens.
         requests: Requests added.
         aborts: Requests aborted.
         preemptions: Times that a sequence lost its KV to make room.
         busy_time_s: Seconds spent in steps and prefill.
-        busy_slot_time_s: Seconds that slots were occupied, summed over slots.
+        busy_slot_time_s: Seconds in which slots were occupied, summed over slots.
     """
 
     decode_steps: int = 0
@@ -88,10 +91,9 @@ class SimulatedDecoder:
         cost: Cost of steps and prefill, and capacity of the KV cache.
         max_running: Number of decode slots.
         start_s: Time at which the clock begins.
-        admission_reserve: Tokens of KV that must stay free per running sequence when a request is admitted (>= 1). A
-            larger value means fewer preemptions and fewer running sequences; with the roofline of Qwen3-4B on an
-            H100, 128 and 256 slots, throughput was within 0.7 % of its best from 64 to 256, and up to 5 % below at 1
-            and at 1024.
+        admission_reserve: Number of KV tokens that stay free per running sequence when a request is admitted (>= 1).
+            Larger values mean fewer preemptions, but fewer running sequences. With the roofline of Qwen3-4B on an H100
+            (128 and 256 slots), throughput was within 0.7 % of the best for 64 to 256, up to 5 % less for 1 and 1024.
     """
 
     def __init__(self, cost: DecodeCost, max_running: int, start_s: float = 0.0, admission_reserve: int = 128) -> None:
@@ -104,12 +106,12 @@ class SimulatedDecoder:
         self._now = start_s
         self._paused = False
         self._waiting: OrderedDict[str, _Sequence] = OrderedDict()  # in order of arrival
-        self._running: OrderedDict[str, _Sequence] = OrderedDict()  # by arrival; all arrived before those in _waiting
+        self._running: OrderedDict[str, _Sequence] = OrderedDict()  # in order of arrival, before those in _waiting
         self._ends: list[tuple[int, int, _Sequence]] = []  # heap of (last_step, tie, sequence); may hold stale entries
         self._tie_breaker = 0
         # A stretch is a run of steps with the same batch; the anchor is the step boundary at which it begins.
         self._steps = 0  # whole steps up to the anchor
-        self._kv_offsets = 0  # sum of kv_offset over _running; KV at the anchor: this + len(_running) * _steps
+        self._kv_offsets = 0  # sum of kv_offset over _running; KV at the anchor is _kv_offsets + len(_running) * _steps
         self._stepping = False
         self._first_end = 0.0  # time at which the first step of the stretch ends
         self._target = 0  # steps from the anchor until a sequence ends or the KV cache is full
@@ -216,7 +218,7 @@ class SimulatedDecoder:
         return removed
 
     def pause(self) -> None:
-        """Start no further step; the step in progress ends as planned. ``stopped`` says when it has ended."""
+        """Start no further step. The step in progress ends as planned, and ``stopped`` is True from then on."""
         self._paused = True
         self._next = None
 
@@ -239,7 +241,7 @@ class SimulatedDecoder:
         return self._next
 
     def advance(self, to_time: float) -> list[Finished]:
-        """Move the clock to ``to_time``; return the requests that ended until then, by end time, then by arrival.
+        """Move the clock to ``to_time``; return the requests that ended until then, sorted by end time, then arrival.
 
         Raises:
             ValueError: ``to_time`` lies before ``now``.
@@ -329,7 +331,7 @@ class SimulatedDecoder:
             self._target = min(self._target, (self._capacity - kv) // n)
 
     def _next_change(self) -> int:
-        """Return the steps from the anchor to the next change of the batch, with the queue taken into account."""
+        """Return the number of steps from the anchor to the next change of the batch, admissions included."""
         following = self._done + 1
         if self._paused:
             return following
@@ -346,7 +348,7 @@ class SimulatedDecoder:
     def _end_stretch(self, steps: int, at: float, finished: list[Finished]) -> None:
         """End the stretch ``steps`` steps after the anchor, at time ``at``, and remove the finished sequences."""
         self._now = at
-        self._anchor(steps)
+        self._move_anchor(steps)
         self._stepping = False
         ends, done = self._ends, self._steps
         while ends and ends[0][0] <= done:
@@ -358,7 +360,7 @@ class SimulatedDecoder:
     def _leave_mid_stretch(self, sequences: list[_Sequence]) -> None:
         """Remove running sequences at ``now``; the step in progress keeps its end time."""
         current_end = self._end_of(self._done + 1) if self._stepping else 0.0
-        self._anchor(self._done)
+        self._move_anchor(self._done)
         for sequence in sequences:
             self._remove(sequence)
         if self._stepping:
@@ -373,8 +375,8 @@ class SimulatedDecoder:
     def _generated(self, sequence: _Sequence) -> int:
         return sequence.new_tokens - (sequence.last_step - self._steps - self._done)
 
-    def _anchor(self, steps: int) -> None:
-        """Count ``steps`` steps of the present batch and move the anchor to their end."""
+    def _move_anchor(self, steps: int) -> None:
+        """Move the anchor forward by ``steps`` steps of the present batch, and count them."""
         self._account()
         n = len(self._running)
         total = self._counters
@@ -401,7 +403,7 @@ class SimulatedDecoder:
         return self._first_end + self._cost.steps_s(step - 1, n, self._kv_offsets + n * (self._steps + 1))
 
     def _steps_at(self, time: float) -> int:
-        """Return the whole steps since the anchor that have ended at ``time``, exactly consistent with ``_end_of``."""
+        """Return the number of steps since the anchor that have ended at ``time``, exactly as by ``_end_of``."""
         if time < self._first_end:
             return 0
         n = len(self._running)

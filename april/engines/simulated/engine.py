@@ -1,11 +1,11 @@
 """A simulated engine: realistic timing and synthetic tokens, without a model or a GPU.
 
-It follows the clock of the event loop: in real time on an ordinary loop, and without any waiting on a loop of
+The engine follows the clock of the event loop: in real time on an ordinary loop, and without any waiting on a loop of
 ``april.testing.virtual_clock``.
 
-Invariant: token t of a response depends only on (prompt ids, sample key, t, vocabulary, stop ids). So an attempt
-that resumes a sample, on this or another engine, continues the same sequence, and ``synthetic_response`` tells what
-a delivered sample must contain. The stop id is the last token of a complete response and appears nowhere else.
+Invariant: token t of a response depends only on (prompt ids, sample key, t, vocabulary, stop ids). So an attempt that
+resumes a sample, on this or another engine, continues the same sequence, and tests can compare a delivered sample with
+``synthetic_response``. A stop id is only ever the last token of a complete response.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _LOWEST_LOGPROB = 4.0
 
 
 def synthetic_logprobs(mixed: NDArray[np.uint64]) -> Float32:
-    """Return log-probabilities in (-4, 0] of at most 24 significant bits, so the same on every platform."""
+    """Return log-probabilities in (-4, 0], of at most 24 significant bits so that they are equal on every platform."""
     logprobs: Float32 = (mixed >> np.uint64(40)).astype(np.float32) * np.float32(-_LOWEST_LOGPROB / 2**24)
     return logprobs
 
@@ -87,7 +87,7 @@ def synthetic_response(
 
 @dataclass(slots=True)
 class _Stream:
-    """A request that is being served. ``outbox`` holds (number of tokens, version, finish)."""
+    """A request that is being served; items of ``outbox`` are (number of tokens, version, finish), or an error."""
 
     request: Request
     new_tokens: int
@@ -96,7 +96,7 @@ class _Stream:
     yielded: int = 0  # tokens read from the outbox
     ended: bool = False  # the last item has been read
     taken: list[Chunk] = field(default_factory=list)
-    """Chunks that were read, kept only if the request asks for extras."""
+    """Chunks that were read, kept only if the request asks for extras (arrays with a row per token)."""
     outbox: asyncio.Queue[tuple[int, PolicyVersion, EngineFinish | None] | EngineError] = field(
         default_factory=asyncio.Queue
     )
@@ -113,10 +113,10 @@ def with_rows(request: Request, chunks: Sequence[Chunk]) -> Chunk:
 class SimulatedEngine(WithoutWeights):
     """Implements :class:`april.engines.protocol.Engine` with a :class:`SimulatedDecoder`.
 
-    A response has ``length_of(request)`` tokens, counted over all attempts of its sample, of which the request's
-    ``response_offset`` already exist. It ends with STOP and a stop token, or with LENGTH if ``max_tokens`` or the
-    context is exhausted first. ``temperature``, ``top_p``, ``seed`` and ``priority`` have no effect. ``min_tokens``
-    makes a response longer if necessary.
+    A response has ``length_of(request)`` tokens, counted over all attempts of its sample; ``response_offset`` of the
+    request is the number that earlier attempts have generated. A response ends with STOP and a stop token, or with
+    LENGTH if ``max_tokens`` or the context is exhausted first. ``min_tokens`` makes a response longer if necessary.
+    ``temperature``, ``top_p``, ``seed`` and ``priority`` have no effect.
 
     Args:
         name: unique label.
@@ -125,15 +125,14 @@ class SimulatedEngine(WithoutWeights):
         max_running: number of decode slots; further requests wait inside the engine.
         vocab_size: size of the vocabulary; token ids are in [0, vocab_size).
         eos_token_id: stop token for requests that name none.
-        max_context: largest number of tokens of prompt plus response; the KV capacity limits it too.
+        max_context: largest number of tokens of prompt plus response, unless the KV capacity is less.
         version: policy version of the weights at the start.
-        stream_interval_s: longest time between two chunks; None means only when a request ends or weights change.
+        stream_interval_s: seconds between two chunks; None means a chunk only when a request ends or weights change.
         weight_update_s: duration of ``update_weights`` in seconds. A path is accepted and not read.
         admission_reserve: number of tokens whose key-value memory stays free for each running sequence when a request
             is admitted.
-        remote: True if april should ask for the engine's load while it works, as with a server.
-        check_prefix: True to refuse a resumed request whose response tokens differ from those that this engine would
-            have made.
+        remote: whether april should ask for the engine's load while it works, as with a server.
+        check_prefix: whether to refuse a resumed request if its earlier response tokens are not this engine's.
         extras: names of the arrays returned with tokens, see :mod:`april.engines.simulated.synthetic_rows`.
     """
 
@@ -222,7 +221,7 @@ class SimulatedEngine(WithoutWeights):
             await self._stopped.wait()
 
     async def pause_in_flight(self, in_flight: OnWeightUpdate) -> None:
-        """Pause as :meth:`pause` does, with requests and their cache kept; callers first receive all decoded tokens."""
+        """Pause, but keep requests and their cache; returns when callers had time to read all decoded tokens."""
         await self.pause()
         self._hand_over_all()
         await self._read_by_callers(lambda: any(not stream.outbox.empty() for stream in self._streams.values()))
@@ -350,14 +349,14 @@ class SimulatedEngine(WithoutWeights):
         self._set_stream_timer()
 
     def _set_stream_timer(self) -> None:
-        """Schedule the next hand-over only while tokens may come, so that a virtual loop detects when it is idle."""
+        """Schedule the next chunks only while tokens may come, because a virtual clock is idle only without timers."""
         if self._stream_interval_s is None or self._stream_timer is not None or self._paused or not self._streams:
             return
         loop = asyncio.get_running_loop()
         self._stream_timer = loop.call_later(self._stream_interval_s, self._on_stream_timer)
 
     def _hand_over_all(self) -> None:
-        """Put the new tokens of every running request into its stream, under the present version."""
+        """Put the new tokens of every running request into its outbox, with the present version."""
         for attempt_id, stream in self._streams.items():
             fresh = self._decoder.tokens_of(attempt_id) - stream.handed_over
             if fresh > 0:

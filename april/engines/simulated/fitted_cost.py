@@ -1,11 +1,11 @@
 """Estimates the decode cost of an engine from the durations of its requests: the inverse of :class:`DecodeCost`.
 
 A request that gets k tokens waits for k decode steps and for the prefills between them. Its duration is therefore
-linear in the costs: per step a, b for each active sequence and g for each resident token, and p for each token that is
-prefilled meanwhile. When each step took place is not observed. The first round spaces the steps evenly, each later
-round by the costs of the round before; a few rounds suffice.
+linear in four costs: a per step, b per step and active sequence, g per step and resident token, and p per token that is
+prefilled meanwhile. The times of single steps are not observed, so the fit has several rounds: the first one assumes
+evenly spaced steps, and each later one spaces the steps by the costs of the round before.
 
-Not modelled: requests that wait in the engine's own queue, which look slow, and cached prefixes.
+Not modelled: cached prefixes, and waiting in the engine's own queue, which makes a request look slow.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Requests:
     """Finished requests of one engine, as arrays [R].
 
     Attributes:
-        began_s, ended_s: Times at which they were sent and ended, on any clock.
-        context: Tokens that were sent: the prompt, and the response tokens kept from earlier attempts.
-        generated: Tokens that were received.
+        began_s, ended_s: Times at which the requests were sent and ended, in seconds of any clock.
+        context: Numbers of tokens sent: the prompt, and the response tokens kept from earlier attempts.
+        generated: Numbers of tokens received.
     """
 
     began_s: Floats
@@ -69,9 +69,9 @@ class FittedCost:
     Attributes:
         cost: Estimated cost of the engine.
         requests: Number of requests used.
-        error: Mean of abs(fitted - real duration) over the sum of the real durations.
-        slope_known: True if concurrency varied enough to tell what further sequences cost.
-        at_best: Cost under the assumption that a step takes the same time however many sequences are in it.
+        error: Sum of abs(fitted - real duration), divided by the sum of the real durations.
+        slope_known: True if concurrency varied enough to tell what one more sequence costs.
+        at_best: Cost under the assumption that the number of sequences does not change the time of a step.
     """
 
     cost: DecodeCost
@@ -91,30 +91,30 @@ def fit(requests: Requests) -> FittedCost | None:
     took = requests.ended_s[rows] - requests.began_s[rows]
     costs, floor = np.zeros(4), LEAST * float((took / requests.generated[rows]).mean())
     for _ in range(ROUNDS):
-        seen = traffic.seen(rows, costs)
-        costs = _not_negative(seen, took, floor)
-    seen = traffic.seen(rows, costs)
-    error = float(np.abs(seen @ costs - took).sum() / took.sum())
-    beside = seen[:, 1] / seen[:, 0]
+        counts = traffic.counts(rows, costs)
+        costs = _not_negative(counts, took, floor)
+    counts = traffic.counts(rows, costs)
+    error = float(np.abs(counts @ costs - took).sum() / took.sum())
+    concurrency = counts[:, 1] / counts[:, 0]
     base, sequence, token, prefill = map(float, costs)
-    step_s = float(took.sum() / seen[:, 0].sum())
+    step_s = float(took.sum() / counts[:, 0].sum())
     return FittedCost(
         DecodeCost(base, sequence, token, prefill), len(rows), error,
-        slope_known=bool(beside.std() > EQUAL_COST * beside.mean()), at_best=DecodeCost(step_s, 0.0, 0.0),
+        slope_known=bool(concurrency.std() > EQUAL_COST * concurrency.mean()), at_best=DecodeCost(step_s, 0.0, 0.0),
     )  # fmt: skip
 
 
 def predicted_s(requests: Requests, cost: DecodeCost) -> Floats:
-    """Return how long each request [R] would take under ``cost``, with the observed other requests."""
+    """Return the seconds [R] that each request would take at ``cost``, beside the other requests as observed."""
     if not len(requests):
         return np.zeros(0)
     costs = np.array([cost.base_s, cost.per_sequence_s, cost.per_kv_token_s, cost.per_prefill_token_s])
     rows = np.arange(len(requests))
-    return np.asarray(_Traffic(requests).seen(rows, costs) @ costs)
+    return np.asarray(_Traffic(requests).counts(rows, costs) @ costs)
 
 
 class _Traffic:
-    """Load of an engine (sequences, resident tokens, prefills) between successive starts and ends of requests."""
+    """Load of an engine (sequences, resident tokens, prefills), constant between two starts or ends of requests."""
 
     def __init__(self, requests: Requests) -> None:
         r = self._requests = requests
@@ -137,8 +137,8 @@ class _Traffic:
         self.first = np.searchsorted(self.at, r.began_s, "left")
         self.after = np.searchsorted(self.at, r.ended_s, "left")
 
-    def seen(self, rows: NDArray[np.intp], costs: Floats) -> Floats:
-        """Return [rows, 4], the factors of the four costs: steps, sequence-steps, token-steps, prefilled tokens."""
+    def counts(self, rows: NDArray[np.intp], costs: Floats) -> Floats:
+        """Return counts [rows, 4] to multiply with the costs: steps, sequence-steps, token-steps, prefilled tokens."""
         per_step = costs[0] + costs[1] * self.sequences + costs[2] * self.tokens
         steps = self.length / np.maximum(per_step, 1e-9) if costs[0] > 0.0 else self.length
         first, after = self.first[rows], self.after[rows]
@@ -162,20 +162,20 @@ def _between(values: Floats, first: NDArray[np.intp], after: NDArray[np.intp]) -
     return np.asarray(sums[after] - sums[first])
 
 
-def _not_negative(seen: Floats, took: Floats, floor: float) -> Floats:
-    """Return the costs with the least squares of relative errors; all are >= 0, and the first is >= ``floor``."""
-    matrix = seen / took[:, None]
+def _not_negative(counts: Floats, took: Floats, floor: float) -> Floats:
+    """Return the costs >= 0 with the least squared relative errors; the first cost is at least ``floor``."""
+    matrix = counts / took[:, None]
     least = np.array([floor, 0.0, 0.0, 0.0])
     scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
-    # a QR decomposition leaves problems of four rows in place of thousands, with the same solutions
+    # a QR decomposition reduces the thousands of rows to four, with the same solutions
     q, small = np.linalg.qr(matrix / scale)
     target = q.sum(axis=0)
     rest = float(np.square(q @ target - 1.0).sum())
-    # one solution for each choice of costs, the others being 0; all are computed at once
+    # one solution for each choice of costs that are not 0, all computed at once
     inverses = np.linalg.pinv(small * CHOICES[:, None, :], rcond=len(took) * np.finfo(np.float64).eps)
     found = np.where(CHOICES, inverses @ target, 0.0)
     costs = np.where(CHOICES, np.maximum(found / scale, least), least)
     off = rest + np.square((costs * scale) @ small.T - target).sum(axis=1)
     off[found.min(axis=1) < 0.0] = np.inf
-    best = int(np.argmax(off * (1.0 - 1e-9) <= off.min()))  # the first of equal ones has the fewest costs
+    best = int(np.argmax(off * (1.0 - 1e-9) <= off.min()))  # the first of equally good choices has the fewest costs
     return costs[best] if np.isfinite(off[best]) else np.zeros(4)

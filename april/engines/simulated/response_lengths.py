@@ -4,8 +4,8 @@ Invariant: the length of a sample depends only on (distribution, seed, group, in
 process or on the size of its group. The random bits come from BLAKE2b, so they are the same everywhere; the last bit of
 the platform's ``exp`` and ``log`` could change a length by one token about once in 1e11 draws.
 
-If a token budget may cut responses, give the budget to the sampling parameters and leave ``cap`` unset, as the
-engine cuts them. ``cap`` is for using lengths without an engine, as in the limit formulas.
+With an engine, leave ``cap`` unset and set the token budget in the sampling parameters, because the engine cuts
+responses itself. ``cap`` is for lengths without an engine, as in the formulas of ``decode_cost.py``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LANES = 8  # 64-bit words in one BLAKE2b digest
 
 
 class ResponseLengths(ABC):
-    """A distribution of response lengths: tokens (>= 1) of the whole response of every sample of every group."""
+    """A distribution of response lengths: the number of tokens (>= 1) of each sample's whole response."""
 
     @abstractmethod
     def group(self, group: int, n_samples: int) -> NDArray[np.int32]:
@@ -40,7 +40,7 @@ class ResponseLengths(ABC):
 
 @dataclass(frozen=True)
 class LognormalLengths(ResponseLengths):
-    """Lengths exp(N(log median, sigma_between^2 + sigma_within^2)); the samples of a group share the first normal.
+    """Lognormal lengths: the log is N(log median, sigma_between^2) per group, plus N(0, sigma_within^2) per sample.
 
     Attributes:
         median: Median length in tokens, before the cap.
@@ -66,7 +66,7 @@ class LognormalLengths(ResponseLengths):
     def split(
         cls, median: float, sigma: float, between_share: float, cap: int | None = None, seed: int = 0
     ) -> LognormalLengths:
-        """Create it from the total ``sigma`` and the share of its variance (0..1) that lies between prompts."""
+        """Create a distribution from the total ``sigma`` and the share of the variance (0..1) between prompts."""
         if not 0.0 <= between_share <= 1.0:
             raise ValueError(f"between_share is a share of the variance, in [0, 1], not {between_share}")
         between, within = sigma * math.sqrt(between_share), sigma * math.sqrt(1.0 - between_share)
@@ -82,8 +82,8 @@ class LognormalLengths(ResponseLengths):
 class TraceLengths(ResponseLengths):
     """Lengths drawn with replacement from recorded ones.
 
-    Each of ``rows`` holds the lengths of one prompt's samples. A group draws one row and a start in it, and its
-    samples take the lengths from there on, cyclically. Rows of one number each make all samples independent.
+    Each of ``rows`` holds the lengths of one prompt's samples. A group draws a row and a start position; its samples
+    take successive lengths from there, cyclically. If all rows are single numbers, every sample draws its own.
     """
 
     def __init__(self, rows: Sequence[int] | Sequence[Sequence[int]], seed: int = 0) -> None:
@@ -126,9 +126,9 @@ class TraceLengths(ResponseLengths):
         if not self._grouped:
             draws = uniforms("trace sample", self._seed, group, n_samples)
             return _as_lengths([self._rows[int(u * len(self._rows))][0] for u in draws])
-        pick, turn = uniforms("trace group", self._seed, group, 2)
+        pick, begin = uniforms("trace group", self._seed, group, 2)
         row = self._rows[int(pick * len(self._rows))]
-        start = int(turn * len(row))
+        start = int(begin * len(row))
         return _as_lengths([row[(start + i) % len(row)] for i in range(n_samples)])
 
 

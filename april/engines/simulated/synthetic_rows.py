@@ -1,7 +1,7 @@
-"""Arrays (extras) that simulated and fake engines return with their tokens, and that a test can recompute.
+"""Makes extras (arrays with a row per token) for simulated and fake engines, such that a test can recompute them.
 
-Each row depends on the conversation up to the token that was read, on the weight version and on the name of the
-array. So a test sees if a row was taken from another attempt, shifted, or made under other weights.
+Each row depends on the conversation up to its token, on the weight version and on the name of the array. So a test
+notices if a row was taken from another attempt, shifted, or made under other weights.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from april.core.versions import PolicyVersion
 from april.engines.random_bits import MIX1, STEP, splitmix64
 
 LAYERS, TOP_K = 2, 2
-"""Layers and experts per token; a row is [2, 2] uint8."""
+"""Number of layers, and of experts per token; a row is uint8 [2, 2]."""
 
 
 def synthetic_rows(name: str, token_ids: Int32, versions: Sequence[tuple[PolicyVersion, int]], start: int = 0) -> Rows:
-    """Return rows [start, start + R) of a conversation, uint8 [R, 2, 2], whose versions are run-length encoded."""
+    """Return rows [start, start + R) of a conversation, uint8 [R, 2, 2]; ``versions``: (version, number of rows)."""
     count = sum(k for _, k in versions)
     read = token_ids[: start + count].astype(np.int64).astype(np.uint64) + np.uint64(1)
     weights = np.cumprod(np.full(len(read), MIX1, np.uint64))  # wraps around, as all array arithmetic here
@@ -34,7 +34,7 @@ def synthetic_rows(name: str, token_ids: Int32, versions: Sequence[tuple[PolicyV
 def rows_of_attempt(
     names: Sequence[str], token_ids: Int32, generated: Int32, versions: Sequence[tuple[PolicyVersion, int]], start: int
 ) -> Extras:
-    """Return the rows of one attempt: new tokens' by ``versions``, earlier tokens' by the first of these."""
+    """Return one attempt's rows from ``start`` on; rows of tokens before the attempt have the first of ``versions``."""
     if not len(generated):
         return {}
     before = len(token_ids) - 1 - start

@@ -2,12 +2,12 @@
 
 Invariants:
 
-* Decode ticks run in one worker thread; everything else, requests and aborts included, happens on the event loop
-  between two ticks. With the same requests in the same order a run is exactly reproducible.
+* The engine works in ticks: a tick runs up to MAX_STEPS_PER_TICK decode steps in one worker thread. Requests and aborts
+  take effect on the event loop between two ticks. The same requests in the same order reproduce a run exactly.
 * Each token is yielded once or counted in ``stats.discarded_tokens``.
 * The model is in generation mode (dropout off) only during a tick. Its flags are restored before the tick's tokens are
   handed out, and an idle engine does not touch them.
-* The tokens of a tick are handed out only if the model was in the trainer's state from the tick's beginning to its end
+* The tokens of a tick are handed out only if no other code changed the model's weights or settings during the tick
   (``model_state.py``). Other code that needs the model takes turns with the ticks (``april.hold_model``).
 
 Importing this module imports neither torch nor transformers.
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("april")
 
 MAX_STEPS_PER_TICK = 32
-"""Largest number of decode steps before the event loop runs again, and thus before an abort can take effect."""
+"""Largest number of decode steps per tick. A request or an abort that arrives during a tick waits for its end."""
 STREAM_INTERVAL = 2
 """Default number of tokens per chunk for streamed requests (docs/measurements.md)."""
 YIELDS_BETWEEN_TICKS = 8
@@ -77,15 +77,15 @@ class _Stream:
 class TransformersEngine(EngineBase):
     """Continuous batching over any Hugging Face causal model with plain key-value attention.
 
-    ``optimizer.step()`` is the weight update: the parameters are read in place. Pause the engine (or let it run idle)
-    before the optimizer writes, then call :meth:`update_weights` with the new version. An optimizer step while the
-    engine generates raises :class:`~april.errors.WeightsInUse`. Writes without an optimizer are detected afterwards, by
-    the version counters and addresses of the tensors: every request ends with that error, without the tokens of that
-    tick, and nothing is generated before the next :meth:`update_weights`. Writes through ``.data`` are not detected in
-    this way, because they change neither counter nor address.
+    The engine reads the parameters in place, so ``optimizer.step()`` changes its weights. Pause the engine (or let it
+    run idle) before the optimizer writes, then call :meth:`update_weights` with the new version. An optimizer step
+    while the engine generates raises :class:`~april.errors.WeightsInUse`. Writes without an optimizer are detected
+    after the tick, by the version counters, the addresses and a few values of the tensors. Then every request ends with
+    WeightsInUse and without the tokens of that tick, and nothing is generated before the next :meth:`update_weights`.
+    Writes through ``.data`` may be missed, because they change neither counter nor address.
 
-    The engine computes in the precision of the model: the dtype of its weights, or an autocast, either around the
-    model's ``forward`` or active where the engine is created.
+    The engine computes in the precision of the model: the dtype of its weights, or that of an autocast, either around
+    the model's ``forward`` or active when the engine is created.
 
     A DistributedDataParallel wrapper is removed. With FSDP2 (``fully_shard``) each rank creates an engine and generates
     between :meth:`gather` and :meth:`release`.
@@ -94,12 +94,12 @@ class TransformersEngine(EngineBase):
         model: The model, on its final device; not copied.
         slots: Largest number of requests decoded at the same time; further ones wait.
         max_len: Largest number of tokens of prompt plus response; None means the model's context, at most 32,768.
-        seed: Seed of the generator that draws a seed for each request without one.
+        seed: Seed of the generator that supplies seeds for requests that have none.
         name: Label for segments, metrics and messages.
         stream_interval: Number of tokens after which a chunk is yielded; None means one chunk at the end.
-        eos_token_ids: Ids that end every response; None means those of the generation configuration.
-        check: Decode a few tokens at creation (FSDP2: in the first :meth:`gather`) and compare with a full forward
-            pass.
+        eos_token_ids: Token ids that end a response; None means those of the model's generation configuration.
+        check: Whether to decode a few tokens and compare them with a full forward pass, at creation or, with FSDP2, in
+            the first :meth:`gather`.
         processor: transformers' processor of a vision model; without it prompts are text only.
 
     Raises:
@@ -154,9 +154,9 @@ class TransformersEngine(EngineBase):
         self.weight_sample = self._weights.sample
         self._state = ModelState(model, self._weights)
         self._model_lock = model_lock_of(model)
-        # True if the trainer used the model last, so the next tick records the model's state as the trainer's
-        self._trainers = True
-        # True once quiet() was called; until then an idle engine hands the model back to the trainer by itself
+        # True while the trainer has the model and may change its settings; the next tick records them anew
+        self._with_trainer = True
+        # True once quiet() was called; until then the trainer has the model whenever no request is active
         self._handed_back = False
         self._unchecked = check
         try:
@@ -183,19 +183,18 @@ class TransformersEngine(EngineBase):
         self._pump: asyncio.Task[None] | None = None
         self._ticking = self._loading = False
         self._failure = ""
-        self._may_pass = False
+        self._may_recover = False
         """True if the failure may be temporary; only another request can show whether it is."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._taken: ModelWriter | None = None
-        """Tensors of an incomplete transfer into the model."""
+        self._writer: ModelWriter | None = None
+        """Writer of new tensors into the model, while their transfer is incomplete."""
         self._overwritten = ""
-        """How the model was changed, so that nothing is generated before the next update; empty if it was not."""
+        """Error text after other code changed the model in a tick; until the next update every request raises it."""
         self._generated_under: tuple[PolicyVersion, int | None] | None = None
-        """Version under which tokens were generated last, and the write counter of its weights (None once a change was
-        reported)."""
+        """Version and write counter of the weights that generated last; the counter is None after a warning."""
         self._dtypes = {parameter.dtype for parameter in model.parameters()}
         self._unchanged = 0
-        """Number of successive updates before which responses were generated but no weight was written."""
+        """Number of successive updates without a write to the weights, among updates after generating."""
         self._remove_optimizer_guard = guard_optimizers(self, self._weights)
 
     @classmethod
@@ -209,8 +208,8 @@ class TransformersEngine(EngineBase):
         require("the transformers engine", "torch", "transformers", "safetensors")
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-        sees = hasattr(AutoConfig.from_pretrained(path), "vision_config")
-        kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        has_vision = hasattr(AutoConfig.from_pretrained(path), "vision_config")
+        kind = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
         model = kind.from_pretrained(path, dtype=dtype, use_safetensors=True)
         return cls(model if device is None else model.to(device), **options)
 
@@ -228,8 +227,8 @@ class TransformersEngine(EngineBase):
     async def generate(self, request: Request) -> AsyncIterator[Chunk]:
         """Yield the chunks of one request; closing the iterator early frees the slot.
 
-        Raises EngineError if the request cannot be served, or if a model call failed, after the tokens of completed
-        steps.
+        Raises EngineError if the request cannot be served. If a model call fails, the tokens of completed steps are
+        yielded before the error.
         """
         slot_request = self._checked(request)
         stream = self._streams[request.attempt_id] = _Stream(request.attempt_id)
@@ -254,7 +253,7 @@ class TransformersEngine(EngineBase):
                 self._leave(stream)
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
-        """End these attempts (None means all present ones), at once or after the running tick."""
+        """End these attempts (None means all), at once or after the running tick."""
         ids = list(self._streams) if attempt_ids is None else [i for i in attempt_ids if i in self._streams]
         if ids:
             self._send(ids)
@@ -312,7 +311,7 @@ class TransformersEngine(EngineBase):
             self._send([stream.attempt_id])
 
     def _hand_out(self, outputs: list[SlotOutput], cause: Exception | None = None) -> None:
-        """Give the decoder's outputs to their streams; with a ``cause``, outputs without a finish fail with it."""
+        """Give the decoder's outputs to their streams; the error ``cause`` ends all outputs without a finish."""
         for output in outputs:
             attempt_id, tokens, logprobs = output.request.attempt_id, output.tokens, output.logprobs
             stream = self._streams[attempt_id]
@@ -379,7 +378,7 @@ class TransformersEngine(EngineBase):
                 self._hand_out(outputs, error)
                 self._read_inbox()
         except (Exception, asyncio.CancelledError) as error:
-            # There is a bug in this module, or the loop is shutting down; no consumer may wait for ever because of it.
+            # This module has a bug, or the loop is shutting down; without an error, consumers would wait for ever.
             self._closed = True
             self._failure = f"the engine failed ({type(error).__name__}: {error}): create a new one"
             for stream in self._streams.values():
@@ -416,17 +415,17 @@ class TransformersEngine(EngineBase):
             self._failure = self._overwritten = str(error)
         else:
             self._failure = "" if error is None else f"the last tick failed: {type(error).__name__}: {error}"
-        self._may_pass = error is not None and _is_out_of_memory(error)
+        self._may_recover = error is not None and _is_out_of_memory(error)
         return outputs, error
 
     def _check_once(self) -> None:
-        """Check the model before the first request, as soon as the weights are whole."""
+        """Check the model once, as soon as this rank holds all weights."""
         if self._unchecked and self._weights.ready:
             self._thread.submit(self._check_model).result()
             self._unchecked = False
 
     def _check_model(self) -> None:
-        """Check the model in the worker thread, like a tick: autocast's cache must not reach the trainer."""
+        """Check the model, in the worker thread like a tick, so that autocast's cache does not reach the trainer."""
         from april.engines.transformers.model_check import check_model
 
         self._state.note()
@@ -442,20 +441,20 @@ class TransformersEngine(EngineBase):
         if not decoder.active:
             self._state.note_weights()
         with self._generating():
-            if self._trainers or (not self._handed_back and not decoder.active):
-                self._trainers = False
+            if self._with_trainer or (not self._handed_back and not decoder.active):
+                self._with_trainer = False
                 self._state.note()
             try:
                 outputs = decoder.tick(self._steps_per_tick)
             except Exception as error:
                 failure = error
-            torn = self._state.changes_in_tick()
-        if not torn and not self._state.weights_written():
+            changed = self._state.changes_in_tick()
+        if not changed and not self._state.weights_written():
             if failure is not None:
                 return decoder.drop_failed(), failure
             return outputs + decoder.partials(), None
         outputs = decoder.drop_all()
-        return outputs, self._state.changed_error(self._name, torn, len(outputs), sum(o.unsound for o in outputs))
+        return outputs, self._state.changed_error(self._name, changed, len(outputs), sum(o.unsound for o in outputs))
 
     @contextlib.contextmanager
     def _generating(self) -> Iterator[None]:
@@ -468,16 +467,16 @@ class TransformersEngine(EngineBase):
     # ------------------------------------------------------------------ weights, pauses and closing
 
     def gather(self) -> None:
-        """Gather the weights that FSDP2 has sharded on this rank; called in the trainer's thread.
+        """Gather all shards of an FSDP2 model on this rank; called in the trainer's thread.
 
         This is collective: every rank of the mesh calls it at the same time. The first call also does the ``check``
-        of the model. Raises EngineError if another rank did not take part, ConfigError (the weights are sharded
-        again) if the model is not suitable.
+        of the model. Raises EngineError if another rank did not take part. If the model fails the check, shards
+        the weights again and raises ConfigError.
         """
         if self._weights.sharded:
-            self.release()  # then gather again in any case, because other ranks may have to gather
+            self.release()  # then gather again in any case: gathering is collective, and other ranks may need it
             self._weights.gather()
-            self._trainers = True
+            self._with_trainer = True
             try:
                 self._check_once()
             except BaseException:
@@ -489,7 +488,7 @@ class TransformersEngine(EngineBase):
     def release(self) -> None:
         """Shard the weights again after the running tick; idempotent, without communication.
 
-        Requests that are left wait for the next :meth:`gather`.
+        Unfinished requests wait for the next :meth:`gather`.
         """
         if self._weights.sharded and self._weights.ready:
             self._weights.ready = False
@@ -498,7 +497,7 @@ class TransformersEngine(EngineBase):
             self._weights.release()
 
     async def pause(self) -> None:
-        """Stop generating; returns when no tick runs and the model is in the trainer's state.
+        """Stop generating; returns when no tick runs and the model's settings are as the trainer left them.
 
         Active requests keep their slots. If the weights change before :meth:`resume`, abort the requests first.
         """
@@ -508,25 +507,26 @@ class TransformersEngine(EngineBase):
             return
         await asyncio.get_running_loop().run_in_executor(self._thread, self._decoder.synchronize)
         if self._decoder.device.type != "cpu":
-            # The trainer needs the memory of keys and values; it holds no data if no request is active.
+            # The trainer needs this GPU memory. While requests are active, release_memory() keeps it.
             self._decoder.release_memory()
 
     async def resume(self) -> None:
-        """Continue; raises EngineError if weights were written while active requests keep keys of the old ones."""
+        """Continue; raises EngineError if the weights were written while requests hold keys of the old weights."""
         if self._decoder.active and self._paused and self._state.weights_written():
             raise EngineError(
                 f"{self._name}: the weights were changed while {self._decoder.active} requests keep keys and values of "
                 "the old ones: abort them, call update_weights, then resume"
             )
         self._paused = False
-        self._taken = None  # forget a transfer that was broken off
+        self._writer = None  # forget an incomplete transfer
         self._start_pump()
 
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
-        """Begin ``version``; with ``path``, first load that directory (of ``save_pretrained``, safetensors) in place.
+        """Label the model's weights as ``version``; with ``path``, first load them from that directory, in place.
 
-        Waiting requests stay and will be generated under the new version. Raises EngineError while requests are
-        active, or if the directory does not hold exactly this model's weights; nothing is written then.
+        ``save_pretrained`` writes such a directory (safetensors only). Waiting requests are generated with the new
+        weights. Raises EngineError while requests are active, or if the directory does not hold exactly this model's
+        weights; no weight is written then.
         """
         self._require_idle()
         if path is not None and self._weights.sharded:
@@ -562,33 +562,33 @@ class TransformersEngine(EngineBase):
         self._start_pump()
 
     def reads(self, model: Any) -> bool:
-        """Return True if this model has the very parameters that the engine generates from."""
+        """Return True if the parameters of ``model`` are the same objects as those of the engine's model."""
         ours, theirs = list(self._model.parameters()), list(model.parameters())
         return len(ours) == len(theirs) and all(a is b for a, b in zip(ours, theirs, strict=True))
 
     async def take(self, specs: Sequence[TensorSpec], tensors: Sequence[Any], last: bool) -> None:
         """Copy tensors of another model into this one, in place; :meth:`update_weights` puts them into use.
 
-        Raises EngineError while requests are active, and for tensors that do not match the model; it then keeps the
-        tensors that were copied before.
+        Raises EngineError while requests are active, or if a tensor does not match the model. Tensors that were copied
+        before the error stay in the model.
         """
         self._require_idle()
-        if self._taken is None:
+        if self._writer is None:
             from april.engines.transformers.model_weights import ModelWriter
 
             await self.quiet()
-            self._taken = ModelWriter(self._model)
-        self._loading, taken = True, self._taken
-        taking = asyncio.get_running_loop().run_in_executor(self._thread, taken.take, specs, tensors, last)
+            self._writer = ModelWriter(self._model)
+        self._loading, writer = True, self._writer
+        taking = asyncio.get_running_loop().run_in_executor(self._thread, writer.take, specs, tensors, last)
         # a cancelled call must not reopen the engine while a tensor is half-written
         taking.add_done_callback(lambda done: self._loaded(done, None))
         try:
             await asyncio.shield(taking)
         except BaseException:
-            self._taken = None
+            self._writer = None
             raise
         if last:
-            self._taken = None
+            self._writer = None
 
     def _begin_version(self, version: PolicyVersion) -> None:
         self._notice_unchanged_weights()
@@ -597,19 +597,19 @@ class TransformersEngine(EngineBase):
             self._decoder.release_memory()  # its keys have the dtype of the old weights
             self._dtypes = dtypes
         self._decoder.version = version
-        self._trainers = True
+        self._with_trainer = True
         if self._overwritten:
             self._overwritten = self._failure = ""
 
     async def health(self) -> Health:
-        """Report as healthy unless closed or the last tick failed; counters are :class:`EngineStats` and more.
+        """Return healthy unless the engine is closed or its last tick failed; ``counters`` includes EngineStats.
 
-        Lack of memory is reported only once: an unhealthy engine gets no requests, and only a request can show
-        recovery.
+        Running out of memory is reported only once: an unhealthy engine gets no requests, but only another request can
+        show that there is memory again.
         """
         detail = self._failure or ("closed" if self._closed else "")
-        if self._may_pass and not self._closed:
-            self._failure, self._may_pass = "", False
+        if self._may_recover and not self._closed:
+            self._failure, self._may_recover = "", False
         decoder = self._decoder
         counters = self.stats.counters() | {"active": float(decoder.active), "waiting": float(decoder.waiting)}
         return Health(ok=not detail, detail=detail, counters=counters)
@@ -626,26 +626,25 @@ class TransformersEngine(EngineBase):
         self._decoder.release_memory()
 
     async def quiet(self) -> None:
-        """Wait until no ticks run, nobody holds the model, and the model is in the trainer's state.
+        """Wait until no tick runs, no ``april.hold_model`` is open, and the model's settings are the trainer's own.
 
-        Raises WeightsInUse if other code has changed the model's state and does not restore it.
+        Raises WeightsInUse if other code has changed the settings and does not restore them.
         """
         while (pump := self._pump) is not None:
             await asyncio.wait([pump])
         if self._closed:
             return
         await self._model_lock.free(self._name)
-        if not self._trainers and self._weights.ready:
+        if not self._with_trainer and self._weights.ready:
             await self._state.wait_until_restored(self._name, self._thread, self._generating)
-        self._trainers = self._handed_back = True
+        self._with_trainer = self._handed_back = True
 
     def _notice_unchanged_weights(self) -> None:
         """Warn after two successive updates without a write to the weights: probably a copy of the model is trained.
 
-        A single update of this kind may be a step that a gradient scaler skipped.
+        One update without a write is no reason to warn, because a gradient scaler may have skipped the step.
         """
-        generated = self._generated_under is not None and self._generated_under[0] == self._decoder.version
-        if not generated:
+        if self._generated_under is None or self._generated_under[0] != self._decoder.version:
             return
         self._unchanged = 0 if self._state.weights_written() else self._unchanged + 1
         if self._unchanged == 2:
@@ -656,7 +655,7 @@ class TransformersEngine(EngineBase):
             )  # fmt: skip
 
     def _notice_silent_update(self) -> None:
-        """Warn, once per version, if weights were written without an update, so that tokens get a wrong version."""
+        """Warn once per version if weights were written without an update, since tokens then get a wrong version."""
         version, stamp = self._decoder.version, self._weights.stamp()[0]
         if self._generated_under is None or self._generated_under[0] != version:
             self._generated_under = (version, stamp)

@@ -1,19 +1,18 @@
-"""Checks the slot decoder on a model: decodes a few tokens and compares them with full forward passes.
+"""Checks that the embedded engine decodes a model correctly: compares a few decoded tokens with full forward passes.
 
-A model that hides state from the cache, ignores the mask, or numbers its positions in its own way would generate
-plausible text with wrong log-probabilities. This check refuses such a model before anything is trained.
+A model that keeps state outside the cache, ignores the mask, or numbers its positions in its own way would generate
+plausible text with wrong log-probabilities. The check refuses such models before anything is trained.
 
-Some models change their arithmetic at a certain length (windows, chunks, scaled positions), which each family names
-differently. So the check is repeated at every length in the model's configuration (``named_lengths``): with a sequence
-that grows beyond it token by token, one that starts beyond it, and short ones in the same batch. Where that is cheap,
-``max_len`` is checked too, for a length that the configuration does not name.
+Some models change their arithmetic at a certain length (windows, chunks, scaled positions), and each model family names
+that setting differently. So the check is repeated at every number in the model's configuration that may be such a
+length (``named_lengths``). One sequence grows beyond the length token by token, one starts beyond it, and short ones
+are in the same batch. If cheap, a long sequence is checked too, for lengths that are not in the configuration.
 
-Rounding is measured where it is more than negligible. In bfloat16 a model differs from itself by tenths of a nat
-when the batch has another shape; in float32 by 1e-5. So below float32 the decoder is compared with the model's own
-noise in its own precision: the same sequences alone, in a padded batch, token by token with a cache of transformers,
-and with embeddings that are rounded once more. None of these uses the decoder, so no bug of the decoder can pass for
-noise. Whole distributions are compared, [vocabulary] per token, since the log-probability of a single likely token
-hardly moves, whatever goes wrong.
+Decoded and recomputed results may differ by rounding: about 1e-5 nats in float32 on a CPU, but tenths of a nat in
+bfloat16 when the shape of the batch changes. Except in float32 on a CPU, this noise of the model is measured: the same
+sequences run alone, in a padded batch, token by token with a transformers cache, and with embeddings that are rounded
+once more. None of these runs uses the decoder, so a bug of the decoder cannot pass for noise. Whole distributions are
+compared, [vocabulary] per token, because the log-probability of a single likely token changes too little.
 """
 
 from __future__ import annotations
@@ -52,27 +51,27 @@ log = logging.getLogger("april")
 _PROMPT_LENGTHS = (1, 4, 2, 5, 3)
 _NEW_TOKENS = 6
 _EARLY_TOKENS = 2
-"""Tokens of the first, shortest request, in the first slot; the last request moves into that slot when it ends."""
+"""Number of tokens of the first request. It ends before the others, so that another one moves into its slot."""
 _SHORT_NEIGHBOURS = (3, 5)
 _SHORTEST = max(_PROMPT_LENGTHS) + _NEW_TOKENS
 _CHEAP_TOKENS, _CHEAP, _CHEAP_ELSEWHERE = 1024, {"cpu": 10**9}, 10**13
-"""Limits of a check at ``max_len``: tokens, and parameters times tokens by device. It takes half a second at most."""
-_WORTH_A_LINE = 10**11
-"""Parameters times tokens above which a check is logged: about ten seconds on a CPU."""
+"""Limits of the check with a long sequence (half a second): tokens; parameters x tokens on a CPU; on other devices."""
+_LOGGED_COST = 10**11
+"""Number of parameters x tokens above which a check is logged: about ten seconds on a CPU."""
 EXACT_NATS = 1e-4
-"""Largest mean difference in float32 on a CPU."""
+"""Largest accepted mean difference in float32 on a CPU."""
 _NOISE = 1.5
-"""Factor by which the decoder's difference may exceed the model's own noise: the decoder adds one more batch shape."""
+"""Factor by which the decoder's difference may exceed the model's noise: the decoder adds one more batch shape."""
 _MOST_NATS, _MOST_NATS_HALF = 2e-2, 0.5
-"""Largest accepted difference, however large the noise: in float32 on a GPU (TF32 may be on), and below float32."""
+"""Largest accepted difference even if there is more noise: in float32 on a GPU (perhaps TF32), in lower precision."""
 
 
 def recompute(
     model: Any, tokens: Tensor, last: int | None = None, images: Mapping[str, Tensor] | None = None
 ) -> Tensor:
-    """Return log-probabilities float32 [last, V] of the ``last`` of ``tokens`` int64 [T]; None means all but the first.
+    """Return the model's log-probabilities float32 [last, V] for the final ``last`` tokens in ``tokens`` int64 [T].
 
-    ``images``: Output of the model's processor for the prompt, without its tokens.
+    ``last`` None means all tokens but the first. ``images`` is the processor's output for the prompt, without tokens.
     """
     last = len(tokens) - 1 if last is None else last
     with torch.no_grad():
@@ -82,13 +81,13 @@ def recompute(
 
 
 class _RecordingDecoder(SlotDecoder):
-    """A decoder that keeps the whole distribution of each token, float32 [V] each, by attempt id."""
+    """A decoder that keeps the full log-probabilities float32 [V] of each token, in ``seen`` by attempt id."""
 
     def __init__(self, model: Any, max_len: int, vision: Vision | None) -> None:
         super().__init__(model, len(_PROMPT_LENGTHS), max_len, EngineStats(), vision)
         self.seen: dict[str, list[Tensor]] = {}
         self.asks_length = False
-        """True if a row depends on the length of the cache, which is that of the longest row."""
+        """True if results depend on the cache's length, and thereby on the longest sequence of the batch."""
 
     def _sample(self, logits: Tensor, batch: _DecodeBatch) -> Any:
         for request, row in zip(self._active[batch.lo : batch.hi], logits, strict=True):
@@ -107,13 +106,13 @@ class _RecordingDecoder(SlotDecoder):
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """Dtypes of the weights and of the cache; the keys show an autocast around the model."""
+        """Dtypes of the weights and of the cache; the cached keys have the dtype of an autocast around the model."""
         return {p.dtype for p in self._model.parameters() if p.dtype.is_floating_point} | self._cache.stored_dtypes
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """One response, with the decoded and the recomputed distributions of its last ``n`` tokens, float32 [n, V]."""
+    """One response, with the decoded and the recomputed (``alone``) distributions of its tokens, float32 [n, V]."""
 
     tokens: Tensor
     """int64 [prompt + n]."""
@@ -127,28 +126,28 @@ class _Trial:
 
 
 def _distances(rows: Tensor, others: Tensor) -> Tensor:
-    """Return the root mean square over the vocabulary, [n]."""
+    """Return the root mean square difference over the vocabulary, [n]."""
     return (rows - others).square().mean(-1).sqrt()
 
 
 def _upper_median(distances: Tensor) -> float:
-    """Return the upper median, which ignores one token for which another expert was chosen, but not a wrong row."""
+    """Return the upper median: one token with another choice of experts does not change it, a wrong row does."""
     return float(distances.sort().values[len(distances) // 2])
 
 
 def check_model(model: Any, max_len: int, vision: Vision | None = None) -> float:
     """Return the mean difference in nats of decoded and recomputed log-probabilities; ConfigError if too large.
 
-    The prompts have different lengths, so that padding, positions and a moved slot all take part; with ``vision``
-    there are prompts with images, too.
+    The prompts have different lengths, to check padding, positions and the move of a request to another slot. With
+    ``vision``, prompts with images are checked too.
     """
     if max_len < _SHORTEST:
         raise ConfigError(f"max_len is {max_len}: the transformers engine needs at least {_SHORTEST}")
     difference, noise = _compare(model, _prompts(model, _PROMPT_LENGTHS), None, "")
     if vision is not None:
-        seeing = prompts_with_images(model, vision, max_len - _NEW_TOKENS)
+        with_images = prompts_with_images(model, vision, max_len - _NEW_TOKENS)
         (short,) = _prompts(model, _SHORT_NEIGHBOURS)
-        _compare(model, [[*seeing, *short]], noise, " of prompts with images", vision)
+        _compare(model, [[*with_images, *short]], noise, " of prompts with images", vision)
     lengths = {n: name for n, name in named_lengths(model, max_len).items() if n > max(_PROMPT_LENGTHS)}
     cheap = min(
         max_len,
@@ -163,7 +162,7 @@ def check_model(model: Any, max_len: int, vision: Vision | None = None) -> float
         where = f" once a sequence of its batch has {length} tokens"
         if name:
             where += f" ({name} in its configuration: a max_len of at most {safe_below(length)} avoids it)"
-            if cost_of_trial(model, length) > _WORTH_A_LINE:
+            if cost_of_trial(model, length) > _LOGGED_COST:
                 log.info("trying the model with %d tokens, because %s is %d", crossing[-1], name, length)
         _compare(model, _prompts(model, _SHORT_NEIGHBOURS, crossing), noise, where)
     return difference
@@ -185,7 +184,7 @@ def _compare(
     where: str,
     vision: Vision | None = None,
 ) -> tuple[float, float]:
-    """Return (mean difference in nats, the model's own noise) for such prompts; ConfigError if it is too large."""
+    """Return (mean difference, noise of the model itself) in nats; ConfigError if the difference is too large."""
     kind = text_config(model).model_type
     try:
         with generation_mode(model):
@@ -226,7 +225,7 @@ def _compare(
 
 
 def _decode(decoder: _RecordingDecoder, admissions: Sequence[Sequence[TrialPrompt]]) -> list[_Trial]:
-    """Decode responses to the prompts; each of ``admissions`` is prefilled separately, beside earlier ones."""
+    """Decode responses; each list of prompts in ``admissions`` is prefilled while earlier ones are being decoded."""
     prompts: dict[str, TrialPrompt] = {}
     for together in admissions:
         for prompt in together:
@@ -253,14 +252,14 @@ def _decode(decoder: _RecordingDecoder, admissions: Sequence[Sequence[TrialPromp
 
 
 def _noise(model: Any, trials: list[_Trial], dtypes: set[torch.dtype], batched: bool) -> float:
-    """Return how far the model's own results differ when the decoder takes no part, by :func:`_upper_median`.
+    """Return the largest difference between results of the model without the decoder, by :func:`_upper_median`.
 
     Args:
         model: The model.
         trials: The decoded responses.
-        dtypes: Dtypes of its weights, keys and values.
-        batched: Include the effects of a batch and of a cache of transformers. False beyond a length at which the
-            arithmetic may change, because a dependence on other rows would count as noise there.
+        dtypes: Dtypes of the model's weights, keys and values.
+        batched: Whether to include runs in a batch and with a transformers cache. False beyond a length at which the
+            arithmetic may change: there, a dependence on other sequences must count as a fault, not as noise.
     """
     whole = [t for t in trials if t.n == _NEW_TOKENS]
     with torch.no_grad(), _rounded_once_more(model, max(torch.finfo(dtype).eps for dtype in dtypes)):
@@ -283,7 +282,7 @@ def _noise(model: Any, trials: list[_Trial], dtypes: set[torch.dtype], batched: 
         one_by_one = torch.stack(steps, 1).log_softmax(-1)
     for trial, row, stepped in zip(whole, together, one_by_one, strict=True):
         end = len(trial.tokens) - 1
-        first, last = end - trial.n, min(end, short)  # the positions that ``alone`` and all sequences have
+        first, last = end - trial.n, min(end, short)  # positions that exist in ``alone`` and in all sequences
         found.append(_upper_median(_distances(row[first:end], trial.alone)))
         found.append(_upper_median(_distances(stepped[first:last], trial.alone[: last - first])))
     return max(found)
@@ -291,14 +290,14 @@ def _noise(model: Any, trials: list[_Trial], dtypes: set[torch.dtype], batched: 
 
 @contextmanager
 def _rounded_once_more(model: Any, eps: float) -> Iterator[None]:
-    """Change embeddings by up to a factor of 1 +- ``eps``: small models may otherwise repeat themselves bit for bit."""
+    """Multiply embeddings by random factors in 1 +- ``eps``, since small models may repeat results bit for bit."""
     random = torch.Generator().manual_seed(0)
 
-    def off(module: Any, arguments: Any, embedded: Tensor) -> Tensor:
+    def perturb(module: Any, arguments: Any, embedded: Tensor) -> Tensor:
         noise = torch.rand(embedded.shape, generator=random).to(embedded.device) * 2 - 1
         return (embedded.float() * (1 + eps * noise)).to(embedded.dtype)
 
-    hook = model.get_input_embeddings().register_forward_hook(off)
+    hook = model.get_input_embeddings().register_forward_hook(perturb)
     try:
         yield
     finally:

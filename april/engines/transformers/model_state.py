@@ -1,8 +1,9 @@
 """Detects whether other code has changed the model's settings or weights while tokens were sampled.
 
-The watched state is the weights and the settings of every module: flags, strings, lists and dicts of them (adapters,
-their scales, training mode), hooks, submodules and parameters. The state is compared after a tick, and when another
-thread calls the model, because code that changes settings temporarily does so for a call.
+The weights and the settings of every module are watched. Settings are flags, floats, strings and collections of them
+(adapters, their scales, training mode), hooks, submodules and parameters. The state is compared after each tick (a few
+decode steps of the engine), and whenever another thread calls the model during a tick, because other code may change
+settings only for the duration of a call.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ HOLD_IT = (
 
 
 def guard_optimizers(engine: Any, weights: Any) -> weakref.finalize[Any, Any]:
-    """Make ``step()`` of optimizers of these weights raise WeightsInUse while ``engine.generating``.
+    """Make ``step()`` of optimizers of these weights raise WeightsInUse while ``engine.generating`` is True.
 
-    Steps are checked before they begin: a write counter moves only after a write, a fused step is one long write,
-    and some writes are never counted. Calling the result, or deleting ``engine``, removes the guard.
+    Steps are refused before they begin. PyTorch's counters of writes to a tensor would show a step too late (after a
+    fused step, which is one long write) or never. Calling the result, or deleting ``engine``, removes the guard.
     """
     engine_ref, weights_ref = weakref.ref(engine), weakref.ref(weights)
 
@@ -59,41 +60,41 @@ def guard_optimizers(engine: Any, weights: Any) -> weakref.finalize[Any, Any]:
 PATIENCE_S, POLL_S = 10.0, 0.01
 """Seconds to wait for other code to restore the model, and seconds between two checks during that time."""
 WRITTEN = "its weights were changed"
-_GONE, _NONE, _OURS = object(), object(), object()
+_ABSENT, _NO_SETTING, _OURS = object(), object(), object()
 _PLAIN = (bool, str, int, float, type(None))
 _TABLES = ("_forward_hooks", "_forward_pre_hooks", "_modules", "_parameters")
 
 
 class ModelState:
-    """The recorded state of one model, to compare with the present state; both are read in ``generation_mode``."""
+    """Detects changes of a model; its settings are always read inside ``generation_mode`` of ``model_support``."""
 
     def __init__(self, model: Any, weights: ModelWeights) -> None:
         self._model, self._weights = model, weights
-        self._switches: list[tuple[dict[str, Any], str, Any]] = []
+        self._settings: list[tuple[dict[str, Any], str, Any]] = []
         self._changing: set[tuple[type, str]] = set()
-        """Settings that models of this type change themselves in the forward pass."""
+        """(Type of module, attribute) of settings that the model changes itself in its forward pass."""
         self._torn = ""
-        self._decoder = 0
-        """Id of the decoding thread."""
-        self._hook = self._look  # stored, since each access to a method makes a new object
+        """Change that was found while another thread called the model in the last tick; empty if there was none."""
+        self._decoding_thread = 0
+        self._hook = self._look  # stored, because each access to a method makes a new object, which would be a change
         self.note_weights()
 
     def note(self) -> None:
         """Record the present settings as the intended ones."""
-        self._switches = []
+        self._settings = []
         embeddings = set(_embeddings(self._model))
         for module in self._model.modules():
             own = vars(module)
             for name in {**own, "forward": None}:
-                value = _switch(name, own.get(name, _GONE))
-                # transformers adds and removes a hook here, for gradients of frozen models
+                value = _copy_of_setting(name, own.get(name, _ABSENT))
+                # transformers adds a hook to embeddings and removes it again, for gradients of frozen models
                 if name == "_forward_hooks" and id(module) in embeddings:
                     continue
-                if value is not _NONE and (type(module), name) not in self._changing:
-                    self._switches.append((own, name, value))
+                if value is not _NO_SETTING and (type(module), name) not in self._changing:
+                    self._settings.append((own, name, value))
         config = vars(self._model.config)
         attention = "_attn_implementation_internal"
-        self._switches.append((config, attention, config.get(attention, _GONE)))
+        self._settings.append((config, attention, config.get(attention, _ABSENT)))
 
     def note_weights(self) -> None:
         """Record the present weights as the intended ones."""
@@ -101,7 +102,7 @@ class ModelState:
 
     def ignore_changes(self) -> None:
         """Stop watching settings that have changed since they were recorded: the model changes them itself."""
-        changed = {(id(own), name) for own, name, value in self._switches if _differs(own, name, value)}
+        changed = {(id(own), name) for own, name, value in self._settings if _differs(own, name, value)}
         for module in self._model.modules():
             self._changing |= {(type(module), name) for own, name in changed if own == id(vars(module))}
 
@@ -111,7 +112,7 @@ class ModelState:
 
     def changed_setting(self) -> str:
         """Describe a setting that differs from the recorded one; empty if none does."""
-        changed = [(own, name, value) for own, name, value in self._switches if _differs(own, name, value)]
+        changed = [(own, name, value) for own, name, value in self._settings if _differs(own, name, value)]
         if not changed:
             return ""
         own, name, value = changed[0]
@@ -124,9 +125,9 @@ class ModelState:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Watch one tick in this thread; afterwards :meth:`changes_in_tick` describes what has changed."""
-        self._torn, self._decoder = "", threading.get_ident()
-        hooks = self._called_each_time()._forward_pre_hooks
-        hooks[_OURS] = self._hook  # always the same key, so that the table is the same in every tick
+        self._torn, self._decoding_thread = "", threading.get_ident()
+        hooks = self._hooked_module()._forward_pre_hooks
+        hooks[_OURS] = self._hook  # always the same key and value, because the hooks are part of the recorded state
         try:
             yield
         finally:
@@ -136,12 +137,12 @@ class ModelState:
         """Describe what changed during the last tick or since the recording; empty if nothing did."""
         return self._torn or self.changed_setting()
 
-    def changed_error(self, name: str, torn: str, requests: int, unsound: int) -> WeightsInUse:
-        """Build the error of engine ``name`` after a tick in which ``torn``, or else the weights, changed."""
-        switched = torn not in ("", WRITTEN)
+    def changed_error(self, name: str, changed: str, requests: int, dropped: int) -> WeightsInUse:
+        """Build the error for the change that ``changed`` describes; "" and WRITTEN mean that the weights changed."""
+        switched = changed not in ("", WRITTEN)
         return WeightsInUse(
-            f"{name}: {f'the model was switched ({torn})' if switched else 'the weights were changed'} while "
-            f"{requests} requests generated from them: april dropped {unsound} tokens of unknown weights and kept all "
+            f"{name}: {f'the model was switched ({changed})' if switched else 'the weights were changed'} while "
+            f"{requests} requests generated from them: april dropped {dropped} tokens of unknown weights and kept all "
             f"before them; {HOLD_IT if switched else WHAT_TO_DO}"
         )
 
@@ -162,11 +163,11 @@ class ModelState:
             await asyncio.sleep(POLL_S)
 
     def _look(self, *_: object) -> None:
-        """Hook that runs at each call of the model, by any thread."""
-        if not self._torn and threading.get_ident() != self._decoder:
+        """Look for changes; this hook runs at each call of the model by any thread."""
+        if not self._torn and threading.get_ident() != self._decoding_thread:
             self._torn = self.changed_setting() or (WRITTEN if self.weights_written() else "")
 
-    def _called_each_time(self) -> Any:
+    def _hooked_module(self) -> Any:
         compiled = hasattr(self._model, "_orig_mod") or getattr(self._model, "_compiled_call_impl", None) is not None
         return self._model if compiled else self._model.get_input_embeddings()
 
@@ -180,18 +181,18 @@ def _embeddings(model: Any) -> Iterator[int]:
 
 def _differs(own: dict[str, Any], name: str, value: Any) -> bool:
     try:
-        return bool(own.get(name, _GONE) != value)
-    except RuntimeError:  # other tensors, which are compared by value
+        return bool(own.get(name, _ABSENT) != value)
+    except RuntimeError:  # a table with other tensors: comparing them gives no single truth value
         return True
 
 
-def _switch(name: str, value: Any) -> Any:
-    """Return a copy of a setting, or ``_NONE`` for attributes that are no settings, such as counters and tensors."""
+def _copy_of_setting(name: str, value: Any) -> Any:
+    """Return a copy of a setting, or ``_NO_SETTING`` for other attributes, such as counters and tensors."""
     if name in _TABLES:
         return value.copy()
     if name == "forward" or value is None or isinstance(value, bool | str | float):
         return value
     parts = [*value, *value.values()] if isinstance(value, dict) else value
     if not isinstance(value, dict | list | tuple | set) or not all(isinstance(p, _PLAIN) for p in parts):
-        return _NONE
+        return _NO_SETTING
     return value if isinstance(value, tuple) else value.copy()

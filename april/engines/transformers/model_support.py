@@ -1,9 +1,8 @@
-"""Decides which Hugging Face causal models the slot decoder can run, and how their layers are masked.
+"""Decides which Hugging Face causal models the embedded engine can run, and how their layers are masked.
 
-The decoder calls the model as it is and re-implements no layer, so it needs to know little: the attention patterns
+The engine calls the model as it is and re-implements no layer, so it needs to know little: the attention patterns
 of the layers, the context, the vocabulary. Models that keep more than keys and values (recurrent or convolutional
-state, indexers) are refused with an explanation. Every accepted model is checked once by decoding a few tokens and
-comparing their log-probabilities with a full forward pass without a cache.
+state, indexers) are refused with an explanation. Accepted models are then checked by ``model_check.py``.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _PATTERN_SIZE = {
     "chunked_attention": "attention_chunk_size",
 }
 _MOST_COST, _MOST_COST_ELSEWHERE = {"cpu": 3 * 10**11}, 10**14
-"""Highest :func:`cost_of_trial` of a check if the user did not set ``max_len``: by device type, and for other types."""
+"""Highest :func:`cost_of_trial` if the user did not set ``max_len``: by device type, and on other devices."""
 _MASKED_ATTENTION = ("sdpa", "eager")
 # Words in the names of settings that count something other than positions: layer sizes, numbers of layers, ids.
 _OTHER_COUNTS = {
@@ -49,7 +48,7 @@ _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class AttentionPattern:
-    """Which earlier positions layers of one type see: all (size None), the last ``size``, or those of their chunk."""
+    """Earlier positions that layers of one type attend to: all (size None), the last ``size``, or the same chunk's."""
 
     name: str
     size: int | None
@@ -73,7 +72,7 @@ def attention_patterns(config: Any) -> tuple[AttentionPattern, ...]:
     """Return one pattern per layer type, in a fixed order; ConfigError for layers without plain keys and values."""
     names = getattr(config, "layer_types", None)
     if names is None:
-        # Older configurations have no ``layer_types``; the size that they set tells the type of all layers.
+        # Older configurations have no ``layer_types``; all layers have the type whose size setting is present.
         names = [name for name, size in _PATTERN_SIZE.items() if size and getattr(config, size, None) is not None][:1]
     distinct = sorted(set(names or ["full_attention"]))
     unknown = [name for name in distinct if name not in _PATTERN_SIZE]
@@ -89,7 +88,7 @@ def attention_patterns(config: Any) -> tuple[AttentionPattern, ...]:
 
 
 def named_lengths(model: Any, max_len: int) -> dict[int, str]:
-    """Return lengths at which a model may change its arithmetic, each with the names of its settings.
+    """Return lengths at which a model may change its arithmetic, with the names of the settings that have this value.
 
     Families name their windows, chunks and scaled positions differently. So the result has every whole number of the
     configuration that is small enough to matter for ``max_len``, unless its name contains a word of _OTHER_COUNTS.
@@ -118,12 +117,12 @@ def named_lengths(model: Any, max_len: int) -> dict[int, str]:
 
 def cache_argument(model: Any) -> str:
     """Return the name of the model's cache argument and output, which transformers 5.24 renames."""
-    for module in model.modules():  # a wrapper such as PEFT's passes on arguments that it does not name
+    for module in model.modules():  # a wrapper (PEFT) may take the argument as **kwargs, without its name
         forwards: tuple[Any, ...] = (module.forward, getattr(type(module), "forward", None))
         for forward in forwards:  # an instance attribute may replace the method
             try:
                 named = inspect.signature(forward).parameters
-            except (TypeError, ValueError):  # compiled code has none
+            except (TypeError, ValueError):  # compiled code has no signature
                 continue
             for name in ("cache", "past_key_values"):
                 if name in named:
@@ -153,7 +152,7 @@ def refuse_unsupported(model: Any, max_len: int) -> None:
     attention_patterns(config)
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     context: int = getattr(config, "max_position_embeddings", max_len)
-    for scaled in (rope, *(inside for inside in rope.values() if isinstance(inside, dict))):  # or one per layer type
+    for scaled in (rope, *(inside for inside in rope.values() if isinstance(inside, dict))):  # a dict per layer type
         trained: int = scaled.get("original_max_position_embeddings", context)
         if scaled.get("rope_type") in _BATCH_DEPENDENT_ROPE and max_len > trained:
             raise ConfigError(
@@ -181,7 +180,7 @@ def why_not_exact(model: Any) -> str:
 
 
 def autocast_here(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """Return a factory that repeats this thread's autocast for ``device`` in another thread; a null context if none."""
+    """Return a factory of contexts with this thread's autocast for ``device``, to enter them in another thread."""
     if not torch.is_autocast_enabled(device.type):
         return nullcontext
     return partial(torch.autocast, device.type, dtype=torch.get_autocast_dtype(device.type))
@@ -193,7 +192,7 @@ def context_of(model: Any) -> int:
 
 
 def affordable_context(model: Any) -> int:
-    """Return the default ``max_len`` of a checked model: lower if checking more would take over half a minute."""
+    """Return the default ``max_len`` of a checked model: the context, or less if checking takes over half a minute."""
     context = context_of(model)
     for length, name in sorted(named_lengths(model, context).items()):
         if cost_of_trial(model, length) > _MOST_COST.get(next(model.parameters()).device.type, _MOST_COST_ELSEWHERE):
@@ -209,7 +208,7 @@ def affordable_context(model: Any) -> int:
 
 
 def cost_of_trial(model: Any, length: int) -> int:
-    """Return the cost of checking ``length``: parameters times tokens of the longest sequence needed."""
+    """Return the cost of checking ``length``: number of parameters x number of tokens of the longest test sequence."""
     size: int = sum(p.numel() for p in model.parameters())
     return size * beyond(length)
 
@@ -233,7 +232,7 @@ def eos_ids_of(model: Any) -> tuple[int, ...]:
     return ()
 
 
-_looked_at: WeakSet[Any] = WeakSet()
+_checked_for_dropout: WeakSet[Any] = WeakSet()
 """Models for which training mode was already checked for dropout."""
 
 
@@ -251,13 +250,13 @@ def _warn_of_dropout(training: list[Any]) -> None:
 
 @contextmanager
 def generation_mode(model: Any) -> Iterator[None]:
-    """Switch dropout off and use attention that takes masks; restores everything afterwards.
+    """Inside the block, switch dropout off and use an attention implementation that takes masks.
 
-    Flash and flex attention take no mask per row, so ``sdpa`` (or else ``eager``) replaces them for that time.
+    Flash and flex attention take no mask per row, so ``sdpa`` (or else ``eager``) replaces them.
     """
     training = [module for module in model.modules() if module.training]
-    if training and model not in _looked_at:
-        _looked_at.add(model)
+    if training and model not in _checked_for_dropout:
+        _checked_for_dropout.add(model)
         _warn_of_dropout(training)
     attention = model.config._attn_implementation
     for module in training:

@@ -1,4 +1,4 @@
-"""The weights of the embedded engine: detects writes, gathers FSDP2 shards, loads new ones.
+"""The weights of the embedded engine: detects writes to them, gathers FSDP2 shards, loads new weights.
 
 ``fully_shard`` leaves every rank a shard of each parameter and gathers it layer by layer in ``forward``, which every
 rank must enter at the same time. But ranks decode different numbers of tokens. So ``gather`` gathers all parameters
@@ -22,7 +22,7 @@ from april.engines.weight_transfer import TensorSpec
 from april.errors import ConfigError, EngineError
 
 SAMPLED = 4
-"""Number of values of each parameter that are compared."""
+"""Number of values of each parameter that are compared to detect writes."""
 
 
 class ModelWeights:
@@ -34,24 +34,24 @@ class ModelWeights:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._moving: set[int] = set()
-        """Buffers that the model writes itself in its forward pass."""
+        self._model_buffers: set[int] = set()
+        """Ids of the buffers that the model writes itself in its forward pass."""
         self._tensors: list[Tensor] = _stored(model)
 
     def list_tensors(self) -> None:
         """List the tensors again, because the trainer may have replaced parameters."""
-        self._tensors = [tensor for tensor in _stored(self._model) if id(tensor) not in self._moving]
+        self._tensors = [tensor for tensor in _stored(self._model) if id(tensor) not in self._model_buffers]
 
     @contextmanager
     def model_buffers_written(self) -> Iterator[None]:
-        """Ignore tensors that are written inside the block from now on: these are the model's own buffers."""
+        """From now on, ignore tensors that were written inside the block, because the model writes them itself."""
         before = {id(tensor): _writes(tensor) for tensor in self._tensors}
         yield
-        self._moving = {id(tensor) for tensor in self._tensors if before[id(tensor)] != _writes(tensor)}
+        self._model_buffers = {id(tensor) for tensor in self._tensors if before[id(tensor)] != _writes(tensor)}
         self.list_tensors()
 
     def trained_parameters(self) -> Iterable[Tensor]:
-        """The parameters as optimizers hold them."""
+        """Yield the parameters, as the objects that optimizers hold."""
         yield from self._model.parameters()
 
     def stamp(self) -> tuple[int, int]:
@@ -82,37 +82,35 @@ class ShardedWeights(ModelWeights):
         super().__init__(model)
         self.ready = False
         self._units = _fsdp_modules(model)
-        self._pieces: list[Tensor] = []
-        """The sharded parameters, which optimizers hold and which outlive a gathering."""
-        self._spread()
+        self._shards: list[Tensor] = []
+        """The sharded parameters: the objects that optimizers hold, also while the weights are gathered."""
+        self._reshard()
 
     def list_tensors(self) -> None:
         """Do nothing: the tensors are listed when they are gathered."""
 
     def trained_parameters(self) -> Iterable[Tensor]:
-        """The sharded parameters: a gathered model shows other tensors, which no optimizer holds."""
-        yield from self._pieces
+        """Yield the sharded parameters, because no optimizer holds the other tensors of a gathered model."""
+        yield from self._shards
 
     def stamp(self) -> tuple[int, int]:
         """Return (writes to sharded or gathered parameters, digest of the shards' addresses); see the base class."""
-        local = [getattr(p, "_local_tensor", p) for p in self._pieces]
-        writes = sum(map(_writes, [*self._pieces, *local, *self._tensors]))
+        local = [getattr(p, "_local_tensor", p) for p in self._shards]
+        writes = sum(map(_writes, [*self._shards, *local, *self._tensors]))
         return writes, hash(tuple(p.data_ptr() for p in local))
 
     def gather(self) -> None:
-        """Gather the parameters. Collective: all ranks of the mesh, at the same time.
-
-        Parameters that an earlier forward pass has left gathered are sharded first, because they have old values.
+        """Gather the parameters. This is collective: all ranks of the mesh call it at the same time.
 
         Raises:
             EngineError: another rank did not take part, or parameters are also split by tensor parallelism.
         """
-        self._spread()  # a forward pass without a backward pass leaves some gathered, with the values before the step
+        self._reshard()  # a forward pass without backward leaves some gathered, with values from before the step
         try:
             for unit in self._units:
                 unit.unshard()
         except Exception as error:
-            self._spread()
+            self._reshard()
             raise EngineError(
                 f"the parameters could not be gathered from all ranks ({type(error).__name__}: {error})"
             ) from error
@@ -124,16 +122,16 @@ class ShardedWeights(ModelWeights):
         """Shard the parameters again; without communication, so each rank can do it at any time."""
         self.ready = False
         self._mark("IDLE")
-        self._spread()
+        self._reshard()
 
-    def _spread(self) -> None:
+    def _reshard(self) -> None:
         for unit in self._units:
             unit.reshard()
         self._tensors = []
-        self._pieces = list(self._model.parameters())
+        self._shards = list(self._model.parameters())
 
     def _mark(self, state: str) -> None:
-        """Set FSDP2's state; in PRE_BACKWARD (recomputing activations) the forward hooks only cast."""
+        """Set FSDP2's training state. In PRE_BACKWARD its forward hooks cast, but gather and shard nothing."""
         for unit in self._units:
             fsdp = unit._get_fsdp_state()
             fsdp._training_state = type(fsdp._training_state)[state]
@@ -152,7 +150,7 @@ def inner_model(model: Any) -> Any:
 
 
 def refuse_shards(model: Any, kind: str) -> None:
-    """Raise ConfigError if the weights are sharded over ranks, unless by FSDP2 in a way that was tested."""
+    """Raise ConfigError if the weights are sharded over ranks, except by FSDP2 with tested options."""
     parameters = list(model.parameters())
     units = _fsdp_modules(model)
     how = ""
@@ -177,7 +175,7 @@ def refuse_shards(model: Any, kind: str) -> None:
 
 
 def _untried(units: list[Any], parameters: list[Any]) -> str:
-    """Describe an FSDP2 option with which generating was not tested; empty if there is none."""
+    """Describe an FSDP2 option in use with which generating was not tested; empty if there is none."""
     states = [unit._get_fsdp_state() for unit in units if hasattr(unit, "_get_fsdp_state")]
     if len(states) < len(units) or not all("PRE_BACKWARD" in dir(type(s._training_state)) for s in states):
         return f"of torch {torch.__version__}"
@@ -201,7 +199,7 @@ def _groups_of(state: Any) -> list[Any]:
 
 
 def _fsdp_modules(model: Any) -> list[Any]:
-    """Return the modules that ``fully_shard`` was applied to; found by name, as torch has moved the class."""
+    """Return the modules that ``fully_shard`` was applied to, found by class name, because torch moved the class."""
     return [m for m in model.modules() if any(c.__name__ == "FSDPModule" for c in type(m).__mro__)]
 
 
@@ -216,7 +214,7 @@ def _stored(model: Any) -> list[Tensor]:
 
 @torch.no_grad()
 def _few_values(tensors: list[Tensor]) -> list[bytes]:
-    """Read up to ``SAMPLED`` values of each tensor: writes through ``.data`` change neither counter nor address."""
+    """Return up to ``SAMPLED`` values of each tensor: writes through ``.data`` change neither counter nor address."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel() and tensor.layout == torch.strided and tensor.is_contiguous():
@@ -231,7 +229,7 @@ def _writes(parameter: Tensor) -> int:
 
 
 def load_weights(model: Any, path: str) -> None:
-    """Load the weights in directory ``path`` (safetensors, of ``save_pretrained``) into ``model``, in place.
+    """Load the weights in ``path``, a directory that ``save_pretrained`` wrote (safetensors), into ``model`` in place.
 
     Raises EngineError if names or shapes differ or the directory is unusable; ``model`` is then unchanged.
     """
@@ -265,7 +263,7 @@ class ModelWriter:
     def take(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], last: bool) -> None:
         """Copy these tensors into the model, in place.
 
-        Raises EngineError for an unknown name or another shape, and after the ``last`` ones if a tensor is missing.
+        Raises EngineError for an unknown name or another shape, and with ``last`` if a tensor of the model is missing.
         """
         for spec, tensor in zip(specs, tensors, strict=True):
             place = self._places.get(spec.name)

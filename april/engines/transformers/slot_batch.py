@@ -8,8 +8,8 @@ Invariants:
 * Sampled tokens are read from the device when a request ends, is aborted or is streamed, never per step. A decode step
   waits for the device once, to learn which requests sampled a stop token.
 
-The integers of the active requests are columns of one int64 matrix, and the device has a copy of the rows that a
-step needs. Both advance by one addition per step and are synchronised again when the slots change.
+The counters of the active requests form one int64 matrix with a column per slot. The device has a copy of the rows
+that a decode step needs. Both copies advance by one addition per step and are synchronised when the slots change.
 """
 
 from __future__ import annotations
@@ -40,18 +40,19 @@ PREFILL_SEQUENCES = 16
 PREFILL_TOKENS = 16_384
 """Largest number of tokens per prefill call, padding included; only a single sequence may be longer."""
 _FIRST_COLUMNS = 128
-# Uniform numbers are made for this many steps ahead: few at first, because the slots of short runs change often.
+# Number of steps for which uniform numbers are made ahead: few at first, because a change of the slots discards them.
 _NOISE_AHEAD, _NOISE_AHEAD_LATER = 8, 32
 
-# Rows of the slot matrix. The first five also live on the device and grow by one per decode step. _ROPE is the position
-# given to the model, which can differ from the token's own after an image.
+# Rows of the slot matrix. The first five are also on the device and grow by one per decode step. The next token goes
+# to _CELL of the cache and to element _PLACE of _new_tokens, in its row _STORE_ROW. _ROPE is the position id for the
+# model; after an image it can differ from the token's index.
 _POSITION, _TOKENS, _CELL, _PLACE, _ROPE, _STORE_ROW, _SEED, _MIN_TOKENS, _MAX_TOKENS = range(9)
 _ON_DEVICE = 5
 
 
 @dataclass(slots=True)
 class _DecodeBatch:
-    """Views and parameters for slots ``lo .. hi``, which stay valid until the slots change."""
+    """Views and parameters for slots ``lo`` to ``hi - 1``; valid until a request gets or leaves a slot."""
 
     lo: int
     hi: int
@@ -101,10 +102,10 @@ class SlotDecoder:
         self._queue: list[tuple[int, int, str]] = []
         self._arrivals = 0
         self._admitting: list[SlotRequest] = []
-        # Outputs of the present call, kept here so that a later error does not lose them.
+        # Outputs of the running tick or abort, kept here so that an error later in the call does not lose them.
         self._ended: list[SlotOutput] = []
         self._sound: dict[str, int] = {}
-        """Number of tokens of each active request that were sampled before the last tick and not handed out."""
+        """Number of tokens, by attempt id, that were waiting to be handed out when the last tick began."""
         self._rows = np.zeros((9, slots), dtype=np.int64)
         self._temperature = np.zeros(slots)
         self._top_p = np.ones(slots)
@@ -139,7 +140,7 @@ class SlotDecoder:
     # ------------------------------------------------------------------ requests
 
     def submit(self, request: SlotRequest) -> None:
-        """Queue a request; those with a lower priority number, then earlier ones, are admitted first."""
+        """Queue a request. The queue is sorted by priority number, lowest first, and then by arrival."""
         self._waiting[request.attempt_id] = request
         heapq.heappush(self._queue, (request.priority, self._arrivals, request.attempt_id))
         self._arrivals += 1
@@ -157,7 +158,7 @@ class SlotDecoder:
 
     @torch.inference_mode()
     def tick(self, max_steps: int) -> list[SlotOutput]:
-        """Admit requests if possible, then decode until one ends or may stream, or for ``max_steps`` steps."""
+        """Admit requests, then decode until one of them ends or has a chunk to stream, at most ``max_steps`` steps."""
         self._ended = []
         self._sound = {r.attempt_id: int(self._rows[_TOKENS, r.slot]) - r.taken for r in self._active}
         if self._admission_open():
@@ -170,7 +171,7 @@ class SlotDecoder:
 
     @torch.inference_mode()
     def partials(self) -> list[SlotOutput]:
-        """Hand out new tokens of active requests that have at least their ``stream_interval`` of them."""
+        """Return the new tokens of streamed requests that have at least ``stream_interval`` new tokens."""
         made = self._rows[_TOKENS]
         streamed = [(r, r.stream_interval) for r in self._active if r.stream_interval is not None]
         return self._read([r.slot for r, interval in streamed if made[r.slot] - r.taken >= interval], {})
@@ -181,9 +182,9 @@ class SlotDecoder:
 
     @torch.inference_mode()
     def drop_failed(self) -> list[SlotOutput]:
-        """Drop every request that took part in a call that raised, with the tokens of its completed steps.
+        """Drop every request of a call that raised an error; return their tokens from completed steps.
 
-        Outputs without a finish belong to requests that were cut; requests with a finish had ended before the error.
+        An output has no finish if the error cut the request, and a finish if the request had ended before the error.
         """
         outputs = list(self._ended)
         over = {output.request.attempt_id for output in outputs}
@@ -202,7 +203,7 @@ class SlotDecoder:
         return outputs
 
     def drop_all(self) -> list[SlotOutput]:
-        """Drop every request, and the tokens of the last tick, because the weights changed during it.
+        """Drop every request, and the tokens of the last tick, because the weights changed during that tick.
 
         The outputs have no finish; those of waiting requests are empty.
         """
@@ -222,7 +223,7 @@ class SlotDecoder:
         return cut + waited
 
     def synchronize(self) -> None:
-        """Wait until the device has finished all its work, so that another stream may write the weights."""
+        """Wait until the device has finished all its work, so that another CUDA stream may write the weights."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -268,7 +269,7 @@ class SlotDecoder:
         self._end(ended)
 
     def _process_images(self, requests: list[SlotRequest]) -> bool:
-        """Process the images of requests that share them; return False if that fails, which ends the requests."""
+        """Process the images that these requests share; if that fails, end the requests and return False."""
         assert self._vision is not None
         try:
             seen = self._vision.process(requests[0].tokens, requests[0].attached)
@@ -294,7 +295,7 @@ class SlotDecoder:
         lengths = np.array([s.size for s in sequences])
         of_request = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
         source = None if len(requests) == len(groups) else self._upload(of_request)
-        # Only logits at the distinct last positions: those of a whole batch would take more memory than all else.
+        # Only logits at last positions are computed: logits at all positions would need more memory than anything else.
         kept, last = np.unique(lengths - 1, return_inverse=True)
 
         positions = torch.arange(length, device=self.device).expand(len(sequences), -1)
@@ -382,7 +383,7 @@ class SlotDecoder:
         return needs_columns or batch.most_tokens + batch.steps >= self._new_tokens.shape[1]
 
     def _align(self) -> _DecodeBatch:
-        """Make room for the next step, number the cells and places, and copy the numbers to the device."""
+        """Allocate memory for the next step, and make its batch with the counters copied to the device."""
         rows = self._rows[:, : self.active]
         longest = int(rows[_POSITION].max()) + 1
         self._cache.shrink_clean(longest)
@@ -420,7 +421,7 @@ class SlotDecoder:
         self._new_logprobs.view(-1).index_copy_(0, batch.place, logprobs)
         if batch.stop_ids is None:
             return tokens, np.zeros(batch.hi - batch.lo, dtype=np.bool_)
-        # The only place in a step where the host waits for the device.
+        # This is the only place in a step where the host waits for the device.
         return tokens, (tokens.unsqueeze(1) == batch.stop_ids).any(1).cpu().numpy()
 
     def _noise(self, batch: _DecodeBatch) -> Tensor | None:
@@ -437,7 +438,7 @@ class SlotDecoder:
         return batch.noise[:, step : step + 1]
 
     def _forbidden(self, batch: _DecodeBatch) -> Tensor | None:
-        """Return bool [B, V], true for banned tokens, and for stop tokens below the minimum length; None if none is."""
+        """Return bool [B, V], true for tokens not to sample: banned ones, and stop tokens below the minimum length."""
         if batch.stop_ids is None or batch.steps >= batch.until_minimum:
             return batch.banned
         if batch.stop_table is None:
@@ -515,5 +516,5 @@ class SlotDecoder:
             setattr(self, name, grown)
 
     def _upload(self, array: NDArray[Any]) -> Tensor:
-        """Copy to the device of the model. Always a copy, since the array may change before the device has read it."""
+        """Copy an array to the model's device; copied even on a CPU, since the array may change before it is read."""
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, copy=True)

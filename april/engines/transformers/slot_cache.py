@@ -1,12 +1,12 @@
-"""Keys and values of all active requests in slots, used by a Hugging Face model as its cache.
+"""The key-value cache of the embedded engine: a ``transformers.Cache`` with one row for each active request.
 
 There is one store per layer, ``[rows, columns, heads, head size]``: row i belongs to slot i, column p to position p.
 The active requests occupy the first rows without gaps, so a decode step reads one plain slice. Weights change only
-while no request is active (``TransformersEngine.pause`` and ``update_weights``), so no entry outlives them.
+while no request is active (``TransformersEngine.pause`` and ``update_weights``), so no entry outlives its weights.
 
-Invariant: in the active rows every cell left of the *clean column* is zero or the row's own (its keys and values, or
-padding of its own prefill). A decode step reads only cells left of the clean column. So no data of a former occupant
-is read, not even a NaN, which a mask would let through (0 x NaN is NaN).
+Invariant: in active rows, every cell left of the *clean column* holds zeros, or keys and values of the row's present
+request (padding of its prefill included). A decode step reads only cells left of the clean column, so it never reads
+data of a former request. This matters because a mask would let a former NaN through (0 x NaN is NaN).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 WINDOW_STEP = 32
-"""Decode steps attend to a multiple of this number of columns: few shapes, aligned masks."""
+"""Decode steps attend to a multiple of this number of columns, so that there are few shapes and masks are aligned."""
 
 
 def window_of(columns: int) -> int:
@@ -29,7 +29,7 @@ def window_of(columns: int) -> int:
 
 
 class _LayerStore:
-    """Keys and values of one layer. Both may differ in the number and size of heads, as in latent attention."""
+    """Keys and values of one layer. Keys may have other heads (number and size) than values, as in latent attention."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values
@@ -57,18 +57,18 @@ class SlotCache(Cache):
     # ------------------------------------------------------------------ announcing the next model call
 
     def begin_prefill(self, first: int, count: int, length: int, source: Tensor | None) -> None:
-        """Prepare a model call that prefills rows ``first .. first + count`` with sequences padded to ``length``.
+        """Prepare a model call that prefills ``count`` rows, from ``first`` on, with sequences padded to ``length``.
 
         Args:
             first: Number of rows that are already active.
             count: Number of rows to fill.
-            length: Number of columns of the batch.
+            length: Number of tokens of each padded sequence.
             source: int64 [count], batch element for each row; None means that row ``first + i`` gets element i.
         """
         if first == 0:
             self._clean = 0
         self._reserve(first + count, length, first)
-        # Old rows must be clean up to the length of the new ones, and new rows up to that of the old ones.
+        # All rows must be clean up to the same column: zero old rows up to ``length``, and new rows from there on.
         self._zero(0, first, self._clean, length)
         self._zero(first, first + count, length, self._clean)
         self._clean = max(self._clean, length)
@@ -76,7 +76,7 @@ class SlotCache(Cache):
         self._first, self._count, self._window, self._seen = first, count, length, 0
 
     def begin_decode(self, count: int, columns: int, cells: Tensor) -> int:
-        """Prepare a model call that appends one token to each of the first ``count`` rows; return the window.
+        """Prepare a model call that appends a token to the first ``count`` rows; return how many columns it reads.
 
         Args:
             count: Number of active rows.
@@ -93,7 +93,7 @@ class SlotCache(Cache):
 
     @contextmanager
     def reporting_length(self, columns: int) -> Iterator[None]:
-        """Report another length to a model that asks, inside the block; storage and attention are unaffected."""
+        """Inside the block, report ``columns`` to a model that asks for the length; nothing else changes."""
         seen, self._seen = self._seen, columns
         try:
             yield
@@ -122,7 +122,7 @@ class SlotCache(Cache):
         return store.keys[rows, columns].transpose(1, 2), store.values[rows, columns].transpose(1, 2)
 
     def get_seq_length(self, layer_idx: int = 0, *args: Any, **kwargs: Any) -> int:
-        """Return the positions stored before the next model call: of the longest row in decoding, 0 in prefill."""
+        """Return the length before the next model call: that of the longest row for a decode step, 0 for a prefill."""
         return self._seen
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
@@ -131,7 +131,7 @@ class SlotCache(Cache):
 
     # ------------------------------------------------------------------ rows
 
-    # not named ``dtype``: accelerate takes any object with that attribute for a tensor
+    # not named ``dtype``, because accelerate treats any object with such an attribute as a tensor
     @property
     def key_dtype(self) -> torch.dtype | None:
         """Dtype of the stored keys; None before the first model call."""
@@ -149,11 +149,11 @@ class SlotCache(Cache):
                 cells[to, : self._clean] = cells[source, : self._clean]
 
     def shrink_clean(self, columns: int) -> None:
-        """Limit moving and cleaning to ``columns``, because no active row is longer."""
+        """Move the clean column back to ``columns`` (no active row is longer), so that less is copied and zeroed."""
         self._clean = min(self._clean, window_of(columns))
 
     def reserve_columns(self, columns: int, active: int) -> None:
-        """Allocate at least ``columns`` columns, which renumbers the cells if there were fewer."""
+        """Allocate at least ``columns`` columns; if there were fewer before, the numbers of the cells change."""
         self._reserve(self._rows, columns, active)
 
     def release(self) -> None:

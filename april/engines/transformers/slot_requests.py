@@ -1,4 +1,4 @@
-"""Converts requests to the decoder's form, and refuses those that the model cannot serve before any work is done."""
+"""Finds requests that the embedded engine's model cannot serve, and converts the others for the slot decoder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from april.errors import AttachmentError
 
 @dataclass(slots=True, eq=False)
 class SlotRequest:
-    """A request of the decoder. ``max_tokens`` fits into the context; ``stop_ids`` includes the end-of-sequence ids."""
+    """A request as the decoder needs it: ``max_tokens`` fits into the context, ``stop_ids`` includes the EOS ids."""
 
     attempt_id: str
     tokens: Int32
@@ -31,7 +31,7 @@ class SlotRequest:
     banned_ids: tuple[int, ...] = ()
     attached: tuple[Placed, ...] = ()
     seen: ProcessedImages | None = None
-    """The model's input for ``attached``; set only during admission."""
+    """Processed images of ``attached``; set only during admission."""
     slot: int = -1
     """Slot of the request; -1 while it is not active."""
     taken: int = 0
@@ -49,7 +49,7 @@ class SlotOutput:
     unsound: int = 0
     """Number of further tokens that were dropped because the weights changed while they were sampled."""
     refused: AttachmentError | None = None
-    """Why this request was refused, while the others go on; None if it was not refused."""
+    """Error because of which this request was refused while others continue; None if it was not refused."""
 
 
 def wrong_request(request: Request, vocab_size: int, max_len: int, eos: tuple[int, ...]) -> str | None:
@@ -74,7 +74,7 @@ def wrong_request(request: Request, vocab_size: int, max_len: int, eos: tuple[in
 def slot_request(
     request: Request, max_len: int, eos: tuple[int, ...], seeds: random.Random, stream_interval: int | None
 ) -> SlotRequest:
-    """Translate a valid request for the decoder; ``seeds`` supplies a seed if it has none."""
+    """Convert a valid request for the decoder; ``seeds`` supplies a seed if the request has none."""
     sampling, tokens = request.sampling, request.token_ids
     return SlotRequest(
         attempt_id=request.attempt_id,

@@ -1,7 +1,7 @@
 """Counters of the embedded engine: how much it computed, and how much of that was used.
 
-Invariant: once every stream has ended, ``generated_tokens`` = tokens yielded + ``discarded_tokens``. Generated tokens
-are counted where they are sampled, the others where they leave, so a token that is lost in between is noticed.
+Invariant: once every stream has ended, ``generated_tokens`` = tokens yielded + ``discarded_tokens``. The left side is
+counted when tokens are sampled and the right side when they leave the engine, so lost tokens are noticed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class EngineStats:
     discarded_tokens: int = 0
     """Number of sampled tokens that no consumer took."""
     trace: list[tuple[int, int]] | None = None
-    """(decode step, active requests) of each step; None means not recorded, ``[]`` starts recording."""
+    """Pairs (decode step, active requests), one per step; None means not recorded, ``[]`` starts recording."""
 
     def count_decode_step(self, busy: int, slots: int) -> None:
         """Count one decode step with ``busy`` of ``slots`` slots active."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from april.engines.random_bits import STEP, splitmix64
 
-# 52 random bits plus a half, times this: u is strictly between 0 and 1, and u x total (in sample) is below total.
+# (52 random bits + 0.5) x _SCALE is strictly between 0 and 1, so that u x total in sample() is below the total.
 _SCALE = 2.0**-52
 
 
@@ -39,7 +39,7 @@ def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64], count: int
 
 @dataclass(slots=True)
 class SamplingRows:
-    """Sampling parameters of the rows of one batch, on the device of the logits; None if no row needs a parameter."""
+    """Sampling parameters of the rows of one batch, on the logits' device; a parameter is None if no row needs it."""
 
     temperature: Tensor | None
     """Temperatures, float32 [B, 1]; 1 for greedy rows."""
@@ -49,7 +49,7 @@ class SamplingRows:
     nucleus_rows: Tensor | None
     """Indices of the rows with top_p < 1, int64 [k]."""
     nucleus_mass: Tensor | None
-    """The top_p of these rows, float64 [k, 1]."""
+    """The top_p of ``nucleus_rows``, float64 [k, 1]."""
 
     @classmethod
     def of(cls, temperature: NDArray[np.float64], top_p: NDArray[np.float64], device: torch.device) -> SamplingRows:
@@ -106,13 +106,13 @@ def sample(
         tokens = allowed.argmax(-1)
     else:
         assert uniform is not None
-        # With forbidden tokens, normalise the rest again: its total may be close to zero.
+        # Without the forbidden tokens the total may be close to zero, so the rest is normalised again.
         probabilities = allowed.exp() if forbidden is None else allowed.softmax(-1)
         if rows.nucleus_rows is not None and rows.nucleus_mass is not None:
             kept = nucleus(probabilities.index_select(0, rows.nucleus_rows), rows.nucleus_mass)
             probabilities = probabilities.index_copy(0, rows.nucleus_rows, kept)
         cumulative = probabilities.cumsum(-1, dtype=torch.float64)
-        # Index of the first entry above u x total, which never has probability zero. The clamp is for NaN only.
+        # The first entry above u x total never has probability zero. The clamp only matters for rows with NaN.
         tokens = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
         tokens = tokens.clamp_(max=logits.shape[-1] - 1).squeeze(1)
         if rows.greedy is not None:

@@ -1,9 +1,9 @@
-"""Prepares images for vision models: the processor's pixels, and the positions at which the model reads them.
+"""Prepares images for vision models of the embedded engine: pixels from the processor, and positions of image tokens.
 
 Invariants:
 
-* An image is identified by the digest of its bytes. The model reads it at the image's placeholder tokens, one for each
-  of its features; no other token stands for a part of an image.
+* An image is identified by the digest of its bytes. In a conversation it has one placeholder token per image feature,
+  and no other token stands for a part of an image.
 * Nothing computed from weights is cached. Pixels are cached up to a limit; the vision tower runs in every prefill.
 """
 
@@ -32,7 +32,7 @@ PIXELS_KEPT = 1 << 28
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """The arguments with which models of one family get images."""
+    """Model arguments through which models of one family receive images."""
 
     joined: Mapping[str, int]
     """Names of the model's arguments, with the dimension along which several images are concatenated."""
@@ -59,7 +59,7 @@ class _Pixels:
 
     tensors: Mapping[str, Tensor]
     count: int
-    """Number of tokens as which the model reads the image."""
+    """Number of placeholder tokens that the image needs."""
     size: int
     """Size in bytes."""
 
@@ -72,7 +72,7 @@ class ProcessedImages:
     positions: Tensor | None
     """Positions int64 [3, T], for models with a grid; None for others."""
     offset: int
-    """Number that is added to the position of every token after the conversation."""
+    """Difference between the position and the index of every token after the conversation."""
 
 
 class Vision:
@@ -89,7 +89,7 @@ class Vision:
         self.image_id = int(model.config.image_token_id)
         """Id of the tokens that stand for parts of images."""
         self.no_image = 0 if self.image_id else 1
-        """Some other token id, used for padding."""
+        """A token id other than ``image_id``, used for padding."""
         self._grid_of = next((m for m in model.modules() if hasattr(m, "get_rope_index")), None)
         self._kept: OrderedDict[str, _Pixels] = OrderedDict()
 
@@ -104,7 +104,7 @@ class Vision:
         return None
 
     def process(self, tokens: NDArray[np.int32], attached: Sequence[Placed]) -> ProcessedImages:
-        """Process a conversation's images; AttachmentError if one is broken or does not match its tokens."""
+        """Process a conversation's images; AttachmentError if an image is broken or does not match its tokens."""
         pixels = []
         for placed in attached:
             of_one = self._pixels_of(placed.attachment)
@@ -132,7 +132,7 @@ class Vision:
         Args:
             seen: Processed images of each conversation.
             ids: int64 [B, T], padded on the right with :attr:`no_image`.
-            positions: int64 [B, T], positions without regard to images.
+            positions: int64 [B, T], positions as in text without images.
         """
         parts = {name: [p.tensors[name] for s in seen for p in s.pixels] for name in self._family.joined}
         made = {name: torch.cat(parts[name], dim).to(ids.device) for name, dim in self._family.joined.items()}

@@ -1,4 +1,4 @@
-"""Prompts for checking a model: tokens, and for a vision model also images with the processor's output."""
+"""Test prompts for ``model_check.py``: tokens, and for a vision model also images with the processor's output."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class TrialPrompt:
 
 
 def prompts_with_images(model: Any, vision: Vision, longest: int) -> list[TrialPrompt]:
-    """Make three prompts: one image, two images of other sizes, and the first one's tokens with another image.
+    """Make three prompts: one image, two images of other sizes, and the first prompt's tokens with another image.
 
-    Raises ConfigError if they are longer than ``longest``.
+    Raises ConfigError if a prompt is longer than ``longest`` tokens.
     """
     first, *others = (_picture(height, width, seed) for seed, (height, width) in enumerate(_SIZES))
     prompts = [_prompt(vision, images) for images in ([first], others, [_picture(*_SIZES[0], seed=9)])]
@@ -77,7 +77,7 @@ def _prompt(vision: Vision, images: Sequence[bytes]) -> TrialPrompt:
 
 
 def _placed(tokens: Int32, image_id: int, images: Sequence[bytes]) -> tuple[Placed, ...] | None:
-    """Match the images to the runs of image tokens, which other tokens separate; None if the counts differ."""
+    """Assign each image to one run of successive image tokens; None if their numbers differ."""
     ours = np.concatenate([[False], tokens == image_id, [False]])
     edges = np.flatnonzero(ours[1:] != ours[:-1]).reshape(-1, 2).tolist()
     if len(edges) != len(images):

@@ -1,8 +1,8 @@
-"""Connects april to a vLLM engine in an actor (of Ray), with one class on each side of the actor boundary.
+"""Connects april to a vLLM engine in a Ray actor, with one class on each side of the actor's boundary.
 
 :class:`EngineActor` runs in the actor and wraps :class:`~april.engines.vllm.in_process.VllmInProcessEngine`;
-:class:`ActorEngine` runs beside the scheduler. Only bytes pass between them, because Ray wraps exceptions, which hides
-their type. The trainer updates the weights.
+:class:`ActorEngine` runs in the scheduler's process. Only bytes pass between them, because Ray wraps exceptions, which
+hides their type. The trainer itself puts new weights into the actor.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from april.text.server_text import clean
 
 HEALTH_DEADLINE_S = 10.0
 ACTOR_CALLS = 100_000
-"""Concurrency limit for an actor; must exceed the requests in flight, or aborts wait behind them."""
+"""Maximum number of concurrent calls of an actor. If requests reached this limit, aborts would wait behind them."""
 Answer = TypeVar("Answer", ChunkMessage, CallReply)
 
 
@@ -40,10 +40,10 @@ class EngineActor:
 
     def __init__(self, llm: Any) -> None:
         self._engine = VllmInProcessEngine(llm, loop=asyncio.get_running_loop())
-        self._life = secrets.token_hex(8)
+        self._process_id = secrets.token_hex(8)
 
     def capabilities(self) -> bytes:
-        """Return the capabilities, for :func:`capabilities_of`."""
+        """Return the encoded capabilities; :func:`capabilities_of` decodes them."""
         return pack(self._engine.capabilities)
 
     def require_idle(self) -> None:
@@ -51,7 +51,7 @@ class EngineActor:
         self._engine.require_idle()
 
     async def generate(self, ask: bytes) -> bytes:
-        """Run one request to its end; returns a :class:`ChunkMessage`."""
+        """Run one request to its end, and return an encoded :class:`ChunkMessage`."""
         request = unpack(ask, Request)
         try:
             chunks = [chunk async for chunk in self._engine.generate(request)]
@@ -63,14 +63,14 @@ class EngineActor:
         """Abort these attempts."""
         await self._engine.abort(attempt_ids)
 
-    async def update_weights(self, version: Sequence[int], life: str = "") -> bytes:
-        """Record that the trainer has put ``version`` into the actor process with the id ``life``.
+    async def update_weights(self, version: Sequence[int], process_id: str = "") -> bytes:
+        """Record that the trainer has put the weights ``version`` into the actor's process ``process_id``.
 
-        An empty ``life`` means that the id is unknown. For another process than this one, the reply has an error.
+        The reply has an error if that is not this process. An empty ``process_id`` means that it is unknown.
         """
-        answer = CallReply(session=self._life)
+        answer = CallReply(session=self._process_id)
         try:
-            if life not in ("", self._life):
+            if process_id not in ("", self._process_id):
                 raise EngineError("its actor was restarted while weights were handed over; hand them over again")
             await self._engine.update_weights(PolicyVersion(*version))
         except EngineError as error:
@@ -78,14 +78,14 @@ class EngineActor:
         return pack(answer)
 
     async def health(self) -> bytes:
-        """Return a :class:`CallReply` with health, policy version, and the id of this actor process as session."""
+        """Return an encoded :class:`CallReply` with health, policy version, and the id of this process as session."""
         return pack(CallReply(
-            session=self._life, version=self._engine._version, health=await self._engine.health()
+            session=self._process_id, version=self._engine._version, health=await self._engine.health()
         ))  # fmt: skip
 
 
 async def _with_content(request: Request) -> Request:
-    """Load the bytes of all attachments into the request; the actor may run on a machine without their files."""
+    """Return the request with the bytes of all attachments; the actor may run on a machine without their files."""
     if not any(placed.attachment.data is None for placed in request.attached):
         return request
 
@@ -97,7 +97,7 @@ async def _with_content(request: Request) -> Request:
 
 
 def capabilities_of(content: bytes) -> Capabilities:
-    """Decode :meth:`EngineActor.capabilities`, without the abilities that do not work through an actor."""
+    """Decode the result of :meth:`EngineActor.capabilities`, less the abilities that do not work through an actor."""
     return replace(
         unpack(content, Capabilities), streams=False, updates_from_disk=False, collective=(), takes_tensors=False
     )
@@ -116,12 +116,12 @@ class ActorEngine(ServerEngine):
     def __init__(self, actor: Any, name: str, capabilities: Capabilities) -> None:
         super().__init__(name, capabilities)
         self._actor = actor
-        self._life = ""
-        """Id of the actor process when it was paused for an update; empty outside a pause, or if it did not answer.
+        self._process_id = ""
+        """Id of the actor's process when this engine was paused; empty outside a pause or if the actor did not answer.
         Another id later means that the actor was restarted."""
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        """Run one request and yield one chunk. Raises RequestRefused, EngineBusy and EngineError like any engine."""
+        """Run one request, and yield its tokens at the end. Raises RequestRefused, EngineBusy and EngineError."""
         async with self._admission.request(request.attempt_id) as admitted:
             version = self._version
             if not admitted:
@@ -145,25 +145,22 @@ class ActorEngine(ServerEngine):
                 yield chunk
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
-        """Abort these attempts (None means all); vLLM ends them with the tokens they have."""
+        """Abort these attempts (None means all); vLLM ends each with the tokens that it has generated."""
         ids = self._to_abort(attempt_ids)
         if ids:
             await self._call("april_abort", ids)
 
     async def pause(self) -> None:
-        """Pause like :class:`ServerEngine`, and note the id of the actor process.
-
-        So a restart before the trainer has written its weights is noticed.
-        """
+        """Pause like :class:`ServerEngine`, and note the id of the actor's process, to notice a restart."""
         await super().pause()
-        self._life = ""
-        with suppress(EngineError, TimeoutError):  # if it does not answer, the update will report that
+        self._process_id = ""
+        with suppress(EngineError, TimeoutError):  # an actor that does not answer fails in the update
             async with asyncio.timeout(HEALTH_DEADLINE_S):
-                self._life = (await self._ask(CallReply, "april_health")).session
+                self._process_id = (await self._ask(CallReply, "april_health")).session
 
     async def resume(self) -> None:
         """Admit requests again."""
-        self._life = ""
+        self._process_id = ""
         await super().resume()
 
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
@@ -174,7 +171,7 @@ class ActorEngine(ServerEngine):
         if path is not None:
             raise EngineError(f"engine {self.name}: only the trainer itself loads weights into its engines")
         self.require_idle()
-        await self._ask(CallReply, "april_update_weights", list(version), self._life)
+        await self._ask(CallReply, "april_update_weights", list(version), self._process_id)
         self._labels.present = version
 
     async def health(self) -> Health:
@@ -193,7 +190,7 @@ class ActorEngine(ServerEngine):
         return Health(ok=now.health.ok, detail=detail, counters=counters, current=current)
 
     async def close(self) -> None:
-        """Abort all requests. The trainer shuts down the actor."""
+        """Abort all requests. The actor keeps running until the trainer shuts it down."""
         if self._admission.inside:
             with suppress(EngineError):
                 await self.abort()

@@ -1,7 +1,7 @@
 """Engine for vLLM servers: generates over HTTP, aborts requests by id, and loads weights from disk.
 
-A label is the name of the present weights, which april sets on the server. Invariants: an HTTP call is never closed in
-order to abort its request, because the server would drop tokens. april uses a response only after the server has
+april gives the weights of a server a label, which names their policy version. Invariants: april never aborts a request
+by closing its HTTP call, because the server would drop tokens; and april uses a response only after the server has
 confirmed the label.
 """
 
@@ -51,24 +51,24 @@ from april.engines.http.wire import error_text, positive
 from april.engines.openai.engine import OpenAIEngine
 from april.engines.protocol import Engine, Health, OnWeightUpdate, Request
 from april.engines.vllm.probe import LOAD_ADAPTER, VllmFacts, probe_vllm
-from april.engines.vllm.transfer import FINISH, WORDS, Transfers
+from april.engines.vllm.transfer import CONFIRMATIONS, FINISH, Transfers
 from april.engines.vllm.wire import TOKEN_ROUTE, TokenParser, engine_id, misses_attachment, request_body
 from april.errors import EngineBusy, EngineError
 from april.text.server_text import quoted
 
 RESET_TRIES = 20
 RESET_WAIT_S = 0.1
-"""Seconds between tries, because the cache cannot be emptied right after the last request has ended."""
+"""Seconds between tries to empty the cache; a try fails right after the last request has ended."""
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
 
 
 class VllmEngine(Transfers):
     """Engine for one vLLM server, made by :func:`connect_vllm`; implements :class:`april.engines.protocol.Engine`.
 
-    With ``stream``, all requests are streamed. Otherwise only those are that ask for it, and those that upload an
-    image: their first event shows that the server has the image, and other requests with the same image wait for that
-    event. The server stores images by digest, also across weight updates, so each image is sent once, and again if the
-    server reports it missing.
+    With ``stream``, all requests are streamed; otherwise only requests that ask for it, and requests that upload an
+    image. The first event of an upload shows that the server has the image; other requests with the same image wait
+    until then. The server stores images by digest, also across weight updates, so each image is sent once, and again
+    if the server reports it missing.
     """
 
     def __init__(self, client: HttpClient, facts: VllmFacts, *, stream: bool = False) -> None:
@@ -76,7 +76,7 @@ class VllmEngine(Transfers):
         self._client, self._servers, self._configured_model = client, (client,), facts.asked
         self.facts, self._stream = facts, stream
         self.attachments = SentAttachments(misses_attachment if facts.keeps_attachments else None)
-        known = start_is_known(facts.label)  # then a restarted server has the weights of the first version again
+        known = start_is_known(facts.label)  # if so, a restarted server again has the weights of the first version
         self._endpoint = GenerateRoute(
             client=client, route=TOKEN_ROUTE, admission=self._admission, labels=self._labels, prepare=self._prepare,
             abort_means=facts.capabilities.abort_means, marks_end=True, attachments=self.attachments,
@@ -85,19 +85,19 @@ class VllmEngine(Transfers):
                 self._has_weights, self.name, lambda: not known or self._version != FIRST_VERSION
             ),
         )  # fmt: skip
-        self._keeps: OnWeightUpdate | None = None
-        """How running requests go on after the present pause, during which the server keeps them. None if there is no
-        such pause. Still set after a pause that failed, since the server may be paused."""
+        self._pause_policy: OnWeightUpdate | None = None
+        """How requests continue after the present pause (KEEP or RECOMPUTE); None if the server is not paused with its
+        requests. Also set after such a pause has failed, since the server may be paused all the same."""
         self._pausing = False
         """True while this engine has paused the requests of other clients for a weight update."""
         self._paused_as: str | None = None
-        """Label that the server showed when it was paused for a weight update; None if it was not asked or did not
-        answer. Another label later means that the server was restarted."""
+        """Label that the server showed when this engine was paused; None if the server was not asked or did not answer.
+        Another label later means that the server was restarted."""
 
     # ---------------------------------------------------------------- requests
 
     def generate(self, request: Request) -> ResponseStream:
-        """Start one call. Raises RequestRefused for a request that the server must not get."""
+        """Start one call of the token route. Raises RequestRefused for a request that the server must not get."""
         return ResponseStream(self._endpoint, request, streamed=self._stream or request.stream)
 
     def _prepare(self, request: Request, streamed: bool, urls: Urls) -> tuple[ResponseReader, bytes]:
@@ -125,53 +125,53 @@ class VllmEngine(Transfers):
     # ---------------------------------------------------------------- weights
 
     async def pause(self) -> None:
-        """Pause like :class:`ServerEngine`, and remember the label that the server shows.
+        """Pause like :class:`ServerEngine`, and note the label that the server shows.
 
-        If :meth:`pause_in_flight` has failed before, the server is resumed first.
+        If an earlier :meth:`pause_in_flight` has failed, the server is resumed first.
         """
-        if self._keeps is not None:  # from a pause that failed: the server may be paused with its cache not emptied
+        if self._pause_policy is not None:  # from a pause that failed; the server may be paused with a full cache
             self._admission.close()
             await control(self._client, "/resume", has_value("status", "resumed"))
-            self._keeps = None
+            self._pause_policy = None
         await super().pause()
-        await self._remember()
+        await self._note_label()
 
     async def pause_in_flight(self, in_flight: OnWeightUpdate) -> None:
         """Pause the server together with its requests. With RECOMPUTE it also drops all cached keys and values."""
         self._admission.close()
-        self._keeps = in_flight
+        self._pause_policy = in_flight
         clear = "true" if in_flight is OnWeightUpdate.RECOMPUTE else "false"
         if in_flight is OnWeightUpdate.RECOMPUTE:
             self.attachments.forget()  # the server drops its attachments as well, and would refuse their digests
         await control(
             self._client, "/pause", has_value("status", "paused"), params={"mode": "keep", "clear_cache": clear}
         )
-        await self._remember()
+        await self._note_label()
 
     def require_idle(self) -> None:
         """Raise EngineError while requests are running, unless the server itself is paused with them."""
-        if self._keeps is None:
+        if self._pause_policy is None:
             super().require_idle()
 
     async def resume(self) -> None:
         """Admit requests again, and resume the server if it was paused with its requests."""
-        if self._keeps is not None:
-            # first, because the requests that the server has kept go on at once after the resume
+        if self._pause_policy is not None:
+            # set before the resume, because the requests that the server has kept continue at once
             self._endpoint.set_version(self._version)
             await control(self._client, "/resume", has_value("status", "resumed"))
-            self._keeps = None
+            self._pause_policy = None
         await super().resume()
 
-    async def _remember(self) -> None:
-        """Remember the label that the paused server shows."""
+    async def _note_label(self) -> None:
+        """Note the label that the paused server shows."""
         self._paused_as = None
-        with suppress(EngineError, TimeoutError):  # if it does not answer, the update will report that
+        with suppress(EngineError, TimeoutError):  # a server that does not answer fails in the update
             async with asyncio.timeout(PAUSE_CHECK_S):
                 self._paused_as = await mark_process(self, self._labels, self.facts.label)
 
     @property
     def sender_address(self) -> str:
-        """Return the address that this machine uses towards the server."""
+        """Return this machine's address on the route to the server."""
         return local_address(*self._client.address)
 
     async def ranks(self) -> int:
@@ -185,7 +185,7 @@ class VllmEngine(Transfers):
     async def _transfer(self, call: str, arguments: dict[str, Any] | None = None) -> None:
         body = {} if call == FINISH else arguments
         reply = await self._client.call("POST", call, body, timeout_s=None)
-        require_confirmation(self._client, reply, call, WORDS[call])
+        require_confirmation(self._client, reply, call, CONFIRMATIONS[call])
 
     async def _load_whole(self, version: PolicyVersion, path: str | None) -> None:
         """Load the weights, empty the cache, set the label, and check that the server shows it."""
@@ -193,17 +193,17 @@ class VllmEngine(Transfers):
         await self._require_model()
         if path is None:
             await require_first_weights(self, self._labels, self.facts.label, version)
-        async with self._stands_still or self._other_clients_paused():
+        async with self._pause_of_others or self._other_clients_paused():
             process = (await read_metrics(self._client)).started_s
             mark = await (self._check_weights_written(version) if path is None else self._load(path, version))
-            if self._keeps is None:
+            if self._pause_policy is None:
                 await self._empty_cache()
-            else:  # the prefix cache was emptied at the pause, or salts keep its old and new entries apart
+            else:  # with RECOMPUTE the pause emptied the prefix cache, with KEEP salts separate old and new entries
                 await self._empty_encoder_cache()
             if await self.label() != mark:
                 raise EngineError(self._restarted_while_loading(version))
             await self.set_label(self._labels.of(version))
-            # a process that began before it was labelled would have the label, and the weights of its start
+            # if the server restarted just before set_label, the label is new but the weights are those of its start
             if (await read_metrics(self._client)).started_s not in (None, process):
                 raise EngineError(self._restarted_while_loading(version))
 
@@ -258,7 +258,7 @@ class VllmEngine(Transfers):
             )
 
     async def _load(self, path: str, version: PolicyVersion) -> str:
-        """Load weights from ``path``; returns the label that marks the server's process while it loads them."""
+        """Load weights from ``path``; return the label that identifies the server's process during the load."""
         mark = await mark_process(self, self._labels, self.facts.label, version)
         await self.forget_transfers()
         body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
@@ -274,7 +274,7 @@ class VllmEngine(Transfers):
         return mark
 
     async def _check_weights_written(self, version: PolicyVersion) -> str:
-        """Check that the server's process is the one that was paused for the trainer's weights; return its label."""
+        """Check that the server was not restarted since the pause for the trainer's weights; return its label."""
         self._why_incomplete = f"engine {self.name} is between two versions until an update to {version} succeeds"
         shown = await self.label()
         if not self._admission.is_open and is_another_process(
@@ -309,23 +309,23 @@ class VllmEngine(Transfers):
         self._client.require_ok(await self._client.call("POST", route, retry=True), route)
 
     async def set_label(self, label: str) -> None:
-        """Set the label of the present weights. Raises EngineError if the server does not show it afterwards."""
+        """Set the label of the present weights. Raises EngineError unless the server then shows the label."""
         await control(self._client, "/update_weight_version", has_value("success", True), body={"new_version": label})
         now = await self.label()
         if now != label:
             raise EngineError(f"{self._client.url} labels its weights {quoted(now)} after april set {label}")
 
     async def label(self) -> str:
-        """Return the label of the present weights."""
+        """Return the label (version name) that the server shows for its present weights."""
         return await weight_version(self._client, "/weight_info")
 
     @asynccontextmanager
     async def _other_clients_paused(self) -> AsyncIterator[None]:
-        """Pause the server while other clients have requests there, so that these do not run during the load.
+        """Pause the server if it has requests of other clients, so that these do not run while weights are loaded.
 
         Without such requests the server is not paused: if april died, it would stay paused and serve nobody.
         """
-        if self._keeps is not None:
+        if self._pause_policy is not None:
             yield
             return
         load = (await read_metrics(self._client)).load
@@ -352,20 +352,20 @@ class VllmEngine(Transfers):
                 return Health(ok=False, detail=wrong)
             label = await self.label()
             paused = await self._is_paused()
-            amiss, lost = await self._why_version_gone()
+            problem, lost = await self._why_version_gone()
         except EngineError as error:
             return Health(ok=False, detail=str(error))
         current = self._labels.is_of(label, self._adapters.base) and not lost
         load = (await read_metrics(self._client)).load
         counters = {} if load is None else {"running": float(load.running), "waiting": float(load.waiting)}
         counters |= self.attachments.counters
-        told = (
-            self._why_incomplete, amiss, "" if current else "the server was restarted, or has other weights",
+        findings = (
+            self._why_incomplete, problem, "" if current else "the server was restarted, or has other weights",
             "somebody has paused the server; resume it (POST /resume)" if paused else "",
         )  # fmt: skip
-        detail = "; ".join(filter(None, told))
+        detail = "; ".join(filter(None, findings))
         whole = not self._why_incomplete
-        return Health(ok=whole and not amiss, detail=detail, counters=counters, current=current and whole, load=load)
+        return Health(ok=whole and not problem, detail=detail, counters=counters, current=current and whole, load=load)
 
     async def _has_weights(self) -> bool | None:
         """Return whether the server has the present weights; None if it does not answer."""
@@ -376,7 +376,7 @@ class VllmEngine(Transfers):
 
     async def _is_paused(self) -> bool:
         """Return whether another client has paused the server."""
-        if self._pausing or self._keeps is not None:
+        if self._pausing or self._pause_policy is not None:
             return False
         reply = await self._client.call("GET", "/is_paused", retry=True)
         return reply.ok and has_value("is_paused", True)(json_value(reply)) and not self._pausing
@@ -388,13 +388,13 @@ class VllmEngine(Transfers):
 
 
 def _reloaded(said: object) -> bool:
-    """Return whether all workers confirm that they reloaded their weights, by returning nothing."""
+    """Return whether all workers have reloaded their weights; each confirms this by returning None."""
     results = said.get("results") if isinstance(said, dict) else None
     return isinstance(results, list) and bool(results) and all(result is None for result in results)
 
 
 async def connect_vllm(config: VllmEngineConfig) -> list[VllmEngine | OpenAIEngine]:
-    """Make one engine per server. A server that cannot abort requests is used like an OpenAI-compatible server."""
+    """Make one engine per server. A server with closed developer routes is used as an OpenAI-compatible server."""
 
     async def connect(client: HttpClient) -> Engine:
         facts = await probe_vllm(client, config)

@@ -1,6 +1,6 @@
-"""Receives weights inside a vLLM worker over gloo; vLLM imports this module there, by its name.
+"""Receives weights over gloo inside a vLLM worker, into which vLLM imports this module by name.
 
-A bucket arrives in one buffer and is loaded with ``load_weights``, like a checkpoint.
+The tensors of each bucket are loaded with ``load_weights``, like those of a checkpoint.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self.model.load_weights((name, tensor.to(self.device)) for name, tensor in tensors)
 
     def finish_weight_update(self) -> None:
-        """Have vLLM process the layers of which not all weights have arrived yet."""
+        """Have vLLM finish the layers that have not received all of their weights."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)

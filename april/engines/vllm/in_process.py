@@ -38,7 +38,7 @@ from april.text.server_text import clean, quoted
 T = TypeVar("T")
 
 ABORT_AGAIN_S = 0.05
-"""Seconds between aborts during a pause, because an abort misses a request that is just being handed to vLLM."""
+"""Seconds between aborts during a pause. One abort may miss a request that vLLM does not know yet."""
 _UPDATES_END_ALL = Limit(
     LimitCode.UPDATES_END_ALL,
     "A weight update ends all requests of this vLLM object, also those of other users; april continues its own",
@@ -67,19 +67,19 @@ class VllmInProcessEngine(Transfers):
     An AsyncLLM belongs to the event loop on which it was made or first used. There are three cases:
 
     * It was made on a running loop: april's loop sends calls to that loop, which must not be blocked meanwhile (use the
-      asynchronous scheduler on it, or give the AsyncLLM a loop on its own thread).
-    * It was made outside any loop and never used: it is used on april's loop, and ends with the scheduler.
-    * ``loop`` is given: calls go there.
+      asynchronous scheduler on that loop, or run the AsyncLLM's loop on a thread of its own).
+    * It was made outside any loop and never used: it will belong to april's loop, and end with the scheduler.
+    * ``loop`` is given: april sends calls to ``loop``.
 
-    Weights can be sent to its workers (``weight_update(weights=...)``) if it was made with
+    Its workers can receive weights (``weight_update(weights=...)``) if the AsyncLLM was made with
     ``weight_transfer_config={"backend": "april_gloo"}`` or ``"nccl"``.
 
     Args:
         async_llm: The AsyncLLM object.
         name: Short unique label.
-        loop: Event loop of ``async_llm``, if april cannot find it out.
-        stream: True to read all tokens as they are made, which costs time and limits the loss if vLLM dies. If False,
-            only requests that april may end by their content are streamed.
+        loop: Event loop of ``async_llm``; None means that april finds the loop itself.
+        stream: True to stream all requests, which costs time and limits the loss of tokens if vLLM dies. If False, only
+            requests that april may end early, at a stop string for example, are streamed.
         eos_token_ids: Ids that end every response; None means vLLM's own.
         lora_request: vLLM's ``LoRARequest`` of the trained adapter, sent with every request. False means that the model
             itself is trained, although the AsyncLLM was made with ``enable_lora``.
@@ -96,7 +96,7 @@ class VllmInProcessEngine(Transfers):
         stream: bool = False, eos_token_ids: Sequence[int] | None = None, lora_request: Any = None,
     ) -> None:  # fmt: skip
         super().__init__(name, _capabilities(async_llm, stream, eos_token_ids, lora_request))
-        self._routing = _routing(async_llm) if _gives_experts(async_llm) else None
+        self._routing = _routing(async_llm) if _returns_experts(async_llm) else None
         self._lora_request = lora_request
         self._llm = async_llm
         self._loop = loop
@@ -138,7 +138,7 @@ class VllmInProcessEngine(Transfers):
                 raise EngineError(f"engine {self._name}: the output ended without a finish reason")
 
     def _failure(self, error: Exception) -> EngineError:
-        """Convert an exception of vLLM; newer versions give the status with which vLLM's server would answer."""
+        """Convert an exception of vLLM to one of april's, by the HTTP status that newer versions of vLLM attach."""
         refused = isinstance(error, ValueError) or any(kind.__name__ == _REFUSED for kind in type(error).__mro__)
         status = getattr(error, "status_code", getattr(error, "http_status", None))
         if not isinstance(status, int):
@@ -193,7 +193,7 @@ class VllmInProcessEngine(Transfers):
         return replace(chunk_of(tokens, logprobs, version, finish), stopped_at=stopped_at, cached_tokens=cached)
 
     def _rows(self, request: Request, completion: Any, finish: EngineFinish, made: int) -> Extras:
-        """Return the requested rows; vLLM returns all rows from the first token of the conversation."""
+        """Return the requested rows of routed experts, out of the rows that vLLM sends for the whole conversation."""
         given = getattr(completion, ROUTED_EXPERTS, None)
         if given is None and finish is EngineFinish.ABORT:
             return NO_EXTRAS
@@ -222,7 +222,7 @@ class VllmInProcessEngine(Transfers):
         return None if reason is None else _FINISHES[reason]
 
     def _check_labels(self, request: Request, spans: Sequence[Any] | None) -> None:
-        """Check the labels of the response: all must be of one version, with the label that april gave."""
+        """Check that all tokens of the response have the same weight label: april's label, if april has set one."""
         labels = [span.version for span in spans or ()]
         if not self._labelled and labels and first_weights(labels[0], present=False) is FirstWeights.OTHERS:
             raise EngineError(
@@ -235,13 +235,13 @@ class VllmInProcessEngine(Transfers):
                 raise foreign_weights(request.attempt_id, expected, label, too_late=True)
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
-        """Abort these attempts (None means all); repeat this for ids that vLLM does not know yet."""
+        """Abort these attempts (None means all). vLLM ignores ids that it does not know yet, so aborts are repeated."""
         ids = self._to_abort(attempt_ids)
         if ids:
             await self._call_on_llm_loop(lambda: self._llm.abort(ids))
 
     async def pause(self) -> None:
-        """Stop admitting requests, abort all, including those of other users of this object, and wait for the end."""
+        """Admit no new requests, abort all, also those of the AsyncLLM's other users, and wait for their ends."""
         self._admission.close()
         await self._call_on_llm_loop(lambda: self._llm.pause_generation(mode="abort", clear_cache=False))
         await super().pause()
@@ -252,14 +252,14 @@ class VllmInProcessEngine(Transfers):
         await super().resume()
 
     async def _load_whole(self, version: PolicyVersion, path: str | None) -> None:
-        """Load ``path`` if given, drop cached keys and values of the old weights, and label the new ones."""
+        """Load weights from ``path`` if given, drop what was cached under the old weights, and label the new ones."""
         self.require_idle()
         self._why_incomplete = f"engine {self._name}: {_BETWEEN}"
         if path is not None:
             await self.forget_transfers()
             await self._on_workers("reload_weights", {"weights_path": path}, f"could not load {path}")
         if self._capabilities.attachments and hasattr(self._llm, "reset_encoder_cache"):
-            # loading weights may empty the encoder cache of vLLM's worker, but never that of its scheduler
+            # loading weights may empty the encoder cache of vLLM's workers, but never the one of its scheduler
             await self._call_on_llm_loop(self._llm.reset_encoder_cache)
         if await self._call_on_llm_loop(self._llm.reset_prefix_cache) is not True:
             raise EngineError(
@@ -291,7 +291,7 @@ class VllmInProcessEngine(Transfers):
         await self._on_workers(method, arguments or {}, f"failed {method}")
 
     async def _on_workers(self, method: str, arguments: dict[str, Any], failure: str) -> None:
-        """Call a method of all workers. Raises EngineError, with ``failure``, unless each returns nothing."""
+        """Call a method of all workers. Raises EngineError, with ``failure`` in its text, unless each returns None."""
         results = await self._call_on_llm_loop(lambda: self._llm.collective_rpc(method, None, kwargs=arguments))
         if not results or any(result is not None for result in results):
             raise EngineError(f"engine {self._name} {failure}: its workers returned {clean(results)}")
@@ -307,7 +307,7 @@ class VllmInProcessEngine(Transfers):
         return Health(ok=True, counters={"open_requests": float(len(self._admission.inside))})
 
     async def close(self) -> None:
-        """Abort all requests. The owner shuts down the AsyncLLM."""
+        """Abort april's requests. The AsyncLLM keeps running until its owner shuts it down."""
         if self._closed:
             return
         self._closed = True
@@ -315,7 +315,7 @@ class VllmInProcessEngine(Transfers):
             await self.abort()
 
     def _llm_loop(self) -> asyncio.AbstractEventLoop:
-        """Return the event loop of the AsyncLLM: the given one, the one it runs on, or else the present one."""
+        """Return the AsyncLLM's event loop: as given, or the loop of its output handler, or the running loop."""
         loop = self._loop
         if loop is None:
             handler = getattr(self._llm, "output_handler", None)
@@ -384,15 +384,15 @@ def _capabilities(llm: Any, stream: bool, eos_token_ids: Sequence[int] | None, l
         updates_from_disk=reloads and not lora_request, version_spans=False, streams=stream, own_weights=True,
         attachments=("image",) if getattr(model, "is_multimodal_model", False) else (), bans=True,
         constrains=not getattr(model, "skip_tokenizer_init", False),
-        extras=(ROUTED_EXPERTS,) if _gives_experts(llm) else (),
-        needs={} if _gives_experts(llm) else {"extras": "create the AsyncLLM with enable_return_routed_experts=True"},
+        extras=(ROUTED_EXPERTS,) if _returns_experts(llm) else (),
+        needs={} if _returns_experts(llm) else {"extras": "create the AsyncLLM with enable_return_routed_experts=True"},
         collective=_backends(llm) if not lora_request else (),
         limits=tuple(limit for amiss, limit in limits if amiss),
     )  # fmt: skip
 
 
-def _gives_experts(llm: Any) -> bool:
-    """Return whether the AsyncLLM returns the experts of tokens; vLLM 0.33 has moved this setting."""
+def _returns_experts(llm: Any) -> bool:
+    """Return whether the AsyncLLM returns the experts of tokens; vLLM 0.33 moved this setting to another config."""
     config = llm.vllm_config
     parts = (config.model_config, getattr(config, "aux_output_config", None))
     return any(getattr(part, EXPERTS_SETTING, False) is True for part in parts)
@@ -409,9 +409,9 @@ def _routing(llm: Any) -> Routing | None:
 
 
 async def _prompt_of(request: Request, salt: str) -> dict[str, Any]:
-    """Make the prompt in vLLM's form: not expanded, with each image's digest as its cache name.
+    """Return the prompt in vLLM's form: images are not expanded to their tokens, and vLLM caches each by its digest.
 
-    Prompts share entries of the prefix cache only if they have the same ``salt``.
+    Only prompts with the same ``salt`` share entries of the prefix cache.
     """
     ids = collapsed(request.token_ids, request.attached).tolist()
     prompt: dict[str, Any] = {"prompt_token_ids": ids, "cache_salt": salt}
@@ -437,7 +437,7 @@ def _images(attempt_id: str, attachments: Sequence[Attachment]) -> list[Any]:
 
 
 def _backends(llm: Any) -> tuple[str, ...]:
-    """Return the backends for sending weights to the workers; none if the workers may run on other machines."""
+    """Return the back-ends for sending weights to the workers; empty if the workers may run on other machines."""
     config = llm.vllm_config
     asked = getattr(getattr(config, "weight_transfer_config", None), "backend", None)
     elsewhere = getattr(config.parallel_config, "distributed_executor_backend", None) == "ray"

@@ -1,9 +1,9 @@
 """Refuses vLLM servers whose KV connectors may return keys and values that were computed with older weights.
 
-A connector is a second cache behind vLLM's own: in host memory, on disk, or shared by several servers. Most look
-entries up by vLLM's block hashes, which include the salt of the request. Some look them up by token ids alone: after a
-weight update, they would return entries from older weights for a known prompt. Encoder-cache connectors have the same
-problem, because they look up encoded images by the image alone.
+A connector is a second cache behind vLLM's own: in host memory, on disk, or shared by several servers. Most connectors
+look up entries by vLLM's block hashes, which depend on the cache salt that april changes with each policy version. Some
+look up entries by token ids alone: after a weight update, they would return entries from older weights. Encoder-cache
+connectors do the same with images, because they look up encoded images by the image alone.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from april.errors import ConfigError
 from april.text.server_text import clean
 
 KEEP_SALTS_APART = frozenset({
-    # these look entries up by block hashes, or by the salt itself
+    # these look up entries by block hashes, or by the salt itself
     "OffloadingConnector", "SimpleCPUOffloadConnector", "MooncakeStoreConnector", "LMCacheMPConnector",
     # these act only on requests that name a server to fetch entries from, and april's requests name none
     "NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector",
 })  # fmt: skip
-"""Connectors of vLLM 0.32 that are safe, judged by reading their code."""
+"""Connectors of vLLM 0.32 that are safe, as a reading of their code has shown."""
 
 
 def require_salts_kept_apart(server: str, config: object, trusted: Collection[str]) -> None:

@@ -1,6 +1,6 @@
 """vLLM plugin: each vLLM process finds :func:`register` through the entry point group ``vllm.general_plugins``.
 
-It lets a server be started with ``--weight-transfer-config '{"backend": "april_gloo"}'``.
+The plugin lets a server be started with ``--weight-transfer-config '{"backend": "april_gloo"}'``.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from typing import Any
 from april.engines.weight_transfer import GLOO, NCCL
 
 BACKEND = "april_gloo"
-"""Name of april's backend in ``--weight-transfer-config``."""
+"""Name of april's back-end in ``--weight-transfer-config``."""
 BACKENDS = {BACKEND: GLOO, "nccl": NCCL}
-"""Backends that april can send weights over, indexed by their name in ``--weight-transfer-config``."""
+"""Back-ends over which april can send weights, indexed by their names in ``--weight-transfer-config``."""
 
 
 def register() -> None:
-    """Register the backend once, however often vLLM calls this. torch is imported only when the backend is used."""
+    """Register the back-end once, however often vLLM calls this. torch is imported when the back-end is first used."""
     import importlib
 
     factory: Any = importlib.import_module("vllm.distributed.weight_transfer.factory").WeightTransferEngineFactory

@@ -53,7 +53,7 @@ class VllmFacts(ServerFacts):
 
 
 async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts | OpenAIFacts:
-    """Find out what a server can do, without disturbing it; VllmFacts if all routes that april uses are open.
+    """Find out what a server can do. Returns VllmFacts if all routes that april uses are open, else OpenAIFacts.
 
     Raises EngineError, or ConfigError if the server is unusable.
     """
@@ -63,7 +63,7 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts 
 
 
 class _VllmProbe(ServerProbe):
-    """Probes one server, which shows its settings in developer mode."""
+    """Probes one server. Only a server in developer mode shows its settings."""
 
     config: VllmEngineConfig
     served: ServedModel
@@ -95,13 +95,13 @@ class _VllmProbe(ServerProbe):
                 collective=self._collective(loads), updates_from_disk=loads, adapters=site,
                 extras=() if routing is None else (ROUTED_EXPERTS,), in_flight_updates=self._in_flight_updates(),
                 honours_seeds=seeds, streams=self.config.max_token_loss is not None, attachments=attachments,
-                bans="speculation" not in self.settings,  # vLLM refuses logit_bias then
+                bans="speculation" not in self.settings,  # with speculation, vLLM refuses logit_bias
                 stop_strings=self.settings.get("skip_tokenizer_init") is False,
             ),
         )  # fmt: skip
 
     async def closed_facts(self) -> OpenAIFacts:
-        """Find out what the server can do as an OpenAI-compatible one, since routes that april needs are closed."""
+        """Find out what a server with closed routes can do as an OpenAI-compatible server."""
         if self.paused:
             require_left_paused(self.client.url, None, None, _RESUME)
         several = int(self.settings.get("_api_process_count") or 1) > 1
@@ -117,7 +117,7 @@ class _VllmProbe(ServerProbe):
             ),
             *(("--api-server-count 1",) if several else (_DEVELOPER, "--enable-scale-out")),
         )  # fmt: skip
-        # read only now, because a KV connector was queried for the requests above, and the metrics show that
+        # read only now, because the metrics show that the requests above have queried a KV connector
         if not self.shown and (await read_metrics(self.client)).asks_kv_connector:
             refuse_hidden_connector(self.client.url, self.config.salted_kv_connectors)
         return replace(facts, software=self.software)
@@ -156,7 +156,7 @@ class _VllmProbe(ServerProbe):
         )  # fmt: skip
 
     async def _offers_tokens(self) -> bool:
-        """Return whether the route with token ids exists and is open, judged by the answer to an empty request."""
+        """Return whether the route with token ids exists and is open, by the answer to an empty request."""
         if not await self.has_route(TOKEN_ROUTE):
             return False
         reply = await self.answer_of("POST", TOKEN_ROUTE, lambda r: r.status in (400, 401, 403, 404, 422), b"{}")
@@ -186,7 +186,7 @@ class _VllmProbe(ServerProbe):
         return device.partition(":")[0] == "cpu"
 
     def _collective(self, loads: bool) -> tuple[str, ...]:
-        """Return the backends for sending weights: the one that the server was started with, if april supports it."""
+        """Return the back-end for sending weights with which the server was started; empty if april cannot use it."""
         backend = BACKENDS.get(str(self.settings.get("transfers"))) if loads else None
         self.lacks(
             loads and backend is None, LimitCode.NO_TRANSFERS,
@@ -209,15 +209,14 @@ class _VllmProbe(ServerProbe):
         )  # fmt: skip
 
     def _in_flight_updates(self) -> tuple[OnWeightUpdate, ...]:
-        """Return how requests can live through a weight update.
+        """Return the ways in which requests can continue after a weight update.
 
-        They can only if a pause reaches every process behind the port, and responses end with the version spans of
-        their tokens.
+        There are none with several data-parallel copies, because a pause must reach every process behind the port.
         """
         if (positive(self.settings, "data_parallel_size") or 1) > 1:
             return ()
         if has_connector(self.shown.get("kv_transfer_config")):
-            # a prompt that is computed again keeps its old salt, so the connector would return its old keys and values
+            # a prompt that is recomputed keeps its old salt, so the connector would return the old keys and values
             return (OnWeightUpdate.KEEP,)
         return (OnWeightUpdate.KEEP, OnWeightUpdate.RECOMPUTE)
 
@@ -234,9 +233,9 @@ class _VllmProbe(ServerProbe):
         return kinds, keeps
 
     async def _attachments_taken(self) -> tuple[tuple[str, ...], str, bool]:
-        """Find out whether the server accepts images, by a request that names an unknown image.
+        """Return the accepted kinds of attachments, why a model with vision gets none, and whether they are kept.
 
-        A server that accepts images answers that the image's bytes are missing.
+        The request names an unknown image; a server that accepts images answers that the image's bytes are missing.
         """
         sees = any("vision_config" in file for file in self.files)
         name = self.new_id()
@@ -256,7 +255,7 @@ class _VllmProbe(ServerProbe):
         return (), why if sees else "", False
 
     async def _routing(self) -> Routing | None:
-        """Return the shape of a token's experts; None if the server returns none, after noting how to get them."""
+        """Return the shape of routed experts; if the server returns none, note how to get them, and return None."""
         said = routing_of(self.files)
         limit = no_experts(_EXPERTS_NEED, "--enable-return-routed-experts", "--enable-scale-out", _DEVELOPER)
         return self.experts(said, await self._routing_seen(said), limit)
@@ -293,7 +292,7 @@ class _VllmProbe(ServerProbe):
         return shape
 
     async def _adapter_site(self) -> AdapterSite | None:
-        """Return which adapters the server accepts; None if it accepts none, after noting how it would."""
+        """Return which adapters the server accepts; if it accepts none, note how to change that, and return None."""
         lora = self.shown.get("lora_config")
         if not isinstance(lora, dict) or not await self.has_route(LOAD_ADAPTER):
             self.needs["adapters"] = _ADAPTERS_NEED
@@ -302,7 +301,7 @@ class _VllmProbe(ServerProbe):
         return AdapterSite(max_rank=positive(lora, "max_lora_rank"), slots=positive(lora, "max_loras"), base=base)
 
     async def _vocab_size(self) -> int:
-        """Take the size from the settings, a refusal, or the model's files. Raises ConfigError if none contains it."""
+        """Return the vocabulary's size from the settings, a refusal, or the model's files. Raises ConfigError."""
         if self.config.vocab_size is not None:
             return self.config.vocab_size
         body = {"model": self.served.name, "prompt": [0], "max_tokens": 1, "logit_bias": {str(NO_TOKEN): 1.0}}
@@ -311,9 +310,7 @@ class _VllmProbe(ServerProbe):
 
 
 _NOT_KEPT = re.compile(r"\bFailed to apply\b.*\[None\]")
-"""Refusal of an image without its bytes, by a server that caches no processed images (--mm-processor-cache-gb 0)."""
-
-
+"""Answer to an image without its bytes, if the server caches no processed images (--mm-processor-cache-gb 0)."""
 _SETTINGS = (
     "logprobs_mode", "policy", "max_num_seqs", "enable_chunked_prefill", "data_parallel_size", "_api_process_count",
     "device", "device_type", "skip_tokenizer_init",

@@ -1,4 +1,4 @@
-"""Sends weights from the trainer's process to vLLM: the calls that lead its workers through a transfer.
+"""Makes the calls to vLLM by which its workers receive weights from the trainer's process.
 
 vLLM's layers remember the tensors of a broken transfer and count them as part of the next transfer, even if that comes
 from another sender. So if a transfer may have broken off, in this run or an earlier one, an empty transfer is begun and
@@ -20,22 +20,21 @@ from april.errors import EngineError, EngineUnreachable
 INIT, START, UPDATE = "/init_weight_transfer_engine", "/start_weight_update", "/update_weights"
 FINISH = "/finish_weight_update"
 """Routes of the transfer calls; the workers' methods have the same names."""
-WORDS = {
+CONFIRMATIONS = {
     INIT: has_value("message", "Weight transfer initialized"), START: has_value("message", "Weight update started"),
     UPDATE: has_value("message", "Weights updated"), FINISH: has_value("message", "Weight update finished"),
 }  # fmt: skip
-"""Answers with which a server confirms the calls."""
+"""Tests of the answers with which a server confirms the calls, indexed by route."""
 
 
 class Transfers(ServerEngine):
     """Base class of vLLM engines that receive weights from the trainer's process.
 
-    It implements :class:`~april.engines.weight_transfer.ReceivesWeights`. Subclasses add the way in which calls reach
-    vLLM.
+    It implements :class:`~april.engines.weight_transfer.ReceivesWeights`. Subclasses implement how calls reach vLLM.
     """
 
-    _stands_still: AsyncExitStack | None = None
-    """Pause of other clients' requests during a transfer; None if they are not paused."""
+    _pause_of_others: AsyncExitStack | None = None
+    """Context that pauses other clients' requests during a transfer; None outside a transfer."""
     _nothing_to_forget = False
     """True if the server's layers are known to remember no broken transfer."""
     _weights_received = False
@@ -60,11 +59,11 @@ class Transfers(ServerEngine):
 
     @property
     def handshake(self) -> Handshake:
-        """Way in which the workers join the group: vLLM's own NCCL backend uses a unique id."""
+        """How the workers join the group. Only vLLM's own NCCL back-end uses NCCL's unique id."""
         return Handshake.TORCH if GLOO in self._capabilities.collective else Handshake.UNIQUE_ID
 
     async def join(self, meeting: GroupInvitation) -> None:
-        """Have all workers join the group."""
+        """Have all workers join the sender's group."""
         info: dict[str, Any] = {"rank_offset": meeting.rank_offset, "world_size": meeting.world_size}
         if meeting.backend == GLOO:
             info |= {
@@ -72,7 +71,7 @@ class Transfers(ServerEngine):
                 "timeout_s": meeting.timeout_s,
             }  # fmt: skip
         else:
-            # a bucket is sent in one packed buffer, so the buffer must be as large as the largest bucket
+            # vLLM receives a bucket in one packed buffer, which must be as large as the largest bucket
             info |= {
                 "nccl_unique_id_b64": meeting.unique_id, "packed": True, "packed_num_buffers": 1,
                 "packed_buffer_size_bytes": meeting.bucket_bytes,
@@ -85,8 +84,8 @@ class Transfers(ServerEngine):
         with suppress(EngineError):
             await self.resume_other_clients()  # in case the last transfer ended without an answer
         self._weights_received, self._before = False, self._why_incomplete
-        self._stands_still = AsyncExitStack()
-        await self._stands_still.enter_async_context(self._other_clients_paused())
+        self._pause_of_others = AsyncExitStack()
+        await self._pause_of_others.enter_async_context(self._other_clients_paused())
         await self.forget_transfers()
         self._nothing_to_forget = False
         self._why_incomplete = f"engine {self.name} is in the middle of a weight update"
@@ -109,7 +108,7 @@ class Transfers(ServerEngine):
 
     async def leave(self) -> bool:
         """Abandon a broken transfer; returns True if the server still has the weights from before the transfer."""
-        begun = self._stands_still is not None
+        begun = self._pause_of_others is not None
         try:
             await self.forget_transfers()
         except EngineError:
@@ -138,6 +137,6 @@ class Transfers(ServerEngine):
 
     async def resume_other_clients(self) -> None:
         """Resume the requests of other clients."""
-        held, self._stands_still = self._stands_still, None
+        held, self._pause_of_others = self._pause_of_others, None
         if held is not None:
             await held.aclose()

@@ -1,4 +1,4 @@
-"""Builds requests for vLLM's route with token ids, and parses responses, which say which weights made which tokens.
+"""Builds requests for vLLM's route with token ids, and parses the responses and the weight versions in them.
 
 Whether a stream is complete is decided for all servers in ``http/response_reader.py`` and ``http/response_stream.py``.
 """
@@ -23,17 +23,17 @@ TOKEN_ROUTE = "/inference/v1/generate"  # noqa: S105 - a path, not a secret
 
 
 def engine_id(attempt_id: str) -> str:
-    """Return the id by which vLLM's engine knows a request; it silently ignores aborts of unknown ids."""
+    """Return the id that an abort of the request must name, because vLLM silently ignores unknown ids."""
     return f"generate-tokens-{attempt_id}"
 
 
 PARTS = {"image": "image_url"}
-"""Kinds of attachments, with their part type on the token route."""
+"""Part type on the token route for each kind of attachment."""
 _MISSES = re.compile(r"\bCache miss for\b.*\bdata is not provided")
 
 
 def misses_attachment(error: RequestRefused) -> bool:
-    """Return whether the server was sent only the digest of an attachment and no longer has its bytes."""
+    """Return whether the server refused an attachment that was sent by digest, because it does not have the bytes."""
     return _MISSES.search(str(error)) is not None
 
 
@@ -43,8 +43,8 @@ def request_body(
 ) -> bytes:  # fmt: skip
     """Return the JSON body of a request.
 
-    Requests share entries of the prefix cache only if they have the same ``salt``. ``urls`` holds the attachments whose
-    bytes the server lacks. Every attachment is named by its digest, so that the server never confuses two of them.
+    Only requests with the same ``salt`` share entries of the prefix cache. ``urls`` holds the attachments whose bytes
+    the server lacks. Every attachment is named by its digest, so that the server never confuses two of them.
     """
     body: dict[str, Any] = {
         "model": model, "request_id": request.attempt_id, "stream": False, "cache_salt": salt,
@@ -83,7 +83,7 @@ class _Choice(msgspec.Struct):
     weight_versions: list[Span] | None = None
     logprobs: _Logprobs | None = None
     routed_experts: str | None = None
-    """Numpy file in base64, with one row per token of the conversation but the last. Only the last event has it."""
+    """Base64 of a numpy file with one row for each token except the conversation's last; only in the last event."""
 
 
 class TokenReply(msgspec.Struct):
@@ -96,8 +96,6 @@ class TokenReply(msgspec.Struct):
 
 TOKEN_DECODER = msgspec.json.Decoder(TokenReply)
 _TOKEN_LIST_DECODER = msgspec.json.Decoder(list[TokenReply])
-
-
 _NOTHING = _Choice()
 
 
@@ -130,7 +128,7 @@ class TokenParser(Parser[TokenReply]):
             self._prompt = None
         ids = choice.token_ids or []
         content = choice.logprobs.content or [] if choice.logprobs is not None else []
-        if len(content) == 1:  # nearly every event has one token, and loops would dominate its cost
+        if len(content) == 1:  # the usual case, for which the loops below would be slow
             named, logprobs = [content[0].token_id], [content[0].logprob]
         else:
             named, logprobs = [one.token_id for one in content], [one.logprob for one in content]
@@ -143,7 +141,7 @@ class TokenParser(Parser[TokenReply]):
         return piece if usage is None else counted(piece, usage)
 
     def _extras(self, choice: _Choice) -> Extras:
-        """Return the conversation's routed experts; nothing if not asked for, as some servers send them anyway."""
+        """Return the routed experts of the conversation, or none if they were not requested but sent all the same."""
         if not self._extras_wanted or choice.routed_experts is None:
             return NO_EXTRAS
         try:

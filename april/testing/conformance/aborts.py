@@ -19,8 +19,7 @@ ROUNDS = 12
 LONG_PROMPT = 2000
 
 
-def _ends(readings: Sequence[ReadRequest]) -> Figures:
-    """Count how requests ended."""
+def _count_ends(readings: Sequence[ReadRequest]) -> Figures:
     counts = Counter(str(r.finish) for r in readings)
     cut = [r for r in readings if r.finish is EngineFinish.ABORT]
     return {
@@ -31,20 +30,20 @@ def _ends(readings: Sequence[ReadRequest]) -> Figures:
 
 
 async def _require_accounted(bench: Bench, readings: Sequence[ReadRequest]) -> Figures:
-    """Check that each request ended without error and with exactly the tokens that the recording proxy has seen.
+    """Check that each request ended without error and with exactly the tokens that a recording proxy (if any) has seen.
 
     If the engine's greedy responses are reproducible, a request's tokens must also be a prefix of the response that the
     same request gets without an abort.
     """
     bench.require_no_errors(readings)
-    figures = _ends(readings) | bench.compare_with_wire(readings)
+    figures = _count_ends(readings) | bench.compare_with_wire(readings)
     if bench.subject.greedy_repeats:
         for reading in readings:
             if reading.finish is not EngineFinish.ABORT and reading.count < reading.request.sampling.min_tokens:
                 raise Broken(f"request {reading.id} ended with {reading.finish} after {reading.count} tokens")
         longest: dict[int, ReadRequest] = {}
         for reading in readings:
-            number = _number(reading)
+            number = _prompt_number(reading)
             if number not in longest or longest[number].count < reading.count:
                 longest[number] = reading
         cut = {number: r for number, r in longest.items() if r.count}
@@ -52,18 +51,18 @@ async def _require_accounted(bench: Bench, readings: Sequence[ReadRequest]) -> F
         uncut = dict(zip(cut, copies, strict=True))
         for r in readings:
             if r.count:
-                require_prefix(r.tokens, uncut[_number(r)].tokens, f"the partial of request {r.id}")
+                require_prefix(r.tokens, uncut[_prompt_number(r)].tokens, f"the partial of request {r.id}")
     return figures
 
 
-def _number(reading: ReadRequest) -> int:
+def _prompt_number(reading: ReadRequest) -> int:
     assert reading.request.sample_key is not None
     return reading.request.sample_key[0]
 
 
-@check("A request that is aborted while it runs ends with ABORT, and with each token that was generated for it once.")
+@check("A request that is aborted while it runs ends with ABORT, and has every token generated for it exactly once.")
 async def abort_running(bench: Bench) -> Figures:
-    # repeated in rounds: engines that send no token before a request's end do not show whether the request is running
+    # several rounds, because an engine that sends no token before a request's end does not show that the request runs
     readings: list[ReadRequest] = []
     for _ in range(ROUNDS):
         some = await bench.start_and_wait(bench.request(i) for i in range(FEW))
@@ -81,7 +80,7 @@ async def abort_running(bench: Bench) -> Figures:
     return figures
 
 
-@check("A request that is aborted before the engine begins it ends with ABORT and without a token; others go on.")
+@check("A request that is aborted before the engine begins it ends with ABORT and no token; other requests go on.")
 async def abort_queued(bench: Bench) -> Figures:
     slots = bench.engine.capabilities.max_in_flight
     ahead = min(slots or BURST, BURST)
@@ -98,7 +97,7 @@ async def abort_queued(bench: Bench) -> Figures:
     return figures | {"ahead of them": ahead}
 
 
-@check("A request that is aborted at any moment of its prefill ends with ABORT and the tokens that it has.")
+@check("A request that is aborted at any moment of its prefill ends with ABORT, and has the tokens made until then.")
 async def abort_prefilling(bench: Bench) -> Figures:
     room = bench.engine.capabilities.max_context
     length = max(4, min(LONG_PROMPT, room // 2, room - bench.subject.long_tokens - 1))
@@ -136,7 +135,7 @@ async def abort_just_finished(bench: Bench) -> Figures:
     return figures
 
 
-@check("An abort ends only requests with the given ids: a request whose id merely begins with such an id goes on.")
+@check("An abort ends only the requests with the given ids, not a request whose id merely begins with a given id.")
 async def prefix_free_ids(bench: Bench) -> Figures:
     refused = 0
     for stem in (bench.new_id()[:-1] + "-", "short"):
@@ -158,7 +157,7 @@ async def prefix_free_ids(bench: Bench) -> Figures:
         if bench.subject.greedy_repeats:
             fresh = await bench.run_complete(bench.copy_of(r.request) for r in others)
             for other, uncut in zip(others, fresh, strict=True):
-                require_equal(other.tokens, uncut.tokens, f"request {other.id}, beside an abort")
+                require_equal(other.tokens, uncut.tokens, f"request {other.id}, while another request was aborted")
     return {"refused as ids": refused}
 
 
@@ -175,7 +174,7 @@ async def abort_burst(bench: Bench) -> Figures:
         bench.require_no_errors(readings)
         if asked_for >= BURST // 2 and not any(r.finish is EngineFinish.ABORT for r in readings):
             raise Broken(f"an abort of {'all' if everything else 'their ids'} ended none of {asked_for} requests")
-        for name, value in (_ends(readings) | bench.compare_with_wire(readings)).items():
+        for name, value in (_count_ends(readings) | bench.compare_with_wire(readings)).items():
             figures[name] = int(figures.get(name, 0)) + int(value)
         figures["left on the engine"] = await bench.wait_until_idle()
     await bench.require_healthy()
@@ -189,7 +188,7 @@ async def cut_and_resume(bench: Bench) -> Figures:
     uncut = await bench.run_complete([bench.request(i, length) for i in range(count)])
     have: list[Int32] = [np.empty(0, np.int32)] * count
     open_ones, cuts, attempts = list(range(count)), 0, 0
-    # after the first rounds no request is aborted any more
+    # requests are aborted only in the first rounds
     for round in range(4 * FEW):
         readings = {i: bench.start(bench.request(i, length, response=have[i])) for i in open_ones}
         attempts += len(readings)
@@ -236,7 +235,7 @@ async def disconnect(bench: Bench) -> Figures:
     return {"left": running, "still on the engine": left}
 
 
-@check("When the server is killed, every stream fails with an EngineError after the tokens that it has yielded.")
+@check("When the server is killed, every open stream raises an EngineError; the tokens before the error are correct.")
 async def server_killed(bench: Bench) -> Figures:
     kill = bench.subject.kill
     if kill is None:
@@ -255,7 +254,7 @@ async def server_killed(bench: Bench) -> Figures:
         if not isinstance(reading.error, EngineError):
             raise Broken(f"a stream raised {type(reading.error).__name__} ({reading.error}) instead of an EngineError")
     for reading, whole in zip(readings, uncut, strict=False):
-        require_prefix(reading.tokens, whole.tokens, f"request {reading.id}, read before the death")
+        require_prefix(reading.tokens, whole.tokens, f"request {reading.id}, read before the server died")
     after = bench.start(bench.request(0, 4))
     await bench.wait_for_ends([after])
     if not isinstance(after.error, EngineError):

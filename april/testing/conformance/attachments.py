@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from april.engines.protocol import EngineFinish, Request
 from april.testing.conformance.bench import Bench, ReadRequest, check, require_equal, require_prefix
 from april.testing.conformance.subject import Broken, Figures, NotTested, Shown, Weights
-from april.testing.conformance.tokens import asked_kind, expected
+from april.testing.conformance.tokens import declared_kind, expected
 from april.testing.conformance.weights import other_weights
 
 LENGTH = 32
@@ -16,10 +16,10 @@ CUT = 8
 SAMPLES = 4
 
 
-def _shown(bench: Bench, prompt: Shown, number: int, **more: object) -> Request:
+def _request(bench: Bench, prompt: Shown, number: int, **more: object) -> Request:
     # ban the placeholder tokens of images, because no reference model could read a response that contains them
-    stands = {token for placed in prompt.attached for token in placed.stands}
-    banned = tuple(sorted(stands)) if bench.engine.capabilities.bans else ()
+    placeholders = {token for placed in prompt.attached for token in placed.stands}
+    banned = tuple(sorted(placeholders)) if bench.engine.capabilities.bans else ()
     ids = prompt.token_ids
     request = bench.request(number, LENGTH, prompt=ids, forced=False, banned_ids=banned, **more)  # type: ignore[arg-type]
     return replace(request, attached=tuple(prompt.attached))
@@ -27,8 +27,8 @@ def _shown(bench: Bench, prompt: Shown, number: int, **more: object) -> Request:
 
 def _prompts(bench: Bench) -> list[Shown]:
     """Return at least two prompts with attachments; the first two have the same tokens."""
-    taken = bench.offered("attachments")
-    prompts = [s for s in bench.subject.shown if {placed.attachment.kind for placed in s.attached} <= set(taken)]
+    kinds = bench.offered("attachments")
+    prompts = [s for s in bench.subject.shown if {placed.attachment.kind for placed in s.attached} <= set(kinds)]
     if len(prompts) < 2:
         raise NotTested("no two prompts with attachments were given")
     if list(prompts[0].token_ids) != list(prompts[1].token_ids):
@@ -36,15 +36,15 @@ def _prompts(bench: Bench) -> list[Shown]:
     return prompts
 
 
-@check("The response to a prompt depends on its own attachments: the same tokens with other images get another "
-       "response, and with the same images the same one, also if the images were sent before.")  # fmt: skip
+@check("The response to a prompt depends on its own attachments: the same tokens get another response with other "
+       "images, and the same response with the same images, even if these were sent before.")  # fmt: skip
 async def attached(bench: Bench) -> Figures:
     prompts = _prompts(bench)
     bench.require_greedy_repeats()
-    # at the same time, so that one upload is running while other requests need it
-    together = [_shown(bench, prompt, 0) for prompt in prompts for _ in range(SAMPLES)]
+    # several requests at the same time, so that some of them need an attachment that is still being uploaded
+    together = [_request(bench, prompt, 0) for prompt in prompts for _ in range(SAMPLES)]
     readings = await bench.run_complete(together)
-    later = await bench.run_complete(_shown(bench, prompt, 0) for prompt in reversed(prompts))
+    later = await bench.run_complete(_request(bench, prompt, 0) for prompt in reversed(prompts))
     firsts = readings[::SAMPLES]
     for i, first in enumerate(firsts):
         for other in (*readings[i * SAMPLES + 1 : (i + 1) * SAMPLES], later[len(prompts) - 1 - i]):
@@ -58,16 +58,16 @@ async def attached(bench: Bench) -> Figures:
     return {"prompts": len(prompts)} | _against_reference(bench, bench.weights, [*readings, *later], prompts)
 
 
-@check("A response that is cut and resumed continues with the attachments of its prompt.")
+@check("A response that is cut off and resumed continues with the attachments of its prompt.")
 async def attached_and_resumed(bench: Bench) -> Figures:
     prompts = _prompts(bench)
     bench.require_greedy_repeats()
-    uncut = await bench.run_complete(_shown(bench, prompt, 0) for prompt in prompts)
+    uncut = await bench.run_complete(_request(bench, prompt, 0) for prompt in prompts)
     resumed = 0
     for prompt, whole in zip(prompts, uncut, strict=True):
         if whole.count <= CUT:
             continue
-        (rest,) = await bench.run_complete([_shown(bench, prompt, 0, response=whole.tokens[:CUT])])
+        (rest,) = await bench.run_complete([_request(bench, prompt, 0, response=whole.tokens[:CUT])])
         joined = np.concatenate((whole.tokens[:CUT], rest.tokens))
         require_prefix(joined, whole.tokens, "a response with attachments, resumed")
         resumed += 1
@@ -76,25 +76,25 @@ async def attached_and_resumed(bench: Bench) -> Figures:
     return {"responses": resumed}
 
 
-@check("After a weight update attachments are read by the new weights, and no features that the old weights computed "
-       "from them are used.")  # fmt: skip
+@check("After a weight update, attachments are read by the new weights, and features that the old weights computed "
+       "from the attachments are not used.")  # fmt: skip
 async def attached_after_an_update(bench: Bench) -> Figures:
     prompts = _prompts(bench)
     other, before = other_weights(bench), bench.weights
     if before.seen is None or other.seen is None:
         raise NotTested("no reference model that reads attachments was given")
-    old = await bench.run_complete(_shown(bench, prompt, i, temperature=1.0) for i, prompt in enumerate(prompts))
+    old = await bench.run_complete(_request(bench, prompt, i, temperature=1.0) for i, prompt in enumerate(prompts))
     _against_reference(bench, before, old, prompts)
     await bench.load_weights(other)
-    new = await bench.run_complete(_shown(bench, prompt, i, temperature=1.0) for i, prompt in enumerate(prompts))
+    new = await bench.run_complete(_request(bench, prompt, i, temperature=1.0) for i, prompt in enumerate(prompts))
     return _against_reference(bench, other, new, prompts)
 
 
 def _against_reference(bench: Bench, weights: Weights, readings: list[ReadRequest], prompts: list[Shown]) -> Figures:
-    """Check that log-probabilities are those of these weights with these attachments."""
+    """Check the log-probabilities against the reference model with these weights and these attachments."""
     if weights.seen is None:
         return {}
-    worst, kind = 0.0, asked_kind(bench)
+    worst, kind = 0.0, declared_kind(bench)
     for reading in readings:
         if not reading.count:
             continue
@@ -102,7 +102,7 @@ def _against_reference(bench: Bench, weights: Weights, readings: list[ReadReques
         logits = weights.seen(reading.request, reading.tokens.tolist())
         without = logits.copy()
         without[:, list(sampling.banned_ids)] = -np.inf
-        # some engines report log-probabilities from before a ban, some from after it
+        # some engines compute log-probabilities before they remove the banned ids, some engines afterwards
         worst = max(worst, min(
             float(np.abs(expected(kind, of, reading.tokens, sampling.temperature or 1.0, 1.0) - reading.logprobs).max())
             for of in (logits, without)
@@ -115,7 +115,7 @@ def _against_reference(bench: Bench, weights: Weights, readings: list[ReadReques
     return {"largest difference to the reference": worst}
 
 
-@check("Banned ids are not generated, even if they are the most likely ones.")
+@check("Banned ids are not generated, even if they are the most likely tokens.")
 async def banned_ids(bench: Bench) -> Figures:
     bench.offered("bans")
     ends = set(bench.engine.capabilities.eos_token_ids)

@@ -1,4 +1,4 @@
-"""A test bench for an engine (requests, their responses, waits with a timeout), and the class of a check.
+"""What all checks of the conformance suite use: a test bench that drives one engine, and the class :class:`Check`.
 
 Invariant: every response is checked against the engine contract (one end, arrays of equal length, possible values,
 the token budget), in addition to the promise that a check is about.
@@ -42,15 +42,15 @@ from april.weights.source import weight_source
 T = TypeVar("T")
 
 ABORT_AGAIN_S = 0.25
-"""Seconds between two requests for the same abort, as in april."""
+"""Seconds between two calls of ``abort`` for the same request, which april's scheduler also repeats."""
 SILENCE_S = 0.5
-"""Seconds without a token after which a working engine is assumed to yield tokens only at the end."""
+"""Seconds without a token after which a busy engine is assumed to yield tokens only at the end of a response."""
 POLL_S = 0.004
-"""Seconds between two polls of a condition that signals no change."""
+"""Seconds between two looks at whether requests have tokens."""
 
 
 class ReadRequest(YieldedChunks):
-    """A request that is read to its end in its own task."""
+    """A request whose response is read to its end in its own task."""
 
     def __init__(self, engine: Engine, request: Request) -> None:
         self.request = request
@@ -73,14 +73,14 @@ class ReadRequest(YieldedChunks):
 
     @property
     def versions(self) -> list[PolicyVersion]:
-        """Version of each token; from the last chunk if earlier versions were guesses."""
+        """Version of each token. If the last chunk lists exact versions, those of earlier chunks were only guesses."""
         if self.chunks and self.chunks[-1].versions is not None:
             return [version for version, count in self.chunks[-1].versions for _ in range(count)]
         return [c.version for c in self.chunks for _ in range(len(c.tokens))]
 
     @property
     def finish(self) -> EngineFinish | None:
-        """The finish reason; None while it runs and after an error."""
+        """The finish reason; None while the request runs and after an error."""
         return self.chunks[-1].finish if self.chunks else None
 
     def check(self, limits: Capabilities, newest: PolicyVersion) -> None:
@@ -143,14 +143,14 @@ class Bench:
         stream: bool = True,
         **sampling: Any,
     ) -> Request:
-        """Make a greedy request that runs to ``max_tokens`` of the whole response (default: the subject's long one).
+        """Make a request, greedy by default, for a response of ``max_tokens`` (None means ``subject.long_tokens``).
 
-        ``number`` identifies the sample: its prompt, and its key. ``response`` holds the tokens that the sample
-        already has. ``forced`` prevents EOS before the end, by min_tokens. With ``stream``, the engine sends tokens as
-        they are made.
+        ``number`` selects the prompt and the sample key. ``response`` has the tokens that the sample already has; they
+        count towards ``max_tokens``. ``forced`` sets min_tokens so that EOS cannot end the response early. With
+        ``stream``, the engine sends tokens as they are made.
         """
         whole = self.subject.long_tokens if max_tokens is None else max_tokens
-        # a greedy request needs no seed; here it identifies the request for a proxy that sees no request ids
+        # a greedy request needs no seed, but a recording proxy that sees no request ids identifies requests by it
         seed = number + 1 + 1000 * len(response) if temperature else next(self._seeds)
         ids = self.prompt(number) if prompt is None else np.asarray(prompt, np.int32)
         held = np.asarray(response, np.int32)
@@ -167,7 +167,7 @@ class Bench:
         )
 
     def copy_of(self, request: Request, count: int | None = None) -> Request:
-        """Copy the request under another id; limited to ``count`` tokens if EOS cannot end the response before."""
+        """Copy the request under a new id; if EOS cannot end it within ``count`` tokens, shorten it to ``count``."""
         sampling = request.sampling
         if not sampling.temperature:
             sampling = structs.replace(sampling, seed=next(self._seeds))
@@ -176,19 +176,19 @@ class Bench:
         return structs.replace(request, attempt_id=self.new_id(), sampling=sampling)
 
     def start(self, request: Request) -> ReadRequest:
-        """Begin to read a request."""
+        """Send a request and begin to read its response."""
         reading = ReadRequest(self.engine, request)
         self._readings.append(reading)
         return reading
 
     async def start_and_wait(self, requests: Iterable[Request]) -> list[ReadRequest]:
-        """Begin to read requests; return them when they have tokens, see :meth:`wait_for_tokens`."""
+        """Start requests, and return them when they have tokens, see :meth:`wait_for_tokens`."""
         readings = [self.start(r) for r in requests]
         await self.wait_for_tokens(readings)
         return readings
 
     async def run_complete(self, requests: Iterable[Request]) -> list[ReadRequest]:
-        """Run requests that must complete; return them after their ends."""
+        """Run requests to their ends, and return them; raises Broken if a request fails."""
         readings = [self.start(r) for r in requests]
         await self.wait_for_success(readings)
         return readings
@@ -206,7 +206,7 @@ class Bench:
             raise Broken(f"{what} failed: {error}") from error
 
     async def wait_for_ends(self, readings: Sequence[ReadRequest]) -> None:
-        """Wait until all streams have ended; raises Broken if one hangs or breaks the contract."""
+        """Wait until all streams have ended; raises Broken if a stream hangs or breaks the contract."""
         if readings:
             await asyncio.wait([r.task for r in readings], timeout=self.subject.patience_s)
         late = [r for r in readings if not r.task.done()]
@@ -219,7 +219,7 @@ class Bench:
             reading.check(self.engine.capabilities, self.version)
 
     async def wait_for_success(self, readings: Sequence[ReadRequest]) -> None:
-        """Wait until all streams have ended, as in :meth:`wait_for_ends`; raises Broken if one failed."""
+        """Wait until all streams have ended, as in :meth:`wait_for_ends`; raises Broken if a request failed."""
         await self.wait_for_ends(readings)
         self.require_no_errors(readings)
 
@@ -236,9 +236,9 @@ class Bench:
         await self.wait_for_ends(readings)
 
     async def wait_for_tokens(self, readings: Sequence[ReadRequest], every: bool = True) -> None:
-        """Wait until all requests have tokens, or with ``every=False`` until one has.
+        """Wait until all requests have tokens or have ended; with ``every=False``, until one request has.
 
-        The wait is short if the engine seems to yield tokens only at the end.
+        Gives up after SILENCE_S if the engine seems to yield tokens only at the end, or after a quarter of patience_s.
         """
         loop = asyncio.get_running_loop()
         began, enough = loop.time(), all if every else any
@@ -251,7 +251,7 @@ class Bench:
             await asyncio.sleep(POLL_S)
 
     async def load(self) -> int | None:
-        """Return the number of requests that the engine reports as running or waiting; None if it reports none."""
+        """Return the number of running and waiting requests that the engine reports; None if it reports no numbers."""
         health = await self.with_timeout(self.engine.health(), "health")
         if health.load is not None:
             return health.load.running + health.load.waiting
@@ -260,7 +260,7 @@ class Bench:
         return sum(known) if known else None
 
     async def wait_until_idle(self) -> str:
-        """Wait until the engine reports no requests; return the last reported number as text."""
+        """Wait until the engine reports that it has no requests; return "0", or why this is unknown."""
         load = await self.load()
         if load is None:
             return "the engine does not report its load"
@@ -282,7 +282,7 @@ class Bench:
     # ---------------------------------------------------------------- weights
 
     async def load_weights(self, weights: Weights) -> None:
-        """Load other weights as the next version; the engine must have nothing in flight."""
+        """Pause the engine, load other weights as the next version, and resume."""
         await self.with_timeout(self.engine.pause(), "pause")
         await self.next_version(weights)
         await self.with_timeout(self.engine.resume(), "resume")
@@ -299,7 +299,7 @@ class Bench:
         loop, engine = asyncio.get_running_loop(), self.engine
 
         def ask(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-            return [_Call(asyncio.run_coroutine_threadsafe(call, loop)) for call in calls]
+            return [_EngineCall(asyncio.run_coroutine_threadsafe(call, loop)) for call in calls]
 
         sender = WeightSender({engine.name: engine}, ask, self.subject.patience_s)
         await self.with_timeout(engine.pause(), "pause")
@@ -321,7 +321,7 @@ class Bench:
     # ---------------------------------------------------------------- expectations
 
     def compare_with_wire(self, readings: Iterable[ReadRequest]) -> Figures:
-        """Compare the responses with the tokens that left the server, if the subject can do that."""
+        """Compare the responses with the tokens that left the server, if the subject has a function for this."""
         compare = self.subject.compare_with_wire
         means = self.engine.capabilities.abort_means
         return {} if compare is None else compare([(r.request, r.tokens, r.finish) for r in readings], means)
@@ -341,7 +341,7 @@ class Bench:
             raise NotTested("greedy responses do not repeat exactly on this engine (greedy_repeats=False)")
 
     def offered(self, ability: str) -> Any:
-        """Return a capability by name; raises NotOffered, with the reason, if the engine lacks it."""
+        """Return the engine's capability ``ability``; raises NotOffered, with the reason, if the engine lacks it."""
         can = self.engine.capabilities
         if not (value := getattr(can, ability)):
             raise NotOffered(can.lack(ability))
@@ -349,8 +349,8 @@ class Bench:
 
 
 @dataclass
-class _Call:
-    """A call of an engine that the sending thread waits for."""
+class _EngineCall:
+    """A call of the engine on the event loop, for which the thread of the weight sender waits."""
 
     future: Future[Any]
 
@@ -366,7 +366,7 @@ class _Call:
 
 
 def _tensors(weights: Weights) -> dict[str, Any]:
-    """Load the tensors of a directory, by their names."""
+    """Load the tensors of the weights' directory, by name."""
     try:
         from safetensors.torch import load_file
     except ImportError:
@@ -390,7 +390,7 @@ def require_prefix(got: Int32, wanted: Int32, what: str) -> None:
 
 
 def require_equal(got: Int32, wanted: Int32, what: str) -> None:
-    """Raise Broken unless both are the same tokens."""
+    """Raise Broken unless ``got`` and ``wanted`` are the same tokens."""
     require_prefix(got, wanted, what)
     if len(got) != len(wanted):
         raise Broken(f"{what}: {len(got)} tokens, but the uncut response has {len(wanted)}")
@@ -402,7 +402,7 @@ LONGEST_CHECK = 20
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check of one promise. Call it with a :class:`Subject` for a verdict on a newly opened engine."""
+    """A check of one promise of the engine protocol; call it to check a newly opened engine of a :class:`Subject`."""
 
     name: str
     promise: str
@@ -413,7 +413,7 @@ class Check:
         return self.name
 
     async def __call__(self, subject: Subject) -> Verdict:
-        """Open an engine, check it, close it."""
+        """Open an engine, check it, close it, and return the verdict."""
         engine = await subject.open()
         try:
             return await self.on(Bench(subject, engine))
@@ -421,7 +421,7 @@ class Check:
             await engine.close()
 
     async def on(self, bench: Bench) -> Verdict:
-        """Run the check and return its verdict; errors of the engine become part of it and are never raised."""
+        """Run the check and return its verdict; errors of the engine become part of the verdict, and are not raised."""
 
         async def run() -> Figures:
             if self.name in bench.subject.gives_up:
@@ -435,7 +435,7 @@ class Check:
 
 
 async def verdict_on(name: str, promise: str, run: Coroutine[Any, Any, Figures], limit_s: float) -> Verdict:
-    """Await the check ``run`` for at most ``limit_s`` seconds, and return its verdict; never raises an error of it."""
+    """Await ``run`` for at most ``limit_s`` seconds, and return its verdict; errors become part of the verdict."""
     began = time.perf_counter()
     outcome, detail, figures = Outcome.FAILED, "", Figures()
     try:

@@ -1,4 +1,4 @@
-"""Checks of extras, such as chosen experts per token: each row belongs to its token, also after cuts."""
+"""Checks of extras, arrays with a row for each token (such as chosen experts): each row belongs to its token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LENGTH = 24
 CUT = 9
 FEW = 3
 _ENOUGH = 0.9
-"""Share of rows that must be equal when tokens are read again. Not all, because rounding may change an expert."""
+"""Share of rows that must be equal when tokens are read again; rounding may change the experts of the others."""
 
 
 def _with_extras(bench: Bench, request: Request, start: int = 0) -> Request:
@@ -24,7 +24,7 @@ def _with_extras(bench: Bench, request: Request, start: int = 0) -> Request:
 
 
 def _require_rows(readings: Sequence[ReadRequest]) -> None:
-    """Check that each request got all its rows with the last chunk, and none before."""
+    """Check that each request got all rows with its last chunk, and no rows earlier."""
     for reading in readings:
         if any(chunk.extras for chunk in reading.chunks[:-1]):
             raise Broken(f"request {reading.id}: rows arrived before the last chunk")
@@ -37,8 +37,8 @@ def _require_rows(readings: Sequence[ReadRequest]) -> None:
             raise Broken(f"request {reading.id}: its {reading.count} tokens came with {wrong}")
 
 
-@check("Extras that a request asks for arrive with its last chunk, one row for each token that was read; the rows of a "
-       "resumed request continue those of its first part.")  # fmt: skip
+@check("Extras that a request asks for arrive with its last chunk, one row for each token that the model read; the "
+       "rows of a resumed request continue the rows of the first part.")  # fmt: skip
 async def extras(bench: Bench) -> Figures:
     names = bench.offered("extras")
     bench.require_greedy_repeats()
@@ -66,12 +66,12 @@ async def extras(bench: Bench) -> Figures:
                     "those of the same tokens in a request that was not cut: the rows belong to other tokens"
                 )
     return {"rows": sum(len(r.chunks[-1].extras[names[0]]) for r in uncut), "same when read again": worst} | (
-        await _cut(bench)
+        await _check_aborted(bench)
     )
 
 
-async def _cut(bench: Bench) -> Figures:
-    """Check that aborted requests have rows for all tokens, or none."""
+async def _check_aborted(bench: Bench) -> Figures:
+    """Check that aborted requests have rows for all of their tokens, or no rows."""
     readings = await bench.start_and_wait(_with_extras(bench, bench.request(i)) for i in range(FEW))
     await bench.abort_until_ended(readings)
     bench.require_no_errors(readings)

@@ -11,7 +11,7 @@ from april.testing.conformance.subject import Reference
 
 @cache
 def hugging_face(path: str) -> Reference:
-    """Return a reference for the causal language model in a directory: fp32 on the CPU, one forward pass per response.
+    """Return a function that computes reference logits with the model in a directory, in fp32 on the CPU.
 
     Needs the ``transformers`` extra.
     """

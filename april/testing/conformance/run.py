@@ -1,4 +1,4 @@
-"""Runs all checks on one engine."""
+"""Lists all checks of the conformance suite, and runs them on one engine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 def check_named(name: str) -> Check:
-    """Return the check of that name; KeyError with all names if there is none."""
+    """Return a check by its name; raises KeyError that lists all names if there is no such check."""
     for one in CHECKS:
         if one.name == name:
             return one
@@ -55,9 +55,9 @@ def check_named(name: str) -> Check:
 async def run(
     subject: Subject, checks: Sequence[Check] = CHECKS, watch: Callable[[Verdict], object] = lambda verdict: None
 ) -> Report:
-    """Run the checks on one engine, on the running loop; a failed check does not end the run.
+    """Run the checks on one engine, on the running event loop; a failed check does not end the run.
 
-    The engine is opened once, and again after a failed check. ``watch`` is called with each verdict as it comes.
+    The engine is opened once, and opened anew after a failed check. ``watch`` is called with each verdict at once.
     """
     verdicts: list[Verdict] = []
     bench: Bench | None = None

@@ -29,7 +29,7 @@ class _SharedEngine(RecordingEngine):
 
     Args:
         engine: The engine under test.
-        shift: Number of weight updates that the engine has had before the scheduler's first version.
+        shift: Difference between the version numbers of the engine, which has had updates before, and the scheduler.
     """
 
     def __init__(self, engine: Engine, shift: int) -> None:
@@ -56,8 +56,8 @@ class _SharedEngine(RecordingEngine):
             await self.engine.abort([i for i, end in self.ends.items() if end is None])
 
 
-def _endless(bench: Bench) -> Iterator[list[int]]:
-    """Yield prompts without end; no two of a thousand are equal."""
+def _distinct_prompts(bench: Bench) -> Iterator[list[int]]:
+    """Yield prompts for ever; a thousand of them in a row are all different."""
     size = bench.engine.capabilities.vocab_size
     eos = set(bench.engine.capabilities.eos_token_ids)
     known = sorted({t for p in bench.subject.prompts for t in p if 0 <= t < size} - eos)
@@ -72,9 +72,9 @@ def _budget(bench: Bench, group: int, index: int) -> int:
     return max(4, int(bench.subject.long_tokens * (0.06 + 0.94 * of_group) * (0.8 + 0.2 * of_sample)))
 
 
-@check("In a thousand aborted requests, with weight updates between them, no token that was sent is lost.")
+@check("Across a thousand aborted requests, with weight updates between them, no token that was sent is lost.")
 async def thousand_aborts(bench: Bench) -> Figures:
-    """Check that the engine's client, april's ledger and the delivered responses all have the same tokens."""
+    """Check that the engine's client, april's ledger (token counts) and delivered responses have the same tokens."""
     subject = bench.subject
     engine = _SharedEngine(bench.engine, bench.version.n)
     config = Config(
@@ -89,7 +89,7 @@ async def thousand_aborts(bench: Bench) -> Figures:
     from_disk = bench.engine.capabilities.updates_from_disk and both
     given = updates = 0
     async with rollouts(
-        config, engines=[engine], prompts=_endless(bench), rollout=rollout, check=False
+        config, engines=[engine], prompts=_distinct_prompts(bench), rollout=rollout, check=False
     ) as run:  # fmt: skip
         while engine.aborted < subject.aborts:
             batch = await bench.with_timeout(run.next_batch(), "a step")
@@ -117,7 +117,7 @@ async def thousand_aborts(bench: Bench) -> Figures:
 
 
 async def _update(bench: Bench, run: Rollouts, from_disk: bool) -> None:
-    """Make a weight update; ``from_disk`` loads the other of two sets of weights and notes it in ``bench.weights``."""
+    """Make a weight update. ``from_disk`` switches between the subject's two sets of weights, else they stay."""
     now, other = bench.subject.now, bench.subject.other
     weights = other if from_disk and other is not None and bench.weights is now else now
     if from_disk:
@@ -128,7 +128,7 @@ async def _update(bench: Bench, run: Rollouts, from_disk: bool) -> None:
 
 
 def _delivered(batch: Batch, engine: _SharedEngine) -> int:
-    """Check that each delivered response is the concatenation of its attempts; return the number of tokens."""
+    """Check that each delivered response is its attempts' tokens in order; return the number of delivered tokens."""
     attempts: dict[tuple[int, int] | None, list[tuple[int, Int32]]] = {}
     for attempt_id, request in engine.requests.items():
         attempts.setdefault(request.sample_key, []).append((request.response_offset, engine.got(attempt_id)))

@@ -1,4 +1,4 @@
-"""Input of the conformance suite (the engine under test, optional equipment) and its output (verdicts, reports)."""
+"""Input of the conformance suite (engine under test, reference models, prompts), and its output (verdicts, reports)."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class NotOffered(Exception):
 
 
 class NotTested(Exception):
-    """Raised if the equipment for this check is missing."""
+    """Raised if a check cannot be made: the subject lacks something for it, or requests ended too early."""
 
 
 Reference = Callable[[list[int], list[int]], Float32]
 """Function (prompt ids, response ids [T]) -> logits float32 [T, V] at the positions that predict the response, from
-a full forward pass in fp32. The suite computes from them log-probabilities of the kind that the engine declares."""
+a full forward pass in fp32. The suite converts the logits to log-probabilities of the kind that the engine declares."""
 
 
 Seen = Callable[[Request, list[int]], Float32]
@@ -41,9 +41,10 @@ Figures = dict[str, float | int | str]
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A set of weights with its references. ``path`` None means that there is no directory to load it from."""
+    """A set of model weights, with functions that compute reference logits under these weights."""
 
     path: str | None = None
+    """Directory from which the weights can be loaded, if any."""
     reference: Reference | None = None
     seen: Seen | None = None
 
@@ -58,10 +59,9 @@ class Shown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """The engine under test with optional equipment; promises whose equipment is missing are ``not tested``.
+    """The engine under test, and optional things that some checks need; without these, a check is ``not tested``.
 
-    If there is a server, the suite must be its only user: the suite pauses it, loads weights, and waits until it is
-    idle.
+    The suite must be the only user of the engine's server, because it pauses the server and loads other weights.
     """
 
     open: Callable[[], Awaitable[Engine]]
@@ -71,22 +71,21 @@ class Subject:
     version: str = ""
     """Version of the engine's software."""
     prompts: Sequence[Sequence[int]] = ((5, 6, 7, 8), (9, 10, 11), (12, 13, 14, 15, 16))
-    """Prompts as token ids that the model knows, without end-of-text."""
+    """Prompts as token ids in the model's vocabulary, without EOS."""
     ending_prompts: Sequence[Sequence[int]] = ()
-    """Prompts whose responses soon end by themselves; by default ``prompts``, which may take longer."""
+    """Prompts whose responses soon end in EOS; if empty, ``prompts`` are used, which may take longer."""
     long_tokens: int = 300
-    """Tokens of a response that runs long enough to be aborted midway. With its prompt it must fit into the context."""
+    """Number of tokens of a response that is long enough to be aborted midway; it must fit into the context."""
     greedy_repeats: bool = True
-    """True if greedy decoding gives the same tokens in any batch, as in fp32; if False, checks that rely on this are
-    not tested."""
+    """Whether greedy decoding gives the same tokens in any batch, as in fp32; if not, some checks are not tested."""
     now: Weights = Weights()
     """Weights of the engine when it is opened; the suite restores them at the end."""
     other: Weights | None = None
-    """Other weights, which the suite loads from disk and replaces again."""
+    """Other weights, which the suite loads from disk for some checks."""
     shown: Sequence[Shown] = ()
-    """Two or more prompts with attachments; the first two have the same tokens but other attachments."""
+    """Two or more prompts with attachments; the first two have equal tokens, but different attachments."""
     adapters: Sequence[Weights] = ()
-    """Two adapters (LoRA) for ``now``, each with its directory; ``reference`` is of the model with the adapter."""
+    """Two LoRA adapters for ``now``; their ``reference`` computes the logits of the model with the adapter."""
     tolerance: float = 1e-4
     """Largest difference of log-probabilities from the reference, in nats."""
     compare_with_wire: Callable[[Sequence[ClientTokens], AbortMeans], Figures] | None = None
@@ -95,13 +94,13 @@ class Subject:
     kill: Callable[[], Awaitable[None]] | None = None
     """Function that kills the server; the last check uses it."""
     in_flight: int = 80
-    """Number of concurrent requests in the check that aborts and resumes many. Bursts always have 300 requests."""
+    """Number of concurrent requests in the check ``cut_and_resume``."""
     aborts: int = 1000
-    """Number of requests that are aborted in the check that no token is lost."""
+    """Number of requests that are aborted in the check ``thousand_aborts``."""
     gives_up: Mapping[str, str] = field(default_factory=dict)
-    """Promises that the engine's documentation excludes: name of the check -> sentence that says why."""
+    """Reason for each promise that the engine's documentation excludes, by the name of the check."""
     patience_s: float = 60.0
-    """Longest wait for a single event, in seconds; an engine that takes longer fails."""
+    """Longest wait for a single event, in seconds; an engine that takes longer fails the check."""
 
 
 class Outcome(StrEnum):
@@ -112,7 +111,7 @@ class Outcome(StrEnum):
     NOT_OFFERED = "not offered"
     """The engine declares that it lacks the ability; the verdict quotes its reason."""
     NOT_TESTED = "not tested"
-    """The subject lacks the equipment; the verdict says which."""
+    """The check could not be made; the verdict says what is missing."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,7 +145,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(v for v in self.verdicts if v.outcome is Outcome.FAILED)
 
     def verdict(self, check: str) -> Verdict:
-        """Return the verdict of one check by its name; KeyError if it was not run."""
+        """Return the verdict of the check with this name; raises KeyError if the check was not run."""
         for verdict in self.verdicts:
             if verdict.check == check:
                 return verdict

@@ -29,7 +29,7 @@ async def budgets(bench: Bench) -> Figures:
             raise Broken(f"a response with max_tokens tokens ended with {reading.finish}")
     (free,) = await bench.run_complete([bench.request(0, 64, forced=False)])
     tokens = free.tokens
-    # a token that would end the response early, if min_tokens did not forbid it
+    # use an early token of the response as a stop token, which min_tokens must then keep from ending it
     early = next((int(t) for t in tokens[:8]), None)
     held_back = 0
     if early is not None and bench.subject.greedy_repeats:
@@ -90,14 +90,14 @@ async def stop_token_ids(bench: Bench) -> Figures:
         (ended,) = await bench.run_complete([request])
         if ended.finish is not EngineFinish.STOP:
             raise Broken(f"a response with stop token {tokens[stop]} ended with {ended.finish}, {ended.count} tokens")
-        _stopped_at(bench, ended, tokens, stop)
+        _require_stop_at(ended, tokens, stop)
         tried += 1
     if not tried:
         raise NotTested("no greedy response had a token after its fourth that occurs first there; give other prompts")
     return {"responses": tried}
 
 
-def _stopped_at(bench: Bench, ended: ReadRequest, tokens: list[int], stop: int) -> None:
+def _require_stop_at(ended: ReadRequest, tokens: list[int], stop: int) -> None:
     got = ended.tokens.tolist()
     if not got or got[-1] != tokens[stop]:
         raise Broken(f"the stop token {tokens[stop]} is not the last token of the {len(got)} of its response")
@@ -128,8 +128,8 @@ async def seeds(bench: Bench) -> Figures:
     return {"seeds": len(different) + len(asked)}
 
 
-async def _refused(bench: Bench, request: Request, what: str) -> str:
-    """Raise Broken unless the engine refuses the request before any token; return the error's type."""
+async def _require_refused(bench: Bench, request: Request, what: str) -> str:
+    """Raise Broken unless the engine refuses the request before any token; return the name of the error's type."""
     reading = bench.start(request)
     await bench.wait_for_ends([reading])
     if reading.error is None:
@@ -148,7 +148,7 @@ async def over_long_input(bench: Bench) -> Figures:
         raise NotTested(f"the context of {context} tokens is not filled here")
     for length in (context, context + 1, 2 * context):
         request = bench.request(0, 4, prompt=np.resize(bench.prompt(), length))
-        raised = await _refused(bench, request, f"a prompt of {length} tokens")
+        raised = await _require_refused(bench, request, f"a prompt of {length} tokens")
     (full,) = await bench.run_complete([bench.request(0, 4, prompt=np.resize(bench.prompt(), context - 4))])
     if full.count != 4:
         raise Broken(f"{context - 4} tokens of prompt leave room for 4, but {full.count} were generated")
@@ -162,7 +162,8 @@ async def out_of_vocabulary(bench: Bench) -> Figures:
     bystander = bench.start(bench.request(1))
     for bad in (size, size + 1000, 2**31 - 1, -1):
         ids: Int32 = np.append(bench.prompt(), np.int32(bad)).astype(np.int32)
-        raised = await _refused(bench, bench.request(0, 4, prompt=ids), f"token id {bad} of a vocabulary of {size}")
+        request = bench.request(0, 4, prompt=ids)
+        raised = await _require_refused(bench, request, f"token id {bad} of a vocabulary of {size}")
     await bench.wait_for_success([bystander])
     await bench.require_healthy()
     return {"vocabulary": size, "refused with": raised}
@@ -171,12 +172,12 @@ async def out_of_vocabulary(bench: Bench) -> Figures:
 @check("The id of a running request cannot be used a second time, and the first request is not affected.")
 async def duplicate_id(bench: Bench) -> Figures:
     first = bench.start(bench.request(0, bench.subject.long_tokens // 2))
-    # let the client take the first request, which then counts as running
+    # let the first request start, so that its id is in use
     for _ in range(3):
         await asyncio.sleep(0)
     running = not first.task.done()
     second = bench.request(1, attempt_id=first.id)
-    raised = await _refused(bench, second, "a second request with an id in flight") if running else ""
+    raised = await _require_refused(bench, second, "a second request with an id in flight") if running else ""
     await bench.wait_for_success([first])
     if not running:
         raise NotTested("the first request was complete before the second could be sent; raise Subject.long_tokens")
@@ -191,14 +192,14 @@ async def duplicate_id(bench: Bench) -> Figures:
 SAMPLES = 8
 LENGTH = 48
 TIE = 1e-5
-"""If the mass of the k most probable tokens is nearer to top-p than this, the nucleus may have k or k + 1 tokens."""
+"""If the probability of the k most likely tokens is this close to top-p, the nucleus may have k or k + 1 tokens."""
 
 
 def expected(kind: LogprobKind, logits: Float32, tokens: Int32, temperature: float, top_p: float) -> Float32:
-    """Return the log-probabilities of ``tokens`` [T] that ``kind`` gives for ``logits`` [T, V]: float32 [C, T].
+    """Return the log-probabilities float32 [C, T] of ``tokens`` [T] by ``logits`` [T, V], as ``kind`` defines them.
 
-    Each token must match one of C alternatives: 2 for ``processed`` with top-p, where rounding decides which token
-    is the last of the nucleus; otherwise 1.
+    Each token must match one of C alternatives. There are 2 for ``processed`` with top-p, because rounding decides
+    which token is the last of the nucleus, and otherwise 1.
     """
     scaled = np.asarray(logits, np.float64) / (1.0 if kind is LogprobKind.RAW else temperature)
     logs = scaled - np.logaddexp.reduce(scaled, axis=1, keepdims=True)
@@ -207,13 +208,16 @@ def expected(kind: LogprobKind, logits: Float32, tokens: Int32, temperature: flo
     if kind is not LogprobKind.PROCESSED or top_p >= 1.0:
         return own[None].astype(np.float32)
     mass = np.cumsum(np.sort(np.exp(logs), axis=1)[:, ::-1], axis=1)
-    # mass of the nucleus: of the fewest most probable tokens that together have at least top_p
+    # probability of the nucleus, the smallest set of the most likely tokens that together have at least top_p
     nuclei = [mass[rows, np.argmax(mass >= min(top_p + shift, 1.0 - 1e-9), axis=1)] for shift in (-TIE, TIE)]
     return np.stack([own - np.log(nucleus) for nucleus in nuclei]).astype(np.float32)
 
 
-def asked_kind(bench: Bench) -> LogprobKind:
-    """Return the declared kind; RAW if it is unknown, as all kinds are equal at temperature 1 without top-p."""
+def declared_kind(bench: Bench) -> LogprobKind:
+    """Return the kind of log-probabilities that the engine declares.
+
+    If the kind is unknown, return RAW: only temperature 1 without top-p is then tested, where all kinds are equal.
+    """
     kind = bench.engine.capabilities.logprob_kind
     return LogprobKind.RAW if kind is LogprobKind.UNKNOWN else kind
 
@@ -221,7 +225,7 @@ def asked_kind(bench: Bench) -> LogprobKind:
 def largest_difference(
     kind: LogprobKind, reference: Reference, reading: ReadRequest, temperature: float, top_p: float = 1.0
 ) -> float:
-    """Return the largest difference in nats between a response and the reference."""
+    """Return the largest difference in nats between a response's log-probabilities and those of the reference."""
     if not reading.count:
         return 0.0
     tokens = reading.tokens
@@ -237,7 +241,7 @@ def _check(name: str, promise: str, temperature: float, top_p: float) -> Check:
             raise NotTested("no reference model was given")
         if kind is LogprobKind.UNKNOWN and (temperature != 1.0 or top_p < 1.0):
             raise NotOffered("the engine does not report the kind of its log-probabilities")
-        asked = asked_kind(bench)
+        asked = declared_kind(bench)
         readings = await bench.run_complete(
             bench.request(i, LENGTH, forced=False, temperature=temperature, top_p=top_p) for i in range(SAMPLES)
         )
@@ -266,8 +270,8 @@ logprobs = _check(
     "logprobs", "Log-probabilities are those of a full forward pass of the same model, at temperature 1.", 1.0, 1.0
 )
 logprobs_temperature = _check(
-    "logprobs_temperature", "At temperature 0.7 they are of the kind that the engine declares.", 0.7, 1.0
+    "logprobs_temperature", "Log-probabilities at temperature 0.7 are of the kind that the engine declares.", 0.7, 1.0
 )
 logprobs_top_p = _check(
-    "logprobs_top_p", "At temperature 0.7 with top-p 0.8 they are of the kind that the engine declares.", 0.7, 0.8
+    "logprobs_top_p", "Log-probabilities at temperature 0.7 and top-p 0.8 are of the declared kind.", 0.7, 0.8
 )

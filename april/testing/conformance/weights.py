@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from april.engines.protocol import EngineFinish, Float32, KeepsRequests, OnWeightUpdate
 from april.testing.conformance.bench import Bench, ReadRequest, check
 from april.testing.conformance.subject import Broken, Figures, NotOffered, NotTested, Weights
-from april.testing.conformance.tokens import asked_kind, largest_difference
+from april.testing.conformance.tokens import declared_kind, largest_difference
 
 FEW = 6
 LENGTH = 40
@@ -22,19 +22,19 @@ NEAR_TIE = 1e-3
 
 
 def other_weights(bench: Bench) -> Weights:
-    """Return the other weights; raises NotOffered or NotTested if the engine cannot load any."""
+    """Return the subject's other weights; raises NotTested if there are none, NotOffered if the engine loads none."""
     bench.offered("updates_from_disk")
     if bench.subject.other is None:
         raise NotTested("no second set of weights was given")
     return bench.subject.other
 
 
-def greedy_under(
+def require_greedy(
     bench: Bench, reading: ReadRequest, weights: Weights, what: str, start: int = 0, end: int | None = None
 ) -> None:
-    """Raise Broken unless tokens ``start`` to ``end`` are the greedy ones under ``weights``.
+    """Raise Broken unless tokens ``start`` to ``end`` are the greedy choice under ``weights``.
 
-    Not checked if greedy responses do not repeat.
+    Does nothing without reference logits, or if greedy responses do not repeat.
     """
     tokens, forbidden = reading.tokens[:end], list(bench.engine.capabilities.eos_token_ids)
     if weights.reference is None or len(tokens) <= start or not bench.subject.greedy_repeats:
@@ -42,16 +42,16 @@ def greedy_under(
     logits: Float32 = weights.reference(reading.request.token_ids.tolist(), tokens.tolist()).copy()
     logits[: reading.request.sampling.min_tokens, forbidden] = -np.inf
     logits, mine = logits[start:], tokens[start:]
-    short = logits.max(axis=1) - logits[np.arange(len(mine)), mine]
-    wrong = np.flatnonzero(short > NEAR_TIE)
+    deficit = logits.max(axis=1) - logits[np.arange(len(mine)), mine]
+    wrong = np.flatnonzero(deficit > NEAR_TIE)
     if wrong.size:
         raise Broken(
             f"{what}: token {start + int(wrong[0])} of {len(tokens)} is not the greedy one of these weights "
-            f"({float(short[wrong[0]]):.3g} below it); other weights, or their cache, made it"
+            f"({float(deficit[wrong[0]]):.3g} below it); other weights, or their cache, made it"
         )
 
 
-def all_of(readings: Sequence[ReadRequest], version: object, what: str) -> None:
+def require_version(readings: Sequence[ReadRequest], version: object, what: str) -> None:
     """Raise Broken unless all tokens of these requests carry this version."""
     for reading in readings:
         strange = {str(v) for v in reading.versions if v != version}
@@ -59,8 +59,8 @@ def all_of(readings: Sequence[ReadRequest], version: object, what: str) -> None:
             raise Broken(f"{what} carry version {', '.join(sorted(strange))} instead of {version}")
 
 
-def in_order(readings: Sequence[ReadRequest], before: object, after: object, what: str = "") -> int:
-    """Raise Broken unless the old version comes before the new one; return how many requests have both."""
+def require_version_order(readings: Sequence[ReadRequest], before: object, after: object, what: str = "") -> int:
+    """Raise Broken unless each request has tokens of ``before``, then of ``after``; return how many have both."""
     both = 0
     for reading in readings:
         versions = reading.versions
@@ -77,7 +77,7 @@ def in_order(readings: Sequence[ReadRequest], before: object, after: object, wha
        "new weights, not from a cache of the old weights.")  # fmt: skip
 async def version_exactness(bench: Bench) -> Figures:
     other, before, first_weights = other_weights(bench), bench.version, bench.weights
-    # the same prompts before and after the update: cached keys and values of the old weights must not be used
+    # the prompts are the same before and after the update, so that a stale prefix cache would be noticed
     old = await bench.run_complete(bench.request(i, LENGTH, forced=False) for i in range(FEW))
     cut = await bench.start_and_wait(bench.request(i) for i in range(FEW))
     await bench.abort_until_ended(cut)
@@ -88,25 +88,25 @@ async def version_exactness(bench: Bench) -> Figures:
     await bench.next_version(other)
     await bench.with_timeout(bench.engine.resume(), "resume")
     await bench.wait_for_success(waiting)
-    all_of([*old, *cut], before, "tokens of before the update")
-    all_of(waiting, bench.version, "tokens of after the update")
+    require_version([*old, *cut], before, "tokens from before the update")
+    require_version(waiting, bench.version, "tokens from after the update")
     resumed = await bench.run_complete(
         bench.request(i, len(r.tokens) + LENGTH, response=r.tokens, forced=False)
         for i, r in enumerate(cut)
         if r.finish is EngineFinish.ABORT
     )
-    all_of(resumed, bench.version, "tokens of a resumed response after the update")
+    require_version(resumed, bench.version, "tokens of a resumed response after the update")
     for reading in [*old, *cut]:
-        greedy_under(bench, reading, first_weights, "before the update")
+        require_greedy(bench, reading, first_weights, "before the update")
     for reading in [*waiting, *resumed]:
-        greedy_under(bench, reading, other, "after the update")
+        require_greedy(bench, reading, other, "after the update")
     return await _new_weights_in_use(bench, other, old, waiting) | {"resumed over it": len(resumed)}
 
 
 async def _new_weights_in_use(
     bench: Bench, weights: Weights, old: Sequence[ReadRequest], new: Sequence[ReadRequest]
 ) -> Figures:
-    """Check that responses changed, and that the log-probabilities of sampled ones are those of the new weights."""
+    """Check that responses changed, and that log-probabilities of sampled tokens are those of the new weights."""
     changed = sum(not np.array_equal(a.tokens, b.tokens) for a, b in zip(old, new, strict=True))
     figures: Figures = {"responses changed": changed, "of": FEW}
     if weights.reference is None:
@@ -114,14 +114,14 @@ async def _new_weights_in_use(
     if not changed:
         raise Broken("all greedy responses are the same under both weights: nothing was loaded")
     readings = await bench.run_complete(bench.request(i, LENGTH, forced=False, temperature=1.0) for i in range(FEW))
-    worst = max(largest_difference(asked_kind(bench), weights.reference, r, 1.0) for r in readings)
+    worst = max(largest_difference(declared_kind(bench), weights.reference, r, 1.0) for r in readings)
     if not worst <= bench.subject.tolerance:
         raise Broken(f"after the update log-probabilities differ from the new weights by up to {worst:.3g} nats")
     return figures | {"largest difference to the new weights": worst}
 
 
-@check("Weights that are sent from the trainer's process are complete and in use afterwards: tokens carry the new "
-       "version and come from the new weights, not from a cache of the old weights.")  # fmt: skip
+@check("After weights were sent from the trainer's process, tokens carry the new version and come from the new "
+       "weights, not from a cache of the old weights.")  # fmt: skip
 async def sent_weights(bench: Bench) -> Figures:
     can = bench.engine.capabilities
     if not (can.collective or can.takes_tensors):
@@ -132,13 +132,13 @@ async def sent_weights(bench: Bench) -> Figures:
     old = await bench.run_complete(bench.request(i, LENGTH, forced=False) for i in range(FEW))
     await bench.send_weights(other)
     new = await bench.run_complete(bench.request(i, LENGTH, forced=False) for i in range(FEW))
-    all_of(new, bench.version, "tokens of after the transfer")
+    require_version(new, bench.version, "tokens from after the transfer")
     for reading in new:
-        greedy_under(bench, reading, other, "after the transfer")
+        require_greedy(bench, reading, other, "after the transfer")
     return await _new_weights_in_use(bench, other, old, new)
 
 
-@check("A request that runs when weights are updated ends with its old tokens, or goes on with exact versions.")
+@check("A request that runs during a weight update ends with its old tokens, or goes on with exact token versions.")
 async def update_under_way(bench: Bench) -> Figures:
     other, before, first_weights = other_weights(bench), bench.version, bench.weights
     if bench.engine.capabilities.shares_weights:
@@ -146,12 +146,12 @@ async def update_under_way(bench: Bench) -> Figures:
     readings = await bench.start_and_wait(bench.request(i) for i in range(FEW))
     await bench.load_weights(other)
     await bench.wait_for_success(readings)
-    lived = in_order(readings, before, bench.version)
+    lived = require_version_order(readings, before, bench.version)
     ended = sum(reading.finish is EngineFinish.ABORT for reading in readings)
     for reading in readings:
         old = reading.versions.count(before)
-        greedy_under(bench, reading, first_weights, f"request {reading.id} before the update", 0, old)
-        greedy_under(bench, reading, other, f"request {reading.id} behind the update", old)
+        require_greedy(bench, reading, first_weights, f"request {reading.id} before the update", 0, old)
+        require_greedy(bench, reading, other, f"request {reading.id} after the update", old)
     figures = bench.compare_with_wire(readings)
     if lived == 0 and ended == 0 and all(set(r.versions) == {before} for r in readings):
         raise NotTested("all requests were complete before the update; raise Subject.long_tokens")
@@ -195,8 +195,8 @@ async def pause_and_resume(bench: Bench) -> Figures:
     return figures | bench.compare_with_wire([*running, *late])
 
 
-@check("A request that an engine keeps over a weight update goes on under the new weights, its end names the versions, "
-       "and a new request uses no cached keys and values of the old weights.")  # fmt: skip
+@check("A request that an engine keeps over a weight update goes on under the new weights, its last chunk names the "
+       "versions, and new requests use no KV cache of the old weights.")  # fmt: skip
 async def kept_over_an_update(bench: Bench) -> Figures:
     modes, engine = bench.offered("in_flight_updates"), bench.engine
     if not isinstance(engine, KeepsRequests):
@@ -210,23 +210,23 @@ async def kept_over_an_update(bench: Bench) -> Figures:
         await bench.with_timeout(engine.pause_in_flight(mode), "pause_in_flight")
         silent = [r for r in readings if not r.count]
         if mode is OnWeightUpdate.KEEP:
-            await bench.abort_until_ended(silent)  # as april does, since their prompts have keys of the old weights
+            await bench.abort_until_ended(silent)  # as april does, because their prompts were read by the old weights
         await bench.next_version(new)
         await bench.with_timeout(bench.engine.resume(), "resume")
         fresh = [bench.start(replace(bench.request(i, LENGTH, forced=False), in_flight=mode)) for i in range(FEW)]
         await bench.wait_for_success([*readings, *fresh])
-        all_of(fresh, bench.version, f"{mode}: tokens of requests from after the update")
+        require_version(fresh, bench.version, f"{mode}: tokens of requests from after the update")
         lived = [r for r in readings if before in r.versions and bench.version in r.versions]
-        in_order(readings, before, bench.version, f"{mode}: ")
+        require_version_order(readings, before, bench.version, f"{mode}: ")
         if not lived:
             raise NotTested("all requests were complete before the update; raise Subject.long_tokens")
         for reading in fresh:
-            greedy_under(bench, reading, new, f"{mode}: request {reading.id} from after the update")
+            require_greedy(bench, reading, new, f"{mode}: request {reading.id} from after the update")
         for reading in lived:
             at = reading.versions.index(bench.version)
-            greedy_under(bench, reading, old, f"{mode}: request {reading.id} before the update", 0, at)
+            require_greedy(bench, reading, old, f"{mode}: request {reading.id} before the update", 0, at)
             if mode is OnWeightUpdate.RECOMPUTE:
-                greedy_under(bench, reading, new, f"{mode}: request {reading.id} behind the update", at)
+                require_greedy(bench, reading, new, f"{mode}: request {reading.id} after the update", at)
         figures[f"{mode}: lived through it"] = len(lived)
     return figures
 
@@ -256,13 +256,13 @@ async def adapter_versions(bench: Bench) -> Figures:
     for readings in running:
         await bench.wait_for_success(readings)
     for version, readings in zip(versions, running, strict=True):
-        all_of(readings, version, f"tokens of requests that were sent under version {version}")
-    all_of(resumed, bench.version, "tokens of a response that was resumed after two adapters")
+        require_version(readings, version, f"tokens of requests that were sent under version {version}")
+    require_version(resumed, bench.version, "tokens of a response that was resumed after two adapters")
     for of, readings in zip(weights, running, strict=True):
         for reading in readings:
-            greedy_under(bench, reading, of, f"request {reading.id} beside the load of an adapter")
+            require_greedy(bench, reading, of, f"request {reading.id} beside the load of an adapter")
     for reading in resumed:
-        greedy_under(bench, reading, weights[-1], f"request {reading.id}, resumed")
+        require_greedy(bench, reading, weights[-1], f"request {reading.id}, resumed")
     if len({tuple(readings[-1].tokens[: LENGTH // 2].tolist()) for readings in running}) < len(running):
         raise Broken("requests under different adapters get the same responses: nothing was loaded")
     if alive < len(running):

@@ -281,7 +281,7 @@ def test_without_a_quorum_the_estimator_is_verls_grpo() -> None:
     for scaled in (True, False):
         found = []
         for estimator, uids in (("grpo", [u for u, _ in rollouts]), ("april_grpo", [k[:-2] for k in keys])):
-            advantages.leave(delivery, scaled=scaled)
+            advantages.store_advantages(delivery, scaled=scaled)
             data = DataProto.from_dict(
                 {"token_level_rewards": scores.clone(), "response_mask": mask},
                 non_tensors={"uid": np.array(uids, dtype=object)},
