@@ -205,7 +205,7 @@ def test_a_dead_zone_keeps_rounding_out_of_long_responses(length: int, without: 
 
 
 def test_weights_that_vanish_are_told() -> None:
-    """Eight responses whose products are below 0.1: there is a warning, but not of seven, with a dead zone or q for p."""
+    """A warning of eight responses whose products are below 0.1; none of seven, with a dead zone, or with q for p."""
     q = np.linspace(-3, -1, 8 * 300).reshape(8, 300)
     mask, gains = np.ones_like(q), np.ones(8)
     with pytest.warns(UserWarning, match=r"below 0\.1 in the mean, .* give dead_zone=0\.4"):
